@@ -1,0 +1,48 @@
+"""What a person types: one file a verb. Verbs import torch and the rest only when they run, so `--help` is instant."""
+
+import sys
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from linnet.cli.data import data
+from linnet.cli.fit import fit
+from linnet.cli.models import models
+from linnet.cli.report import report
+from linnet.cli.study import study
+from linnet.cli.train import train
+from linnet.config import ConfigError
+
+
+class _Group(typer.core.TyperGroup):
+    """Turns what a user can mend into a message and an exit code; everything else keeps its traceback."""
+
+    def invoke(self, ctx):
+        console = Console(stderr=True, soft_wrap=True)
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            console.print(f"[bold red]error[/] {escape(str(error))}", highlight=False)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            console.print("[bold yellow]stopped[/]; nothing is lost: run the same command again to go on")
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Linnet: from one layer file to a scaling law, for linear-complexity sequence models.",
+    epilog="Start with [bold]linnet models[/], then [bold]linnet train --model tnl-10m[/].",
+)
+
+for verb in (models, data, train, study, fit, report):
+    app.command(name=verb.__name__)(verb)
+
+
+def main() -> None:
+    sys.exit(app())

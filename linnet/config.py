@@ -1,0 +1,141 @@
+"""The base of every configuration: strict, frozen, and with errors that name the key, the value and the fix.
+
+A configuration class sits next to what it configures and derives from `Config`. Files and dictionaries go through
+`parse`, which reports all problems of a configuration at once.
+"""
+
+import difflib
+import hashlib
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class Config(BaseModel):
+    """A frozen configuration: unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, protected_namespaces=())
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration or with what it names, one line a problem.
+
+    Attributes:
+        problems: each names the key, the value and the fix.
+    """
+
+    def __init__(self, problems: list[str], where: str = "configuration"):
+        self.problems = list(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__(f"{where}: {count}\n" + "\n".join(f"  - {line}" for line in self.problems))
+
+
+C = typing.TypeVar("C", bound=Config)
+
+
+def parse(cls: type[C], values: Mapping, where: str = "configuration") -> C:
+    """Builds `cls` from plain values. Raises `ConfigError` that lists all problems, with the nearest right key."""
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError([_explain(cls, problem) for problem in error.errors()], where) from None
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """Ends a message about an unknown name: the nearest right one, or all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def read_yaml(path: str | Path) -> dict:
+    """Reads a YAML mapping; `3e-4` is a number, as people expect. Raises `ConfigError` naming file and line."""
+    path = Path(path)
+    try:
+        values = parse_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: there is no such file"]) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError([" ".join(str(error).split())], str(path)) from None
+    if not isinstance(values, dict):
+        raise ConfigError([f"must be a mapping of keys to values, not {type(values).__name__}"], str(path))
+    return values
+
+
+def parse_yaml(text: str) -> typing.Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def override(values: dict, assignments: list[str]) -> dict:
+    """Applies `a.b=value` assignments (values in YAML) to a nested dictionary and returns a new one."""
+    result, problems = json.loads(json.dumps(values)), []
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key:
+            problems.append(f"--set {assignment!r}: write key=value, for example --set steps=100")
+            continue
+        *parents, last = key.split(".")
+        node = result
+        for parent in parents:
+            child = node.get(parent)
+            if not isinstance(child, dict):
+                child = node[parent] = {}
+            node = child
+        try:
+            node[last] = parse_yaml(text)
+        except yaml.YAMLError as error:
+            problems.append(f"--set {assignment!r}: the value is not YAML ({' '.join(str(error).split())})")
+    if problems:
+        raise ConfigError(problems, "command line")
+    return result
+
+
+def digest(values: typing.Any) -> str:
+    """A name for a resolved configuration: 12 hexadecimal digits of the SHA-256 of its canonical JSON."""
+    if isinstance(values, BaseModel):
+        values = values.model_dump(mode="json")
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `3e-4` as a string because it has no dot; here it is a float."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+
+
+def _explain(cls: type[BaseModel], problem: dict) -> str:
+    *parents, last = problem["loc"] or ("",)
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"{key}: unknown key (value {problem['input']!r}); {nearest(str(last), _fields_at(cls, parents))}"
+    if problem["type"] == "missing":
+        return f"{key}: required, but not given"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}" + ("" if problem["type"] == "value_error" else f" (given {problem['input']!r})")
+
+
+def _fields_at(cls: type, path: typing.Iterable) -> set[str]:
+    classes = {cls}
+    for part in path:
+        fields = [c.model_fields[part] for c in classes if part in c.model_fields]
+        if fields:
+            classes = set().union(*(_models_in(field.annotation) for field in fields))
+    return {name for c in classes for name in c.model_fields}
+
+
+def _models_in(annotation: typing.Any) -> set[type[BaseModel]]:
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return {annotation} if issubclass(annotation, BaseModel) else set()
+    return set().union(*(_models_in(part) for part in typing.get_args(annotation)), set())

@@ -1,0 +1,182 @@
+"""The contract of a layer, and the registry that finds one by name.
+
+A token mixer is one class in one file. It states its parallel form (`forward`), its recurrence (`step`), the state it
+carries (`state_spec`), its cost (`flops_paper`) and how it is split over devices (`tp_plan`). A channel mixer is the
+same without state. Everything above the layers asks these methods, and nothing above asks which architecture this is.
+"""
+
+import importlib.util
+import sys
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from linnet.config import Config, ConfigError, nearest
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of one tensor of a state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Where a layer sits: everything about the rest of the model that a layer may know.
+
+    Attributes:
+        d_model: width D of the residual stream.
+        layer_index, num_layers: place of the block in the whole stack, and the stack's depth.
+        mixer_index, mixer_count: the same among the blocks that have this kind of mixer.
+        shared: modules owned by the model and shared across layers (HGRN's lower bounds), by name.
+    """
+
+    d_model: int
+    layer_index: int = 0
+    num_layers: int = 1
+    mixer_index: int = 0
+    mixer_count: int = 1
+    shared: nn.ModuleDict = field(default_factory=nn.ModuleDict)
+
+
+class Mixer(nn.Module):
+    """A token mixer. Subclasses register with `@register_mixer("name", ConfigClass)`.
+
+    `forward` without a state is training: it returns `(y, None)`. With a state (from `init_state` or an earlier call)
+    it continues from it and returns the state after the last token. `step` is `forward` for one token.
+    Output projections that end a residual branch carry the attribute `ends_residual = True` (depth-scaled init).
+    """
+
+    name: str
+    Config: type[Config]
+
+    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+        """Mixes x [B, T, D] over time. `cu_seqlens` (int32 [N+1], B = 1) resets the state at document boundaries."""
+        raise NotImplementedError
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """One token: x [B, D] and the state after the previous token give y [B, D] and the state after this one."""
+        raise NotImplementedError
+
+    def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
+        """What the layer carries between tokens; a KV cache depends on `context_length`, a recurrence does not."""
+        raise NotImplementedError
+
+    def flops_paper(self, seq_len: int) -> float:
+        """Forward FLOPs of one sequence in the convention of paper 000, Table 1 (ideal GLU, heads of 128, leading terms).
+
+        The default counts two FLOPs a weight and token, which is right for a layer with no term of its own.
+        """
+        return 2.0 * seq_len * sum(p.numel() for p in self.parameters() if p.ndim == 2)
+
+    def tp_plan(self) -> dict[str, str]:
+        """Tensor parallelism: parameter-owning submodule -> "colwise", "rowwise" or "replicate"."""
+        return {}
+
+    def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> State:
+        """The state before the first token: zeros of `state_spec`. `dtype` replaces float32 (float64 for exact tests)."""
+        return {
+            name: torch.zeros(
+                spec.shape,
+                dtype=dtype if dtype is not None and spec.dtype.is_floating_point else spec.dtype,
+                device=device,
+            )
+            for name, spec in self.state_spec(batch, context_length).items()
+        }
+
+
+class Channel(nn.Module):
+    """A channel mixer: `forward(x [..., D]) -> [..., D]`, applied to each token alone. Register with `@register_channel`."""
+
+    name: str
+    Config: type[Config]
+
+    def flops_paper(self, seq_len: int) -> float:
+        """Forward FLOPs of one sequence in the convention of paper 000 (A.1: 6ndg + ng with the ideal g = 8d/3)."""
+        return 2.0 * seq_len * sum(p.numel() for p in self.parameters() if p.ndim == 2)
+
+    def tp_plan(self) -> dict[str, str]:
+        return {}
+
+
+MIXERS: dict[str, type[Mixer]] = {}
+CHANNELS: dict[str, type[Channel]] = {}
+
+
+def register_mixer(name: str, config: type[Config]):
+    return _register(MIXERS, name, config)
+
+
+def register_channel(name: str, config: type[Config]):
+    return _register(CHANNELS, name, config)
+
+
+def find_mixer(name: str) -> type[Mixer]:
+    return _find(MIXERS, "mixer", name)
+
+
+def find_channel(name: str) -> type[Channel]:
+    return _find(CHANNELS, "channel mixer", name)
+
+
+def load_plugin(spec: str) -> str:
+    """Imports a mixer from a file outside the package and returns the name that it registered.
+
+    Args:
+        spec: `path/to/file.py:ClassName`.
+
+    Raises:
+        ConfigError: the file or the class is not there, does not import, or is no registered mixer.
+    """
+    path_text, colon, class_name = spec.rpartition(":")
+    path = Path(path_text)
+    if not colon or path.suffix != ".py":
+        raise ConfigError([f"mixer {spec!r}: write path/to/file.py:ClassName"], "plugins")
+    if not path.is_file():
+        raise ConfigError([f"mixer {spec!r}: there is no file {path}"], "plugins")
+    module_name = f"linnet_plugin_{path.stem}_{abs(hash(str(path.resolve())))}"
+    module = sys.modules.get(module_name)
+    if module is None:
+        module_spec = importlib.util.spec_from_file_location(module_name, path)
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[module_name] = module
+        try:
+            module_spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[module_name]
+            raise ConfigError([f"mixer {spec!r}: importing {path} failed: {type(error).__name__}: {error}"], "plugins") from error
+    mixer = getattr(module, class_name, None)
+    if mixer is None:
+        raise ConfigError([f"mixer {spec!r}: {path} has no {class_name}; {nearest(class_name, vars(module))}"], "plugins")
+    if getattr(mixer, "name", None) not in MIXERS:
+        raise ConfigError([f"mixer {spec!r}: decorate the class with @register_mixer(name, ConfigClass)"], "plugins")
+    return mixer.name
+
+
+def _register(registry: dict, name: str, config: type[Config]):
+    def decorate(cls):
+        known = registry.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"layer name {name!r} is taken by {known.__module__}.{known.__qualname__}; choose another")
+        cls.name, cls.Config = name, config
+        registry[name] = cls
+        return cls
+
+    return decorate
+
+
+def _find(registry: dict, kind: str, name: str):
+    if name not in registry:
+        raise ConfigError([f"{kind} {name!r} is unknown; {nearest(name, registry)}"], "layout")
+    return registry[name]

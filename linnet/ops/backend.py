@@ -1,0 +1,61 @@
+"""Which form of an op runs: chosen by device, overridable here and nowhere else.
+
+`reference` is the definition token by token (any dtype, slow), `chunked` is PyTorch on any device, `triton` is for GPUs.
+A missing Triton or GPU is never an import error: `triton` is chosen only for CUDA tensors of an op that has that form.
+"""
+
+import contextlib
+import importlib.util
+
+FORMS = ("auto", "reference", "chunked", "triton")
+
+_form = "auto"
+_debug = False
+
+
+@contextlib.contextmanager
+def use_backend(form: str):
+    """Makes every op inside the `with` block run in one form. Raises ValueError for an unknown one."""
+    global _form
+    if form not in FORMS:
+        raise ValueError(f"backend {form!r} is unknown; use one of {', '.join(FORMS)}")
+    before, _form = _form, form
+    try:
+        yield
+    finally:
+        _form = before
+
+
+@contextlib.contextmanager
+def debug():
+    """Turns on value checks that would make a GPU wait: finite, non-positive log-decays and ordered `cu_seqlens`."""
+    global _debug
+    before, _debug = _debug, True
+    try:
+        yield
+    finally:
+        _debug = before
+
+
+def debugging() -> bool:
+    return _debug
+
+
+def use_reference() -> bool:
+    return _form == "reference"
+
+
+def use_triton(op: str, is_cuda: bool) -> bool:
+    """Whether `linnet.ops.<op>.triton` serves a call. Asked for by name but not there: an error, never a silent change."""
+    if _form == "triton":
+        if not has_triton(op):
+            raise RuntimeError(f"backend 'triton' was asked for, but op {op!r} has no Triton form here; use 'chunked'")
+        return True
+    return _form == "auto" and is_cuda and has_triton(op)
+
+
+def has_triton(op: str) -> bool:
+    return (
+        importlib.util.find_spec("triton") is not None
+        and importlib.util.find_spec(f"linnet.ops.{op}.triton") is not None
+    )

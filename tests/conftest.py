@@ -1,0 +1,18 @@
+"""Shared by all tests: one thread a process (the suite runs in parallel), and real text where it is at hand."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real texts and scaling data (wikitext-2, tinyshakespeare, chinchilla), which is not in the repository."""
+    folder = Path(os.environ.get("LINNET_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real data at {folder}: set LINNET_TEST_DATA to a folder with wikitext-2, tinyshakespeare, chinchilla")
+    return folder
