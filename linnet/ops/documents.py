@@ -1,0 +1,49 @@
+"""Packed documents: `cu_seqlens` (int32 [N+1], B = 1) says where each starts, and states reset there.
+
+`check_documents` looks at shapes only and is safe while tracing; `documents` reads the values, so it belongs inside an
+op's implementation. An op loops over what `documents` returns, which without `cu_seqlens` is the batch as a whole:
+
+    for rows, start, end in documents(cu_seqlens, batch, length):
+        o[:, start:end], state[rows] = run(q[:, start:end], ..., initial_state[rows])
+"""
+
+import torch
+from torch import Tensor
+
+
+def check_documents(cu_seqlens: Tensor | None, batch: int) -> None:
+    """Raises ValueError unless `cu_seqlens` is None, or int32 [N+1] with N >= 1 beside a batch of one sequence."""
+    if cu_seqlens is None:
+        return
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != torch.int32:
+        raise ValueError(
+            f"cu_seqlens has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; "
+            "give int32 [N+1]: the start of each of N documents, then the total length"
+        )
+    if batch != 1:
+        raise ValueError(f"cu_seqlens packs documents into one sequence, but the batch is {batch}; reshape it to [1, B*T, ...]")
+
+
+def count_states(cu_seqlens: Tensor | None, batch: int) -> int:
+    """N, the number of states an op carries: one a document, or one a sequence."""
+    return batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def documents(cu_seqlens: Tensor | None, batch: int, length: int) -> list[tuple[slice, int, int]]:
+    """The pieces that share no state: (slice of the state's first axis, first token, end token) of each.
+
+    Documents may be empty (start = end); their final state is their initial state.
+
+    Raises:
+        ValueError: the offsets do not rise from 0 to `length`.
+    """
+    if cu_seqlens is None:
+        return [(slice(0, batch), 0, length)]
+    offsets = cu_seqlens.tolist()
+    pairs = list(zip(offsets, offsets[1:], strict=False))
+    if offsets[0] != 0 or offsets[-1] != length or any(end < start for start, end in pairs):
+        raise ValueError(
+            f"cu_seqlens {offsets if len(offsets) <= 16 else f'{offsets[:8]} ... {offsets[-8:]}'} "
+            f"must start at 0, never fall, and end at the sequence length {length}"
+        )
+    return [(slice(i, i + 1), start, end) for i, (start, end) in enumerate(pairs)]
