@@ -1,0 +1,458 @@
+"""What a fit returns: plain dataclasses that a report draws and a script reads.
+
+Every result has `to_json()`, which gives dictionaries, lists, numbers and strings only (NaN and infinities become None).
+What cannot be known is not a number: a refused law has `refused` filled with reasons in plain words and its numbers are
+None. Compute C is in FLOPs, N in parameters, D in tokens, losses as in the table (nats a token in a study).
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+PF_DAY = 8.64e19
+"""FLOPs in one PFLOP-day, the unit in which the coefficients of paper 000, Table 3 make sense."""
+
+Interval = tuple[float, float]
+"""A 95 % percentile bootstrap interval (low, high)."""
+
+NAMES = {"L": ("beta", "alpha", "E"), "N_opt": ("k_N", "a", ""), "D_opt": ("k_D", "b", "")}
+"""Names of coefficient, exponent and constant of each law: L = E + beta C^alpha, N_opt = k_N C^a, D_opt = k_D C^b."""
+
+
+class Result:
+    """A serialisable result."""
+
+    def to_json(self) -> dict:
+        """Plain values: every public field, then the properties that a reader would otherwise have to compute."""
+        return plain(self)
+
+
+def plain(value):
+    """Turns results, arrays and NumPy numbers into what `json.dumps` takes; NaN and infinities become None."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        shown = [f.name for f in dataclasses.fields(value) if f.repr]
+        return {name: plain(getattr(value, name)) for name in [*shown, *getattr(value, "computed", ())]}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+@dataclass
+class HeldOut(Result):
+    """How well a law fitted at C <= `c_max` predicts the losses above it.
+
+    Attributes:
+        c_max: FLOPs; rows or points above it were not seen by this fit.
+        trained, tested: numbers of rows or points below and above.
+        mean_error, max_error: of |predicted / observed - 1|, as fractions.
+        rms_log_error: root mean square of log(predicted / observed).
+        points: one a tested row: {"C", "loss", "predicted", "relative_error"}.
+        refused: why there is no such test; then the numbers are None.
+    """
+
+    c_max: float | None = None
+    trained: int = 0
+    tested: int = 0
+    mean_error: float | None = None
+    max_error: float | None = None
+    rms_log_error: float | None = None
+    points: list[dict] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Law(Result):
+    """One power law of compute: quantity = constant + coefficient * C^exponent, C in FLOPs.
+
+    Attributes:
+        quantity: "L", "N_opt" or "D_opt".
+        coefficient, exponent: None where refused. constant: the irreducible loss, None in a pure power law.
+        c_min, c_max: the range of C of the points fitted. points: how many. rms_log_error: of the fit on them.
+        intervals: 95 % by parameter name (see `parameters`); empty where there is no bootstrap.
+        band: {"C", "value", "low", "high"} on a grid from `c_min` to 10 `c_max`, to be drawn; low and high are None
+            without a bootstrap.
+        held_out: the extrapolation test (only for losses).
+        refused: reasons why there is no law. notes: what to know when reading it.
+        draws: [resamples, 3] bootstrap draws of (log coefficient, exponent, constant or 0); not serialised.
+    """
+
+    quantity: str
+    coefficient: float | None = None
+    exponent: float | None = None
+    constant: float | None = None
+    c_min: float | None = None
+    c_max: float | None = None
+    points: int = 0
+    rms_log_error: float | None = None
+    intervals: dict[str, Interval] = field(default_factory=dict)
+    band: list[dict] = field(default_factory=list)
+    held_out: HeldOut | None = None
+    refused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    draws: np.ndarray | None = field(default=None, repr=False, compare=False)
+
+    computed = ("parameters", "coefficient_pf_days", "formula")
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """By name: beta, alpha (and E) of L; k_N, a of N_opt; k_D, b of D_opt. Empty where refused."""
+        if self.refused:
+            return {}
+        values = zip(NAMES[self.quantity], (self.coefficient, self.exponent, self.constant), strict=True)
+        return {name: value for name, value in values if value is not None}
+
+    @property
+    def coefficient_pf_days(self) -> float | None:
+        """The coefficient for C in PF-days (paper 000's Table 3): the value of the law's power term at 1 PF-day."""
+        return None if self.refused else self.coefficient * PF_DAY**self.exponent
+
+    @property
+    def formula(self) -> str:
+        """The law in words for people, C in FLOPs; "refused" where it is."""
+        return self.text()
+
+    def text(self, unit: str = "flops") -> str:
+        """`L = 3.71 C^-0.0798`, with C in "flops" or "pf-days"."""
+        if self.refused:
+            return "refused"
+        coefficient = self.coefficient if unit == "flops" else self.coefficient_pf_days
+        constant = "" if self.constant is None else f"{self.constant:.4g} + "
+        return f"{self.quantity} = {constant}{coefficient:.4g} C^{self.exponent:.4f}"
+
+    def predict(self, compute) -> np.ndarray:
+        """The law at `compute` (FLOPs, any shape). Raises ValueError where the law was refused."""
+        if self.refused:
+            raise ValueError(f"{self.quantity}(C) was refused: {'; '.join(self.refused)}")
+        compute = np.asarray(compute, dtype=float)
+        return np.exp(np.log(self.coefficient) + self.exponent * np.log(compute)) + (self.constant or 0.0)
+
+    def interval_at(self, compute: float) -> Interval | None:
+        """The 95 % interval of the law at `compute` FLOPs from the bootstrap draws, or None without them."""
+        if self.refused or self.draws is None or not len(self.draws):
+            return None
+        values = np.exp(self.draws[:, 0] + self.draws[:, 1] * np.log(compute)) + self.draws[:, 2]
+        low, high = np.percentile(values, [2.5, 97.5])
+        return float(low), float(high)
+
+
+@dataclass
+class Bootstrap(Result):
+    """How the intervals of a fit were made.
+
+    Attributes:
+        scheme: "pairs", "pairs, clustered by run", "pairs, stratified by budget", "residuals, stratified by budget".
+        resamples: asked for. usable: those that gave a law; the others are counted here and left out of the intervals.
+        seed: of the generator. note: why there are no intervals, where there are none.
+    """
+
+    scheme: str = "none"
+    resamples: int = 0
+    usable: int = 0
+    seed: int = 0
+    note: str = ""
+
+
+@dataclass
+class MethodFit(Result):
+    """One method on one architecture.
+
+    Attributes:
+        method: "power", "isoflop", "envelope" or "parametric".
+        L, L_irreducible, N_opt, D_opt: the laws; each may be refused with its own reasons while the others stand.
+        a_plus_b: exponent of N_opt plus exponent of D_opt; 1 where cost is exactly proportional to N D.
+        cost_ratio: {"C", "ratio"} with ratio = 6 N_opt D_opt / C at both ends of the data: how far two laws fitted
+            apart are from spending the budget they speak of.
+        points: what L was fitted to, one a budget (or a point of the envelope):
+            {"C", "loss", "N", "D", "run", "inside"}; N and D are None where unknown, inside says whether this point
+            counted for N_opt.
+        extrapolation: {"C", "pure", "irreducible"}: both loss laws at ten times the largest C, to show what the
+            choice of form is worth.
+        bootstrap: how the intervals were made.
+        refused: reasons why the whole method is refused (every law then repeats them). notes: what was done.
+    """
+
+    method: str
+    L: Law = field(default_factory=lambda: Law("L"))
+    L_irreducible: Law = field(default_factory=lambda: Law("L"))
+    N_opt: Law = field(default_factory=lambda: Law("N_opt"))
+    D_opt: Law = field(default_factory=lambda: Law("D_opt"))
+    a_plus_b: float | None = None
+    cost_ratio: list[dict] = field(default_factory=list)
+    points: list[dict] = field(default_factory=list)
+    extrapolation: dict = field(default_factory=dict)
+    bootstrap: Bootstrap = field(default_factory=Bootstrap)
+    refused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    computed = ("parameters", "intervals")
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """beta, alpha of the pure L(C); a, k_N, b, k_D; those of refused laws are absent."""
+        return {**self.L.parameters, **self.N_opt.parameters, **self.D_opt.parameters}
+
+    @property
+    def intervals(self) -> dict[str, Interval]:
+        """95 % intervals of `parameters`, by the same names."""
+        return {**self.L.intervals, **self.N_opt.intervals, **self.D_opt.intervals}
+
+
+@dataclass
+class IsoflopGroup(Result):
+    """The runs of one budget and the parabola through their losses: loss = p[0] + p[1] x + p[2] x^2, x = log10 N.
+
+    Attributes:
+        C: the budget in FLOPs (nominal where the table names it, else the geometric mean of the group).
+        run, N, D, flops, loss: lists, one entry a run, in order of N.
+        parabola: (p0, p1, p2), or None.
+        N_opt, D_opt, L_opt: the optimum by the parabola, also where it was refused but can be computed (then it is
+            outside the data); None where there is none.
+        N_interval: 95 % of N_opt.
+        N_lowest, L_lowest, run_lowest: the observed row of lowest loss.
+        inside: True where the optimum counts for N_opt(C). refused: the reasons where not.
+        notes: doubts that are not refusals.
+    """
+
+    C: float
+    run: list[str]
+    N: list[float]
+    D: list[float]
+    flops: list[float]
+    loss: list[float]
+    parabola: tuple[float, float, float] | None = None
+    N_opt: float | None = None
+    D_opt: float | None = None
+    L_opt: float | None = None
+    N_interval: Interval | None = None
+    N_lowest: float | None = None
+    L_lowest: float | None = None
+    run_lowest: str | None = None
+    inside: bool = False
+    refused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class PowerFit(MethodFit):
+    """L(C) through the lowest loss of each budget, N_opt and D_opt from the runs that had it."""
+
+
+@dataclass
+class IsoflopFit(MethodFit):
+    """Optimum of a parabola in each budget (Hoffmann et al.'s Approach 2), then laws through the optima.
+
+    Attributes:
+        groups: one a budget, in order of C. ungrouped: rows that belong to no budget.
+    """
+
+    groups: list[IsoflopGroup] = field(default_factory=list)
+    ungrouped: int = 0
+
+
+@dataclass
+class EnvelopeFit(MethodFit):
+    """Lower envelope of training curves (Hoffmann et al.'s Approach 1; paper 000, section 4).
+
+    Attributes:
+        mode: "minimum" (lowest curve at each of many C) or "hull" (lower convex hull in log-log).
+        hull_size: vertices of the lower convex hull of all kept points in log-log.
+        curves: runs used. runs_on_envelope: how many of them touch the envelope.
+        warmup_removed: records dropped from the beginnings of the curves.
+    """
+
+    mode: str = "minimum"
+    hull_size: int = 0
+    curves: int = 0
+    runs_on_envelope: int = 0
+    warmup_removed: int = 0
+
+
+@dataclass
+class ParametricFit(MethodFit):
+    """L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al.'s Approach 3, fitted as Besiroglu et al. do).
+
+    `parameters` are E, A, B, alpha, beta and the exponents a = beta / (alpha + beta), b = alpha / (alpha + beta).
+    N_opt, D_opt and L_irreducible follow from them in closed form with C = `flops_per_nd` N D.
+
+    Attributes:
+        surface: E, A, B, alpha, beta. surface_intervals, deviations: 95 % and bootstrap standard deviations of the
+            same and of a. correlations: of (log A, alpha) and (log B, beta) over the resamples.
+        objective: sum of the Huber losses (delta 1e-3) of log residuals.
+        starts, starts_at_optimum: optimisations tried and those that ended within 1e-6 (relative) of the best.
+        flops_per_nd: geometric mean of C / (N D) in the table; flops_per_nd_spread: largest over smallest.
+        held_out: of the surface.
+    """
+
+    surface: dict[str, float] = field(default_factory=dict)
+    surface_intervals: dict[str, Interval] = field(default_factory=dict)
+    deviations: dict[str, float] = field(default_factory=dict)
+    correlations: dict[str, float] = field(default_factory=dict)
+    objective: float | None = None
+    rows: int = 0
+    starts: int = 0
+    starts_at_optimum: int = 0
+    flops_per_nd: float = 6.0
+    flops_per_nd_spread: float = 1.0
+    held_out: HeldOut | None = None
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """E, A, B, alpha, beta, a, b."""
+        if not self.surface:
+            return {}
+        exponents = {law.exponent for law in (self.N_opt, self.D_opt)} - {None}
+        named = {"a": self.N_opt.exponent, "b": self.D_opt.exponent} if exponents else {}
+        return {**self.surface, **named}
+
+    @property
+    def intervals(self) -> dict[str, Interval]:
+        """95 % intervals of `parameters`, by the same names."""
+        named = {name: law.intervals[name] for name, law in (("a", self.N_opt), ("b", self.D_opt)) if law.intervals}
+        return {**self.surface_intervals, **named}
+
+
+@dataclass
+class Convention(Result):
+    """Exponents of one method under another way of counting (no intervals).
+
+    Attributes:
+        count: "non-embedding" or "total". flops: "exact" or "6nd". method: the headline method.
+        alpha: exponent of L(C). a, b: of N_opt and D_opt; None where refused. refused: reasons.
+    """
+
+    count: str
+    flops: str
+    method: str
+    alpha: float | None = None
+    a: float | None = None
+    b: float | None = None
+    refused: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ArchitectureFit(Result):
+    """All that was fitted to one architecture.
+
+    Attributes:
+        architecture: its name. rows: rows of the table used.
+        methods: by name, those asked for (power, isoflop, envelope, parametric).
+        headline: the method whose laws stand for this architecture in summaries (the same in all of a study).
+        conventions: the headline's exponents under the counts that the table allows.
+        notes: rows dropped and why.
+    """
+
+    architecture: str
+    rows: int
+    methods: dict[str, MethodFit]
+    headline: str
+    conventions: list[Convention] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    computed = ("refused",)
+
+    @property
+    def best(self) -> MethodFit:
+        """The headline method's fit."""
+        return self.methods[self.headline]
+
+    @property
+    def L(self) -> Law:
+        return self.best.L
+
+    @property
+    def L_irreducible(self) -> Law:
+        return self.best.L_irreducible
+
+    @property
+    def N_opt(self) -> Law:
+        return self.best.N_opt
+
+    @property
+    def D_opt(self) -> Law:
+        return self.best.D_opt
+
+    @property
+    def isoflop(self) -> IsoflopFit | None:
+        return self.methods.get("isoflop")
+
+    @property
+    def envelope(self) -> EnvelopeFit | None:
+        return self.methods.get("envelope")
+
+    @property
+    def parametric(self) -> ParametricFit | None:
+        return self.methods.get("parametric")
+
+    @property
+    def power(self) -> PowerFit | None:
+        return self.methods.get("power")
+
+    @property
+    def refused(self) -> list[str]:
+        """Every refusal, one line each: "isoflop N_opt: ..."."""
+        lines = {}
+        for name, fit in self.methods.items():
+            if fit.refused:
+                lines.update({f"{name}: {reason}": None for reason in fit.refused})
+                continue
+            for law in (fit.L, fit.L_irreducible, fit.N_opt, fit.D_opt):
+                shown = f"{law.quantity} with a constant" if law is fit.L_irreducible else law.quantity
+                lines.update({f"{name} {shown}: {reason}": None for reason in law.refused})
+        return list(lines)
+
+
+@dataclass
+class Crossing(Result):
+    """Where the loss laws of two architectures meet.
+
+    Attributes:
+        first, second: architectures. C: FLOPs, or None. interval: 95 %, by independent bootstrap draws of both laws.
+        lower_below, lower_above: the architecture of lower loss below and above C.
+        inside: True where C lies in the range of the data of both.
+        refused: why there is no crossing, or why it cannot be told.
+    """
+
+    first: str
+    second: str
+    C: float | None = None
+    interval: Interval | None = None
+    lower_below: str | None = None
+    lower_above: str | None = None
+    inside: bool = False
+    refused: list[str] = field(default_factory=list)
+
+
+@dataclass
+class StudyFit(Result, Mapping):
+    """The fits of all architectures of a table; a mapping from the architecture's name to its `ArchitectureFit`.
+
+    Attributes:
+        architectures: in the order of the table. crossings: one for each pair.
+        headline: the method that stands for all of them. count, flops: the counting convention.
+        notes: what was dropped from the table before fitting.
+    """
+
+    architectures: dict[str, ArchitectureFit]
+    headline: str
+    count: str = "non-embedding"
+    flops: str = "exact"
+    crossings: list[Crossing] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> ArchitectureFit:
+        return self.architectures[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.architectures)
+
+    def __len__(self) -> int:
+        return len(self.architectures)
