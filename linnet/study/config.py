@@ -1,0 +1,223 @@
+"""What a study is: architectures x compute budgets x sizes, one question asked of many runs.
+
+The ladder is an IsoFLOP design (Hoffmann et al. 2022, approach 2): within a budget every run spends the same training
+FLOPs (the exact count, `linnet.models.costs.flops_exact`) on a model of another size, so that the loss over the size
+has a minimum. With `tokens` in place of `budgets` every size sees the same number of tokens instead, as in paper 000,
+section 3.3, and the optimum is read from the envelope of the training curves.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from linnet.config import Config
+from linnet.data import DataConfig
+from linnet.study.executors import ExecutorConfig
+
+
+def _size(value: Any) -> Any:
+    """`[64, 3]`, `[64, 3, 4]` and `70m` are short for the mapping."""
+    if isinstance(value, str):
+        return {"recipe": value}
+    if isinstance(value, list) and 2 <= len(value) <= 3:
+        return dict(zip(("d_model", "num_layers", "num_heads"), value, strict=False))
+    return value
+
+
+def _sizes(value: Any) -> Any:
+    """`{widths: [...], layers: [...]}` is short for every pair of the two."""
+    if (
+        isinstance(value, dict)
+        and set(value) == {"widths", "layers"}
+        and all(isinstance(v, list) for v in value.values())
+    ):
+        return [{"d_model": width, "num_layers": layers} for layers in value["layers"] for width in value["widths"]]
+    return value
+
+
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _constant(value: Any) -> Any:
+    """A number is a learning rate for all sizes."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return {"value": value, "exponent": 0.0, "maximum": value} if number else value
+
+
+class Size(Config):
+    """A rung of the ladder: a shape, or the published size `recipe` (`70m` means the recipe `<family>-70m`).
+
+    Short forms in YAML: `[d_model, num_layers]`, `[d_model, num_layers, num_heads]`, `70m`.
+    """
+
+    d_model: int | None = Field(None, gt=0)
+    num_layers: int | None = Field(None, gt=0)
+    num_heads: int | None = Field(None, gt=0)
+    inner: int | None = Field(None, gt=0)
+    recipe: str | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self):
+        shape = (self.d_model, self.num_layers, self.num_heads, self.inner)
+        if self.recipe is None and (self.d_model is None or self.num_layers is None):
+            raise ValueError("a size needs d_model and num_layers, or the name of a published size such as 70m")
+        if self.recipe is not None and any(part is not None for part in shape):
+            raise ValueError(f"a size is a shape or a recipe, not both (recipe {self.recipe!r}); drop one")
+        return self
+
+    @property
+    def label(self) -> str:
+        """Short name in tables: `64x3`, or `70m`."""
+        return self.recipe or f"{self.d_model}x{self.num_layers}"
+
+
+Sizes = Annotated[list[Annotated[Size, BeforeValidator(_size)]], BeforeValidator(_sizes), Field(min_length=1)]
+
+
+class LearningRate(Config):
+    """Peak learning rate by width: value * (d_model / width) ** exponent, at most `maximum`.
+
+    The default, 3e-3 at width 64 falling as 1 / width, keeps small models of every family near their best rate, so
+    that the ladder compares sizes rather than learning rates. A bare number in YAML is one rate for all sizes.
+    """
+
+    value: float = Field(3e-3, gt=0)
+    width: int = Field(64, gt=0)
+    exponent: float = -1.0
+    maximum: float = Field(1e-2, gt=0)
+
+    def at(self, d_model: int) -> float:
+        """The peak rate of a model of this width, rounded to 4 digits so that configurations read well."""
+        return float(f"{min(self.maximum, self.value * (d_model / self.width) ** self.exponent):.4g}")
+
+
+Rate = Annotated[LearningRate, BeforeValidator(_constant)]
+
+
+class Architecture(Config):
+    """One line of the comparison. `tnl` in YAML is short for `{name: tnl}`, the family of that name.
+
+    Attributes:
+        name: label in tables and figures.
+        family: a model family (`linnet.models.recipes.FAMILIES`) or an outside mixer's name; default `name`.
+        layout: in place of a family: a pattern of blocks, repeated until the size's `num_layers` is reached
+            (`tnl+sglu tnl+sglu attention+swiglu`).
+        options: options of the layers by layer name.
+        sizes, seq_len, batch_size, learning_rate: in place of the study's.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    family: str | None = None
+    layout: str | None = None
+    options: dict[str, dict[str, Any]] = {}
+    sizes: Sizes | None = None
+    seq_len: int | None = Field(None, gt=0)
+    batch_size: int | None = Field(None, gt=0)
+    learning_rate: Rate | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self):
+        if self.family is not None and self.layout is not None:
+            raise ValueError(f"architecture {self.name!r} has a family and a layout; drop one")
+        return self
+
+
+class Bounds(Config):
+    """Lowest and highest tokens per non-embedding parameter that are worth a run."""
+
+    low: float = Field(0.0, ge=0)
+    high: float = Field(float("inf"), gt=0)
+
+    @model_validator(mode="after")
+    def _ordered(self):
+        if self.low >= self.high:
+            raise ValueError(f"low {self.low:g} must be below high {self.high:g}")
+        return self
+
+
+def _bounds(value: Any) -> Any:
+    return {"low": value[0], "high": value[1]} if isinstance(value, list) and len(value) == 2 else value
+
+
+class StudyConfig(Config):
+    """A ladder of runs and how to train them.
+
+    Attributes:
+        name: of the study and of its folder.
+        architectures: family names, or mappings (see `Architecture`).
+        budgets: training FLOPs of a run, exact count; or `tokens`: training tokens of a run.
+        sizes: shapes (see `Size`), or `{widths: [...], layers: [...]}` for every pair.
+        seq_len: tokens of a sequence; batch_size: sequences of a step, one number or one for each budget.
+        learning_rate: a number, or how it falls with width (see `LearningRate`).
+        train: further settings of `linnet.train.TrainConfig`, the same for all runs (optimizer, schedule, ...).
+        seeds: every point is run once for each.
+        minimum_steps: points with fewer optimizer steps are dropped: they would measure the warm-up.
+        tokens_per_param: `[low, high]`; points outside are dropped, so that the sizes follow the budget.
+        curve_points: points of a training curve that each run records.
+        vocab_size: default: that of the tokenizer. Needed where the tokenizer file is not at hand while planning.
+        plugins: outside mixers, `path/to/file.py:Class`.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    architectures: Annotated[list[Annotated[Architecture, BeforeValidator(_named)]], Field(min_length=1)]
+    budgets: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = []
+    tokens: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = []
+    sizes: Sizes | None = None
+    seq_len: int = Field(256, gt=0)
+    batch_size: Annotated[int, Field(gt=0)] | list[Annotated[int, Field(gt=0)]] = 8
+    learning_rate: Rate = LearningRate()
+    data: DataConfig = DataConfig()
+    train: dict[str, Any] = {}
+    seeds: list[int] = Field([0], min_length=1)
+    minimum_steps: int = Field(20, gt=0)
+    tokens_per_param: Annotated[Bounds, BeforeValidator(_bounds)] = Bounds()
+    curve_points: int = Field(60, gt=1)
+    vocab_size: int | None = Field(None, gt=0)
+    plugins: list[str] = []
+    executor: ExecutorConfig = ExecutorConfig()
+
+    @field_validator("architectures")
+    @classmethod
+    def _distinct_names(cls, architectures):
+        names = [architecture.name for architecture in architectures]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"architecture names must differ, but {', '.join(twice)} comes twice; give one another `name`"
+            )
+        return architectures
+
+    @field_validator("budgets", "tokens", "seeds")
+    @classmethod
+    def _distinct(cls, values):
+        twice = sorted({value for value in values if values.count(value) > 1})
+        if twice:
+            raise ValueError(f"{', '.join(f'{value:g}' for value in twice)} comes twice; drop one")
+        return values
+
+    @model_validator(mode="after")
+    def _whole(self):
+        problems = []
+        if bool(self.budgets) == bool(self.tokens):
+            problems.append(
+                "give `budgets` (training FLOPs of a run) or `tokens` (training tokens of a run), one of the two"
+            )
+        for architecture in self.architectures:
+            if self.sizes is None and architecture.sizes is None:
+                problems.append(
+                    f"architecture {architecture.name!r} has no sizes: give `sizes`, for example [[32, 2], [64, 3]]"
+                )
+        if isinstance(self.batch_size, list) and len(self.batch_size) != len(self.targets):
+            count = len(self.batch_size)
+            problems.append(
+                f"batch_size has {count} numbers for {len(self.targets)} budgets: give one for each, or one"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def targets(self) -> list[float]:
+        """The budgets, or the token counts where the study is by tokens."""
+        return self.budgets or self.tokens

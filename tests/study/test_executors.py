@@ -1,0 +1,147 @@
+"""Executors: every job has one outcome whatever happens to its process, and nothing outlives the study."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from linnet.config import ConfigError
+from linnet.study.executors import ExecutorConfig, Inline, Job, LocalPool, is_out_of_memory, make_executor
+
+
+def work(job: Job) -> str:
+    """A stand-in for a training: notes that it started in the job's file, then does what the job says."""
+    does = job.payload
+    log = Path(does["log"])
+    with log.open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    tries = len(log.read_text().split())
+    match does.get("do"):
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "die once" if tries == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "raise":
+            raise RuntimeError("a bad step")
+        case "raise once" if tries == 1:
+            raise OSError("a file was busy")
+        case "misconfigured":
+            raise ConfigError(["steps: must be positive"])
+        case "memory":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        case "diverge":
+            return "diverged"
+        case "sleep":
+            try:
+                time.sleep(60)
+            except KeyboardInterrupt:
+                log.write_text("interrupted")
+                raise
+    return "done"
+
+
+def jobs_of(folder: Path, *doings: str) -> list[Job]:
+    return [
+        Job(f"{number}-{does}", {"log": str(folder / f"{number}.log"), "do": does})
+        for number, does in enumerate(doings)
+    ]
+
+
+def tries(job: Job) -> int:
+    return len(Path(job.payload["log"]).read_text().split())
+
+
+DOINGS = ("fine", "die", "diverge", "die once", "raise", "misconfigured", "fine", "memory", "raise once")
+
+
+def test_local_pool_gives_every_job_its_outcome(tmp_path):
+    jobs = jobs_of(tmp_path, *DOINGS)
+    outcomes = {outcome.job.run: outcome for outcome in LocalPool(2).run(jobs, work) if outcome}
+    assert [outcomes[job.run].status for job in jobs] == [
+        "done", "failed", "diverged", "done", "failed", "failed", "done", "failed", "done",
+    ]  # fmt: skip
+    assert [tries(job) for job in jobs] == [1, 3, 1, 2, 3, 1, 1, 1, 2]
+    assert [outcomes[job.run].attempts for job in jobs] == [1, 3, 1, 2, 3, 1, 1, 1, 2]
+    assert "SIGKILL" in outcomes["1-die"].error
+    assert "RuntimeError: a bad step" in outcomes["4-raise"].error
+    assert "steps: must be positive" in outcomes["5-misconfigured"].error
+    assert outcomes["7-memory"].error.startswith("out of memory")
+
+
+def test_a_worker_trains_many_runs(tmp_path):
+    jobs = jobs_of(tmp_path, *["fine"] * 5)
+    assert sum(outcome is not None for outcome in LocalPool(1).run(jobs, work)) == 5
+    assert len({Path(job.payload["log"]).read_text() for job in jobs}) == 1
+
+
+def test_inline_retries_and_goes_on(tmp_path):
+    jobs = jobs_of(tmp_path, "raise", "fine", "misconfigured", "raise once")
+    outcomes = list(Inline(retries=2).run(jobs, work))
+    assert [outcome.status for outcome in outcomes] == ["failed", "done", "failed", "done"]
+    assert [tries(job) for job in jobs] == [3, 1, 1, 2]
+
+
+def test_stopping_interrupts_the_running_job(tmp_path):
+    (job,) = jobs_of(tmp_path, "sleep")
+    log = Path(job.payload["log"])
+    start = time.monotonic()
+    with contextlib.closing(LocalPool(1).run([job], work)) as outcomes:
+        while not log.exists():
+            assert next(outcomes) is None
+            assert time.monotonic() - start < 60
+    assert log.read_text() == "interrupted"
+
+
+def test_workers_end_when_the_study_is_killed(tmp_path):
+    script = (
+        "import sys; sys.path[:0] = sys.argv[2:]\n"
+        "from pathlib import Path; from test_executors import *\n"
+        "if __name__ == '__main__':\n"
+        "    list(LocalPool(1).run(jobs_of(Path(sys.argv[1]), 'sleep'), work))\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "script.py"), str(tmp_path), *paths])
+    log = tmp_path / "0.log"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.read_text().strip()):
+        assert parent.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    worker = int(log.read_text())
+    parent.kill()
+    parent.wait()
+    while _alive(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_ray_gives_every_job_its_outcome(tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray")
+    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    try:
+        executor = make_executor(ExecutorConfig(kind="ray", workers=2, threads=1, retries=1))
+        jobs = jobs_of(tmp_path, "fine", "die once", "die", "misconfigured", "raise once")
+        outcomes = {outcome.job.run: outcome for outcome in executor.run(jobs, work) if outcome}
+    finally:
+        ray.shutdown()
+    assert [outcomes[job.run].status for job in jobs] == ["done", "done", "failed", "failed", "done"]
+    assert [tries(job) for job in jobs] == [1, 2, 2, 1, 2]
+
+
+def test_out_of_memory_is_recognised():
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
