@@ -2,33 +2,31 @@
 
 Needs NumPy, SciPy and pandas only (the extra `study`); no torch.
 
-    table, curves, notes = load_study(path)        a study folder; or  table = load_table("runs.csv", columns={...})
-    study = fit_study(table, curves)               -> StudyFit, a mapping from architecture to ArchitectureFit
+    table, curves, notes = load_study(folder)   a study folder; or  table, notes = load_table("runs.csv", columns={...})
+    study = fit_study(table, curves)            -> StudyFit, a mapping from architecture to ArchitectureFit
     fit = study["tnl"]
-    fit.headline                                   "isoflop": the method that stands for all architectures of the study
-    fit.L, fit.L_irreducible, fit.N_opt, fit.D_opt the headline's laws (Law): .coefficient .exponent .constant .intervals
-                                                   .band .held_out .refused .text() .predict(C) .interval_at(C)
-    fit.isoflop.groups                             IsoflopGroup: .C .N .loss .parabola .N_opt .D_opt .L_opt .inside .refused
-    fit.envelope.points                            [{"C", "loss", "N", "D", "run", "inside"}], .mode .hull_size
-    fit.parametric.surface                         {"E", "A", "B", "alpha", "beta"}, .surface_intervals .objective
-    fit.conventions                                exponents with and without embeddings, exact FLOPs and 6ND
-    study.crossings                                where two architectures' laws meet
-    study.to_json()                                all of it as plain values
+    fit.headline                                "isoflop": the method that stands for all architectures of the study
+    fit.L, fit.L_irreducible, fit.N_opt, fit.D_opt    the headline's laws (Law): .coefficient .exponent .constant
+                                                .intervals .band .held_out .refused .text() .predict(C) .interval_at(C)
+    fit.isoflop.groups                          IsoflopGroup: .C .N .loss .parabola .N_opt .L_opt .inside .refused
+    fit.envelope.points                         [{"C", "loss", "N", "D", "run", "inside"}], .mode .hull_size
+    fit.parametric.surface                      {"E", "A", "B", "alpha", "beta"}, .surface_intervals .objective
+    fit.conventions                             exponents with and without embeddings, exact FLOPs and 6ND
+    study.crossings                             where two architectures' laws meet
+    study.to_json()                             all of it as plain values
 
 A law that cannot be known has `refused` filled and no numbers; `fit.refused` lists all reasons of an architecture.
 """
 
+from linnet.study.fit.law import PF_DAY, HeldOut, Law
 from linnet.study.fit.results import (
-    PF_DAY,
     ArchitectureFit,
     Bootstrap,
     Convention,
     Crossing,
     EnvelopeFit,
-    HeldOut,
     IsoflopFit,
     IsoflopGroup,
-    Law,
     MethodFit,
     ParametricFit,
     PowerFit,
