@@ -1,0 +1,29 @@
+"""Text for training: sources, tokenizers, shards on disk, and the order in which a run reads them.
+
+config = DataConfig(source=["corpus/*.txt"], tokenizer={"kind": "bpe", "vocab_size": 4096})
+corpus = prepare(config, "cache")
+batches = Batches(corpus.train, seq_len=512, batch_size=8, seed=0)
+tokens, targets = batches.batch(step=0)
+"""
+
+from linnet.data.corpus import Corpus, DataConfig, open_corpus, prepare
+from linnet.data.loader import Batches, pack_documents, validation_batches
+from linnet.data.shards import CorpusDamaged, TokenShards
+from linnet.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, train_bpe
+
+__all__ = [
+    "Batches",
+    "ByteTokenizer",
+    "Corpus",
+    "CorpusDamaged",
+    "DataConfig",
+    "FileTokenizer",
+    "TokenShards",
+    "Tokenizer",
+    "load_tokenizer",
+    "open_corpus",
+    "pack_documents",
+    "prepare",
+    "train_bpe",
+    "validation_batches",
+]

@@ -1,0 +1,353 @@
+"""A corpus: sources, tokenized once into shards in a cache folder, and found there again by what went in.
+
+The folder's name is a digest of the configuration and of the content of every source file, so the same text gives the
+same corpus wherever it lies, and a changed file gives another one. Everything is checked before anything is written.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from linnet.config import Config, ConfigError, digest
+from linnet.data import shards, sources
+from linnet.data.order import uniform
+from linnet.data.sources import SourceFile
+from linnet.data.split import Split, cut_text, given_split, split_documents, take
+from linnet.data.tokenizer import (
+    BPETokenizerConfig,
+    ByteTokenizer,
+    ByteTokenizerConfig,
+    FileTokenizerConfig,
+    Tokenizer,
+    expand_tokenizer,
+    load_tokenizer,
+    token_dtype,
+    train_bpe,
+)
+
+FORMAT = 1  # raise it when the same inputs give other files
+TOKENIZER = "tokenizer.json"
+LISTED = 100  # skipped files that corpus.json names
+BATCH = 4 << 20  # bytes of text that are encoded at a time
+
+Progress = Callable[[str, int, int], None]
+
+
+class DataConfig(Config):
+    """What a model is trained and validated on.
+
+    Attributes:
+        source: "stdlib" (the source text of the Python standard library of this machine), or a list of paths of files
+            and folders, globs, and "stdlib".
+        text_key: key (JSONL) or column (Parquet) of the text.
+        tokenizer: {kind: byte}, {kind: bpe, vocab_size: N} or {kind: file, path: tokenizer.json}; in short `byte`,
+            `bpe:N` or the path.
+        validation: sources of held-out text. If there are none, `validation_fraction` of `source` is held out; if there
+            are, it is not used, and exact copies of held-out documents are left out of training.
+        validation_fraction: share of the bytes to hold out, by document (see linnet/data/split.py).
+        max_bytes: takes documents of `source` in a random order until they hold this many bytes; None takes all.
+        seed: key of the random choices above. The order of training samples has its own.
+    """
+
+    source: Literal["stdlib"] | list[str] = "stdlib"
+    text_key: str = "text"
+    tokenizer: Annotated[
+        ByteTokenizerConfig | BPETokenizerConfig | FileTokenizerConfig, Field(discriminator="kind")
+    ] = ByteTokenizerConfig()
+    validation: list[str] = []
+    validation_fraction: float = Field(0.02, gt=0, lt=1)
+    max_bytes: int | None = Field(None, ge=1)
+    seed: int = Field(0, ge=0)
+
+    @field_validator("source", "validation", mode="before")
+    @classmethod
+    def _as_list(cls, value: object) -> object:
+        value = [value] if isinstance(value, str) else value
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ValueError(f"{value!r} must be a list of paths of files and folders, globs and {sources.STDLIB!r}")
+        return value
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _as_stdlib(cls, value: object) -> object:
+        return sources.STDLIB if value == [sources.STDLIB] or value == sources.STDLIB else value
+
+    @field_validator("tokenizer", mode="before")
+    @classmethod
+    def _expand_tokenizer(cls, value: object) -> object:
+        return expand_tokenizer(value)
+
+
+class Corpus:
+    """A prepared corpus, as `prepare` and `open_corpus` return it.
+
+    Attributes:
+        folder: where it lies.
+        digest: its name: 12 hexadecimal digits that stand for configuration and content.
+        train, validation: `TokenShards`.
+        tokenizer, vocab_size: the tokenizer and the number of its tokens.
+        metadata: what `corpus.json` says: config, split, skipped files, sizes.
+    """
+
+    def __init__(self, folder: Path, metadata: dict, tokenizer: Tokenizer):
+        self.folder, self.metadata, self.tokenizer = folder, metadata, tokenizer
+        self.digest, self.vocab_size = metadata["digest"], tokenizer.vocab_size
+        self.train, self.validation = (
+            shards.TokenShards(folder, split, metadata["splits"][split], tokenizer.end_of_document)
+            for split in ("train", "validation")
+        )
+
+    def split(self, name: str) -> shards.TokenShards:
+        """The split called "train" or "validation"; ValueError for another name."""
+        if name not in ("train", "validation"):
+            raise ValueError(f"split {name!r} is unknown; use train or validation")
+        return getattr(self, name)
+
+    def bytes_per_token(self, split: str = "validation") -> float:
+        """Bytes of text over tokens, ends of documents among them: bits per byte = loss [nats/token] / ln 2 / this."""
+        found = self.split(split)
+        return found.bytes / len(found)
+
+    def verify(self) -> None:
+        """Reads all shards through. Raises `ConfigError` naming what is missing, truncated or corrupted."""
+        self.train.verify()
+        self.validation.verify()
+
+
+def prepare(
+    config: DataConfig, cache_dir: str | Path, rebuild: bool = False, progress: Progress | None = None
+) -> Corpus:
+    """Opens the corpus of a configuration, after making it if it is not in the cache.
+
+    Args:
+        config: what to prepare.
+        cache_dir: folder of corpora; made if it is not there.
+        rebuild: make a damaged corpus again. Without it, damage is an error, so that it does not pass unseen.
+        progress: is called with what is being done, and bytes done and in all.
+
+    Raises:
+        ConfigError: lists everything that is wrong with configuration, sources and tokenizer, before anything is
+            written; or names a truncated or corrupted shard (`CorpusDamaged`); or says that the disk is full.
+    """
+    cache, problems, skipped = Path(cache_dir), [], []
+    train = sources.find_files(config.source, "source", problems, skipped)
+    held = sources.find_files(config.validation, "validation", problems, skipped) if config.validation else []
+    tokenizer = None
+    try:
+        tokenizer = _given_tokenizer(config)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        _scan([*train, *held], config.text_key, problems, skipped, None)  # so that all problems are listed at once
+        raise ConfigError(problems, "data")
+    try:
+        name = digest(_identity(config, train, held, cache))
+        folder = cache / name
+        if found := folder.exists():
+            try:
+                return open_corpus(folder)
+            except shards.CorpusDamaged:
+                if not rebuild:
+                    raise
+        inputs = _read(config, train, held, skipped, progress)
+        with shards.new_folder(folder, replace=found) as temporary:
+            _build(temporary, name, config, inputs, tokenizer, skipped, progress)
+    except OSError as error:
+        problem = f"{cache}: cannot prepare the corpus: {error}; free disk space, or choose another cache folder"
+        raise ConfigError([problem], "data") from None
+    return open_corpus(folder)
+
+
+def open_corpus(folder: str | Path) -> Corpus:
+    """Opens a prepared corpus: sizes are compared every time, SHA-256 once a process.
+
+    Raises:
+        CorpusDamaged: a file is missing, truncated or not what was written.
+    """
+    folder = Path(folder)
+    metadata = shards.read_metadata(folder)
+    entry = metadata["tokenizer"]
+    path = folder / TOKENIZER
+    if problem := shards.size_problem(path, entry) or shards.content_problem(path, entry):
+        raise shards.damaged(folder, [problem])
+    tokenizer = load_tokenizer(path)
+    tokenizer.name = entry["name"]
+    corpus = Corpus(folder, metadata, tokenizer)
+    corpus.train.verify_once()
+    corpus.validation.verify_once()
+    return corpus
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Everything known of the documents before they are encoded."""
+
+    files: list[SourceFile]
+    text_key: str
+    sizes: np.ndarray
+    hashes: np.ndarray
+    split: Split
+
+    def texts(self) -> Iterator[tuple[int, bytes]]:
+        """Number and text of each document, read again and compared with what was scanned."""
+        number = 0
+        for file in self.files:
+            for text in sources.read_documents(file, self.text_key, []):
+                if number == len(self.sizes) or _hash(text) != self.hashes[number]:
+                    raise ConfigError(
+                        [f"{file.path}: changed while it was read; run again when it is finished"], "data"
+                    )
+                yield number, text
+                number += 1
+        if number < len(self.sizes):
+            raise ConfigError(
+                [f"{len(self.sizes) - number} documents vanished while they were read; run again"], "data"
+            )
+
+    def parts(self) -> Iterator[tuple[str, bytes]]:
+        """Split and text of each document, or part of one, that is used."""
+        for number, text in self.texts():
+            train, held = cut_text(text, int(self.split.keep[number]), int(self.split.cut[number]))
+            if train:
+                yield "train", train
+            if held:
+                yield "validation", held
+
+
+def _given_tokenizer(config: DataConfig) -> Tokenizer | None:
+    if isinstance(config.tokenizer, FileTokenizerConfig):
+        return load_tokenizer(Path(config.tokenizer.path).expanduser(), config.tokenizer.end_of_document)
+    return ByteTokenizer() if isinstance(config.tokenizer, ByteTokenizerConfig) else None
+
+
+def _identity(config: DataConfig, train: list[SourceFile], held: list[SourceFile], cache: Path) -> dict:
+    values = config.model_dump(mode="json")
+    if isinstance(config.tokenizer, FileTokenizerConfig):
+        values["tokenizer"]["path"] = sources.fingerprint(Path(config.tokenizer.path).expanduser())
+    if held:
+        del values["validation_fraction"]
+    for key, files in (("source", train), ("validation", held)):
+        prints = sources.fingerprints(files, cache)
+        values[key] = [[file.kind, file.named, content] for file, content in zip(files, prints, strict=True)]
+    return {"format": FORMAT, **values}
+
+
+def _read(
+    config: DataConfig, train: list[SourceFile], held: list[SourceFile], skipped: list[str], progress: Progress | None
+) -> _Inputs:
+    problems: list[str] = []
+    sizes, hashes = _scan(train, config.text_key, problems, skipped, progress)
+    held_sizes, held_hashes = _scan(held, config.text_key, problems, skipped, progress)
+    for key, found, files in (("source", sizes, train), ("validation", held_sizes, held)):
+        if files and not problems and not len(found):
+            problems.append(f"{key}: its {len(files)} files hold no text; give files with UTF-8 text")
+    if problems:
+        raise ConfigError(problems, "data")
+    if held:
+        sizes, hashes = np.concatenate([sizes, held_sizes]), np.concatenate([hashes, held_hashes])
+        is_held = np.arange(len(sizes)) >= len(sizes) - len(held_sizes)
+        split = given_split(sizes, hashes, is_held, config.max_bytes, config.seed)
+    else:
+        split = split_documents(sizes, hashes, config.validation_fraction, config.max_bytes, config.seed)
+    if not split.cut.any():
+        why = "all of its documents are in the held-out text too" if split.copies else f"it holds {sizes.sum()} bytes"
+        raise ConfigError([f"source: no text is left to train on: {why}; give more text"], "data")
+    if (split.cut == split.keep).all():
+        small = f"{split.keep.sum()} bytes of text are too few to hold out {config.validation_fraction} of them"
+        raise ConfigError([f"validation_fraction: {small}; give more text, raise it, or name validation files"], "data")
+    return _Inputs([*train, *held], config.text_key, sizes, hashes, split)
+
+
+def _scan(
+    files: list[SourceFile], text_key: str, problems: list[str], skipped: list[str], progress: Progress | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Reads all documents through: their sizes (int64) and content hashes (uint64), and everything wrong with them."""
+    sizes, hashes = array("q"), array("Q")
+    total, done = sum(file.path.stat().st_size for file in files), 0
+    for file in files:
+        found: list[str] = []
+        for text in sources.read_documents(file, text_key, found):
+            sizes.append(len(text))
+            hashes.append(_hash(text))
+        (problems if file.named or file.kind != "text" else skipped).extend(found)
+        done += file.path.stat().st_size
+        if progress:
+            progress("reading", done, total)
+    return np.array(sizes, dtype=np.int64), np.array(hashes, dtype=np.uint64)
+
+
+def _build(
+    folder: Path,
+    name: str,
+    config: DataConfig,
+    inputs: _Inputs,
+    tokenizer: Tokenizer | None,
+    skipped: list[str],
+    progress: Progress | None,
+) -> None:
+    total = int(inputs.split.keep.sum())
+    if tokenizer is None:
+        if progress:
+            progress("learning merges", 0, total)
+        tokenizer = _learn(config, inputs)
+    tokenizer.save(folder / TOKENIZER)
+    dtype = token_dtype(tokenizer.vocab_size)
+    writers = {
+        split: shards.ShardWriter(folder, split, dtype, tokenizer.end_of_document, tokenizer.unknown)
+        for split in ("train", "validation")
+    }
+    try:
+        done = 0
+        for batch in _batches(inputs.parts()):
+            encoded = tokenizer.encode_documents([text for _, text in batch])
+            for (split, text), tokens in zip(batch, encoded, strict=True):
+                writers[split].add(tokens, len(text))
+                done += len(text)
+            if progress:
+                progress("tokenizing", done, total)
+        splits = {split: writer.finish() for split, writer in writers.items()}
+    finally:
+        for writer in writers.values():
+            writer.close()
+    values = {
+        "digest": name,
+        "config": config.model_dump(mode="json"),
+        "split": inputs.split.by,
+        "copies_left_out": inputs.split.copies,
+        "skipped": len(skipped),
+        "skipped_files": skipped[:LISTED],
+        "tokenizer": {"name": tokenizer.name, **shards.file_entry(folder / TOKENIZER)},
+        "splits": splits,
+    }
+    shards.write_metadata(folder, values)
+
+
+def _learn(config: DataConfig, inputs: _Inputs) -> Tokenizer:
+    """Learns BPE from the training part of documents taken in a random order until `train_bytes` are there."""
+    assert isinstance(config.tokenizer, BPETokenizerConfig)
+    place = uniform(inputs.hashes, config.seed, "learn merges")
+    used = take(inputs.split.cut, place, config.tokenizer.train_bytes)
+    texts = (cut_text(text, int(used[number]), int(used[number]))[0] for number, text in inputs.texts() if used[number])
+    return train_bpe((text.decode() for text in texts), config.tokenizer.vocab_size)
+
+
+def _batches(parts: Iterator[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
+    batch, size = [], 0
+    for part in parts:
+        batch.append(part)
+        size += len(part[1])
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _hash(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

@@ -1,0 +1,161 @@
+"""Batches of tokens: a pure function of (seed, step), so there is no loader state to save.
+
+An epoch cuts the training tokens into windows of seq_len + 1 tokens that start seq_len apart (neighbours share one
+token: the last target of one is the first input of the next) and visits each once, in the order of `linnet.data.order`.
+Sample g = step * batch_size + row. The ranks of a run each compute their rows of the same global batch, so a run goes
+on exactly where it stopped on any number of them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linnet.config import ConfigError
+from linnet.data.order import shuffled
+from linnet.data.shards import TokenShards
+
+IGNORED = -100  # a target that no loss counts
+ORDERED = 4096  # samples whose order is computed at a time
+
+
+class Batches:
+    """The training batches of a run.
+
+    Args:
+        shards: the tokens, usually `corpus.train`.
+        seq_len: tokens a row.
+        batch_size: rows a step, over all ranks.
+        seed: key of the order.
+
+    Attributes:
+        windows: how many windows an epoch has.
+
+    Raises:
+        ValueError: a size below 1.
+        ConfigError: the tokens do not fill one window.
+    """
+
+    def __init__(self, shards: TokenShards, seq_len: int, batch_size: int, seed: int):
+        if seq_len < 1 or batch_size < 1:
+            raise ValueError(f"seq_len {seq_len} and batch_size {batch_size} must be at least 1")
+        if len(shards) < seq_len + 1:
+            raise ConfigError([f"seq_len: {seq_len} is too long: {shards.split} has {len(shards)} tokens; "
+                               f"use at most {len(shards) - 1}, or more text"], "data")  # fmt: skip
+        self.shards, self.seq_len, self.batch_size, self.seed = shards, seq_len, batch_size, seed
+        self._windows = np.lib.stride_tricks.sliding_window_view(shards.tokens, seq_len + 1)[::seq_len]
+        self.windows = self._windows.shape[0]
+        self._span = max(1, ORDERED // batch_size)
+        self._first, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
+        """The rows of one rank in one step.
+
+        Args:
+            step: from 0; the batch depends on it and on the seed alone.
+            rank, world: this rank of how many. The rows of ranks 0 ... world - 1, one after another, are the global
+                batch; `world` need not divide `batch_size` (with more ranks than rows some get none).
+
+        Returns:
+            Tokens and targets, int64 [rows, seq_len] each; targets[:, t] follows tokens[:, t].
+        """
+        if step < 0 or not 0 <= rank < world:
+            raise ValueError(f"step {step} must not be negative, and rank {rank} must lie in [0, world {world})")
+        start, end = (self.batch_size * r // world for r in (rank, rank + 1))
+        windows = self._windows[self._ordered(step)[start:end]]
+        return _tensor(windows[:, :-1]), _tensor(windows[:, 1:])
+
+    def epoch(self, step: int) -> float:
+        """How many times the training tokens have been read before this step."""
+        return step * self.batch_size / self.windows
+
+    def documents(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """`pack_documents` with this corpus's end of document."""
+        return pack_documents(tokens, self.shards.end_of_document)
+
+    def _ordered(self, step: int) -> np.ndarray:
+        # The order of several steps costs as much as that of one; which steps share a block does not change it.
+        first = step // self._span * self._span
+        if first != self._first:
+            samples = np.arange(first * self.batch_size, (first + self._span) * self.batch_size, dtype=np.int64)
+            self._first, self._order = first, shuffled(samples, self.windows, self.seed)
+        offset = (step - first) * self.batch_size
+        return self._order[offset : offset + self.batch_size]
+
+
+class ValidationBatches(Sequence):
+    """What `validation_batches` returns: a fixed sequence of (tokens, targets), read from the shards when asked for."""
+
+    def __init__(self, shards: TokenShards, seq_len: int, batch_size: int, max_tokens: int | None = None):
+        if seq_len < 1 or batch_size < 1 or (max_tokens is not None and max_tokens < 1):
+            raise ValueError(
+                f"seq_len {seq_len}, batch_size {batch_size} and max_tokens {max_tokens} must be at least 1"
+            )
+        if len(shards) < 2:
+            raise ConfigError([f"{shards.split}: has {len(shards)} tokens; at least 2 are needed to score one"], "data")
+        self._shards, self._seq_len = shards, seq_len
+        total = -(-(len(shards) - 1) // seq_len)
+        count = total if max_tokens is None else min(total, max(1, max_tokens // seq_len))
+        self._starts = np.arange(count, dtype=np.int64) * total // count * seq_len
+        self._rows = min(batch_size, count)
+        last = len(shards) - 1 - int(self._starts[-1])
+        self.tokens = (count - 1) * seq_len + min(last, seq_len)
+
+    def __len__(self) -> int:
+        return -(-len(self._starts) // self._rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"batch {index} of {len(self)}")
+        index %= len(self)
+        tokens = torch.full((self._rows, self._seq_len), self._shards.end_of_document, dtype=torch.int64)
+        targets = torch.full((self._rows, self._seq_len), IGNORED, dtype=torch.int64)
+        for row, start in enumerate(self._starts[index * self._rows : (index + 1) * self._rows]):
+            window = _tensor(self._shards[start : start + self._seq_len + 1])
+            tokens[row, : len(window) - 1] = window[:-1]
+            targets[row, : len(window) - 1] = window[1:]
+        return tokens, targets
+
+
+def validation_batches(
+    shards: TokenShards, seq_len: int, batch_size: int, max_tokens: int | None = None
+) -> ValidationBatches:
+    """The batches on which a model is scored, always the same ones.
+
+    Args:
+        shards: the tokens, usually `corpus.validation`; they may be shorter than `seq_len`.
+        seq_len: tokens a row.
+        batch_size: rows a batch; fewer if there are fewer windows in all.
+        max_tokens: scores about this many tokens (at least one window), in windows spread evenly over the split. None
+            scores all: every token but the first exactly once.
+
+    Returns:
+        A sequence with len() of (tokens, targets), int64 [rows, seq_len]. All batches have one shape: what is left
+        over is filled with ends of documents whose targets are -100. `.tokens` is the number of targets that count.
+    """
+    return ValidationBatches(shards, seq_len, batch_size, max_tokens)
+
+
+def pack_documents(tokens: Tensor, end_of_document: int) -> tuple[Tensor, Tensor]:
+    """Lays the rows of a batch behind one another and says where documents start, for layers that reset there.
+
+    Args:
+        tokens: int64 [B, T].
+        end_of_document: the id after each document.
+
+    Returns:
+        Tokens [1, B*T], and `cu_seqlens` int32 [N + 1]: 0, every start of a row, every place after an end of document,
+        and B*T. Reshape the targets likewise. On a GPU this waits for the device; call it before moving the tokens.
+    """
+    rows, length = tokens.shape
+    starts = torch.zeros(rows, length + 1, dtype=torch.bool, device=tokens.device)
+    starts[:, 0] = True
+    starts[:, 1:] = tokens == end_of_document
+    flat = starts[:, :length].reshape(-1)
+    offsets = torch.cat([flat.nonzero().squeeze(1), torch.tensor([rows * length], device=tokens.device)])
+    return tokens.reshape(1, -1), offsets.to(torch.int32)
+
+
+def _tensor(tokens: np.ndarray) -> Tensor:
+    return torch.from_numpy(tokens.astype(np.int64))

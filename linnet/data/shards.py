@@ -1,0 +1,237 @@
+"""Token shards: what a tokenizer made of a split, on disk once, mapped into memory and never read whole.
+
+A corpus folder holds for each split `<split>.bin` (ids, little-endian, the smallest unsigned integer that fits) and
+`<split>.documents` (int64, where each document starts, then the number of tokens), and `corpus.json`, which has their
+sizes and SHA-256 and its own. A folder is written under another name and renamed when it is whole, so it is there
+complete or not at all, also when two processes prepare it at once.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from linnet.config import ConfigError
+from linnet.data.sources import fingerprint
+
+METADATA = "corpus.json"
+OFFSET = np.dtype("<i8")
+ABANDONED = 24 * 3600  # seconds after which an unfinished folder is taken for the rest of a killed process
+
+_verified: set[tuple] = set()  # (path, size, time of last change) of files whose content this process has checked
+
+
+class CorpusDamaged(ConfigError):
+    """A file of a prepared corpus is missing, truncated or not what was written."""
+
+
+class TokenShards:
+    """One split of a corpus: `shards[a:b]` is a read-only array of ids, mapped from the file.
+
+    Args:
+        folder: the corpus folder.
+        split: "train" or "validation".
+        entry: what `ShardWriter.finish` returned for it.
+        end_of_document: the id after each document.
+
+    Attributes:
+        tokens: the ids, memory-mapped, [len(self)].
+        document_starts: int64 [documents + 1], memory-mapped: where each document starts, then the number of tokens.
+        documents, bytes: how many documents, and bytes of their text.
+        unknown: how many tokens stand for text that the tokenizer could not express.
+
+    Raises:
+        ConfigError: a file is missing or has another size than it was written with.
+    """
+
+    def __init__(self, folder: Path, split: str, entry: dict, end_of_document: int):
+        self.path = Path(folder) / f"{split}.bin"
+        self.split = split
+        self.end_of_document = end_of_document
+        self.documents, self.bytes, self.unknown = entry["documents"], entry["bytes"], entry["unknown"]
+        self._files = {Path(folder) / name: values for name, values in entry["files"].items()}
+        if problems := [problem for path, values in self._files.items() if (problem := size_problem(path, values))]:
+            raise damaged(folder, problems)
+        self.tokens = np.memmap(self.path, dtype=np.dtype(entry["dtype"]), mode="r")
+        self.document_starts = np.memmap(self.path.with_suffix(".documents"), dtype=OFFSET, mode="r")
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def __getitem__(self, index: slice | int | np.ndarray) -> np.ndarray:
+        return self.tokens[index]
+
+    def document(self, number: int) -> np.ndarray:
+        """The ids of one document, without its end."""
+        start, end = self.document_starts[number : number + 2]
+        return self.tokens[start : end - 1]
+
+    def verify(self) -> None:
+        """Reads the files through and compares size and SHA-256 with what was written.
+
+        Raises:
+            ConfigError: names each file that differs, and the way out.
+        """
+        problems = []
+        for path, entry in self._files.items():
+            if problem := size_problem(path, entry) or content_problem(path, entry):
+                problems.append(problem)
+        if problems:
+            raise damaged(self.path.parent, problems)
+        _verified.update(_state(path) for path in self._files)
+
+    def verify_once(self) -> None:
+        """`verify`, unless this process has done it and the files have not changed since."""
+        if not all(_state(path) in _verified for path in self._files):
+            self.verify()
+
+
+class ShardWriter:
+    """Writes one split into a folder, document by document."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, end_of_document: int, unknown: int | None):
+        self._names = (f"{split}.bin", f"{split}.documents")
+        self._files = [open(folder / name, "wb") for name in self._names]
+        self._hashes = [hashlib.sha256(), hashlib.sha256()]
+        self._dtype, self._unknown = dtype, unknown
+        self._end = np.array([end_of_document], dtype=dtype)
+        self._tokens = self._documents = self._bytes = self._unknowns = 0
+
+    def add(self, tokens: np.ndarray, text_bytes: int) -> None:
+        """Appends a document of `text_bytes` bytes of text, and the end-of-document token."""
+        self._write(1, np.array([self._tokens], dtype=OFFSET))
+        self._write(0, np.concatenate([tokens.astype(self._dtype, copy=False), self._end]))
+        self._tokens += len(tokens) + 1
+        self._documents += 1
+        self._bytes += text_bytes
+        if self._unknown is not None:
+            self._unknowns += int(np.count_nonzero(tokens == self._unknown))
+
+    def finish(self) -> dict:
+        """Closes the files, on the disk, and returns their entry for `corpus.json`."""
+        self._write(1, np.array([self._tokens], dtype=OFFSET))
+        files = {}
+        for name, file, checksum in zip(self._names, self._files, self._hashes, strict=True):
+            file.flush()
+            os.fsync(file.fileno())
+            files[name] = {"size": file.tell(), "sha256": checksum.hexdigest()}
+            file.close()
+        return {
+            "documents": self._documents,
+            "bytes": self._bytes,
+            "tokens": self._tokens,
+            "unknown": self._unknowns,
+            "dtype": self._dtype.str,
+            "files": files,
+        }
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _write(self, number: int, values: np.ndarray) -> None:
+        data = values.tobytes()
+        self._hashes[number].update(data)
+        self._files[number].write(data)
+
+
+def file_entry(path: Path) -> dict:
+    """Size and SHA-256 of a file, for `corpus.json`."""
+    return {"size": path.stat().st_size, "sha256": fingerprint(path)}
+
+
+def size_problem(path: Path, entry: dict) -> str | None:
+    """What is wrong with the size of a file, if anything."""
+    if not path.is_file():
+        return f"{path}: is missing"
+    if (found := path.stat().st_size) != entry["size"]:
+        kind = "truncated" if found < entry["size"] else "too long"
+        return f"{path}: is {kind}: {found} bytes instead of {entry['size']}"
+    return None
+
+
+def content_problem(path: Path, entry: dict) -> str | None:
+    """What is wrong with the content of a file of the right size, if anything."""
+    if fingerprint(path) == entry["sha256"]:
+        return None
+    return f"{path}: is corrupted: its SHA-256 is not the one it was written with"
+
+
+def write_metadata(folder: Path, values: dict) -> None:
+    """Writes `corpus.json` with the SHA-256 of what it says."""
+    text = json.dumps({**values, "sha256": _checksum(values)}, indent=1)
+    with open(folder / METADATA, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_metadata(folder: Path) -> dict:
+    """Reads `corpus.json`. Raises `ConfigError` if it is not there or not what was written."""
+    path = Path(folder) / METADATA
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values.pop("sha256") == _checksum(values):
+            return values
+    except FileNotFoundError:
+        raise damaged(folder, [f"{path}: is missing"]) from None
+    except (ValueError, KeyError, AttributeError, TypeError):
+        pass
+    raise damaged(folder, [f"{path}: is corrupted: it is not what was written"])
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, replace: bool = False) -> Iterator[Path]:
+    """Gives a folder to fill, which becomes `target` at the end of the `with` block, or disappears if that fails.
+
+    Args:
+        target: the final folder. If another process has made it meanwhile, theirs stays: both hold the same.
+        replace: `target` is damaged: put the new files in the place of its own. Whoever has the old ones mapped
+            keeps them.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(target.parent)
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        if replace and target.is_dir():
+            for path in sorted(temporary.iterdir(), key=lambda path: path.name == METADATA):
+                os.replace(path, target / path.name)
+            return
+        try:
+            os.rename(temporary, target)
+        except OSError:
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def damaged(folder: Path, problems: list[str]) -> CorpusDamaged:
+    """The error for a corpus folder that cannot be trusted."""
+    fix = f"delete the folder {folder} and run again, or run `linnet data` again: it is rebuilt from its sources"
+    return CorpusDamaged([f"{problem}; {fix}" for problem in problems], "data")
+
+
+def _remove_abandoned(folder: Path) -> None:
+    for path in folder.glob(".*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > ABANDONED:
+                shutil.rmtree(path)
+
+
+def _checksum(values: dict) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _state(path: Path) -> tuple:
+    state = path.stat()
+    return str(path.resolve()), state.st_size, state.st_mtime_ns

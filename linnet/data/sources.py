@@ -1,0 +1,266 @@
+"""Where text comes from: the standard library, files, folders, globs, JSONL and Parquet.
+
+A text file is one document, a JSONL file holds one a line, a Parquet file one a row. A folder is read recursively:
+every file in it that is not hidden and is UTF-8 text is read, in the order of their paths; the others are skipped and
+listed. What a person names (a path or a glob) must be text: there a binary or badly encoded file is an error.
+"""
+
+import contextlib
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from linnet.config import nearest
+
+STDLIB = "stdlib"
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+# Not the library itself, or tests that hold broken source text on purpose.
+NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+SNIFF = 8192  # bytes that tell most binary files from text
+LARGE = 16 << 20  # bytes from which a file is worth remembering
+SETTLED = 2.0  # seconds after which a change shows in a file's times
+REPORTED = 5  # problems listed for one file
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of documents: kind is text, jsonl or parquet; `named` if a person pointed at it, not found in a folder."""
+
+    path: Path
+    kind: str
+    named: bool
+
+
+def find_files(source: str | list[str], key: str, problems: list[str], skipped: list[str]) -> list[SourceFile]:
+    """Lists the files of a source without reading them through.
+
+    Args:
+        source: "stdlib", or a list of paths of files and folders, globs, and "stdlib".
+        key: the name of the configuration key, for messages.
+        problems: what is wrong is added here, one line each.
+        skipped: files of folders that are not text are added here with the reason.
+
+    Returns:
+        Each file once, folders and globs in the order of their paths.
+    """
+    found: dict[Path, SourceFile] = {}
+    for name in [source] if isinstance(source, str) else source:
+        files, reason = _find(name, skipped)
+        if reason:
+            problems.append(f"{key}: {name!r} {reason}")
+        for file in files:
+            found.setdefault(file.path.resolve(), file)
+    if not found and not problems:
+        problems.append(f"{key}: is an empty list; name at least one file, folder or glob, or {STDLIB!r}")
+    return list(found.values())
+
+
+def read_documents(file: SourceFile, text_key: str, problems: list[str]) -> Iterator[bytes]:
+    """Yields the documents of a file as UTF-8 without NUL; empty ones are left out.
+
+    Args:
+        file: what to read.
+        text_key: the key (JSONL) or column (Parquet) that holds the text.
+        problems: what is wrong is added here, at most about `REPORTED` lines; the documents concerned are not yielded.
+    """
+    reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}[file.kind]
+    try:
+        yield from reader(file.path, text_key, problems)
+    except OSError as error:
+        problems.append(f"{file.path}: cannot be read: {error.strerror or error}")
+
+
+def fingerprint(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprints(files: list[SourceFile], cache: Path) -> list[str]:
+    """`fingerprint` of each file; those of large files are remembered in the folder `cache` while they do not change.
+
+    A file counts as unchanged if its size and its times of modification and change are the same, as git judges it; one
+    modified in the last moments is not remembered, because a second change could leave the times as they are.
+    """
+    record = cache / "fingerprints.json"
+    known = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(record.read_text(encoding="utf-8"))
+    found, fresh = [], {}
+    for file in files:
+        state = file.path.stat()
+        key, stamp = str(file.path.resolve()), [state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+        remembered = known.get(key)
+        if remembered and remembered[:3] == stamp:
+            found.append(remembered[3])
+            continue
+        found.append(fingerprint(file.path))
+        if state.st_size >= LARGE and time.time() - max(state.st_mtime, state.st_ctime) > SETTLED:
+            fresh[key] = [*stamp, found[-1]]
+    if fresh:
+        cache.mkdir(parents=True, exist_ok=True)
+        temporary = record.with_name(f".{uuid.uuid4().hex}.tmp")
+        temporary.write_text(json.dumps({**known, **fresh}), encoding="utf-8")
+        os.replace(temporary, record)
+    return found
+
+
+def stdlib_folder() -> Path:
+    """Where the Python standard library lies, also from inside a virtual environment."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _find(name: str, skipped: list[str]) -> tuple[list[SourceFile], str | None]:
+    if name == STDLIB:
+        root = stdlib_folder()
+        paths = [path for path in _walk(root, NOT_LIBRARY) if path.suffix == ".py" and path.stat().st_size]
+        files = [SourceFile(path, "text", named=False) for path in paths]
+        return files, None if files else f"found no Python source in {root}; give files of your own"
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = [file for file in (_sniff(path, skipped) for path in _walk(path)) if file]
+        return (
+            files,
+            None if files else "is a folder without text; give one with UTF-8 text, JSONL or Parquet files",
+        )
+    if path.exists():
+        return _named(path)
+    if glob.has_magic(name):
+        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        results = [_named(match) for match in matches if match.is_file()]
+        if not results:
+            return [], f"matches no files (relative patterns start in {Path.cwd()})"
+        reasons = [f"matches {files[0].path}, which {reason}" for files, reason in results if reason]
+        return [file for files, _ in results for file in files], "; it also ".join(reasons) or None
+    return [], f"does not exist; check the path (relative ones start in {Path.cwd()})"
+
+
+def _named(path: Path) -> tuple[list[SourceFile], str | None]:
+    files = [SourceFile(path, KINDS.get(path.suffix.lower(), "text"), named=True)]
+    if not path.is_file():
+        return [], "is neither a file nor a folder"
+    return files, None if path.stat().st_size else "is an empty file; leave it out or give one with text"
+
+
+def _walk(folder: Path, leave_out: frozenset[str] = frozenset({"__pycache__"})) -> Iterator[Path]:
+    paths = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]
+        paths += [Path(parent, name) for name in names if not name.startswith(".")]
+    yield from sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _sniff(path: Path, skipped: list[str]) -> SourceFile | None:
+    kind = KINDS.get(path.suffix.lower(), "text")
+    try:
+        with open(path, "rb") as file:
+            start = file.read(SNIFF)
+    except OSError as error:
+        skipped.append(f"{path}: cannot be read: {error.strerror}")
+        return None
+    if not start or kind == "text" and b"\0" in start:
+        skipped.append(f"{path}: {'is empty' if not start else _text_problem(start)}")
+        return None
+    return SourceFile(path, kind, named=False)
+
+
+def _text_problem(text: bytes) -> str | None:
+    if text[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "is UTF-16, not UTF-8; convert it with: iconv -f utf-16 -t utf-8"
+    if (nul := text.find(b"\0")) >= 0:
+        return f"is binary: byte {nul} is NUL; give UTF-8 text"
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        convert = "convert it, for example with: iconv -f latin1 -t utf-8"
+        return f"is not UTF-8: byte {error.start} is 0x{text[error.start]:02x}; {convert}"
+    return None
+
+
+def _read_text(path: Path, text_key: str, problems: list[str]) -> Iterator[bytes]:
+    text = path.read_bytes()
+    if reason := _text_problem(text):
+        problems.append(f"{path}: {reason}")
+    elif text:
+        yield text
+
+
+def _read_jsonl(path: Path, text_key: str, problems: list[str]) -> Iterator[bytes]:
+    wrong, total = 0, 0
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            total += 1
+            text, reason = _json_text(line, text_key)
+            if reason is None:
+                if text:
+                    yield text
+                continue
+            wrong += 1
+            if wrong <= REPORTED:
+                problems.append(f"{path}: line {number}: {reason}")
+    if wrong > REPORTED:
+        problems.append(f"{path}: and {wrong - REPORTED} more bad lines of {total}")
+
+
+def _json_text(line: bytes, text_key: str) -> tuple[bytes | None, str | None]:
+    try:
+        values = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return None, f"is not UTF-8: byte {error.start} of the line is 0x{line[error.start]:02x}"
+    except (json.JSONDecodeError, RecursionError) as error:
+        return None, f"is not JSON: {error}"
+    if not isinstance(values, dict):
+        return None, f"is not a JSON object but {type(values).__name__}; write {{{json.dumps(text_key)}: ...}}"
+    if text_key not in values:
+        known = nearest(text_key, values) if values else "the line has no keys"
+        return None, f"has no key {text_key!r}; set text_key ({known})"
+    return _checked(values[text_key], f"the value of {text_key!r}")
+
+
+def _checked(text: object, what: str) -> tuple[bytes | None, str | None]:
+    if not isinstance(text, str):
+        return None, f"{what} is {type(text).__name__}, not text"
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError as error:
+        return None, f"{what} holds half of a surrogate pair at character {error.start}"
+    if b"\0" in encoded:
+        return None, f"{what} holds NUL at character {text.index(chr(0))}, which marks the end of a document; remove it"
+    return encoded, None
+
+
+def _read_parquet(path: Path, text_key: str, problems: list[str]) -> Iterator[bytes]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        problems.append(f"{path}: reading Parquet needs pyarrow; install it with: pip install 'linnet[data]'")
+        return
+    try:
+        file = parquet.ParquetFile(path)
+        columns = file.schema_arrow.names
+        if text_key not in columns:
+            problems.append(f"{path}: has no column {text_key!r}; set text_key ({nearest(text_key, columns)})")
+            return
+        row, wrong = 0, 0
+        for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
+            for text in batch.column(0).to_pylist():
+                encoded, reason = (b"", None) if text is None else _checked(text, f"column {text_key!r}")
+                if encoded:
+                    yield encoded
+                if reason and (wrong := wrong + 1) <= REPORTED:
+                    problems.append(f"{path}: row {row}: {reason}")
+                row += 1
+        if wrong > REPORTED:
+            problems.append(f"{path}: and {wrong - REPORTED} more bad rows of {row}")
+    except pyarrow.ArrowException as error:
+        problems.append(f"{path}: is not a readable Parquet file ({str(error).splitlines()[0]})")

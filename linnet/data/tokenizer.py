@@ -1,0 +1,294 @@
+"""Text to token ids and back: bytes, byte-level BPE learned here, or any tokenizer.json.
+
+Every tokenizer has an end-of-document token, which stands after each document of a corpus and never comes from text: a
+document that contains its spelling ("<|endoftext|>") is encoded as ordinary text.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tokenizers
+from pydantic import Field
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from linnet.config import Config, ConfigError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+# Names under which a tokenizer.json may hold its end-of-document token, the likeliest first.
+COMMON_ENDS = (
+    END_OF_DOCUMENT,
+    "<|end_of_text|>",
+    "<|eos|>",
+    "</s>",
+    "<eos>",
+    "<EOS>",
+    "[EOS]",
+    "<|im_end|>",
+    "<｜end▁of▁sentence｜>",
+    "[SEP]",
+)
+PIECE = 1 << 20  # characters of a document that are encoded at a time
+_WORD_START = re.compile(r"(?<=\S)[ \t\n]")
+
+
+class ByteTokenizerConfig(Config):
+    """UTF-8 bytes as tokens: 256 of them, id 0 (NUL, which text may not contain) is the end of a document."""
+
+    kind: Literal["byte"] = "byte"
+
+
+class BPETokenizerConfig(Config):
+    """Byte-level BPE learned from the training documents (GPT-2's splitting rule); id 0 is the end of a document.
+
+    Attributes:
+        vocab_size: exact number of tokens: the end of a document, 256 bytes, and the merges.
+        train_bytes: how much text the merges are learned from; documents are taken in a fixed random order.
+    """
+
+    kind: Literal["bpe"] = "bpe"
+    vocab_size: int = Field(ge=257)
+    train_bytes: int = Field(100_000_000, ge=1)
+
+
+class FileTokenizerConfig(Config):
+    """A tokenizer.json of the `tokenizers` library.
+
+    Attributes:
+        path: the file.
+        end_of_document: the token that ends a document; None takes the first of `COMMON_ENDS` that the file has.
+    """
+
+    kind: Literal["file"] = "file"
+    path: str
+    end_of_document: str | None = None
+
+
+def expand_tokenizer(value: object) -> object:
+    """Reads the short forms `byte`, `bpe:4096` and `path/to/tokenizer.json`; anything else is returned as it is."""
+    if not isinstance(value, str):
+        return value
+    if value == "byte":
+        return {"kind": "byte"}
+    if match := re.fullmatch(r"bpe:(\d+)", value):
+        return {"kind": "bpe", "vocab_size": int(match[1])}
+    if value.endswith(".json") or Path(value).is_file():
+        return {"kind": "file", "path": value}
+    raise ValueError(f"{value!r} is not a tokenizer; use byte, bpe:4096 (any size) or the path of a tokenizer.json")
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest little-endian unsigned integer that holds every id."""
+    return np.dtype("<u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+class Tokenizer:
+    """What every tokenizer offers.
+
+    Attributes:
+        name: a short description for people.
+        vocab_size: ids are below this.
+        end_of_document: the id of the token after each document.
+        byte_lengths: int64 [vocab_size], how many bytes of text each token stands for (0 for the end of a document), or
+            None where a token alone does not say (a tokenizer.json that normalises text or is not byte-level).
+        unknown: the id that replaces text the tokenizer cannot express, or None if it can express all text.
+    """
+
+    name: str
+    vocab_size: int
+    end_of_document: int
+    byte_lengths: np.ndarray | None
+    unknown: int | None = None
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of a text, int64 [n], without an end of document. Raises ValueError for NUL among bytes."""
+        raise NotImplementedError
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; ends of documents are left out and broken UTF-8 shows as U+FFFD."""
+        raise NotImplementedError
+
+    def encode_documents(self, documents: list[bytes]) -> list[np.ndarray]:
+        """Token ids of many documents given as valid UTF-8, in the dtype of `token_dtype`."""
+        raise NotImplementedError
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file that `load_tokenizer` reads."""
+        raise NotImplementedError
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes; see `ByteTokenizerConfig`."""
+
+    name = "byte"
+    vocab_size = 256
+    end_of_document = 0
+
+    def __init__(self):
+        self.byte_lengths = np.ones(256, dtype=np.int64)
+        self.byte_lengths[self.end_of_document] = 0
+
+    def encode(self, text: str) -> np.ndarray:
+        if "\0" in text:
+            raise ValueError(f"character {text.index(chr(0))} is NUL, which marks the end of a document; remove it")
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(np.asarray(ids, dtype=np.uint8)).replace(b"\0", b"").decode(errors="replace")
+
+    def encode_documents(self, documents: list[bytes]) -> list[np.ndarray]:
+        return [np.frombuffer(document, dtype=np.uint8) for document in documents]
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text('{"linnet": {"kind": "byte"}}\n', encoding="utf-8")
+
+
+class FileTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library, with an end-of-document token.
+
+    Args:
+        inner: the library's tokenizer; its truncation, padding and added tokens at the ends of a text are turned off.
+        end_of_document: the token that ends a document; None takes the first of `COMMON_ENDS` that it has.
+        name: a short description for people.
+
+    Raises:
+        ValueError: it has no such token.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, end_of_document: str | None = None, name: str = "tokenizer.json"):
+        self._inner = inner
+        inner.no_truncation()
+        inner.no_padding()
+        inner.encode_special_tokens = True  # a special token spelled out in a document is text
+        vocab = inner.get_vocab(with_added_tokens=True)
+        names = COMMON_ENDS if end_of_document is None else (end_of_document,)
+        self._end = next((token for token in names if token in vocab), None)
+        if self._end is None:
+            raise ValueError(f"it has no end-of-document token {' or '.join(names)}; name one with end_of_document")
+        self.name = name
+        self.vocab_size = max(vocab.values()) + 1
+        self.end_of_document = vocab[self._end]
+        values = json.loads(inner.to_str())
+        self.unknown = values["model"].get("unk_id", vocab.get(values["model"].get("unk_token")))
+        self.byte_lengths = self._count_bytes(values, vocab)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.concatenate([np.asarray(piece, dtype=np.int64) for piece in self._encode([text])[0]])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        ids = np.asarray(ids, dtype=np.int64)
+        return self._inner.decode(ids[ids != self.end_of_document].tolist(), skip_special_tokens=False)
+
+    def encode_documents(self, documents: list[bytes]) -> list[np.ndarray]:
+        dtype = token_dtype(self.vocab_size)
+        texts = [document.decode() for document in documents]
+        return [np.concatenate([np.asarray(piece, dtype=dtype) for piece in pieces]) for pieces in self._encode(texts)]
+
+    def save(self, path: str | Path) -> None:
+        """Writes a tokenizer.json; other libraries read it too, unless its end of document has to be noted in it."""
+        values = json.loads(self._inner.to_str())
+        known = [token for token in COMMON_ENDS if self._inner.token_to_id(token) is not None]
+        if self._end not in known[:1]:
+            values["linnet"] = {"end_of_document": self._end}
+        Path(path).write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
+
+    def _encode(self, texts: list[str]) -> list[list[list[int]]]:
+        # Long documents go in pieces: the library works on them in parallel and holds some hundred bytes a token.
+        pieces = [_pieces(text) if self.byte_lengths is not None else [text] for text in texts]
+        flat = [piece for group in pieces for piece in group]
+        found = iter(self._inner.encode_batch_fast(flat, add_special_tokens=False))
+        return [[next(found).ids for _ in group] for group in pieces]
+
+    def _count_bytes(self, values: dict, vocab: dict[str, int]) -> np.ndarray | None:
+        whole = set(pre_tokenizers.ByteLevel.alphabet()) <= vocab.keys()
+        if values["model"]["type"] != "BPE" or values["normalizer"] is not None or not _byte_level(values) or not whole:
+            return None
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, number in vocab.items():
+            lengths[number] = len(token)  # the byte-level alphabet writes each byte as one character
+        for token in values["added_tokens"]:
+            lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
+        lengths[self.end_of_document] = 0
+        return lengths
+
+
+def train_bpe(documents: Iterable[str], vocab_size: int) -> FileTokenizer:
+    """Learns byte-level BPE; the same documents give the same tokenizer, whatever their order and the threads.
+
+    Raises:
+        ConfigError: the documents do not hold enough repeated pairs for `vocab_size` tokens.
+    """
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator((piece for document in documents for piece in _pieces(document)), trainer=trainer)
+    if (found := inner.get_vocab_size()) != vocab_size:
+        fix = f"the training text gives only {found} tokens; use at most {found}, or more text"
+        raise ConfigError([f"tokenizer.vocab_size: {vocab_size} is too large: {fix}"], "data")
+    return FileTokenizer(inner, END_OF_DOCUMENT, name=f"bpe:{vocab_size}")
+
+
+def load_tokenizer(path: str | Path, end_of_document: str | None = None) -> Tokenizer:
+    """Reads a tokenizer.json, or what `Tokenizer.save` wrote.
+
+    Args:
+        path: the file.
+        end_of_document: the token that ends a document; None takes what the file notes, else one of `COMMON_ENDS`.
+
+    Raises:
+        ConfigError: there is no such file, it is not a tokenizer, or it lacks the end-of-document token.
+    """
+    path = Path(path)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        notes = values.pop("linnet", {})
+        if notes.get("kind") == "byte":
+            return ByteTokenizer()
+        inner = tokenizers.Tokenizer.from_str(json.dumps(values))
+        return FileTokenizer(inner, end_of_document or notes.get("end_of_document"), name=path.name)
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+    except ValueError as error:
+        reason = str(error) if "end_of_document" in str(error) else f"is not JSON ({error})"
+    except Exception as error:  # the library raises bare Exception for a file it cannot use
+        reason = f"is not a tokenizer.json of the tokenizers library ({error})"
+    raise ConfigError([f"tokenizer {path}: {reason}"], "data")
+
+
+def _byte_level(values: dict) -> bool:
+    """Whether text is cut into bytes and joined from them, nothing added: then tokens have exact byte lengths."""
+
+    def parts(step: dict | None) -> list[dict]:
+        if step is None:
+            return []
+        inner = step.get("pretokenizers") or step.get("decoders")
+        return [part for child in inner for part in parts(child)] if inner else [step]
+
+    before = [part for part in parts(values["pre_tokenizer"]) if part["type"] == "ByteLevel"]
+    after = [part["type"] for part in parts(values["decoder"])]
+    return after == ["ByteLevel"] and len(before) == 1 and not before[0]["add_prefix_space"]
+
+
+def _pieces(text: str) -> list[str]:
+    """Cuts long text where white space follows something else: there GPT-2's rule always starts a new word.
+
+    Other byte-level splitting rules may place one token differently at a cut, once in `PIECE` characters.
+    """
+    pieces, start = [], 0
+    while len(text) - start > PIECE:
+        cut = _WORD_START.search(text, start + PIECE)
+        if cut is None:
+            break
+        pieces.append(text[start : cut.start()])
+        start = cut.start()
+    return [*pieces, text[start:]]
