@@ -1,0 +1,38 @@
+"""Argument checks that the ops share. They look at shapes and dtypes only, except in `linnet.ops.debug()`."""
+
+import torch
+from torch import Tensor
+
+from linnet.ops.chunks import state_dtype
+from linnet.ops.documents import check_documents, count_states
+
+
+def check_matrix_state(
+    op: str, q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    """Raises ValueError unless q, k [B, T, H, K], v [B, T, H, V] and the state [N, H, K, V] go together."""
+    if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or v.shape[:3] != q.shape[:3]:
+        raise ValueError(
+            f"{op}: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; give q and k [B, T, H, K], v [B, T, H, V]"
+        )
+    if 0 in q.shape or 0 in v.shape:
+        raise ValueError(f"{op}: q {list(q.shape)}, v {list(v.shape)}; every size must be at least 1")
+    if not all(x.is_floating_point() for x in (q, k, v)):
+        raise ValueError(f"{op}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; give floating-point tensors")
+    check_documents(cu_seqlens, q.shape[0])
+    check_state(op, initial_state, (count_states(cu_seqlens, q.shape[0]), *q.shape[2:], v.shape[-1]), state_dtype(q, k, v))
+
+
+def check_state(op: str, state: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises ValueError unless an initial state is None or has this shape and dtype."""
+    if state is not None and (state.shape != shape or state.dtype != dtype):
+        raise ValueError(
+            f"{op}: initial_state has shape {list(state.shape)} and dtype {state.dtype}; give {list(shape)} in {dtype}"
+        )
+
+
+def check_decay_values(op: str, log_decay: Tensor | None) -> None:
+    """For `linnet.ops.debug()`: raises ValueError if a log-decay is NaN or above 0. Waits for the device."""
+    if log_decay is not None and not bool((log_decay <= 0).all()):
+        worst = log_decay.detach().nan_to_num(nan=float("inf")).max().item()
+        raise ValueError(f"{op}: log_decay must be at most 0 and not NaN, but reaches {worst}; give the log of a decay in (0, 1]")

@@ -1,0 +1,97 @@
+"""How the chunked forms of the matrix-state ops walk a sequence: pieces of a few chunks that stay in the cache.
+
+A piece is `count` chunks of `size` tokens, laid out [count, B, H, size, D] so that one batched matrix product serves all
+chunks and heads, and the state can be carried from chunk to chunk through contiguous slices. A sequence is some pieces
+of full chunks, then one chunk with the ragged tail.
+"""
+
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linnet.ops.documents import count_states
+
+# Elements of one gathered tensor. At 2**18 (1 MiB of float32) the dozen tensors of a backward piece stay in the outer
+# cache of a CPU; beyond 2**20 the time a token grows by half. Measured with benchmarks/cpu_attention.py.
+PIECE_ELEMENTS = 2**18
+
+
+class Piece(NamedTuple):
+    """`count` chunks of `size` tokens from token `start`."""
+
+    start: int
+    count: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count * self.size
+
+
+def pieces(length: int, chunk: int, elements_per_token: int) -> list[Piece]:
+    """Cuts `length` tokens into pieces of at most PIECE_ELEMENTS, but at least one chunk, each."""
+    most = max(1, PIECE_ELEMENTS // (chunk * elements_per_token))
+    full, tail = divmod(length, chunk)
+    cut = [Piece(first * chunk, min(most, full - first), chunk) for first in range(0, full, most)]
+    return cut + [Piece(full * chunk, 1, tail)] if tail else cut
+
+
+def gather(x: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
+    """The piece of x [B, T, H, D] as a fresh contiguous [count, B, H, size, D], which the caller may overwrite."""
+    view = x[:, piece.start : piece.end].unflatten(1, (piece.count, piece.size)).permute(1, 0, 3, 2, 4)
+    return view.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def scatter(out: Tensor, piece: Piece, value: Tensor) -> None:
+    """Writes value [count, B, H, size, D] to its place in out [B, T, H, D]."""
+    out[:, piece.start : piece.end].unflatten(1, (piece.count, piece.size)).permute(1, 0, 3, 2, 4).copy_(value)
+
+
+def multiply_add(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """total += x @ y in place, for contiguous [count, B, H, ., .]."""
+    total.flatten(0, 2).baddbmm_(x.flatten(0, 2), y.flatten(0, 2))
+
+
+def carry(update: Tensor, decay: Tensor | None, state: Tensor, reverse: bool = False) -> Tensor:
+    """Passes a state from chunk to chunk: state <- decay state + update[c] in place, for c = 0, 1, ... or from the end.
+
+    Args:
+        update: [count, B, H, K, V].
+        decay: what multiplies the state over a chunk, [count, ...] or the same for all chunks (broadcast to the state);
+            None for no decay.
+        state: [B, H, K, V].
+        reverse: from the last chunk to the first, as gradients go.
+
+    Returns:
+        [count, B, H, K, V]: the state as each chunk found it.
+    """
+    found = torch.empty_like(update)
+    chunks = range(update.shape[0] - 1, -1, -1) if reverse else range(update.shape[0])
+    found[chunks[0]] = state
+    for c, following in zip(chunks, [*(found[c] for c in chunks[1:]), state], strict=True):
+        if decay is None:
+            torch.add(found[c], update[c], out=following)
+        else:
+            torch.addcmul(update[c], found[c], decay[c] if decay.ndim == update.ndim else decay, out=following)
+    return found
+
+
+def start_states(initial: Tensor | None, q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """A copy of the initial states [N, H, K, V] to carry along, or zeros."""
+    dtype = state_dtype(q, v)
+    if initial is not None:
+        return initial.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    B, _, H, K = q.shape
+    return torch.zeros(count_states(cu_seqlens, B), H, K, v.shape[-1], dtype=dtype, device=q.device)
+
+
+def state_dtype(*inputs: Tensor) -> torch.dtype:
+    """The dtype of states and of arithmetic: float64 if an input is float64, else float32."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32
+
+
+def exact(x: Tensor) -> AbstractContextManager:
+    """Turns autocast off: an op chooses its own precision, and autocast would reach the matrix products inside it."""
+    return torch.autocast(x.device.type, enabled=False)

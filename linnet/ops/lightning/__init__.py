@@ -1,0 +1,187 @@
+"""Lightning Attention: linear attention with one constant decay a head, or none (papers 001 and 000)."""
+
+import importlib
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from linnet.ops import backend
+from linnet.ops.arguments import check_decay_values, check_matrix_state
+from linnet.ops.chunks import exact, state_dtype
+from linnet.ops.documents import count_states
+from linnet.ops.folding import fold, unfold
+from linnet.ops.lightning import chunked
+from linnet.ops.lightning.reference import lightning_reference
+from linnet.ops.lightning.step import lightning_step
+
+__all__ = ["lightning_attention", "lightning_step"]
+
+
+def lightning_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """S_t = exp(log_decay) S_{t-1} + k_t^T v_t, o_t = scale q_t S_t for each head (paper 001, eq. 17).
+
+    Time and memory are linear in T. Products are taken in float32 (float64 for float64 inputs).
+
+    Args:
+        q, k: [B, T, H, K].
+        v: [B, T, H, V].
+        log_decay: [H], at most 0, a constant (001: a learned one is unstable); None for no decay.
+        scale: multiplies o. The paper has none; a norm follows.
+        initial_state: [N, H, K, V], float32 (float64 for float64 inputs), the state after the token before the first;
+            None for zeros. N is B, or the number of documents.
+        output_final_state: whether to return the state after the last token.
+        cu_seqlens: int32 [N+1] with B = 1: where documents start in T, then T; the state starts anew in each.
+
+    Returns:
+        o [B, T, H, V] in the dtype of v, and the final state [N, H, K, V] or None. Both, and the initial state, have
+        gradients.
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together, a log_decay that asks for a gradient, offsets that do not
+            rise from 0 to T.
+    """
+    check_matrix_state("lightning_attention", q, k, v, initial_state, cu_seqlens)
+    if log_decay is not None and (log_decay.shape != q.shape[2:3] or log_decay.requires_grad):
+        raise ValueError(
+            f"lightning_attention: log_decay has shape {list(log_decay.shape)} and requires_grad={log_decay.requires_grad}; "
+            f"give a constant [{q.shape[2]}], one a head (gated_linear_attention learns decays)"
+        )
+    if backend.debugging():
+        check_decay_values("lightning_attention", log_decay)
+    form = lightning_reference if backend.use_reference() else lightning
+    o, final_state = form(q, k, v, log_decay, initial_state, cu_seqlens, scale)
+    return o, final_state if output_final_state else None
+
+
+@torch.library.custom_op("linnet::lightning", mutates_args=())
+def lightning(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    with exact(q):
+        return _form(q).lightning_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale)
+
+
+@torch.library.custom_op("linnet::lightning_backward", mutates_args=())
+def lightning_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    do: Tensor,
+    dfinal: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with exact(q):
+        return _form(q).lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
+
+
+def _form(q: Tensor):
+    return importlib.import_module("linnet.ops.lightning.triton") if backend.use_triton("lightning", q.is_cuda) else chunked
+
+
+@lightning.register_fake
+def _(q, k, v, log_decay, initial_state, cu_seqlens, scale):
+    return torch.empty_like(v, memory_format=torch.contiguous_format), _empty_state(q, k, v, cu_seqlens)
+
+
+@lightning_backward.register_fake
+def _(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal):
+    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return *grads, _empty_state(q, k, v, cu_seqlens)
+
+
+def _empty_state(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    shape = (count_states(cu_seqlens, q.shape[0]), *q.shape[2:], v.shape[-1])
+    return q.new_empty(shape, dtype=state_dtype(q, k, v))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, do, dfinal):
+    q, k, v, log_decay, initial_state, cu_seqlens = ctx.saved_tensors
+    do = torch.zeros_like(v) if do is None else do
+    dq, dk, dv, dinitial = lightning_backward(
+        q, k, v, log_decay, initial_state, cu_seqlens, ctx.scale, do, dfinal
+    )
+    return dq, dk, dv, None, None if initial_state is None else dinitial, None, None
+
+
+lightning.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], int]:
+    """Folds the models into the batch, or into the heads where decays differ by model or documents are packed (B = 1)."""
+    q, k, v, log_decay, initial_state, cu_seqlens, *grads = tensors
+    if dims[5] is not None:
+        raise ValueError("vmap over lightning_attention: cu_seqlens must be the same for all models")
+    heads = dims[3] is not None or cu_seqlens is not None
+    axes = (2, 2, 2, 0, 1, None, 2, 1) if heads else (0, 0, 0, None, 0, None, 0, 0)
+    folded = [
+        x if axis is None else fold(x, dim, size, axis) for x, dim, axis in zip(tensors, dims, axes, strict=False)
+    ]
+    return folded, heads
+
+
+@lightning.register_vmap
+def _(info, in_dims, *arguments):
+    tensors, heads = _fold(info.batch_size, in_dims[:6], arguments[:6])
+    o, final = lightning(*tensors, arguments[6])
+    axes = (2, 1) if heads else (0, 0)
+    return tuple(unfold(x, info.batch_size, axis) for x, axis in zip((o, final), axes, strict=True)), axes
+
+
+@lightning_backward.register_vmap
+def _(info, in_dims, *arguments):
+    *tensors, do, dfinal = arguments[:6] + arguments[7:]
+    tensors, heads = _fold(info.batch_size, in_dims[:6] + in_dims[7:], (*tensors, do, dfinal))
+    grads = lightning_backward(*tensors[:6], arguments[6], *tensors[6:])
+    axes = (2, 2, 2, 1) if heads else (0, 0, 0, 0)
+    return tuple(unfold(x, info.batch_size, axis) for x, axis in zip(grads, axes, strict=True)), axes
+
+
+# FLOPs: 2 a multiply-add, matrix products of the chunked form only, in chunks of 64 whatever form runs; the empty half
+# of a chunk's scores is counted because it is computed.
+
+
+def _score_pairs(q_shape) -> int:
+    """Pairs of tokens that share a chunk, over batch and heads."""
+    B, T, H, _ = q_shape
+    full, tail = divmod(T, chunked.CHUNK)
+    return B * H * (full * chunked.CHUNK**2 + tail**2)
+
+
+@register_flop_formula(torch.ops.linnet.lightning)
+def lightning_flops(q_shape, k_shape, v_shape, *_, **__) -> int:
+    """2 C (K + V) + 4 K V a token and head (paper 000, A.1: 4 n B d and the products with the state)."""
+    (B, T, H, K), V = q_shape, v_shape[-1]
+    return 2 * _score_pairs(q_shape) * (K + V) + 4 * B * T * H * K * V
+
+
+@register_flop_formula(torch.ops.linnet.lightning_backward)
+def lightning_backward_flops(q_shape, k_shape, v_shape, *_, **__) -> int:
+    """2 C (3 K + 2 V) + 10 K V a token and head: two score products, three from them, five with states."""
+    (B, T, H, K), V = q_shape, v_shape[-1]
+    return 2 * _score_pairs(q_shape) * (3 * K + 2 * V) + 10 * B * T * H * K * V

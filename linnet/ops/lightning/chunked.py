@@ -1,0 +1,141 @@
+"""Lightning Attention in chunks: matrix products inside a chunk, the state between chunks (paper 001, section 3).
+
+With C tokens a chunk, positions r = 1..C in it, S the state after the chunk before, and M_rs = lambda^(r-s) for r >= s:
+
+    O = ((Q K^T) * M) V + diag(lambda^r) Q S,    S <- lambda^C S + (diag(lambda^(C-r)) K)^T V
+
+The state is the one after the last token (eq. 17). The paper's kernels carry lambda times that, and its appendix
+misprints several exponents (eq. 24-37); the backward here is derived from the two lines above:
+
+    dA = (dO V^T) * M,   dQ = dA K + diag(lambda^r) dO S^T
+    dK = dA^T Q + diag(lambda^(C-r)) V D^T,   dV = ((Q K^T) * M)^T dO + diag(lambda^(C-r)) K D
+    D <- lambda^C D + (diag(lambda^r) Q)^T dO       D: gradient of the state after the chunk, carried from the end
+
+The pieces and layouts are those of `linnet.ops.chunks`; time and memory are linear in T.
+"""
+
+import torch
+from torch import Tensor
+
+from linnet.ops.chunks import Piece, carry, gather, multiply_add, pieces, scatter, start_states, state_dtype
+from linnet.ops.documents import documents
+
+# On CPUs 64 has the least time for heads of 64 and 128: 32 doubles the states to carry, 128 the products in a chunk.
+CHUNK = 64
+
+
+def lightning_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, V] and the final state [N, H, K, V]; arguments as `lightning_attention`."""
+    B, T, H, _ = q.shape
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    final = start_states(initial_state, q, v, cu_seqlens)
+    decay = Decay(log_decay, H, final)
+    for rows, start, end in documents(cu_seqlens, B, T):
+        span = slice(start, end)
+        _forward_span(q[:, span], k[:, span], v[:, span], decay, scale, final[rows], o[:, span])
+    return o, final
+
+
+def lightning_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    do: Tensor,
+    dfinal: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and of the initial state (given or not), from those of o and of the final state."""
+    B, T, H, _ = q.shape
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    state = start_states(initial_state, q, v, cu_seqlens)
+    dstate = start_states(dfinal, q, v, cu_seqlens)
+    decay = Decay(log_decay, H, state)
+    for rows, start, end in documents(cu_seqlens, B, T):
+        inputs = [x[:, start:end] for x in (q, k, v, do)]
+        grads = [x[:, start:end] for x in (dq, dk, dv)]
+        _backward_span(*inputs, decay, scale, state[rows], dstate[rows], *grads)
+    return dq, dk, dv, dstate
+
+
+class Decay:
+    """The powers of lambda for a chunk, whole or cut to the ragged tail; all None where there is no decay."""
+
+    def __init__(self, log_decay: Tensor | None, heads: int, like: Tensor):
+        self.powers_HC = None
+        if log_decay is None:
+            return
+        # The bound keeps a decay to zero (log_decay = -inf) exact: lambda^0 is 1, not exp(-inf * 0).
+        rate_H = log_decay.to(like.dtype).clamp(min=-1e30)
+        steps_C = torch.arange(CHUNK + 1, device=like.device)
+        self.powers_HC = torch.exp(rate_H[:, None] * steps_C)
+        self.inside_HCC = self.powers_HC[:, (steps_C[:CHUNK, None] - steps_C[:CHUNK]).clamp(min=0)].tril()
+
+    def mask_(self, scores: Tensor) -> Tensor:
+        """scores [n, B, H, C, C] * M in place."""
+        if self.powers_HC is None:
+            return scores.tril_()
+        C = scores.shape[-1]
+        return scores.mul_(self.inside_HCC[:, :C, :C])
+
+    def since_start_(self, x: Tensor) -> Tensor:
+        """x [n, B, H, C, D] * lambda^r in place."""
+        return x if self.powers_HC is None else x.mul_(self.powers_HC[:, 1 : x.shape[-2] + 1, None])
+
+    def until_end_(self, x: Tensor) -> Tensor:
+        """x [n, B, H, C, D] * lambda^(C-r) in place."""
+        return x if self.powers_HC is None else x.mul_(self.powers_HC[:, : x.shape[-2], None].flip(1))
+
+    def whole(self, size: int) -> Tensor | None:
+        """lambda^C [H, 1, 1]."""
+        return None if self.powers_HC is None else self.powers_HC[:, size, None, None]
+
+
+def _forward_span(q, k, v, decay: Decay, scale: float, state, o) -> None:
+    """Fills o, and moves the state [B, H, K, V] in place to after the last token."""
+    for piece in _pieces(q, v):
+        q_nBHCK, k_nBHCK, v_nBHCV = (gather(x, piece, state.dtype) for x in (q, k, v))
+        q_nBHCK.mul_(scale)
+        o_nBHCV = decay.mask_(q_nBHCK @ k_nBHCK.mT) @ v_nBHCV
+        entries_nBHKV = carry(decay.until_end_(k_nBHCK).mT @ v_nBHCV, decay.whole(piece.size), state)
+        multiply_add(o_nBHCV, decay.since_start_(q_nBHCK), entries_nBHKV)
+        scatter(o, piece, o_nBHCV)
+
+
+def _backward_span(q, k, v, do, decay: Decay, scale: float, state, dstate, dq, dk, dv) -> None:
+    """Fills dq, dk, dv, and moves dstate [B, H, K, V] in place from the final to the initial state."""
+    cut = _pieces(q, v)
+    entries = []
+    for piece in cut:
+        k_nBHCK, v_nBHCV = (gather(x, piece, state.dtype) for x in (k, v))
+        entries.append(carry(decay.until_end_(k_nBHCK).mT @ v_nBHCV, decay.whole(piece.size), state))
+    for piece in reversed(cut):
+        q_nBHCK, k_nBHCK, v_nBHCV, do_nBHCV = (gather(x, piece, state.dtype) for x in (q, k, v, do))
+        do_nBHCV.mul_(scale)
+        scores_nBHCC = decay.mask_(q_nBHCK @ k_nBHCK.mT)
+        dscores_nBHCC = decay.mask_(do_nBHCV @ v_nBHCV.mT)
+        dq_nBHCK = dscores_nBHCC @ k_nBHCK
+        dk_nBHCK = dscores_nBHCC.mT @ q_nBHCK
+        dv_nBHCV = scores_nBHCC.mT @ do_nBHCV
+        decay.since_start_(do_nBHCV)
+        dexits_nBHKV = carry(q_nBHCK.mT @ do_nBHCV, decay.whole(piece.size), dstate, reverse=True)
+        multiply_add(dq_nBHCK, do_nBHCV, entries.pop().mT)
+        multiply_add(dk_nBHCK, decay.until_end_(v_nBHCV), dexits_nBHKV.mT)
+        multiply_add(dv_nBHCV, decay.until_end_(k_nBHCK), dexits_nBHKV)
+        for out, value in ((dq, dq_nBHCK), (dk, dk_nBHCK), (dv, dv_nBHCV)):
+            scatter(out, piece, value)
+
+
+def _pieces(q: Tensor, v: Tensor) -> list[Piece]:
+    B, T, H, K = q.shape
+    return pieces(T, CHUNK, B * H * max(K, v.shape[-1]))

@@ -1,0 +1,35 @@
+"""Lightning Attention for one token, as in decoding."""
+
+from torch import Tensor
+
+from linnet.ops.chunks import exact
+
+
+def lightning_step(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, log_decay: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
+    """One step of paper 001, eq. 17: S <- lambda S + k^T v, o = scale q S.
+
+    Args:
+        q, k: [B, H, K].
+        v: [B, H, V].
+        state: [B, H, K, V], float32 or float64: the state after the previous token; updated in place.
+        log_decay: [H], at most 0; None for no decay.
+
+    Returns:
+        o [B, H, V] in the dtype of v.
+
+    Raises:
+        ValueError: the state has another shape than the token needs.
+    """
+    B, H, K = q.shape
+    if k.shape != q.shape or v.shape[:-1] != (B, H) or state.shape != (B, H, K, v.shape[-1]):
+        raise ValueError(
+            f"lightning_step: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, state {list(state.shape)}; "
+            "give q and k [B, H, K], v [B, H, V] and the state [B, H, K, V]"
+        )
+    with exact(q):
+        if log_decay is not None:
+            state.mul_(log_decay.to(state.dtype).exp()[:, None, None])
+        state.addcmul_(k.to(state.dtype)[..., None], v.to(state.dtype)[..., None, :])
+        return (scale * (q.to(state.dtype)[..., None, :] @ state).squeeze(-2)).to(v.dtype)
