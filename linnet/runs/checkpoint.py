@@ -1,0 +1,189 @@
+"""Checkpoints: safetensors and JSON, written atomically, verified by SHA-256 when read. Nothing is unpickled.
+
+    checkpoints/step-00000100/
+        model.safetensors, optimizer.safetensors, ...   one file a group of tensors
+        state.json                                      step, plain values, the SHA-256 of the other files and of itself
+
+A folder of that name is always whole: it is written under another name, forced to the disk and then renamed. What is
+nevertheless damaged later (a bad disk, a bad copy) is noticed on load, named, and set aside as `step-00000100.bad`.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from linnet.config import ConfigError
+from linnet.runs.files import FULL, sync_file, sync_folder
+
+Tensors = dict[str, dict[str, Tensor]]
+
+_NAME = re.compile(r"step-(\d{8,})")
+_FORMAT = 1
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be written, or is not what was written."""
+
+    def __init__(self, problems: list[str]):
+        super().__init__(problems, "checkpoint")
+
+
+def save(folder: Path, step: int, tensors: Tensors, meta: dict, keep: int | None = None) -> Path:
+    """Writes the checkpoint of `step` into `folder` (the run's `checkpoints`), then deletes all but the last `keep`.
+
+    Args:
+        tensors: group -> name -> tensor; a group is one safetensors file.
+        meta: values that JSON holds exactly.
+
+    Raises:
+        CheckpointError: the disk is full or fails; what was in `folder` before is untouched.
+    """
+    target = folder / f"step-{step:08d}"
+    temporary = folder / f".{target.name}.{os.getpid()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(temporary, step, tensors, meta)
+        if target.exists():  # only after falling back to an older checkpoint, which is still there
+            shutil.rmtree(target)
+        os.rename(temporary, target)
+        sync_folder(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError([_cannot_write(target, tensors, error)]) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if keep is not None:
+        for old in listed(folder)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def load(path: Path, groups: list[str] | None = None) -> tuple[Tensors, dict]:
+    """Reads and verifies a checkpoint: (tensors, meta). `groups` limits what is read (and verified), None is all.
+
+    Raises:
+        CheckpointError: the folder, a file or a checksum is not what was written; the message names it.
+    """
+    state = _read_state(path)
+    tensors = {}
+    for name, expected in state["sha256"].items():
+        group = name.removesuffix(".safetensors")
+        if groups is not None and group not in groups:
+            continue
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError([f"{file}: the file is missing"])
+        if file.stat().st_size != expected["bytes"]:
+            raise CheckpointError([f"{file}: {file.stat().st_size} bytes, but {expected['bytes']} were written"])
+        if _sha256(file) != expected["sha256"]:
+            raise CheckpointError([f"{file}: the contents changed since they were written (SHA-256 differs)"])
+        tensors[group] = load_file(file)
+    if groups is not None and (missing := set(groups) - set(tensors)):
+        raise CheckpointError([f"{path}: has no {', '.join(sorted(missing))}"])
+    return tensors, state["meta"]
+
+
+def listed(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, oldest first; unfinished and damaged ones that were set aside are left out."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    return int(_NAME.fullmatch(path.name).group(1))
+
+
+def latest_good(folder: Path) -> tuple[Path | None, Tensors, dict, list[str]]:
+    """The newest checkpoint that verifies: (path, tensors, meta, problems); path is None where there is none.
+
+    `problems` names each newer checkpoint that does not verify, and why.
+    """
+    problems = []
+    for path in reversed(listed(folder)):
+        try:
+            return path, *load(path), problems
+        except CheckpointError as error:
+            problems.extend(error.problems)
+    return None, {}, {}, problems
+
+
+def clean(folder: Path) -> None:
+    """Removes what killed writers left. Only for the process that holds the run's lock."""
+    if folder.is_dir():
+        for path in folder.glob(".step-*.tmp"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside_after(folder: Path, good: Path | None) -> list[Path]:
+    """Renames the checkpoints newer than `good` to `*.bad`, so that they are neither counted nor read again."""
+    moved = []
+    for path in listed(folder):
+        if good is None or step_of(path) > step_of(good):
+            bad = path.with_name(path.name + ".bad")
+            shutil.rmtree(bad, ignore_errors=True)
+            moved.append(path.rename(bad))
+    return moved
+
+
+def _write(temporary: Path, step: int, tensors: Tensors, meta: dict) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    sums = {}
+    for group, named in tensors.items():
+        file = temporary / f"{group}.safetensors"
+        save_file({name: tensor.detach().contiguous() for name, tensor in named.items()}, file)
+        sync_file(file)
+        sums[file.name] = {"sha256": _sha256(file), "bytes": file.stat().st_size}
+    state = {"format": _FORMAT, "step": step, "sha256": sums, "meta": meta}
+    state["self"] = _own_sum(state)
+    file = temporary / "state.json"
+    file.write_text(json.dumps(state, indent=1, allow_nan=False), encoding="utf-8")
+    sync_file(file)
+    sync_folder(temporary)
+
+
+def _read_state(path: Path) -> dict:
+    file = path / "state.json"
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+        expected = state.pop("self")
+    except FileNotFoundError:
+        raise CheckpointError([f"{file}: the file is missing"]) from None
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise CheckpointError([f"{file}: is damaged (not the JSON that was written)"]) from None
+    if _own_sum(state) != expected:
+        raise CheckpointError([f"{file}: the contents changed since they were written (SHA-256 differs)"])
+    if state["format"] != _FORMAT:
+        raise CheckpointError([f"{file}: format {state['format']}, but this version of Linnet reads {_FORMAT}"])
+    return state
+
+
+def _own_sum(state: dict) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _cannot_write(target: Path, tensors: Tensors, error: Exception) -> str:
+    previous = [path for path in listed(target.parent) if path != target]
+    kept = f"the checkpoint before it is whole: {previous[-1]}" if previous else "there is no earlier checkpoint"
+    if getattr(error, "errno", None) in FULL or re.search(r"os error (28|27|122)\b", str(error)):
+        size = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
+        return (
+            f"{target}: the disk is full ({size / 1e6:.1f} MB to write); {kept}. "
+            "Free some space and run the same command again to go on"
+        )
+    return f"{target}: cannot be written ({error}); {kept}"

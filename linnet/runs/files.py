@@ -1,0 +1,38 @@
+"""Files that are there whole or not at all."""
+
+import errno
+import os
+from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Writes text so that a reader, or a machine that stops at any moment, sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Waits until the contents of a file are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Waits until the names in a folder are on the disk, where the system can say so (Windows cannot)."""
+    if os.name == "nt":
+        return
+    sync_file(path)

@@ -1,0 +1,95 @@
+"""metrics.jsonl: one JSON object a line, appended while a run trains.
+
+Training rows, validation rows (`validation_loss`) and events (`event`) share the file, in the order in which they
+happened. A checkpoint remembers how many rows there were, so that a run resumed from it goes on behind exactly those
+rows: none is written twice, and a line torn by a kill is dropped.
+"""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from linnet.config import ConfigError
+from linnet.runs.files import write_atomic
+
+
+class Record:
+    """The open metrics.jsonl of a run that trains.
+
+    Attributes:
+        rows: number of rows in the file.
+    """
+
+    def __init__(self, path: Path, keep: int | None = None):
+        """Opens (or starts) the record and cuts it back to its first `keep` rows; None keeps every whole row."""
+        self.path = path
+        lines = _whole_lines(path)
+        lines = lines if keep is None else lines[:keep]
+        text = "".join(line + "\n" for line in lines)
+        if path.exists() and path.read_bytes() != text.encode():
+            write_atomic(path, text)
+        self.rows = len(lines)
+        self._file = open(path, "ab", buffering=0)
+
+    def write(self, row: Mapping) -> None:
+        """Appends one row and hands it to the system at once, so that a killed process loses no row.
+
+        Raises:
+            ConfigError: the disk is full or fails. What was written stays; the torn line goes when the run is resumed.
+        """
+        line = (json.dumps(plain(row)) + "\n").encode()
+        try:
+            written = self._file.write(line)
+            if written < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            message = f"{self.path}: cannot be written ({error.strerror}); run the same command again to go on"
+            raise ConfigError([message], "record") from error
+        self.rows += 1
+
+    def sync(self) -> None:
+        """Waits until all rows are on the disk."""
+        os.fsync(self._file.fileno())
+
+    def cut(self, keep: int) -> None:
+        """Forgets all rows but the first `keep`."""
+        self._file.close()
+        self.__init__(self.path, keep)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_rows(path: Path) -> list[dict]:
+    """All whole rows of a metrics.jsonl; a torn last line (a run that is being written, or was killed) is left out."""
+    return [json.loads(line) for line in _whole_lines(path)]
+
+
+def plain(value):
+    """`value` for strict JSON: NaN and infinities become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def _whole_lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    lines = []
+    for raw in path.read_bytes().splitlines(keepends=True):
+        if not raw.endswith(b"\n"):
+            break
+        try:
+            line = raw.decode("utf-8").rstrip("\n")
+            json.loads(line)
+        except ValueError:  # power failed in the middle of a block: what follows cannot be trusted either
+            break
+        lines.append(line)
+    return lines

@@ -1,0 +1,158 @@
+"""Checkpoints are whole or not there, verified when read, and hold nothing that is unpickled."""
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from linnet.runs import CheckpointError, checkpoint, latest_good
+
+TENSORS = {
+    "model": {"weight": torch.arange(6.0).reshape(2, 3), "half": torch.ones(3, dtype=torch.bfloat16)},
+    "optimizer": {"weight.step": torch.tensor(7.0), "rows": torch.ones(4, 2).t()},
+}
+
+
+def write(folder, step, keep=None):
+    tensors = {"model": {"weight": torch.full((2, 3), float(step))}}
+    return checkpoint.save(folder, step, tensors, {"step": step, "loss": 0.1 + 0.2}, keep)
+
+
+def test_round_trip_is_exact(tmp_path):
+    path = checkpoint.save(tmp_path, 100, TENSORS, {"losses": [0.1 + 0.2, 1e-300], "nested": {"a": None}})
+    assert path.name == "step-00000100"
+    assert {file.name for file in path.iterdir()} == {"model.safetensors", "optimizer.safetensors", "state.json"}
+    tensors, meta = checkpoint.load(path)
+    assert meta == {"losses": [0.1 + 0.2, 1e-300], "nested": {"a": None}}
+    for group, named in TENSORS.items():
+        assert set(tensors[group]) == set(named)
+        for name, tensor in named.items():
+            assert tensors[group][name].dtype == tensor.dtype
+            assert torch.equal(tensors[group][name], tensor)
+
+
+def test_reads_only_the_groups_asked_for(tmp_path):
+    path = checkpoint.save(tmp_path, 1, TENSORS, {})
+    (path / "optimizer.safetensors").unlink()
+    assert set(checkpoint.load(path, ["model"])[0]) == {"model"}
+    with pytest.raises(CheckpointError, match="optimizer.safetensors: the file is missing"):
+        checkpoint.load(path)
+
+
+def test_keeps_the_last(tmp_path):
+    for step in (10, 20, 100, 30):
+        write(tmp_path, step, keep=2)
+    assert [path.name for path in checkpoint.listed(tmp_path)] == ["step-00000030", "step-00000100"]
+
+
+def test_writing_a_step_again_replaces_it(tmp_path):
+    write(tmp_path, 5)
+    checkpoint.save(tmp_path, 5, {"model": {"weight": torch.zeros(1)}}, {"second": True})
+    assert checkpoint.load(tmp_path / "step-00000005")[1] == {"second": True}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def damage_truncate(path):
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    return "model.safetensors: 91 bytes, but 96 were written"
+
+
+def damage_flip(path):
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    return "model.safetensors: the contents changed"
+
+
+def damage_missing(path):
+    (path / "model.safetensors").unlink()
+    return "model.safetensors: the file is missing"
+
+
+def damage_state(path):
+    file = path / "state.json"
+    file.write_text(file.read_text()[:40])
+    return "state.json: is damaged"
+
+
+def damage_number(path):
+    file = path / "state.json"
+    state = json.loads(file.read_text())
+    state["meta"]["step"] = 21
+    file.write_text(json.dumps(state))
+    return "state.json: the contents changed"
+
+
+@pytest.mark.parametrize(
+    "damage", [damage_truncate, damage_flip, damage_missing, damage_state, damage_number], ids=lambda f: f.__name__
+)
+def test_damage_is_named_and_the_last_good_one_offered(tmp_path, damage):
+    good, bad = write(tmp_path, 10), write(tmp_path, 20)
+    message = damage(bad)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(bad)
+    path, tensors, meta, problems = latest_good(tmp_path)
+    assert path == good and meta["step"] == 10
+    assert torch.equal(tensors["model"]["weight"], torch.full((2, 3), 10.0))
+    assert len(problems) == 1 and message in problems[0] and str(bad) in problems[0]
+    assert checkpoint.set_aside_after(tmp_path, good) == [bad.with_name("step-00000020.bad")]
+    assert checkpoint.listed(tmp_path) == [good]
+
+
+def test_no_good_checkpoint(tmp_path):
+    assert latest_good(tmp_path / "nowhere") == (None, {}, {}, [])
+    damage_missing(write(tmp_path, 1))
+    path, _, _, problems = latest_good(tmp_path)
+    assert path is None and len(problems) == 1
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_a_failing_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch, call):
+    good = write(tmp_path, 10)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(CheckpointError, match=r"step-00000020: the disk is full \(0.0 MB to write\)") as caught:
+            write(tmp_path, 20, keep=1)
+    assert str(good) in str(caught.value) and "run the same command again" in str(caught.value)
+    assert latest_good(tmp_path)[0] == good
+    assert os.listdir(tmp_path) == [good.name]
+
+
+def test_a_file_that_does_not_fit_leaves_the_previous_checkpoint(tmp_path):
+    """The real thing, in a process that may write files of 64 kB only: the error comes out of safetensors."""
+    code = """
+import resource, sys, torch
+from pathlib import Path
+from linnet.runs import CheckpointError, checkpoint
+folder = Path(sys.argv[1])
+checkpoint.save(folder, 1, {"model": {"w": torch.zeros(10)}}, {})
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+try:
+    checkpoint.save(folder, 2, {"model": {"w": torch.zeros(100_000)}}, {}, keep=1)
+except CheckpointError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert "step-00000002: the disk is full (0.4 MB to write)" in done.stdout, done.stdout + done.stderr
+    assert os.listdir(tmp_path) == ["step-00000001"]
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+def test_what_killed_writers_left_is_no_checkpoint(tmp_path):
+    good = write(tmp_path, 10)
+    (tmp_path / ".step-00000020.99.tmp").mkdir()
+    (tmp_path / ".step-00000020.99.tmp" / "model.safetensors").write_bytes(b"half")
+    assert latest_good(tmp_path)[0] == good
+    checkpoint.clean(tmp_path)
+    assert os.listdir(tmp_path) == [good.name]

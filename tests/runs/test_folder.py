@@ -1,0 +1,70 @@
+"""The run folder: named by what it holds, one writer at a time, done when the result is there."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from linnet.config import ConfigError, digest
+from linnet.runs import LockedError, RunFolder
+
+CONFIG = {"name": "", "architecture": "tnl", "steps": 10, "rate": 3e-4, "model": {"d_model": 64, "tpe": None}}
+
+
+def test_the_name_is_the_hash_of_the_configuration(tmp_path):
+    run = RunFolder.create(tmp_path, CONFIG)
+    assert run.path.name == f"tnl-{digest(CONFIG)}"
+    assert run.config == CONFIG
+    assert RunFolder.create(tmp_path, CONFIG).path == run.path
+    assert RunFolder.create(tmp_path, {**CONFIG, "steps": 11}).path != run.path
+    assert RunFolder.name({**CONFIG, "name": "My run / 2"}).startswith("My-run-2-")
+    assert RunFolder.name({"steps": 1}) == digest({"steps": 1})
+
+
+def test_an_edited_configuration_is_refused(tmp_path):
+    run = RunFolder.create(tmp_path, CONFIG)
+    file = run.path / "config.yaml"
+    file.write_text(file.read_text().replace("steps: 10", "steps: 20"))
+    with pytest.raises(ConfigError, match="config.yaml was changed"):
+        RunFolder.create(tmp_path, CONFIG)
+
+
+def test_open_needs_a_run(tmp_path):
+    with pytest.raises(ConfigError, match="is not a run folder"):
+        RunFolder.open(tmp_path)
+    assert RunFolder.open(RunFolder.create(tmp_path, CONFIG).path).config == CONFIG
+
+
+def test_the_result_makes_it_done(tmp_path):
+    run = RunFolder.create(tmp_path, CONFIG)
+    with pytest.raises(ConfigError, match="is not done"):
+        run.result()
+    run.write_error("it broke")
+    assert run.error() == "it broke" and not run.done
+    run.write_result({"status": "diverged", "loss": math.nan, "flops": 1e12})
+    assert run.done and run.error() is None
+    assert run.result() == {"status": "diverged", "loss": None, "flops": 1e12}
+    assert sorted(os.listdir(run.path)) == ["config.yaml", "result.json"]
+    (run.path / "result.json").write_text('{"status": "do')
+    with pytest.raises(ConfigError, match="result.json: is damaged"):
+        run.result()
+
+
+def test_one_process_at_a_time(tmp_path):
+    run = RunFolder.create(tmp_path, CONFIG)
+    code = (
+        "import sys; from linnet.runs import *\n"
+        "try:\n    with RunFolder(sys.argv[1]).lock(): print('got it')\n"
+        "except LockedError as error: print(error)"
+    )
+
+    def other() -> str:
+        return subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True).stdout
+
+    with run.lock():
+        assert f"another process (process {os.getpid()}) is training this run" in other()
+        with pytest.raises(LockedError), run.lock():
+            pass
+    assert other() == "got it\n"

@@ -1,0 +1,87 @@
+"""metrics.jsonl: rows are whole, never twice, and cut back to what a checkpoint knew of."""
+
+import errno
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from linnet.config import ConfigError
+from linnet.runs import Record, read_rows
+
+
+def test_rows_are_there_at_once(tmp_path):
+    record = Record(tmp_path / "metrics.jsonl")
+    record.write({"step": 1, "loss": 0.1 + 0.2})
+    record.write({"step": 2, "loss": math.nan, "nested": {"worst": [math.inf]}})
+    assert read_rows(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "loss": 0.1 + 0.2},
+        {"step": 2, "loss": None, "nested": {"worst": [None]}},
+    ]
+    assert record.rows == 2
+
+
+def test_goes_on_behind_the_rows_of_a_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    record = Record(path)
+    for step in range(5):
+        record.write({"step": step})
+    record.close()
+    record = Record(path, keep=3)
+    record.write({"step": "again"})
+    assert [row["step"] for row in read_rows(path)] == [0, 1, 2, "again"]
+    record.cut(1)
+    record.write({"step": "new"})
+    assert [row["step"] for row in read_rows(path)] == [0, "new"] and record.rows == 2
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b"\x00\x00\x00", b'{"step": 3}', b"\xff\n", b'{"step":\n'])
+def test_a_torn_last_line_is_repaired(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn)
+    assert read_rows(path) == [{"step": 1}, {"step": 2}]
+    Record(path).write({"step": 3})
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_fewer_rows_than_the_checkpoint_knew_of(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    assert Record(path, keep=9).rows == 1
+    assert read_rows(tmp_path / "nothing.jsonl") == []
+
+
+def test_disk_full(tmp_path, monkeypatch):
+    """Both ways in which a system says so: an error, and fewer bytes than asked for."""
+    record = Record(tmp_path / "metrics.jsonl")
+    record.write({"step": 1})
+
+    class Full:
+        def write(self, line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(record, "_file", Full())
+    with pytest.raises(ConfigError, match="metrics.jsonl: cannot be written .No space left on device."):
+        record.write({"step": 2})
+
+    code = f"""
+import resource
+from linnet.config import ConfigError
+from linnet.runs import Record
+record = Record(__import__("pathlib").Path({str(tmp_path / "metrics.jsonl")!r}))
+resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))
+try:
+    for step in range(10):
+        record.write({{"step": step}})
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "cannot be written" in done.stdout, done.stderr
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 0, 1]
+    assert json.dumps(rows) and resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
