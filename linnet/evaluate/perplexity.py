@@ -1,0 +1,68 @@
+"""Held-out loss: nats a token, perplexity, and bits per byte, which does not depend on the tokenizer."""
+
+import contextlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Score:
+    """Loss over fixed held-out tokens.
+
+    Attributes:
+        loss: mean negative log-likelihood in nats a token.
+        bits_per_byte: sum of negative log-likelihoods in bits over the bytes that the scored tokens stand for.
+        tokens: how many were scored.
+    """
+
+    loss: float
+    bits_per_byte: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    byte_lengths: np.ndarray | float = 1.0,
+    autocast: contextlib.AbstractContextManager | None = None,
+) -> Score:
+    """Scores a causal language model.
+
+    Args:
+        model: has `loss(tokens, targets) -> (sum of nll in nats, count)`; it runs on the device of its parameters.
+        batches: (tokens, targets), int64 [B, T]; targets of -100 do not count.
+        byte_lengths: bytes of each token, int [vocab], or the mean over the text where single tokens have none.
+        autocast: precision of the forward pass.
+
+    Raises:
+        ValueError: there is no target to score.
+    """
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    lengths = torch.as_tensor(np.asarray(byte_lengths, dtype=np.float64))
+    total, tokens, size = torch.zeros((), dtype=torch.float64, device=device), 0, 0.0
+    for inputs, targets in batches:
+        scored = targets[targets != IGNORE]
+        with autocast or contextlib.nullcontext():
+            nll, _ = model.loss(inputs.to(device), targets.to(device))
+        total += nll.double()
+        tokens += scored.numel()
+        size += scored.numel() * lengths.item() if lengths.ndim == 0 else lengths[scored].sum().item()
+    model.train(training)
+    if tokens == 0:
+        raise ValueError("there is nothing to score: no batch has a target")
+    nats = total.item()
+    return Score(nats / tokens, nats / math.log(2) / size if size else math.nan, tokens)

@@ -1,0 +1,16 @@
+"""One model, many steps.
+
+config.py     TrainConfig: everything that makes a run what it is
+loop.py       train(config, root, cache): from configuration to a finished run folder, read top to bottom
+session.py    what a step changes: model, optimizer, position; saved to and restored from checkpoints
+optim.py      AdamW and Muon        schedule.py   learning rate as a function of the step
+guards.py     losses that are not finite or spike
+recompute.py  activations computed again to save memory
+feed.py       batches on the device    device.py   device, peak speed, memory    stop.py   Ctrl-C
+sinks.py      TensorBoard, Weights & Biases    progress.py   the line on the terminal
+"""
+
+from linnet.train.config import TrainConfig, resolve
+from linnet.train.loop import run_folder, train
+
+__all__ = ["TrainConfig", "resolve", "run_folder", "train"]

@@ -1,0 +1,43 @@
+"""Batches on the device of the model; for a GPU the next one is read while this one is used."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Batch = tuple[Tensor, Tensor]
+
+
+class BatchSource(Protocol):
+    """Anything whose batch at a position is always the same, as `linnet.data.Batches` is."""
+
+    def batch(self, step: int) -> Batch: ...
+
+
+class Feed:
+    """`feed.get(position)`: tokens and targets, int64 [B, T], on `device`."""
+
+    def __init__(self, source: BatchSource, device: torch.device):
+        self._source, self._device = source, device
+        self._ahead: dict[int, Future[Batch]] = {}
+        # On the CPU a second thread would only take time from the model.
+        self._thread = ThreadPoolExecutor(1, "linnet-feed") if device.type == "cuda" else None
+
+    def get(self, position: int) -> Batch:
+        if self._thread is None:
+            return self._source.batch(position)
+        future = self._ahead.pop(position, None) or self._thread.submit(self._pinned, position)
+        for other in self._ahead.values():  # left over from before a jump
+            other.cancel()
+        self._ahead = {position + 1: self._thread.submit(self._pinned, position + 1)}
+        tokens, targets = future.result()
+        return tokens.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _pinned(self, position: int) -> Batch:
+        tokens, targets = self._source.batch(position)
+        return tokens.pin_memory(), targets.pin_memory()

@@ -1,0 +1,94 @@
+"""Guards: notices a loss that is not finite or that spikes, and says what is to be done about it."""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from linnet.config import Config
+
+
+class GuardConfig(Config):
+    """What counts as trouble and what follows.
+
+    Attributes:
+        policy: `stop` ends the run with status `diverged`; `skip` leaves the update of the batch out; `rollback` goes
+            back to the last checkpoint and leaves the offending batches out from then on.
+        spike: a loss above `spike` times the running median of the last `window` losses is a spike; null: only a loss
+            or a gradient that is not finite is trouble.
+        margin: ... and at least so many nats above it (a loss near zero may double without harm).
+        window: losses in the running median; none is called a spike before half of them are there.
+        skip_batches: batches that a rollback leaves out: the offending one and those right before it, because the
+            update that broke the weights is often the one before the loss that shows it.
+        limit: after so many rollbacks, or skipped batches in a row, the run stops as `diverged`.
+    """
+
+    policy: Literal["stop", "skip", "rollback"] = "stop"
+    spike: float | None = Field(3.0, gt=1)
+    margin: float = Field(1.0, ge=0)
+    window: int = Field(64, ge=2)
+    skip_batches: int = Field(2, ge=1)
+    limit: int = Field(5, ge=1)
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """One offending batch: what was seen, where in the data, and what follows (`stop`, `skip` or `rollback`)."""
+
+    kind: Literal["non-finite", "spike"]
+    action: Literal["stop", "skip", "rollback"]
+    position: int
+    loss: float
+    grad_norm: float
+    median: float | None
+
+
+class Guard:
+    """Watches losses in order. Its state is plain values, so that a checkpoint can hold it.
+
+    Attributes:
+        skipped: positions in the data order that are left out.
+        events: rollbacks so far, or batches skipped in a row.
+    """
+
+    def __init__(self, config: GuardConfig):
+        self.config = config
+        self.skipped: set[int] = set()
+        self.events = 0
+        self._losses: deque[float] = deque(maxlen=config.window)
+
+    def watch(self, loss: float, grad_norm: float, position: int) -> Trouble | None:
+        """Judges the batch at `position`: loss in nats a token. A good loss enters the running median."""
+        median, kind = None, None
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            kind = "non-finite"
+        elif self.config.spike is not None and 2 * len(self._losses) >= self.config.window:
+            median = sorted(self._losses)[len(self._losses) // 2]
+            if loss > max(self.config.spike * median, median + self.config.margin):
+                kind = "spike"
+        if kind is None:
+            self._losses.append(loss)
+            if self.config.policy == "skip":
+                self.events = 0
+            return None
+        self.events += 1
+        action = self.config.policy if self.events <= self.config.limit else "stop"
+        return Trouble(kind, action, position, loss, grad_norm, median)
+
+    def leave_out(self, trouble: Trouble, since: int) -> list[int]:
+        """After a rollback to data position `since`: the positions to leave out from now on."""
+        first = max(since, trouble.position - self.config.skip_batches + 1)
+        positions = [p for p in range(first, trouble.position + 1) if p not in self.skipped]
+        self.skipped.update(positions)
+        return positions
+
+    def state(self) -> dict:
+        return {"skipped": sorted(self.skipped), "events": self.events, "losses": list(self._losses)}
+
+    def load(self, state: dict, rollback: bool = False) -> None:
+        """Takes a saved state; on a rollback what was learned since (positions to leave out, events) is kept."""
+        self._losses = deque(state["losses"], maxlen=self.config.window)
+        if not rollback:
+            self.skipped, self.events = set(state["skipped"]), state["events"]

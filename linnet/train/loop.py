@@ -1,0 +1,283 @@
+"""From a configuration to a finished run folder.
+
+The record is metrics.jsonl; terminal, TensorBoard and Weights & Biases are views of its rows. A run that was killed is
+started again by the same call: it takes the last good checkpoint, forgets the rows behind it, and goes on with exactly
+the batches, random numbers and optimizer state it would have had: on the CPU every loss is the same bit for bit.
+"""
+
+import math
+import shutil
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from linnet.config import ConfigError
+from linnet.data import prepare, validation_batches
+from linnet.evaluate import score
+from linnet.models import count_parameters, flops_exact, flops_paper, state_bytes
+from linnet.runs import RunFolder, checkpoint
+from linnet.train import device as devices
+from linnet.train.clock import Clock
+from linnet.train.config import TrainConfig, check_vocabulary, resolve
+from linnet.train.guards import Trouble
+from linnet.train.schedule import factor
+from linnet.train.session import Session, start_from
+from linnet.train.sinks import check_sinks, open_sinks
+from linnet.train.stop import Stop, graceful_stop
+
+Progress = Callable[[dict], None]
+
+
+def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Progress | None = None) -> RunFolder:
+    """Trains one model, or goes on where an earlier call was stopped; returns at once if the run is done.
+
+    Args:
+        config: what to train.
+        root: folder of run folders.
+        cache: folder of tokenised data.
+        progress: is called with each row of the record, and with {"event": "start", "steps", ...} before the first.
+
+    Raises:
+        ConfigError: something that the configuration names is not as it must be; nothing was trained.
+        CheckpointError: the disk is full; the checkpoint before is whole.
+        LockedError: another process trains this run.
+        KeyboardInterrupt: after Ctrl-C, with a checkpoint written.
+    """
+    config = resolve(config)
+    device = devices.choose(config.device)
+    check_sinks(config.sinks)
+    folder = run_folder(config, root)
+    if folder.done:
+        return folder
+    with folder.lock():
+        if folder.done:  # by the process that held the lock until now
+            return folder
+        folder.write_error(None)
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), graceful_stop() as stop:
+                torch.manual_seed(config.seed)
+                Run(config, folder, Path(cache), device, progress).run(stop)
+        except Exception as error:
+            folder.write_error(f"{error}\n" if isinstance(error, ConfigError) else traceback.format_exc())
+            raise
+    return folder
+
+
+def run_folder(config: TrainConfig, root: str | Path) -> RunFolder:
+    """The folder of a run under `root`, made with its config.yaml if it is not there."""
+    return RunFolder.create(root, resolve(config).model_dump(mode="json"))
+
+
+class Run:
+    """One call of `train`: sets everything up, then `run`."""
+
+    def __init__(
+        self, config: TrainConfig, folder: RunFolder, cache: Path, device: torch.device, progress: Progress | None
+    ):
+        self.config, self.folder, self.device, self.progress = config, folder, device, progress
+        self.corpus = prepare(config.data, cache)
+        try:
+            check_vocabulary(config.model.vocab_size, self.corpus.vocab_size)
+        except ValueError as error:
+            raise ConfigError([f"model: {error}"]) from None
+        self.session = Session(config, self.corpus, device)
+        self.steps = config.total_steps
+        self.step_tokens = config.batch_size * config.seq_len
+        self.step_flops = flops_exact(config.model, config.seq_len, config.batch_size)
+        self.peak_flops = config.peak_tflops * 1e12 if config.peak_tflops else devices.peak_flops(device)
+        self.clock = Clock()
+        self.row_step = 0  # step of the last training row
+        self.saved_step = -1
+        self.returned_to: Path | None = None
+
+    def run(self, stop: Stop) -> None:
+        with ExitStack() as stack:
+            stack.callback(self.session.feed.close)
+            self.start()
+            stack.callback(self.record.close)
+            for sink in self.sinks:
+                stack.callback(sink.close)
+            status = self.loop(stop)
+            self.finish(status)
+
+    def start(self) -> None:
+        """Takes the last good checkpoint, or starts anew."""
+        checkpoint.clean(self.folder.checkpoint_folder)
+        path, tensors, meta, problems = checkpoint.latest_good(self.folder.checkpoint_folder)
+        checkpoint.set_aside_after(self.folder.checkpoint_folder, path)
+        if path is not None:
+            self.session.load(tensors, meta)
+            self.saved_step = self.session.step
+        elif self.config.init_from is not None:
+            start_from(self.session, self.config.init_from)
+        self.take_record(meta)
+        if path is not None:
+            self.clock.load(meta["clock"])
+        self.sinks = open_sinks(
+            self.config.sinks, self.folder.path, self.config.model_dump(mode="json"), self.session.step
+        )
+        event = {"event": "start", "step": self.session.step, "steps": self.steps, "path": str(self.folder.path)}
+        if self.progress is not None:
+            self.progress(event)
+        if problems:
+            good = f"going on from {path}" if path is not None else "none is good: starting anew"
+            warnings.warn(f"damaged checkpoints set aside as *.bad: {'; '.join(problems)}; {good}", stacklevel=5)
+            self.write({"event": "damaged_checkpoint", "step": self.session.step, "problems": problems})
+
+    def loop(self, stop: Stop) -> str:
+        """All steps; "done" or "diverged"."""
+        config, session = self.config, self.session
+        if config.guard.policy == "rollback" and session.step == 0:
+            self.save()  # something to go back to
+        self.clock.start()
+        while session.step < self.steps:
+            after = session.step + 1
+            log = after % config.log_every == 0 or after == self.steps
+            evaluate = config.evaluate_every and after % config.evaluate_every == 0 and after < self.steps
+            save = config.checkpoint_every and after % config.checkpoint_every == 0 and after < self.steps
+
+            session.gradients()
+            if session.judges_every_step or log or evaluate or save:
+                trouble = session.judge()
+                if trouble is not None:
+                    if not self.handle(trouble):
+                        return "diverged"
+                    continue
+            session.apply()
+
+            if log:
+                self.write(self.training_row())
+            if evaluate:
+                self.evaluate()
+            if save:
+                self.save()
+            if stop.signal is not None:
+                if session.judge() is None and self.saved_step != session.step:
+                    self.save()
+                stop.end()
+        return "done"
+
+    def handle(self, trouble: Trouble) -> bool:
+        """Records a bad batch and does what the policy says; False where the run ends."""
+        event = {"event": trouble.kind, "action": trouble.action, "step": self.session.step + 1}
+        event |= {"position": trouble.position, "loss": trouble.loss, "grad_norm": trouble.grad_norm}
+        if trouble.median is not None:
+            event["median"] = trouble.median
+        if trouble.action == "skip":
+            self.session.skip()
+        elif trouble.action == "rollback":
+            event |= self.roll_back(trouble)
+        self.write(event)
+        return trouble.action != "stop"
+
+    def roll_back(self, trouble: Trouble) -> dict:
+        """Back to the last checkpoint; to the one before it, if the last one was of no help."""
+        folder = self.folder.checkpoint_folder
+        path, tensors, meta, _ = checkpoint.latest_good(folder)
+        if path == self.returned_to and len(self.folder.checkpoints()) > 1:
+            shutil.rmtree(path)
+            path, tensors, meta, _ = checkpoint.latest_good(folder)
+        if path is None:
+            raise checkpoint.CheckpointError([f"{folder}: no good checkpoint to roll back to"])
+        self.returned_to = path
+        self.session.load(tensors, meta, rollback=True)
+        self.saved_step = self.session.step
+        self.record.close()
+        self.take_record(meta)
+        left_out = self.session.guard.leave_out(trouble, self.session.position)
+        return {"to_step": self.session.step, "left_out": left_out}
+
+    def finish(self, status: str) -> None:
+        """Last checkpoint, last validation, result. A kill in between loses none of it and repeats no row."""
+        if status == "done" and self.saved_step != self.session.step:
+            self.save()
+        validation = self.evaluate() if status == "done" else {}
+        rows = [row for row in self.folder.metrics() if "loss" in row and "event" not in row]
+        total, outside = count_parameters(self.config.model)
+        seconds, training = self.clock.total(), self.clock.training()
+        tokens = self.session.step * self.step_tokens
+        self.folder.write_result(
+            {
+                "status": status,
+                "architecture": self.config.architecture,
+                "params_total": total,
+                "params_non_embedding": outside,
+                "tokens": tokens,
+                "flops": self.session.step * self.step_flops,
+                "flops_paper": self.session.step * self.config.batch_size
+                * flops_paper(self.config.model, self.config.seq_len),
+                "loss": validation.get("validation_loss"),
+                "train_loss": rows[-1]["loss"] if rows else None,
+                "bits_per_byte": validation.get("validation_bits_per_byte"),
+                "state_bytes": state_bytes(self.config.model, self.config.seq_len),
+                "seconds": seconds,
+                "tokens_per_second": tokens / training if training else None,
+                "seq_len": self.config.seq_len,
+                "batch_size": self.config.batch_size,
+                "steps": self.session.step,
+                "environment": devices.environment(self.device),
+            }
+        )  # fmt: skip
+
+    def training_row(self) -> dict:
+        """One row of the record: the mean loss since the last, and how fast it went."""
+        session, losses = self.session, self.session.recent
+        loss = sum(losses) / len(losses)
+        seconds = self.clock.lap()
+        done = session.step - self.row_step
+        speed = done * self.step_flops / seconds
+        session.recent, self.row_step = [], session.step
+        rate = self.config.optimizer.learning_rate * factor(self.config.schedule, session.step - 1, self.steps)
+        return {
+            "step": session.step,
+            "tokens": session.step * self.step_tokens,
+            "flops": session.step * self.step_flops,
+            "loss": loss,
+            "bits_per_byte": loss / math.log(2) / self.corpus.bytes_per_token("train"),
+            "learning_rate": rate,
+            "grad_norm": session.grad_norm,
+            "tokens_per_second": done * self.step_tokens / seconds,
+            "flop_utilisation": speed / self.peak_flops if self.peak_flops else None,
+            "memory_bytes": devices.memory_bytes(self.device),
+            "seconds": self.clock.total(),
+        }
+
+    def evaluate(self) -> dict:
+        """Scores the held-out split and writes the row."""
+        config, lengths = self.config, self.corpus.tokenizer.byte_lengths
+        with self.clock.paused():
+            batches = validation_batches(
+                self.corpus.validation, config.seq_len, config.batch_size, config.evaluate_tokens
+            )
+            mean = self.corpus.bytes_per_token("validation")
+            result = score(self.session.model, batches, mean if lengths is None else lengths, self.session.autocast)
+        row = {"step": self.session.step, "tokens": self.session.step * self.step_tokens}
+        row |= {"flops": self.session.step * self.step_flops, "validation_loss": result.loss}
+        row |= {"validation_bits_per_byte": result.bits_per_byte}
+        self.write(row)
+        return row
+
+    def save(self) -> None:
+        with self.clock.paused():
+            self.record.sync()
+            tensors, meta = self.session.state()
+            meta |= {"rows": self.record.rows, "row_step": self.row_step, "clock": self.clock.state()}
+            keep = max(self.config.keep_checkpoints, 2 if self.config.guard.policy == "rollback" else 1)
+            checkpoint.save(self.folder.checkpoint_folder, self.session.step, tensors, meta, keep)
+        self.saved_step = self.session.step
+
+    def take_record(self, meta: dict) -> None:
+        """Opens the record at the rows that a checkpoint knew of."""
+        self.record = self.folder.record(keep=meta.get("rows", 0))
+        self.row_step = meta.get("row_step", 0)
+
+    def write(self, row: dict) -> None:
+        self.record.write(row)
+        for sink in self.sinks:
+            sink.write(row)
+        if self.progress is not None:
+            self.progress(row)

@@ -1,0 +1,144 @@
+"""Optimizers: AdamW for everything, or Muon for the hidden matrices and AdamW for the rest.
+
+Weight decay goes to hidden matrices and an untied head: the weights of `nn.Linear`. Embeddings (tied ones too), gains,
+biases and the layers' own parameters (decays, LRPE angles, TPE coefficients) are not decayed: for them zero is no
+neutral value.
+
+AdamW: I. Loshchilov and F. Hutter, arXiv:1711.05101. Muon: K. Jordan, kellerjordan.github.io/posts/muon; its update is
+scaled to the size of AdamW's (J. Liu et al., arXiv:2502.16982, section 2.2), so both share one learning rate.
+"""
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from linnet.config import Config, ConfigError
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerConfig(Config):
+    """Which optimizer.
+
+    Attributes:
+        name: `adamw`, or `muon` (hidden matrices by Muon, the rest by AdamW).
+        learning_rate: peak, shaped by the schedule.
+        betas, eps: of AdamW.
+        weight_decay: decoupled, times the learning rate; on the weights of linear layers.
+        momentum: of Muon (Nesterov).
+        clip: largest norm of the whole gradient; null leaves gradients as they are.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = Field(1e-3, gt=0)
+    betas: tuple[_Beta, _Beta] = Field((0.9, 0.95), strict=False)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    momentum: float = Field(0.95, ge=0, lt=1)
+    clip: float | None = Field(1.0, gt=0)
+
+
+class Optimizer:
+    """The torch optimizers of one model, stepped together; its state is named tensors, never a pickle."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig):
+        """Groups the parameters of `model` (already on its device)."""
+        self.config = config
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        hidden, decayed, rest = split(model)
+        adamw = [
+            {"params": decayed if config.name == "muon" else hidden + decayed, "weight_decay": config.weight_decay},
+            {"params": rest, "weight_decay": 0.0},
+        ]
+        self._parts: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(
+                [group for group in adamw if group["params"]],
+                lr=config.learning_rate,
+                betas=config.betas,
+                eps=config.eps,
+                fused=True,  # one kernel over all parameters, on the CPU too
+            )
+        ]
+        if config.name == "muon" and hidden:
+            self._parts.append(
+                torch.optim.Muon(
+                    hidden,
+                    lr=config.learning_rate,
+                    weight_decay=config.weight_decay,
+                    momentum=config.momentum,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+        self._groups = [group for part in self._parts for group in part.param_groups]
+        self._all = list(self.parameters.values())
+
+    def step(self, factor: float) -> None:
+        """One update with `factor` times the peak learning rate; the gradients are given back."""
+        rate = factor * self.config.learning_rate
+        for group in self._groups:
+            group["lr"] = rate
+        for part in self._parts:
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def drop_gradients(self) -> None:
+        for parameter in self._all:
+            parameter.grad = None
+
+    def gradient_norm(self) -> Tensor:
+        """Norm of the whole gradient, a scalar on the parameters' device."""
+        gradients = [p.grad for p in self._all if p.grad is not None]
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+
+    def clip(self, norm: Tensor | float) -> None:
+        """Scales the gradients down to the norm `clip`. With their norm as a tensor a GPU is not waited for."""
+        limit = self.config.clip
+        if limit is None or (isinstance(norm, float) and norm <= limit):
+            return
+        scale = limit / norm if isinstance(norm, float) else torch.clamp(limit / (norm + 1e-12), max=1.0)
+        torch._foreach_mul_([p.grad for p in self._all if p.grad is not None], scale)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The whole state: `<parameter>.<what>` -> tensor."""
+        states = [part.state for part in self._parts]
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self.parameters.items()
+            for state in states
+            for key, value in state.get(parameter, {}).items()
+        }
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Takes a state from `tensors()`. Raises `ConfigError` where it is another optimizer's or model's."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for full, value in tensors.items():
+            name, _, key = full.rpartition(".")
+            found.setdefault(name, {})[key] = value
+        if unknown := sorted(set(found) - set(self.parameters)):
+            raise ConfigError([f"optimizer state of an unknown parameter {unknown[0]}"], "checkpoint")
+        for part in self._parts:
+            part.state.clear()
+            for group in part.param_groups:
+                for parameter in group["params"]:
+                    part.state[parameter] = {}
+        owner = {id(p): part for part in self._parts for group in part.param_groups for p in group["params"]}
+        for name, parameter in self.parameters.items():
+            owner[id(parameter)].state[parameter] = {
+                key: value.to(parameter.device) for key, value in found.get(name, {}).items()
+            }
+
+
+def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+    """Parameters as (hidden matrices, other decayed matrices, the rest), each once, in the model's order.
+
+    Hidden matrices are the weights of linear layers inside `model.backbone`.
+    """
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    hidden_ids = {id(m.weight) for m in model.backbone.modules() if isinstance(m, nn.Linear)} - embedded
+    decayed_ids = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} - embedded - hidden_ids
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    hidden = [p for p in parameters if id(p) in hidden_ids]
+    decayed = [p for p in parameters if id(p) in decayed_ids]
+    return hidden, decayed, [p for p in parameters if id(p) not in hidden_ids | decayed_ids]

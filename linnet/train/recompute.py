@@ -1,0 +1,46 @@
+"""Recomputation: trades a second forward pass for the memory of its activations.
+
+`block` keeps only the input of each block. `selective` also keeps what is dear to compute again and small to keep: the
+outputs of matrix products, of attention and of Linnet's own ops, known by their names; norms, gates and the rest are
+computed again. Both give the gradients that `none` gives.
+"""
+
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+Recompute = Literal["none", "block", "selective"]
+
+_KEPT = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+}
+
+
+def apply(model: nn.Module, mode: Recompute) -> None:
+    """Makes every block of `model.backbone.blocks` recompute its activations in the backward pass."""
+    if mode == "none":
+        return
+    options = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    for block in model.backbone.blocks:
+        block.forward = partial(checkpoint, block.forward, **options)
+
+
+def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_kept(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_kept(op: torch._ops.OpOverload) -> bool:
+    """Whether `selective` keeps the outputs of an op."""
+    name = op.name().split(".")[0]
+    return name.startswith("linnet::") or name in _KEPT

@@ -1,0 +1,73 @@
+"""Where else the rows of metrics.jsonl go: views of the record, each imported only when it is asked for."""
+
+from pathlib import Path
+from typing import Literal
+
+from linnet.config import ConfigError
+
+SinkName = Literal["tensorboard", "wandb"]
+
+
+def check_sinks(names: list[SinkName]) -> None:
+    """Raises `ConfigError` that names each sink whose package is missing."""
+    problems = [message for name in names if (message := _missing(name))]
+    if problems:
+        raise ConfigError(problems)
+
+
+def open_sinks(names: list[SinkName], folder: Path, config: dict, step: int) -> list["TensorBoard | Wandb"]:
+    """Opens the sinks of a run that starts, or goes on, at `step`."""
+    kinds = {"tensorboard": TensorBoard, "wandb": Wandb}
+    return [kinds[name](folder, config, step) for name in names]
+
+
+class TensorBoard:
+    """Writes events to `<run>/tensorboard`."""
+
+    def __init__(self, folder: Path, config: dict, step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Points of steps that are trained again after a kill are hidden.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def write(self, row: dict) -> None:
+        for name, value in _numbers(row).items():
+            self._writer.add_scalar(name, value, row["step"])
+        if "event" in row:
+            self._writer.add_text("event", str(row), row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Logs to Weights & Biases; the run's folder name is its id, so a resumed run goes on in the same place.
+
+    Project, entity and mode come from the environment (WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE).
+    """
+
+    def __init__(self, folder: Path, config: dict, step: int):
+        import wandb
+
+        self._run = wandb.init(id=folder.name, name=folder.name, dir=str(folder), config=config, resume="allow")
+
+    def write(self, row: dict) -> None:
+        self._run.log(_numbers(row), step=row["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _numbers(row: dict) -> dict[str, float]:
+    return {k: v for k, v in row.items() if k != "step" and isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+
+def _missing(name: SinkName) -> str | None:
+    try:
+        if name == "tensorboard":
+            import torch.utils.tensorboard  # noqa: F401
+        else:
+            import wandb  # noqa: F401
+    except ImportError as error:
+        return f"sinks: {name!r} needs a package that is not installed ({error}); pip install {name}, or drop the sink"
+    return None
