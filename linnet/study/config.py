@@ -155,7 +155,6 @@ class StudyConfig(Config):
         minimum_steps: points with fewer optimizer steps are dropped: they would measure the warm-up.
         tokens_per_param: `[low, high]`; points outside are dropped, so that the sizes follow the budget.
         curve_points: points of a training curve that each run records.
-        vocab_size: default: that of the tokenizer. Needed where the tokenizer file is not at hand while planning.
         plugins: outside mixers, `path/to/file.py:Class`.
     """
 
@@ -173,7 +172,6 @@ class StudyConfig(Config):
     minimum_steps: int = Field(20, gt=0)
     tokens_per_param: Annotated[Bounds, BeforeValidator(_bounds)] = Bounds()
     curve_points: int = Field(60, gt=1)
-    vocab_size: int | None = Field(None, gt=0)
     plugins: list[str] = []
     executor: ExecutorConfig = ExecutorConfig()
 

@@ -24,7 +24,7 @@ from pydantic import Field
 from linnet.config import Config, ConfigError
 
 TICK = 0.5  # seconds between two looks at what runs
-GRACE = 20.0  # seconds that a worker has to end after it was asked to
+GRACE = 60.0  # seconds that a worker has to end its step and save a checkpoint after it was asked to stop
 
 
 class ExecutorConfig(Config):
@@ -80,12 +80,18 @@ def make_executor(config: ExecutorConfig) -> Executor:
     """The executor that a study asks for. Raises `ConfigError` where Ray is asked for and not installed."""
     if config.kind == "inline":
         return Inline(config.retries)
-    devices = _visible_gpus()
-    workers = config.workers or len(devices) or cpu_cores()
+    workers = worker_slots(config)
     threads = config.threads or max(1, cpu_cores() // workers)
     if config.kind == "local":
-        return LocalPool(workers, threads, config.retries, devices)
+        return LocalPool(workers, threads, config.retries, _visible_gpus())
     return Ray(config.workers, threads, config.retries, config.address)
+
+
+def worker_slots(config: ExecutorConfig) -> int:
+    """Runs at the same time on this machine: as configured, or one a GPU, or one a CPU core."""
+    if config.kind == "inline":
+        return 1
+    return config.workers or len(_visible_gpus()) or cpu_cores()
 
 
 class Inline:
@@ -239,8 +245,9 @@ def prepare_worker(threads: int, device: str | None, watch: bool = True) -> None
         os.environ["CUDA_VISIBLE_DEVICES"] = device
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if watch:
-        # Ctrl-C reaches every process of the terminal; the parent alone decides, and asks with SIGTERM
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C goes to all processes of the terminal's group; here the parent alone hears it, and asks with SIGTERM
+        if hasattr(os, "setpgrp"):
+            os.setpgrp()
         signal.signal(signal.SIGTERM, _stop)
         threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch
@@ -261,7 +268,7 @@ class _Worker:
         if self.process is None:
             context = get_context("spawn")
             self.pipe, theirs = context.Pipe()
-            self.process = context.Process(target=_serve, args=(theirs, *self.arguments), name="linnet-worker")
+            self.process = context.Process(target=_serve, args=(theirs, *self.arguments), daemon=True)
             self.process.start()
             theirs.close()  # so that the pipe ends when the process does
         try:
@@ -283,7 +290,7 @@ class _Worker:
             return Outcome(job, "failed", text, time.perf_counter() - self.started, final=False)
 
     def ask_to_end(self) -> None:
-        """An idle worker ends with its pipe; a busy one gets KeyboardInterrupt and leaves a run that can be resumed."""
+        """An idle worker ends with its pipe; a busy one is told with SIGTERM and leaves a run that can be resumed."""
         if self.process is not None and self.job is not None:
             self.process.terminate()
         elif self.process is not None:

@@ -1,0 +1,120 @@
+"""`linnet study`: a ladder of models, trained and turned into scaling laws."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def study(
+    config: Annotated[
+        Path | None, typer.Argument(help="A study file, such as [bold]configs/demo.yaml[/].", show_default=False)
+    ] = None,
+    mixer: Annotated[
+        str | None,
+        typer.Option(help="Add a token mixer from a file of your own.", metavar="FILE.py:CLASS", show_default=False),
+    ] = None,
+    architectures: Annotated[
+        str | None,
+        typer.Option(
+            help="Only these, with commas between: tnl,hgrn2. A family that CONFIG lacks is added.", show_default=False
+        ),
+    ] = None,
+    budgets: Annotated[
+        str | None,
+        typer.Option(help="Training FLOPs of a run in place of CONFIG's: 1e11,3e11,1e12.", show_default=False),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change a setting: --set seq_len=128 (repeatable).", metavar="KEY=VALUE"),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Runs at the same time. Default: one a GPU, or one a CPU core.", min=1, show_default=False),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of studies; this one gets a folder in it.")] = Path("studies"),
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Show the runs, their cost and the time they take; train nothing.")
+    ] = False,
+    report: Annotated[bool, typer.Option(help="Write the report page at the end.")] = True,
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print the plan or the laws as JSON, in full precision.")
+    ] = False,
+) -> None:
+    """Train a ladder of models and fit how each architecture scales.
+
+    A study asks one question of many runs: within each compute budget it trains models of several sizes, finds the size
+    of lowest loss, and fits laws of loss, size and data against compute. It shows what it will cost before it starts.
+    Stop it at any time: the same command goes on with what is missing.
+
+    [bold]linnet study configs/demo.yaml[/]                                    five architectures in a few minutes
+    [bold]linnet study --mixer examples/my_mixer.py:MyMixer[/]                 your layer beside LLaMA and TNL
+    [bold]linnet study configs/demo.yaml --architectures tnl,gla --plan[/]     what would run, and for how long
+    """
+    import json
+    from contextlib import nullcontext
+
+    from rich.console import Console
+
+    from linnet.study.executors import cpu_cores, worker_slots
+    from linnet.study.ladder import plan as make_plan
+    from linnet.study.runner import run_study
+    from linnet.study.show import print_laws, print_plan
+    from linnet.study.timing import estimate
+
+    settings = _settings(config, mixer, architectures, budgets, workers, set_ or [])
+    console = Console(stderr=True) if json_ else Console()
+    with console.status("counting FLOPs, timing a few steps") if console.is_terminal else nullcontext():
+        ladder = make_plan(settings, check_data=not plan, where=str(config or "study"))
+        slots = worker_slots(settings.executor)
+        seconds = estimate(ladder, settings.executor.threads or max(1, cpu_cores() // slots))
+    print_plan(ladder, seconds, slots, console)
+    if plan:
+        if json_:
+            typer.echo(json.dumps([run.record() for run in ladder.runs], indent=1))
+        return
+
+    result = run_study(settings, out, plan=ladder, seconds=seconds, console=console)
+    for row in result.broken:
+        console.print(f"[red]{row['status']}[/]: {result.folder / row['path']}", highlight=False, soft_wrap=True)
+    laws = print_laws(result.folder, console)
+    if json_:
+        typer.echo(json.dumps(laws.to_json(), indent=1))
+    if report:
+        from linnet.report import write_report
+
+        console.print(f"report: [bold]{write_report(result.folder)}[/]", highlight=False, soft_wrap=True)
+    if result.broken and len(result.broken) == len(result.rows):
+        raise typer.Exit(1)
+
+
+def _settings(config, mixer, architectures, budgets, workers, assignments):
+    """The study that the command line describes."""
+    from importlib.resources import files
+
+    from linnet.config import ConfigError, override, parse, parse_yaml, read_yaml
+    from linnet.layers.base import load_plugin
+    from linnet.study.config import StudyConfig
+
+    if config is None and mixer is None:
+        raise ConfigError(["CONFIG: give a study file (configs/demo.yaml), or --mixer FILE.py:Class"], "command line")
+    if config is not None:
+        values = read_yaml(config)
+    else:
+        values = parse_yaml(files("linnet.study").joinpath("quick.yaml").read_text(encoding="utf-8"))
+    if mixer is not None:
+        name = load_plugin(mixer)
+        values["plugins"] = [*values.get("plugins", []), mixer]
+        values["architectures"] = [name, *values.get("architectures", [])]
+        if config is None:
+            values["name"] = f"quick-{name}"
+    if architectures is not None:
+        known = {a["name"] if isinstance(a, dict) else a: a for a in values.get("architectures", [])}
+        chosen = [name.strip() for name in architectures.split(",") if name.strip()]
+        values["architectures"] = [known.get(name, name) for name in chosen]
+    if budgets is not None:
+        values["budgets"] = parse_yaml(f"[{budgets}]")
+    values = override(values, assignments)
+    if workers is not None:
+        values["executor"] = {**values.get("executor", {}), "workers": workers}
+    return parse(StudyConfig, values, str(config or "study"))

@@ -1,0 +1,90 @@
+"""The run folders of a study as one table, table.csv: what fits and reports read. A pure function of the folder."""
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from linnet.config import ConfigError
+from linnet.runs import RunFolder
+from linnet.runs.files import write_atomic
+
+PLAN, TABLE, RUNS = "plan.json", "table.csv", "runs"
+
+COLUMNS = (
+    "run",
+    "architecture",
+    "budget",
+    "params_non_embedding",
+    "params_total",
+    "tokens",
+    "flops",
+    "flops_paper",
+    "loss",
+    "bits_per_byte",
+    "state_bytes",
+    "seconds",
+    "status",
+    "path",
+)
+_FROM_RESULT = ("tokens", "flops", "flops_paper", "loss", "bits_per_byte", "state_bytes", "seconds")
+
+
+def collect(folder: str | Path) -> list[dict[str, Any]]:
+    """One row for each run of the plan that has begun, by architecture, budget and size; writes table.csv atomically.
+
+    `status` is `done`, `diverged`, `failed` (error.txt in the run folder says why) or `unfinished`; only `done` rows
+    are sure to have a loss. `path` is relative to the study folder.
+
+    Raises:
+        ConfigError: `folder` is no study folder, or a result file is damaged.
+    """
+    folder = Path(folder)
+    rows, problems = [], []
+    for planned in read_plan(folder):
+        path = folder / RUNS / planned["run"]
+        if not path.is_dir():
+            continue
+        row = dict.fromkeys(COLUMNS)
+        row |= {key: planned[key] for key in ("run", "architecture", "budget", "params_non_embedding", "params_total")}
+        row["path"] = f"{RUNS}/{planned['run']}"
+        run = RunFolder(path)
+        if run.done:
+            try:
+                result = run.result()
+            except ConfigError as error:
+                problems += error.problems
+                continue
+            row |= {key: result.get(key) for key in _FROM_RESULT}
+            row["status"] = result["status"]
+        else:
+            row["status"] = "failed" if run.error() is not None else "unfinished"
+        rows.append(row)
+    if problems:
+        raise ConfigError(problems, str(folder))
+    rows.sort(key=lambda row: (row["architecture"], row["budget"], row["params_non_embedding"], row["run"]))
+    write_atomic(folder / TABLE, as_csv(rows))
+    return rows
+
+
+def read_plan(folder: Path) -> list[dict[str, Any]]:
+    """The runs that the study planned, as it wrote them to plan.json. Raises ConfigError where there is none."""
+    try:
+        return json.loads((folder / PLAN).read_text(encoding="utf-8"))["runs"]
+    except FileNotFoundError:
+        raise ConfigError([f"{folder}: is not a study folder (it has no {PLAN}); linnet study makes one"]) from None
+    except (ValueError, KeyError) as error:
+        raise ConfigError([f"{folder / PLAN}: is damaged ({error}); run linnet study again"]) from None
+
+
+def as_csv(rows: list[dict[str, Any]]) -> str:
+    """Rows as CSV text in full precision; what is not known or not finite is empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        finite = {key: "" if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
+        writer.writerow(finite)
+    return text.getvalue()

@@ -1,0 +1,293 @@
+"""Planning: from a study's configuration to the runs that it needs, with their exact FLOPs.
+
+Everything that is wrong is found here, before any work, and reported at once.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from linnet.config import ConfigError, parse
+from linnet.data import DataConfig, load_tokenizer
+from linnet.data.sources import find_files
+from linnet.layers.base import CHANNELS, MIXERS, load_plugin
+from linnet.models import ModelConfig, count_parameters, family, flops_exact, parse_layout
+from linnet.models.recipes.registry import default_heads
+from linnet.runs import RunFolder
+from linnet.study.config import Architecture, Size, StudyConfig
+from linnet.train import TrainConfig, resolve
+
+SET_BY_THE_LADDER = {
+    "name": "the ladder names its runs",
+    "architecture": "set `architectures`",
+    "model": "set `architectures` and `sizes`",
+    "data": "set `data` of the study",
+    "seq_len": "set `seq_len` of the study",
+    "batch_size": "set `batch_size` of the study",
+    "steps": "set `budgets`, or `tokens`",
+    "tokens": "set `tokens` of the study",
+    "seed": "set `seeds`",
+    "plugins": "set `plugins` of the study",
+    "plugin_digests": "set `plugins` of the study",
+}
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a ladder.
+
+    Attributes:
+        run: name of its folder.
+        budget: training FLOPs that it is meant to spend; `flops` is what its whole steps come to.
+        size: label of the rung, `64x3`.
+    """
+
+    run: str
+    architecture: str
+    budget: float
+    size: str
+    seed: int
+    seq_len: int
+    batch_size: int
+    steps: int
+    tokens: int
+    flops: float
+    params_total: int
+    params_non_embedding: int
+    learning_rate: float
+    train: TrainConfig = field(repr=False)
+
+    def record(self) -> dict[str, Any]:
+        """Everything but the training configuration, for plan.json."""
+        return {key: value for key, value in self.__dict__.items() if key != "train"}
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A point of the grid that is not run, and why."""
+
+    architecture: str
+    target: float
+    size: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of a study, largest first (so that the last ones to end are small)."""
+
+    config: StudyConfig
+    runs: tuple[PlannedRun, ...]
+    dropped: tuple[Dropped, ...]
+
+    @property
+    def flops(self) -> float:
+        return sum(run.flops for run in self.runs)
+
+    def notes(self) -> list[str]:
+        """What a reader of the plan should know: dropped points, groups too small for an optimum."""
+        lines = []
+        reasons: dict[str, list[str]] = {}
+        for point in self.dropped:
+            reasons.setdefault(point.reason, []).append(f"{point.architecture} {point.target:.3g} {point.size}")
+        for reason, points in reasons.items():
+            shown = ", ".join(points[:4]) + (f" and {len(points) - 4} more" if len(points) > 4 else "")
+            lines.append(f"{len(points)} points dropped, {reason}: {shown}")
+        if self.config.budgets:
+            groups: dict[tuple[str, float], set[int]] = {}
+            for run in self.runs:
+                groups.setdefault((run.architecture, run.budget), set()).add(run.params_non_embedding)
+            small = [f"{name} {budget:.3g}" for (name, budget), sizes in groups.items() if len(sizes) < 4]
+            if small:
+                lines.append(f"fewer than 4 sizes, too few to find an optimum: {', '.join(small)}")
+        return lines
+
+
+def plan(config: StudyConfig, *, check_data: bool = True, where: str = "study") -> Plan:
+    """The runs of a study.
+
+    Args:
+        config: the study.
+        check_data: whether the files that `data` names must be there, as they must to run it.
+        where: what to call the configuration in messages.
+
+    Raises:
+        ConfigError: all that is wrong with architectures, sizes, plugins, data and training settings; nothing to run.
+    """
+    problems: list[str] = []
+    plugins = _load_plugins(config.plugins, problems)
+    vocab_size = _vocab_size(config.data, problems)
+    if check_data:
+        for key in ("source", "validation"):
+            if names := getattr(config.data, key):
+                find_files(names, f"data.{key}", problems, [])
+    rungs = []
+    for architecture in config.architectures:
+        for size in architecture.sizes or config.sizes:
+            try:
+                rungs.append((architecture, size, make_model(architecture, size, vocab_size)))
+            except ValueError as error:
+                problems += [f"architectures.{architecture.name} {size.label}: {line}" for line in _lines(error)]
+    problems += [
+        f"train.{key}: cannot be set here; {instead}"
+        for key, instead in SET_BY_THE_LADDER.items()
+        if key in config.train
+    ]
+    train = {key: value for key, value in config.train.items() if key not in SET_BY_THE_LADDER}
+    if rungs:
+        try:  # the settings are the same for all runs, so one shows what is wrong with them
+            parse(TrainConfig, _train_values(config, train, *rungs[0], batch_size=1, steps=1, seed=0, plugins=[]))
+        except ConfigError as error:
+            problems += [f"train.{line}" for line in error.problems]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), where)
+
+    runs, dropped = [], []
+    for architecture, size, model in rungs:
+        used = [plugins[name] for name in sorted(model.options) if name in plugins]
+        for index, target in enumerate(config.targets):
+            reason, values = _point(config, architecture, model, index, target)
+            if reason:
+                dropped.append(Dropped(architecture.name, target, size.label, reason))
+                continue
+            for seed in config.seeds:
+                settings = _train_values(
+                    config, train, architecture, size, model, values["batch_size"], values["steps"], seed, used
+                )
+                run = parse(TrainConfig, settings)
+                name = RunFolder.name(resolve(run).model_dump(mode="json"))
+                runs.append(
+                    PlannedRun(
+                        run=name, architecture=architecture.name, size=size.label, seed=seed, train=run, **values
+                    )
+                )
+    if not runs:
+        reasons = dict.fromkeys(f"{p.architecture} {p.size} at {p.target:.3g}: {p.reason}" for p in dropped)
+        raise ConfigError(["no point of the ladder is worth a run", *reasons], where)
+    runs.sort(key=lambda run: (-run.flops, -run.params_non_embedding, run.architecture, run.seed))
+    return Plan(config, tuple(runs), tuple(dropped))
+
+
+def make_model(architecture: Architecture, size: Size, vocab_size: int) -> ModelConfig:
+    """The model of an architecture at a size.
+
+    Raises:
+        ValueError: an unknown family, recipe or layer, or a shape that the layers refuse (`ConfigError` among them).
+    """
+    if architecture.layout is not None:
+        model = _from_layout(architecture, size, vocab_size)
+    elif size.recipe is not None:
+        model = ModelConfig.model_validate(
+            {"recipe": f"{architecture.family or architecture.name}-{size.recipe}", "vocab_size": vocab_size}
+        )
+    else:
+        build = family(architecture.family or architecture.name)
+        model = build(size.d_model, size.num_layers, size.num_heads or 0, size.inner or 0, vocab_size=vocab_size)
+    if not architecture.options:
+        return model
+    values = model.model_dump()
+    for layer, options in architecture.options.items():
+        values["options"][layer] = values["options"].get(layer, {}) | options
+    return ModelConfig.model_validate(values)
+
+
+def _from_layout(architecture: Architecture, size: Size, vocab_size: int) -> ModelConfig:
+    if size.recipe is not None:
+        raise ValueError(f"a layout needs a shape, not the published size {size.recipe!r}; write [d_model, num_layers]")
+    pattern = parse_layout(architecture.layout)
+    repeats, rest = divmod(size.num_layers, len(pattern))
+    if rest:
+        raise ValueError(
+            f"num_layers {size.num_layers} is no multiple of the {len(pattern)} blocks of {architecture.layout!r}"
+        )
+    options: dict[str, dict[str, Any]] = {}
+    for name in {name for block in pattern for name in block if name}:
+        fields = (MIXERS.get(name) or CHANNELS[name]).Config.model_fields
+        if "num_heads" in fields:
+            options[name] = {"num_heads": size.num_heads or default_heads(size.d_model)}
+        if "inner" in fields and size.inner:
+            options.setdefault(name, {})["inner"] = size.inner
+    layout = f"({architecture.layout}) x{repeats}"
+    return ModelConfig(d_model=size.d_model, layout=layout, vocab_size=vocab_size, options=options)
+
+
+def _point(config: StudyConfig, architecture: Architecture, model: ModelConfig, index: int, target: float):
+    """(why the point is not worth a run or "", its numbers)."""
+    seq_len = architecture.seq_len or config.seq_len
+    shared = config.batch_size[index] if isinstance(config.batch_size, list) else config.batch_size
+    batch_size = architecture.batch_size or shared
+    per_step = flops_exact(model, seq_len, batch_size)
+    total, non_embedding = count_parameters(model)
+    steps = round(target / per_step) if config.budgets else round(target / (batch_size * seq_len))
+    tokens = steps * batch_size * seq_len
+    rate = architecture.learning_rate or config.learning_rate
+    values = {
+        "budget": target if config.budgets else steps * per_step,
+        "seq_len": seq_len,
+        "batch_size": batch_size,
+        "steps": steps,
+        "tokens": tokens,
+        "flops": steps * per_step,
+        "params_total": total,
+        "params_non_embedding": non_embedding,
+        "learning_rate": rate.at(model.d_model),
+    }
+    bounds, ratio = config.tokens_per_param, tokens / non_embedding
+    if steps < config.minimum_steps:
+        return f"fewer than {config.minimum_steps} steps", values
+    if not bounds.low <= ratio <= bounds.high:
+        return f"tokens per parameter outside [{bounds.low:g}, {bounds.high:g}]", values
+    return "", values
+
+
+def _train_values(config, train, architecture, size, model, batch_size, steps, seed, plugins) -> dict[str, Any]:
+    """The settings of one run, as `TrainConfig` takes them."""
+    rate = (architecture.learning_rate or config.learning_rate).at(model.d_model)
+    optimizer = train.get("optimizer", {})
+    return {
+        "log_every": max(1, steps // config.curve_points),
+        **train,
+        "architecture": architecture.name,
+        "model": model.model_dump(mode="json"),
+        "data": config.data.model_dump(mode="json"),
+        "seq_len": architecture.seq_len or config.seq_len,
+        "batch_size": batch_size,
+        "steps": steps,
+        "seed": seed,
+        "plugins": plugins,
+        "optimizer": {"learning_rate": rate, **optimizer} if isinstance(optimizer, dict) else optimizer,
+    }
+
+
+def _load_plugins(plugins: list[str], problems: list[str]) -> dict[str, str]:
+    """Mixer name -> plugin."""
+    found = {}
+    for spec in plugins:
+        try:
+            found[load_plugin(spec)] = spec
+        except ConfigError as error:
+            problems += error.problems
+    return found
+
+
+def _vocab_size(data: DataConfig, problems: list[str]) -> int:
+    """Tokens of the study's tokenizer, before any text is read."""
+    match data.tokenizer.kind:
+        case "bpe":
+            return data.tokenizer.vocab_size
+        case "file":
+            try:
+                return load_tokenizer(data.tokenizer.path, data.tokenizer.end_of_document).vocab_size
+            except ConfigError as error:
+                problems += [f"data.tokenizer: {line}" for line in error.problems]
+    return 256
+
+
+def _lines(error: ValueError) -> list[str]:
+    """The problems in an error of a model's configuration, one line each."""
+    if isinstance(error, ConfigError):
+        return error.problems
+    if isinstance(error, ValidationError):
+        return [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
+    return [str(error)]

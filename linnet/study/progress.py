@@ -1,0 +1,120 @@
+"""What a person sees while a study runs: one bar with the time left, and a line for each run that ended."""
+
+import json
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from linnet.study.ladder import PlannedRun
+
+POLL = 2.0  # seconds between two looks at the records of running runs
+
+
+class StudyProgress:
+    """Counts work in predicted seconds where there is a prediction, else in FLOPs; the pace is the one observed."""
+
+    def __init__(
+        self, runs: list[PlannedRun], folder: Path, seconds: dict[str, float] | None, workers: int, console: Console
+    ):
+        self.runs = {run.run: run for run in runs}
+        self.folder, self.console, self.workers = folder, console, workers
+        self.weight = {run.run: seconds[run.run] if seconds else run.flops for run in runs}
+        self.predicted = seconds is not None
+        self.total = sum(self.weight.values())
+        self.finished: set[str] = set()
+        self.partial: dict[str, float] = {}
+        self.started = self.polled = time.monotonic()
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TextColumn("{task.fields[left]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.bar.add_task("", total=self.total, left="")
+
+    def __enter__(self) -> "StudyProgress":
+        self.started = time.monotonic()
+        self.bar.start()
+        self._refresh()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.bar.stop()
+
+    def line(self, name: str, text: str) -> None:
+        """A run ended: prints `text` with its place in the count and the time left."""
+        self.finished.add(name)
+        self.partial.pop(name, None)
+        count = f"{len(self.finished)}/{len(self.runs)}"
+        left = "" if self.console.is_terminal else self._left()
+        self.console.print(
+            f"{count:>7}  {text}" + (f"  [dim]{left}[/]" if left else ""), highlight=False, soft_wrap=True
+        )
+        self._refresh()
+
+    def tick(self) -> None:
+        """Looks how far the running runs are."""
+        if time.monotonic() - self.polled < POLL or not self.console.is_terminal:
+            return
+        self.polled = time.monotonic()
+        for name, run in self.runs.items():
+            if name not in self.finished and (self.folder / name).is_dir():
+                share = min(1.0, _flops_so_far(self.folder / name / "metrics.jsonl") / run.flops)
+                self.partial[name] = share * self.weight[name]
+        self._refresh()
+
+    def _done(self) -> float:
+        return sum(self.weight[name] for name in self.finished) + sum(self.partial.values())
+
+    def _left(self) -> str:
+        elapsed, done = time.monotonic() - self.started, self._done()
+        if done >= self.total:
+            return ""
+        if done > 0.02 * self.total:
+            return f"about {duration(elapsed * (self.total - done) / done)} left"
+        return f"about {duration(self.total / self.workers)} left" if self.predicted else ""
+
+    def _refresh(self) -> None:
+        running = len(self.partial)
+        text = f"{len(self.finished)} of {len(self.runs)} runs" + (f", {running} running" if running else "")
+        self.bar.update(self.task, completed=self._done(), description=text, left=self._left())
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words that a person reads: `40 s`, `7 min`, `3.5 h`, `12 days`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:,.0f} days"
+
+
+def count(number: float) -> str:
+    """A count in short form: `812`, `52.1k`, `3.2M`, `362B`."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def _flops_so_far(metrics: Path) -> float:
+    """The FLOPs of the last whole row of a record, 0 where there is none."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 4096))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return 0.0
+    for line in reversed(lines):
+        try:
+            return float(json.loads(line)["flops"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return 0.0

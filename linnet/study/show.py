@@ -1,0 +1,78 @@
+"""A plan and its outcome as tables for a terminal."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from linnet.study.ladder import Plan
+from linnet.study.progress import count, duration
+from linnet.study.timing import wall_seconds
+
+
+def print_plan(plan: Plan, seconds: dict[str, float] | None, workers: int, console: Console) -> None:
+    """One row an architecture and budget: sizes, steps, tokens, FLOPs and time; then what the whole costs."""
+    table = Table(
+        title=f"study {plan.config.name}", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    for heading in ("architecture", "budget", "runs", "parameters", "steps", "tokens", "FLOPs", "time"):
+        table.add_column(heading, justify="left" if heading == "architecture" else "right", no_wrap=True)
+    groups: dict[tuple, list] = {}
+    by_tokens = bool(plan.config.tokens)
+    for run in plan.runs:
+        target = run.tokens if by_tokens else run.budget
+        groups.setdefault((run.architecture, target), []).append(run)
+    order = {architecture.name: i for i, architecture in enumerate(plan.config.architectures)}
+    for (name, target), runs in sorted(groups.items(), key=lambda item: (order[item[0][0]], item[0][1])):
+        table.add_row(
+            name,
+            f"{count(target)} tokens" if by_tokens else f"{target:.3g}",
+            str(len(runs)),
+            _range(run.params_non_embedding for run in runs),
+            _range(run.steps for run in runs),
+            _range(run.tokens for run in runs),
+            f"{sum(run.flops for run in runs):.3g}",
+            duration(sum(seconds[run.run] for run in runs)) if seconds else "?",
+        )
+    console.print(table)
+    total = f"{len(plan.runs)} runs, {plan.flops:.3g} training FLOPs ({plan.flops / 8.64e19:.3g} PFLOP-days)"
+    if seconds:
+        wall = wall_seconds([seconds[run.run] for run in plan.runs], workers)
+        busy = sum(seconds.values())
+        each = "" if workers == 1 else f", {duration(busy)} of one"
+        total += f"; about {duration(wall)} with {workers} worker{'s' * (workers > 1)}{each}"
+    else:
+        total += "; too large to time here (set executor.throughput, FLOP/s of a worker, for an estimate)"
+    console.print(total, highlight=False)
+    for note in plan.notes():
+        console.print(f"note: {note}", highlight=False)
+
+
+def print_laws(folder: Path, console: Console):
+    """Fits the study's laws, prints them, one line an architecture and quantity, and returns them (`StudyFit`)."""
+    from linnet.study.fit import fit_study, load_study
+
+    table, curves, notes = load_study(folder)
+    study = fit_study(table, curves)
+    shown = Table(
+        title="scaling laws, C in FLOPs", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    for heading in ("architecture", "loss", "size", "data", "held-out error"):
+        shown.add_column(heading, no_wrap=True)
+    refused = []
+    for name, fit in study.items():
+        held_out = fit.L.held_out
+        error = f"{100 * held_out.mean_error:.2f} %" if held_out is not None and not held_out.refused else "-"
+        shown.add_row(name, fit.L.text(), fit.N_opt.text(), fit.D_opt.text(), error)
+        refused += [f"{name}: {reason}" for reason in dict.fromkeys(fit.refused)]
+    console.print()
+    console.print(shown, soft_wrap=True)
+    for line in [*notes, *refused]:
+        console.print(f"note: {line}", highlight=False, soft_wrap=True)
+    return study
+
+
+def _range(values) -> str:
+    values = sorted(values)
+    low, high = count(values[0]), count(values[-1])
+    return low if low == high else f"{low} to {high}"
