@@ -1,0 +1,229 @@
+"""Additive decay attention (LightNet, paper 003): keys are a running softmax over time."""
+
+import importlib
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from linnet.ops import backend
+from linnet.ops.additive import chunked
+from linnet.ops.additive.reference import reference
+from linnet.ops.additive.step import additive_step
+from linnet.ops.documents import check_documents, count_states
+from linnet.ops.folding import fold, unfold
+from linnet.ops.looping import each
+
+__all__ = ["additive_attention", "additive_step"]
+
+
+def additive_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    theta: Tensor | None = None,
+    positions: Tensor | None = None,
+    scale: float = 1.0,
+    causal: bool = True,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Linear attention whose keys are the softmax over time of the logits k, up to each token.
+
+        z_t = log sum_{s <= t} exp(k_s)
+        S_t = diag(exp(z_{t-1} - z_t)) S_{t-1} + exp(k_t - z_t)^T v_t
+        o_t = scale q_t S_t
+
+    Logits may be of any size; -inf takes a token's channel out (padding), also before the first real token.
+
+    Args:
+        q, k: [B, T, H, K]; k holds raw logits.
+        v: [B, T, H, V].
+        theta: [H, K], LRPE frequencies in radians a token. q and the normalised keys are then rotated by position,
+            x -> [x cos(t theta), x sin(t theta)], which doubles K in the state.
+        positions: integers [B, T]; default 0 .. T-1, from 0 at each document. Give the true ones with a state.
+        scale: multiplies q.
+        causal: False takes the softmax over the whole sequence (document): o = q (k^T v).
+        initial_state: (S [N, H, K or 2K, V], z [N, H, K]), from an earlier call or S = 0 and z = -inf. N is B, or the
+            number of documents. Only with causal=True.
+        output_final_state: return the state after the last token.
+        cu_seqlens: int32 [N+1] with B = 1, the offsets of packed documents; the state resets at each.
+
+    Returns:
+        o [B, T, H, V] in the dtype of v, and the final state (float32; float64 for float64 inputs) or None.
+
+    Raises:
+        ValueError: shapes, dtypes or options do not fit together.
+
+    Source: paper 003, section 4; LRPE in its complex form, paper 001, section 4.1. Gradients reach q, k, v, theta and
+    the state.
+    """
+    _check(q, k, v, theta, positions, causal, initial_state, cu_seqlens)
+    S, z = (None, None) if initial_state is None else initial_state
+    if backend.debugging() and not bool((k < torch.inf).all()):
+        raise ValueError("k must hold logits below +inf and no NaN; -inf masks a token")
+    if backend.use_reference():
+        o, (S, z) = reference(q, k, v, theta, positions, initial_state, scale, causal, cu_seqlens)
+    else:
+        o, S, z = _forward(q, k, v, theta, positions, S, z, float(scale), causal, cu_seqlens)
+    return o, ((S, z) if output_final_state else None)
+
+
+def _form(x: Tensor):
+    if backend.use_triton("additive", x.is_cuda):
+        return importlib.import_module("linnet.ops.additive.triton")
+    return chunked
+
+
+@torch.library.custom_op("linnet::additive_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    S: Tensor | None,
+    z: Tensor | None,
+    scale: float,
+    causal: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _form(q).forward(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens)
+
+
+@torch.library.custom_op("linnet::additive_attention_backward", mutates_args=())
+def _backward(
+    do: Tensor,
+    dS: Tensor,
+    dz: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    S: Tensor | None,
+    z: Tensor | None,
+    S_end: Tensor,
+    scale: float,
+    causal: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _form(q).backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens)
+
+
+@_forward.register_fake
+def _(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens):
+    dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    states, key_dim = count_states(cu_seqlens, q.shape[0]), q.shape[3]
+    rows = key_dim if theta is None else 2 * key_dim
+    return (
+        v.new_empty(v.shape),
+        v.new_empty((states, q.shape[2], rows, v.shape[3]), dtype=dtype),
+        v.new_empty((states, q.shape[2], key_dim), dtype=dtype),
+    )
+
+
+@_backward.register_fake
+def _(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens):
+    dtheta = S_end.new_empty(0) if theta is None else theta.new_empty(theta.shape)
+    return (*(x.new_empty(x.shape) for x in (q, k, v)), dtheta, S_end.new_empty(dS.shape), S_end.new_empty(dz.shape))
+
+
+def _save(ctx, inputs, output):
+    q, k, v, theta, positions, S, z, ctx.scale, ctx.causal, cu_seqlens = inputs
+    ctx.save_for_backward(q, k, v, theta, positions, S, z, output[1], cu_seqlens)
+
+
+def _differentiate(ctx, do, dS, dz):
+    q, k, v, theta, positions, S, z, S_end, cu_seqlens = ctx.saved_tensors
+    dq, dk, dv, dtheta, dS, dz = _backward(
+        do, dS, dz, q, k, v, theta, positions, S, z, S_end, ctx.scale, ctx.causal, cu_seqlens
+    )
+    if S is None:
+        dS = dz = None
+    else:
+        dS, dz = dS.to(S.dtype), dz.to(z.dtype)
+    return dq, dk, dv, None if theta is None else dtheta, None, dS, dz, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+@_forward.register_vmap
+def _(info, in_dims, *args):
+    size, theta, cu_seqlens = info.batch_size, args[3], args[9]
+    by_heads = theta is not None or cu_seqlens is not None
+    if in_dims[9] is not None or (by_heads and in_dims[4] is not None):
+        return each(_forward, size, in_dims, args)
+    axes = (2, 2, 2, 0, None, 1, 1) if by_heads else (0, 0, 0, None, 0, 0, 0)
+    outputs = _forward(*_folded(args[:7], in_dims, size, axes), *args[7:])
+    outs = (2, 1, 1) if by_heads else (0, 0, 0)
+    return tuple(unfold(x, size, axis) for x, axis in zip(outputs, outs, strict=True)), outs
+
+
+@_backward.register_vmap
+def _(info, in_dims, *args):
+    size, theta, cu_seqlens = info.batch_size, args[6], args[13]
+    by_heads = theta is not None or cu_seqlens is not None
+    if in_dims[13] is not None or (by_heads and in_dims[7] is not None):
+        return each(_backward, size, in_dims, args)
+    axes = (2, 1, 1, 2, 2, 2, 0, None, 1, 1, 1) if by_heads else (0, 0, 0, 0, 0, 0, None, 0, 0, 0, 0)
+    dq, dk, dv, dtheta, dS, dz = _backward(*_folded(args[:11], in_dims, size, axes), *args[11:])
+    outs = (2, 2, 2, 0, 1, 1) if by_heads else (0, 0, 0, None, 0, 0)
+    grads = [
+        x if axis is None or x.numel() == 0 and x.ndim == 1 else unfold(x, size, axis)
+        for x, axis in zip((dq, dk, dv, dtheta, dS, dz), outs, strict=True)
+    ]
+    return tuple(grads), outs[:3] + (None if theta is None else 0,) + outs[4:]
+
+
+def _folded(args, in_dims, size, axes):
+    return [x if axis is None else fold(x, dim, size, axis) for x, dim, axis in zip(args, in_dims, axes, strict=False)]
+
+
+@register_flop_formula(torch.ops.linnet.additive_attention)
+def _forward_flops(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens, *, out_shape=None, **_) -> int:
+    """Matrix products of the chunked form (2 FLOPs a multiply-add, chunks whole, exponentials free); a chunk is 64."""
+    batch, length, heads, key_dim = q
+    rows, chunk = key_dim * (1 if theta is None else 2), min(chunked.CHUNK, length)
+    inside = 2 * chunk * (rows + v[3]) if causal else 0
+    return batch * length * heads * (inside + 4 * rows * v[3])
+
+
+@register_flop_formula(torch.ops.linnet.additive_attention_backward)
+def _backward_flops(do, dS, dz, *inputs, out_shape=None, **_) -> int:
+    """Two products for each of the forward; what is computed again is not counted."""
+    *shapes, _, scale, causal, cu_seqlens = inputs
+    return 2 * _forward_flops(*shapes, scale, causal, cu_seqlens)
+
+
+def _check(q, k, v, theta, positions, causal, initial_state, cu_seqlens) -> None:
+    if q.ndim != 4 or q.shape != k.shape or v.ndim != 4 or v.shape[:3] != q.shape[:3]:
+        raise ValueError(
+            "additive_attention takes q, k [B, T, H, K] and v [B, T, H, V]; "
+            f"given q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be floating point; given {x.dtype}")
+    batch, length, heads, key_dim = q.shape
+    check_documents(cu_seqlens, batch)
+    if theta is not None and tuple(theta.shape) != (heads, key_dim):
+        raise ValueError(f"theta must be [H, K] = [{heads}, {key_dim}]; given {list(theta.shape)}")
+    if positions is not None and (tuple(positions.shape) != (batch, length) or positions.is_floating_point()):
+        raise ValueError(
+            f"positions must be integers [B, T] = [{batch}, {length}]; given {positions.dtype} {list(positions.shape)}"
+        )
+    if initial_state is None:
+        return
+    if not causal:
+        raise ValueError("initial_state needs causal=True: without causality no token comes before another")
+    S, z = initial_state
+    states, rows = count_states(cu_seqlens, batch), key_dim if theta is None else 2 * key_dim
+    if tuple(S.shape) != (states, heads, rows, v.shape[3]) or tuple(z.shape) != (states, heads, key_dim):
+        raise ValueError(
+            f"initial_state must be (S [{states}, {heads}, {rows}, {v.shape[3]}], z [{states}, {heads}, {key_dim}]); "
+            f"given S {list(S.shape)}, z {list(z.shape)}"
+        )
