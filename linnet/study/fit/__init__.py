@@ -18,7 +18,13 @@ Needs NumPy, SciPy and pandas only (the extra `study`); no torch.
 A law that cannot be known has `refused` filled and no numbers; `fit.refused` lists all reasons of an architecture.
 """
 
+from linnet.study.fit.bootstrap import draw_counts
+from linnet.study.fit.envelope import fit_envelope
+from linnet.study.fit.frontier import fit_frontier
+from linnet.study.fit.isoflop import fit_isoflop
 from linnet.study.fit.law import PF_DAY, HeldOut, Law
+from linnet.study.fit.parametric import fit_parametric
+from linnet.study.fit.power import fit_power
 from linnet.study.fit.results import (
     ArchitectureFit,
     Bootstrap,
@@ -32,9 +38,18 @@ from linnet.study.fit.results import (
     PowerFit,
     StudyFit,
 )
+from linnet.study.fit.study import METHODS, crossing, fit_study
+from linnet.study.fit.table import (
+    apply_convention,
+    assign_budgets,
+    curves_of,
+    filter_table,
+    load_study,
+    load_table,
+    parse_columns,
+)
 
 __all__ = [
-    "PF_DAY",
     "ArchitectureFit",
     "Bootstrap",
     "Convention",
@@ -44,8 +59,25 @@ __all__ = [
     "IsoflopFit",
     "IsoflopGroup",
     "Law",
+    "METHODS",
     "MethodFit",
+    "PF_DAY",
     "ParametricFit",
     "PowerFit",
     "StudyFit",
+    "apply_convention",
+    "assign_budgets",
+    "crossing",
+    "curves_of",
+    "draw_counts",
+    "filter_table",
+    "fit_envelope",
+    "fit_frontier",
+    "fit_isoflop",
+    "fit_parametric",
+    "fit_power",
+    "fit_study",
+    "load_study",
+    "load_table",
+    "parse_columns",
 ]

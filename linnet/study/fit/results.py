@@ -34,8 +34,8 @@ class MethodFit(Result):
         cost_ratio: {"C", "ratio"} with ratio = 6 N_opt D_opt / C at both ends of the data: how far two laws fitted
             apart are from spending the budget they speak of.
         points: what L was fitted to, one a budget (or a point of the envelope):
-            {"C", "loss", "N", "D", "run", "inside"}; N and D are None where unknown, inside says whether this point
-            counted for N_opt.
+            {"C", "loss", "N", "D", "run", "inside", "fitted"}; inside says whether the point counted for N_opt and
+            D_opt, fitted whether it counted for L.
         extrapolation: {"C", "pure", "irreducible"}: both loss laws at ten times the largest C, to show what the
             choice of form is worth.
         bootstrap: how the intervals were made.
@@ -73,7 +73,8 @@ class IsoflopGroup(Result):
     """The runs of one budget and the parabola through their losses: loss = p[0] + p[1] x + p[2] x^2, x = log10 N.
 
     Attributes:
-        C: the budget in FLOPs (nominal where the table names it, else the geometric mean of the group).
+        C: geometric mean of the compute of its runs in FLOPs; the optimum is placed there.
+        budget: as it was planned or given, None where the group was found by clustering.
         run, N, D, flops, loss: lists, one entry a run, in order of N.
         parabola: (p0, p1, p2), or None.
         N_opt, D_opt, L_opt: the optimum by the parabola, also where it was refused but can be computed (then it is
@@ -90,6 +91,7 @@ class IsoflopGroup(Result):
     D: list[float]
     flops: list[float]
     loss: list[float]
+    budget: float | None = None
     parabola: tuple[float, float, float] | None = None
     N_opt: float | None = None
     D_opt: float | None = None

@@ -1,0 +1,153 @@
+"""`linnet fit`: scaling laws from a table of runs or a study."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from linnet.config import ConfigError, nearest
+
+CHOICES = {
+    "method": ("all", "power", "isoflop", "envelope", "parametric"),
+    "count": ("non-embedding", "total"),
+    "flops": ("exact", "6nd"),
+    "envelope": ("minimum", "hull"),
+    "unit": ("flops", "pf-days"),
+}
+
+
+def fit(
+    table: Annotated[Path, typer.Argument(help="A CSV of runs, or a study folder.", metavar="TABLE.csv|STUDY")],
+    method: Annotated[
+        str,
+        typer.Option(
+            help="[bold]isoflop[/]: a parabola in each budget. [bold]envelope[/]: the lower edge of training curves. "
+            "[bold]power[/]: the lowest loss of each budget. [bold]parametric[/]: L = E + A/N^alpha + B/D^beta. "
+            "[bold]all[/] of them."
+        ),
+    ] = "all",
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Which column is what: N=..,D=..,C=..,loss=..,architecture=..,run=..,N_total=..,budget=.. "
+            "(D or C may be absent: C = 6ND). Usual names are found without it."
+        ),
+    ] = None,
+    max_loss: Annotated[float | None, typer.Option(help="Leave out rows with a higher loss.")] = None,
+    min_tokens_per_param: Annotated[
+        float | None, typer.Option(help="Leave out rows with fewer tokens a parameter.")
+    ] = None,
+    budgets: Annotated[
+        str | None, typer.Option(help="Budgets in FLOPs, as in 1e18,3e18,1e19; without it, found from the table.")
+    ] = None,
+    bootstrap: Annotated[int, typer.Option(help="Resamples for the 95 % intervals; 0 for none.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Of the resampling.")] = 0,
+    count: Annotated[str, typer.Option(help="Parameters counted: non-embedding or total.")] = "non-embedding",
+    flops: Annotated[str, typer.Option(help="Compute counted: exact (as in the table) or 6nd.")] = "exact",
+    hold_out: Annotated[
+        float | None,
+        typer.Option(
+            help="What the held-out test predicts: a fraction of the points (those of largest C), or everything above "
+            "a number of FLOPs.",
+            show_default="0.2",
+        ),
+    ] = None,
+    envelope: Annotated[
+        str, typer.Option(help="Envelope of curves by their minimum at each compute, or by their convex hull.")
+    ] = "minimum",
+    smooth: Annotated[
+        int | None,
+        typer.Option(help="Records averaged along a training curve (odd).", show_default="a 20th of the shortest"),
+    ] = None,
+    full_grid: Annotated[
+        bool, typer.Option("--full-grid", help="Start the parametric fit from 4,500 points instead of 675.")
+    ] = False,
+    unit: Annotated[str, typer.Option(help="Unit of C in the laws printed: flops or pf-days.")] = "flops",
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, by parameter name.")] = False,
+) -> None:
+    """Fit scaling laws: L(C), N_opt(C), D_opt(C), with intervals and a held-out test.
+
+    What the data cannot tell is refused, with the reason: an optimum at the edge of the sizes trained, fewer than three
+    budgets. L(C) is still given then.
+
+    [bold]linnet fit studies/demo[/]
+
+    [bold]linnet fit runs.csv --columns "N=Model Size,C=Training FLOP,loss=loss" --method parametric --json[/]
+    """
+    settings = {"method": method, "count": count, "flops": flops, "envelope": envelope, "unit": unit}
+    nominal, problems = _check(settings, budgets, bootstrap, hold_out, smooth)
+    if problems:
+        raise ConfigError(problems, "command line")
+
+    from rich.console import Console
+
+    from linnet.study.fit import filter_table, fit_study, load_study, load_table, parse_columns
+
+    mapping = parse_columns(columns or [])
+    curves = None
+    if table.is_dir() or (not table.exists() and not table.suffix):
+        rows, curves, notes = load_study(table, mapping)
+    else:
+        rows, notes = load_table(table, mapping)
+    rows, dropped = filter_table(rows, max_loss, min_tokens_per_param)
+    if curves is not None:
+        curves = curves[curves["run"].isin(rows["run"])]
+    with Console(stderr=True).status("fitting") as status:
+        study = fit_study(
+            rows,
+            curves,
+            method=method,
+            bootstrap=bootstrap,
+            seed=seed,
+            count=count,
+            flops=flops,
+            hold_out=hold_out,
+            budgets=nominal,
+            envelope=envelope,
+            smooth=smooth,
+            starts="full" if full_grid else "coarse",
+            progress=lambda line: status.update(f"fitting {line}"),
+        )
+    study.notes = notes + dropped
+    if as_json:
+        typer.echo(json.dumps(_as_json(study, table, method), allow_nan=False))
+        return
+    from linnet.cli.fit_page import show
+
+    show(study, str(table), len(rows), unit)
+
+
+def _check(settings: dict[str, str], budgets: str | None, bootstrap: int, hold_out: float | None, smooth: int | None):
+    """The budgets as numbers, and everything wrong with the options."""
+    problems = [
+        f"--{name} {value!r}: unknown; {nearest(value, CHOICES[name])}"
+        for name, value in settings.items()
+        if value not in CHOICES[name]
+    ]
+    if bootstrap < 0:
+        problems.append(f"--bootstrap {bootstrap}: a number of resamples, 0 for none")
+    if hold_out is not None and hold_out <= 0:
+        problems.append(f"--hold-out {hold_out:g}: a fraction such as 0.2, or FLOPs such as 1e21")
+    if smooth is not None and (smooth < 1 or smooth % 2 == 0):
+        problems.append(f"--smooth {smooth}: an odd number of records, 1 for no smoothing")
+    nominal = []
+    for part in (budgets or "").split(",") if budgets else []:
+        try:
+            nominal.append(float(part))
+        except ValueError:
+            problems.append(f"--budgets {part!r}: not a number of FLOPs; write 1e18,3e18,1e19")
+            continue
+        if not 0 < nominal[-1] < float("inf"):
+            problems.append(f"--budgets {part!r}: must be positive")
+    return nominal or None, problems
+
+
+def _as_json(study, table: Path, method: str) -> dict:
+    """The study as plain values; with one architecture and one method, its parameters also at the top."""
+    found = {"table": str(table), "method": method, **study.to_json()}
+    fits = list(study.values())
+    if len(fits) == 1 and method != "all":
+        only = found["architectures"][fits[0].architecture]["methods"][method]
+        found = {**found, "parameters": only["parameters"], "intervals": only["intervals"], "refused": fits[0].refused}
+    return found

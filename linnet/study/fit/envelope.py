@@ -1,0 +1,259 @@
+"""The lower envelope of training curves: the lowest loss at each compute (Hoffmann et al. 2022, Approach 1).
+
+Paper 000, section 4, takes the minimal loss at each number of FLOPs from the curves of all sizes and reads N_opt and
+D_opt off the run that had it. An envelope says nothing where only one size was near: a point counts for N_opt only if
+both a smaller and a larger model have curves at this compute and are worse.
+"""
+
+import numpy as np
+import pandas as pd
+
+from linnet.study.fit import bootstrap as resampling
+from linnet.study.fit.law import Law
+from linnet.study.fit.power import count_of, finish, law_through
+from linnet.study.fit.results import Bootstrap, EnvelopeFit
+
+WARMUP = 0.05
+"""Share of a curve's tokens dropped at its beginning where the records do not tell the learning rate."""
+
+
+def fit_envelope(
+    curves: pd.DataFrame,
+    *,
+    mode: str = "minimum",
+    points: int = 60,
+    warmup: float = WARMUP,
+    smooth: int = 1,
+    bootstrap: int = 0,
+    seed: int = 0,
+    hold_out: float | None = None,
+) -> EnvelopeFit:
+    """Fits L(C), N_opt(C), D_opt(C) to the envelope of training curves.
+
+    Args:
+        curves: columns run, N, D (tokens so far), C (FLOPs so far), loss, one row a record; optionally learning_rate.
+        mode: "minimum" reads all curves at `points` values of C, evenly spaced in log C and interpolated in log-log,
+            and takes the lowest (N_opt by a parabola through the lowest size and its two neighbours); "hull" takes the
+            vertices of the lower convex hull of all records in log-log.
+        warmup: records dropped at the beginning of each curve, as a share of its tokens; where there is a
+            learning_rate, also those before it first reaches its largest value.
+        smooth: odd number of records in a centred moving average of log loss against log C; 1 leaves noise as it is.
+        bootstrap: resamples of whole runs (records of one run are not independent).
+
+    Raises:
+        ValueError: unknown mode, or `smooth` or `points` out of range.
+    """
+    if mode not in ("minimum", "hull"):
+        raise ValueError(f"mode must be 'minimum' or 'hull', not {mode!r}")
+    if smooth < 1 or smooth % 2 == 0 or points < 4:
+        raise ValueError(f"smooth must be odd and positive (given {smooth}), points at least 4 (given {points})")
+    fit = EnvelopeFit("envelope", mode=mode)
+    kept = _Curves.read(curves, warmup, smooth)
+    fit.curves, fit.warmup_removed = len(kept.run), kept.removed
+    if len(kept.run) < 2:
+        return _refuse(
+            fit, f"{count_of(len(kept.run), 'training curve')} of two records or more; an envelope needs two"
+        )
+    hull = _hull(kept)
+    fit.hull_size = len(hull)
+    grid = _grid(kept, points)
+    surface = kept.at(grid)
+    everything = np.ones(len(kept.run), dtype=bool)
+    found = _lowest(kept, surface, everything) if mode == "minimum" else _vertices(kept, hull, everything)
+    inside = found["inside"]
+    sizes = len(np.unique(found["best_N"][inside]))
+    enough = sizes >= 3
+    fit.points = [
+        {**{name: float(found[name][i]) for name in ("C", "loss", "N", "D")},
+         "run": str(kept.run[found["row"][i]]), "inside": bool(inside[i]), "fitted": bool(inside[i] or not enough)}
+        for i in range(len(inside))
+    ]  # fmt: skip
+    fit.runs_on_envelope = len(set(found["row"]))
+    if not enough:
+        reason = (
+            f"{count_of(sizes, 'size')} on the envelope with both smaller and larger models beside; three are needed"
+        )
+        fit.N_opt = Law("N_opt", points=int(inside.sum()), refused=[reason])
+        fit.D_opt = Law("D_opt", points=int(inside.sum()), refused=[reason])
+        fit.notes.append("L(C) runs through the whole envelope, its ends (which better sizes could lower) included")
+    else:
+        fit.notes.append(f"{count_of(int((~inside).sum()), 'point')} at the ends of the envelope left out")
+    draws = None
+    if bootstrap:
+        fit.bootstrap = Bootstrap("pairs, clustered by run", bootstrap, bootstrap, seed)
+        draws = _resample(kept, surface, mode, enough, bootstrap, seed)
+    chosen = inside if enough else np.ones(len(inside), dtype=bool)
+    C = found["C"][chosen]
+
+    def law(quantity: str, name: str, irreducible: bool = False) -> Law:
+        extra = {"draws_C": draws["C"], "draws": draws[name]} if draws else {}
+        return law_through(quantity, C, found[name][chosen], irreducible=irreducible, **extra)
+
+    fit.L, fit.L_irreducible = law("L", "loss"), law("L", "loss", irreducible=True)
+    if enough:
+        fit.N_opt, fit.D_opt = law("N_opt", "N"), law("D_opt", "D")
+    if fit.L.draws is not None:
+        fit.bootstrap.usable = len(fit.L.draws)
+    finish(fit, hold_out)
+    return fit
+
+
+class _Curves:
+    """Cleaned curves: one entry a run, of increasing compute."""
+
+    def __init__(self, removed: int):
+        self.run, self.size, self.log_C, self.log_D, self.log_loss = [], [], [], [], []
+        self.removed = removed
+
+    @classmethod
+    def read(cls, table: pd.DataFrame, warmup: float, smooth: int) -> "_Curves":
+        kept = cls(0)
+        for run, rows in table.groupby("run", sort=False):
+            rows = rows.sort_values("C", kind="stable").drop_duplicates("C", keep="last")
+            late = rows["D"].to_numpy(float) > warmup * rows["D"].max()
+            if "learning_rate" in rows and np.isfinite(rate := rows["learning_rate"].to_numpy(float)).any():
+                late &= np.arange(len(rows)) >= int(np.nanargmax(rate))
+            kept.removed += int((~late).sum())
+            rows = rows[late]
+            if len(rows) < 2:
+                continue
+            kept.run.append(run)
+            kept.size.append(float(rows["N"].iloc[0]))
+            logs = (np.log(rows[name].to_numpy(float)) for name in ("C", "D", "loss"))
+            for curve, values in zip((kept.log_C, kept.log_D, kept.log_loss), logs, strict=True):
+                curve.append(values)
+            kept.log_loss[-1] = _average(kept.log_C[-1], kept.log_loss[-1], smooth)
+        kept.size = np.array(kept.size)
+        return kept
+
+    def at(self, log_C: np.ndarray) -> dict[str, np.ndarray]:
+        """log loss and log D of every run at `log_C`, [runs, points]; NaN beyond the ends of a curve."""
+        surface = {}
+        for name, values in (("loss", self.log_loss), ("D", self.log_D)):
+            rows = [np.interp(log_C, c, v, left=np.nan, right=np.nan) for c, v in zip(self.log_C, values, strict=True)]
+            surface[name] = np.stack(rows)
+        surface["log_C"] = log_C
+        return surface
+
+
+def _average(x: np.ndarray, y: np.ndarray, window: int) -> np.ndarray:
+    """The value at its centre of a straight line through each window (at the ends, of what is left of it)."""
+    half = min(window // 2, (len(x) - 1) // 2)
+    if not half:
+        return y
+    smoothed = y.copy()
+    for i in range(len(y)):
+        rows = slice(max(0, i - half), i + half + 1)
+        slope = np.polyfit(x[rows] - x[i], y[rows], 1)
+        smoothed[i] = slope[1]
+    return smoothed
+
+
+def _grid(kept: _Curves, points: int) -> np.ndarray:
+    """Values of log C at which at least two runs have a curve."""
+    starts, ends = np.sort([c[0] for c in kept.log_C]), np.sort([c[-1] for c in kept.log_C])
+    low, high = starts[1], ends[-2]
+    return np.linspace(low, high, points) if low < high else np.linspace(starts[0], ends[-1], points)
+
+
+def _lowest(kept: _Curves, surface: dict, chosen: np.ndarray) -> dict[str, np.ndarray]:
+    """The lowest curve among the chosen runs at each compute, with N and D interpolated between neighbouring sizes."""
+    rows = np.flatnonzero(chosen)
+    loss = surface["loss"][rows]
+    seen = np.isfinite(loss).any(axis=0)
+    loss, log_C = loss[:, seen], surface["log_C"][seen]
+    tokens = surface["D"][rows][:, seen]
+    filled = np.where(np.isfinite(loss), loss, np.inf)
+    best = filled.argmin(axis=0)
+    columns = np.arange(len(log_C))
+    log_N = np.log(kept.size[rows])
+    found = {"C": np.exp(log_C), "loss": np.exp(filled[best, columns]), "row": rows[best]}
+    found["best_N"] = kept.size[rows][best]
+    N, D, inside = log_N[best].copy(), tokens[best, columns].copy(), np.zeros(len(log_C), dtype=bool)
+    for i in columns:
+        there = np.isfinite(loss[:, i])
+        below, above = there & (log_N < log_N[best[i]] - 1e-9), there & (log_N > log_N[best[i]] + 1e-9)
+        if not (below.any() and above.any()):
+            continue
+        inside[i] = True
+        left, right = (_neighbour(filled[:, i], log_N, side, end) for side, end in ((below, "max"), (above, "min")))
+        three = [left, best[i], right]
+        N[i] = _vertex(log_N[three], filled[three, i])
+        D[i] = np.interp(N[i], log_N[three], tokens[three, i])
+    return {**found, "N": np.exp(N), "D": np.exp(D), "inside": inside}
+
+
+def _neighbour(loss: np.ndarray, log_N: np.ndarray, side: np.ndarray, end: str) -> int:
+    """The run of lowest loss among those of the nearest size on one side."""
+    size = getattr(log_N[side], end)()
+    same = np.flatnonzero(side & (np.abs(log_N - size) < 1e-9))
+    return int(same[loss[same].argmin()])
+
+
+def _vertex(x: np.ndarray, y: np.ndarray) -> float:
+    """The minimum of the parabola through three points, the middle one lowest; the middle one where all are equal."""
+    left, right = (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
+    if right - left < 1e-15:
+        return float(x[1])
+    middle = (x[0] + x[1]) / 2
+    return float(middle - left * (x[2] - x[0]) / 2 / (right - left))
+
+
+def _hull(kept: _Curves, chosen: np.ndarray | None = None) -> np.ndarray:
+    """Vertices of the lower convex hull of the records in log-log: rows (run index, record index), loss falling."""
+    runs = range(len(kept.run)) if chosen is None else np.flatnonzero(chosen)
+    labels = np.array([(r, i) for r in runs for i in range(len(kept.log_C[r]))])
+    xy = np.array([(kept.log_C[r][i], kept.log_loss[r][i]) for r, i in labels])
+    stack: list[int] = []
+    for p in np.lexsort((xy[:, 1], xy[:, 0])):
+        while len(stack) >= 2 and _turn(xy[stack[-2]], xy[stack[-1]], xy[p]) <= 0:
+            stack.pop()
+        stack.append(int(p))
+    # To the right of its lowest point a hull rises again, over compute that bought nothing.
+    lowest = int(np.argmin(xy[stack, 1]))
+    return labels[stack[: lowest + 1]]
+
+
+def _turn(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> float:
+    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
+
+
+def _vertices(kept: _Curves, hull: np.ndarray, chosen: np.ndarray) -> dict[str, np.ndarray]:
+    """The vertices of a hull as points of the envelope; inside where smaller and larger sizes have curves there."""
+    rows = hull[:, 0]
+    C, D, loss = (np.array([values[r][i] for r, i in hull]) for values in (kept.log_C, kept.log_D, kept.log_loss))
+    N, inside = kept.size[rows], np.zeros(len(hull), dtype=bool)
+    low, high = np.array([c[0] for c in kept.log_C]), np.array([c[-1] for c in kept.log_C])
+    for i, x in enumerate(C):
+        sizes = kept.size[chosen & (low <= x) & (x <= high)]
+        inside[i] = bool((sizes < N[i]).any() and (sizes > N[i]).any())
+    found = {"C": np.exp(C), "loss": np.exp(loss), "N": N, "D": np.exp(D)}
+    return {**found, "row": rows, "best_N": N, "inside": inside}
+
+
+def _resample(kept: _Curves, surface: dict, mode: str, enough: bool, resamples: int, seed: int) -> dict:
+    """Points of the envelope of resampled runs, padded with NaN to one length: C, loss, N, D as [R, m]."""
+    counts = resampling.draw_counts(resamples, len(kept.run), seed)
+    found = []
+    for drawn in counts > 0:
+        if mode == "minimum":
+            one = _lowest(kept, surface, drawn)
+        else:
+            one = _vertices(kept, _hull(kept, drawn), drawn)
+        keep = one["inside"] if enough else np.ones(len(one["C"]), dtype=bool)
+        # Fewer than three sizes tell of no law here either; such a resample is counted as giving none.
+        few = enough and len(np.unique(one["best_N"][keep])) < 3
+        found.append({name: one[name][keep][: 0 if few else None] for name in ("C", "loss", "N", "D")})
+    width = max(2, *(len(one["C"]) for one in found))
+    draws = {name: np.full((resamples, width), np.nan) for name in ("C", "loss", "N", "D")}
+    for r, one in enumerate(found):
+        for name, values in one.items():
+            draws[name][r, : len(values)] = values
+    return draws
+
+
+def _refuse(fit: EnvelopeFit, reason: str) -> EnvelopeFit:
+    fit.refused.append(reason)
+    fit.L, fit.L_irreducible = Law("L", refused=[reason]), Law("L", refused=[reason])
+    fit.N_opt, fit.D_opt = Law("N_opt", refused=[reason]), Law("D_opt", refused=[reason])
+    return fit

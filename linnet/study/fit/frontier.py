@@ -1,0 +1,95 @@
+"""The method "power": the lowest loss at each compute and the law through it (paper 000, section 4)."""
+
+import numpy as np
+import pandas as pd
+
+from linnet.study.fit import bootstrap as resampling
+from linnet.study.fit.law import Law
+from linnet.study.fit.power import count_of, finish, law_through
+from linnet.study.fit.results import Bootstrap, PowerFit
+
+
+def fit_frontier(
+    table: pd.DataFrame, groups: np.ndarray, *, bootstrap: int = 0, seed: int = 0, hold_out: float | None = None
+) -> PowerFit:
+    """L(C) through the lowest loss of each group of equal compute; N_opt and D_opt from the runs that had it.
+
+    Args:
+        table: columns run, N, D, C, loss. groups: [rows] label of the budget of each row (see `assign_budgets`); rows
+            with label -1 stand alone.
+        hold_out: see `held_out_of`.
+
+    A run that is the smallest or the largest of its group tells of no optimum: it counts for L, not for N_opt.
+    """
+    fit = PowerFit("power")
+    labels = np.where(groups < 0, groups.max(initial=-1) + 1 + np.arange(len(groups)), groups)
+    _, labels = np.unique(labels, return_inverse=True)
+    C, N, D, loss = (table[name].to_numpy(float) for name in ("C", "N", "D", "loss"))
+    best, alone = [], 0
+    for label in range(labels.max(initial=-1) + 1):
+        rows = np.flatnonzero(labels == label)
+        row = rows[loss[rows].argmin()]
+        alone += len(np.unique(N[rows])) < 3
+        inside = bool(N[rows].min() < N[row] < N[rows].max())
+        point = {"C": C[row], "loss": loss[row], "N": N[row], "D": D[row], "run": str(table["run"].iloc[row])}
+        best.append({**point, "inside": inside, "fitted": True})
+    best.sort(key=lambda point: point["C"])
+    fit.points = best
+    grouped = int(np.sum(np.bincount(labels) > 1)) if len(labels) else 0
+    if grouped:
+        fit.notes.append(f"L(C) runs through the lowest loss of each of {count_of(len(best), 'budget')}")
+    clustered = resampling.is_clustered(table["run"])
+    # A group of several runs is resampled inside itself; single rows are resampled among each other.
+    inside_groups = grouped >= len(best) / 2
+    counts = None
+    if bootstrap and len(table) > 2:
+        strata = labels if inside_groups else None
+        counts = resampling.draw_counts(bootstrap, len(table), seed, table["run"] if clustered else None, strata)
+        scheme = "pairs" + ", clustered by run" * clustered + ", stratified by budget" * inside_groups
+        fit.bootstrap = Bootstrap(scheme, bootstrap, bootstrap, seed)
+    draws = (
+        _frontier_draws(counts, labels, C, N, D, loss) if counts is not None else dict.fromkeys(("C", "L", "N", "D"))
+    )
+    points = pd.DataFrame(best)
+    for name, irreducible in (("L", False), ("L_irreducible", True)):
+        law = law_through(
+            "L", points["C"], points["loss"], irreducible=irreducible, draws_C=draws["C"], draws=draws["L"]
+        )
+        setattr(fit, name, law)
+    inner = points[points["inside"]]
+    for name, column in (("N_opt", "N"), ("D_opt", "D")):
+        if len(inner) < 3:
+            found = count_of(len(inner), "budget")
+            reason = f"{found} with the lowest loss between smaller and larger sizes; three are needed"
+            if alone == len(best):
+                reason = "no budget has three sizes, so none shows an optimum"
+            setattr(fit, name, Law(name, points=len(inner), refused=[reason]))
+            continue
+        setattr(fit, name, law_through(name, inner["C"], inner[column], draws_C=draws["C_in"], draws=draws[column]))
+    if counts is not None and fit.L.draws is not None:
+        fit.bootstrap.usable = len(fit.L.draws)
+    finish(fit, hold_out)
+    return fit
+
+
+def _frontier_draws(counts, labels, C, N, D, loss):
+    """The lowest point of each group in each resample, [R, groups]; N and D are NaN where it is an end of its group."""
+    shape = (len(counts), labels.max() + 1)
+    draws = {name: np.full(shape, np.nan) for name in ("C", "C_in", "L", "N", "D")}
+    for label in range(shape[1]):
+        rows = np.flatnonzero(labels == label)
+        seen = counts[:, rows] > 0
+        some = seen.any(axis=1)
+        row = rows[np.where(seen, loss[rows], np.inf).argmin(axis=1)]
+        smallest = np.where(seen, N[rows], np.inf).min(axis=1)
+        largest = np.where(seen, N[rows], -np.inf).max(axis=1)
+        inside = some & (smallest < N[row]) & (N[row] < largest)
+        for name, values, where in (
+            ("C", C, some),
+            ("L", loss, some),
+            ("C_in", C, inside),
+            ("N", N, inside),
+            ("D", D, inside),
+        ):
+            draws[name][where, label] = values[row][where]
+    return draws

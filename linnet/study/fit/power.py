@@ -1,0 +1,166 @@
+"""Power laws of compute, pure and with an irreducible term, by least squares of logarithms.
+
+Paper 000, section 4, writes every law as L(X) = beta X^alpha; its N_opt = k C^a and D_opt = k C^b (Table 3) have the
+same form. With a constant it is Henighan et al.'s and Hoffmann et al.'s L = E + beta C^alpha.
+"""
+
+from functools import partial
+
+import numpy as np
+
+from linnet.study.fit import bootstrap as resampling
+from linnet.study.fit.heldout import held_out_of
+from linnet.study.fit.law import NAMES, Law
+from linnet.study.fit.lse import Term, solve
+from linnet.study.fit.results import MethodFit
+
+
+def fit_power(
+    C, values, *, quantity: str = "L", irreducible: bool = False, bootstrap: int = 0, seed: int = 0, clusters=None
+) -> Law:
+    """Fits values = coefficient C^exponent, or with `irreducible` values = E + coefficient C^exponent.
+
+    Args:
+        C: [n] FLOPs. values: [n] losses, parameters or tokens, positive.
+        quantity: "L", "N_opt" or "D_opt"; names the law and its parameters.
+        bootstrap: resamples of the pairs for intervals. clusters: [n] labels of points drawn together.
+
+    Raises:
+        ValueError: lengths differ, or a value is not positive and finite.
+    """
+    C, values = np.asarray(C, dtype=float), np.asarray(values, dtype=float)
+    if C.shape != values.shape or C.ndim != 1:
+        raise ValueError(f"C {C.shape} and values {values.shape} must be vectors of one length")
+    if not (np.isfinite(C) & (C > 0) & np.isfinite(values) & (values > 0)).all():
+        raise ValueError("C and values must be positive and finite")
+    weights = resampling.draw_counts(bootstrap, len(C), seed, clusters) if bootstrap and len(C) > 2 else None
+    return law_through(quantity, C, values, irreducible=irreducible, weights=weights)
+
+
+def law_through(quantity: str, C, values, *, irreducible: bool = False, weights=None, draws_C=None, draws=None) -> Law:
+    """The law through points, with intervals from resamples given as counts or as other points.
+
+    Args:
+        C, values: [n].
+        weights: [R, n] counts of a pairs bootstrap.
+        draws_C, draws: [R, m] the points of each resample instead (NaN where a resample lacks one).
+    """
+    law = Law(quantity, points=len(C))
+    C, values = np.asarray(C, dtype=float), np.asarray(values, dtype=float)
+    different = len(np.unique(np.round(np.log(C), 9))) if len(C) else 0
+    if different < (4 if irreducible else 2):
+        needed = "a law with a constant has three numbers and needs at least four" if irreducible else "it needs two"
+        law.refused.append(f"{count_of(different, 'different budget')}; {needed}")
+        return law
+    x, y = np.log(C), np.log(values)
+    estimate = (_irreducible if irreducible else log_log)(x[None], y[None], np.ones((1, len(x))))[0]
+    if irreducible and not np.isfinite(estimate).all():
+        law.refused.append("the points show no irreducible loss: the fit is no better than the pure power law")
+        return law
+    _fill(law, estimate, C, values)
+    if different == 2:
+        law.notes.append("a line through two budgets: nothing is left over to judge it by")
+    if weights is not None:
+        draws_C, draws, counts = np.broadcast_to(C, weights.shape), np.broadcast_to(values, weights.shape), weights
+    elif draws is not None:
+        counts = (np.isfinite(draws) & np.isfinite(draws_C)).astype(float)
+    if draws is not None and len(draws) and different > 2:
+        with np.errstate(invalid="ignore"):
+            xs, ys = (np.where(counts > 0, np.log(a), 0.0) for a in (draws_C, draws))
+        found = (_irreducible if irreducible else log_log)(xs, ys, counts, estimate)
+        add_draws(law, found)
+    add_band(law)
+    return law
+
+
+def log_log(x: np.ndarray, y: np.ndarray, weights: np.ndarray, _start=None) -> np.ndarray:
+    """Weighted least squares of y = intercept + slope x, a batch at once: [R, n] -> [R, 3] (intercept, slope, 0).
+
+    Rows with fewer than two different x are NaN.
+    """
+    total = weights.sum(axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean_x, mean_y = (weights * x).sum(axis=1) / total, (weights * y).sum(axis=1) / total
+        dx = x - mean_x[:, None]
+        spread = (weights * dx**2).sum(axis=1)
+        slope = (weights * dx * (y - mean_y[:, None])).sum(axis=1) / spread
+        found = np.stack([mean_y - slope * mean_x, slope, np.zeros_like(slope)], axis=1)
+    found[~(spread > 1e-12 * np.maximum(total, 1))] = np.nan
+    return found
+
+
+def _irreducible(x: np.ndarray, y: np.ndarray, weights: np.ndarray, start: np.ndarray | None = None) -> np.ndarray:
+    """Weighted least squares of y = log(E + exp(intercept + slope x)): [R, n] -> [R, 3] (intercept, slope, E).
+
+    Rows where the constant or the power term vanishes are NaN. `start` is an estimate near which to begin.
+    """
+    shift = (weights * x).sum() / weights.sum()
+    floor = np.where(weights > 0, y, np.inf).min(axis=1)
+    if start is None:
+        starts = []
+        for share in (0.3, 0.6, 0.8, 0.9, 0.97):
+            constant = floor + np.log(share)
+            power = log_log(x - shift, np.log(np.maximum(np.exp(y) - np.exp(constant)[:, None], 1e-12)), weights)
+            starts.append(np.stack([power[:, 0], power[:, 1], constant], axis=1))
+        starts = np.concatenate(starts)
+    else:
+        starts = np.repeat([[start[0] + start[1] * shift, start[1], np.log(start[2])]], len(x), axis=0)
+    copies = len(starts) // len(x)
+    tiled = [np.tile(part, (copies, 1)) for part in (x - shift, y, weights)]
+    theta, objective = solve([Term(0, 1, tiled[0]), Term(2)], starts, tiled[1], tiled[2], tolerance=1e-14)
+    objective = objective.reshape(copies, len(x))
+    theta = theta.reshape(copies, len(x), 3)[objective.argmin(axis=0), np.arange(len(x))]
+    found = np.stack([theta[:, 0] - theta[:, 1] * shift, theta[:, 1], np.exp(theta[:, 2])], axis=1)
+    distinct = (weights > 0).sum(axis=1)
+    vanished = (theta[:, 2] < floor - 5) | (theta[:, 1] >= -1e-4) | (theta[:, 0] < floor - 12) | (distinct < 3)
+    found[vanished | ~np.isfinite(objective.min(axis=0))] = np.nan
+    return found
+
+
+def _fill(law: Law, estimate: np.ndarray, C: np.ndarray, values: np.ndarray) -> None:
+    law.coefficient, law.exponent = float(np.exp(estimate[0])), float(estimate[1])
+    law.constant = float(estimate[2]) if estimate[2] else None
+    law.c_min, law.c_max = float(C.min()), float(C.max())
+    law.rms_log_error = float(np.sqrt(np.mean(np.log(law.predict(C) / values) ** 2)))
+
+
+def add_draws(law: Law, draws: np.ndarray) -> None:
+    """Puts draws [R, 3] (log coefficient, exponent, constant) into a law, with intervals or why there are none."""
+    law.draws, reason = resampling.usable(draws)
+    if reason:
+        law.notes.append(f"no interval: {reason}")
+        return
+    columns = (np.exp(law.draws[:, 0]), law.draws[:, 1], law.draws[:, 2])
+    names = NAMES[law.quantity]
+    law.intervals = {n: resampling.interval(c) for n, c in zip(names, columns, strict=True) if n in law.parameters}
+
+
+def add_band(law: Law, points: int = 41) -> None:
+    """Values and intervals of a law from its smallest C to ten times its largest, for a figure."""
+    law.band = []
+    for C in np.geomspace(law.c_min, 10 * law.c_max, points):
+        low, high = law.interval_at(C) or (None, None)
+        law.band.append({"C": float(C), "value": float(law.predict(C)), "low": low, "high": high})
+
+
+def finish(fit: MethodFit, hold_out: float | None) -> None:
+    """Adds what every method has once its laws stand: a + b, their cost together, extrapolation, held-out test."""
+    if not (fit.N_opt.refused or fit.D_opt.refused):
+        fit.a_plus_b = fit.N_opt.exponent + fit.D_opt.exponent
+        ends = (fit.N_opt.c_min, fit.N_opt.c_max)
+        ratio = [float(6 * fit.N_opt.predict(C) * fit.D_opt.predict(C) / C) for C in ends]
+        fit.cost_ratio = [{"C": C, "ratio": r} for C, r in zip(ends, ratio, strict=True)]
+    if fit.L.c_max is not None:
+        far = 10 * fit.L.c_max
+        constant = None if fit.L_irreducible.refused else float(fit.L_irreducible.predict(far))
+        fit.extrapolation = {"C": far, "pure": float(fit.L.predict(far)), "irreducible": constant}
+    C = np.array([p["C"] for p in fit.points if p["fitted"]])
+    loss = np.array([p["loss"] for p in fit.points if p["fitted"]])
+    for law, irreducible in ((fit.L, False), (fit.L_irreducible, True)):
+        if not law.refused:
+            law.held_out = held_out_of(C, loss, hold_out, partial(law_through, "L", irreducible=irreducible))
+
+
+def count_of(number: int, noun: str) -> str:
+    """1 budget, 2 budgets."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,203 @@
+"""Fits every architecture of a table by every method that was asked for, and compares them."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import brentq
+
+from linnet.config import ConfigError, nearest
+from linnet.study.fit import bootstrap as resampling
+from linnet.study.fit.envelope import fit_envelope
+from linnet.study.fit.frontier import fit_frontier
+from linnet.study.fit.isoflop import fit_isoflop
+from linnet.study.fit.law import Law
+from linnet.study.fit.parametric import fit_parametric
+from linnet.study.fit.results import ArchitectureFit, Convention, Crossing, EnvelopeFit, MethodFit, StudyFit
+from linnet.study.fit.table import apply_convention, assign_budgets, curves_of
+
+METHODS = ("isoflop", "envelope", "power", "parametric")
+"""In the order in which they are preferred as headline: a parabola in a fixed budget assumes least."""
+
+
+def fit_study(
+    table: pd.DataFrame,
+    curves: pd.DataFrame | None = None,
+    *,
+    method: str = "all",
+    bootstrap: int = 1000,
+    seed: int = 0,
+    count: str = "non-embedding",
+    flops: str = "exact",
+    hold_out: float | None = None,
+    budgets: list[float] | None = None,
+    tolerance: float = 0.06,
+    envelope: str = "minimum",
+    smooth: int | None = None,
+    starts: str = "coarse",
+    progress: Callable[[str], None] | None = None,
+) -> StudyFit:
+    """Fits the scaling laws of each architecture of a table.
+
+    Args:
+        table: from `load_table` or `load_study`. curves: training curves with the same columns; where None, the table
+            itself if it holds curves.
+        method: "power", "isoflop", "envelope", "parametric" or "all".
+        bootstrap: resamples for the 95 % intervals; 0 for none. seed: of the resampling.
+        count: N "non-embedding" or "total". flops: C "exact" as in the table, or "6nd".
+        hold_out: fraction (below 1) of the points of largest C, or Cmax in FLOPs, of the held-out test; default 0.2.
+        budgets, tolerance: see `assign_budgets`. envelope, smooth: mode and window of `fit_envelope`; a window of None
+            is a twentieth of the shortest curve. starts: see `fit_parametric`.
+        progress: called with a line before each piece of work.
+
+    Raises:
+        ConfigError: `method` is unknown, or the counts asked for are not in the table.
+    """
+    if method != "all" and method not in METHODS:
+        raise ConfigError([f"method {method!r}: unknown; {nearest(method, [*METHODS, 'all'])}"], "fit")
+    chosen = METHODS if method == "all" else (method,)
+    curves = curves_of(table) if curves is None else curves
+    settings = {"bootstrap": bootstrap, "seed": seed, "hold_out": hold_out}
+    options = {"budgets": budgets, "tolerance": tolerance, "envelope": envelope, "smooth": smooth, "starts": starts}
+    fits = {}
+    for name in dict.fromkeys(table["architecture"]):
+        part, own = _counted(table, curves, name, count, flops)
+        methods = {}
+        for chosen_method in chosen:
+            if progress:
+                progress(f"{name}: {chosen_method}")
+            methods[chosen_method] = _fit(chosen_method, part, own, flops, settings, options)
+        fits[name] = ArchitectureFit(name, len(part), methods, headline=chosen[0])
+    headline = _headline(fits, chosen)
+    for fit in fits.values():
+        fit.headline = headline
+        fit.conventions = _conventions(table, curves, fit, (count, flops), options)
+    study = StudyFit(fits, headline, count, flops)
+    names = list(fits)
+    study.crossings = [
+        crossing(fits[first], fits[second]) for i, first in enumerate(names) for second in names[i + 1 :]
+    ]
+    return study
+
+
+def _counted(table, curves, name: str, count: str, flops: str):
+    part = apply_convention(table[table["architecture"] == name], count, flops).reset_index(drop=True)
+    if curves is None:
+        return part, None
+    own = curves[curves["architecture"] == name]
+    return part, apply_convention(own, count, flops) if len(own) else None
+
+
+def _fit(method: str, part: pd.DataFrame, curves, flops: str, settings: dict, options: dict) -> MethodFit:
+    if method == "parametric":
+        return fit_parametric(part, **settings, starts=options["starts"])
+    if method == "envelope":
+        return _fit_envelope(curves, settings, options)
+    groups, nominal = assign_budgets(part, options["budgets"], options["tolerance"])
+    if method == "power":
+        return fit_frontier(part, groups, **settings)
+    return fit_isoflop(part, groups, nominal, **settings, cost=flops)
+
+
+def _fit_envelope(curves, settings: dict, options: dict) -> EnvelopeFit:
+    if curves is None:
+        reason = "no training curves: give a study folder, or a table with several rows a run"
+        laws = {
+            name: Law(name.partition("_i")[0], refused=[reason]) for name in ("L", "L_irreducible", "N_opt", "D_opt")
+        }
+        return EnvelopeFit("envelope", **laws, refused=[reason])
+    smooth = options["smooth"]
+    if smooth is None:
+        smooth = int(curves.groupby("run").size().min()) // 20 // 2 * 2 + 1
+    return fit_envelope(curves, mode=options["envelope"], smooth=smooth, **settings)
+
+
+def _headline(fits: dict[str, ArchitectureFit], methods: tuple[str, ...]) -> str:
+    """The method that gives N_opt for most architectures; of equals the one that gives L for most, then the order."""
+
+    def given(method: str) -> tuple[int, int]:
+        found = [fit.methods[method] for fit in fits.values()]
+        return sum(not f.N_opt.refused for f in found), sum(not f.L.refused for f in found)
+
+    return max(methods, key=given)
+
+
+def _conventions(table, curves, done: ArchitectureFit, current: tuple[str, str], options: dict) -> list[Convention]:
+    """The exponents under each way of counting that the table allows; `current` is the one that `done` has."""
+    found, name, method = [], done.architecture, done.headline
+    settings = {"bootstrap": 0, "seed": 0, "hold_out": None}
+    has_total = table["N_total"][table["architecture"] == name].notna().all()
+    for count in ("non-embedding", "total")[: 1 + has_total]:
+        for flops in ("exact", "6nd"):
+            if (count, flops) == current:
+                fit = done.best
+            else:
+                part, own = _counted(table, curves, name, count, flops)
+                fit = _fit(method, part, own, flops, settings, {**options, "starts": "coarse"})
+            law = Convention(count, flops, method, fit.L.exponent, fit.N_opt.exponent, fit.D_opt.exponent)
+            law.refused = list(fit.N_opt.refused)
+            found.append(law)
+    return found
+
+
+def crossing(first: ArchitectureFit, second: ArchitectureFit) -> Crossing:
+    """The compute at which the loss laws of two architectures meet, with an interval from their bootstrap draws.
+
+    The pure laws cross at C = (beta_1 / beta_2)^(1 / (alpha_2 - alpha_1)); laws with a constant are solved numerically
+    within a thousand times the range of the data. A crossing outside the data of both is told, and told to be outside.
+    """
+    result = Crossing(first.architecture, second.architecture)
+    one, two = first.L, second.L
+    for fit, law in ((first, one), (second, two)):
+        if law.refused:
+            result.refused.append(f"{fit.architecture} has no L(C): {'; '.join(law.refused)}")
+    if result.refused:
+        return result
+    low, high = min(one.c_min, two.c_min), max(one.c_max, two.c_max)
+    reach = (low / 1e3, high * 1e3)
+    C = _meet(_numbers(one), _numbers(two), reach)
+    middle = np.sqrt(low * high)
+    better = first if one.predict(middle) < two.predict(middle) else second
+    if C is None:
+        result.refused.append(
+            f"the laws do not meet between {reach[0]:.2g} and {reach[1]:.2g} FLOPs; {better.architecture} is lower"
+        )
+        return result
+    result.C = C
+    below = first if one.predict(C / 2) < two.predict(C / 2) else second
+    result.lower_below, result.lower_above = below.architecture, (second if below is first else first).architecture
+    result.inside = bool(max(one.c_min, two.c_min) <= C <= min(one.c_max, two.c_max))
+    if one.intervals and two.intervals:
+        rows = min(len(one.draws), len(two.draws))
+        met = [_meet(a, b, reach) for a, b in zip(one.draws[:rows], two.draws[:rows], strict=True)]
+        found = np.array([value for value in met if value is not None])
+        if len(found) >= 0.95 * rows:
+            result.interval = resampling.interval(found)
+        else:
+            result.refused.append(f"no interval: {rows - len(found)} of {rows} resampled pairs of laws do not meet")
+    return result
+
+
+def _numbers(law: Law) -> tuple[float, float, float]:
+    return np.log(law.coefficient), law.exponent, law.constant or 0.0
+
+
+def _meet(one, two, reach: tuple[float, float]) -> float | None:
+    (b1, a1, e1), (b2, a2, e2) = one, two
+    if not e1 and not e2:
+        if abs(a1 - a2) < 1e-12:
+            return None
+        log_C = (b1 - b2) / (a2 - a1)
+        return float(np.exp(log_C)) if np.log(reach[0]) <= log_C <= np.log(reach[1]) else None
+
+    def gap(log_C):
+        return e1 + np.exp(b1 + a1 * log_C) - e2 - np.exp(b2 + a2 * log_C)
+
+    grid = np.linspace(*np.log(reach), 60)
+    signs = np.sign(gap(grid))
+    turns = np.flatnonzero(signs[1:] * signs[:-1] < 0)
+    if not len(turns):
+        return None
+    # Two laws with constants can meet twice; the meeting nearest the data is the one to tell of.
+    turn = min(turns, key=lambda i: abs(i - len(grid) / 2))
+    return float(np.exp(brentq(gap, grid[turn], grid[turn + 1])))
