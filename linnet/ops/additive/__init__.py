@@ -10,11 +10,15 @@ from linnet.ops import backend
 from linnet.ops.additive import chunked
 from linnet.ops.additive.reference import reference
 from linnet.ops.additive.step import additive_step
-from linnet.ops.documents import check_documents, count_states
+from linnet.ops.arguments import check_matrix_state, check_state
+from linnet.ops.chunks import exact, state_dtype
+from linnet.ops.documents import count_states
 from linnet.ops.folding import fold, unfold
 from linnet.ops.looping import each
 
 __all__ = ["additive_attention", "additive_step"]
+
+OP = "additive_attention"
 
 
 def additive_attention(
@@ -63,9 +67,10 @@ def additive_attention(
     _check(q, k, v, theta, positions, causal, initial_state, cu_seqlens)
     S, z = (None, None) if initial_state is None else initial_state
     if backend.debugging() and not bool((k < torch.inf).all()):
-        raise ValueError("k must hold logits below +inf and no NaN; -inf masks a token")
+        raise ValueError(f"{OP}: k must hold logits below +inf and no NaN; -inf masks a token")
     if backend.use_reference():
-        o, (S, z) = reference(q, k, v, theta, positions, initial_state, scale, causal, cu_seqlens)
+        with exact(q):
+            o, (S, z) = reference(q, k, v, theta, positions, initial_state, scale, causal, cu_seqlens)
     else:
         o, S, z = _forward(q, k, v, theta, positions, S, z, float(scale), causal, cu_seqlens)
     return o, ((S, z) if output_final_state else None)
@@ -77,7 +82,7 @@ def _form(x: Tensor):
     return chunked
 
 
-@torch.library.custom_op("linnet::additive_attention", mutates_args=())
+@torch.library.custom_op("linnet::additive", mutates_args=())
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -90,10 +95,11 @@ def _forward(
     causal: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _form(q).forward(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens)
+    with exact(q):
+        return _form(q).forward(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens)
 
 
-@torch.library.custom_op("linnet::additive_attention_backward", mutates_args=())
+@torch.library.custom_op("linnet::additive_backward", mutates_args=())
 def _backward(
     do: Tensor,
     dS: Tensor,
@@ -110,12 +116,13 @@ def _backward(
     causal: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _form(q).backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens)
+    with exact(q):
+        return _form(q).backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens)
 
 
 @_forward.register_fake
 def _(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens):
-    dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    dtype = state_dtype(q, k, v)
     states, key_dim = count_states(cu_seqlens, q.shape[0]), q.shape[3]
     rows = key_dim if theta is None else 2 * key_dim
     return (
@@ -183,47 +190,48 @@ def _folded(args, in_dims, size, axes):
     return [x if axis is None else fold(x, dim, size, axis) for x, dim, axis in zip(args, in_dims, axes, strict=False)]
 
 
-@register_flop_formula(torch.ops.linnet.additive_attention)
-def _forward_flops(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens, *, out_shape=None, **_) -> int:
-    """Matrix products of the chunked form (2 FLOPs a multiply-add, chunks whole, exponentials free); a chunk is 64."""
-    batch, length, heads, key_dim = q
-    rows, chunk = key_dim * (1 if theta is None else 2), min(chunked.CHUNK, length)
-    inside = 2 * chunk * (rows + v[3]) if causal else 0
-    return batch * length * heads * (inside + 4 * rows * v[3])
+# FLOPs: 2 a multiply-add, matrix products of the chunked form only, in chunks of 64 whatever form runs; the empty half
+# of a chunk's scores is counted because it is computed. Exponentials and rotations are free.
 
 
-@register_flop_formula(torch.ops.linnet.additive_attention_backward)
-def _backward_flops(do, dS, dz, *inputs, out_shape=None, **_) -> int:
-    """Two products for each of the forward; what is computed again is not counted."""
-    *shapes, _, scale, causal, cu_seqlens = inputs
-    return 2 * _forward_flops(*shapes, scale, causal, cu_seqlens)
+def _sizes(q_shape, v_shape, theta_shape, causal) -> tuple[int, int, int, int]:
+    """Pairs of tokens that share a chunk and tokens, both over batch and heads; rows and columns of the state."""
+    B, T, H, K = q_shape
+    full, tail = divmod(T, chunked.CHUNK)
+    pairs = full * chunked.CHUNK**2 + tail**2 if causal else 0
+    return B * H * pairs, B * H * T, K if theta_shape is None else 2 * K, v_shape[-1]
+
+
+@register_flop_formula(torch.ops.linnet.additive)
+def additive_flops(q_shape, k_shape, v_shape, theta_shape, positions, S, z, scale, causal, *_, **__) -> int:
+    """2 C (K + V) + 4 K V a token and head, with K doubled by theta; without causality 4 K V."""
+    pairs, tokens, K, V = _sizes(q_shape, v_shape, theta_shape, causal)
+    return 2 * pairs * (K + V) + 4 * tokens * K * V
+
+
+@register_flop_formula(torch.ops.linnet.additive_backward)
+def additive_backward_flops(
+    do, dS, dz, q_shape, k_shape, v_shape, theta_shape, positions, S, z, S_end, scale, causal, *_, **__
+) -> int:
+    """2 C (3 K + 2 V) + 10 K V a token and head: as in lightning attention; without causality 8 K V."""
+    pairs, tokens, K, V = _sizes(q_shape, v_shape, theta_shape, causal)
+    return 2 * pairs * (3 * K + 2 * V) + (10 if causal else 8) * tokens * K * V
 
 
 def _check(q, k, v, theta, positions, causal, initial_state, cu_seqlens) -> None:
-    if q.ndim != 4 or q.shape != k.shape or v.ndim != 4 or v.shape[:3] != q.shape[:3]:
-        raise ValueError(
-            "additive_attention takes q, k [B, T, H, K] and v [B, T, H, V]; "
-            f"given q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-        )
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not x.is_floating_point():
-            raise ValueError(f"{name} must be floating point; given {x.dtype}")
+    check_matrix_state(OP, q, k, v, None, cu_seqlens)
     batch, length, heads, key_dim = q.shape
-    check_documents(cu_seqlens, batch)
     if theta is not None and tuple(theta.shape) != (heads, key_dim):
-        raise ValueError(f"theta must be [H, K] = [{heads}, {key_dim}]; given {list(theta.shape)}")
+        raise ValueError(f"{OP}: theta must be [H, K] = [{heads}, {key_dim}]; given {list(theta.shape)}")
     if positions is not None and (tuple(positions.shape) != (batch, length) or positions.is_floating_point()):
         raise ValueError(
-            f"positions must be integers [B, T] = [{batch}, {length}]; given {positions.dtype} {list(positions.shape)}"
+            f"{OP}: positions must be integers [B, T] = [{batch}, {length}]; "
+            f"given {positions.dtype} {list(positions.shape)}"
         )
     if initial_state is None:
         return
     if not causal:
-        raise ValueError("initial_state needs causal=True: without causality no token comes before another")
-    S, z = initial_state
-    states, rows = count_states(cu_seqlens, batch), key_dim if theta is None else 2 * key_dim
-    if tuple(S.shape) != (states, heads, rows, v.shape[3]) or tuple(z.shape) != (states, heads, key_dim):
-        raise ValueError(
-            f"initial_state must be (S [{states}, {heads}, {rows}, {v.shape[3]}], z [{states}, {heads}, {key_dim}]); "
-            f"given S {list(S.shape)}, z {list(z.shape)}"
-        )
+        raise ValueError(f"{OP}: initial_state needs causal=True: without causality no token comes before another")
+    states, dtype = count_states(cu_seqlens, batch), state_dtype(q, k, v)
+    check_state(OP, initial_state[0], (states, heads, key_dim * (1 if theta is None else 2), v.shape[3]), dtype)
+    check_state(OP, initial_state[1], (states, heads, key_dim), dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 from linnet.ops.additive import whole
 from linnet.ops.additive.factors import Factors, factorise, fold_keys
 from linnet.ops.additive.turn import Turn
-from linnet.ops.chunks import multiply_add
+from linnet.ops.chunks import multiply_add, state_dtype
 from linnet.ops.documents import count_states, documents
 
 CHUNK = 64
@@ -149,7 +149,7 @@ def _sweep(new, keep, x, reverse=False):
 
 
 def _first_state(q, k, v, theta, S, z, cu_seqlens):
-    dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    dtype = state_dtype(q, k, v)
     if S is not None:
         return S.to(dtype, copy=True), z.to(dtype, copy=True)
     shape = (count_states(cu_seqlens, q.shape[0]), *q.shape[2:])

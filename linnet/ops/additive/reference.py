@@ -1,8 +1,9 @@
-"""Additive decay attention, the definition: token by token, any dtype, differentiated by autograd."""
+"""Additive decay attention, the definition: token by token, differentiated by autograd."""
 
 import torch
 from torch import Tensor
 
+from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import count_states, documents
 
 
@@ -17,7 +18,7 @@ def reference(
     causal: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Paper 003, section 4 (LightNet attention). Shapes as in `additive_attention`; computes in the dtype of q.
+    """Paper 003, section 4 (LightNet attention). Shapes as in `additive_attention`.
 
         z_t = log sum_{s <= t} exp(u_s)                      the running log-sum, per key channel
         k_t = exp(u_t - z_t),  a_t = exp(z_{t-1} - z_t)      k_t = 1 - a_t
@@ -27,21 +28,23 @@ def reference(
     by position in the complex form of LRPE (paper 001, section 4.1), x -> [x cos(t theta), x sin(t theta)].
     """
     batch, length, heads, key_dim = k.shape
+    dtype, out_dtype = state_dtype(q, k, v), v.dtype
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     S = q.new_zeros(count_states(cu_seqlens, batch), heads, key_dim * (1 if theta is None else 2), v.shape[3])
     z = q.new_full((S.shape[0], heads, key_dim), -torch.inf)
     if state is not None:
-        S, z = (x.to(q.dtype) for x in state)
+        S, z = state
     outputs, finals = [], []
     for rows, start, end in documents(cu_seqlens, batch, length):
         if positions is None:
-            at = torch.arange(end - start, device=q.device).expand(q[rows].shape[0] if cu_seqlens is None else 1, -1)
+            at = torch.arange(end - start, device=q.device).expand(batch, -1)
         else:
             at = positions[:, start:end]
         run = _causal if causal else _whole
         o, S_end, z_end = run(q[:, start:end] * scale, k[:, start:end], v[:, start:end], theta, at, S[rows], z[rows])
         outputs.append(o)
         finals.append((S_end, z_end))
-    return torch.cat(outputs, 1), (torch.cat([S for S, _ in finals]), torch.cat([z for _, z in finals]))
+    return torch.cat(outputs, 1).to(out_dtype), (torch.cat([S for S, _ in finals]), torch.cat([z for _, z in finals]))
 
 
 def rotate(x: Tensor, theta: Tensor | None, positions: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from linnet.ops.additive.reference import rotate
+from linnet.ops.chunks import exact
 
 
 def additive_step(
@@ -43,7 +44,8 @@ def additive_step(
     z.copy_(z_next)
     keep = 1 - key if theta is None else (1 - key).repeat(1, 1, 2)
     S.mul_(keep[..., None]).add_(rotate(key, theta, positions)[..., None] * v.to(S.dtype)[..., None, :])
-    o = torch.matmul((rotate(q.to(S.dtype), theta, positions) * scale)[..., None, :], S)
+    with exact(q):
+        o = torch.matmul((rotate(q.to(S.dtype), theta, positions) * scale)[..., None, :], S)
     return o.squeeze(-2).to(v.dtype)
 
 
