@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from linnet.config import Config, ConfigError, digest
 from linnet.data import shards, sources
@@ -67,16 +67,11 @@ class DataConfig(Config):
 
     @field_validator("source", "validation", mode="before")
     @classmethod
-    def _as_list(cls, value: object) -> object:
+    def _as_list(cls, value: object, info: ValidationInfo) -> object:
         value = [value] if isinstance(value, str) else value
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ValueError(f"{value!r} must be a list of paths of files and folders, globs and {sources.STDLIB!r}")
-        return value
-
-    @field_validator("source", mode="before")
-    @classmethod
-    def _as_stdlib(cls, value: object) -> object:
-        return sources.STDLIB if value == [sources.STDLIB] or value == sources.STDLIB else value
+        return sources.STDLIB if info.field_name == "source" and value == [sources.STDLIB] else value
 
     @field_validator("tokenizer", mode="before")
     @classmethod
@@ -158,6 +153,10 @@ def prepare(
         inputs = _read(config, train, held, skipped, progress)
         with shards.new_folder(folder, replace=found) as temporary:
             _build(temporary, name, config, inputs, tokenizer, skipped, progress)
+            if digest(_identity(config, train, held, cache)) != name:
+                raise ConfigError(
+                    ["source: files changed while they were read; run again when they are finished"], "data"
+                )
     except OSError as error:
         problem = f"{cache}: cannot prepare the corpus: {error}; free disk space, or choose another cache folder"
         raise ConfigError([problem], "data") from None

@@ -41,13 +41,14 @@ class Batches:
         if seq_len < 1 or batch_size < 1:
             raise ValueError(f"seq_len {seq_len} and batch_size {batch_size} must be at least 1")
         if len(shards) < seq_len + 1:
-            raise ConfigError([f"seq_len: {seq_len} is too long: {shards.split} has {len(shards)} tokens; "
-                               f"use at most {len(shards) - 1}, or more text"], "data")  # fmt: skip
+            have = f"the {shards.split} split has {len(shards)} tokens"
+            fix = f"use at most {len(shards) - 1}, or more text"
+            raise ConfigError([f"seq_len: {seq_len} is too long: {have}; {fix}"], "data")
         self.shards, self.seq_len, self.batch_size, self.seed = shards, seq_len, batch_size, seed
         self._windows = np.lib.stride_tricks.sliding_window_view(shards.tokens, seq_len + 1)[::seq_len]
         self.windows = self._windows.shape[0]
         self._span = max(1, ORDERED // batch_size)
-        self._first, self._order = -1, np.empty(0, dtype=np.int64)
+        self._block = (-1, np.empty(0, dtype=np.int64))
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
         """The rows of one rank in one step.
@@ -76,12 +77,13 @@ class Batches:
 
     def _ordered(self, step: int) -> np.ndarray:
         # The order of several steps costs as much as that of one; which steps share a block does not change it.
-        first = step // self._span * self._span
-        if first != self._first:
-            samples = np.arange(first * self.batch_size, (first + self._span) * self.batch_size, dtype=np.int64)
-            self._first, self._order = first, shuffled(samples, self.windows, self.seed)
-        offset = (step - first) * self.batch_size
-        return self._order[offset : offset + self.batch_size]
+        number, offset = divmod(step, self._span)
+        block = self._block
+        if block[0] != number:
+            size = self._span * self.batch_size
+            samples = np.arange(number * size, (number + 1) * size, dtype=np.int64)
+            block = self._block = (number, shuffled(samples, self.windows, self.seed))
+        return block[1][offset * self.batch_size : (offset + 1) * self.batch_size]
 
 
 class ValidationBatches(Sequence):

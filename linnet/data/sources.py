@@ -213,11 +213,13 @@ def _read_jsonl(path: Path, text_key: str, problems: list[str]) -> Iterator[byte
 
 def _json_text(line: bytes, text_key: str) -> tuple[bytes | None, str | None]:
     try:
-        values = json.loads(line.decode())
+        values = json.loads(line.decode().rstrip("\r\n"))
     except UnicodeDecodeError as error:
         return None, f"is not UTF-8: byte {error.start} of the line is 0x{line[error.start]:02x}"
-    except (json.JSONDecodeError, RecursionError) as error:
-        return None, f"is not JSON: {error}"
+    except json.JSONDecodeError as error:
+        return None, f"is not JSON: {error.msg} at character {error.pos}"
+    except RecursionError:
+        return None, "is JSON nested too deep to read"
     if not isinstance(values, dict):
         return None, f"is not a JSON object but {type(values).__name__}; write {{{json.dumps(text_key)}: ...}}"
     if text_key not in values:

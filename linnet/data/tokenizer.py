@@ -4,6 +4,7 @@ Every tokenizer has an end-of-document token, which stands after each document o
 document that contains its spelling ("<|endoftext|>") is encoded as ordinary text.
 """
 
+import functools
 import json
 import re
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ import tokenizers
 from pydantic import Field
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from linnet.config import Config, ConfigError
+from linnet.config import Config, ConfigError, digest
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Names under which a tokenizer.json may hold its end-of-document token, the likeliest first.
@@ -115,9 +116,18 @@ class Tokenizer:
         """Token ids of many documents given as valid UTF-8, in the dtype of `token_dtype`."""
         raise NotImplementedError
 
-    def save(self, path: str | Path) -> None:
-        """Writes the file that `load_tokenizer` reads."""
+    def to_json(self) -> str:
+        """What `save` writes."""
         raise NotImplementedError
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file that `load_tokenizer` reads; a tokenizer.json, but for bytes, which need none."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """12 hexadecimal digits that are the same for tokenizers with the same tokens and rules."""
+        return digest(json.loads(self.to_json()))
 
 
 class ByteTokenizer(Tokenizer):
@@ -142,8 +152,8 @@ class ByteTokenizer(Tokenizer):
     def encode_documents(self, documents: list[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(document, dtype=np.uint8) for document in documents]
 
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text('{"linnet": {"kind": "byte"}}\n', encoding="utf-8")
+    def to_json(self) -> str:
+        return '{"linnet": {"kind": "byte"}}'
 
 
 class FileTokenizer(Tokenizer):
@@ -187,13 +197,13 @@ class FileTokenizer(Tokenizer):
         texts = [document.decode() for document in documents]
         return [np.concatenate([np.asarray(piece, dtype=dtype) for piece in pieces]) for pieces in self._encode(texts)]
 
-    def save(self, path: str | Path) -> None:
-        """Writes a tokenizer.json; other libraries read it too, unless its end of document has to be noted in it."""
+    def to_json(self) -> str:
+        # Other programs read this too, unless it has to note which of its tokens is the end of a document.
         values = json.loads(self._inner.to_str())
         known = [token for token in COMMON_ENDS if self._inner.token_to_id(token) is not None]
         if self._end not in known[:1]:
             values["linnet"] = {"end_of_document": self._end}
-        Path(path).write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
+        return json.dumps(values, ensure_ascii=False)
 
     def _encode(self, texts: list[str]) -> list[list[list[int]]]:
         # Long documents go in pieces: the library works on them in parallel and holds some hundred bytes a token.

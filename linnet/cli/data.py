@@ -1,0 +1,135 @@
+"""`linnet data`: prepare a corpus and say what is in it."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from linnet.config import parse
+
+SAMPLE = 200  # tokens shown
+
+
+def data(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH",
+            help="Text files, JSONL (.jsonl), Parquet, folders of them, globs in quotes, or [bold]stdlib[/]: the "
+            "source text of the Python standard library.",
+        ),
+    ],
+    tokenizer: Annotated[
+        str, typer.Option(help="byte, bpe:4096 (learned from the text, any size), or the path of a tokenizer.json.")
+    ] = "byte",
+    out: Annotated[Path, typer.Option(help="Folder of prepared corpora; each gets a subfolder.")] = Path("runs/cache"),
+    validation: Annotated[
+        list[str] | None, typer.Option(help="Held-out text: a path or glob; may be given again.", show_default=False)
+    ] = None,
+    validation_fraction: Annotated[
+        float, typer.Option(help="Share of the text to hold out, by document, if no --validation is given.")
+    ] = 0.02,
+    text_key: Annotated[str, typer.Option(help="Key (JSONL) or column (Parquet) that holds the text.")] = "text",
+    max_bytes: Annotated[
+        int | None, typer.Option(help="Use about this many bytes, of documents in random order.", show_default="all")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Key of the choice of documents; not of the order of training.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Prepare text for training, once, and show what is in it.
+
+    Holds some of the text out, turns all into tokens on disk, and says what is there.
+    Run again, it finds the corpus, checks it, and makes it again if it is damaged.
+
+    Example: [bold]linnet data "books/*.txt" --tokenizer bpe:4096[/]
+    """
+    from linnet.data import CorpusDamaged, DataConfig, prepare
+
+    values = {"source": paths, "tokenizer": tokenizer, "validation": validation or [], "text_key": text_key}
+    values |= {"validation_fraction": validation_fraction, "max_bytes": max_bytes, "seed": seed}
+    config = parse(DataConfig, values, "command line")
+    errors = Console(stderr=True, soft_wrap=True)
+    with _Bar(errors) as bar:
+        try:
+            corpus = prepare(config, out, progress=bar)
+        except CorpusDamaged as damage:
+            for problem in damage.problems:
+                found = escape(problem.partition(";")[0])
+                errors.print(f"[bold yellow]damaged[/] {found}; making it again", highlight=False)
+            corpus = prepare(config, out, rebuild=True, progress=bar)
+    sample = corpus.tokenizer.decode(corpus.train[:SAMPLE])
+    if as_json:
+        typer.echo(json.dumps(_summary(corpus, sample), indent=1))
+    else:
+        _show(corpus, sample)
+
+
+class _Bar(Progress):
+    """A progress bar that is called with what is being done, and bytes done and in all."""
+
+    def __init__(self, console: Console):
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._doing: tuple | None = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self._doing is None or self._doing[0] != what:
+            self._doing = (what, self.add_task(what, total=total))
+        self.update(self._doing[1], completed=done, total=total)
+
+
+def _summary(corpus, sample: str) -> dict:
+    splits = {}
+    for name in ("train", "validation"):
+        shards = corpus.split(name)
+        splits[name] = {"documents": shards.documents, "bytes": shards.bytes, "tokens": len(shards)}
+        splits[name] |= {"bytes_per_token": corpus.bytes_per_token(name), "unknown_tokens": shards.unknown}
+    metadata = corpus.metadata
+    return {
+        "folder": str(corpus.folder),
+        "digest": corpus.digest,
+        "tokenizer": corpus.tokenizer.name,
+        "vocab_size": corpus.vocab_size,
+        "split": metadata["split"],
+        "splits": splits,
+        "copies_left_out": metadata["copies_left_out"],
+        "skipped": metadata["skipped"],
+        "skipped_files": metadata["skipped_files"],
+        "sample": sample,
+    }
+
+
+def _show(corpus, sample: str) -> None:
+    console, summary = Console(soft_wrap=True), _summary(corpus, sample)
+    table = Table("split", box=None)
+    for name in ("documents", "bytes", "tokens", "bytes/token"):
+        table.add_column(name, justify="right")
+    for name, found in summary["splits"].items():
+        counts = [f"{found[key]:,}" for key in ("documents", "bytes", "tokens")]
+        table.add_row(name, *counts, f"{found['bytes_per_token']:.3f}")
+    console.print(table)
+    tokenizer = f"tokenizer {escape(corpus.tokenizer.name)}, {corpus.vocab_size:,} tokens"
+    console.print(f"{tokenizer}; {_HELD_OUT[summary['split']]}")
+    unknown = sum(found["unknown_tokens"] for found in summary["splits"].values())
+    if unknown:
+        console.print(f"[yellow]{unknown:,} tokens stand for text that the tokenizer cannot express[/]")
+        console.print("[yellow]so bits per byte will look better than they are[/]")
+    if summary["copies_left_out"]:
+        console.print(f"{summary['copies_left_out']:,} copies of held-out documents are left out of training")
+    if summary["skipped"]:
+        console.print(f"{summary['skipped']:,} files skipped, for example {escape(summary['skipped_files'][0])}")
+    console.print(f"in {escape(str(corpus.folder))}")
+    console.rule("how it starts", align="left")
+    console.print(sample, markup=False, highlight=False)
+
+
+_HELD_OUT = {
+    "documents": "held out by document",
+    "tails": "held out: the end of each document, because there are few or very uneven ones",
+    "given": "held out: the text given with --validation",
+}

@@ -1,0 +1,72 @@
+"""`linnet data`: prepares, shows, mends, and says what is wrong."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from linnet.cli import app
+
+
+@pytest.fixture
+def call(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number:02d}.txt").write_text(f"document {number} says [hello] to the next one\n" * 5)
+    (folder / "logo.bin").write_bytes(b"\0\1")
+
+    def run(*arguments: str):
+        return CliRunner().invoke(app, ["data", *arguments, "--out", str(tmp_path / "cache")])
+
+    run.folder, run.cache = str(folder), tmp_path / "cache"
+    return run
+
+
+def test_json_is_complete(call):
+    found = json.loads(call(call.folder, "--tokenizer", "bpe:280", "--json").stdout)
+    assert (found["tokenizer"], found["vocab_size"], found["split"]) == ("bpe:280", 280, "documents")
+    splits = found["splits"].values()
+    assert sum(split["documents"] for split in splits) == 40
+    assert sum(split["bytes"] for split in splits) == sum(
+        path.stat().st_size for path in (call.cache.parent / "texts").glob("*.txt")
+    )
+    for split in splits:
+        assert split["bytes_per_token"] == split["bytes"] / split["tokens"] > 1.3
+    assert found["skipped"] == 1 and "logo.bin: is binary" in found["skipped_files"][0]
+    assert found["sample"].startswith("document ") and call.cache / found["digest"] == call.cache / found["folder"]
+
+
+def test_what_a_person_sees(call):
+    result = call(call.folder)
+    assert result.exit_code == 0
+    for part in (
+        "train",
+        "validation",
+        "tokenizer byte, 256 tokens; held out by document",
+        "1 files skipped",
+        "says [hello]",
+    ):
+        assert part in result.stdout
+
+
+def test_damage_is_said_and_mended(call):
+    folder = call.cache / json.loads(call(call.folder, "--json").stdout)["digest"]
+    content = (folder / "train.bin").read_bytes()
+    (folder / "train.bin").write_bytes(content[:-3])
+    result = call(call.folder, "--json")
+    assert result.exit_code == 0 and "damaged" in result.stderr
+    assert "train.bin: is truncated" in result.stderr.replace("\n", " ")
+    assert (folder / "train.bin").read_bytes() == content and json.loads(result.stdout)
+
+
+def test_bad_input_is_listed_with_exit_code_2(call):
+    result = call("missing.txt", "none/*.txt", "--validation", "nothing")
+    assert result.exit_code == 2 and result.stderr.count("  - ") == 3 and not call.cache.exists()
+    result = call(call.folder, "--tokenizer", "words", "--validation-fraction", "0")
+    assert result.exit_code == 2 and result.stderr.count("  - ") == 2
+
+
+def test_help_teaches(call):
+    result = CliRunner().invoke(app, ["data", "--help"])
+    assert result.exit_code == 0 and "Example" in result.stdout and "--tokenizer" in result.stdout

@@ -1,0 +1,166 @@
+"""Sources: what is read, in which order, and what is said about what cannot be read."""
+
+import builtins
+import json
+import os
+import sys
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from linnet.data import sources
+from linnet.data.sources import find_files, fingerprints, read_documents
+
+
+def read(source, text_key="text"):
+    """Documents, problems and skipped files of a source."""
+    problems, skipped, documents = [], [], []
+    for file in find_files(source, "source", problems, skipped):
+        documents += read_documents(file, text_key, problems if file.named else skipped)
+    return documents, problems, skipped
+
+
+def test_stdlib_is_the_library_and_nothing_else():
+    problems, skipped = [], []
+    files = find_files("stdlib", "source", problems, skipped)
+    names = [file.path.relative_to(sources.stdlib_folder()).as_posix() for file in files]
+    assert not problems and names == sorted(names)
+    assert {"ast.py", "json/decoder.py", "asyncio/events.py"} <= set(names)
+    assert not [name for name in names if "site-packages" in name or "/test" in name or not name.endswith(".py")]
+    assert sum(file.path.stat().st_size for file in files) > 5_000_000
+
+
+def test_files_folders_and_globs_in_order_and_once(tmp_path, monkeypatch):
+    for name in ("b.txt", "a/z.md", "a/y.txt", "c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"text of {name}")
+    for name in (".hidden", "__pycache__/x.txt"):
+        (tmp_path / "a" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "a" / name).write_text("not this")
+    monkeypatch.chdir(tmp_path)
+    expected = [f"text of {name}".encode() for name in ("c.txt", "a/y.txt", "a/z.md", "b.txt")]
+    assert read(["c.txt", "a", "*.txt", str(tmp_path / "a" / "*")]) == (expected, [], [])
+    assert read(["**/y.txt"])[0] == [b"text of a/y.txt"]
+    (tmp_path / "odd[1].txt").write_text("brackets")
+    assert read(["odd[1].txt"])[0] == [b"brackets"]
+
+
+def test_a_folder_skips_what_is_not_text_and_says_so(tmp_path):
+    (tmp_path / "good.txt").write_text("good")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "latin.txt").write_bytes(b"a" * sources.SNIFF + b"caf\xe9")
+    documents, problems, skipped = read([str(tmp_path)])
+    assert (documents, problems) == ([b"good"], [])
+    assert [line.split(str(tmp_path) + os.sep)[1][:22] for line in skipped] == [
+        "empty.txt: is empty",
+        "picture.png: is binary",
+        "latin.txt: is not UTF-",
+    ]
+
+
+def test_all_that_is_wrong_with_named_files_is_said(tmp_path):
+    contents = {
+        "empty.txt": b"",
+        "binary.txt": b"ab\0c",
+        "latin.txt": b"caf\xe9",
+        "wide.txt": "wide".encode("utf-16"),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "folder").mkdir()
+    names = [*contents, "folder", "missing.txt", "*.none"]
+    documents, problems, _ = read([str(tmp_path / name) for name in names])
+    text = "\n".join(problems)
+    assert documents == [] and len(problems) == len(names)
+    for message in (
+        "empty.txt' is an empty file",
+        "binary.txt: is binary: byte 2 is NUL",
+        "latin.txt: is not UTF-8: byte 3 is 0xe9; convert it",
+        "wide.txt: is UTF-16",
+        "folder' is a folder without text",
+        "missing.txt' does not exist",
+        "*.none' matches no files",
+    ):
+        assert message in text
+    assert read([str(tmp_path / "e*.txt")])[1][0].endswith("which is an empty file; leave it out or give one with text")
+    assert "is an empty list" in read([])[1][0]
+
+
+def test_jsonl(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    rows = [{"text": "one\ntwo"}, {"text": ""}, {"text": "café", "more": 1}]
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n", encoding="utf-8")
+    assert read([str(path)]) == ([b"one\ntwo", "café".encode()], [], [])
+    assert read([str(tmp_path)])[0] == [b"one\ntwo", "café".encode()]
+    _, problems, _ = read([str(path)], "txt")
+    assert problems == [f"{path}: line {n}: has no key 'txt'; set text_key (did you mean 'text'?)" for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "cut', "line 2: is not JSON: Unterminated string"),
+        (b"[1]", "line 2: is not a JSON object but list"),
+        (b'{"text": 3}', "line 2: the value of 'text' is int, not text"),
+        (b'{"text": "a\\u0000"}', "line 2: the value of 'text' holds NUL at character 1"),
+        (b'{"text": "\\ud800"}', "line 2: the value of 'text' holds half of a surrogate pair"),
+        (b'{"text": "\xff"}', "line 2: is not UTF-8: byte 10 of the line is 0xff"),
+    ],
+)
+def test_bad_jsonl_lines_are_named(tmp_path, line, message):
+    path = tmp_path / "texts.jsonl"
+    path.write_bytes(b'{"text": "good"}\n' + line + b"\n")
+    documents, problems, _ = read([str(path)])
+    assert documents == [b"good"] and len(problems) == 1
+    assert problems[0].startswith(f"{path}: {message}")
+
+
+def test_many_bad_lines_are_counted(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text("no\n" * 1000)
+    _, problems, _ = read([str(path)])
+    assert len(problems) == sources.REPORTED + 1 and problems[-1].endswith("and 995 more bad lines of 1000")
+
+
+def test_parquet(tmp_path):
+    path = tmp_path / "texts.parquet"
+    texts = [f"text {number} é" for number in range(3000)]
+    table = pa.table({"body": pa.array([*texts, None, ""], pa.large_string()), "id": list(range(3002))})
+    parquet.write_table(table, path, row_group_size=500)
+    assert read([str(path)], "body") == ([text.encode() for text in texts], [], [])
+    assert "has no column 'boddy'; set text_key (did you mean 'body'?)" in read([str(path)], "boddy")[1][0]
+    assert "row 0: column 'id' is int, not text" in read([str(path)], "id")[1][0]
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "is not a readable Parquet file" in read([str(path)], "body")[1][0]
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "texts.parquet").write_bytes(b"PAR1")
+    original = builtins.__import__
+
+    def without(name, *rest):
+        if name.startswith("pyarrow"):
+            raise ImportError(name)
+        return original(name, *rest)
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pyarrow"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert "pip install 'linnet[data]'" in read([str(tmp_path / "texts.parquet")])[1][0]
+
+
+def test_fingerprints_of_large_files_are_remembered_until_they_change(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LARGE", 4)
+    monkeypatch.setattr(sources, "SETTLED", -1.0)
+    path, cache = tmp_path / "text.txt", tmp_path / "cache"
+    path.write_text("first")
+    files = find_files([str(path)], "source", [], [])
+    first = fingerprints(files, cache)
+    monkeypatch.setattr(sources, "fingerprint", lambda path: "read again")
+    assert fingerprints(files, cache) == first
+    path.write_text("other")
+    assert fingerprints(files, cache) == ["read again"]
+    (cache / "fingerprints.json").write_text("broken")
+    assert fingerprints(files, cache) == ["read again"]

@@ -1,0 +1,160 @@
+"""Tokenizers: exact round trips, exact byte counts, an end of document that text never produces."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from linnet.config import ConfigError
+from linnet.data import ByteTokenizer, FileTokenizer, load_tokenizer, tokenizer, train_bpe
+
+TEXTS = [
+    "the cat sat on the mat, and the cat's hat sat there\n" * 3,
+    "naïve café 日本語 😀\n\n  def f(x):\n    return x\n" * 3,
+]
+TRICKY = "a <|endoftext|> b\r\n\t  \u00a0x 日本 😀 can't 123"
+unicode_text = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=60)
+
+
+@pytest.fixture(scope="module")
+def bpe() -> FileTokenizer:
+    return train_bpe(TEXTS, 300)
+
+
+def word_level(extra: dict[str, int] | None = None) -> tokenizers.Tokenizer:
+    vocab = {"<unk>": 0, "the": 1, "cat": 2, **({"</s>": 3} if extra is None else extra)}
+    inner = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return inner
+
+
+@given(unicode_text)
+def test_bytes_round_trip(text):
+    found = ByteTokenizer()
+    ids = found.encode(text)
+    assert ids.tolist() == list(text.encode())
+    assert found.decode(ids) == text
+    assert found.byte_lengths[ids].sum() == len(text.encode())
+
+
+def test_bytes_refuse_the_end_of_document_in_text_and_leave_it_out_of_what_they_decode():
+    with pytest.raises(ValueError, match="character 1 is NUL"):
+        ByteTokenizer().encode("a\0b")
+    assert ByteTokenizer().decode([104, 105, 0, 33]) == "hi!"
+    assert ByteTokenizer().decode([0xC3]) == "\ufffd"
+
+
+@given(unicode_text)
+@settings(deadline=None)
+def test_bpe_round_trip_and_exact_byte_lengths(bpe, text):
+    ids = bpe.encode(text)
+    assert bpe.decode(ids) == text
+    assert bpe.byte_lengths[ids].sum() == len(text.encode())
+    assert (ids != bpe.end_of_document).all()
+
+
+def test_bpe_has_exactly_the_size_asked_for_and_starts_with_the_end_of_document(bpe):
+    assert bpe.vocab_size == 300 and bpe.end_of_document == 0 and bpe.name == "bpe:300"
+    assert bpe.byte_lengths.shape == (300,) and bpe.byte_lengths[0] == 0 and bpe.byte_lengths.max() > 1
+    assert bpe.decode([0]) == ""
+    assert len(bpe.encode(TEXTS[0])) < len(TEXTS[0]) / 1.5
+
+
+def test_the_end_of_document_spelled_out_is_text(bpe):
+    assert bpe.decode(bpe.encode(TRICKY)) == TRICKY
+
+
+def test_bpe_does_not_depend_on_the_order_of_documents(bpe):
+    assert train_bpe(TEXTS[::-1], 300).digest == bpe.digest
+    assert train_bpe(TEXTS, 290).digest != bpe.digest
+
+
+def test_bpe_of_too_little_text_says_how_many_tokens_there_are():
+    with pytest.raises(ConfigError, match=r"vocab_size: 5000 is too large: .* only 26\d tokens; use at most 26\d"):
+        train_bpe(["aaa bbb aaa bbb abab"], 5000)
+
+
+def test_long_documents_in_pieces_give_the_same_tokens(bpe, monkeypatch):
+    text = (TRICKY + "\n\n\n   " + TEXTS[1]) * 5
+    whole = bpe.encode(text)
+    monkeypatch.setattr(tokenizer, "PIECE", 10)
+    assert len(tokenizer._pieces(text)) > 20
+    assert np.array_equal(bpe.encode(text), whole)
+    assert np.array_equal(bpe.encode_documents([text.encode()])[0], whole)
+
+
+def test_encode_documents_agrees_with_encode(bpe):
+    for found in (bpe, ByteTokenizer()):
+        for text, ids in zip(TEXTS, found.encode_documents([text.encode() for text in TEXTS]), strict=True):
+            assert ids.dtype == tokenizer.token_dtype(found.vocab_size)
+            assert np.array_equal(ids, found.encode(text))
+
+
+def test_save_and_load(bpe, tmp_path):
+    for found in (bpe, ByteTokenizer(), FileTokenizer(word_level({"</s>": 3, "<stop>": 4}), "<stop>")):
+        found.save(tmp_path / "tokenizer.json")
+        again = load_tokenizer(tmp_path / "tokenizer.json")
+        assert type(again) is type(found) and again.digest == found.digest
+        assert (again.vocab_size, again.end_of_document) == (found.vocab_size, found.end_of_document)
+        assert np.array_equal(again.encode("the cat"), found.encode("the cat"))
+    bpe.save(tmp_path / "tokenizer.json")
+    other_program = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert other_program.encode(TEXTS[1]).ids == bpe.encode(TEXTS[1]).tolist()
+
+
+def test_a_file_is_used_without_what_it_adds_or_cuts():
+    inner = word_level()
+    inner.enable_truncation(2)
+    inner.enable_padding(length=8)
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="</s> $A </s>", special_tokens=[("</s>", 3)])
+    found = FileTokenizer(inner)
+    assert found.encode("the cat the dog").tolist() == [1, 2, 1, 0]
+    assert (found.end_of_document, found.unknown, found.vocab_size) == (3, 0, 4)
+    assert found.byte_lengths is None  # words do not say what stood between them
+
+
+@pytest.mark.parametrize("change", ["normalizer", "prefix", "alphabet"])
+def test_byte_lengths_are_not_claimed_where_they_would_be_wrong(bpe, change):
+    inner = tokenizers.Tokenizer.from_str(bpe.to_json())
+    if change == "normalizer":
+        inner.normalizer = normalizers.NFKC()
+    elif change == "prefix":
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    else:
+        inner = tokenizers.Tokenizer(models.BPE({"<|endoftext|>": 0, "a": 1, "b": 2}, []))
+        inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    assert FileTokenizer(inner).byte_lengths is None
+
+
+def test_special_tokens_of_a_file_stand_for_no_bytes(bpe):
+    inner = tokenizers.Tokenizer.from_str(bpe.to_json())
+    inner.add_special_tokens(["<pad>"])
+    inner.add_tokens(["héllo"])
+    found = FileTokenizer(inner)
+    assert found.byte_lengths[300:].tolist() == [0, 6]
+    assert found.byte_lengths[found.encode("say héllo <pad>")].sum() == len("say héllo <pad>".encode())
+
+
+def test_bad_tokenizer_files_are_named(tmp_path):
+    cases = {
+        "missing.json": (None, "cannot be read: No such file"),
+        "broken.json": ("{", "is not JSON"),
+        "other.json": ('{"a": 1}', "is not a tokenizer.json"),
+        "list.json": ("[]", "is not a tokenizer.json"),
+        "endless.json": (word_level({}).to_str(), "no end-of-document token .*name one with end_of_document"),
+    }
+    for name, (text, message) in cases.items():
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=f"{name}: .*{message}"):
+            load_tokenizer(tmp_path / name)
+    with pytest.raises(ConfigError, match="no end-of-document token <eod>"):
+        load_tokenizer(tmp_path / "endless.json", "<eod>")
+    assert load_tokenizer(tmp_path / "endless.json", "cat").end_of_document == 2
+    assert json.loads(load_tokenizer(tmp_path / "endless.json", "cat").to_json())["linnet"] == {
+        "end_of_document": "cat"
+    }
