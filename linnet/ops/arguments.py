@@ -20,7 +20,9 @@ def check_matrix_state(
     if not all(x.is_floating_point() for x in (q, k, v)):
         raise ValueError(f"{op}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; give floating-point tensors")
     check_documents(cu_seqlens, q.shape[0])
-    check_state(op, initial_state, (count_states(cu_seqlens, q.shape[0]), *q.shape[2:], v.shape[-1]), state_dtype(q, k, v))
+    check_state(
+        op, initial_state, (count_states(cu_seqlens, q.shape[0]), *q.shape[2:], v.shape[-1]), state_dtype(q, k, v)
+    )
 
 
 def check_state(op: str, state: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -35,4 +37,6 @@ def check_decay_values(op: str, log_decay: Tensor | None) -> None:
     """For `linnet.ops.debug()`: raises ValueError if a log-decay is NaN or above 0. Waits for the device."""
     if log_decay is not None and not bool((log_decay <= 0).all()):
         worst = log_decay.detach().nan_to_num(nan=float("inf")).max().item()
-        raise ValueError(f"{op}: log_decay must be at most 0 and not NaN, but reaches {worst}; give the log of a decay in (0, 1]")
+        raise ValueError(
+            f"{op}: log_decay must be at most 0 and not NaN, but reaches {worst}; give the log of a decay in (0, 1]"
+        )

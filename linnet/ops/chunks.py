@@ -38,6 +38,12 @@ def pieces(length: int, chunk: int, elements_per_token: int) -> list[Piece]:
     return cut + [Piece(full * chunk, 1, tail)] if tail else cut
 
 
+def count_pairs(length: int, chunk: int) -> int:
+    """Pairs of tokens that share a chunk: the scores of one head, computed or masked."""
+    full, tail = divmod(length, chunk)
+    return full * chunk**2 + tail**2
+
+
 def gather(x: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
     """The piece of x [B, T, H, D] as a fresh contiguous [count, B, H, size, D], which the caller may overwrite."""
     view = x[:, piece.start : piece.end].unflatten(1, (piece.count, piece.size)).permute(1, 0, 3, 2, 4)
@@ -45,8 +51,10 @@ def gather(x: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
 
 
 def scatter(out: Tensor, piece: Piece, value: Tensor) -> None:
-    """Writes value [count, B, H, size, D] to its place in out [B, T, H, D]."""
-    out[:, piece.start : piece.end].unflatten(1, (piece.count, piece.size)).permute(1, 0, 3, 2, 4).copy_(value)
+    """Writes value [count, B, H, size or more, D] to its place in out [B, T, H, D], without what pads its chunks."""
+    out[:, piece.start : piece.end].unflatten(1, (piece.count, piece.size)).permute(1, 0, 3, 2, 4).copy_(
+        value[..., : piece.size, :]
+    )
 
 
 def multiply_add(total: Tensor, x: Tensor, y: Tensor) -> None:
@@ -78,9 +86,9 @@ def carry(update: Tensor, decay: Tensor | None, state: Tensor, reverse: bool = F
     return found
 
 
-def start_states(initial: Tensor | None, q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def start_states(initial: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """A copy of the initial states [N, H, K, V] to carry along, or zeros."""
-    dtype = state_dtype(q, v)
+    dtype = state_dtype(q, k, v)
     if initial is not None:
         return initial.to(dtype, copy=True, memory_format=torch.contiguous_format)
     B, _, H, K = q.shape

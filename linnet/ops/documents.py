@@ -21,7 +21,9 @@ def check_documents(cu_seqlens: Tensor | None, batch: int) -> None:
             "give int32 [N+1]: the start of each of N documents, then the total length"
         )
     if batch != 1:
-        raise ValueError(f"cu_seqlens packs documents into one sequence, but the batch is {batch}; reshape it to [1, B*T, ...]")
+        raise ValueError(
+            f"cu_seqlens packs documents into one sequence, but the batch is {batch}; reshape it to [1, B*T, ...]"
+        )
 
 
 def count_states(cu_seqlens: Tensor | None, batch: int) -> int:

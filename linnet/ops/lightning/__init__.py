@@ -8,7 +8,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
 from linnet.ops.arguments import check_decay_values, check_matrix_state
-from linnet.ops.chunks import exact, state_dtype
+from linnet.ops.chunks import count_pairs, exact, state_dtype
 from linnet.ops.documents import count_states
 from linnet.ops.folding import fold, unfold
 from linnet.ops.lightning import chunked
@@ -95,7 +95,11 @@ def lightning_backward(
 
 
 def _form(q: Tensor):
-    return importlib.import_module("linnet.ops.lightning.triton") if backend.use_triton("lightning", q.is_cuda) else chunked
+    return (
+        importlib.import_module("linnet.ops.lightning.triton")
+        if backend.use_triton("lightning", q.is_cuda)
+        else chunked
+    )
 
 
 @lightning.register_fake
@@ -121,26 +125,28 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, do, dfinal):
-    q, k, v, log_decay, initial_state, cu_seqlens = ctx.saved_tensors
+    v, initial_state = ctx.saved_tensors[2], ctx.saved_tensors[4]
     do = torch.zeros_like(v) if do is None else do
-    dq, dk, dv, dinitial = lightning_backward(
-        q, k, v, log_decay, initial_state, cu_seqlens, ctx.scale, do, dfinal
-    )
-    return dq, dk, dv, None, None if initial_state is None else dinitial, None, None
+    *grads, dinitial = lightning_backward(*ctx.saved_tensors, ctx.scale, do, dfinal)
+    return *grads, None, None if initial_state is None else dinitial, None, None
 
 
 lightning.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], int]:
-    """Folds the models into the batch, or into the heads where decays differ by model or documents are packed (B = 1)."""
-    q, k, v, log_decay, initial_state, cu_seqlens, *grads = tensors
+# Under vmap the models fold into the batch; where decays differ by model, or documents are packed (B = 1), into the heads.
+_BATCH_AXES = (0, 0, 0, None, 0, None, 0, 0)
+_HEAD_AXES = (2, 2, 2, 0, 1, None, 2, 1)
+
+
+def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], bool]:
+    """q, k, v, log_decay, initial_state, cu_seqlens and perhaps do, dfinal of all models as those of one."""
     if dims[5] is not None:
         raise ValueError("vmap over lightning_attention: cu_seqlens must be the same for all models")
-    heads = dims[3] is not None or cu_seqlens is not None
-    axes = (2, 2, 2, 0, 1, None, 2, 1) if heads else (0, 0, 0, None, 0, None, 0, 0)
+    heads = dims[3] is not None or tensors[5] is not None
     folded = [
-        x if axis is None else fold(x, dim, size, axis) for x, dim, axis in zip(tensors, dims, axes, strict=False)
+        x if axis is None else fold(x, dim, size, axis)
+        for x, dim, axis in zip(tensors, dims, _HEAD_AXES if heads else _BATCH_AXES, strict=False)
     ]
     return folded, heads
 
@@ -148,40 +154,32 @@ def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], 
 @lightning.register_vmap
 def _(info, in_dims, *arguments):
     tensors, heads = _fold(info.batch_size, in_dims[:6], arguments[:6])
-    o, final = lightning(*tensors, arguments[6])
     axes = (2, 1) if heads else (0, 0)
-    return tuple(unfold(x, info.batch_size, axis) for x, axis in zip((o, final), axes, strict=True)), axes
+    outputs = lightning(*tensors, arguments[6])
+    return tuple(unfold(x, info.batch_size, axis) for x, axis in zip(outputs, axes, strict=True)), axes
 
 
 @lightning_backward.register_vmap
 def _(info, in_dims, *arguments):
-    *tensors, do, dfinal = arguments[:6] + arguments[7:]
-    tensors, heads = _fold(info.batch_size, in_dims[:6] + in_dims[7:], (*tensors, do, dfinal))
-    grads = lightning_backward(*tensors[:6], arguments[6], *tensors[6:])
+    tensors, heads = _fold(info.batch_size, in_dims[:6] + in_dims[7:], arguments[:6] + arguments[7:])
     axes = (2, 2, 2, 1) if heads else (0, 0, 0, 0)
+    grads = lightning_backward(*tensors[:6], arguments[6], *tensors[6:])
     return tuple(unfold(x, info.batch_size, axis) for x, axis in zip(grads, axes, strict=True)), axes
 
 
-# FLOPs: 2 a multiply-add, matrix products of the chunked form only, in chunks of 64 whatever form runs; the empty half
-# of a chunk's scores is counted because it is computed.
-
-
-def _score_pairs(q_shape) -> int:
-    """Pairs of tokens that share a chunk, over batch and heads."""
-    B, T, H, _ = q_shape
-    full, tail = divmod(T, chunked.CHUNK)
-    return B * H * (full * chunked.CHUNK**2 + tail**2)
+# FLOPs: 2 a multiply-add, in chunks of 64 whatever form runs, matrix products only; the masked half of a chunk's scores
+# is computed, and so counted.
 
 
 @register_flop_formula(torch.ops.linnet.lightning)
 def lightning_flops(q_shape, k_shape, v_shape, *_, **__) -> int:
-    """2 C (K + V) + 4 K V a token and head (paper 000, A.1: 4 n B d and the products with the state)."""
+    """2 C (K + V) + 4 K V a token and head: scores, scores with v, the state's update and use."""
     (B, T, H, K), V = q_shape, v_shape[-1]
-    return 2 * _score_pairs(q_shape) * (K + V) + 4 * B * T * H * K * V
+    return B * H * (count_pairs(T, chunked.CHUNK) * 2 * (K + V) + 4 * T * K * V)
 
 
 @register_flop_formula(torch.ops.linnet.lightning_backward)
 def lightning_backward_flops(q_shape, k_shape, v_shape, *_, **__) -> int:
-    """2 C (3 K + 2 V) + 10 K V a token and head: two score products, three from them, five with states."""
+    """2 C (3 K + 2 V) + 10 K V a token and head: two scores, three products with them, five with states."""
     (B, T, H, K), V = q_shape, v_shape[-1]
-    return 2 * _score_pairs(q_shape) * (3 * K + 2 * V) + 10 * B * T * H * K * V
+    return B * H * (count_pairs(T, chunked.CHUNK) * 2 * (3 * K + 2 * V) + 10 * T * K * V)

@@ -36,7 +36,7 @@ def lightning_forward(
     """o [B, T, H, V] and the final state [N, H, K, V]; arguments as `lightning_attention`."""
     B, T, H, _ = q.shape
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
-    final = start_states(initial_state, q, v, cu_seqlens)
+    final = start_states(initial_state, q, k, v, cu_seqlens)
     decay = Decay(log_decay, H, final)
     for rows, start, end in documents(cu_seqlens, B, T):
         span = slice(start, end)
@@ -58,8 +58,8 @@ def lightning_backward(
     """Gradients of q, k, v and of the initial state (given or not), from those of o and of the final state."""
     B, T, H, _ = q.shape
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    state = start_states(initial_state, q, v, cu_seqlens)
-    dstate = start_states(dfinal, q, v, cu_seqlens)
+    state = start_states(initial_state, q, k, v, cu_seqlens)
+    dstate = start_states(dfinal, q, k, v, cu_seqlens)
     decay = Decay(log_decay, H, state)
     for rows, start, end in documents(cu_seqlens, B, T):
         inputs = [x[:, start:end] for x in (q, k, v, do)]
@@ -107,7 +107,7 @@ def _forward_span(q, k, v, decay: Decay, scale: float, state, o) -> None:
         q_nBHCK, k_nBHCK, v_nBHCV = (gather(x, piece, state.dtype) for x in (q, k, v))
         q_nBHCK.mul_(scale)
         o_nBHCV = decay.mask_(q_nBHCK @ k_nBHCK.mT) @ v_nBHCV
-        entries_nBHKV = carry(decay.until_end_(k_nBHCK).mT @ v_nBHCV, decay.whole(piece.size), state)
+        entries_nBHKV = _entries(decay.until_end_(k_nBHCK), v_nBHCV, decay, state)
         multiply_add(o_nBHCV, decay.since_start_(q_nBHCK), entries_nBHKV)
         scatter(o, piece, o_nBHCV)
 
@@ -116,9 +116,9 @@ def _backward_span(q, k, v, do, decay: Decay, scale: float, state, dstate, dq, d
     """Fills dq, dk, dv, and moves dstate [B, H, K, V] in place from the final to the initial state."""
     cut = _pieces(q, v)
     entries = []
-    for piece in cut:
+    for piece in cut[:-1]:
         k_nBHCK, v_nBHCV = (gather(x, piece, state.dtype) for x in (k, v))
-        entries.append(carry(decay.until_end_(k_nBHCK).mT @ v_nBHCV, decay.whole(piece.size), state))
+        entries.append(_entries(decay.until_end_(k_nBHCK), v_nBHCV, decay, state))
     for piece in reversed(cut):
         q_nBHCK, k_nBHCK, v_nBHCV, do_nBHCV = (gather(x, piece, state.dtype) for x in (q, k, v, do))
         do_nBHCV.mul_(scale)
@@ -127,13 +127,23 @@ def _backward_span(q, k, v, do, decay: Decay, scale: float, state, dstate, dq, d
         dq_nBHCK = dscores_nBHCC @ k_nBHCK
         dk_nBHCK = dscores_nBHCC.mT @ q_nBHCK
         dv_nBHCV = scores_nBHCC.mT @ do_nBHCV
+        decay.until_end_(k_nBHCK)
         decay.since_start_(do_nBHCV)
+        entries_nBHKV = _entries(k_nBHCK, v_nBHCV, decay, state) if piece is cut[-1] else entries.pop()
         dexits_nBHKV = carry(q_nBHCK.mT @ do_nBHCV, decay.whole(piece.size), dstate, reverse=True)
-        multiply_add(dq_nBHCK, do_nBHCV, entries.pop().mT)
+        multiply_add(dq_nBHCK, do_nBHCV, entries_nBHKV.mT)
         multiply_add(dk_nBHCK, decay.until_end_(v_nBHCV), dexits_nBHKV.mT)
-        multiply_add(dv_nBHCV, decay.until_end_(k_nBHCK), dexits_nBHKV)
+        multiply_add(dv_nBHCV, k_nBHCK, dexits_nBHKV)
         for out, value in ((dq, dq_nBHCK), (dk, dk_nBHCK), (dv, dv_nBHCV)):
             scatter(out, piece, value)
+
+
+def _entries(k_nBHCK: Tensor, v_nBHCV: Tensor, decay: Decay, state: Tensor) -> Tensor:
+    """The states [n, B, H, K, V] that the chunks of a piece find, given keys decayed to the end of their chunks.
+
+    Moves the state in place to after the piece.
+    """
+    return carry(k_nBHCK.mT @ v_nBHCV, decay.whole(k_nBHCK.shape[-2]), state)
 
 
 def _pieces(q: Tensor, v: Tensor) -> list[Piece]:

@@ -1,0 +1,189 @@
+"""Gated linear attention in chunks: every decay is a product of factors at most 1, so nothing can overflow.
+
+Inside a chunk the score of a query r and a key s <= r is sum_d q_rd k_sd (a_{s+1} ... a_r)_d. Split as exp(G_r) exp(-G_s)
+with G the cumulative log-decay, it overflows as soon as decays are strong. Here a chunk is halved, down to single tokens:
+a query in the second half of a block and a key in the first half meet at the middle, and
+
+    a_{s+1} ... a_r = (a_{s+1} ... a_middle) (a_{middle+1} ... a_r)
+
+so each block of scores is one matrix product of queries and keys that have decayed to its middle. From the smallest
+blocks upwards, q and k are multiplied in place by the decay of the neighbouring half as blocks merge: one exponential an
+element, one pass a level, half the products of a full score matrix, no difference of large sums, and exp(-inf) = 0 is
+as good as any decay. At the top they stand at the two ends of the chunk, as the products with the states need them.
+
+The backward has lightning's form (see there) with per-channel decays. The gradient of log a_t is the sum of all that
+passes through step t: over pairs inside a chunk by X_t = q_t dq_t - k_t dk_t summed over s >= t (paper 002's and 001's
+authors' identity), without the pairs r = s, which no decay touches; and over pairs with the states, term by term, so
+that rounding never grows with T.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from linnet.ops.chunks import Piece, carry, gather, multiply_add, pieces, scatter, start_states
+from linnet.ops.documents import documents
+
+CHUNK = 64  # a power of two
+
+
+def gated_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, V] and the final state [N, H, K, V]; arguments as `gated_linear_attention`."""
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    final = start_states(initial_state, q, k, v, cu_seqlens)
+    for rows, start, end in documents(cu_seqlens, *q.shape[:2]):
+        inputs = [x[:, start:end] for x in (q, k, v, log_decay)]
+        _forward_span(*inputs, scale, final[rows], o[:, start:end])
+    return o, final
+
+
+def gated_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    do: Tensor,
+    dfinal: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, log_decay and the initial state (given or not), from those of o and of the final state."""
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_decay)]
+    state = start_states(initial_state, q, k, v, cu_seqlens)
+    dstate = start_states(dfinal, q, k, v, cu_seqlens)
+    for rows, start, end in documents(cu_seqlens, *q.shape[:2]):
+        inputs = [x[:, start:end] for x in (q, k, v, log_decay, do)]
+        _backward_span(*inputs, scale, state[rows], dstate[rows], *(x[:, start:end] for x in grads))
+    return *grads, dstate
+
+
+def _forward_span(q, k, v, log_decay, scale: float, state, o) -> None:
+    """Fills o, and moves the state [B, H, K, V] in place to after the last token."""
+    for piece in _pieces(q, v):
+        q_nBHCK, k_nBHCK, v_nBHCV, log_decay_nBHCK = _gather(piece, state.dtype, q, k, v, log_decay)
+        decay_nBHCK = log_decay_nBHCK.exp_()
+        q_nBHCK.mul_(scale)
+        scores_nBHCC = _diagonal_scores(q_nBHCK, k_nBHCK)
+        q_nBHCK.mul_(decay_nBHCK)
+        for half in _halvings(decay_nBHCK, [q_nBHCK], [k_nBHCK]):
+            _scores_between(scores_nBHCC, half).copy_(_late(q_nBHCK, half) @ _early(k_nBHCK, half).mT)
+        o_nBHCV = scores_nBHCC @ v_nBHCV
+        entries_nBHKV = carry(k_nBHCK.mT @ v_nBHCV, decay_nBHCK.prod(-2).unsqueeze(-1), state)
+        multiply_add(o_nBHCV, q_nBHCK, entries_nBHKV)
+        scatter(o, piece, o_nBHCV)
+
+
+def _backward_span(q, k, v, log_decay, do, scale: float, state, dstate, dq, dk, dv, dlog_decay) -> None:
+    """Fills dq, dk, dv, dlog_decay, and moves dstate [B, H, K, V] in place from the final to the initial state."""
+    cut = _pieces(q, v)
+    entries = [_entries(k, v, log_decay, piece, state) for piece in cut[:-1]]
+    for piece in reversed(cut):
+        q_nBHCK, k_nBHCK, v_nBHCV, log_decay_nBHCK, do_nBHCV = _gather(piece, state.dtype, q, k, v, log_decay, do)
+        decay_nBHCK = log_decay_nBHCK.exp_()
+        do_nBHCV.mul_(scale)
+        scores_nBHCC = _diagonal_scores(q_nBHCK, k_nBHCK)
+        dscores_nBHCC = do_nBHCV @ v_nBHCV.mT
+        since_nBHCK, until_nBHCK = decay_nBHCK.clone(), torch.ones_like(decay_nBHCK)
+        late_q_nBHCK, early_k_nBHCK = q_nBHCK * decay_nBHCK, k_nBHCK.clone()
+        dq_nBHCK, dk_nBHCK = torch.zeros_like(q_nBHCK), torch.zeros_like(k_nBHCK)
+        for half in _halvings(decay_nBHCK, [late_q_nBHCK, since_nBHCK], [early_k_nBHCK, until_nBHCK]):
+            late_q, early_k = _late(late_q_nBHCK, half), _early(early_k_nBHCK, half)
+            dscores = _scores_between(dscores_nBHCC, half)
+            _scores_between(scores_nBHCC, half).copy_(late_q @ early_k.mT)
+            _late(dq_nBHCK, half).addcmul_(dscores @ early_k, _late(since_nBHCK, half))
+            _early(dk_nBHCK, half).addcmul_(dscores.mT @ late_q, _early(until_nBHCK, half))
+        whole_nBHK1 = since_nBHCK[..., -1, :, None]
+        update_nBHKV = early_k_nBHCK.mT @ v_nBHCV
+        entries_nBHKV = carry(update_nBHKV, whole_nBHK1, state) if piece is cut[-1] else entries.pop()
+        dexits_nBHKV = carry(late_q_nBHCK.mT @ do_nBHCV, whole_nBHK1, dstate, reverse=True)
+        # What passes through step t: pairs (r >= t, s < t) in the chunk, queries from t on that read the entry state,
+        # keys before t that the exit state holds, and the entry state that the exit state still holds.
+        after_nBHCK = (q_nBHCK * dq_nBHCK).addcmul_(k_nBHCK, dk_nBHCK, value=-1)
+        from_entry_nBHCK = (do_nBHCV @ entries_nBHKV.mT).mul_(since_nBHCK)
+        to_exit_nBHCK = (v_nBHCV @ dexits_nBHKV.mT).mul_(until_nBHCK)
+        after_nBHCK.addcmul_(q_nBHCK, from_entry_nBHCK)
+        through_nBHK1 = (entries_nBHKV * dexits_nBHKV).sum(-1, keepdim=True).mul_(whole_nBHK1)
+        ones_CC = torch.ones(2 * after_nBHCK.shape[-2:-1], dtype=state.dtype, device=state.device)
+        dlog_decay_nBHCK = (ones_CC.triu() @ after_nBHCK).add_(through_nBHK1.mT)
+        dlog_decay_nBHCK += ones_CC.tril(-1) @ (k_nBHCK * to_exit_nBHCK)
+        same_nBHC1 = dscores_nBHCC.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        dq_nBHCK.add_(from_entry_nBHCK).addcmul_(same_nBHC1, k_nBHCK)
+        dk_nBHCK.add_(to_exit_nBHCK).addcmul_(same_nBHC1, q_nBHCK)
+        dv_nBHCV = scores_nBHCC.mT @ do_nBHCV
+        multiply_add(dv_nBHCV, early_k_nBHCK, dexits_nBHKV)
+        scatter(dq, piece, dq_nBHCK)
+        scatter(dk, piece, dk_nBHCK)
+        scatter(dv, piece, dv_nBHCV)
+        scatter(dlog_decay, piece, dlog_decay_nBHCK)
+
+
+def _entries(k, v, log_decay, piece: Piece, state) -> Tensor:
+    """The states [n, B, H, K, V] that the chunks of a piece find; moves the state in place to after the piece."""
+    k_nBHCK, v_nBHCV, log_decay_nBHCK = _gather(piece, state.dtype, k, v, log_decay)
+    decay_nBHCK = log_decay_nBHCK.exp_()
+    for _ in _halvings(decay_nBHCK, [], [k_nBHCK]):
+        pass
+    return carry(k_nBHCK.mT @ v_nBHCV, decay_nBHCK.prod(-2).unsqueeze(-1), state)
+
+
+def _pieces(q: Tensor, v: Tensor) -> list[Piece]:
+    B, T, H, K = q.shape
+    return pieces(T, CHUNK, B * H * max(K, v.shape[-1]))
+
+
+def _gather(piece: Piece, dtype: torch.dtype, *inputs: Tensor) -> list[Tensor]:
+    """Gathers inputs, padded to a power of two of tokens that neither decay nor add: zeros, and decays of 1."""
+    missing = (1 << (piece.size - 1).bit_length()) - piece.size
+    gathered = [gather(x, piece, dtype) for x in inputs]
+    return [pad(x, (0, 0, 0, missing)) for x in gathered] if missing else gathered
+
+
+def _halvings(decay: Tensor, since: list[Tensor], until: list[Tensor]) -> Iterator[int]:
+    """Yields 1, 2, 4, ... C/2, the size of the halves that meet; in between, merges them in place.
+
+    Args:
+        decay: [..., C, D], of each token.
+        since: what starts as x_t a_t, and ends as x_t a_1 ... a_t.
+        until: what starts as x_t, and ends as x_t a_{t+1} ... a_C.
+    """
+    half = 1
+    while decay.shape[-2] > 1:
+        yield half
+        first, second = decay.unflatten(-2, (-1, 2)).unbind(-2)
+        for x in since:
+            _late(x, half).mul_(first.unsqueeze(-2))
+        for x in until:
+            _early(x, half).mul_(second.unsqueeze(-2))
+        decay, half = first * second, 2 * half
+
+
+def _early(x: Tensor, half: int) -> Tensor:
+    """First halves of the blocks of x [..., C, D], as a view [..., C / (2 half), half, D]."""
+    return x.unflatten(-2, (-1, 2, half))[..., 0, :, :]
+
+
+def _late(x: Tensor, half: int) -> Tensor:
+    """Second halves of the blocks."""
+    return x.unflatten(-2, (-1, 2, half))[..., 1, :, :]
+
+
+def _scores_between(scores: Tensor, half: int) -> Tensor:
+    """Scores [..., C, C] of queries in second halves and keys in first halves: a view [..., C / (2 half), half, half]."""
+    blocks = scores.unflatten(-2, (-1, 2, half)).unflatten(-1, (-1, 2, half))[..., 1, :, :, 0, :]
+    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def _diagonal_scores(q: Tensor, k: Tensor) -> Tensor:
+    """[..., C, C] with q_t k_t, which no decay touches, on the diagonal, and zeros."""
+    return torch.diag_embed((q * k).sum(-1))
