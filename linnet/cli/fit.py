@@ -24,14 +24,16 @@ def fit(
         typer.Option(
             help="[bold]isoflop[/]: a parabola in each budget. [bold]envelope[/]: the lower edge of training curves. "
             "[bold]power[/]: the lowest loss of each budget. [bold]parametric[/]: L = E + A/N^alpha + B/D^beta. "
-            "[bold]all[/] of them."
+            "[bold]all[/] of them.",
+            metavar="|".join(CHOICES["method"]),
         ),
     ] = "all",
     columns: Annotated[
         list[str] | None,
         typer.Option(
             help="Which column is what: N=..,D=..,C=..,loss=..,architecture=..,run=..,N_total=..,budget=.. "
-            "(D or C may be absent: C = 6ND). Usual names are found without it."
+            "(D or C may be absent: C = 6ND). Usual names are found without it.",
+            metavar="NAME=COLUMN,...",
         ),
     ] = None,
     max_loss: Annotated[float | None, typer.Option(help="Leave out rows with a higher loss.")] = None,
@@ -39,12 +41,16 @@ def fit(
         float | None, typer.Option(help="Leave out rows with fewer tokens a parameter.")
     ] = None,
     budgets: Annotated[
-        str | None, typer.Option(help="Budgets in FLOPs, as in 1e18,3e18,1e19; without it, found from the table.")
+        str | None, typer.Option(help="Budgets in FLOPs; without it, found from the table.", metavar="1e18,3e18,...")
     ] = None,
     bootstrap: Annotated[int, typer.Option(help="Resamples for the 95 % intervals; 0 for none.")] = 1000,
     seed: Annotated[int, typer.Option(help="Of the resampling.")] = 0,
-    count: Annotated[str, typer.Option(help="Parameters counted: non-embedding or total.")] = "non-embedding",
-    flops: Annotated[str, typer.Option(help="Compute counted: exact (as in the table) or 6nd.")] = "exact",
+    count: Annotated[
+        str, typer.Option(help="Which parameters N counts.", metavar="|".join(CHOICES["count"]))
+    ] = "non-embedding",
+    flops: Annotated[
+        str, typer.Option(help="C as in the table, or 6ND.", metavar="|".join(CHOICES["flops"]))
+    ] = "exact",
     hold_out: Annotated[
         float | None,
         typer.Option(
@@ -54,7 +60,10 @@ def fit(
         ),
     ] = None,
     envelope: Annotated[
-        str, typer.Option(help="Envelope of curves by their minimum at each compute, or by their convex hull.")
+        str,
+        typer.Option(
+            help="The lowest curve at each compute, or the convex hull of all.", metavar="|".join(CHOICES["envelope"])
+        ),
     ] = "minimum",
     smooth: Annotated[
         int | None,
@@ -63,17 +72,17 @@ def fit(
     full_grid: Annotated[
         bool, typer.Option("--full-grid", help="Start the parametric fit from 4,500 points instead of 675.")
     ] = False,
-    unit: Annotated[str, typer.Option(help="Unit of C in the laws printed: flops or pf-days.")] = "flops",
+    unit: Annotated[str, typer.Option(help="Of C in the laws printed.", metavar="|".join(CHOICES["unit"]))] = "flops",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, by parameter name.")] = False,
 ) -> None:
     """Fit scaling laws: L(C), N_opt(C), D_opt(C), with intervals and a held-out test.
 
-    What the data cannot tell is refused, with the reason: an optimum at the edge of the sizes trained, fewer than three
-    budgets. L(C) is still given then.
+    What the data cannot tell is refused, with the reason: an optimum at the
+    edge of the sizes trained, fewer than three budgets. L(C) is still given.
 
     [bold]linnet fit studies/demo[/]
 
-    [bold]linnet fit runs.csv --columns "N=Model Size,C=Training FLOP,loss=loss" --method parametric --json[/]
+    [bold]linnet fit runs.csv --columns "N=Model Size,C=FLOP" --method parametric --json[/]
     """
     settings = {"method": method, "count": count, "flops": flops, "envelope": envelope, "unit": unit}
     nominal, problems = _check(settings, budgets, bootstrap, hold_out, smooth)
@@ -149,5 +158,5 @@ def _as_json(study, table: Path, method: str) -> dict:
     fits = list(study.values())
     if len(fits) == 1 and method != "all":
         only = found["architectures"][fits[0].architecture]["methods"][method]
-        found = {**found, "parameters": only["parameters"], "intervals": only["intervals"], "refused": fits[0].refused}
+        found = {"parameters": only["parameters"], "intervals": only["intervals"], "refused": fits[0].refused, **found}
     return found

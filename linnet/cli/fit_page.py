@@ -2,6 +2,7 @@
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from linnet.study.fit import IsoflopFit, Law, MethodFit, ParametricFit, StudyFit
@@ -16,114 +17,142 @@ TITLES = {
 
 def show(study: StudyFit, source: str, rows: int, unit: str) -> None:
     """Prints a study's fits to the console."""
-    console = Console()
+    console = Console(highlight=False)
     count = "without embeddings" if study.count == "non-embedding" else "with embeddings"
-    cost = "as the table has it" if study.flops == "exact" else "6 N D"
-    console.print(f"[bold]{escape(source)}[/]: {rows} rows; N counted {count}, C {cost}, in {_unit_name(unit)}")
+    cost = "as in the table" if study.flops == "exact" else "as 6 N D"
+    in_unit = "FLOPs" if unit == "flops" else "PF-days (8.64e19 FLOPs)"
+    console.print(f"[bold]{escape(source)}[/]: {rows} rows; N {count}, C {cost}, in {in_unit}")
     for note in study.notes:
-        console.print(f"  [dim]{escape(note)}[/]")
+        _line(console, f"[dim]{escape(note)}[/]")
     methods = list(next(iter(study.values())).methods)
-    for method in methods:
-        fits = {name: fit.methods[method] for name, fit in study.items()}
-        if all(fit.refused for fit in fits.values()):
-            continue
-        console.print()
-        mark = " [green](stands for the study)[/]" if method == study.headline and len(methods) > 1 else ""
-        console.print(f"[bold]{TITLES[method]}[/]{mark}")
+    fits = {name: fit.best for name, fit in study.items()}
+    if not all(fit.refused for fit in fits.values()):
+        console.print(f"\n[bold]{TITLES[study.headline]}[/]")
         console.print(_laws(fits, unit))
-        if method == "parametric":
-            console.print(_surfaces(fits))
-        if method == "isoflop" and len(methods) == 1:
+        if study.headline == "isoflop" and len(methods) == 1:
             console.print(_optima(fits))
+        if study.headline == "parametric":
+            console.print(_surfaces(fits))
         _under(console, fits)
+    if len(methods) > 1:
+        console.print("\n[bold]The other methods[/]")
+        console.print(_others(study, [method for method in methods if method != study.headline]))
     if any(len(fit.conventions) > 1 for fit in study.values()):
-        console.print()
-        console.print(f"[bold]Ways of counting[/] ({study.headline})")
+        console.print(f"\n[bold]Other ways of counting[/] ({study.headline})")
         console.print(_conventions(study))
     _crossings(console, study)
     _refusals(console, study)
 
 
 def _laws(fits: dict[str, MethodFit], unit: str) -> Table:
-    table = _table("architecture", "law", "95 % of the exponent", "a + b", "held-out error")
+    table = _table("", "95 % of the exponent", "held-out error")
     for name, fit in fits.items():
-        laws = [fit.L] if fit.L is fit.L_irreducible else [fit.L, fit.L_irreducible]
-        for law in [*laws, fit.N_opt, fit.D_opt]:
+        both = "" if fit.a_plus_b is None else f"a + b = {fit.a_plus_b:.3f}"
+        table.add_row(f"[bold]{escape(name)}[/]", "", "")
+        for law in _all_laws(fit):
             if law.refused:
+                if law is not fit.L_irreducible:
+                    table.add_row(f"  {law.quantity}: [yellow]refused[/]", "", "")
                 continue
-            exponent = {"L": "alpha", "N_opt": "a", "D_opt": "b"}[law.quantity]
-            interval = law.intervals.get(exponent)
-            shown = f"[{interval[0]:.4f}, {interval[1]:.4f}]" if interval else "-"
-            both = f"{fit.a_plus_b:.3f}" if law is fit.D_opt and fit.a_plus_b is not None else ""
-            table.add_row(escape(name) if law is fit.L else "", law.text(unit), escape(shown), both, _held_out(law))
-        if all(law.refused for law in (*laws, fit.N_opt, fit.D_opt)):
-            table.add_row(escape(name), "[yellow]refused[/]", "", "", "")
-        table.add_section()
+            last = _held_out(law) if law.quantity == "L" else both if law.quantity == "D_opt" else ""
+            table.add_row(f"  {law.text(unit)}", _exponent_interval(law), last)
     return table
+
+
+def _exponent_interval(law: Law) -> str:
+    if law.exponent_interval is None:
+        return "[dim]none[/]"
+    low, high = law.exponent_interval
+    return f"{low:.4f} to {high:.4f}"
 
 
 def _held_out(law: Law) -> str:
     test = law.held_out
-    if test is None:
-        return ""
-    if test.refused:
+    if test is None or test.refused:
         return "[dim]no test[/]"
-    return f"{test.mean_error:.2%} (max {test.max_error:.2%}) on {test.tested}"
+    return f"{test.mean_error:.2%} on {test.tested}"
+
+
+def _others(study: StudyFit, methods: list[str]) -> Table:
+    table = _table("", "method", "L exponent", "a", "b", "held-out error")
+    for name, fit in study.items():
+        first = escape(name)
+        for method in methods:
+            found = fit.methods[method]
+            if found.refused:
+                continue
+            numbers = [
+                "refused" if law.refused else f"{law.exponent:.4f}" for law in (found.L, found.N_opt, found.D_opt)
+            ]
+            table.add_row(first, method, *numbers, "" if found.L.refused else _held_out(found.L))
+            first = ""
+    return table
 
 
 def _surfaces(fits: dict[str, ParametricFit]) -> Table:
-    table = _table("architecture", "E", "A", "B", "alpha", "beta", "a", "objective", "starts at optimum")
+    table = _table("parameter", "value", "95 %", "standard deviation")
     for name, fit in fits.items():
         if fit.refused:
             continue
-        values = [f"{fit.parameters[key]:.5g}" for key in ("E", "A", "B", "alpha", "beta", "a")]
-        table.add_row(escape(name), *values, f"{fit.objective:.6e}", f"{fit.starts_at_optimum:,} of {fit.starts:,}")
-        if fit.intervals:
-            shown = [fit.intervals[key] for key in ("E", "A", "B", "alpha", "beta", "a")]
-            table.add_row("[dim]95 %[/]", *(f"[dim]{low:.4g} to {high:.4g}[/]" for low, high in shown), "", "")
+        if len(fits) > 1:
+            table.add_row(f"[bold]{escape(name)}[/]", "", "", "")
+        for key, value in fit.parameters.items():
+            low, high = fit.intervals.get(key, (None, None))
+            shown = "" if low is None else f"{low:.5g} to {high:.5g}"
+            deviation = f"{fit.deviations[key]:.3g}" if key in fit.deviations else ""
+            table.add_row(f"  {key}", f"{value:.6g}", shown, deviation)
     return table
 
 
 def _optima(fits: dict[str, IsoflopFit]) -> Table:
-    table = _table("architecture", "C", "runs", "N_opt", "D_opt", "loss there", "")
+    table = _table("C", "runs", "N_opt", "D_opt", "loss there", "")
     for name, fit in fits.items():
+        if len(fits) > 1:
+            table.add_row(f"[bold]{escape(name)}[/]")
         for group in fit.groups:
             if group.inside:
                 found = [f"{group.N_opt:.3e}", f"{group.D_opt:.3e}", f"{group.L_opt:.4f}", "[green]inside[/]"]
             else:
-                found = ["-", "-", f"{group.L_lowest:.4f} observed", "[yellow]refused[/]"]
-            first = escape(name) if group is fit.groups[0] else ""
-            table.add_row(first, f"{group.C:.3e}", str(len(group.N)), *found)
-        table.add_section()
+                found = ["-", "-", f"{group.L_lowest:.4f}", "[yellow]refused[/] (lowest observed)"]
+            table.add_row(f"{group.C:.3e}", str(len(group.N)), *found)
     return table
 
 
 def _under(console: Console, fits: dict[str, MethodFit]) -> None:
     schemes = {fit.bootstrap.scheme: fit.bootstrap for fit in fits.values() if fit.bootstrap.resamples}
     for scheme, made in schemes.items():
-        console.print(f"  [dim]intervals: bootstrap of {scheme}; {made.resamples:,} resamples, seed {made.seed}[/]")
+        _line(console, f"[dim]intervals: bootstrap of {scheme}; {made.resamples:,} resamples, seed {made.seed}[/]")
+    told: dict[str, list[str]] = {}
     for name, fit in fits.items():
-        lines = [*fit.notes, *(f"{law.quantity}: {note}" for law in _all_laws(fit) for note in law.notes)]
+        lines = [*fit.notes]
+        if isinstance(fit, ParametricFit) and not fit.refused:
+            reached = f"{fit.starts_at_optimum:,} of {fit.starts:,} starts"
+            lines.append(f"sum of Huber losses {fit.objective:.7e} over {fit.rows} rows, reached from {reached}")
+        lines += [fit.bootstrap.note] if fit.bootstrap.note else []
+        own = [(law.quantity, note) for law in _all_laws(fit) for note in law.notes]
+        lines += [
+            f"{what}: {note}" for what, note in own if not (fit.bootstrap.note and note.startswith("no interval"))
+        ]
         if fit.cost_ratio and not all(0.9 < end["ratio"] < 1.1 for end in fit.cost_ratio):
-            low, high = fit.cost_ratio
-            ends = [f"{end['ratio']:.2f} at {end['C']:.2g} FLOPs" for end in (low, high)]
+            ends = [f"{end['ratio']:.2f} at {end['C']:.2g} FLOPs" for end in fit.cost_ratio]
             lines.append(f"6 N_opt D_opt / C goes from {ends[0]} to {ends[1]}")
         far = fit.extrapolation
         if far.get("irreducible") is not None and fit.L is not fit.L_irreducible:
-            lines.append(
-                f"at {far['C']:.2g} FLOPs: {far['pure']:.3f} without, {far['irreducible']:.3f} with a constant"
-            )
-        for line in dict.fromkeys(lines):
-            console.print(f"  [dim]{escape(name)}: {escape(line)}[/]", highlight=False)
+            with_and_without = f"{far['pure']:.3f} without, {far['irreducible']:.3f} with a constant"
+            lines.append(f"loss at {far['C']:.2g} FLOPs: {with_and_without}")
+        for line in lines:
+            told.setdefault(line, []).append(name)
+    for line, names in told.items():
+        whose = "" if len(set(names)) == len(fits) else f"{', '.join(dict.fromkeys(names))}: "
+        _line(console, f"[dim]{escape(whose + line)}[/]")
 
 
 def _conventions(study: StudyFit) -> Table:
-    table = _table("architecture", "N", "C", "alpha", "a", "b")
+    table = _table("", "N", "C", "L exponent", "a", "b")
     for name, fit in study.items():
         for i, law in enumerate(fit.conventions):
             numbers = ["refused" if value is None else f"{value:.4f}" for value in (law.alpha, law.a, law.b)]
             table.add_row(escape(name) if i == 0 else "", law.count, law.flops, *numbers)
-        table.add_section()
     return table
 
 
@@ -136,17 +165,14 @@ def _crossings(console: Console, study: StudyFit) -> None:
     for c in met:
         between = f" [{c.interval[0]:.2g}, {c.interval[1]:.2g}]" if c.interval else ""
         beyond = "" if c.inside else ", outside the data"
-        console.print(
-            f"  {escape(c.lower_below)} is lower below and {escape(c.lower_above)} above "
-            f"{c.C:.3g} FLOPs{escape(between)}{beyond}",
-            highlight=False,
-        )
+        names = f"{escape(c.lower_below)} is lower below and {escape(c.lower_above)} above"
+        _line(console, f"{names} {c.C:.3g} FLOPs{escape(between)}{beyond}")
         for reason in c.refused:
-            console.print(f"    [dim]{escape(reason)}[/]", highlight=False)
+            _line(console, f"[dim]{escape(reason)}[/]", 4)
     for c in study.crossings:
         if c.C is None:
             line = f"{c.first} and {c.second}: {'; '.join(c.refused)}"
-            console.print(f"  [dim]{escape(line)}[/]", highlight=False)
+            _line(console, f"[dim]{escape(line)}[/]")
 
 
 def _refusals(console: Console, study: StudyFit) -> None:
@@ -160,7 +186,7 @@ def _refusals(console: Console, study: StudyFit) -> None:
     console.print("[bold yellow]Refused[/]")
     for line, names in refused.items():
         whose = "all" if len(names) == len(study) > 1 else ", ".join(names)
-        console.print(f"  {escape(whose)}: {escape(line)}", highlight=False)
+        _line(console, f"{escape(whose)}: {escape(line)}")
 
 
 def _all_laws(fit: MethodFit) -> list[Law]:
@@ -168,12 +194,13 @@ def _all_laws(fit: MethodFit) -> list[Law]:
     return [*laws, fit.N_opt, fit.D_opt]
 
 
+def _line(console: Console, markup: str, indent: int = 2) -> None:
+    """A paragraph whose further lines are indented too."""
+    console.print(Padding(markup, (0, 0, 0, indent)))
+
+
 def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     return table
-
-
-def _unit_name(unit: str) -> str:
-    return "FLOPs" if unit == "flops" else "PF-days (8.64e19 FLOPs)"

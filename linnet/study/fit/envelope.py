@@ -10,7 +10,7 @@ import pandas as pd
 
 from linnet.study.fit import bootstrap as resampling
 from linnet.study.fit.law import Law
-from linnet.study.fit.power import count_of, finish, law_through
+from linnet.study.fit.power import add_held_out, count_of, count_usable, finish, law_through, log_log
 from linnet.study.fit.results import Bootstrap, EnvelopeFit
 
 WARMUP = 0.05
@@ -92,9 +92,9 @@ def fit_envelope(
     fit.L, fit.L_irreducible = law("L", "loss"), law("L", "loss", irreducible=True)
     if enough:
         fit.N_opt, fit.D_opt = law("N_opt", "N"), law("D_opt", "D")
-    if fit.L.draws is not None:
-        fit.bootstrap.usable = len(fit.L.draws)
-    finish(fit, hold_out)
+    count_usable(fit)
+    finish(fit)
+    add_held_out(fit, hold_out)
     return fit
 
 
@@ -137,16 +137,15 @@ class _Curves:
 
 
 def _average(x: np.ndarray, y: np.ndarray, window: int) -> np.ndarray:
-    """The value at its centre of a straight line through each window (at the ends, of what is left of it)."""
+    """The value at each point of a straight line through the window around it (at the ends, through what is left)."""
     half = min(window // 2, (len(x) - 1) // 2)
     if not half:
         return y
-    smoothed = y.copy()
-    for i in range(len(y)):
-        rows = slice(max(0, i - half), i + half + 1)
-        slope = np.polyfit(x[rows] - x[i], y[rows], 1)
-        smoothed[i] = slope[1]
-    return smoothed
+    rows = np.arange(len(x))[:, None] + np.arange(-half, half + 1)
+    inside = ((rows >= 0) & (rows < len(x))).astype(float)
+    rows = rows.clip(0, len(x) - 1)
+    line = log_log(x[rows] - x[:, None], y[rows], inside)
+    return line[:, 0]
 
 
 def _grid(kept: _Curves, points: int) -> np.ndarray:
@@ -158,45 +157,45 @@ def _grid(kept: _Curves, points: int) -> np.ndarray:
 
 def _lowest(kept: _Curves, surface: dict, chosen: np.ndarray) -> dict[str, np.ndarray]:
     """The lowest curve among the chosen runs at each compute, with N and D interpolated between neighbouring sizes."""
-    rows = np.flatnonzero(chosen)
-    loss = surface["loss"][rows]
+    sizes = np.unique(kept.size[chosen])
+    # One row a size, the best of its runs: [sizes, points], infinite where no curve reaches.
+    best_row = np.empty((len(sizes), surface["loss"].shape[1]), dtype=int)
+    filled = np.where(np.isfinite(surface["loss"]), surface["loss"], np.inf)
+    for s, size in enumerate(sizes):
+        rows = np.flatnonzero(chosen & (kept.size == size))
+        best_row[s] = rows[filled[rows].argmin(axis=0)]
+    loss = np.take_along_axis(filled, best_row, axis=0)
     seen = np.isfinite(loss).any(axis=0)
-    loss, log_C = loss[:, seen], surface["log_C"][seen]
-    tokens = surface["D"][rows][:, seen]
-    filled = np.where(np.isfinite(loss), loss, np.inf)
-    best = filled.argmin(axis=0)
-    columns = np.arange(len(log_C))
-    log_N = np.log(kept.size[rows])
-    found = {"C": np.exp(log_C), "loss": np.exp(filled[best, columns]), "row": rows[best]}
-    found["best_N"] = kept.size[rows][best]
-    N, D, inside = log_N[best].copy(), tokens[best, columns].copy(), np.zeros(len(log_C), dtype=bool)
-    for i in columns:
-        there = np.isfinite(loss[:, i])
-        below, above = there & (log_N < log_N[best[i]] - 1e-9), there & (log_N > log_N[best[i]] + 1e-9)
-        if not (below.any() and above.any()):
-            continue
-        inside[i] = True
-        left, right = (_neighbour(filled[:, i], log_N, side, end) for side, end in ((below, "max"), (above, "min")))
-        three = [left, best[i], right]
-        N[i] = _vertex(log_N[three], filled[three, i])
-        D[i] = np.interp(N[i], log_N[three], tokens[three, i])
-    return {**found, "N": np.exp(N), "D": np.exp(D), "inside": inside}
+    loss, best_row, log_C = loss[:, seen], best_row[:, seen], surface["log_C"][seen]
+    tokens = np.take_along_axis(surface["D"][:, seen], best_row, axis=0)
+    best, columns, there = loss.argmin(axis=0), np.arange(len(log_C)), np.isfinite(loss)
+    index = np.arange(len(sizes))[:, None]
+    left = np.where(there & (index < best), index, -1).max(axis=0)
+    right = np.where(there & (index > best), index, len(sizes)).min(axis=0)
+    inside = (left >= 0) & (right < len(sizes))
+    log_N = np.log(sizes)
+    N, D = log_N[best], tokens[best, columns]
+    three = np.stack([left, best, right])[:, inside]
+    where = columns[inside]
+    N[inside] = _vertex(log_N[three], loss[three, where])
+    D[inside] = _between(N[inside], log_N[three], tokens[three, where])
+    found = {"C": np.exp(log_C), "loss": np.exp(loss[best, columns]), "N": np.exp(N), "D": np.exp(D)}
+    return {**found, "row": best_row[best, columns], "best_N": sizes[best], "inside": inside}
 
 
-def _neighbour(loss: np.ndarray, log_N: np.ndarray, side: np.ndarray, end: str) -> int:
-    """The run of lowest loss among those of the nearest size on one side."""
-    size = getattr(log_N[side], end)()
-    same = np.flatnonzero(side & (np.abs(log_N - size) < 1e-9))
-    return int(same[loss[same].argmin()])
-
-
-def _vertex(x: np.ndarray, y: np.ndarray) -> float:
-    """The minimum of the parabola through three points, the middle one lowest; the middle one where all are equal."""
+def _vertex(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The minimum of the parabola through three points [3, n], the middle one lowest (itself, where all are equal)."""
     left, right = (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
-    if right - left < 1e-15:
-        return float(x[1])
-    middle = (x[0] + x[1]) / 2
-    return float(middle - left * (x[2] - x[0]) / 2 / (right - left))
+    bend = np.where(right - left > 1e-15, right - left, np.inf)
+    centre = np.where(np.isfinite(bend), (x[0] + x[1]) / 2, x[1])
+    return centre - left * (x[2] - x[0]) / 2 / bend
+
+
+def _between(at: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Straight lines through three points [3, n], at `at` [n]."""
+    lower = (y[1] - y[0]) / (x[1] - x[0])
+    upper = (y[2] - y[1]) / (x[2] - x[1])
+    return y[1] + np.where(at < x[1], lower, upper) * (at - x[1])
 
 
 def _hull(kept: _Curves, chosen: np.ndarray | None = None) -> np.ndarray:
@@ -241,8 +240,8 @@ def _resample(kept: _Curves, surface: dict, mode: str, enough: bool, resamples: 
         else:
             one = _vertices(kept, _hull(kept, drawn), drawn)
         keep = one["inside"] if enough else np.ones(len(one["C"]), dtype=bool)
-        # Fewer than three sizes tell of no law here either; such a resample is counted as giving none.
-        few = enough and len(np.unique(one["best_N"][keep])) < 3
+        # One size tells of no law of N; such a resample is counted as giving none.
+        few = enough and len(np.unique(one["best_N"][keep])) < 2
         found.append({name: one[name][keep][: 0 if few else None] for name in ("C", "loss", "N", "D")})
     width = max(2, *(len(one["C"]) for one in found))
     draws = {name: np.full((resamples, width), np.nan) for name in ("C", "loss", "N", "D")}

@@ -5,7 +5,7 @@ import pandas as pd
 
 from linnet.study.fit import bootstrap as resampling
 from linnet.study.fit.law import Law
-from linnet.study.fit.power import count_of, finish, law_through
+from linnet.study.fit.power import add_held_out, count_of, count_usable, finish, law_through
 from linnet.study.fit.results import Bootstrap, PowerFit
 
 
@@ -15,13 +15,19 @@ def fit_frontier(
     """L(C) through the lowest loss of each group of equal compute; N_opt and D_opt from the runs that had it.
 
     Args:
-        table: columns run, N, D, C, loss. groups: [rows] label of the budget of each row (see `assign_budgets`); rows
-            with label -1 stand alone.
+        table: columns run, N, D, C, loss. groups: [rows] label of the budget of each row (see `assign_budgets`). Where
+            budgets with several sizes hold most rows, the other rows are left out (the lowest of one says nothing);
+            else each row of label -1 stands alone.
         hold_out: see `held_out_of`.
 
     A run that is the smallest or the largest of its group tells of no optimum: it counts for L, not for N_opt.
     """
     fit = PowerFit("power")
+    sizes = table.groupby(groups)["N"].transform("nunique").to_numpy()
+    several = (groups >= 0) & (sizes > 1)
+    if several.mean() >= 0.5 and not several.all():
+        fit.notes.append(f"{count_of(int((~several).sum()), 'row')} left out: alone at their compute")
+        table, groups = table[several], groups[several]
     labels = np.where(groups < 0, groups.max(initial=-1) + 1 + np.arange(len(groups)), groups)
     _, labels = np.unique(labels, return_inverse=True)
     C, N, D, loss = (table[name].to_numpy(float) for name in ("C", "N", "D", "loss"))
@@ -66,9 +72,9 @@ def fit_frontier(
             setattr(fit, name, Law(name, points=len(inner), refused=[reason]))
             continue
         setattr(fit, name, law_through(name, inner["C"], inner[column], draws_C=draws["C_in"], draws=draws[column]))
-    if counts is not None and fit.L.draws is not None:
-        fit.bootstrap.usable = len(fit.L.draws)
-    finish(fit, hold_out)
+    count_usable(fit)
+    finish(fit)
+    add_held_out(fit, hold_out)
     return fit
 
 

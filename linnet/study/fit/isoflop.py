@@ -11,7 +11,7 @@ import pandas as pd
 
 from linnet.study.fit import bootstrap as resampling
 from linnet.study.fit.law import Law
-from linnet.study.fit.power import count_of, finish, law_through
+from linnet.study.fit.power import add_held_out, count_of, count_usable, finish, law_through
 from linnet.study.fit.results import Bootstrap, IsoflopFit, IsoflopGroup
 
 SIZES = 4
@@ -35,7 +35,8 @@ def fit_isoflop(
     """Fits a parabola of the loss in log10 N to each budget, and the three laws to the optima inside the data.
 
     Args:
-        table: columns run, N, D, C, loss. groups: [rows] label of the budget of each row, -1 for rows of no budget
+        table: columns run, N, D, C, loss, and spent where C is not what the runs of a budget have in common (see
+            `apply_convention`). groups: [rows] label of the budget of each row, -1 for rows of no budget
             (see `assign_budgets`). budgets: the nominal FLOPs of label i, where there are such.
         bootstrap: resamples, stratified by budget: of the rows where every budget that counts has `PAIRS` sizes,
             else of the residuals of the parabolas.
@@ -74,17 +75,19 @@ def fit_isoflop(
     if enough:
         fit.N_opt = law_through("N_opt", C, [p["N"] for p in fitted], draws_C=draws_C, draws=draws_N)
         fit.D_opt = law_through("D_opt", C, [p["D"] for p in fitted], draws_C=draws_C, draws=draws_D)
-    if fit.L.draws is not None:
-        fit.bootstrap.usable = len(fit.L.draws)
-    finish(fit, hold_out)
+    count_usable(fit)
+    finish(fit)
+    add_held_out(fit, hold_out)
     return fit
 
 
 def _group(part: pd.DataFrame, budget: float | None) -> IsoflopGroup:
     """One budget: its parabola, its optimum, and whether the optimum can be believed."""
-    C = float(np.exp(np.log(part["C"].astype(float)).mean()))
+    # Equal compute is what was spent, however C is counted afterwards.
+    spent = part["spent" if "spent" in part else "C"].astype(float)
+    C = float(np.exp(np.log(spent).mean()))
     columns = {name: part[name].astype(float).tolist() for name in ("N", "D", "loss")}
-    columns |= {"run": part["run"].astype(str).tolist(), "flops": part["C"].astype(float).tolist()}
+    columns |= {"run": part["run"].astype(str).tolist(), "flops": spent.tolist()}
     group = IsoflopGroup(C, **columns, budget=budget)
     lowest = int(np.argmin(group.loss))
     group.N_lowest, group.L_lowest, group.run_lowest = group.N[lowest], group.loss[lowest], group.run[lowest]
@@ -165,9 +168,8 @@ def _refuse_optimum(fit: IsoflopFit, inside: np.ndarray) -> None:
     reason = (
         f"{count_of(int(inside.sum()), 'budget')} of {len(inside)} with an optimum inside the sizes; three are needed"
     )
-    each = [f"{group.C:.3g} FLOPs: {line}" for group in fit.groups for line in group.refused]
-    fit.N_opt = Law("N_opt", points=int(inside.sum()), refused=[reason, *each])
-    fit.D_opt = Law("D_opt", points=int(inside.sum()), refused=[reason, *each])
+    fit.N_opt = Law("N_opt", points=int(inside.sum()), refused=[reason])
+    fit.D_opt = Law("D_opt", points=int(inside.sum()), refused=[reason])
 
 
 def _resample(fit: IsoflopFit, parts: list[pd.DataFrame], inside: np.ndarray, resamples: int, seed: int) -> dict:

@@ -18,7 +18,7 @@ PF_DAY = 8.64e19
 Interval = tuple[float, float]
 """A 95 % percentile bootstrap interval (low, high)."""
 
-NAMES = {"L": ("beta", "alpha", "E"), "N_opt": ("k_N", "a", ""), "D_opt": ("k_D", "b", "")}
+NAMES = {"L": ("beta", "alpha", "E"), "N_opt": ("k_N", "a", "constant"), "D_opt": ("k_D", "b", "constant")}
 """Names of coefficient, exponent and constant of each law: L = E + beta C^alpha, N_opt = k_N C^a, D_opt = k_D C^b."""
 
 
@@ -81,6 +81,7 @@ class Law(Result):
         band: {"C", "value", "low", "high"} on a grid from `c_min` to 10 `c_max`, to be drawn; low and high are None
             without a bootstrap.
         held_out: the extrapolation test (only for losses).
+        names: of coefficient, exponent and constant in `parameters` and `intervals`; `NAMES` where None.
         refused: reasons why there is no law. notes: what to know when reading it.
         draws: [resamples, 3] bootstrap draws of (log coefficient, exponent, constant or 0); not serialised.
     """
@@ -96,6 +97,7 @@ class Law(Result):
     intervals: dict[str, Interval] = field(default_factory=dict)
     band: list[dict] = field(default_factory=list)
     held_out: HeldOut | None = None
+    names: tuple[str, str, str] | None = None
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     draws: np.ndarray | None = field(default=None, repr=False, compare=False)
@@ -107,8 +109,13 @@ class Law(Result):
         """By name: beta, alpha (and E) of L; k_N, a of N_opt; k_D, b of D_opt. Empty where refused."""
         if self.refused:
             return {}
-        values = zip(NAMES[self.quantity], (self.coefficient, self.exponent, self.constant), strict=True)
+        values = zip(self.names or NAMES[self.quantity], (self.coefficient, self.exponent, self.constant), strict=True)
         return {name: value for name, value in values if value is not None}
+
+    @property
+    def exponent_interval(self) -> Interval | None:
+        """95 % of the exponent, whatever it is called here."""
+        return self.intervals.get((self.names or NAMES[self.quantity])[1])
 
     @property
     def coefficient_pf_days(self) -> float | None:

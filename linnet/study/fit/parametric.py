@@ -89,9 +89,7 @@ def fit_parametric(
     for law in (fit.L, fit.N_opt, fit.D_opt):
         add_band(law)
     fit.held_out = fit.L.held_out = _held_out(table, hold_out, theta)
-    points, fit.points = fit.points, []
-    finish(fit, hold_out)
-    fit.points = points
+    finish(fit)
     return fit
 
 
@@ -198,7 +196,9 @@ def _laws(theta: np.ndarray, k: float) -> dict[str, np.ndarray]:
 
 def _law(quantity: str, estimate: np.ndarray, C: np.ndarray) -> Law:
     law = Law(quantity, float(np.exp(estimate[0])), float(estimate[1]), points=len(C))
-    law.constant = float(estimate[2]) if quantity == "L" else None
+    if quantity == "L":
+        # alpha and beta are taken by the surface.
+        law.constant, law.names = float(estimate[2]), ("k_L", "gamma", "E")
     law.c_min, law.c_max = float(C.min()), float(C.max())
     return law
 
@@ -219,9 +219,8 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
     # A resample in which a term vanished or turned round has no optimum; it is counted, not averaged in.
     thetas[(thetas[:, 3:] <= 1e-3).any(axis=1) | (np.abs(thetas[:, :3]) > 200).any(axis=1)] = np.nan
     kept, reason = resampling.usable(thetas)
-    fit.bootstrap.usable, fit.bootstrap.note = len(kept), reason
+    fit.bootstrap.usable, fit.bootstrap.note = len(kept), reason and f"no interval: {reason}"
     if reason:
-        fit.notes.append(f"no interval: {reason}")
         return
     laws = _laws(kept, fit.flops_per_nd)
     for name in ("L", "N_opt", "D_opt"):

@@ -131,7 +131,7 @@ def add_draws(law: Law, draws: np.ndarray) -> None:
         law.notes.append(f"no interval: {reason}")
         return
     columns = (np.exp(law.draws[:, 0]), law.draws[:, 1], law.draws[:, 2])
-    names = NAMES[law.quantity]
+    names = law.names or NAMES[law.quantity]
     law.intervals = {n: resampling.interval(c) for n, c in zip(names, columns, strict=True) if n in law.parameters}
 
 
@@ -143,8 +143,15 @@ def add_band(law: Law, points: int = 41) -> None:
         law.band.append({"C": float(C), "value": float(law.predict(C)), "low": low, "high": high})
 
 
-def finish(fit: MethodFit, hold_out: float | None) -> None:
-    """Adds what every method has once its laws stand: a + b, their cost together, extrapolation, held-out test."""
+def count_usable(fit: MethodFit) -> None:
+    """Says how many resamples gave L(C), once for all laws that lack intervals for want of them."""
+    if fit.L.draws is not None:
+        fit.bootstrap.usable = len(fit.L.draws)
+        fit.bootstrap.note = next((note for note in fit.L.notes if note.startswith("no interval")), "")
+
+
+def finish(fit: MethodFit) -> None:
+    """Adds what every method has once its laws stand: a + b, their cost together, extrapolation."""
     if not (fit.N_opt.refused or fit.D_opt.refused):
         fit.a_plus_b = fit.N_opt.exponent + fit.D_opt.exponent
         ends = (fit.N_opt.c_min, fit.N_opt.c_max)
@@ -154,6 +161,10 @@ def finish(fit: MethodFit, hold_out: float | None) -> None:
         far = 10 * fit.L.c_max
         constant = None if fit.L_irreducible.refused else float(fit.L_irreducible.predict(far))
         fit.extrapolation = {"C": far, "pure": float(fit.L.predict(far)), "irreducible": constant}
+
+
+def add_held_out(fit: MethodFit, hold_out: float | None) -> None:
+    """Tests both loss laws on the fitted points of largest C; see `linnet.study.fit.heldout.threshold`."""
     C = np.array([p["C"] for p in fit.points if p["fitted"]])
     loss = np.array([p["loss"] for p in fit.points if p["fitted"]])
     for law, irreducible in ((fit.L, False), (fit.L_irreducible, True)):

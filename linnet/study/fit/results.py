@@ -262,16 +262,23 @@ class ArchitectureFit(Result):
 
     @property
     def refused(self) -> list[str]:
-        """Every refusal, one line each: "isoflop N_opt: ..."."""
-        lines = {}
+        """Every refusal, one line each: "isoflop N_opt and D_opt: ...", "isoflop at 1e+18 FLOPs: ..."."""
+        lines = []
         for name, fit in self.methods.items():
-            if fit.refused:
-                lines.update({f"{name}: {reason}": None for reason in fit.refused})
-                continue
-            for law in (fit.L, fit.L_irreducible, fit.N_opt, fit.D_opt):
-                shown = f"{law.quantity} with a constant" if law is fit.L_irreducible else law.quantity
-                lines.update({f"{name} {shown}: {reason}": None for reason in law.refused})
-        return list(lines)
+            what: dict[str, list[str]] = {}
+            for reason in fit.refused:
+                what[reason] = []
+            for law in () if fit.refused else (fit.L, fit.L_irreducible, fit.N_opt, fit.D_opt):
+                shown = "L with a constant" if law is fit.L_irreducible and law is not fit.L else law.quantity
+                for reason in law.refused:
+                    what.setdefault(reason, []).append(shown)
+            lines += [" ".join([name, " and ".join(whose)]).strip() + f": {reason}" for reason, whose in what.items()]
+            where: dict[str, list[str]] = {}
+            for group in getattr(fit, "groups", ()):
+                for reason in group.refused:
+                    where.setdefault(reason, []).append(f"{group.C:.3g}")
+            lines += [f"{name} at {', '.join(budgets)} FLOPs: {reason}" for reason, budgets in where.items()]
+        return lines
 
 
 @dataclass
