@@ -1,0 +1,239 @@
+"""The diagonal recurrence: the definition against the two-level form and the step, real and complex."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from linnet.ops import backend
+from linnet.ops.scan import diagonal_scan, diagonal_step
+
+INF = float("inf")
+
+
+def make(B=2, T=37, D=3, *, theta=False, state=False, documents=None, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    pair = (2,) if theta else ()
+    call = dict(x=normal(B, T, D, *pair), log_decay=(-normal(B, T, D).detach().exp() / 3).requires_grad_())
+    if theta:
+        call["theta"] = normal(D)
+    if state:
+        N = B if documents is None else len(documents) - 1
+        call["initial_state"] = (
+            normal(N, D, *pair).detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        )
+    if documents is not None:
+        call["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32)
+    return call
+
+
+def run(call, form="chunked"):
+    with backend.use_backend(form):
+        return diagonal_scan(**call, output_final_state=True)
+
+
+def leaves(call):
+    return [x for x in call.values() if x.requires_grad]
+
+
+def everything(call, form="chunked"):
+    outputs = run(call, form)
+    generator = torch.Generator().manual_seed(7)
+    loss = sum((x * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)).sum() for x in outputs)
+    return [*outputs, *torch.autograd.grad(loss, leaves(call))]
+
+
+def assert_same(actual, expected, tolerance=1e-10):
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, check_dtype=False)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    B=st.integers(1, 3), T=st.integers(1, 150), D=st.integers(1, 4),
+    theta=st.booleans(), state=st.booleans(), resets=st.sampled_from([0, 1, 7]),
+)  # fmt: skip
+def test_chunked_is_the_definition(B, T, D, theta, state, resets):
+    call = make(B, T, D, theta=theta, state=state, seed=T)
+    if resets:
+        log_decay = call["log_decay"].detach().clone()
+        log_decay[:, ::resets, 0] = -INF
+        call["log_decay"] = log_decay.requires_grad_()
+    assert_same(everything(call), everything(call, "reference"))
+
+
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.lists(st.integers(0, 40), max_size=5), theta=st.booleans(), state=st.booleans())
+def test_documents(cuts, theta, state):
+    edges = [0, *sorted(cuts), 40]
+    call = make(1, 40, theta=theta, state=state, documents=edges)
+    assert_same(everything(call), everything(call, "reference"))
+
+
+@pytest.mark.parametrize("theta", [False, True])
+def test_steps_equal_the_sequence_and_continue_from_a_prefill(theta):
+    call = {name: x.detach() for name, x in make(T=50, theta=theta).items()}
+    expected, final = run(call)
+    h, state = run(call | {name: call[name][:, :30] for name in ("x", "log_decay")})
+    rest = {name: call[name][:, 30:] for name in ("x", "log_decay")}
+    assert_same(run(call | rest | {"initial_state": state}), (expected[:, 30:], final))
+    options = {"theta": call["theta"]} if theta else {}
+    steps = [diagonal_step(rest["x"][:, t], rest["log_decay"][:, t], state, **options) for t in range(20)]
+    assert_same((torch.cat([h, torch.stack(steps, 1)], 1), state), (expected, final))
+
+
+def test_a_reset_forgets_exactly_and_decays_never_overflow():
+    call = make(B=1, T=200, D=2, dtype=torch.float32)
+    log_decay = torch.full((1, 200, 2), -80.0)
+    log_decay[:, 100] = -INF
+    call["log_decay"] = log_decay.requires_grad_()
+    call["x"] = (call["x"].detach() * 1e30).requires_grad_()
+    h, _ = run(call)
+    assert h.isfinite().all() and torch.equal(h[:, 100], call["x"][:, 100])
+    grads = torch.autograd.grad(h[:, 150:].sum(), leaves(call))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert grads[0][:, :100].abs().max() == 0
+
+
+def test_complex_without_rotation_is_two_real_scans():
+    call = make(theta=True) | {"theta": torch.zeros(3, dtype=torch.float64)}
+    h, final = run(call)
+    real = [run({"x": call["x"][..., i], "log_decay": call["log_decay"]}) for i in range(2)]
+    assert_same((h, final), [torch.stack(parts, -1) for parts in zip(*real, strict=True)])
+
+
+@pytest.mark.parametrize("theta", [False, True])
+def test_gradcheck(theta):
+    call = make(B=1, T=6, D=2, theta=theta, state=True, documents=[0, 2, 2, 6])
+    names = [name for name, x in call.items() if x.requires_grad]
+    inputs = [call[name] for name in names]
+    assert torch.autograd.gradcheck(lambda *tensors: run(call | dict(zip(names, tensors, strict=True))), inputs)
+
+
+def test_operator_registration():
+    call = make(B=1, T=9, theta=True, state=True, documents=[0, 4, 9])
+    torch.library.opcheck(torch.ops.linnet.scan.default, tuple(call.values()))
+    call = make(T=5)
+    torch.library.opcheck(torch.ops.linnet.scan.default, (call["x"], call["log_decay"], None, None, None))
+
+
+def test_compiles_whole_and_gives_the_same():
+    call = make(B=1, T=40, theta=True, state=True, documents=[0, 15, 40])
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(call)
+    assert_same(compiled, run(call), 0.0)
+    grads = [
+        torch.autograd.grad(sum(x.sin().sum() for x in outputs), leaves(call)) for outputs in (compiled, run(call))
+    ]
+    assert_same(*grads)
+
+
+@pytest.mark.parametrize("theta", [False, True])
+@pytest.mark.parametrize("shared", ["nothing", "theta", "documents", "documents apart", "log_decay"])
+def test_vmap_equals_one_model_at_a_time(theta, shared):
+    members = [make(B=1, T=11, theta=theta, state=True, seed=i) for i in range(3)]
+    call = {name: torch.stack([member[name].detach() for member in members]) for name in members[0]}
+    dims = dict.fromkeys(call, 0)
+    if shared in call:
+        call[shared], dims[shared] = call[shared][0], None
+    if shared == "documents":
+        call["cu_seqlens"], dims["cu_seqlens"] = torch.tensor([0, 11], dtype=torch.int32), None
+    elif shared == "documents apart":
+        del call["initial_state"], dims["initial_state"]
+        call["cu_seqlens"] = torch.tensor([[0, 4, 11], [0, 1, 11], [0, 0, 11]], dtype=torch.int32)
+        dims["cu_seqlens"] = 0
+    call["x"], dims["x"] = call["x"].movedim(0, 1), 1
+    names, in_dims = list(call), tuple(dims.values())
+    tensors = [x.requires_grad_(x.is_floating_point()) for x in call.values()]
+
+    def function(*tensors):
+        return run(dict(zip(names, tensors, strict=True)))
+
+    def grads(outputs):
+        return torch.autograd.grad(sum((x + 1).sin().sum() for x in outputs), [x for x in tensors if x.requires_grad])
+
+    together = torch.vmap(function, in_dims)(*tensors)
+    apart = [
+        function(*(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, in_dims, strict=True)))
+        for i in range(3)
+    ]
+    apart = [torch.stack(parts) for parts in zip(*apart, strict=True)]
+    assert_same(together, apart)
+    assert_same(grads(together), grads(apart))
+
+
+@pytest.mark.parametrize("theta", [False, True])
+@pytest.mark.parametrize("documents", [None, [0, 4, 9]])
+def test_vmap_of_the_backward(theta, documents):
+    call = make(B=1, T=9, theta=theta, state=True, documents=documents)
+    outputs = run(call)
+    cotangents = [torch.randn(3, *x.shape, dtype=x.dtype) for x in outputs]
+    together = torch.autograd.grad(outputs, leaves(call), cotangents, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        alone = torch.autograd.grad(outputs, leaves(call), [x[i] for x in cotangents], retain_graph=True)
+        assert_same([x[i] for x in together], alone)
+
+
+def test_flops_are_counted_on_the_meta_device():
+    for pair, forward, backward in (((), 2, 3), ((2,), 8, 14)):
+        x = torch.empty(2, 256, 5, *pair, device="meta", requires_grad=True)
+        log_decay = torch.empty(2, 256, 5, device="meta", requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            h, _ = diagonal_scan(x, log_decay, theta=torch.empty(5, device="meta") if pair else None)
+        assert counter.get_total_flops() == forward * 2 * 256 * 5
+        with counter:
+            h.sum().backward()
+        assert counter.get_total_flops() == backward * 2 * 256 * 5
+
+
+@pytest.mark.parametrize("theta", [False, True])
+def test_half_precision_computes_in_float32(theta):
+    call = make(T=60, theta=theta, state=True, dtype=torch.bfloat16)
+    wide = {name: x.detach().float().requires_grad_() for name, x in call.items()}
+    (h, final), (h_wide, final_wide) = run(call), run(wide)
+    assert (h.dtype, final.dtype) == (torch.bfloat16, torch.float32)
+    assert_same((h, final), (h_wide.to(torch.bfloat16), final_wide), 1e-6)
+    grads, expected = (torch.autograd.grad(y.float().sum(), leaves(c)) for y, c in ((h, call), (h_wide, wide)))
+    assert_same(grads, [e.to(grad.dtype) for grad, e in zip(grads, expected, strict=True)], 1e-2)
+
+
+def test_a_long_sequence():
+    T = 131_072
+    x, log_decay = torch.ones(1, T, 1), torch.full((1, T, 1), -1e-4)
+    with torch.no_grad():
+        h, final = diagonal_scan(x, log_decay, output_final_state=True)
+    t = torch.arange(1, T + 1, dtype=torch.float64)
+    exact = torch.expm1(-1e-4 * t) / torch.expm1(torch.tensor(-1e-4, dtype=torch.float64))
+    torch.testing.assert_close(h[0, :, 0].double(), exact, rtol=2e-3, atol=0)
+    assert torch.equal(final[0], h[0, -1])
+
+
+def test_bad_arguments_name_the_shape():
+    x = torch.zeros(2, 5, 3)
+    offsets = torch.tensor([0, 5], dtype=torch.int32)
+    good = dict(x=x, log_decay=x)
+    for message, wrong in (
+        (r"x \[2, 5, 3\], log_decay \[2, 5, 4\]; give", dict(log_decay=torch.zeros(2, 5, 4))),
+        (r"x \[B, T, D, 2\], because theta is given", dict(theta=torch.zeros(3))),
+        (r"theta has shape \[4\]; give \[3\]", dict(x=torch.zeros(2, 5, 3, 2), theta=torch.zeros(4))),
+        ("every size must be at least 1", dict(x=x[:, :0], log_decay=x[:, :0])),
+        ("give floating-point", dict(x=x.long())),
+        (r"initial_state has shape \[3\].*give \[2, 3\]", dict(initial_state=torch.zeros(3))),
+        ("the batch is 2", dict(cu_seqlens=offsets)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(good | wrong)
+    with pytest.raises(ValueError, match="at most 0"), backend.debug():
+        run(dict(x=x, log_decay=x + 1))
+    token = x[:, 0]
+    for message, args, options in (
+        (r"log_decay \[B, D\]", (x, x, x), {}),
+        ("theta has shape", (torch.zeros(2, 3, 2), token, torch.zeros(2, 3, 2)), dict(theta=torch.zeros(2))),
+        ("give float32 or float64", (token, token, token.half()), {}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            diagonal_step(*args, **options)
