@@ -52,19 +52,18 @@ def study(
     [bold]linnet study configs/demo.yaml --architectures tnl,gla --plan[/]     what would run, and for how long
     """
     import json
-    from contextlib import nullcontext
 
     from rich.console import Console
 
+    from linnet.cli.study_page import print_laws, print_plan
     from linnet.study.executors import cpu_cores, worker_slots
     from linnet.study.ladder import plan as make_plan
     from linnet.study.runner import run_study
-    from linnet.study.show import print_laws, print_plan
     from linnet.study.timing import estimate
 
     settings = _settings(config, mixer, architectures, budgets, workers, set_ or [])
     console = Console(stderr=True) if json_ else Console()
-    with console.status("counting FLOPs, timing a few steps") if console.is_terminal else nullcontext():
+    with console.status("counting FLOPs, timing a few steps"):
         ladder = make_plan(settings, check_data=not plan, where=str(config or "study"))
         slots = worker_slots(settings.executor)
         seconds = estimate(ladder, settings.executor.threads or max(1, cpu_cores() // slots))
@@ -77,15 +76,27 @@ def study(
     result = run_study(settings, out, plan=ladder, seconds=seconds, console=console)
     for row in result.broken:
         console.print(f"[red]{row['status']}[/]: {result.folder / row['path']}", highlight=False, soft_wrap=True)
-    laws = print_laws(result.folder, console)
+    laws = _fit(result.folder, console)
+    print_laws(laws, console)
     if json_:
-        typer.echo(json.dumps(laws.to_json(), indent=1))
+        typer.echo(json.dumps(laws.to_json(), indent=1, allow_nan=False))
     if report:
         from linnet.report import write_report
 
         console.print(f"report: [bold]{write_report(result.folder)}[/]", highlight=False, soft_wrap=True)
     if result.broken and len(result.broken) == len(result.rows):
         raise typer.Exit(1)
+
+
+def _fit(folder: Path, console):
+    """The study's laws, by every method."""
+    from linnet.study.fit import fit_study, load_study
+
+    rows, curves, notes = load_study(folder)
+    with console.status("fitting") as status:
+        laws = fit_study(rows, curves, progress=lambda line: status.update(f"fitting {line}"))
+    laws.notes = notes
+    return laws
 
 
 def _settings(config, mixer, architectures, budgets, workers, assignments):

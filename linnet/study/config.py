@@ -8,7 +8,7 @@ section 3.3, and the optimum is read from the envelope of the training curves.
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from linnet.config import Config
 from linnet.data import DataConfig
@@ -175,45 +175,49 @@ class StudyConfig(Config):
     plugins: list[str] = []
     executor: ExecutorConfig = ExecutorConfig()
 
+    # Fields are validated in the order above, so a check can look at what stands before it.
+
     @field_validator("architectures")
     @classmethod
-    def _distinct_names(cls, architectures):
+    def _distinct_names(cls, architectures: list[Architecture]) -> list[Architecture]:
         names = [architecture.name for architecture in architectures]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(
-                f"architecture names must differ, but {', '.join(twice)} comes twice; give one another `name`"
-            )
+            raise ValueError(f"{', '.join(twice)} comes twice; give one of them another `name`")
         return architectures
 
     @field_validator("budgets", "tokens", "seeds")
     @classmethod
-    def _distinct(cls, values):
+    def _distinct(cls, values: list) -> list:
         twice = sorted({value for value in values if values.count(value) > 1})
         if twice:
             raise ValueError(f"{', '.join(f'{value:g}' for value in twice)} comes twice; drop one")
         return values
 
-    @model_validator(mode="after")
-    def _whole(self):
-        problems = []
-        if bool(self.budgets) == bool(self.tokens):
-            problems.append(
-                "give `budgets` (training FLOPs of a run) or `tokens` (training tokens of a run), one of the two"
-            )
-        for architecture in self.architectures:
-            if self.sizes is None and architecture.sizes is None:
-                problems.append(
-                    f"architecture {architecture.name!r} has no sizes: give `sizes`, for example [[32, 2], [64, 3]]"
-                )
-        if isinstance(self.batch_size, list) and len(self.batch_size) != len(self.targets):
-            count = len(self.batch_size)
-            problems.append(
-                f"batch_size has {count} numbers for {len(self.targets)} budgets: give one for each, or one"
-            )
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+    @field_validator("tokens")
+    @classmethod
+    def _one_kind(cls, tokens: list[float], info: ValidationInfo) -> list[float]:
+        if "budgets" in info.data and bool(tokens) == bool(info.data["budgets"]):
+            given = "both are given; drop one" if tokens else "neither is given"
+            raise ValueError(f"a study has `budgets` (training FLOPs of a run) or `tokens` (of a run), but {given}")
+        return tokens
+
+    @field_validator("sizes")
+    @classmethod
+    def _sizes_for_all(cls, sizes: list[Size] | None, info: ValidationInfo) -> list[Size] | None:
+        without = [a.name for a in info.data.get("architectures", []) if a.sizes is None]
+        if sizes is None and without:
+            raise ValueError(f"{', '.join(without)} has no sizes; give some, for example [[32, 2], [64, 3]]")
+        return sizes
+
+    @field_validator("batch_size")
+    @classmethod
+    def _one_a_budget(cls, batch_size: int | list[int], info: ValidationInfo) -> int | list[int]:
+        targets = info.data.get("budgets") or info.data.get("tokens")
+        if isinstance(batch_size, list) and targets and len(batch_size) != len(targets):
+            count = f"{len(batch_size)} numbers for {len(targets)} budgets"
+            raise ValueError(f"{count}; give one for each, or one number for all")
+        return batch_size
 
     @property
     def targets(self) -> list[float]:

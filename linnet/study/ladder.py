@@ -137,7 +137,8 @@ def plan(config: StudyConfig, *, check_data: bool = True, where: str = "study") 
     train = {key: value for key, value in config.train.items() if key not in SET_BY_THE_LADDER}
     if rungs:
         try:  # the settings are the same for all runs, so one shows what is wrong with them
-            parse(TrainConfig, _train_values(config, train, *rungs[0], batch_size=1, steps=1, seed=0, plugins=[]))
+            smallest = min(_batch_size(config, a, i) for a, _, _ in rungs for i in range(len(config.targets)))
+            parse(TrainConfig, _train_values(config, train, *rungs[0], smallest, steps=1, seed=0, plugins=[]))
         except ConfigError as error:
             problems += [f"train.{line}" for line in error.problems]
     if problems:
@@ -214,9 +215,7 @@ def _from_layout(architecture: Architecture, size: Size, vocab_size: int) -> Mod
 
 def _point(config: StudyConfig, architecture: Architecture, model: ModelConfig, index: int, target: float):
     """(why the point is not worth a run or "", its numbers)."""
-    seq_len = architecture.seq_len or config.seq_len
-    shared = config.batch_size[index] if isinstance(config.batch_size, list) else config.batch_size
-    batch_size = architecture.batch_size or shared
+    seq_len, batch_size = architecture.seq_len or config.seq_len, _batch_size(config, architecture, index)
     per_step = flops_exact(model, seq_len, batch_size)
     total, non_embedding = count_parameters(model)
     steps = round(target / per_step) if config.budgets else round(target / (batch_size * seq_len))
@@ -239,6 +238,11 @@ def _point(config: StudyConfig, architecture: Architecture, model: ModelConfig, 
     if not bounds.low <= ratio <= bounds.high:
         return f"tokens per parameter outside [{bounds.low:g}, {bounds.high:g}]", values
     return "", values
+
+
+def _batch_size(config: StudyConfig, architecture: Architecture, index: int) -> int:
+    shared = config.batch_size[index] if isinstance(config.batch_size, list) else config.batch_size
+    return architecture.batch_size or shared
 
 
 def _train_values(config, train, architecture, size, model, batch_size, steps, seed, plugins) -> dict[str, Any]:

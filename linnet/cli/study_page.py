@@ -1,10 +1,9 @@
-"""A plan and its outcome as tables for a terminal."""
-
-from pathlib import Path
+"""What `linnet study` prints: the plan before it starts, the laws when it is done."""
 
 from rich.console import Console
 from rich.table import Table
 
+from linnet.study.fit import StudyFit
 from linnet.study.ladder import Plan
 from linnet.study.progress import count, duration
 from linnet.study.timing import wall_seconds
@@ -48,28 +47,24 @@ def print_plan(plan: Plan, seconds: dict[str, float] | None, workers: int, conso
         console.print(f"note: {note}", highlight=False)
 
 
-def print_laws(folder: Path, console: Console):
-    """Fits the study's laws, prints them, one line an architecture and quantity, and returns them (`StudyFit`)."""
-    from linnet.study.fit import fit_study, load_study
-
-    table, curves, notes = load_study(folder)
-    study = fit_study(table, curves)
-    shown = Table(
-        title="scaling laws, C in FLOPs", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
-    for heading in ("architecture", "loss", "size", "data", "held-out error"):
-        shown.add_column(heading, no_wrap=True)
-    refused = []
+def print_laws(study: StudyFit, console: Console) -> None:
+    """The laws of each architecture in one line, then what was refused and why."""
+    console.print(f"\nscaling laws ({study.headline}), C in FLOPs", highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("architecture", "loss (nats/token)", "parameters", "tokens", "held-out error of L"):
+        table.add_column(heading, no_wrap=True)
+    reasons: dict[str, list[str]] = {}
     for name, fit in study.items():
-        held_out = fit.L.held_out
-        error = f"{100 * held_out.mean_error:.2f} %" if held_out is not None and not held_out.refused else "-"
-        shown.add_row(name, fit.L.text(), fit.N_opt.text(), fit.D_opt.text(), error)
-        refused += [f"{name}: {reason}" for reason in dict.fromkeys(fit.refused)]
-    console.print()
-    console.print(shown, soft_wrap=True)
-    for line in [*notes, *refused]:
-        console.print(f"note: {line}", highlight=False, soft_wrap=True)
-    return study
+        test = fit.L.held_out
+        error = f"{test.mean_error:.2%}" if test is not None and not test.refused else "no test"
+        table.add_row(name, fit.L.text(), fit.N_opt.text(), fit.D_opt.text(), error)
+        for reason in dict.fromkeys(fit.refused):
+            reasons.setdefault(reason, []).append(name)
+    console.print(table)
+    for note in study.notes:
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+    for reason, names in reasons.items():
+        console.print(f"refused, {', '.join(names)}: {reason}", highlight=False, soft_wrap=True)
 
 
 def _range(values) -> str:

@@ -1,0 +1,131 @@
+"""The verb `study`: from a file to laws; killed and run again; and mistakes before any work."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from linnet.cli import app
+from linnet.runs import RunFolder
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A study file: two architectures, three budgets and four sizes of a few dozen steps."""
+    words = " ".join(f"{n * n % 97} apples and {n % 7} pears" for n in range(3000))
+    (tmp_path / "text.txt").write_text(words)
+    values = {
+        "name": "tiny",
+        "architectures": ["llama", "tnl"],
+        "budgets": [2e8, 4e8, 8e8],
+        "sizes": [[8, 1], [16, 1], [24, 1], [32, 1]],
+        "seq_len": 32,
+        "batch_size": 4,
+        "minimum_steps": 5,
+        "data": {"source": [str(tmp_path / "text.txt")]},
+        "train": {"evaluate_tokens": 1024},
+        "executor": {"kind": "inline"},
+    }
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def linnet(*arguments) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_study_ends_with_laws_and_a_report(config, tmp_path):
+    shown = linnet("study", config, "--out", tmp_path / "studies")
+    assert "24 runs" in shown and "24/24" in shown
+    assert "L = " in shown
+    report = Path(shown.replace("\n", "").rpartition("report: ")[2].strip())
+    assert report.is_file()
+    assert (tmp_path / "studies" / "tiny" / "table.csv").read_text().count("\n") == 25
+
+
+def test_plan_trains_nothing(config, tmp_path):
+    chosen = ("--architectures", "tnl", "--budgets", "3e8")
+    shown = linnet("study", config, "--plan", *chosen, "--out", tmp_path / "studies")
+    assert "4 runs" in shown and "training FLOPs" in shown and "1 worker" in shown
+    assert "llama" not in shown
+    assert not (tmp_path / "studies").exists()
+    runs = json.loads(CliRunner().invoke(app, ["study", str(config), "--plan", "--json"]).stdout)
+    assert len(runs) == 24
+    assert runs[0]["flops"] == max(run["flops"] for run in runs)
+
+
+def test_every_mistake_is_named_before_any_work(config, tmp_path):
+    arguments = ["--out", tmp_path / "studies", "--set", "seq_length=3", "--set", "budgets=[none]"]
+    result = CliRunner().invoke(app, [str(a) for a in ("study", config, *arguments)])
+    assert result.exit_code == 2
+    assert "did you mean 'seq_len'?" in result.stderr
+    assert "budgets.0" in result.stderr
+    result = CliRunner().invoke(app, ["study", str(config), "--architectures", "tnk", "--mixer", "no.py:M"])
+    assert result.exit_code == 2 and "no file no.py" in result.stderr
+    result = CliRunner().invoke(app, ["study"])
+    assert result.exit_code == 2 and "give a study file" in result.stderr
+    assert not (tmp_path / "studies").exists()
+
+
+def start(config: Path, out: Path) -> subprocess.Popen:
+    command = [sys.executable, "-c", "from linnet.cli import main; main()", "study", config, "--out", out]
+    command += ["--no-report", "--workers", "1", "--set", "executor.kind=local", "--set", "train.checkpoint_every=10"]
+    command += ["--budgets", "1e10", "--set", "architectures=[tnl]", "--set", "sizes=[[8, 1], [16, 1]]"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [str(part) for part in command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def results(out: Path) -> dict[str, tuple[int, str]]:
+    paths = out.glob("tiny/runs/*/result.json")
+    return {path.parent.name: (path.stat().st_mtime_ns, path.read_text()) for path in paths}
+
+
+def losses(out: Path) -> dict[str, list]:
+    rows = {path.name: RunFolder(path).metrics() for path in out.glob("tiny/runs/*")}
+    return {name: [(row["step"], row["loss"]) for row in run if "loss" in row] for name, run in rows.items()}
+
+
+def test_a_killed_study_goes_on_with_what_is_missing(config, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = start(config, killed)
+    deadline = time.monotonic() + 120
+    # until one run is done and the other has written a checkpoint
+    while not (len(results(killed)) == 1 and len(list(killed.glob("tiny/runs/*/checkpoints/step-*0"))) >= 3):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    (done,) = results(killed).items()
+
+    again = start(config, killed)
+    shown = again.communicate(timeout=120)[0]
+    assert again.returncode == 0, shown
+    assert "1 of 2 runs are done; 1 to go" in shown
+    assert results(killed)[done[0]] == done[1]
+    resumed = next(run for run in killed.glob("tiny/runs/*") if run.name != done[0])
+    assert any(row.get("step", 0) > 0 for row in RunFolder(resumed).metrics())
+
+    uninterrupted = start(config, whole)
+    assert uninterrupted.wait(120) == 0
+    assert losses(killed) == losses(whole)
+
+
+def test_an_outside_mixer_joins_the_default_ladder(tmp_path):
+    shown = linnet("study", "--mixer", ROOT / "examples" / "my_mixer.py:MyMixer", "--plan", "--out", tmp_path)
+    for name in ("my_mixer", "llama", "tnl"):
+        assert name in shown

@@ -1,0 +1,86 @@
+"""The table of a study: one row a run whatever became of it, written whole."""
+
+import csv
+import json
+
+import pytest
+
+from linnet.config import ConfigError
+from linnet.runs import RunFolder
+from linnet.study.collect import COLUMNS, collect
+
+RESULT = {
+    "status": "done",
+    "architecture": "tnl",
+    "tokens": 1000,
+    "flops": 2.5e9,
+    "flops_paper": 2.4e9,
+    "loss": 2.345678901234567,
+    "bits_per_byte": 3.38,
+    "state_bytes": 128,
+    "seconds": 1.5,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    planned = []
+    for architecture, size in (("tnl", 20), ("tnl", 10), ("llama", 10), ("llama", 20), ("llama", 30)):
+        run = RunFolder.create(tmp_path / "runs", {"architecture": architecture, "size": size})
+        planned.append(
+            {
+                "run": run.path.name,
+                "architecture": architecture,
+                "budget": 2e9,
+                "params_non_embedding": size,
+                "params_total": size + 5,
+            }
+        )
+        if (architecture, size) == ("llama", 20):
+            run.write_error("the worker died")
+        elif (architecture, size) == ("llama", 30):
+            run.write_result(RESULT | {"status": "diverged", "loss": float("nan"), "bits_per_byte": None})
+        elif architecture == "tnl":
+            run.write_result(RESULT)
+    planned.append(planned[0] | {"run": "tnl-not-begun"})
+    (tmp_path / "plan.json").write_text(json.dumps({"runs": planned}))
+    RunFolder.create(tmp_path / "runs", {"architecture": "left over from an earlier plan"})
+    return tmp_path
+
+
+def test_a_row_for_each_run_that_began(folder):
+    rows = collect(folder)
+    assert [(row["architecture"], row["params_non_embedding"], row["status"]) for row in rows] == [
+        ("llama", 10, "unfinished"),
+        ("llama", 20, "failed"),
+        ("llama", 30, "diverged"),
+        ("tnl", 10, "done"),
+        ("tnl", 20, "done"),
+    ]
+    assert rows[3]["loss"] == RESULT["loss"]
+    assert all((folder / row["path"] / "config.yaml").is_file() for row in rows)
+
+
+def test_table_csv_has_the_columns_in_full_precision(folder):
+    collect(folder)
+    with (folder / "table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    assert float(rows[4]["loss"]) == RESULT["loss"]
+    assert rows[2]["loss"] == "" and rows[2]["status"] == "diverged"
+    assert [path.name for path in folder.glob("*.tmp")] == []
+
+
+def test_a_damaged_result_is_named_and_the_table_stays(folder):
+    collect(folder)
+    before = (folder / "table.csv").read_text()
+    damaged = next((folder / "runs").glob("tnl-*/result.json"))
+    damaged.write_text('{"status": "do')
+    with pytest.raises(ConfigError, match="is damaged"):
+        collect(folder)
+    assert (folder / "table.csv").read_text() == before
+
+
+def test_not_a_study_folder(tmp_path):
+    with pytest.raises(ConfigError, match="is not a study folder"):
+        collect(tmp_path)

@@ -1,0 +1,160 @@
+"""Planning: exact FLOPs, the points worth a run, and every mistake before any work."""
+
+import pytest
+
+from linnet.config import ConfigError, digest, parse, read_yaml
+from linnet.models import flops_exact
+from linnet.study import StudyConfig, plan
+from linnet.train import resolve
+
+VALUES = {
+    "name": "small",
+    "architectures": ["llama", "tnl"],
+    "budgets": [2e9, 5e9],
+    "sizes": [[16, 1], [32, 2]],
+    "seq_len": 32,
+    "batch_size": 4,
+    "minimum_steps": 5,
+}
+
+
+def plan_of(**changes):
+    return plan(parse(StudyConfig, VALUES | changes))
+
+
+def test_each_run_spends_its_budget_to_half_a_step():
+    runs = plan_of().runs
+    assert len(runs) == 8
+    for run in runs:
+        per_step = flops_exact(run.train.model, 32, 4)
+        assert run.flops == run.steps * per_step
+        assert abs(run.flops - run.budget) <= per_step / 2
+        assert run.tokens == run.steps * 4 * 32
+        assert run.train.total_steps == run.steps
+
+
+def test_largest_first_and_named_by_the_hash_of_the_resolved_settings():
+    runs = plan_of().runs
+    assert [run.flops for run in runs] == sorted((run.flops for run in runs), reverse=True)
+    assert len({run.run for run in runs}) == len(runs)
+    for run in runs:
+        assert run.run.endswith(digest(resolve(run.train)))
+        assert run.run.startswith(run.architecture)
+    assert [run.run for run in plan_of().runs] == [run.run for run in runs]
+
+
+def test_points_outside_the_bounds_are_dropped_and_named():
+    everything = plan_of()
+    ratios = sorted(run.tokens / run.params_non_embedding for run in everything.runs)
+    bound = (ratios[0] + ratios[1]) / 2
+    bounded = plan_of(tokens_per_param=[bound, 1e9])
+    assert len(bounded.runs) == len(everything.runs) - 1
+    assert len(bounded.dropped) == 1
+    assert any("tokens per parameter outside" in note for note in bounded.notes())
+    steps = sorted(run.steps for run in everything.runs)
+    few = plan_of(minimum_steps=steps[3])
+    assert {run.run for run in few.runs} == {run.run for run in everything.runs if run.steps >= steps[3]}
+
+
+def test_nothing_left_is_an_error():
+    with pytest.raises(ConfigError, match="no point of the ladder is worth a run"):
+        plan_of(minimum_steps=100_000)
+
+
+def test_tokens_give_every_size_the_same_tokens():
+    ladder = plan_of(budgets=[], tokens=[12_800.0])
+    assert {run.tokens for run in ladder.runs} == {12_800}
+    assert len({run.flops for run in ladder.runs}) == len(ladder.runs)
+    assert all(run.budget == run.flops for run in ladder.runs)
+
+
+def test_an_architecture_can_change_what_the_study_says():
+    ladder = plan_of(
+        architectures=[
+            "tnl",
+            {"name": "tnl-log", "family": "tnl", "options": {"tnl": {"slopes": "log_spaced"}}},
+            {"name": "long", "family": "tnl", "seq_len": 64, "batch_size": 2, "learning_rate": 1e-3},
+            {"name": "hybrid", "layout": "tnl+sglu attention+swiglu", "sizes": [[16, 2], [32, 4]]},
+        ]
+    )
+    by_name = {}
+    for run in ladder.runs:
+        by_name.setdefault(run.architecture, run)
+    assert by_name["tnl-log"].train.model.options["tnl"]["slopes"] == "log_spaced"
+    assert by_name["tnl"].train.model.options["tnl"]["slopes"] == "alibi"
+    assert (by_name["long"].seq_len, by_name["long"].batch_size, by_name["long"].learning_rate) == (64, 2, 1e-3)
+    hybrids = {run.size: run.train.model for run in ladder.runs if run.architecture == "hybrid"}
+    assert [block.mixer for block in hybrids["32x4"].blocks] == ["tnl", "attention"] * 2
+    assert hybrids["32x4"].d_model == 32
+
+
+def test_budgets_and_seeds_multiply_and_batches_follow_the_budget():
+    ladder = plan_of(batch_size=[2, 8], seeds=[0, 1, 2], architectures=["tnl"])
+    assert {(run.budget, run.batch_size) for run in ladder.runs} == {(2e9, 2), (5e9, 8)}
+    assert len(ladder.runs) == 12
+    assert {run.train.seed for run in ladder.runs} == {0, 1, 2}
+
+
+def test_train_settings_reach_every_run():
+    ladder = plan_of(train={"optimizer": {"weight_decay": 0.01}, "schedule": {"name": "wsd"}, "log_every": 3})
+    for run in ladder.runs:
+        assert run.train.optimizer.weight_decay == 0.01
+        assert run.train.optimizer.learning_rate == run.learning_rate
+        assert run.train.schedule.name == "wsd"
+        assert run.train.log_every == 3
+
+
+def test_everything_wrong_is_listed_at_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        plan_of(
+            architectures=["tnl", "hgrm2", {"name": "odd", "layout": "tnl+sglu attention+swigl"}],
+            sizes=[[16, 1], [30, 2, 4]],
+            data={"source": [str(tmp_path / "nothing.txt")]},
+            train={"steps": 5, "schedul": {"name": "cosine"}},
+            plugins=["missing.py:Mixer"],
+        )
+    problems = "\n".join(caught.value.problems)
+    assert "'hgrm2' is unknown; did you mean 'hgrn2'?" in problems
+    assert "tnl 30x2" in problems and "num_heads" in problems
+    assert "swigl" in problems
+    assert "nothing.txt" in problems
+    assert "train.steps" in problems
+    assert "train.schedul" in problems and "'schedule'" in problems
+    assert "missing.py" in problems
+
+
+def test_a_changed_plugin_makes_other_runs(tmp_path):
+    file = tmp_path / "mine.py"
+    text = (
+        "from linnet.layers.base import register_mixer\n"
+        "from linnet.layers.mixers.attention import Attention, AttentionConfig\n"
+        "@register_mixer('mine_{}', AttentionConfig)\n"
+        "class Mine(Attention):\n    pass\n"
+    )
+    file.write_text(text.format("ladder"))
+    changes = {"plugins": [f"{file}:Mine"], "architectures": ["llama", "mine_ladder"]}
+    before = {run.run: run.architecture for run in plan_of(**changes).runs}
+    file.write_text(text.format("ladder") + "# another version\n")
+    after = {run.run: run.architecture for run in plan_of(**changes).runs}
+    assert {before[run] for run in set(before) & set(after)} == {"llama"}
+
+
+@pytest.mark.parametrize("name", ["demo", "scaling-laws-000", "scaling-laws-000-shape", "scaling-laws-000-context"])
+def test_configs_of_the_repository_can_be_planned(name, request):
+    config = parse(StudyConfig, read_yaml(request.config.rootpath / "configs" / f"{name}.yaml"))
+    ladder = plan(config, check_data=False)
+    if name == "demo":
+        assert len(config.architectures) == 5
+        assert len(config.budgets) >= 3
+        groups = {}
+        for run in ladder.runs:
+            groups.setdefault((run.architecture, run.budget), set()).add(run.params_non_embedding)
+        assert len(groups) == 5 * len(config.budgets)
+        assert min(len(sizes) for sizes in groups.values()) >= 5
+        assert min(run.params_non_embedding for run in ladder.runs) < 20_000
+    elif name == "scaling-laws-000":  # 300B tokens at 480 x 8192 are 76,294 steps
+        assert len(ladder.runs) == 24
+        assert {run.steps for run in ladder.runs} == {76_294}
+        assert {run.learning_rate for run in ladder.runs} == {3e-4}
+    else:
+        assert {round(run.tokens / 1e9) for run in ladder.runs} == {300}

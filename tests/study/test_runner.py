@@ -1,0 +1,102 @@
+"""A study end to end: what is planned is trained once, and the table says what it came to."""
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from linnet.config import ConfigError, parse
+from linnet.runs import RunFolder
+from linnet.study import StudyConfig, plan, run_study
+from linnet.study.timing import estimate, wall_seconds
+
+BROKEN = """
+import torch
+from linnet.layers.base import register_mixer
+from linnet.layers.mixers.attention import Attention, AttentionConfig
+
+@register_mixer("{name}", AttentionConfig)
+class Broken(Attention):
+    def forward(self, x, state=None, cu_seqlens=None):
+        y, state = super().forward(x, state, cu_seqlens)
+        if x.device.type != "meta":
+            {action}
+        return y, state
+"""
+
+
+def stamps(folder):
+    return {path.parent.name: path.stat().st_mtime_ns for path in folder.glob("runs/*/result.json")}
+
+
+def test_a_study_trains_its_plan_once(tiny, tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    config = parse(StudyConfig, tiny)
+    result = run_study(config, tmp_path, console=console)
+    planned = {run.run: run for run in plan(config).runs}
+    assert {row["run"] for row in result.rows} == set(planned)
+    for row in result.rows:
+        run = planned[row["run"]]
+        assert row["status"] == "done"
+        assert row["flops"] == run.flops
+        assert row["tokens"] == run.tokens
+        assert 0 < row["loss"] < math.log(256)
+        curve = [line for line in RunFolder(result.folder / row["path"]).metrics() if "loss" in line]
+        assert curve[-1]["flops"] == run.flops
+        assert len(curve) >= min(run.steps, config.curve_points)
+    lines = console.file.getvalue().splitlines()
+    assert sum("bits/byte" in line for line in lines) == 4
+    assert lines[-1].strip().startswith("4/4")
+
+    before = stamps(result.folder)
+    wider = parse(StudyConfig, tiny | {"budgets": [4e8, 6e8]})
+    again = run_study(wider, tmp_path)
+    assert len(again.rows) == 8
+    assert {name: stamp for name, stamp in stamps(result.folder).items() if name in before} == before
+    assert len(run_study(config, tmp_path).rows) == 4, "the table has the runs of the present plan"
+
+
+def test_failed_and_diverged_runs_are_recorded_and_the_study_goes_on(tiny, tmp_path):
+    for name, action in (("raises", "raise RuntimeError('a bad kernel')"), ("explodes", "y = y * torch.nan")):
+        (tmp_path / f"{name}.py").write_text(BROKEN.format(name=name, action=action))
+    plugins = [f"{tmp_path}/raises.py:Broken", f"{tmp_path}/explodes.py:Broken"]
+    changes = {"architectures": ["raises", "explodes", "llama"], "sizes": [[16, 1]], "plugins": plugins}
+    console = Console(file=io.StringIO(), width=200)
+    result = run_study(parse(StudyConfig, tiny | changes), tmp_path / "out", console=console)
+    rows = {row["architecture"]: row for row in result.rows}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "raises": "failed",
+        "explodes": "diverged",
+        "llama": "done",
+    }
+    assert "a bad kernel" in (result.folder / rows["raises"]["path"] / "error.txt").read_text()
+    assert {row["architecture"] for row in result.broken} == {"raises", "explodes"}
+    printed = console.file.getvalue()
+    assert "failed after 3 attempts: RuntimeError: a bad kernel" in printed
+    assert "diverged at step" in printed
+
+
+def test_two_studies_in_one_folder_are_refused(tiny, tmp_path):
+    (tmp_path / "tiny").mkdir()
+    with RunFolder(tmp_path / "tiny").lock():
+        with pytest.raises(ConfigError, match="another linnet study works in this folder"):
+            run_study(parse(StudyConfig, tiny), tmp_path)
+
+
+def test_every_run_has_an_estimate(tiny):
+    ladder = plan(parse(StudyConfig, tiny))
+    seconds = estimate(ladder)
+    assert set(seconds) == {run.run for run in ladder.runs}
+    assert all(0 < value < 60 for value in seconds.values())
+
+
+def test_a_given_throughput_makes_the_estimate(tiny):
+    ladder = plan(parse(StudyConfig, tiny | {"executor": {"throughput": 1e8}}))
+    assert estimate(ladder) == {run.run: run.flops / 1e8 for run in ladder.runs}
+
+
+def test_wall_time_of_jobs_on_workers():
+    assert wall_seconds([5, 3, 3, 1], 1) == 12
+    assert wall_seconds([5, 3, 3, 1], 2) == 6
+    assert wall_seconds([5, 3], 8) == 5

@@ -1,0 +1,65 @@
+"""The study's configuration: short forms, and everything wrong listed at once."""
+
+import pytest
+
+from linnet.config import ConfigError, parse
+from linnet.study import StudyConfig
+from linnet.study.config import LearningRate
+
+MINIMAL = {"name": "small", "architectures": ["tnl"], "budgets": [1e9], "sizes": [[16, 1]]}
+
+
+def study(**changes) -> StudyConfig:
+    return parse(StudyConfig, MINIMAL | changes)
+
+
+def test_short_forms_of_sizes():
+    config = study(sizes=[[16, 1], [32, 2, 4], "70m", {"d_model": 64, "num_layers": 3, "inner": 192}])
+    assert [size.label for size in config.sizes] == ["16x1", "32x2", "70m", "64x3"]
+    assert config.sizes[1].num_heads == 4
+    assert config.sizes[2].recipe == "70m"
+    assert config.sizes[3].inner == 192
+
+
+def test_widths_and_layers_give_every_pair():
+    config = study(sizes={"widths": [16, 32], "layers": [1, 2]})
+    assert [size.label for size in config.sizes] == ["16x1", "32x1", "16x2", "32x2"]
+
+
+def test_learning_rate_falls_with_width_up_to_a_maximum():
+    rate = LearningRate(value=4e-3, width=64, exponent=-1.0, maximum=1e-2)
+    assert [rate.at(width) for width in (16, 64, 128)] == [1e-2, 4e-3, 2e-3]
+    assert [study(learning_rate=3e-4).learning_rate.at(width) for width in (8, 4096)] == [3e-4, 3e-4]
+
+
+def test_everything_wrong_is_listed_at_once():
+    with pytest.raises(ConfigError) as caught:
+        study(nmae="x", architectures=["tnl", {"name": "llama", "sise": [[8, 1]]}], budgets=[1e9, -1.0], seq_len="long")
+    problems = "\n".join(caught.value.problems)
+    assert "nmae: unknown key (value 'x'); did you mean 'name'?" in problems
+    assert "architectures.1.sise" in problems and "'sizes'" in problems
+    assert "budgets.1" in problems
+    assert "seq_len" in problems
+    assert len(caught.value.problems) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"tokens": [1e6]}, "tokens: a study has `budgets`"),
+        ({"budgets": []}, "neither is given"),
+        ({"sizes": None}, "sizes: tnl has no sizes"),
+        ({"architectures": ["tnl", "tnl"]}, "tnl comes twice"),
+        ({"budgets": [1e9, 1e9]}, "1e+09 comes twice"),
+        ({"batch_size": [4, 8]}, "2 numbers for 1 budgets"),
+        ({"sizes": [{"d_model": 8}]}, "needs d_model and num_layers"),
+        ({"sizes": [{"recipe": "70m", "d_model": 8}]}, "not both"),
+        ({"tokens_per_param": [20, 10]}, "must be below"),
+        ({"architectures": [{"name": "x", "family": "tnl", "layout": "tnl+sglu"}]}, "drop one"),
+        ({"name": "../x"}, "name"),
+    ],
+)
+def test_contradictions_are_named(changes, expected):
+    with pytest.raises(ConfigError, match=None) as caught:
+        study(**changes)
+    assert expected in str(caught.value)
