@@ -141,11 +141,12 @@ def _scores(q, queries, keys, f: Factors, turn: Turn):
 
 def _sweep(new, keep, x, reverse=False):
     """x <- keep_i x + new_i over the chunks (dim 2). Returns x before each chunk took part, stacked, and the last x."""
-    met = torch.empty_like(new)
-    for i in reversed(range(new.shape[2])) if reverse else range(new.shape[2]):
-        met[:, :, i] = x
-        x = torch.addcmul(new[:, :, i], keep[:, :, i], x)
-    return met, x
+    met, end = torch.empty_like(new), torch.empty_like(new[:, :, 0])
+    chunks = range(new.shape[2] - 1, -1, -1) if reverse else range(new.shape[2])
+    met[:, :, chunks[0]] = x
+    for i, following in zip(chunks, [*(met[:, :, j] for j in chunks[1:]), end], strict=True):
+        torch.addcmul(new[:, :, i], keep[:, :, i], met[:, :, i], out=following)
+    return met, end
 
 
 def _first_state(q, k, v, theta, S, z, cu_seqlens):

@@ -1,0 +1,220 @@
+"""The modal convolution: the definition against the chunked form and the step."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from linnet.ops import backend
+from linnet.ops.modal import chunked, modal_convolution, modal_step
+
+INF = float("inf")
+
+
+def make(B=2, T=37, D=3, E=4, *, state=False, documents=None, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    call = dict(x=normal(B, T, D), log_decay=(-normal(D, E).detach().exp() / 5).requires_grad_(), weight=normal(D, E))
+    if state:
+        N = B if documents is None else len(documents) - 1
+        call["initial_state"] = normal(N, D, E).detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    if documents is not None:
+        call["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32)
+    return call
+
+
+def run(call, form="chunked"):
+    with backend.use_backend(form):
+        return modal_convolution(**call, output_final_state=True)
+
+
+def leaves(call):
+    return [x for x in call.values() if x.requires_grad]
+
+
+def everything(call, form="chunked"):
+    outputs = run(call, form)
+    generator = torch.Generator().manual_seed(7)
+    loss = sum((x * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)).sum() for x in outputs)
+    return [*outputs, *torch.autograd.grad(loss, leaves(call))]
+
+
+def assert_same(actual, expected, tolerance=1e-10):
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, check_dtype=False)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    B=st.integers(1, 3), T=st.integers(1, 150), D=st.integers(1, 4), E=st.integers(1, 5),
+    state=st.booleans(), forgetful=st.booleans(), chunk=st.sampled_from([1, 5, 16, 32]),
+)  # fmt: skip
+def test_chunked_is_the_definition(B, T, D, E, state, forgetful, chunk):
+    call = make(B, T, D, E, state=state, seed=T)
+    if forgetful:
+        log_decay = call["log_decay"].detach().clone()
+        log_decay[0, 0], log_decay[-1, -1] = -INF, 0.0
+        call["log_decay"] = log_decay.requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked, "CHUNK", chunk)
+        assert_same(everything(call), everything(call, "reference"))
+
+
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.lists(st.integers(0, 80), max_size=5), state=st.booleans())
+def test_documents(cuts, state):
+    edges = [0, *sorted(cuts), 80]
+    call = make(1, 80, state=state, documents=edges)
+    assert_same(everything(call), everything(call, "reference"))
+
+
+def test_it_is_a_toeplitz_matrix():
+    call = make(B=1, T=100)
+    t = torch.arange(100, dtype=torch.float64)
+    kernel = (call["weight"][..., None] * (call["log_decay"][..., None] * t).exp()).sum(1)
+    lag = t[:, None] - t
+    matrix = torch.where(lag >= 0, kernel[:, lag.clamp(min=0).long()], 0.0)
+    assert_same([run(call)[0]], [torch.einsum("cts,bsc->btc", matrix, call["x"])])
+
+
+def test_steps_equal_the_sequence_and_continue_from_a_prefill():
+    call = {name: x.detach() for name, x in make(T=100).items()}
+    expected, final = run(call)
+    y, state = run(call | {"x": call["x"][:, :70]})
+    assert_same(run(call | {"x": call["x"][:, 70:], "initial_state": state}), (expected[:, 70:], final))
+    steps = [modal_step(call["x"][:, t], call["log_decay"], call["weight"], state) for t in range(70, 100)]
+    assert_same((torch.cat([y, torch.stack(steps, 1)], 1), state), (expected, final))
+
+
+def test_gradcheck():
+    call = make(B=1, T=7, D=2, E=2, state=True, documents=[0, 2, 2, 7])
+    names = [name for name, x in call.items() if x.requires_grad]
+    inputs = [call[name] for name in names]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked, "CHUNK", 2)
+        assert torch.autograd.gradcheck(lambda *tensors: run(call | dict(zip(names, tensors, strict=True))), inputs)
+
+
+def test_operator_registration():
+    call = make(B=1, T=9, state=True, documents=[0, 4, 9])
+    torch.library.opcheck(torch.ops.linnet.modal.default, tuple(call.values()))
+    torch.library.opcheck(torch.ops.linnet.modal.default, (*make(T=5).values(), None, None))
+
+
+def test_compiles_whole_and_gives_the_same():
+    call = make(B=1, T=40, state=True, documents=[0, 15, 40])
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(call)
+    assert_same(compiled, run(call), 0.0)
+    grads = [
+        torch.autograd.grad(sum(x.sin().sum() for x in outputs), leaves(call)) for outputs in (compiled, run(call))
+    ]
+    assert_same(*grads)
+
+
+@pytest.mark.parametrize("shared", ["nothing", "parameters", "weight", "documents", "documents apart"])
+def test_vmap_equals_one_model_at_a_time(shared):
+    members = [make(B=1, T=11, state=True, seed=i) for i in range(3)]
+    call = {name: torch.stack([member[name].detach() for member in members]) for name in members[0]}
+    dims = dict.fromkeys(call, 0)
+    for name in {"parameters": ("log_decay", "weight"), "weight": ("weight",)}.get(shared, ()):
+        call[name], dims[name] = call[name][0], None
+    if shared == "documents":
+        call["cu_seqlens"], dims["cu_seqlens"] = torch.tensor([0, 11], dtype=torch.int32), None
+    elif shared == "documents apart":
+        del call["initial_state"], dims["initial_state"]
+        call["cu_seqlens"] = torch.tensor([[0, 4, 11], [0, 1, 11], [0, 0, 11]], dtype=torch.int32)
+        dims["cu_seqlens"] = 0
+    call["x"], dims["x"] = call["x"].movedim(0, 1), 1
+    names, in_dims = list(call), tuple(dims.values())
+    tensors = [x.requires_grad_(x.is_floating_point()) for x in call.values()]
+
+    def function(*tensors):
+        return run(dict(zip(names, tensors, strict=True)))
+
+    def grads(outputs):
+        return torch.autograd.grad(sum((x + 1).sin().sum() for x in outputs), [x for x in tensors if x.requires_grad])
+
+    together = torch.vmap(function, in_dims)(*tensors)
+    apart = [
+        function(*(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, in_dims, strict=True)))
+        for i in range(3)
+    ]
+    apart = [torch.stack(parts) for parts in zip(*apart, strict=True)]
+    assert_same(together, apart)
+    assert_same(grads(together), grads(apart))
+
+
+@pytest.mark.parametrize("documents", [None, [0, 4, 9]])
+def test_vmap_of_the_backward(documents):
+    call = make(B=1, T=9, state=True, documents=documents)
+    outputs = run(call)
+    cotangents = [torch.randn(3, *x.shape, dtype=x.dtype) for x in outputs]
+    together = torch.autograd.grad(outputs, leaves(call), cotangents, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        alone = torch.autograd.grad(outputs, leaves(call), [x[i] for x in cotangents], retain_graph=True)
+        assert_same([x[i] for x in together], alone)
+
+
+def test_flops_are_counted_on_the_meta_device():
+    B, T, D, E = 2, 256, 5, 16
+    x = torch.empty(B, T, D, device="meta", requires_grad=True)
+    log_decay, weight = (torch.empty(D, E, device="meta", requires_grad=True) for _ in range(2))
+    with FlopCounterMode(display=False) as counter:
+        y, _ = modal_convolution(x, log_decay, weight)
+    assert counter.get_total_flops() == B * T * D * (2 * 32 + 4 * E)
+    with counter:
+        y.sum().backward()
+    assert counter.get_total_flops() == B * T * D * (4 * 32 + 10 * E)
+
+
+def test_half_precision_computes_in_float32():
+    call = make(T=100, state=True, dtype=torch.bfloat16)
+    wide = {name: x.detach().float().requires_grad_() for name, x in call.items()}
+    (y, final), (y_wide, final_wide) = run(call), run(wide)
+    assert (y.dtype, final.dtype) == (torch.bfloat16, torch.float32)
+    assert_same((y, final), (y_wide.to(torch.bfloat16), final_wide), 1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(run(wide)[0], y_wide)
+    grads, expected = (torch.autograd.grad(z.float().sum(), leaves(c)) for z, c in ((y, call), (y_wide, wide)))
+    assert_same(grads, [e.to(grad.dtype) for grad, e in zip(grads, expected, strict=True)], 1e-2)
+
+
+def test_a_long_sequence():
+    T = 131_072
+    x = torch.ones(1, T, 1)
+    with torch.no_grad():
+        y, final = modal_convolution(x, torch.full((1, 1), -1e-4), torch.ones(1, 1), output_final_state=True)
+    t = torch.arange(1, T + 1, dtype=torch.float64)
+    exact = torch.expm1(-1e-4 * t) / torch.expm1(torch.tensor(-1e-4, dtype=torch.float64))
+    torch.testing.assert_close(y[0, :, 0].double(), exact, rtol=2e-3, atol=0)
+    torch.testing.assert_close(final[0, 0], y[0, -1], rtol=1e-5, atol=0)
+
+
+def test_bad_arguments_name_the_shape():
+    x, modes = torch.zeros(2, 5, 3), torch.zeros(3, 4)
+    offsets = torch.tensor([0, 5], dtype=torch.int32)
+    good = dict(x=x, log_decay=modes, weight=modes)
+    for message, wrong in (
+        (r"weight \[3, 5\]; give x \[B, T, D\]", dict(weight=torch.zeros(3, 5))),
+        (r"x \[2, 5, 4\]", dict(x=torch.zeros(2, 5, 4))),
+        ("every size must be at least 1", dict(x=x[:, :0])),
+        ("give floating-point", dict(x=x.long())),
+        (r"initial_state has shape \[2, 3\].*give \[2, 3, 4\]", dict(initial_state=torch.zeros(2, 3))),
+        ("the batch is 2", dict(cu_seqlens=offsets)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(good | wrong)
+    with pytest.raises(ValueError, match="at most 0"), backend.debug():
+        run(good | dict(log_decay=modes + 1))
+    state = torch.zeros(2, 3, 4)
+    for message, args in (
+        (r"give x \[B, D\]", (x, modes, modes, state)),
+        ("has not the channels", (torch.zeros(2, 5), modes, modes, state)),
+        ("give float32 or float64", (x[:, 0], modes, modes, state.half())),
+    ):
+        with pytest.raises(ValueError, match=message):
+            modal_step(*args)
