@@ -1,8 +1,8 @@
 """How the chunked forms of the matrix-state ops walk a sequence: pieces of a few chunks that stay in the cache.
 
-A piece is `count` chunks of `size` tokens, laid out [count, B, H, size, D] so that one batched matrix product serves all
-chunks and heads, and the state can be carried from chunk to chunk through contiguous slices. A sequence is some pieces
-of full chunks, then one chunk with the ragged tail.
+A piece is `count` chunks of `size` tokens, laid out [count, B, H, size, D] so that one batched matrix product serves
+all chunks and heads, and the state can be carried from chunk to chunk through contiguous slices. A sequence is some
+pieces of full chunks, then one chunk with the ragged tail.
 """
 
 from contextlib import AbstractContextManager
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from linnet.ops.documents import count_states
 
-# Elements of one gathered tensor. At 2**18 (1 MiB of float32) the dozen tensors of a backward piece stay in the outer
-# cache of a CPU; beyond 2**20 the time a token grows by half. Measured with benchmarks/cpu_attention.py.
+# Elements of one gathered tensor: at 2**18 (1 MiB of float32) the dozen tensors of a backward piece stay in the outer
+# cache of a CPU, and the cost of calling an operation is still small beside its work.
 PIECE_ELEMENTS = 2**18
 
 

@@ -1,4 +1,4 @@
-"""Gated linear attention: linear attention with a decay for each channel of the key, from the data (papers 002, 003)."""
+"""Gated linear attention: linear attention with data-dependent decays, one a channel of the key (papers 002, 003)."""
 
 import importlib
 
@@ -29,7 +29,7 @@ def gated_linear_attention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """S_t = diag(exp(log_decay_t)) S_{t-1} + k_t^T v_t, o_t = scale q_t S_t for each head (paper 002, eq. 7).
+    """S_t = diag(exp(log_decay_t)) S_{t-1} + k_t^T v_t, o_t = scale q_t S_t for each head (paper 002, eq. 3).
 
     Time and memory are linear in T. Products are taken in float32 (float64 for float64 inputs). No decay overflows:
     exp(log_decay) may be anything from 1 down to 0, -inf included.
@@ -161,8 +161,8 @@ def _(info, in_dims, *arguments):
     return tuple(unfold(x, info.batch_size, axis) for x, axis in zip(grads, axes, strict=True)), axes
 
 
-# FLOPs: 2 a multiply-add, in chunks of 64 whatever form runs, matrix products only. Halving computes half of the scores;
-# the products with ones that sum the gradient of log_decay are sums, and left out.
+# FLOPs: 2 a multiply-add, in chunks of 64 whatever form runs, matrix products only. Halving computes half of the
+# scores; the products with ones that sum the gradient of log_decay are sums, and left out.
 
 
 @register_flop_formula(torch.ops.linnet.gated)
@@ -174,6 +174,6 @@ def gated_flops(q_shape, k_shape, v_shape, *_, **__) -> int:
 
 @register_flop_formula(torch.ops.linnet.gated_backward)
 def gated_backward_flops(q_shape, k_shape, v_shape, *_, **__) -> int:
-    """C (3 K + 4 V) + 10 K V a token and head: the scores again, gradients of scores, q, k, v, five products with states."""
+    """C (3 K + 4 V) + 10 K V a token and head: scores, gradients of scores, q, k and v, five products with states."""
     (B, T, H, K), V = q_shape, v_shape[-1]
     return B * H * (count_pairs(T, chunked.CHUNK) * (3 * K + 4 * V) + 10 * T * K * V)

@@ -1,13 +1,13 @@
 """Gated linear attention in chunks: every decay is a product of factors at most 1, so nothing can overflow.
 
-Inside a chunk the score of a query r and a key s <= r is sum_d q_rd k_sd (a_{s+1} ... a_r)_d. Split as exp(G_r) exp(-G_s)
-with G the cumulative log-decay, it overflows as soon as decays are strong. Here a chunk is halved, down to single tokens:
-a query in the second half of a block and a key in the first half meet at the middle, and
+Inside a chunk the score of a query r and a key s <= r is sum_d q_rd k_sd (a_{s+1} ... a_r)_d. Split as exp(G_r) times
+exp(-G_s), with G the cumulative log-decay, it overflows as soon as decays are strong. Here a chunk is halved, down to
+single tokens: a query in the second half of a block and a key in the first half meet at the middle, and
 
     a_{s+1} ... a_r = (a_{s+1} ... a_middle) (a_{middle+1} ... a_r)
 
 so each block of scores is one matrix product of queries and keys that have decayed to its middle. From the smallest
-blocks upwards, q and k are multiplied in place by the decay of the neighbouring half as blocks merge: one exponential an
+blocks upwards, q and k are multiplied in place by the decay of the other half as blocks merge: one exponential an
 element, one pass a level, half the products of a full score matrix, no difference of large sums, and exp(-inf) = 0 is
 as good as any decay. At the top they stand at the two ends of the chunk, as the products with the states need them.
 
@@ -40,11 +40,12 @@ def gated_forward(
 ) -> tuple[Tensor, Tensor]:
     """o [B, T, H, V] and the final state [N, H, K, V]; arguments as `gated_linear_attention`."""
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
-    final = start_states(initial_state, q, k, v, cu_seqlens)
+    # In here states are [N, H, V, K], so that decays, which vary along K, multiply them row by row.
+    state = start_states(initial_state, q, k, v, cu_seqlens).mT.contiguous()
     for rows, start, end in documents(cu_seqlens, *q.shape[:2]):
         inputs = [x[:, start:end] for x in (q, k, v, log_decay)]
-        _forward_span(*inputs, scale, final[rows], o[:, start:end])
-    return o, final
+        _forward_span(*inputs, scale, state[rows], o[:, start:end])
+    return o, state.mT.contiguous()
 
 
 def gated_backward(
@@ -60,81 +61,86 @@ def gated_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, log_decay and the initial state (given or not), from those of o and of the final state."""
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_decay)]
-    state = start_states(initial_state, q, k, v, cu_seqlens)
-    dstate = start_states(dfinal, q, k, v, cu_seqlens)
+    state = start_states(initial_state, q, k, v, cu_seqlens).mT.contiguous()
+    dstate = start_states(dfinal, q, k, v, cu_seqlens).mT.contiguous()
     for rows, start, end in documents(cu_seqlens, *q.shape[:2]):
         inputs = [x[:, start:end] for x in (q, k, v, log_decay, do)]
         _backward_span(*inputs, scale, state[rows], dstate[rows], *(x[:, start:end] for x in grads))
-    return *grads, dstate
+    return *grads, dstate.mT.contiguous()
 
 
 def _forward_span(q, k, v, log_decay, scale: float, state, o) -> None:
-    """Fills o, and moves the state [B, H, K, V] in place to after the last token."""
+    """Fills o, and moves the state [B, H, V, K] in place to after the last token."""
     for piece in _pieces(q, v):
         q_nBHCK, k_nBHCK, v_nBHCV, log_decay_nBHCK = _gather(piece, state.dtype, q, k, v, log_decay)
-        decay_nBHCK = log_decay_nBHCK.exp_()
         q_nBHCK.mul_(scale)
+        decays = _products(log_decay_nBHCK.exp_())
         scores_nBHCC = _diagonal_scores(q_nBHCK, k_nBHCK)
-        q_nBHCK.mul_(decay_nBHCK)
-        for half in _halvings(decay_nBHCK, [q_nBHCK], [k_nBHCK]):
+        q_nBHCK.mul_(decays[0])
+        for half in _halvings(decays, since=[q_nBHCK], until=[k_nBHCK]):
             _scores_between(scores_nBHCC, half).copy_(_late(q_nBHCK, half) @ _early(k_nBHCK, half).mT)
         o_nBHCV = scores_nBHCC @ v_nBHCV
-        entries_nBHKV = carry(k_nBHCK.mT @ v_nBHCV, decay_nBHCK.prod(-2).unsqueeze(-1), state)
-        multiply_add(o_nBHCV, q_nBHCK, entries_nBHKV)
+        entries_nBHVK = carry(v_nBHCV.mT @ k_nBHCK, decays[-1], state)
+        multiply_add(o_nBHCV, q_nBHCK, entries_nBHVK.mT)
         scatter(o, piece, o_nBHCV)
 
 
 def _backward_span(q, k, v, log_decay, do, scale: float, state, dstate, dq, dk, dv, dlog_decay) -> None:
-    """Fills dq, dk, dv, dlog_decay, and moves dstate [B, H, K, V] in place from the final to the initial state."""
+    """Fills dq, dk, dv, dlog_decay, and moves dstate [B, H, V, K] in place from the final to the initial state."""
     cut = _pieces(q, v)
-    entries = [_entries(k, v, log_decay, piece, state) for piece in cut[:-1]]
+    entries = [state.clone()]
+    for piece in cut[:-1]:
+        _pass(k, v, log_decay, piece, state)
+        entries.append(state.clone())
     for piece in reversed(cut):
         q_nBHCK, k_nBHCK, v_nBHCV, log_decay_nBHCK, do_nBHCV = _gather(piece, state.dtype, q, k, v, log_decay, do)
-        decay_nBHCK = log_decay_nBHCK.exp_()
         do_nBHCV.mul_(scale)
+        decays = _products(log_decay_nBHCK.exp_())
+
+        # Inside the chunks. `since` and `until` become the decays from the start and to the end of the chunk.
         scores_nBHCC = _diagonal_scores(q_nBHCK, k_nBHCK)
         dscores_nBHCC = do_nBHCV @ v_nBHCV.mT
-        since_nBHCK, until_nBHCK = decay_nBHCK.clone(), torch.ones_like(decay_nBHCK)
-        late_q_nBHCK, early_k_nBHCK = q_nBHCK * decay_nBHCK, k_nBHCK.clone()
+        since_nBHCK, until_nBHCK = decays[0].clone(), torch.ones_like(k_nBHCK)
+        late_q_nBHCK, early_k_nBHCK = q_nBHCK * since_nBHCK, k_nBHCK.clone()
         dq_nBHCK, dk_nBHCK = torch.zeros_like(q_nBHCK), torch.zeros_like(k_nBHCK)
-        for half in _halvings(decay_nBHCK, [late_q_nBHCK, since_nBHCK], [early_k_nBHCK, until_nBHCK]):
+        for half in _halvings(decays, since=[late_q_nBHCK, since_nBHCK], until=[early_k_nBHCK, until_nBHCK]):
             late_q, early_k = _late(late_q_nBHCK, half), _early(early_k_nBHCK, half)
-            dscores = _scores_between(dscores_nBHCC, half)
             _scores_between(scores_nBHCC, half).copy_(late_q @ early_k.mT)
+            dscores = _scores_between(dscores_nBHCC, half).contiguous()
             _late(dq_nBHCK, half).addcmul_(dscores @ early_k, _late(since_nBHCK, half))
             _early(dk_nBHCK, half).addcmul_(dscores.mT @ late_q, _early(until_nBHCK, half))
-        whole_nBHK1 = since_nBHCK[..., -1, :, None]
-        update_nBHKV = early_k_nBHCK.mT @ v_nBHCV
-        entries_nBHKV = carry(update_nBHKV, whole_nBHK1, state) if piece is cut[-1] else entries.pop()
-        dexits_nBHKV = carry(late_q_nBHCK.mT @ do_nBHCV, whole_nBHK1, dstate, reverse=True)
-        # What passes through step t: pairs (r >= t, s < t) in the chunk, queries from t on that read the entry state,
-        # keys before t that the exit state holds, and the entry state that the exit state still holds.
-        after_nBHCK = (q_nBHCK * dq_nBHCK).addcmul_(k_nBHCK, dk_nBHCK, value=-1)
-        from_entry_nBHCK = (do_nBHCV @ entries_nBHKV.mT).mul_(since_nBHCK)
-        to_exit_nBHCK = (v_nBHCV @ dexits_nBHKV.mT).mul_(until_nBHCK)
-        after_nBHCK.addcmul_(q_nBHCK, from_entry_nBHCK)
-        through_nBHK1 = (entries_nBHKV * dexits_nBHKV).sum(-1, keepdim=True).mul_(whole_nBHK1)
-        ones_CC = torch.ones(2 * after_nBHCK.shape[-2:-1], dtype=state.dtype, device=state.device)
-        dlog_decay_nBHCK = (ones_CC.triu() @ after_nBHCK).add_(through_nBHK1.mT)
-        dlog_decay_nBHCK += ones_CC.tril(-1) @ (k_nBHCK * to_exit_nBHCK)
         same_nBHC1 = dscores_nBHCC.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        dq_nBHCK.add_(from_entry_nBHCK).addcmul_(same_nBHC1, k_nBHCK)
-        dk_nBHCK.add_(to_exit_nBHCK).addcmul_(same_nBHC1, q_nBHCK)
         dv_nBHCV = scores_nBHCC.mT @ do_nBHCV
-        multiply_add(dv_nBHCV, early_k_nBHCK, dexits_nBHKV)
-        scatter(dq, piece, dq_nBHCK)
-        scatter(dk, piece, dk_nBHCK)
+
+        # Between the chunks.
+        entries_nBHVK = carry(v_nBHCV.mT @ early_k_nBHCK, decays[-1], entries.pop())
+        dexits_nBHVK = carry(do_nBHCV.mT @ late_q_nBHCK, decays[-1], dstate, reverse=True)
+        dq_entry_nBHCK = (do_nBHCV @ entries_nBHVK).mul_(since_nBHCK)
+        dk_exit_nBHCK = (v_nBHCV @ dexits_nBHVK).mul_(until_nBHCK)
+        multiply_add(dv_nBHCV, early_k_nBHCK, dexits_nBHVK.mT)
+
+        # What passes through step t: pairs (r >= t, s < t) in the chunk, queries from t on that read the entry state,
+        # keys before t that the exit state holds, and the entry state as far as the exit state holds it.
+        from_here_nBHCK = (dq_nBHCK + dq_entry_nBHCK).mul_(q_nBHCK).addcmul_(k_nBHCK, dk_nBHCK, value=-1)
+        through_nBH1K = (entries_nBHVK * dexits_nBHVK).sum(-2, keepdim=True).mul_(decays[-1])
+        dlog_decay_nBHCK = through_nBH1K.expand_as(k_nBHCK).contiguous()
+        ones_CC = torch.ones_like(scores_nBHCC[0, 0, 0])
+        multiply_add(dlog_decay_nBHCK, ones_CC.triu().expand_as(scores_nBHCC), from_here_nBHCK)
+        multiply_add(dlog_decay_nBHCK, ones_CC.tril(-1).expand_as(scores_nBHCC), k_nBHCK * dk_exit_nBHCK)
+
+        scatter(dq, piece, dq_nBHCK.add_(dq_entry_nBHCK).addcmul_(same_nBHC1, k_nBHCK))
+        scatter(dk, piece, dk_nBHCK.add_(dk_exit_nBHCK).addcmul_(same_nBHC1, q_nBHCK))
         scatter(dv, piece, dv_nBHCV)
         scatter(dlog_decay, piece, dlog_decay_nBHCK)
 
 
-def _entries(k, v, log_decay, piece: Piece, state) -> Tensor:
-    """The states [n, B, H, K, V] that the chunks of a piece find; moves the state in place to after the piece."""
+def _pass(k, v, log_decay, piece: Piece, state) -> None:
+    """Moves the state [B, H, V, K] in place to after the piece."""
     k_nBHCK, v_nBHCV, log_decay_nBHCK = _gather(piece, state.dtype, k, v, log_decay)
-    decay_nBHCK = log_decay_nBHCK.exp_()
-    for _ in _halvings(decay_nBHCK, [], [k_nBHCK]):
+    decays = _products(log_decay_nBHCK.exp_())
+    for _ in _halvings(decays, since=[], until=[k_nBHCK]):
         pass
-    return carry(k_nBHCK.mT @ v_nBHCV, decay_nBHCK.prod(-2).unsqueeze(-1), state)
+    carry(v_nBHCV.mT @ k_nBHCK, decays[-1], state)
 
 
 def _pieces(q: Tensor, v: Tensor) -> list[Piece]:
@@ -143,29 +149,37 @@ def _pieces(q: Tensor, v: Tensor) -> list[Piece]:
 
 
 def _gather(piece: Piece, dtype: torch.dtype, *inputs: Tensor) -> list[Tensor]:
-    """Gathers inputs, padded to a power of two of tokens that neither decay nor add: zeros, and decays of 1."""
+    """Gathers inputs, padded to a power of two of tokens that neither decay nor add: zeros, log-decays too."""
     missing = (1 << (piece.size - 1).bit_length()) - piece.size
     gathered = [gather(x, piece, dtype) for x in inputs]
     return [pad(x, (0, 0, 0, missing)) for x in gathered] if missing else gathered
 
 
-def _halvings(decay: Tensor, since: list[Tensor], until: list[Tensor]) -> Iterator[int]:
+def _products(decay: Tensor) -> list[Tensor]:
+    """Of decays [..., C, D], the products over blocks of 1, 2, 4, ... C tokens: [..., C / size, D] each."""
+    products = [decay]
+    while products[-1].shape[-2] > 1:
+        first, second = products[-1].unflatten(-2, (-1, 2)).unbind(-2)
+        products.append(first * second)
+    return products
+
+
+def _halvings(decays: list[Tensor], since: list[Tensor], until: list[Tensor]) -> Iterator[int]:
     """Yields 1, 2, 4, ... C/2, the size of the halves that meet; in between, merges them in place.
 
     Args:
-        decay: [..., C, D], of each token.
-        since: what starts as x_t a_t, and ends as x_t a_1 ... a_t.
-        until: what starts as x_t, and ends as x_t a_{t+1} ... a_C.
+        decays: from `_products`.
+        since: tensors [..., C, D] that start as x_t a_t, and end as x_t a_1 ... a_t.
+        until: tensors [..., C, D] that start as x_t, and end as x_t a_{t+1} ... a_C.
     """
-    half = 1
-    while decay.shape[-2] > 1:
+    for level, of_halves in enumerate(decays[:-1]):
+        half = 1 << level
         yield half
-        first, second = decay.unflatten(-2, (-1, 2)).unbind(-2)
+        first, second = of_halves.unflatten(-2, (-1, 2, 1)).unbind(-3)
         for x in since:
-            _late(x, half).mul_(first.unsqueeze(-2))
+            _late(x, half).mul_(first)
         for x in until:
-            _early(x, half).mul_(second.unsqueeze(-2))
-        decay, half = first * second, 2 * half
+            _early(x, half).mul_(second)
 
 
 def _early(x: Tensor, half: int) -> Tensor:
@@ -179,11 +193,13 @@ def _late(x: Tensor, half: int) -> Tensor:
 
 
 def _scores_between(scores: Tensor, half: int) -> Tensor:
-    """Scores [..., C, C] of queries in second halves and keys in first halves: a view [..., C / (2 half), half, half]."""
+    """Scores [..., C, C] of second-half queries with first-half keys, as a view [..., C / (2 half), half, half]."""
     blocks = scores.unflatten(-2, (-1, 2, half)).unflatten(-1, (-1, 2, half))[..., 1, :, :, 0, :]
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def _diagonal_scores(q: Tensor, k: Tensor) -> Tensor:
     """[..., C, C] with q_t k_t, which no decay touches, on the diagonal, and zeros."""
-    return torch.diag_embed((q * k).sum(-1))
+    scores = q.new_zeros(*q.shape[:-1], q.shape[-2])
+    scores.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
+    return scores

@@ -16,7 +16,7 @@ def gated_reference(
     cu_seqlens: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Paper 002, eq. 7, with the state after the last token (arguments and results as `gated_linear_attention`).
+    """Paper 002, eq. 3, with the state after the last token (arguments and results as `gated_linear_attention`).
 
     For each head, with a_t = exp(log_decay_t), one decay a channel of the key:
 

@@ -6,7 +6,7 @@ from linnet.ops.chunks import exact
 
 
 def gated_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float = 1.0) -> Tensor:
-    """One step: S <- diag(exp(log_decay)) S + k^T v, o = scale q S.
+    """One step of paper 002, eq. 3: S <- diag(exp(log_decay)) S + k^T v, o = scale q S.
 
     Args:
         q, k, log_decay: [B, H, K]; log_decay at most 0.

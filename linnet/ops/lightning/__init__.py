@@ -54,8 +54,8 @@ def lightning_attention(
     check_matrix_state("lightning_attention", q, k, v, initial_state, cu_seqlens)
     if log_decay is not None and (log_decay.shape != q.shape[2:3] or log_decay.requires_grad):
         raise ValueError(
-            f"lightning_attention: log_decay has shape {list(log_decay.shape)} and requires_grad={log_decay.requires_grad}; "
-            f"give a constant [{q.shape[2]}], one a head (gated_linear_attention learns decays)"
+            f"lightning_attention: log_decay has shape {list(log_decay.shape)} and "
+            f"requires_grad={log_decay.requires_grad}; give a constant [{q.shape[2]}], one a head"
         )
     if backend.debugging():
         check_decay_values("lightning_attention", log_decay)
@@ -134,7 +134,7 @@ def _backward(ctx, do, dfinal):
 lightning.register_autograd(_backward, setup_context=_setup_context)
 
 
-# Under vmap the models fold into the batch; where decays differ by model, or documents are packed (B = 1), into the heads.
+# Under vmap the models fold into the batch; where decays differ by model or documents are packed (B = 1), into heads.
 _BATCH_AXES = (0, 0, 0, None, 0, None, 0, 0)
 _HEAD_AXES = (2, 2, 2, 0, 1, None, 2, 1)
 

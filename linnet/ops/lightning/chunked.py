@@ -17,7 +17,7 @@ The pieces and layouts are those of `linnet.ops.chunks`; time and memory are lin
 import torch
 from torch import Tensor
 
-from linnet.ops.chunks import Piece, carry, gather, multiply_add, pieces, scatter, start_states, state_dtype
+from linnet.ops.chunks import Piece, carry, gather, multiply_add, pieces, scatter, start_states
 from linnet.ops.documents import documents
 
 # On CPUs 64 has the least time for heads of 64 and 128: 32 doubles the states to carry, 128 the products in a chunk.
@@ -115,10 +115,11 @@ def _forward_span(q, k, v, decay: Decay, scale: float, state, o) -> None:
 def _backward_span(q, k, v, do, decay: Decay, scale: float, state, dstate, dq, dk, dv) -> None:
     """Fills dq, dk, dv, and moves dstate [B, H, K, V] in place from the final to the initial state."""
     cut = _pieces(q, v)
-    entries = []
+    entries = [state.clone()]
     for piece in cut[:-1]:
         k_nBHCK, v_nBHCV = (gather(x, piece, state.dtype) for x in (k, v))
-        entries.append(_entries(decay.until_end_(k_nBHCK), v_nBHCV, decay, state))
+        _entries(decay.until_end_(k_nBHCK), v_nBHCV, decay, state)
+        entries.append(state.clone())
     for piece in reversed(cut):
         q_nBHCK, k_nBHCK, v_nBHCV, do_nBHCV = (gather(x, piece, state.dtype) for x in (q, k, v, do))
         do_nBHCV.mul_(scale)
@@ -129,7 +130,7 @@ def _backward_span(q, k, v, do, decay: Decay, scale: float, state, dstate, dq, d
         dv_nBHCV = scores_nBHCC.mT @ do_nBHCV
         decay.until_end_(k_nBHCK)
         decay.since_start_(do_nBHCV)
-        entries_nBHKV = _entries(k_nBHCK, v_nBHCV, decay, state) if piece is cut[-1] else entries.pop()
+        entries_nBHKV = _entries(k_nBHCK, v_nBHCV, decay, entries.pop())
         dexits_nBHKV = carry(q_nBHCK.mT @ do_nBHCV, decay.whole(piece.size), dstate, reverse=True)
         multiply_add(dq_nBHCK, do_nBHCV, entries_nBHKV.mT)
         multiply_add(dk_nBHCK, decay.until_end_(v_nBHCV), dexits_nBHKV.mT)
