@@ -5,6 +5,7 @@ carries (`state_spec`), its cost (`flops_paper`) and how it is split over device
 same without state. Everything above the layers asks these methods, and nothing above asks which architecture this is.
 """
 
+import hashlib
 import importlib.util
 import sys
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class LayerContext:
         d_model: width D of the residual stream.
         layer_index, num_layers: place of the block in the whole stack, and the stack's depth.
         mixer_index, mixer_count: the same among the blocks that have this kind of mixer.
+        norm: kind of the model's norms, for a mixer that has one.
         shared: modules owned by the model and shared across layers (HGRN's lower bounds), by name.
     """
 
@@ -47,6 +49,7 @@ class LayerContext:
     num_layers: int = 1
     mixer_index: int = 0
     mixer_count: int = 1
+    norm: str = "rmsnorm"
     shared: nn.ModuleDict = field(default_factory=nn.ModuleDict)
 
 
@@ -60,6 +63,7 @@ class Mixer(nn.Module):
 
     name: str
     Config: type[Config]
+    owns_input_norm = False  # True: the block gives the raw residual stream, and the mixer normalises it itself
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         """Mixes x [B, T, D] over time. `cu_seqlens` (int32 [N+1], B = 1) resets the state at document boundaries."""
@@ -79,6 +83,10 @@ class Mixer(nn.Module):
         The default counts two FLOPs a weight and token, which is right for a layer with no term of its own.
         """
         return 2.0 * seq_len * sum(p.numel() for p in self.parameters() if p.ndim == 2)
+
+    def flops(self, seq_len: int) -> float:
+        """Forward FLOPs of one sequence that no matrix product or registered op counts by itself."""
+        return 0.0
 
     def tp_plan(self) -> dict[str, str]:
         """Tensor parallelism: parameter-owning submodule -> "colwise", "rowwise" or "replicate"."""
@@ -106,7 +114,12 @@ class Channel(nn.Module):
         """Forward FLOPs of one sequence in the convention of paper 000 (A.1: 6ndg + ng with the ideal g = 8d/3)."""
         return 2.0 * seq_len * sum(p.numel() for p in self.parameters() if p.ndim == 2)
 
+    def flops(self, seq_len: int) -> float:
+        """As for a mixer."""
+        return 0.0
+
     def tp_plan(self) -> dict[str, str]:
+        """As for a mixer."""
         return {}
 
 
@@ -145,7 +158,7 @@ def load_plugin(spec: str) -> str:
         raise ConfigError([f"mixer {spec!r}: write path/to/file.py:ClassName"], "plugins")
     if not path.is_file():
         raise ConfigError([f"mixer {spec!r}: there is no file {path}"], "plugins")
-    module_name = f"linnet_plugin_{path.stem}_{abs(hash(str(path.resolve())))}"
+    module_name = f"linnet_plugin_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     module = sys.modules.get(module_name)
     if module is None:
         module_spec = importlib.util.spec_from_file_location(module_name, path)
@@ -155,10 +168,14 @@ def load_plugin(spec: str) -> str:
             module_spec.loader.exec_module(module)
         except Exception as error:
             del sys.modules[module_name]
-            raise ConfigError([f"mixer {spec!r}: importing {path} failed: {type(error).__name__}: {error}"], "plugins") from error
+            raise ConfigError(
+                [f"mixer {spec!r}: importing {path} failed: {type(error).__name__}: {error}"], "plugins"
+            ) from error
     mixer = getattr(module, class_name, None)
     if mixer is None:
-        raise ConfigError([f"mixer {spec!r}: {path} has no {class_name}; {nearest(class_name, vars(module))}"], "plugins")
+        raise ConfigError(
+            [f"mixer {spec!r}: {path} has no {class_name}; {nearest(class_name, vars(module))}"], "plugins"
+        )
     if getattr(mixer, "name", None) not in MIXERS:
         raise ConfigError([f"mixer {spec!r}: decorate the class with @register_mixer(name, ConfigClass)"], "plugins")
     return mixer.name

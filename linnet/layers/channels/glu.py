@@ -1,0 +1,69 @@
+"""Gated linear units: y = (act(x W_gate) * (x W_up)) W_down, without biases.
+
+`swiglu` is SiLU-gated (Shazeer 2020, arXiv:2002.05202), `sglu` has no activation (paper 001, equation 9), and `glu`
+takes the activation as an option.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linnet.config import Config
+from linnet.layers.base import Channel, LayerContext, register_channel
+
+ACTIVATIONS = {"none": lambda x: x, "silu": F.silu, "sigmoid": F.sigmoid, "gelu": F.gelu, "relu": F.relu}
+
+
+class GluWidthConfig(Config):
+    inner: int = Field(
+        0, ge=0, description="inner width; 0 means 8/3 of the model width, rounded up to a multiple of 8"
+    )
+
+
+class GluConfig(GluWidthConfig):
+    activation: Literal["none", "silu", "sigmoid", "gelu", "relu"] = Field("sigmoid", description="on the gate branch")
+
+
+class GatedLinearUnit(Channel):
+    """The shape that all three share."""
+
+    activation = "none"
+
+    def __init__(self, config: GluWidthConfig, context: LayerContext):
+        super().__init__()
+        d_model = context.d_model
+        inner = config.inner or -(-8 * d_model // 24) * 8
+        self.gate_proj = nn.Linear(d_model, inner, bias=False)
+        self.up_proj = nn.Linear(d_model, inner, bias=False)
+        self.down_proj = nn.Linear(inner, d_model, bias=False)
+        self.down_proj.ends_residual = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
+
+    def flops_paper(self, seq_len: int) -> float:
+        """6ndg + ng with the ideal g = 8d/3, whatever the real width (paper 000, A.1)."""
+        d_model = self.gate_proj.in_features
+        return seq_len * (16.0 * d_model**2 + 8.0 * d_model / 3.0)
+
+    def tp_plan(self) -> dict[str, str]:
+        return {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+
+
+@register_channel("swiglu", GluWidthConfig)
+class SwiGLU(GatedLinearUnit):
+    activation = "silu"
+
+
+@register_channel("sglu", GluWidthConfig)
+class SGLU(GatedLinearUnit):
+    activation = "none"
+
+
+@register_channel("glu", GluConfig)
+class GLU(GatedLinearUnit):
+    def __init__(self, config: GluConfig, context: LayerContext):
+        super().__init__(config, context)
+        self.activation = config.activation

@@ -1,0 +1,136 @@
+"""Softmax attention with RoPE: the Transformer baseline (LLaMA; paper 000, A.1.1), with an optional sliding window.
+
+`forward` runs PyTorch's scaled_dot_product_attention. The state is a KV cache: a ring of `context_length` slots, or of
+`window` slots with a sliding window, so a windowed layer has constant memory too.
+"""
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linnet.config import Config
+from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.output import split_heads
+from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions.rope import Rope
+
+
+class AttentionConfig(Config):
+    num_heads: int = Field(8, ge=1)
+    num_kv_heads: int = Field(0, ge=0, description="grouped-query attention; 0 means num_heads")
+    rope: bool = True
+    rope_base: float = Field(10000.0, gt=0)
+    window: int = Field(0, ge=0, description="tokens each one sees, itself included; 0 means all before it")
+
+
+@register_mixer("attention", AttentionConfig)
+class Attention(Mixer):
+    def __init__(self, config: AttentionConfig, context: LayerContext):
+        super().__init__()
+        d_model = context.d_model
+        self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
+        self.head_dim = split_heads(d_model, config.num_heads, self.name)
+        self.num_kv_heads = config.num_kv_heads or config.num_heads
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"attention.num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}; use a divisor"
+            )
+        kv_dim = self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(d_model, d_model, bias=False)
+        self.k_proj = nn.Linear(d_model, kv_dim, bias=False)
+        self.v_proj = nn.Linear(d_model, kv_dim, bias=False)
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.out_proj.ends_residual = True
+        self.rope = Rope(self.head_dim, config.rope_base) if config.rope else None
+
+    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+        start = None if state is None else state["position"]
+        positions = token_positions(x, start, cu_seqlens)
+        q, k, v = self._project(x, positions)
+        if cu_seqlens is not None and state is not None:
+            raise ValueError(
+                "attention carries a state for rows of a batch, not for packed documents; pass one of the two"
+            )
+        if cu_seqlens is not None:
+            index = torch.arange(x.shape[1], device=x.device)
+            document = torch.searchsorted(cu_seqlens[1:].to(index.dtype), index, right=True)
+            mask = self._visible(index, index) & (document[:, None] == document)
+            o = self._attend(q, k, v, mask)
+        elif state is None:
+            index = positions[0]
+            o = self._attend(q, k, v, self._visible(index, index) if self.config.window else None)
+        else:
+            old = state["key_position"]
+            keys = torch.cat([state["k"].to(k.dtype), k], dim=1)
+            values = torch.cat([state["v"].to(v.dtype), v], dim=1)
+            # A slot that was never written holds position -1 (stored shifted by one, so a zero state is the empty one).
+            key_positions = torch.cat([old - 1, positions], dim=1)
+            visible = self._visible(positions, key_positions) & (key_positions >= 0)[:, None, :]
+            o = self._attend(q, keys, values, visible[:, None])
+            state = self._write(state, k, v, positions)
+        return self.out_proj(o.flatten(-2)), state
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        y, state = self.forward(x[:, None], state)
+        return y[:, 0], state
+
+    def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
+        slots = min(context_length, self.config.window) if self.config.window else context_length
+        kv = (batch, slots, self.num_kv_heads, self.head_dim)
+        dtype = self.k_proj.weight.dtype
+        return {
+            "k": TensorSpec(kv, dtype),
+            "v": TensorSpec(kv, dtype),
+            "key_position": TensorSpec((batch, slots), torch.int64),
+            "position": TensorSpec((batch,), torch.int64),
+        }
+
+    def flops_paper(self, seq_len: int) -> float:
+        """8nd^2 + 4n^2 d + 4nd (paper 000, A.1.1, without the softmax term, as in its Table 1)."""
+        n, d = seq_len, self.d_model
+        seen = min(n, self.config.window) if self.config.window else n
+        return 8.0 * n * d**2 + 4.0 * n * seen * d + 4.0 * n * d
+
+    def tp_plan(self) -> dict[str, str]:
+        return {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "out_proj": "rowwise"}
+
+    def _project(self, x: Tensor, positions: Tensor):
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.rope is not None:
+            q, k = self.rope(q, positions), self.rope(k, positions)
+        return q, k, v
+
+    def _visible(self, query: Tensor, key: Tensor) -> Tensor:
+        """Causal (and windowed) mask [..., T, S] from positions of queries [..., T] and keys [..., S]."""
+        distance = query[..., :, None] - key[..., None, :]
+        visible = distance >= 0
+        return visible & (distance < self.config.window) if self.config.window else visible
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, T, H, d] in and out; no mask means causal."""
+        o = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=self.num_kv_heads != self.num_heads,
+        )
+        return o.transpose(1, 2)
+
+    def _write(self, state: State, k: Tensor, v: Tensor, positions: Tensor) -> State:
+        slots = state["k"].shape[1]
+        kept = min(slots, k.shape[1])
+        last = positions[:, -kept:]
+        slot = last % slots
+        rows = torch.arange(k.shape[0], device=k.device)[:, None]
+        k_dtype = state["k"].dtype
+        return {
+            "k": state["k"].index_put((rows, slot), k[:, -kept:].to(k_dtype)),
+            "v": state["v"].index_put((rows, slot), v[:, -kept:].to(k_dtype)),
+            "key_position": state["key_position"].index_put((rows, slot), last + 1),
+            "position": state["position"] + positions.shape[1],
+        }

@@ -1,0 +1,92 @@
+"""GLA: gated linear attention (Yang et al. 2023, arXiv:2312.06635), with the details of the MAD benchmark (paper 004).
+
+log a_t = logsigmoid(x W_1 W_2 + b) / 16 for each key channel, S_t = diag(a_t) S_{t-1} + k_t (x) v_t,
+o_t = d_k^{-1/2} q_t S_t; RMSNorm in each head with one gain shared by the heads, SiLU gate, output projection.
+"""
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linnet.config import Config
+from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.output import split_heads
+from linnet.ops import gated_linear_attention, gated_step
+
+
+class GlaConfig(Config):
+    num_heads: int = Field(4, ge=1)
+    expand_k: float = Field(1.0, gt=0, description="key width over model width (the GLA paper uses 0.5)")
+    gate_rank: int = Field(16, ge=1, description="rank of the decay's projection")
+    gate_temperature: float = Field(16.0, gt=0, description="log-decays are divided by it")
+
+
+@register_mixer("gla", GlaConfig)
+class Gla(Mixer):
+    def __init__(self, config: GlaConfig, context: LayerContext):
+        super().__init__()
+        d_model = context.d_model
+        self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
+        self.value_dim = split_heads(d_model, config.num_heads, self.name)
+        key_width = round(d_model * config.expand_k)
+        if key_width % config.num_heads:
+            raise ValueError(
+                f"gla.expand_k: {config.expand_k} gives a key width of {key_width}, which num_heads {config.num_heads} "
+                "does not divide; change one of the two"
+            )
+        self.key_dim = key_width // config.num_heads
+        self.q_proj = nn.Linear(d_model, key_width, bias=False)
+        self.k_proj = nn.Linear(d_model, key_width, bias=False)
+        self.v_proj = nn.Linear(d_model, d_model, bias=False)
+        self.decay_down = nn.Linear(d_model, config.gate_rank, bias=False)
+        self.decay_up = nn.Linear(config.gate_rank, key_width, bias=True)
+        self.gate_proj = nn.Linear(d_model, d_model, bias=False)
+        self.norm = nn.RMSNorm(self.value_dim, eps=1e-5)
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.out_proj.ends_residual = True
+
+    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+        q, k, v, log_decay = self._project(x)
+        o, matrix = gated_linear_attention(
+            q,
+            k,
+            v,
+            log_decay,
+            scale=self.key_dim**-0.5,
+            initial_state=None if state is None else state["matrix"],
+            output_final_state=state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        return self._read(o, x), (None if state is None else {"matrix": matrix})
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        q, k, v, log_decay = self._project(x)
+        o = gated_step(q, k, v, log_decay, state["matrix"], scale=self.key_dim**-0.5)
+        return self._read(o, x), state
+
+    def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
+        return {"matrix": TensorSpec((batch, self.num_heads, self.key_dim, self.value_dim))}
+
+    def flops_paper(self, seq_len: int) -> float:
+        """Not in paper 000: its convention, two FLOPs a weight and 8 n d_k a value channel for the recurrence."""
+        return super().flops_paper(seq_len) + 8.0 * seq_len * self.d_model * self.key_dim
+
+    def tp_plan(self) -> dict[str, str]:
+        plan = {name: "colwise" for name in ("q_proj", "k_proj", "v_proj", "decay_up", "gate_proj")}
+        return plan | {"decay_down": "replicate", "out_proj": "rowwise"}
+
+    def _project(self, x: Tensor):
+        keys = (self.num_heads, self.key_dim)
+        logits = self.decay_up(self.decay_down(x))
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        log_decay = F.logsigmoid(logits) / self.config.gate_temperature
+        return (
+            self.q_proj(x).unflatten(-1, keys),
+            self.k_proj(x).unflatten(-1, keys),
+            self.v_proj(x).unflatten(-1, (self.num_heads, self.value_dim)),
+            log_decay.unflatten(-1, keys),
+        )
+
+    def _read(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.out_proj(self.norm(o).flatten(-2) * F.silu(self.gate_proj(x)))

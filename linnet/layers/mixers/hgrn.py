@@ -1,0 +1,84 @@
+"""HGRN: element-wise gated linear recurrence with lower-bounded forget gates (Qin et al. 2023; recalled in paper 002, 3.1).
+
+Real: h_t = f_t h_{t-1} + (1 - f_t) c_t. Complex: h_t = f_t e^{i theta} h_{t-1} + (1 - f_t) c_t with learned theta, and the
+real and imaginary parts side by side as features. c = silu(x W_in); y = Norm(h * silu(x W_g)) W_o, norm after the gate as
+in the paper (`norm_first`: the order of the authors' module). No biases. Real by default: paper 002, Table 1, finds real
+with twice the state better.
+"""
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linnet.config import Config
+from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.lower_bound import forget_gate, shared_lower_bounds
+from linnet.layers.norm import NormKind, build_norm
+from linnet.ops import diagonal_scan, diagonal_step
+
+
+class HgrnConfig(Config):
+    complex: bool = Field(False, description="complex recurrence with a learned rotation")
+    norm: NormKind = "layernorm"
+    norm_first: bool = Field(False, description="Norm(h) * gate instead of the paper's Norm(h * gate)")
+
+
+@register_mixer("hgrn", HgrnConfig)
+class Hgrn(Mixer):
+    def __init__(self, config: HgrnConfig, context: LayerContext):
+        super().__init__()
+        d_model = context.d_model
+        features = 2 * d_model if config.complex else d_model
+        self.config, self.d_model, self.index = config, d_model, context.mixer_index
+        self.in_proj = nn.Linear(d_model, features, bias=False)
+        self.f_proj = nn.Linear(d_model, d_model, bias=False)
+        self.gate_proj = nn.Linear(d_model, features, bias=False)
+        self.norm = build_norm(config.norm, features)
+        self.out_proj = nn.Linear(features, d_model, bias=False)
+        self.out_proj.ends_residual = True
+        if config.complex:
+            exponent = torch.arange(d_model, dtype=torch.float64) / d_model
+            self.theta = nn.Parameter((10000.0 ** (-2.0 * exponent)).float())
+        else:
+            self.theta = None
+        # In a tuple, so that the table stays the model's parameter and does not become this layer's too.
+        self.bounds = (shared_lower_bounds(self.name, context),)
+
+    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+        inputs, log_decay = self._project(x)
+        h, hidden = diagonal_scan(
+            inputs,
+            log_decay,
+            theta=self.theta,
+            initial_state=None if state is None else state["hidden"],
+            output_final_state=state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        return self._read(h, x), (None if state is None else {"hidden": hidden})
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        inputs, log_decay = self._project(x)
+        h = diagonal_step(inputs, log_decay, state["hidden"], theta=self.theta)
+        return self._read(h, x), state
+
+    def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
+        shape = (batch, self.d_model, 2) if self.config.complex else (batch, self.d_model)
+        return {"hidden": TensorSpec(shape)}
+
+    def tp_plan(self) -> dict[str, str]:
+        return {"in_proj": "colwise", "f_proj": "colwise", "gate_proj": "colwise", "out_proj": "rowwise"}
+
+    def _project(self, x: Tensor):
+        beta = self.bounds[0](self.index, "inclusive") if self.index else None
+        log_decay, k = forget_gate(self.f_proj(x), beta)
+        c = F.silu(self.in_proj(x))
+        if self.config.complex:  # neighbouring features are the real and the imaginary part
+            return c.unflatten(-1, (self.d_model, 2)) * k.unsqueeze(-1), log_decay
+        return c * k, log_decay
+
+    def _read(self, h: Tensor, x: Tensor) -> Tensor:
+        if self.config.complex:
+            h = h.transpose(-1, -2).flatten(-2)
+        h, gate = h.to(x.dtype), F.silu(self.gate_proj(x))
+        return self.out_proj(self.norm(h) * gate if self.config.norm_first else self.norm(h * gate))

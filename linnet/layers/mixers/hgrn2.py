@@ -1,0 +1,96 @@
+"""HGRN2: gated linear recurrence with state expansion (paper 002, section 3; paper 000, A.1.3).
+
+S_t = diag(f_t) S_{t-1} + (1 - f_t) (x) i_t, y_t = o_t S_t, in heads of d/h; f_t = beta + (1 - beta) sigmoid(x W_f) with the
+lower bound beta of the layer; then norm over the full width and W_o. As linear attention: q = o, k = 1 - f, v = i.
+
+Departures, each an option: the output gate is SiLU (paper 002; paper 000 has none: `output_activation: none`; the WT-103
+reproduction: sigmoid), the value has no activation (`value_activation: silu` is the authors' module).
+"""
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linnet.config import Config
+from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.lower_bound import forget_gate, shared_lower_bounds
+from linnet.layers.norm import NormKind, build_norm
+from linnet.layers.output import split_heads
+from linnet.ops import gated_linear_attention, gated_step
+
+
+class Hgrn2Config(Config):
+    num_heads: int = Field(8, ge=1, description="paper 002 calls d_model / num_heads the expansion, 128 by default")
+    norm: NormKind = "srmsnorm"
+    output_activation: Literal["silu", "sigmoid", "none"] = "silu"
+    value_activation: Literal["none", "silu"] = "none"
+    lower_bound: Literal["inclusive", "exclusive", "none"] = "inclusive"
+
+
+@register_mixer("hgrn2", Hgrn2Config)
+class Hgrn2(Mixer):
+    def __init__(self, config: Hgrn2Config, context: LayerContext):
+        super().__init__()
+        d_model = context.d_model
+        self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
+        self.head_dim = split_heads(d_model, config.num_heads, self.name)
+        self.index = context.mixer_index
+        self.q_proj = nn.Linear(d_model, d_model, bias=False)
+        self.f_proj = nn.Linear(d_model, d_model, bias=False)
+        self.i_proj = nn.Linear(d_model, d_model, bias=False)
+        self.norm = build_norm(config.norm, d_model)
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.out_proj.ends_residual = True
+        # In a tuple, so that the table stays the model's parameter and does not become this layer's too.
+        self.bounds = (shared_lower_bounds(self.name, context),) if config.lower_bound != "none" else ()
+
+    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+        q, k, v, log_decay = self._project(x)
+        o, matrix = gated_linear_attention(
+            q,
+            k,
+            v,
+            log_decay,
+            initial_state=None if state is None else state["matrix"],
+            output_final_state=state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        return self.out_proj(self.norm(o.flatten(-2))), (None if state is None else {"matrix": matrix})
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        q, k, v, log_decay = self._project(x)
+        o = gated_step(q, k, v, log_decay, state["matrix"])
+        return self.out_proj(self.norm(o.flatten(-2))), state
+
+    def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
+        return {"matrix": TensorSpec((batch, self.num_heads, self.head_dim, self.head_dim))}
+
+    def flops_paper(self, seq_len: int) -> float:
+        """8nd^2 + 8nd^2/h + 7nd (paper 000, A.1.3)."""
+        n, d = seq_len, self.d_model
+        return n * (8.0 * d**2 + 8.0 * d * self.head_dim + 7.0 * d)
+
+    def tp_plan(self) -> dict[str, str]:
+        return {"q_proj": "colwise", "f_proj": "colwise", "i_proj": "colwise", "out_proj": "rowwise"}
+
+    def _project(self, x: Tensor):
+        heads = (self.num_heads, self.head_dim)
+        q = self.q_proj(x)
+        match self.config.output_activation:
+            case "silu":
+                q = F.silu(q)
+            case "sigmoid":
+                q = F.sigmoid(q)
+        v = self.i_proj(x)
+        if self.config.value_activation == "silu":
+            v = F.silu(v)
+        beta = self.bounds[0](self.index, self.config.lower_bound) if self.bounds and self.index else None
+        log_decay, k = forget_gate(self.f_proj(x), beta)
+        return (
+            q.unflatten(-1, heads),
+            k.to(q.dtype).unflatten(-1, heads),
+            v.unflatten(-1, heads),
+            log_decay.unflatten(-1, heads),
+        )

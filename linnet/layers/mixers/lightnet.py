@@ -1,0 +1,102 @@
+"""LightNet: additive decay, a running softmax over time (paper 003, section 4.1; causal form).
+
+q = silu(x W_q), u = x W_k (logits), v = x W_v; keys k_t = exp(u_t) / sum_{s<=t} exp(u_s), decay a_t = 1 - k_t, both from
+the one projection ("parameter tiling"); y = (Norm(O) * sigmoid(x W_d W_u)) W_o, gated like TNL3. LRPE rotates queries and
+normalised keys (paper 003, equation 10); the model applies TPE once after the embedding.
+The paper's variant without sharing is not here: it leaves the keys of that variant undefined.
+"""
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.norm import NormKind
+from linnet.layers.output import GatedOutput, GatedOutputConfig, split_heads
+from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions.lrpe import Lrpe
+from linnet.ops import additive_attention, additive_step
+
+
+class LightnetConfig(GatedOutputConfig):
+    norm: NormKind = "rmsnorm"
+    num_heads: int = Field(8, ge=1)
+    lrpe: bool = Field(True, description="False is the ablation of paper 003, Table 5")
+    lrpe_shared_heads: bool = Field(False, description="one set of frequencies for all heads")
+
+
+@register_mixer("lightnet", LightnetConfig)
+class Lightnet(Mixer):
+    def __init__(self, config: LightnetConfig, context: LayerContext):
+        super().__init__()
+        d_model = context.d_model
+        self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
+        self.head_dim = split_heads(d_model, config.num_heads, self.name)
+        self.q_proj = nn.Linear(d_model, d_model, bias=False)
+        self.k_proj = nn.Linear(d_model, d_model, bias=False)
+        self.v_proj = nn.Linear(d_model, d_model, bias=False)
+        self.lrpe = Lrpe(config.num_heads, self.head_dim, "complex", config.lrpe_shared_heads) if config.lrpe else None
+        self.output = GatedOutput(config, d_model, self.head_dim)
+
+    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+        q, k, v = self._project(x)
+        start = None if state is None else state["position"]
+        o, after = additive_attention(
+            q,
+            k,
+            v,
+            theta=self._theta(),
+            positions=None if start is None or self.lrpe is None else token_positions(x, start, cu_seqlens),
+            initial_state=None if state is None else (state["matrix"], state["log_sum"]),
+            output_final_state=state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        if state is not None:
+            lengths = x.shape[1] if cu_seqlens is None else cu_seqlens.diff().to(torch.int64)
+            state = {"matrix": after[0], "log_sum": after[1], "position": start + lengths}
+        return self.output(o.flatten(-2), x), state
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        q, k, v = self._project(x)
+        position = state["position"]
+        o = additive_step(
+            q,
+            k,
+            v,
+            (state["matrix"], state["log_sum"]),
+            theta=self._theta(),
+            positions=position if self.lrpe is not None else None,
+        )
+        position += 1
+        return self.output(o.flatten(-2), x), state
+
+    def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
+        key_dim = 2 * self.head_dim if self.lrpe is not None else self.head_dim
+        return {
+            "matrix": TensorSpec((batch, self.num_heads, key_dim, self.head_dim)),
+            "log_sum": TensorSpec((batch, self.num_heads, self.head_dim)),
+            "position": TensorSpec((batch,), torch.int64),
+        }
+
+    def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> State:
+        state = super().init_state(batch, context_length, device, dtype)
+        state["log_sum"].fill_(-torch.inf)  # the sum of exponentials before the first token is zero
+        return state
+
+    def flops_paper(self, seq_len: int) -> float:
+        """8nd^2 + 18nd^2/h + 5nd: not in paper 000; the products are those of cosFormer2, so counted like it."""
+        n, d = seq_len, self.d_model
+        return n * (8.0 * d**2 + 18.0 * d * self.head_dim + 5.0 * d)
+
+    def tp_plan(self) -> dict[str, str]:
+        plan = {name: "colwise" for name in ("q_proj", "k_proj", "v_proj")}
+        return plan | {f"output.{name}": how for name, how in self.output.tp_plan().items()}
+
+    def _theta(self) -> Tensor | None:
+        return None if self.lrpe is None else self.lrpe.theta.expand(self.num_heads, -1)
+
+    def _project(self, x: Tensor):
+        heads = (self.num_heads, self.head_dim)
+        q = F.silu(self.q_proj(x)).unflatten(-1, heads)
+        return q, self.k_proj(x).unflatten(-1, heads), self.v_proj(x).unflatten(-1, heads)

@@ -1,0 +1,147 @@
+"""TNL: linear attention with a fixed decay per head, run by Lightning Attention (paper 001; TNL3: paper 000, A.1.2).
+
+TNL3 (default): Q = silu(X W_q), K = silu(X W_k), V = X W_v, O = Norm(LightningAttention(Q, K, V, decay)) * sigmoid(X W_d W_u),
+y = O W_o. TNL v1: LRPE in the first layer, gate `full` without activation.
+
+Departures, each an option: the gate reads the normed input (paper 000 writes the raw residual: `gate_input: residual`);
+slopes are ALiBi's times (1 - l/(L-1) + 1e-5), as in the released models, because equation 10 of paper 001 read literally
+leaves a receptive field of one token (`slopes: paper_eq10` has it, `log_spaced` spreads them over [1/2, 1/256]).
+"""
+
+import math
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.norm import build_norm
+from linnet.layers.output import GatedOutput, GatedOutputConfig, split_heads
+from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions.lrpe import Lrpe
+from linnet.ops import lightning_attention, lightning_step
+
+
+class TnlConfig(GatedOutputConfig):
+    num_heads: int = Field(8, ge=1)
+    qk_activation: Literal["silu", "elu1", "none"] = Field("silu", description="elu1 is 1 + elu (paper 001, Table 8)")
+    v_activation: Literal["none", "silu"] = Field("none", description="released code: silu")
+    gate_input: Literal["normed", "residual"] = Field("normed", description="paper 000, A.1.2: residual")
+    slopes: Literal["alibi", "paper_eq10", "log_spaced"] = "alibi"
+    layer_factor: bool = Field(True, description="slower decay in later layers (the temperature of paper 001, Table 5)")
+    lrpe: Literal["none", "first_layer", "all_layers"] = Field("none", description="TNL v1: first_layer")
+    lrpe_form: Literal["complex", "real"] = "complex"
+    lrpe_shared_heads: bool = Field(False, description="one set of frequencies for all heads")
+
+
+@register_mixer("tnl", TnlConfig)
+class Tnl(Mixer):
+    def __init__(self, config: TnlConfig, context: LayerContext):
+        super().__init__()
+        d_model = context.d_model
+        self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
+        self.head_dim = split_heads(d_model, config.num_heads, self.name)
+        self.owns_input_norm = config.gate_input == "residual"
+        self.input_norm = build_norm(context.norm, d_model) if self.owns_input_norm else None
+        self.q_proj = nn.Linear(d_model, d_model, bias=False)
+        self.k_proj = nn.Linear(d_model, d_model, bias=False)
+        self.v_proj = nn.Linear(d_model, d_model, bias=False)
+        self.output = GatedOutput(config, d_model, self.head_dim)
+        with_lrpe = config.lrpe == "all_layers" or (config.lrpe == "first_layer" and context.layer_index == 0)
+        self.lrpe = (
+            Lrpe(config.num_heads, self.head_dim, config.lrpe_form, config.lrpe_shared_heads) if with_lrpe else None
+        )
+        rates = decay_rates(config, context.layer_index, context.num_layers)
+        self.register_buffer("log_decay", -rates, persistent=False)
+
+    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+        start = None if state is None or self.lrpe is None else state["position"]
+        positions = token_positions(x, start, cu_seqlens) if self.lrpe is not None else None
+        q, k, v = self._project(x, positions)
+        o, matrix = lightning_attention(
+            q,
+            k,
+            v,
+            log_decay=self.log_decay,
+            initial_state=None if state is None else state["matrix"],
+            output_final_state=state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        if state is not None:
+            state = {"matrix": matrix}
+            if self.lrpe is not None:
+                lengths = x.shape[1] if cu_seqlens is None else cu_seqlens.diff().to(torch.int64)
+                state["position"] = start + lengths
+        return self.output(o.flatten(-2), x), state
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        q, k, v = self._project(x, None if self.lrpe is None else state["position"])
+        o = lightning_step(q, k, v, state["matrix"], log_decay=self.log_decay)
+        if self.lrpe is not None:
+            state["position"] += 1
+        return self.output(o.flatten(-2), x), state
+
+    def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
+        key_dim = self.head_dim if self.lrpe is None else self.lrpe.expanded(self.head_dim)
+        spec = {"matrix": TensorSpec((batch, self.num_heads, key_dim, self.head_dim))}
+        if self.lrpe is not None:
+            spec["position"] = TensorSpec((batch,), torch.int64)
+        return spec
+
+    def flops_paper(self, seq_len: int) -> float:
+        """8nd^2 + 12nd^2/h + 4nd (paper 000, A.1.2 with block size and gate rank d/h)."""
+        n, d = seq_len, self.d_model
+        return n * (8.0 * d**2 + 12.0 * d * self.head_dim + 4.0 * d)
+
+    def tp_plan(self) -> dict[str, str]:
+        plan = {name: "colwise" for name in ("q_proj", "k_proj", "v_proj")}
+        return plan | {f"output.{name}": how for name, how in self.output.tp_plan().items()}
+
+    def _project(self, x: Tensor, positions: Tensor | None):
+        if self.input_norm is not None:
+            x = self.input_norm(x)
+        heads = (self.num_heads, self.head_dim)
+        q = activate(self.q_proj(x), self.config.qk_activation).unflatten(-1, heads)
+        k = activate(self.k_proj(x), self.config.qk_activation).unflatten(-1, heads)
+        v = activate(self.v_proj(x), self.config.v_activation).unflatten(-1, heads)
+        if self.lrpe is not None:
+            q, k = self.lrpe(q, positions), self.lrpe(k, positions)
+        return q, k, v
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    match kind:
+        case "silu":
+            return F.silu(x)
+        case "elu1":
+            return 1.0 + F.elu(x)
+    return x
+
+
+def decay_rates(config: TnlConfig, layer_index: int, num_layers: int) -> Tensor:
+    """Rates s_h >= 0 of the decay exp(-s_h) for each head of a layer, float32 [H]."""
+    heads = config.num_heads
+    match config.slopes:
+        case "alibi":
+            slopes = alibi_slopes(heads)
+        case "paper_eq10":
+            slopes = [8.0 * h / heads for h in range(1, heads + 1)]
+        case "log_spaced":
+            slopes = [2.0 ** -(1.0 + 7.0 * h / max(heads - 1, 1)) for h in range(heads)]
+    factor = 1.0
+    if config.layer_factor:
+        if config.slopes == "paper_eq10":
+            factor = 1.0 - layer_index / num_layers
+        else:
+            factor = 1.0 - layer_index / max(num_layers - 1, 1) + 1e-5
+    return torch.tensor(slopes, dtype=torch.float32) * factor
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """2^(-8h/H), h = 1..H, for a power of two; otherwise those of the power below, filled from the power above (ALiBi)."""
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * h / power) for h in range(1, power + 1)]
+    above = [2.0 ** (-4.0 * h / power) for h in range(1, 2 * power + 1)]
+    return slopes + above[0 : 2 * (num_heads - power) : 2]

@@ -1,0 +1,68 @@
+"""How a linear-attention mixer ends: norm over the full width, output gate, output projection.
+
+TNL3 and cosFormer2 (paper 000, A.1.2 and A.1.4): y = (Norm(O) * sigmoid(X W_down W_up)) W_o. The equations of the paper
+leave W_o out, but its parameter and FLOP counts include it. TNL v1 (paper 001, section 4) gates with a full projection
+and no activation: y = (U * Norm(O)) W_o.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linnet.config import Config
+from linnet.layers.norm import NormKind, build_norm
+
+
+class GatedOutputConfig(Config):
+    norm: NormKind = Field("srmsnorm", description="norm of the concatenated heads, over the full width")
+    gate: Literal["low_rank", "full", "none"] = Field("low_rank", description="full is TNL v1; none is its ablation")
+    gate_rank: int = Field(0, ge=0, description="rank of the low-rank gate; 0 means the head width")
+    gate_activation: Literal["sigmoid", "silu", "none"] = Field("sigmoid", description="on the gate")
+    gate_first: bool = Field(False, description="Norm(O * gate) instead of the paper's Norm(O) * gate")
+
+
+class GatedOutput(nn.Module):
+    """From the heads' output o [..., D] and the mixer's input x [..., D] to y [..., D]."""
+
+    def __init__(self, config: GatedOutputConfig, d_model: int, head_dim: int):
+        super().__init__()
+        self.config = config
+        self.norm = build_norm(config.norm, d_model)
+        if config.gate == "low_rank":
+            rank = config.gate_rank or head_dim
+            self.gate_down = nn.Linear(d_model, rank, bias=False)
+            self.gate_up = nn.Linear(rank, d_model, bias=False)
+        elif config.gate == "full":
+            self.gate_up = nn.Linear(d_model, d_model, bias=False)
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.out_proj.ends_residual = True
+
+    def forward(self, o: Tensor, x: Tensor) -> Tensor:
+        if self.config.gate == "none":
+            return self.out_proj(self.norm(o))
+        gate = self.gate_up(self.gate_down(x) if self.config.gate == "low_rank" else x)
+        match self.config.gate_activation:
+            case "sigmoid":
+                gate = F.sigmoid(gate)
+            case "silu":
+                gate = F.silu(gate)
+        return self.out_proj(self.norm(o * gate) if self.config.gate_first else self.norm(o) * gate)
+
+    def tp_plan(self) -> dict[str, str]:
+        plan = {"out_proj": "rowwise"}
+        if self.config.gate != "none":
+            plan["gate_up"] = "colwise"
+        if self.config.gate == "low_rank":
+            plan["gate_down"] = "replicate"
+        return plan
+
+
+def split_heads(d_model: int, num_heads: int, mixer: str) -> int:
+    """Width of a head. Raises ValueError that names the key, the value and the fix."""
+    if d_model % num_heads:
+        near = [h for h in range(1, d_model + 1) if d_model % h == 0]
+        fit = min(near, key=lambda h: (abs(h - num_heads), h))
+        raise ValueError(f"{mixer}.num_heads: {num_heads} does not divide d_model {d_model}; {fit} does")
+    return d_model // num_heads

@@ -1,0 +1,30 @@
+"""Positions of tokens: within a sequence, within packed documents, and after a carried state."""
+
+import torch
+from torch import Tensor
+
+
+def token_positions(x: Tensor, start: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Positions [B, T] (int64) of the tokens of x [B, T, ...].
+
+    Args:
+        start: [B] tokens already behind a carried state (or [N] with packed documents).
+        cu_seqlens: int32 [N+1], document boundaries of a packed batch of one row; positions restart at each.
+    """
+    batch, length = x.shape[:2]
+    index = torch.arange(length, device=x.device)
+    if cu_seqlens is not None:
+        document = torch.searchsorted(cu_seqlens[1:].to(index.dtype), index, right=True)
+        index = index - cu_seqlens.to(index.dtype)[document]
+        return (index if start is None else index + start[document])[None]
+    index = index.expand(batch, length)
+    return index if start is None else index + start[:, None]
+
+
+def angles(positions: Tensor, theta: Tensor) -> Tensor:
+    """t * theta in at least float32: positions [B, T] and theta [H, F] give [B, T, H, F] (positions [B]: [B, H, F]).
+
+    Positions beyond 2^24 or half-precision angles would collide, so half precision never enters.
+    """
+    theta = theta if theta.dtype == torch.float64 else theta.float()
+    return positions[..., None, None].to(theta.dtype) * theta

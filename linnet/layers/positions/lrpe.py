@@ -1,0 +1,47 @@
+"""LRPE: linearized relative position encoding (Qin et al. 2023), in its real and complex forms.
+
+Complex: x -> [x cos(t theta), x sin(t theta)] doubles the head width, and q.k becomes
+sum_j q_j k_j cos(theta_j (t - s)). TNL's first layer, cosFormer2 and LightNet use it (papers 001 4.1, 000 A.1.4, 003 eq. 10).
+Real: rotates pairs and keeps the width; with learned frequencies it generalises RoPE. With a decay per channel only the
+complex form stays relative, because both copies of a channel share its decay.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from linnet.layers.positions.angles import angles
+from linnet.layers.positions.rope import rotate
+
+
+class Lrpe(nn.Module):
+    """Learned frequencies theta [H, d_h] (complex) or [H, d_h / 2] (real).
+
+    `shared_heads` False: theta = 10000^(-2i/D) over the whole model width, so the first head turns fastest (the released
+    TransNormerLLM); True: one theta [1, .] with exponents -2i/d_h for all heads.
+    """
+
+    def __init__(
+        self, num_heads: int, head_dim: int, form: Literal["complex", "real"] = "complex", shared_heads: bool = False
+    ):
+        super().__init__()
+        if form == "real" and head_dim % 2:
+            raise ValueError(f"real LRPE needs an even head width, not {head_dim}; change num_heads")
+        self.form = form
+        per_head = head_dim if form == "complex" else head_dim // 2
+        heads = 1 if shared_heads else num_heads
+        exponent = torch.arange(heads * per_head, dtype=torch.float64) / (heads * per_head)
+        theta = 10000.0 ** (-2.0 * exponent)
+        self.theta = nn.Parameter(theta.float().view(heads, per_head))
+
+    def expanded(self, head_dim: int) -> int:
+        """Head width of queries and keys after the encoding."""
+        return 2 * head_dim if self.form == "complex" else head_dim
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        angle = angles(positions, self.theta)
+        if self.form == "real":
+            return rotate(x, angle)
+        wide = x.to(torch.promote_types(x.dtype, angle.dtype))
+        return torch.cat([wide * angle.cos(), wide * angle.sin()], dim=-1).to(x.dtype)

@@ -1,0 +1,30 @@
+"""RoPE: rotary position embedding (Su et al. 2021, arXiv:2104.09864), the fixed real case of LRPE.
+
+Features i and i + d/2 form a pair (the half-split order of released LLaMA weights).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from linnet.layers.positions.angles import angles
+
+
+class Rope(nn.Module):
+    """Rotates queries and keys [B, T, H, d] (or [B, H, d] in a step) by position times a fixed frequency."""
+
+    def __init__(self, head_dim: int, base: float = 10000.0):
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"RoPE needs an even head width, not {head_dim}; change num_heads or set rope: false")
+        frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        self.register_buffer("theta", frequencies.float()[None], persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return rotate(x, angles(positions, self.theta))
+
+
+def rotate(x: Tensor, angle: Tensor) -> Tensor:
+    """Rotates the pairs (i, i + d/2) of x [..., d] by angle [..., d/2]; keeps dtype."""
+    cos, sin = angle.cos(), angle.sin()
+    first, second = x.to(angle.dtype if x.dtype != torch.float64 else x.dtype).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)

@@ -1,0 +1,26 @@
+"""A layout of layers with a head: configuration, causal language model, recipes and costs."""
+
+from linnet.models.backbone import Backbone, ModelState
+from linnet.models.causal_lm import CausalLM, build_model
+from linnet.models.config import ModelConfig
+from linnet.models.costs import count_parameters, flops_exact, flops_paper, state_bytes
+from linnet.models.layout import LayerSpec, parse_layout
+from linnet.models.recipes import FAMILIES, RECIPES, family, get_recipe
+
+__all__ = [
+    "FAMILIES",
+    "RECIPES",
+    "Backbone",
+    "CausalLM",
+    "LayerSpec",
+    "ModelConfig",
+    "ModelState",
+    "build_model",
+    "count_parameters",
+    "family",
+    "flops_exact",
+    "flops_paper",
+    "get_recipe",
+    "parse_layout",
+    "state_bytes",
+]

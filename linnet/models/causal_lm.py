@@ -1,0 +1,93 @@
+"""A causal language model: embedding, backbone, head; and weights that depend on the seed alone."""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linnet.models.backbone import Backbone, ModelState
+from linnet.models.config import ModelConfig
+
+IGNORE = -100  # a target that does not count
+
+
+class CausalLM(nn.Module):
+    """Tokens to next-token logits. `forward` is parallel in time, `step` is one token; the two agree."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.backbone = Backbone(config)
+        self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, states: ModelState | None = None, cu_seqlens: Tensor | None = None):
+        """Logits for every position.
+
+        Args:
+            tokens: int64 [B, T].
+            states: from `init_state` or an earlier call, to go on from; None in training.
+            cu_seqlens: int32 [N+1] document boundaries with B = 1; state and positions restart at each.
+
+        Returns:
+            logits [B, T, vocab] and the states after the last token (None if none were given).
+        """
+        x, states = self.backbone(self._embed(tokens), states, cu_seqlens)
+        return self._logits(x), states
+
+    def loss(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Sum of the negative log-likelihood (nats, at least float32) over targets other than -100, and their number."""
+        logits, _ = self.forward(tokens, cu_seqlens=cu_seqlens)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        return total, (targets != IGNORE).sum()
+
+    def step(self, tokens: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
+        """One token: int64 [B] and the states after the previous token give logits [B, vocab] and the states after it.
+
+        States are updated in place where a layer's state has constant size.
+        """
+        x, states = self.backbone.step(self._embed(tokens), states)
+        return self._logits(x), states
+
+    def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> ModelState:
+        """States before the first token. Only layers with a KV cache use `context_length` (its capacity in tokens)."""
+        return self.backbone.init_state(batch, context_length, device, dtype)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+
+
+def build_model(config: ModelConfig, seed: int = 0, device: torch.device | str | None = None) -> CausalLM:
+    """A model with weights drawn on the CPU from (seed, parameter name): the same on any device and in any order.
+
+    Linear layers and embeddings N(0, init_std); those that end a residual branch divide by sqrt(2 L); biases 0.
+    """
+    model = CausalLM(config)
+    depth_scale = 1.0 / math.sqrt(2 * config.num_layers)
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            generator = torch.Generator().manual_seed(_seed_of(seed, name))
+            if isinstance(module, nn.Linear | nn.Embedding):
+                std = config.init_std * (depth_scale if getattr(module, "ends_residual", False) else 1.0)
+                module.weight.normal_(0.0, std, generator=generator)
+                if getattr(module, "bias", None) is not None:
+                    module.bias.zero_()
+            elif callable(getattr(module, "reset_parameters", None)) and _takes_generator(module):
+                module.reset_parameters(generator)
+    return model.to(device) if device is not None else model
+
+
+def _takes_generator(module: nn.Module) -> bool:
+    """Linnet's layers draw their own parameters in `reset_parameters(generator)`; torch's take no argument."""
+    return "generator" in module.reset_parameters.__code__.co_varnames[: module.reset_parameters.__code__.co_argcount]
+
+
+def _seed_of(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1

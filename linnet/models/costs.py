@@ -1,0 +1,101 @@
+"""What a model costs, asked of its layers: parameters, FLOPs in two conventions, state bytes. Nothing is allocated.
+
+`flops_exact` sums the FLOP formulas of every matrix product and registered op with the real widths (2 a multiply-add,
+full tiles, attention without the causal discount, no element-wise work), forward and backward, head included.
+`flops_paper` is the convention of paper 000, Table 1 (ideal GLU 8d/3, leading terms, no embedding or head): three times the
+forward sum that each layer states.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from linnet.models.causal_lm import CausalLM
+from linnet.models.config import ModelConfig
+
+PAPER_BATCH, PAPER_SEQ_LEN = 480, 8192  # one optimizer step of paper 000
+
+
+def count_parameters(config: ModelConfig) -> tuple[int, int]:
+    """Total and non-embedding parameters (without input embedding and head)."""
+    return _parameters(config.model_dump_json())
+
+
+def flops_exact(config: ModelConfig, seq_len: int, batch: int = 1, training: bool = True) -> float:
+    """FLOPs of `batch` sequences of `seq_len` tokens, forward and (with `training`) backward, head included."""
+    return batch * _exact(config.model_dump_json(), seq_len, training)
+
+
+def flops_paper(config: ModelConfig, seq_len: int) -> float:
+    """Training FLOPs of one sequence as paper 000 counts them (Table 1)."""
+    return _paper(config.model_dump_json(), seq_len)
+
+
+def state_bytes(config: ModelConfig, context_length: int) -> int:
+    """Bytes carried between tokens for one sequence: recurrent states in float32, KV caches in bfloat16."""
+    return _state(config.model_dump_json(), context_length)
+
+
+@lru_cache(maxsize=64)
+def meta_model(config_json: str) -> CausalLM:
+    """The model without memory, by the JSON of its configuration (which is hashable)."""
+    with torch.device("meta"):
+        return CausalLM(ModelConfig.model_validate_json(config_json))
+
+
+@lru_cache(maxsize=4096)
+def _parameters(config_json: str) -> tuple[int, int]:
+    model = meta_model(config_json)
+    total = sum(p.numel() for p in model.parameters())
+    outside = model.embedding.weight.numel() + (0 if model.head is None else model.head.weight.numel())
+    return total, total - outside
+
+
+@lru_cache(maxsize=4096)
+def _exact(config_json: str, seq_len: int, training: bool) -> float:
+    model = meta_model(config_json)
+    d_model, vocab = model.config.d_model, model.config.vocab_size
+    layers = [*model.backbone.blocks, *([model.backbone.tpe] if model.backbone.tpe is not None else [])]
+    counted: dict[tuple, float] = {}  # blocks of one shape cost the same
+    total = (6.0 if training else 2.0) * seq_len * d_model * vocab  # the head; looking up an embedding is free
+    for layer in layers:
+        shape = (type(layer), tuple((name, p.shape) for name, p in layer.named_parameters()), _extra_state(layer))
+        if shape not in counted:
+            counted[shape] = _count(layer, seq_len, d_model, training)
+        total += counted[shape]
+    return total
+
+
+def _extra_state(layer: torch.nn.Module) -> tuple:
+    """Tells apart layers that differ in nothing but what they carry or compute (a window, a head count)."""
+    return tuple(sorted((name, spec.shape) for name, spec in layer.state_spec(1, 1 << 20).items()))
+
+
+def _count(layer: torch.nn.Module, seq_len: int, d_model: int, training: bool) -> float:
+    x = torch.empty(1, seq_len, d_model, device="meta", requires_grad=training)
+    counter = FlopCounterMode(display=False)
+    with counter, torch.set_grad_enabled(training):
+        y, _ = layer(x)
+        if training:
+            y.sum().backward()
+    layer.zero_grad(set_to_none=True)
+    parts = [part for part in (getattr(layer, "mixer", None), getattr(layer, "channel", None)) if part is not None]
+    own = sum(part.flops(seq_len) for part in parts)
+    return counter.get_total_flops() + (3.0 if training else 1.0) * own
+
+
+@lru_cache(maxsize=4096)
+def _paper(config_json: str, seq_len: int) -> float:
+    backbone = meta_model(config_json).backbone
+    parts = [part for block in backbone.blocks for part in (block.mixer, block.channel) if part is not None]
+    if backbone.tpe is not None:
+        parts.append(backbone.tpe)
+    return 3.0 * sum(part.flops_paper(seq_len) for part in parts)
+
+
+@lru_cache(maxsize=4096)
+def _state(config_json: str, context_length: int) -> int:
+    with torch.device("meta"):
+        model = CausalLM(ModelConfig.model_validate_json(config_json)).to(torch.bfloat16)
+    return model.backbone.state_bytes(context_length)

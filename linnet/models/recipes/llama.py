@@ -1,0 +1,23 @@
+"""LLaMA: the softmax Transformer of paper 000 (A.1.1): pre-norm, RoPE, SwiGLU, no biases, tied embeddings.
+
+Departure: RMSNorm. The paper's parameter counts suggest two LayerNorms a layer (`norm: layernorm`).
+"""
+
+from linnet.models.config import ModelConfig
+from linnet.models.recipes.registry import PAPER_SIZES, PAPER_VOCAB, default_heads, register_family, register_recipe
+
+
+@register_family("llama")
+def llama(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
+    return ModelConfig(
+        d_model=d_model,
+        layout=f"attention+swiglu x{num_layers}",
+        vocab_size=vocab_size,
+        options={"attention": {"num_heads": num_heads or default_heads(d_model)}, "swiglu": {"inner": inner}},
+        norm="rmsnorm",
+    )
+
+
+for size, (layers, width, heads, glu) in PAPER_SIZES.items():
+    register_recipe(f"llama-{size}", lambda a=(width, layers, heads, glu): llama(*a, vocab_size=PAPER_VOCAB))
+register_recipe("llama-10m", lambda: llama(256, 6))

@@ -1,0 +1,27 @@
+"""Functions on tensors, each registered once with `torch.library`: fake, autograd, vmap and FLOP formula.
+
+Layout [B, T, H, D]; an op returns (o, final_state or None) and has a `step` for one token, which updates the state in
+place. `use_backend` chooses the form that runs, `debug` turns on checks of values.
+"""
+
+from linnet.ops.additive import additive_attention, additive_step
+from linnet.ops.backend import debug, use_backend
+from linnet.ops.gated import gated_linear_attention, gated_step
+from linnet.ops.lightning import lightning_attention, lightning_step
+from linnet.ops.modal import modal_convolution, modal_step
+from linnet.ops.scan import diagonal_scan, diagonal_step
+
+__all__ = [
+    "additive_attention",
+    "additive_step",
+    "debug",
+    "diagonal_scan",
+    "diagonal_step",
+    "gated_linear_attention",
+    "gated_step",
+    "lightning_attention",
+    "lightning_step",
+    "modal_convolution",
+    "modal_step",
+    "use_backend",
+]
