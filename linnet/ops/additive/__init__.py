@@ -61,7 +61,7 @@ def additive_attention(
     Raises:
         ValueError: shapes, dtypes or options do not fit together.
 
-    Source: paper 003, section 4; LRPE in its complex form, paper 001, section 4.1. Gradients reach q, k, v, theta and
+    Source: paper 003, section 4.1; LRPE in its complex form, section 4.2. Gradients reach q, k, v, theta and
     the state.
     """
     _check(q, k, v, theta, positions, causal, initial_state, cu_seqlens)

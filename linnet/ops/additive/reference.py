@@ -18,14 +18,14 @@ def reference(
     causal: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Paper 003, section 4 (LightNet attention). Shapes as in `additive_attention`.
+    """Paper 003, section 4.1 (LightNet attention). Shapes as in `additive_attention`.
 
         z_t = log sum_{s <= t} exp(u_s)                      the running log-sum, per key channel
         k_t = exp(u_t - z_t),  a_t = exp(z_{t-1} - z_t)      k_t = 1 - a_t
         S_t = diag(a_t) S_{t-1} + k_t^T v_t,  o_t = q_t S_t
 
     Not causal: k = softmax of u over the sequence, o = q (k^T v). With `theta`, q and the normalised keys are rotated
-    by position in the complex form of LRPE (paper 001, section 4.1), x -> [x cos(t theta), x sin(t theta)].
+    by position in the complex form of LRPE (paper 003, section 4.2), x -> [x cos(t theta), x sin(t theta)].
     """
     batch, length, heads, key_dim = k.shape
     dtype, out_dtype = state_dtype(q, k, v), v.dtype

@@ -33,8 +33,8 @@ def additive_step(
     Raises:
         ValueError: shapes or dtypes do not fit together, or theta came without positions.
 
-    Source: paper 003, section 4, with a_t = 1 - k_t: the weights then always add up to one, which exp(z_{t-1} - z_t) in
-    float32 does not keep over a long sequence.
+    Source: paper 003, section 4.1, with a_t = 1 - k_t: the weights then always add up to one, which
+    exp(z_{t-1} - z_t) in float32 does not keep over a long sequence.
     """
     S, z = state
     _check(q, k, v, S, z, theta, positions)

@@ -1,4 +1,4 @@
-"""LRPE in the complex form, x -> [x cos(t theta), x sin(t theta)], and its transpose (paper 001, section 4.1)."""
+"""LRPE in the complex form, x -> [x cos(t theta), x sin(t theta)], and its transpose (paper 003, section 4.2)."""
 
 from dataclasses import dataclass
 

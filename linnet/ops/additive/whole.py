@@ -1,6 +1,6 @@
 """Additive decay attention without causality: keys are the softmax over the sequence, and one pass is enough.
 
-k = softmax_t(u),  S = k^T V,  O = Q S          (paper 003, section 4; the last token equals that of the causal form)
+k = softmax_t(u),  S = k^T V,  O = Q S          (paper 003, section 4.1; the last token equals that of the causal form)
 """
 
 import torch

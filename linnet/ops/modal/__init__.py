@@ -51,8 +51,8 @@ def modal_convolution(
     Raises:
         ValueError: shapes or dtypes that do not go together, offsets that do not rise from 0 to T.
 
-    Source: papers 003 (TPE, a Toeplitz matrix parametrised as a state space model) and 000, A.1.4; they give no
-    formula, this is the form with real, learned modes.
+    Source: papers 003, section 4.2 (TPE, a Toeplitz matrix parametrised as a state space model) and 000, A.1.4; they
+    give no formula, this is the form with real, learned modes.
     """
     _check(x, log_decay, weight, initial_state, cu_seqlens)
     if backend.debugging():

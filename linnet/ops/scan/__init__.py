@@ -50,7 +50,7 @@ def diagonal_scan(
     Raises:
         ValueError: shapes or dtypes that do not go together, offsets that do not rise from 0 to T.
 
-    Source: HGRN, as paper 002 recalls it (eq. 1 and the text below it; complex: models of HGRN v1).
+    Source: HGRN, as paper 002 recalls it (eq. 1, and the complex recurrence in the text after it).
     """
     _check(x, log_decay, theta, initial_state, cu_seqlens)
     if backend.debugging():
