@@ -190,6 +190,40 @@ def test_gradcheck(causal):
     assert torch.autograd.gradcheck(function, [call[name] for name in names] + list(call.get("initial_state", ())))
 
 
+def test_any_strides():
+    """Arguments laid out otherwise give the same, and results are contiguous, as the fake implementation says."""
+    call = make(B=2, T=9, theta=True, state=True)
+    other = {name: permuted(x) for name, x in call.items()}
+    expected, actual = everything(call), everything(other)
+    assert_same(actual, expected)
+    op = torch.ops.linnet.additive
+    outputs = op(other["q"], other["k"], other["v"], other["theta"], None, *other["initial_state"], 0.7, True, None)
+    assert all(x.is_contiguous() for x in outputs)
+    grads = torch.ops.linnet.additive_backward(
+        *map(permuted, outputs),
+        other["q"],
+        other["k"],
+        other["v"],
+        other["theta"],
+        None,
+        *other["initial_state"],
+        permuted(outputs[1]),
+        0.7,
+        True,
+        None,
+    )
+    assert all(x.is_contiguous() for x in grads)
+
+
+def permuted(x):
+    """x with its last axis outermost in memory."""
+    if isinstance(x, tuple):
+        return tuple(permuted(y) for y in x)
+    if not isinstance(x, torch.Tensor) or x.ndim < 2:
+        return x
+    return x.detach().movedim(-1, 0).contiguous().movedim(0, -1).requires_grad_()
+
+
 def test_operator_registration():
     call = make(B=1, T=9, theta=True, state=True, documents=[0, 4, 9])
     S, z = call["initial_state"]

@@ -115,6 +115,36 @@ def test_gradcheck(theta):
     assert torch.autograd.gradcheck(lambda *tensors: run(call | dict(zip(names, tensors, strict=True))), inputs)
 
 
+@pytest.mark.parametrize("theta", [False, True])
+def test_any_strides(theta):
+    """Arguments laid out otherwise give the same, and results are contiguous, as the fake implementation says."""
+    call = make(B=2, T=9, theta=theta, state=True)
+    other = {name: permuted(x) for name, x in call.items()}
+    expected, actual = everything(call), everything(other)
+    assert_same(actual, expected)
+    op = torch.ops.linnet.scan
+    outputs = op(other["x"], other["log_decay"], other.get("theta"), other["initial_state"], None)
+    assert all(x.is_contiguous() for x in outputs)
+    grads = torch.ops.linnet.scan_backward(
+        other["x"],
+        other["log_decay"],
+        other.get("theta"),
+        other["initial_state"],
+        None,
+        *map(permuted, outputs[:1] + outputs),
+    )
+    assert all(x.is_contiguous() for x in grads)
+
+
+def permuted(x):
+    """x with its last axis outermost in memory."""
+    if isinstance(x, tuple):
+        return tuple(permuted(y) for y in x)
+    if not isinstance(x, torch.Tensor) or x.ndim < 2:
+        return x
+    return x.detach().movedim(-1, 0).contiguous().movedim(0, -1).requires_grad_()
+
+
 def test_operator_registration():
     call = make(B=1, T=9, theta=True, state=True, documents=[0, 4, 9])
     torch.library.opcheck(torch.ops.linnet.scan.default, tuple(call.values()))

@@ -45,7 +45,7 @@ def backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, 
     dtheta = S.new_zeros(theta.shape if theta is not None else 0)
     once = Turn(cos=theta).once
     # At a boundary: the gradient to S with z held, and minus the gradient to z, by which S was divided.
-    D = dS.to(S.dtype, copy=True)
+    D = dS.to(S.dtype, copy=True, memory_format=torch.contiguous_format)
     decline = once((S_end.to(S.dtype) * D).sum(-1)) - dz.to(S.dtype)
     for rows, start, end in documents(cu_seqlens, q.shape[0], q.shape[1]):
         segments = _segments(q, v, theta, start, end, causal)
@@ -152,7 +152,7 @@ def _sweep(new, keep, x, reverse=False):
 def _first_state(q, k, v, theta, S, z, cu_seqlens):
     dtype = state_dtype(q, k, v)
     if S is not None:
-        return S.to(dtype, copy=True), z.to(dtype, copy=True)
+        return tuple(x.to(dtype, copy=True, memory_format=torch.contiguous_format) for x in (S, z))
     shape = (count_states(cu_seqlens, q.shape[0]), *q.shape[2:])
     S = v.new_zeros(*shape[:2], shape[2] * (1 if theta is None else 2), v.shape[3], dtype=dtype)
     return S, v.new_full(shape, -torch.inf, dtype=dtype)

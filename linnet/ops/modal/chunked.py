@@ -92,7 +92,9 @@ def modal_backward(x, log_decay, weight, initial_state, cu_seqlens, dy, dfinal) 
     tables = Tables(log_decay, weight, min(CHUNK, x.shape[1]))
     gradients = TableGradients(tables)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dinitial = torch.zeros_like(u) if dfinal is None else dfinal.to(u.dtype, copy=True)
+    dinitial = (
+        torch.zeros_like(u) if dfinal is None else dfinal.to(u.dtype, copy=True, memory_format=torch.contiguous_format)
+    )
     for rows, start, end in documents(cu_seqlens, *x.shape[:2]):
         state, kept = u[rows].transpose(0, 1), []
         for begin, stop, length in _pieces(start, end, tables.size):
@@ -125,7 +127,7 @@ def _prepare(x, log_decay, weight, initial_state, cu_seqlens):
     if initial_state is None:
         u = x.new_zeros(count_states(cu_seqlens, x.shape[0]), *log_decay.shape, dtype=dtype)
     else:
-        u = initial_state.to(dtype, copy=True)
+        u = initial_state.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return log_decay.to(dtype), weight.to(dtype), u
 
 

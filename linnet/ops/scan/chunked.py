@@ -37,7 +37,7 @@ def scan_backward(x, log_decay, theta, initial_state, cu_seqlens, h, dh, dfinal)
     else:
         h = _run(x, decay, initial_state, cu_seqlens, dtype, is_complex)[0]
 
-    g = _values(dh, dtype, is_complex).clone()
+    g = _values(dh, dtype, is_complex).clone(memory_format=torch.contiguous_format)
     dinitial = g.new_zeros(count_states(cu_seqlens, x.shape[0]), g.shape[2])
     if dfinal is not None:
         dinitial += _values(dfinal, dtype, is_complex)
@@ -118,7 +118,7 @@ def _run(x, decay, initial_state, cu_seqlens, dtype, is_complex):
         values = values.clone()
         values[:, spans.first] += decay[:, spans.first] * spans.to_tokens(first_state)
     recur(decay.index_fill(1, spans.first, 0.0), values, torch.zeros_like(h[:, 0]), h)
-    final = first_state.clone()
+    final = first_state.clone(memory_format=torch.contiguous_format)
     spans.to_states(h[:, spans.last], final)
     return h, final
 
@@ -151,7 +151,7 @@ def _spans(cu_seqlens, length) -> _Spans:
 
 def _decay(log_decay, theta, dtype):
     """exp(log_decay + i theta), a fresh tensor."""
-    decay = log_decay.to(dtype).exp()
+    decay = log_decay.to(dtype).contiguous().exp()
     if theta is None:
         return decay
     return decay * torch.polar(torch.ones_like(theta, dtype=dtype), theta.to(dtype))
