@@ -196,7 +196,7 @@ def _all_laws(fit: MethodFit) -> list[Law]:
 
 def _line(console: Console, markup: str, indent: int = 2) -> None:
     """A paragraph whose further lines are indented too."""
-    console.print(Padding(markup, (0, 0, 0, indent)))
+    console.print(Padding(markup, (0, 0, 0, indent), expand=False))
 
 
 def _table(*columns: str) -> Table:

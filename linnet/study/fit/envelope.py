@@ -13,7 +13,7 @@ from linnet.study.fit.law import Law
 from linnet.study.fit.power import add_held_out, count_of, count_usable, finish, law_through, log_log
 from linnet.study.fit.results import Bootstrap, EnvelopeFit
 
-WARMUP = 0.05
+WARMUP = 0.002
 """Share of a curve's tokens dropped at its beginning where the records do not tell the learning rate."""
 
 

@@ -53,9 +53,7 @@ def fit_frontier(
         counts = resampling.draw_counts(bootstrap, len(table), seed, table["run"] if clustered else None, strata)
         scheme = "pairs" + ", clustered by run" * clustered + ", stratified by budget" * inside_groups
         fit.bootstrap = Bootstrap(scheme, bootstrap, bootstrap, seed)
-    draws = (
-        _frontier_draws(counts, labels, C, N, D, loss) if counts is not None else dict.fromkeys(("C", "L", "N", "D"))
-    )
+    draws = _draws(counts, labels, C, N, D, loss)
     points = pd.DataFrame(best)
     for name, irreducible in (("L", False), ("L_irreducible", True)):
         law = law_through(
@@ -78,10 +76,13 @@ def fit_frontier(
     return fit
 
 
-def _frontier_draws(counts, labels, C, N, D, loss):
+def _draws(counts, labels, C, N, D, loss) -> dict:
     """The lowest point of each group in each resample, [R, groups]; N and D are NaN where it is an end of its group."""
+    names = ("C", "C_in", "L", "N", "D")
+    if counts is None:
+        return dict.fromkeys(names)
     shape = (len(counts), labels.max() + 1)
-    draws = {name: np.full(shape, np.nan) for name in ("C", "C_in", "L", "N", "D")}
+    draws = {name: np.full(shape, np.nan) for name in names}
     for label in range(shape[1]):
         rows = np.flatnonzero(labels == label)
         seen = counts[:, rows] > 0

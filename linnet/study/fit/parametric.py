@@ -167,10 +167,9 @@ def _unfit(N: np.ndarray, D: np.ndarray) -> str:
 
 
 def _degenerate(theta: np.ndarray, N: np.ndarray, D: np.ndarray) -> str:
-    alpha, beta = theta[3:]
-    if alpha <= 0 or beta <= 0:
-        names = " and ".join(name for name, value in (("alpha", alpha), ("beta", beta)) if value <= 0)
-        return f"the best fit has a negative {names}: the loss does not fall with {'N' if alpha <= 0 else 'D'}"
+    for name, exponent, values, what in (("alpha", theta[3], N, "N"), ("beta", theta[4], D, "D")):
+        if exponent * np.ptp(np.log(values)) < 0.01:
+            return f"the best fit has {name} = {exponent:.2g}: in these rows the loss does not fall with {what}"
     shares = log_sum(_terms(N, D), theta[None])[1][:, 0].max(axis=1)
     gone = [name for name, share in zip(("A / N^alpha", "B / D^beta", "E"), shares, strict=True) if share < 1e-3]
     if gone:

@@ -178,7 +178,9 @@ def crossing(first: ArchitectureFit, second: ArchitectureFit) -> Crossing:
     result.inside = bool(max(one.c_min, two.c_min) <= C <= min(one.c_max, two.c_max))
     if one.intervals and two.intervals:
         rows = min(len(one.draws), len(two.draws))
-        met = [_meet(a, b, reach) for a, b in zip(one.draws[:rows], two.draws[:rows], strict=True)]
+        # Both may come from one seed; a turn by half the draws makes the pairs independent.
+        other = np.roll(two.draws[:rows], rows // 2, axis=0)
+        met = [_meet(a, b, reach) for a, b in zip(one.draws[:rows], other, strict=True)]
         found = np.array([value for value in met if value is not None])
         if len(found) >= 0.95 * rows:
             result.interval = resampling.interval(found)

@@ -1,0 +1,99 @@
+import json
+import time
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from linnet.cli import app
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["fit", *map(str, arguments)], env={"COLUMNS": "100"})
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Two architectures, four budgets, seven sizes; parabolas with their optimum inside for one of them only."""
+    lines = ["run,architecture,budget,params_non_embedding,params_total,tokens,flops,loss"]
+    for name, shift in (("tnl", 1.0), ("hgrn2", 30.0)):
+        for C in np.geomspace(1e18, 1e21, 4):
+            for N in C**0.5 * np.geomspace(0.3, 3, 7):
+                loss = 20 * C**-0.05 + 0.3 * np.log10(N / (shift * C**0.5)) ** 2
+                lines.append(f"{name}-{len(lines)},{name},{C},{N},{1.2 * N},{C / 6 / N},{C},{loss}")
+    path = tmp_path / "table.csv"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_json_by_architecture(table):
+    result = run(table, "--bootstrap", 30, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    tnl = found["architectures"]["tnl"]["methods"]["isoflop"]
+    assert tnl["parameters"]["a"] == pytest.approx(0.5, abs=1e-6) and len(tnl["intervals"]["b"]) == 2
+    assert found["architectures"]["hgrn2"]["methods"]["isoflop"]["N_opt"]["refused"]
+    assert "alpha" in found["architectures"]["hgrn2"]["methods"]["isoflop"]["parameters"]
+    assert found["crossings"][0]["first"] == "tnl"
+
+
+def test_console_shows_laws_and_refusals(table):
+    result = run(table, "--bootstrap", 30, "--method", "isoflop")
+    assert result.exit_code == 0, result.output
+    assert "N_opt = 1 C^0.5000" in result.output and "a + b = 1.000" in result.output
+    assert "Refused" in result.output and "train larger models here" in result.output
+    assert "1.000e+18" in result.output and "inside" in result.output
+    days = run(table, "--bootstrap", 0, "--method", "isoflop", "--unit", "pf-days")
+    assert "PF-days" in days.output and "N_opt = 9.295e+09 C^0.5000" in days.output
+
+
+def test_study_folder(table):
+    result = run(table.parent, "--bootstrap", 0)
+    assert result.exit_code == 0, result.output
+    assert "28 rows without a training curve" in result.output or "56 rows without" in result.output
+
+
+def test_total_parameters_and_6nd(table):
+    plain, total = (
+        json.loads(run(table, "--bootstrap", 0, "--json", "--method", "isoflop", *extra).stdout)
+        for extra in ((), ("--count", "total", "--flops", "6nd"))
+    )
+    k_N = [found["architectures"]["tnl"]["methods"]["isoflop"]["parameters"]["k_N"] for found in (plain, total)]
+    assert total["count"] == "total" and k_N[1] == pytest.approx(1.2 * k_N[0] / 1.2**0.5, rel=1e-6)
+
+
+def test_all_bad_options_are_listed(table):
+    options = ["--method", "isoflp", "--count", "x", "--bootstrap", -1, "--budgets", "1e18,x", "--hold-out", 0]
+    result = run(table, *options, "--smooth", 2)
+    assert result.exit_code == 2
+    assert "6 problems" in result.output and "did you mean 'isoflop'" in result.output
+
+
+def test_bad_table_is_listed(tmp_path):
+    path = tmp_path / "bad.csv"
+    path.write_text("N,C,loss\n1e6,1e15,nan\n-1,1e15,3\n1e6,1e16,2.5\n1e6,1e16,2.5\n")
+    result = run(path)
+    assert result.exit_code == 2 and "2 problems" in result.output and "line 2" in result.output
+    assert "no such file" in run(tmp_path / "none.csv").output
+
+
+def test_help_reads_well():
+    result = run("--help")
+    assert result.exit_code == 0 and "linnet fit studies/demo" in result.output and "95 %" in result.output
+
+
+def test_chinchilla_within_the_bar(real_data):
+    path = real_data / "chinchilla" / "svg_extracted_data.csv"
+    if not path.is_file():
+        pytest.skip(f"no Chinchilla points at {path}")
+    columns = "N=Model Size,C=Training FLOP,loss=loss"
+    start = time.monotonic()
+    result = run(path, "--columns", columns, "--max-loss", 3.42, "--method", "parametric", "--bootstrap", 200, "--json")
+    assert result.exit_code == 0, result.output
+    assert time.monotonic() - start < 120
+    found = json.loads(result.stdout)
+    truth = {"E": (1.817218, 5e-4), "A": (477.826, 1), "B": (2143.417, 5), "alpha": (0.34731, 2e-4)}
+    for name, (value, tolerance) in {**truth, "beta": (0.367172, 2e-4), "a": (0.5139, 1e-4)}.items():
+        assert found["parameters"][name] == pytest.approx(value, abs=tolerance)
+        assert found["intervals"][name][0] < value < found["intervals"][name][1]
+    assert "5 rows left out: loss above 3.42" in found["notes"]

@@ -1,0 +1,110 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+from linnet.study.fit import fit_envelope
+
+SIZES = np.geomspace(1e8, 1e10, 13)
+
+
+def test_minimum_recovers_the_laws(surface):
+    found = fit_envelope(surface.curves(SIZES, points=400), warmup=0.0)
+    assert found.N_opt.exponent == pytest.approx(surface.a, abs=2e-3)
+    assert found.D_opt.exponent == pytest.approx(1 - surface.a, abs=2e-3)
+    slope = surface.alpha * surface.beta / (surface.alpha + surface.beta)
+    assert found.L_irreducible.constant == pytest.approx(surface.E, rel=5e-3)
+    assert found.L_irreducible.exponent == pytest.approx(-slope, abs=3e-3)
+    assert found.L_irreducible.held_out.max_error < 1e-3
+    assert found.curves == 13 and found.hull_size > 5
+
+
+def test_an_envelope_that_is_a_pure_law_is_recovered_exactly():
+    # Curves that touch L = 30 C^-0.05 at C = 100 N^2 and leave it as parabolas in log-log: N_opt = (C / 100)^0.5.
+    C = np.geomspace(1e16, 1e22, 600)
+    parts = []
+    for N in SIZES:
+        log_loss = np.log(30 * C**-0.05) + 0.01 * np.log(C / (100 * N**2)) ** 2
+        part = {"run": f"{N:.3g}", "N": N, "D": C / 6 / N, "C": C, "loss": np.exp(log_loss)}
+        parts.append(pd.DataFrame(part))
+    found = fit_envelope(pd.concat(parts), warmup=0.0)
+    assert found.N_opt.exponent == pytest.approx(0.5, abs=1e-6)
+    assert found.D_opt.exponent == pytest.approx(0.5, abs=1e-6)
+    assert found.L.exponent == pytest.approx(-0.05, abs=1e-3)
+
+
+def test_hull_recovers_the_exponent_roughly_and_lies_on_the_curves(surface):
+    curves = surface.curves(SIZES)
+    found = fit_envelope(curves, mode="hull", warmup=0.0)
+    assert found.N_opt.exponent == pytest.approx(surface.a, abs=0.03)
+    assert found.hull_size == len(found.points)
+    records = {(row.run, round(np.log(row.C), 6)): row.loss for row in curves.itertuples()}
+    for point in found.points:
+        assert records[point["run"], round(np.log(point["C"]), 6)] == pytest.approx(point["loss"])
+    logs = np.log([(point["C"], point["loss"]) for point in found.points])
+    slopes = np.diff(logs[:, 1]) / np.diff(logs[:, 0])
+    assert (np.diff(slopes) > 0).all() and (slopes < 0).all()
+
+
+def test_ends_do_not_count(surface):
+    found = fit_envelope(surface.curves(SIZES), warmup=0.0)
+    used = [point for point in found.points if point["inside"]]
+    assert {f"{SIZES[0]:.4g}", f"{SIZES[-1]:.4g}"}.isdisjoint(point["run"] for point in used)
+    assert 0 < len(used) < len(found.points)
+
+
+def test_a_common_limit_on_tokens_refuses_the_size(surface):
+    # All sizes stop before a larger one would have been overtaken: the best is always the largest within reach.
+    found = fit_envelope(surface.curves(SIZES[:3], ratios=(0.5, 4)), warmup=0.0)
+    assert "on the envelope with both smaller and larger" in found.N_opt.refused[0]
+    assert not found.L.refused and any("whole envelope" in note for note in found.notes)
+
+
+def test_warm_up_is_removed(surface):
+    curves = surface.curves(SIZES, points=400)
+    clean = fit_envelope(curves, warmup=0.0)
+    # A dip at the beginning, as a loss averaged since the start or a broken log would show.
+    rate = curves.groupby("run")["D"].transform(lambda D: np.minimum(D / D.min(), 1.5))
+    spoiled = curves.assign(learning_rate=rate, loss=np.where(rate < 1.5, 0.5, curves["loss"]))
+    removed = fit_envelope(spoiled, warmup=0.0)
+    assert removed.warmup_removed == (rate < 1.5).sum() > 0
+    assert removed.N_opt.exponent == pytest.approx(clean.N_opt.exponent, abs=1e-3)
+    shares = fit_envelope(curves, warmup=0.01).warmup_removed
+    assert shares == sum((part["D"] <= 0.01 * part["D"].max()).sum() for _, part in curves.groupby("run"))
+
+
+def test_smoothing_keeps_a_straight_curve_and_quietens_noise(surface):
+    straight = surface.curves(SIZES).assign(loss=lambda t: 30 * t["C"] ** -0.05 * (t["N"] / 1e9) ** 0.01)
+    kept = fit_envelope(straight, warmup=0.0, smooth=9)
+    assert kept.L.exponent == pytest.approx(fit_envelope(straight, warmup=0.0).L.exponent, abs=1e-9)
+    noisy = surface.curves(SIZES)
+    noisy["loss"] *= np.exp(np.random.default_rng(0).normal(0, 0.02, len(noisy)))
+    errors = [abs(fit_envelope(noisy, warmup=0.0, smooth=s).N_opt.exponent - surface.a) for s in (1, 15)]
+    assert errors[1] < errors[0]
+
+
+def test_bootstrap_resamples_runs(surface):
+    curves = surface.curves(SIZES)
+    found = fit_envelope(curves, warmup=0.0, bootstrap=60)
+    assert found.bootstrap.scheme == "pairs, clustered by run" and found.bootstrap.usable == 60
+    low, high = found.intervals["a"]
+    assert low < surface.a < high and high - low < 0.1
+    # Logging ten times as often adds no runs, so it must not narrow the interval.
+    often = fit_envelope(surface.curves(SIZES, points=1200), warmup=0.0, bootstrap=60)
+    assert np.subtract(*often.intervals["a"]) == pytest.approx(low - high, rel=0.5)
+
+
+def test_too_few_runs_for_an_interval_are_told(surface):
+    found = fit_envelope(surface.curves(SIZES[4:9]), warmup=0.0, bootstrap=60)
+    assert not found.N_opt.refused and not found.N_opt.intervals
+    assert "too few runs" in found.bootstrap.note
+
+
+def test_one_curve_is_refused(surface):
+    found = fit_envelope(surface.curves(SIZES[:1]))
+    assert "1 training curve" in found.refused[0] and found.L.refused == found.N_opt.refused == found.refused
+
+
+@pytest.mark.parametrize("options", [{"mode": "best"}, {"smooth": 2}, {"smooth": 0}, {"points": 2}])
+def test_wrong_arguments(surface, options):
+    with pytest.raises(ValueError):
+        fit_envelope(surface.curves(SIZES[:2]), **options)

@@ -1,0 +1,141 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+from linnet.study.fit import apply_convention, assign_budgets, fit_isoflop
+
+BUDGETS = np.geomspace(1e18, 1e22, 5)
+
+
+def parabolic(optima, *, sizes=7, a=0.5, low=0.3, high=3.0, curvature=0.3):
+    """Losses that are parabolas in log10 N with a minimum at N = C^a times `optima` (one a budget)."""
+    rows = []
+    for C, factor in zip(BUDGETS, optima, strict=False):
+        for N in C**a * np.geomspace(low, high, sizes):
+            loss = 20 * C**-0.05 + curvature * np.log10(N / (C**a * factor)) ** 2
+            rows.append({"N": N, "D": C / 6 / N, "C": C, "loss": loss, "run": f"r{len(rows)}", "budget": C})
+    return pd.DataFrame(rows)
+
+
+def fit(table, **options):
+    return fit_isoflop(table, *assign_budgets(table), **options)
+
+
+def test_parabolas_are_recovered_exactly():
+    found = fit(parabolic([1.0] * 5))
+    assert [group.N_opt for group in found.groups] == pytest.approx(list(BUDGETS**0.5), rel=1e-9)
+    assert [group.L_opt for group in found.groups] == pytest.approx(list(20 * BUDGETS**-0.05), rel=1e-9)
+    assert found.N_opt.exponent == pytest.approx(0.5, abs=1e-6)
+    assert found.D_opt.exponent == pytest.approx(0.5, abs=1e-6)
+    assert found.D_opt.coefficient == pytest.approx(1 / 6, rel=1e-6)
+    assert found.L.exponent == pytest.approx(-0.05, abs=1e-6) and found.a_plus_b == pytest.approx(1)
+    assert all(group.inside and not group.refused for group in found.groups)
+    p0, p1, p2 = found.groups[0].parabola
+    assert p2 == pytest.approx(0.3) and -p1 / (2 * p2) == pytest.approx(9)
+
+
+def test_a_true_surface_is_recovered_up_to_its_asymmetry(surface):
+    narrow = fit(surface.ladder(BUDGETS, np.linspace(-0.3, 0.3, 7)))
+    assert narrow.N_opt.exponent == pytest.approx(surface.a, abs=2e-3)
+    assert narrow.L_irreducible.constant == pytest.approx(surface.E, rel=1e-2)
+
+
+def test_cost_that_is_not_6nd_shows_in_a_plus_b():
+    table = parabolic([1.0] * 5)
+    # A cost a token of 6 N (1 + N^-0.1 ...) as embeddings and attention make it: C / (N D) falls as N^-0.1.
+    table["D"] = table["C"] / (6 * table["N"] ** 0.9 * 1e1)
+    found = fit(table)
+    assert found.D_opt.exponent == pytest.approx(1 - 0.9 * 0.5, abs=1e-6)
+    assert found.a_plus_b == pytest.approx(1.05, abs=1e-6)
+    ratios = [end["ratio"] for end in found.cost_ratio]
+    assert ratios[1] / ratios[0] == pytest.approx((BUDGETS[-1] / BUDGETS[0]) ** 0.05, rel=1e-6)
+    # Counted as 6 N D, the two exponents add up again.
+    counted = fit(apply_convention(table.assign(N_total=np.nan), "non-embedding", "6nd"), cost="6nd")
+    assert counted.a_plus_b == pytest.approx(1) and counted.N_opt.exponent == pytest.approx(0.5 / 1.05, abs=1e-6)
+
+
+@pytest.mark.parametrize("factor, words", [(0.1, "train smaller"), (10.0, "train larger")])
+def test_an_optimum_outside_the_sizes_is_refused(factor, words):
+    found = fit(parabolic([1.0, 1.0, 1.0, 1.0, factor]))
+    group = found.groups[-1]
+    assert words in group.refused[0] and "outside the sizes" in group.refused[0] and not group.inside
+    # Four budgets are left, and the law is the same.
+    assert found.N_opt.exponent == pytest.approx(0.5, abs=1e-6) and found.N_opt.points == 4
+    assert [point["fitted"] for point in found.points] == [True] * 4 + [False]
+
+
+def test_an_optimum_at_the_edge_is_refused():
+    found = fit(parabolic([2.95, 1.0, 1.0, 1.0, 1.0]))
+    assert "at the edge of the sizes" in found.groups[0].refused[0]
+
+
+def test_wrong_curvature_is_refused():
+    table = pd.concat([parabolic([1.0] * 4), parabolic([1.0] * 5, curvature=-0.3).iloc[-7:]])
+    refused = fit(table).groups[-1].refused
+    assert refused == ["the losses do not curve upwards: there is no minimum between the sizes"]
+
+
+def test_a_straight_line_has_no_minimum():
+    table = parabolic([1.0] * 5, curvature=0.0)
+    table["loss"] += 0.1 * np.log10(table["N"])
+    assert all("curve upwards" in group.refused[0] or "outside" in group.refused[0] for group in fit(table).groups)
+
+
+@pytest.mark.parametrize("sizes", [1, 2, 3])
+def test_too_few_sizes_are_refused(sizes):
+    found = fit(parabolic([1.0] * 5, sizes=sizes))
+    assert all(f"{sizes} size" in group.refused[0] and "needs 4" in group.refused[0] for group in found.groups)
+    assert found.N_opt.refused and not found.L.refused
+
+
+def test_repeated_sizes_do_not_count_twice():
+    table = parabolic([1.0] * 5, sizes=3)
+    again = table.assign(loss=table["loss"] + 0.001, run=table["run"] + "b")
+    found = fit(pd.concat([table, again]))
+    assert all("3 sizes; a parabola" in group.refused[0] for group in found.groups)
+    assert all("some sizes are repeated" in group.notes[0] for group in found.groups)
+
+
+def test_fewer_than_three_optima_refuse_sizes_but_not_the_loss():
+    table = parabolic([1.0, 1.0, 30.0, 30.0, 30.0])
+    found = fit(table, bootstrap=50)
+    assert "2 budgets of 5 with an optimum inside" in found.N_opt.refused[0]
+    assert found.N_opt.parameters == {} and "a" not in found.parameters
+    # L(C) stands, through the lowest observed losses, and says so.
+    lowest = table.groupby("C")["loss"].min()
+    expected = np.polyfit(np.log(lowest.index), np.log(lowest), 1)
+    assert found.L.exponent == pytest.approx(expected[0]) and found.L.intervals
+    assert any("lowest observed loss" in note for note in found.notes)
+    assert found.to_json()["N_opt"]["coefficient"] is None
+
+
+def test_one_budget_gives_no_law():
+    found = fit(parabolic([1.0]))
+    assert found.groups[0].inside and found.N_opt.refused and "1 different budget" in found.L.refused[0]
+
+
+@pytest.mark.parametrize("sizes, scheme", [(7, "residuals"), (12, "pairs")])
+def test_bootstrap_is_stratified_and_covers(sizes, scheme):
+    table = parabolic([1.0] * 5, sizes=sizes)
+    table["loss"] *= np.exp(np.random.default_rng(0).normal(0, 0.002, len(table)))
+    found = fit(table, bootstrap=300)
+    assert found.bootstrap.scheme == f"{scheme}, stratified by budget" and found.bootstrap.usable > 290
+    low, high = found.intervals["a"]
+    assert low < 0.5 < high and 0.001 < high - low < 0.1
+    for group, C in zip(found.groups, BUDGETS, strict=True):
+        assert group.N_interval[0] < C**0.5 * 1.1 and group.N_interval[1] > C**0.5 / 1.1
+    assert found.N_opt.interval_at(1e24)[0] < 1e12 < found.N_opt.interval_at(1e24)[1]
+
+
+def test_chinchilla_budgets(chinchilla):
+    nominal = [6e18, 1e19, 3e19, 6e19, 1e20, 3e20, 6e20, 1e21, 3e21]
+    found = fit_isoflop(chinchilla, *assign_budgets(chinchilla, nominal), bootstrap=200)
+    expected = [1.637e8, 2.532e8, 5.029e8, 7.483e8, 9.937e8, 1.676e9, 2.223e9, 2.821e9, 4.136e9]
+    assert [group.N_opt for group in found.groups] == pytest.approx(expected, rel=5e-4)
+    assert [group.budget for group in found.groups] == nominal
+    assert found.N_opt.exponent == pytest.approx(0.5143, abs=1e-4)
+    assert found.N_opt.coefficient == pytest.approx(0.04556, rel=1e-3)
+    assert found.D_opt.exponent == pytest.approx(0.4857, abs=1e-4)
+    assert found.D_opt.coefficient == pytest.approx(3.658, rel=1e-3)
+    assert found.intervals["a"][0] < 0.5143 < found.intervals["a"][1]
+    assert found.L_irreducible.held_out.mean_error < found.L.held_out.mean_error

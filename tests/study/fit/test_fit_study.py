@@ -1,0 +1,118 @@
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from linnet.config import ConfigError
+from linnet.study.fit import ArchitectureFit, Law, MethodFit, crossing, fit_study
+
+BUDGETS = np.geomspace(1e18, 1e21, 4)
+
+
+@pytest.fixture
+def ladder(surface):
+    """Two architectures: one with optima inside its sizes, one whose sizes are all too small."""
+    small = surface.ladder(BUDGETS, np.linspace(-2, -0.4, 6), architecture="hgrn2")
+    small["loss"] *= 1.02
+    return pd.concat([surface.ladder(BUDGETS), small], ignore_index=True)
+
+
+def test_every_architecture_by_every_method(ladder, surface):
+    lines = []
+    study = fit_study(ladder, bootstrap=40, progress=lines.append)
+    assert list(study) == ["tnl", "hgrn2"] and len(study) == 2 and study.headline == "isoflop"
+    tnl, hgrn2 = study["tnl"], study["hgrn2"]
+    assert list(tnl.methods) == ["isoflop", "envelope", "power", "parametric"] and "tnl: isoflop" in lines
+    assert tnl.N_opt is tnl.isoflop.N_opt and tnl.parametric.surface["alpha"] == pytest.approx(surface.alpha, rel=1e-6)
+    assert tnl.refused == ["envelope: no training curves: give a study folder, or a table with several rows a run"]
+    # What is refused is told, budget by budget, and the loss still has its law.
+    assert any("train larger models here" in line for line in hgrn2.refused)
+    assert any(line.startswith("isoflop N_opt and D_opt: 0 budgets of 4") for line in hgrn2.refused)
+    assert not hgrn2.L.refused and hgrn2.N_opt.refused
+    assert not hgrn2.parametric.refused
+    assert json.loads(json.dumps(study.to_json(), allow_nan=False))["architectures"]["tnl"]["headline"] == "isoflop"
+
+
+def test_every_fit_has_a_held_out_test(ladder):
+    study = fit_study(ladder, bootstrap=0)
+    for fit in study.values():
+        for name, method in fit.methods.items():
+            if name != "envelope":
+                assert method.L.held_out.mean_error is not None, (fit.architecture, name)
+                assert method.L.held_out.tested >= 1
+
+
+def test_conventions_move_the_exponents(surface):
+    table = surface.ladder(BUDGETS, np.linspace(-0.4, 0.4, 7))
+    # Embeddings weigh much at small sizes; the table's C is exact for the total.
+    table["N_total"] = table["N"] + 3000 * table["N"] ** (1 / 2)
+    table["D"] = table["C"] / (6 * table["N_total"])
+    table["loss"] = surface.loss(table["N"], table["D"])
+    fit = fit_study(table, method="isoflop", bootstrap=0)["tnl"]
+    found = {(law.count, law.flops): law for law in fit.conventions}
+    # With embeddings counted, C is 6 N D already.
+    assert set(found) == {("non-embedding", "exact"), ("non-embedding", "6nd"), ("total", "exact")}
+    assert found["total", "exact"].a < found["non-embedding", "exact"].a
+    assert found["non-embedding", "exact"].a + found["non-embedding", "exact"].b > 1.005
+    assert found["non-embedding", "6nd"].a + found["non-embedding", "6nd"].b == pytest.approx(1)
+    total = fit_study(table, method="isoflop", bootstrap=0, count="total")["tnl"]
+    assert total.N_opt.exponent == pytest.approx(found["total", "exact"].a)
+
+
+def test_curves_in_the_table_or_beside_it(surface):
+    curves = surface.curves(np.geomspace(1e8, 1e10, 9), points=60)
+    study = fit_study(curves, method="envelope", bootstrap=0)
+    assert study["tnl"].envelope.curves == 9 and not study["tnl"].L.refused
+    beside = fit_study(surface.ladder(BUDGETS), curves, method="all", bootstrap=0, smooth=1)
+    assert beside["tnl"].envelope.N_opt.exponent == pytest.approx(surface.a, abs=0.02)
+
+
+def test_one_method_is_its_own_headline(ladder):
+    study = fit_study(ladder, method="power", bootstrap=0)
+    assert study.headline == "power" and list(study["tnl"].methods) == ["power"]
+
+
+def test_unknown_method_names_the_nearest(ladder):
+    with pytest.raises(ConfigError, match="did you mean 'isoflop'"):
+        fit_study(ladder, method="isoflops")
+
+
+def law(beta, alpha, E=None, spread=0.0):
+    found = Law("L", beta, alpha, E, c_min=1e18, c_max=1e21, points=4)
+    if spread:
+        noise = np.random.default_rng(0).normal(0, spread, (200, 1))
+        found.draws = np.hstack([np.log(beta) + noise, np.full((200, 1), alpha), np.full((200, 1), E or 0.0)])
+        found.intervals = {"alpha": (alpha, alpha)}
+    return found
+
+
+def fitted(name, L) -> ArchitectureFit:
+    return ArchitectureFit(name, 4, {"power": MethodFit("power", L=L)}, "power")
+
+
+def test_pure_laws_cross_where_they_are_equal():
+    one, two = law(30, -0.05, spread=0.001), law(30 * 1e20**0.01, -0.06, spread=0.002)
+    found = crossing(fitted("tnl", one), fitted("llama", two))
+    assert found.C == pytest.approx(1e20) and found.inside
+    assert (found.lower_below, found.lower_above) == ("tnl", "llama")
+    assert found.interval[0] < 1e20 < found.interval[1] and found.refused == []
+
+
+def test_laws_with_constants_cross():
+    one, two = law(1000, -0.15, 1.7), law(900, -0.15, 1.75)
+    found = crossing(fitted("a", one), fitted("b", two))
+    assert float(one.predict(found.C)) == pytest.approx(float(two.predict(found.C)), rel=1e-9)
+    assert found.lower_above == "a" and found.interval is None
+
+
+def test_laws_that_do_not_cross_say_so():
+    found = crossing(fitted("a", law(30, -0.05)), fitted("b", law(31, -0.05)))
+    assert found.C is None and "do not meet" in found.refused[0] and "a is lower" in found.refused[0]
+    refused = Law("L", refused=["one budget"])
+    assert "b has no L(C): one budget" in crossing(fitted("a", law(30, -0.05)), fitted("b", refused)).refused[0]
+
+
+def test_a_doubtful_crossing_has_no_interval():
+    found = crossing(fitted("a", law(30, -0.05, spread=0.5)), fitted("b", law(30 * 1e20**0.001, -0.051, spread=0.5)))
+    assert found.C == pytest.approx(1e20) and found.interval is None and "do not meet" in found.refused[0]
