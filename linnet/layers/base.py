@@ -78,7 +78,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def flops_paper(self, seq_len: int) -> float:
-        """Forward FLOPs of one sequence in the convention of paper 000, Table 1 (ideal GLU, heads of 128, leading terms).
+        """Forward FLOPs of one sequence as paper 000, Table 1, counts them (ideal GLU, leading terms).
 
         The default counts two FLOPs a weight and token, which is right for a layer with no term of its own.
         """
@@ -93,7 +93,7 @@ class Mixer(nn.Module):
         return {}
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> State:
-        """The state before the first token: zeros of `state_spec`. `dtype` replaces float32 (float64 for exact tests)."""
+        """The state before the first token: zeros of `state_spec`, in `dtype` instead of float32 if given."""
         return {
             name: torch.zeros(
                 spec.shape,
@@ -105,7 +105,7 @@ class Mixer(nn.Module):
 
 
 class Channel(nn.Module):
-    """A channel mixer: `forward(x [..., D]) -> [..., D]`, applied to each token alone. Register with `@register_channel`."""
+    """A channel mixer: x [..., D] -> [..., D], each token alone. Register with `@register_channel`."""
 
     name: str
     Config: type[Config]

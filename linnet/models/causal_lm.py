@@ -38,7 +38,7 @@ class CausalLM(nn.Module):
         return self._logits(x), states
 
     def loss(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Sum of the negative log-likelihood (nats, at least float32) over targets other than -100, and their number."""
+        """Sum of the negative log-likelihood (nats, at least float32) over targets but -100, and their number."""
         logits, _ = self.forward(tokens, cu_seqlens=cu_seqlens)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")

@@ -2,10 +2,11 @@
 
 `flops_exact` sums the FLOP formulas of every matrix product and registered op with the real widths (2 a multiply-add,
 full tiles, attention without the causal discount, no element-wise work), forward and backward, head included.
-`flops_paper` is the convention of paper 000, Table 1 (ideal GLU 8d/3, leading terms, no embedding or head): three times the
-forward sum that each layer states.
+`flops_paper` is the convention of paper 000, Table 1 (ideal GLU 8d/3, leading terms, no embedding or head): three
+times the forward sum that each layer states.
 """
 
+import copy
 from functools import lru_cache
 
 import torch
@@ -96,6 +97,36 @@ def _paper(config_json: str, seq_len: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _state(config_json: str, context_length: int) -> int:
-    with torch.device("meta"):
-        model = CausalLM(ModelConfig.model_validate_json(config_json)).to(torch.bfloat16)
-    return model.backbone.state_bytes(context_length)
+    backbone = copy.deepcopy(meta_model(config_json).backbone).to(torch.bfloat16)
+    return backbone.state_bytes(context_length)
+
+
+def summary(name: str, config: ModelConfig, context_length: int) -> dict:
+    """One row of `linnet models --json`: the shape and every count of a model, in full precision.
+
+    `pflops_per_step` is 10^15 FLOPs of one optimizer step at the batch of paper 000 (480 x 8192), its Table 7.
+    """
+    total, non_embedding = count_parameters(config)
+    return {
+        "name": name,
+        "layout": config.layout,
+        "num_layers": config.num_layers,
+        "d_model": config.d_model,
+        "num_heads": config.shown_option("num_heads"),
+        "glu_width": _glu_width(config),
+        "vocab_size": config.vocab_size,
+        "params_total": total,
+        "params_non_embedding": non_embedding,
+        "pflops_per_step": PAPER_BATCH * flops_paper(config, PAPER_SEQ_LEN) / 1e15,
+        "pflops_per_step_exact": flops_exact(config, PAPER_SEQ_LEN, PAPER_BATCH) / 1e15,
+        "context_length": context_length,
+        "state_bytes": state_bytes(config, context_length),
+    }
+
+
+def _glu_width(config: ModelConfig) -> int | None:
+    """The inner width of the first gated channel mixer, as built (an option of 0 is resolved by the layer)."""
+    for block in meta_model(config.model_dump_json()).backbone.blocks:
+        if hasattr(block.channel, "down_proj"):
+            return block.channel.down_proj.in_features
+    return None

@@ -1,8 +1,8 @@
 """cosFormer2: linear attention without decay, with learned complex LRPE in every layer (paper 000, A.1.4).
 
-Q = silu(X W_q), K = silu(X W_k), V = X W_v; LRPE doubles the heads of Q and K; O = Norm(LA(Q, K, V)) * sigmoid(X W_d W_u);
-y = O W_o. No denominator. The model applies TPE once after the embedding (`tpe` of the model, not of this layer).
-The gate reads the normed input by default; `gate_input: residual` is the equation of the paper.
+Q = silu(X W_q), K = silu(X W_k), V = X W_v; LRPE doubles the heads of Q and K; O = Norm(LA(Q, K, V)) * sigmoid(X W_d
+W_u); y = O W_o. No denominator. The model applies TPE once after the embedding (`tpe` of the model, not of this
+layer). The gate reads the normed input by default; `gate_input: residual` is the equation of the paper.
 """
 
 from typing import Literal

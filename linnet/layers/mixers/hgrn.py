@@ -1,12 +1,11 @@
-"""HGRN: element-wise gated linear recurrence with lower-bounded forget gates (Qin et al. 2023; recalled in paper 002, 3.1).
+"""HGRN: element-wise gated linear recurrence with lower-bounded forget gates (Qin et al. 2023; paper 002, 3.1).
 
-Real: h_t = f_t h_{t-1} + (1 - f_t) c_t. Complex: h_t = f_t e^{i theta} h_{t-1} + (1 - f_t) c_t with learned theta, and the
-real and imaginary parts side by side as features. c = silu(x W_in); y = Norm(h * silu(x W_g)) W_o, norm after the gate as
-in the paper (`norm_first`: the order of the authors' module). No biases. Real by default: paper 002, Table 1, finds real
-with twice the state better.
+Real: h_t = f_t h_{t-1} + (1 - f_t) c_t. Complex: h_t = f_t e^{i theta} h_{t-1} + (1 - f_t) c_t with learned theta,
+and the real and imaginary parts side by side as features. c = silu(x W_in); y = Norm(h * silu(x W_g)) W_o, norm after
+the gate as in the paper (`norm_first`: the order of the authors' module). No biases. Real by default: paper 002,
+Table 1, finds real with twice the state better.
 """
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,6 +14,7 @@ from linnet.config import Config
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.lower_bound import forget_gate, shared_lower_bounds
 from linnet.layers.norm import NormKind, build_norm
+from linnet.layers.positions.angles import geometric_frequencies
 from linnet.ops import diagonal_scan, diagonal_step
 
 
@@ -38,8 +38,7 @@ class Hgrn(Mixer):
         self.out_proj = nn.Linear(features, d_model, bias=False)
         self.out_proj.ends_residual = True
         if config.complex:
-            exponent = torch.arange(d_model, dtype=torch.float64) / d_model
-            self.theta = nn.Parameter((10000.0 ** (-2.0 * exponent)).float())
+            self.theta = nn.Parameter(geometric_frequencies(d_model))
         else:
             self.theta = None
         # In a tuple, so that the table stays the model's parameter and does not become this layer's too.

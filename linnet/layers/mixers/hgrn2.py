@@ -1,10 +1,11 @@
 """HGRN2: gated linear recurrence with state expansion (paper 002, section 3; paper 000, A.1.3).
 
-S_t = diag(f_t) S_{t-1} + (1 - f_t) (x) i_t, y_t = o_t S_t, in heads of d/h; f_t = beta + (1 - beta) sigmoid(x W_f) with the
-lower bound beta of the layer; then norm over the full width and W_o. As linear attention: q = o, k = 1 - f, v = i.
+S_t = diag(f_t) S_{t-1} + (1 - f_t) (x) i_t, y_t = o_t S_t, in heads of d/h; f_t = beta + (1 - beta) sigmoid(x W_f)
+with the lower bound beta of the layer; then norm over the full width and W_o. As linear attention: q = o, k = 1 - f,
+v = i.
 
-Departures, each an option: the output gate is SiLU (paper 002; paper 000 has none: `output_activation: none`; the WT-103
-reproduction: sigmoid), the value has no activation (`value_activation: silu` is the authors' module).
+Departures, each an option: the output gate is SiLU (paper 002; paper 000 has none: `output_activation: none`; the
+WT-103 reproduction: sigmoid), the value has no activation (`value_activation: silu` is the authors' module).
 """
 
 from typing import Literal

@@ -1,9 +1,9 @@
 """LightNet: additive decay, a running softmax over time (paper 003, section 4.1; causal form).
 
-q = silu(x W_q), u = x W_k (logits), v = x W_v; keys k_t = exp(u_t) / sum_{s<=t} exp(u_s), decay a_t = 1 - k_t, both from
-the one projection ("parameter tiling"); y = (Norm(O) * sigmoid(x W_d W_u)) W_o, gated like TNL3. LRPE rotates queries and
-normalised keys (paper 003, equation 10); the model applies TPE once after the embedding.
-The paper's variant without sharing is not here: it leaves the keys of that variant undefined.
+q = silu(x W_q), u = x W_k (logits), v = x W_v; keys k_t = exp(u_t) / sum_{s<=t} exp(u_s), decay a_t = 1 - k_t, both
+from the one projection ("parameter tiling"); y = (Norm(O) * sigmoid(x W_d W_u)) W_o, gated like TNL3. LRPE rotates
+queries and normalised keys (paper 003, equation 10); the model applies TPE once after the embedding. The paper's
+variant without sharing is not here: it leaves the keys of that variant undefined.
 """
 
 import torch

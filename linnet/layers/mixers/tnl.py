@@ -1,11 +1,12 @@
 """TNL: linear attention with a fixed decay per head, run by Lightning Attention (paper 001; TNL3: paper 000, A.1.2).
 
-TNL3 (default): Q = silu(X W_q), K = silu(X W_k), V = X W_v, O = Norm(LightningAttention(Q, K, V, decay)) * sigmoid(X W_d W_u),
+TNL3 (default): Q = silu(X W_q), K = silu(X W_k), V = X W_v, O = Norm(LightningAttention(Q, K, V)) * sigmoid(X W_d W_u),
 y = O W_o. TNL v1: LRPE in the first layer, gate `full` without activation.
 
 Departures, each an option: the gate reads the normed input (paper 000 writes the raw residual: `gate_input: residual`);
-slopes are ALiBi's times (1 - l/(L-1) + 1e-5), as in the released models, because equation 10 of paper 001 read literally
-leaves a receptive field of one token (`slopes: paper_eq10` has it, `log_spaced` spreads them over [1/2, 1/256]).
+slopes are ALiBi's times (1 - l/(L-1) + 1e-5), as in the released models, because equation 10 of paper 001 read
+literally leaves a receptive field of one token (`slopes: paper_eq10` has it, `log_spaced` spreads them over [1/2,
+1/256]).
 """
 
 import math
@@ -140,7 +141,7 @@ def decay_rates(config: TnlConfig, layer_index: int, num_layers: int) -> Tensor:
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """2^(-8h/H), h = 1..H, for a power of two; otherwise those of the power below, filled from the power above (ALiBi)."""
+    """ALiBi: 2^(-8h/H), h = 1..H, for a power of two, else those of the power below filled from the one above."""
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * h / power) for h in range(1, power + 1)]
     above = [2.0 ** (-4.0 * h / power) for h in range(1, 2 * power + 1)]

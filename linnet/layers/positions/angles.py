@@ -1,5 +1,6 @@
 """Positions of tokens: within a sequence, within packed documents, and after a carried state."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,3 +29,8 @@ def angles(positions: Tensor, theta: Tensor) -> Tensor:
     """
     theta = theta if theta.dtype == torch.float64 else theta.float()
     return positions[..., None, None].to(theta.dtype) * theta
+
+
+def geometric_frequencies(count: int, base: float = 10000.0) -> Tensor:
+    """base^(-2i/count) for i = 0 .. count-1, float32 [count]."""
+    return torch.tensor((base ** (-2.0 * np.arange(count) / count)).astype(np.float32))

@@ -1,9 +1,9 @@
 """LRPE: linearized relative position encoding (Qin et al. 2023), in its real and complex forms.
 
 Complex: x -> [x cos(t theta), x sin(t theta)] doubles the head width, and q.k becomes
-sum_j q_j k_j cos(theta_j (t - s)). TNL's first layer, cosFormer2 and LightNet use it (papers 001 4.1, 000 A.1.4, 003 eq. 10).
-Real: rotates pairs and keeps the width; with learned frequencies it generalises RoPE. With a decay per channel only the
-complex form stays relative, because both copies of a channel share its decay.
+sum_j q_j k_j cos(theta_j (t - s)). TNL's first layer, cosFormer2 and LightNet use it (papers 001 4.1, 000 A.1.4, 003
+eq. 10). Real: rotates pairs and keeps the width; with learned frequencies it generalises RoPE. With a decay per
+channel only the complex form stays relative, because both copies of a channel share its decay.
 """
 
 from typing import Literal
@@ -11,15 +11,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from linnet.layers.positions.angles import angles
+from linnet.layers.positions.angles import angles, geometric_frequencies
 from linnet.layers.positions.rope import rotate
 
 
 class Lrpe(nn.Module):
     """Learned frequencies theta [H, d_h] (complex) or [H, d_h / 2] (real).
 
-    `shared_heads` False: theta = 10000^(-2i/D) over the whole model width, so the first head turns fastest (the released
-    TransNormerLLM); True: one theta [1, .] with exponents -2i/d_h for all heads.
+    `shared_heads` False: theta = 10000^(-2i/D) over the whole model width, so the first head turns fastest (the
+    released TransNormerLLM); True: one theta [1, .] with exponents -2i/d_h for all heads.
     """
 
     def __init__(
@@ -31,9 +31,7 @@ class Lrpe(nn.Module):
         self.form = form
         per_head = head_dim if form == "complex" else head_dim // 2
         heads = 1 if shared_heads else num_heads
-        exponent = torch.arange(heads * per_head, dtype=torch.float64) / (heads * per_head)
-        theta = 10000.0 ** (-2.0 * exponent)
-        self.theta = nn.Parameter(theta.float().view(heads, per_head))
+        self.theta = nn.Parameter(geometric_frequencies(heads * per_head).view(heads, per_head))
 
     def expanded(self, head_dim: int) -> int:
         """Head width of queries and keys after the encoding."""

@@ -6,7 +6,7 @@ Features i and i + d/2 form a pair (the half-split order of released LLaMA weigh
 import torch
 from torch import Tensor, nn
 
-from linnet.layers.positions.angles import angles
+from linnet.layers.positions.angles import angles, geometric_frequencies
 
 
 class Rope(nn.Module):
@@ -16,8 +16,8 @@ class Rope(nn.Module):
         super().__init__()
         if head_dim % 2:
             raise ValueError(f"RoPE needs an even head width, not {head_dim}; change num_heads or set rope: false")
-        frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        self.register_buffer("theta", frequencies.float()[None], persistent=False)
+        frequencies = geometric_frequencies(head_dim // 2, base**0.5)  # base^(-2i/d) for i < d/2
+        self.register_buffer("theta", frequencies[None], persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         return rotate(x, angles(positions, self.theta))

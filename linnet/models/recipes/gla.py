@@ -1,4 +1,4 @@
-"""GLA (Yang et al. 2023, arXiv:2312.06635) in the skeleton of the Transformer here: RMSNorm, SwiGLU, tied embeddings."""
+"""GLA (Yang et al. 2023, arXiv:2312.06635) in the skeleton of our Transformer: RMSNorm, SwiGLU, tied."""
 
 from linnet.models.config import ModelConfig
 from linnet.models.recipes.registry import default_heads, register_family, register_recipe

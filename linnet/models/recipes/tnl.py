@@ -41,6 +41,6 @@ def tnl1(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, voca
 for size, (layers, width, heads, glu) in PAPER_SIZES.items():
     depth = 25 if size == "410m" else layers
     register_recipe(f"tnl-{size}", lambda a=(width, depth, heads, glu): tnl(*a, vocab_size=PAPER_VOCAB))
-register_recipe("tnl1-385m", lambda: tnl1(1024, 24, 8, 2816, vocab_size=50_272))
 register_recipe("tnl-wt103", lambda: tnl(512, 6, 8, 1365, vocab_size=50_265))
 register_recipe("tnl-10m", lambda: tnl(256, 6))
+register_recipe("tnl1-385m", lambda: tnl1(1024, 24, 8, 2816, vocab_size=50_272))

@@ -1,0 +1,3 @@
+from linnet.cli import main
+
+main()

@@ -1,0 +1,80 @@
+"""`linnet models`: the recipes, with what each costs."""
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def models(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Show only these recipes; a prefix such as 'tnl' is enough.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Context length in tokens, for the bytes of state.", min=1)] = 8192,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects in full precision.")] = False,
+) -> None:
+    """List the model recipes: shape, parameters, training FLOPs and bytes of state.
+
+    PFLOPs a step are for the batch of paper 000 (480 sequences of 8192 tokens): "paper" in the convention of its
+    Table 1, which reproduces its Table 7, "exact" summed over every matrix product with the real widths, head
+    included.
+
+    Example: [bold]linnet models tnl hgrn2-1b --context 131072[/]
+    """
+    from linnet.config import ConfigError, nearest
+    from linnet.models import RECIPES
+    from linnet.models.costs import summary
+
+    wanted = names or [""]
+    unknown = [name for name in wanted if not any(recipe.startswith(name) for recipe in RECIPES)]
+    if unknown:
+        raise ConfigError(
+            [f"recipe {name!r} is unknown; {nearest(name, RECIPES)}" for name in unknown], "linnet models"
+        )
+    chosen = [recipe for recipe in RECIPES if any(recipe.startswith(name) for name in wanted)]
+    rows = [summary(name, RECIPES[name](), context) for name in chosen]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    _print_table(rows, context)
+
+
+def _print_table(rows: list[dict], context: int) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        box=SIMPLE,
+        pad_edge=False,
+        caption="L layers, d width, h heads, g GLU width; millions of parameters without embeddings;\n"
+        f"PFLOPs a training step of 480 x 8192 tokens; state of one sequence at {context:,} tokens.",
+        caption_justify="left",
+    )
+    for column in ("model", "L", "d", "h", "g", "params M", "paper", "exact", "state"):
+        table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
+    family = None
+    for row in rows:
+        if family not in (None, row["name"].partition("-")[0]):
+            table.add_section()
+        family = row["name"].partition("-")[0]
+        table.add_row(
+            row["name"],
+            str(row["num_layers"]),
+            str(row["d_model"]),
+            "-" if row["num_heads"] is None else str(row["num_heads"]),
+            "-" if row["glu_width"] is None else str(row["glu_width"]),
+            f"{row['params_non_embedding'] / 1e6:,.1f}",
+            f"{row['pflops_per_step']:,.1f}",
+            f"{row['pflops_per_step_exact']:,.1f}",
+            _bytes(row["state_bytes"]),
+        )
+    Console().print(table)
+
+
+def _bytes(count: float) -> str:
+    """Three digits and a binary unit."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while count >= 1024 and len(units) > 1:
+        count, units = count / 1024, units[1:]
+    return f"{count:.3g} {units[0]}" if count < 1000 else f"{count:.0f} {units[0]}"
