@@ -14,7 +14,7 @@ from linnet.study.fit.power import add_held_out, count_of, count_usable, finish,
 from linnet.study.fit.results import Bootstrap, EnvelopeFit
 
 WARMUP = 0.002
-"""Share of a curve's tokens dropped at its beginning where the records do not tell the learning rate."""
+"""Share of a curve's tokens dropped at its beginning: little, for a curve in warm-up lies above the others anyway."""
 
 
 def fit_envelope(
@@ -112,7 +112,7 @@ class _Curves:
             rows = rows.sort_values("C", kind="stable").drop_duplicates("C", keep="last")
             late = rows["D"].to_numpy(float) > warmup * rows["D"].max()
             if "learning_rate" in rows and np.isfinite(rate := rows["learning_rate"].to_numpy(float)).any():
-                late &= np.arange(len(rows)) >= int(np.nanargmax(rate))
+                late &= np.arange(len(rows)) >= int(np.argmax(rate >= np.nanmax(rate) * (1 - 1e-6)))
             kept.removed += int((~late).sum())
             rows = rows[late]
             if len(rows) < 2:
