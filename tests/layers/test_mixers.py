@@ -1,0 +1,163 @@
+"""Every registered mixer, asked only through its contract: forms agree, state carries, documents reset, time is causal."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from linnet.config import parse
+from linnet.layers import MIXERS, LayerContext
+from linnet.ops import use_backend
+
+D, B, T = 24, 2, 37
+
+# Each kind of mixer in its default form and in each form that changes the mathematics.
+FORMS = {
+    "attention": [{}, {"window": 5}, {"rope": False}, {"num_kv_heads": 1}],
+    "cosformer2": [{}, {"gate_input": "residual"}, {"lrpe_shared_heads": True}],
+    "gla": [{}, {"expand_k": 0.5}],
+    "hgrn": [{}, {"complex": True}, {"norm_first": True}],
+    "hgrn2": [{}, {"lower_bound": "exclusive"}, {"lower_bound": "none", "output_activation": "none"}],
+    "lightnet": [{}, {"lrpe": False}],
+    "tnl": [
+        {},
+        {"lrpe": "all_layers", "gate": "full", "gate_activation": "none"},
+        {"lrpe": "all_layers", "lrpe_form": "real", "gate": "none"},
+        {"slopes": "paper_eq10", "gate_first": True, "v_activation": "silu", "qk_activation": "elu1"},
+        {"slopes": "log_spaced", "layer_factor": False, "gate_input": "residual"},
+    ],
+}
+CASES = [(name, options) for name in FORMS for options in FORMS[name]]
+
+
+def build(name, options=None, layer=1, layers=3, d_model=D):
+    """A mixer in float64, in the middle of a stack, with every weight random so that no term is silent."""
+    mixer_class = MIXERS[name]
+    if "num_heads" in mixer_class.Config.model_fields:
+        options = {"num_heads": 2, **(options or {})}
+    torch.manual_seed(0)
+    context = LayerContext(d_model=d_model, layer_index=layer, num_layers=layers, mixer_index=layer, mixer_count=layers)
+    mixer = mixer_class(parse(mixer_class.Config, options or {}), context)
+    mixer = mixer.double()
+    context.shared.double()
+    with torch.no_grad():
+        for module in (mixer, context.shared):
+            for parameter in module.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return mixer
+
+
+def inputs(batch=B, length=T, d_model=D):
+    return torch.randn(batch, length, d_model, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def state_of(mixer, batch, length):
+    return mixer.init_state(batch, length, dtype=torch.float64)
+
+
+def test_every_registered_mixer_is_tested_here():
+    assert set(FORMS) == {name for name, cls in MIXERS.items() if cls.__module__.startswith("linnet.layers")}
+
+
+@pytest.mark.parametrize("name, options", CASES)
+def test_parallel_form_reference_form_and_recurrence_agree(name, options):
+    mixer, x = build(name, options), inputs()
+    y, none = mixer(x)
+    assert none is None
+    with use_backend("reference"):
+        torch.testing.assert_close(mixer(x)[0], y)
+    with_state, final = mixer(x, state_of(mixer, B, T))
+    torch.testing.assert_close(with_state, y)
+    state, steps = state_of(mixer, B, T), []
+    with torch.no_grad():
+        for t in range(T):
+            out, state = mixer.step(x[:, t], state)
+            steps.append(out)
+    torch.testing.assert_close(torch.stack(steps, 1), y)
+    for key, value in final.items():
+        torch.testing.assert_close(state[key], value)
+
+
+@pytest.mark.parametrize("name, options", CASES)
+def test_gradients_of_parallel_and_reference_form_agree(name, options):
+    mixer = build(name, options)
+    results = []
+    for form in ("chunked", "reference"):
+        x = inputs().requires_grad_()
+        mixer.zero_grad()
+        with use_backend(form):
+            (mixer(x)[0] * torch.linspace(-1, 1, D, dtype=torch.float64)).sum().backward()
+        shared = [table.gamma.grad for table in getattr(mixer, "bounds", ())]
+        results.append([x.grad, *(p.grad for p in mixer.parameters()), *shared])
+        assert all(grad is not None and grad.abs().max() > 0 for grad in results[-1])
+    for chunked, reference in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, reference)
+
+
+@pytest.mark.parametrize("name, options", CASES)
+@settings(max_examples=4, deadline=None)
+@given(cut=st.integers(1, T - 1), length=st.integers(2, T))
+def test_a_carried_state_continues_the_sequence(name, options, cut, length):
+    cut = min(cut, length - 1)
+    mixer, x = build(name, options), inputs(length=length)
+    first, state = mixer(x[:, :cut], state_of(mixer, B, T))
+    second, _ = mixer(x[:, cut:], state)
+    torch.testing.assert_close(torch.cat([first, second], 1), mixer(x)[0])
+
+
+@pytest.mark.parametrize("name, options", CASES)
+def test_documents_do_not_see_each_other(name, options):
+    mixer, x = build(name, options), inputs(batch=1)
+    bounds = [0, 1, 20, 20, T]
+    packed, _ = mixer(x, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    alone = [mixer(x[:, a:b])[0] for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+    torch.testing.assert_close(packed, torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize("name, options", CASES)
+def test_no_token_sees_the_future(name, options):
+    mixer, x = build(name, options), inputs()
+    changed = x.clone()
+    changed[:, 20:] = torch.randn_like(changed[:, 20:])
+    torch.testing.assert_close(mixer(changed)[0][:, :20], mixer(x)[0][:, :20])
+    assert not torch.allclose(mixer(changed)[0][:, 20:], mixer(x)[0][:, 20:])
+
+
+@pytest.mark.parametrize("name, options", CASES)
+def test_state_spec_tells_shapes_and_dtypes(name, options):
+    mixer = build(name, options)
+    _, state = mixer(inputs(), state_of(mixer, B, T))
+    spec = mixer.state_spec(B, T)
+    assert {key: tuple(value.shape) for key, value in state.items()} == {k: s.shape for k, s in spec.items()}
+    if name != "attention":
+        assert spec == mixer.state_spec(B, 100 * T)
+    for key, value in mixer.init_state(B, T).items():
+        assert value.dtype == spec[key].dtype
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_bfloat16_runs_and_keeps_its_dtype(name):
+    mixer = build(name, d_model=32).bfloat16()
+    x = inputs(d_model=32).bfloat16()
+    y, _ = mixer(x)
+    assert y.dtype == torch.bfloat16 and y.isfinite().all()
+
+
+def test_a_window_keeps_the_cache_small():
+    mixer = build("attention", {"window": 5})
+    assert mixer.state_spec(1, 1000)["k"].shape == (1, 5, 2, 12)
+    assert build("attention").state_spec(1, 1000)["k"].shape == (1, 1000, 2, 12)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "hgrn"])
+def test_heads_that_do_not_divide_the_width_are_refused(name):
+    with pytest.raises(ValueError, match=rf"{name}.num_heads: 5 does not divide d_model 24; . does"):
+        MIXERS[name](parse(MIXERS[name].Config, {"num_heads": 5}), LayerContext(d_model=24))
+
+
+def test_a_last_layer_of_hgrn2_still_writes():
+    """Paper 000's plain cumulative sum gives the last layer a lower bound of 1, a dead layer; ours stays below."""
+    mixer = build("hgrn2", layer=2)
+    beta = mixer.bounds[0](2, "inclusive")
+    assert (beta < 1).all() and (beta > 0).all()
+    assert (build("hgrn2", layer=0).bounds[0](0, "inclusive") == 0).all()

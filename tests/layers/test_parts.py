@@ -1,0 +1,163 @@
+"""Norms, positions, slopes and channel mixers against their definitions."""
+
+import math
+
+import pytest
+import torch
+
+from linnet.config import ConfigError, parse
+from linnet.layers import CHANNELS, LayerContext, load_plugin
+from linnet.layers.base import find_mixer
+from linnet.layers.lower_bound import LowerBounds, forget_gate
+from linnet.layers.mixers.tnl import TnlConfig, alibi_slopes, decay_rates
+from linnet.layers.norm import build_norm
+from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions.lrpe import Lrpe
+from linnet.layers.positions.rope import Rope
+from linnet.layers.positions.tpe import Tpe, TpeConfig
+
+
+def test_srmsnorm_is_x_over_its_root_mean_square():
+    x = torch.randn(3, 5, dtype=torch.float64)
+    expected = x / (x.norm(dim=-1, keepdim=True) / math.sqrt(5))
+    torch.testing.assert_close(build_norm("srmsnorm", 5)(x), expected, rtol=1e-5, atol=1e-6)
+    assert not list(build_norm("srmsnorm", 5).parameters())
+    with pytest.raises(ValueError, match="rmsnorm"):
+        build_norm("batchnorm", 5)
+
+
+@pytest.mark.parametrize("form", ["complex", "real"])
+def test_lrpe_depends_on_the_difference_of_positions_alone(form):
+    lrpe = Lrpe(2, 6, form).double()
+    q, k = torch.randn(2, 1, 1, 2, 6, dtype=torch.float64)
+    products = [
+        (lrpe(q, torch.tensor([[t]])) * lrpe(k, torch.tensor([[s]]))).sum(-1) for t, s in [(3, 1), (12, 10), (2, 0)]
+    ]
+    torch.testing.assert_close(products[0], products[1])
+    torch.testing.assert_close(products[0], products[2])
+    if form == "complex":
+        torch.testing.assert_close(products[0][0, 0], (q * k * torch.cos(2 * lrpe.theta)).sum(-1)[0, 0])
+
+
+def test_lrpe_starts_with_one_geometric_series_over_the_model_width():
+    theta = Lrpe(2, 4).theta.flatten()
+    torch.testing.assert_close(theta, 10000.0 ** (-2 * torch.arange(8.0) / 8))
+    assert Lrpe(2, 4, shared_heads=True).theta.shape == (1, 4)
+
+
+def test_rope_is_the_usual_rotation():
+    rope = Rope(4)
+    torch.testing.assert_close(rope.theta, torch.tensor([[1.0, 0.01]]))
+    x = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 1, 1, 4)
+    expected = torch.tensor([math.cos(2.0), 0.0, math.sin(2.0), 0.0])
+    torch.testing.assert_close(rope(x, torch.tensor([[2]])).flatten(), expected)
+    with pytest.raises(ValueError, match="even"):
+        Rope(3)
+
+
+def test_far_positions_stay_apart_in_half_precision():
+    lrpe = Lrpe(1, 4)
+    x = torch.ones(1, 2, 1, 4, dtype=torch.bfloat16)
+    turned = lrpe(x, torch.tensor([[100_000, 100_001]]))
+    assert not torch.equal(turned[:, 0], turned[:, 1])
+
+
+def test_positions_restart_at_documents_and_go_on_after_a_state():
+    x = torch.zeros(1, 5, 1)
+    assert token_positions(x, cu_seqlens=torch.tensor([0, 2, 2, 5])).tolist() == [[0, 1, 0, 1, 2]]
+    starts = torch.tensor([10, 99, 7])
+    assert token_positions(x, starts, torch.tensor([0, 2, 2, 5])).tolist() == [[10, 11, 7, 8, 9]]
+    assert token_positions(torch.zeros(2, 2, 1), torch.tensor([4, 0])).tolist() == [[4, 5], [0, 1]]
+
+
+def test_tpe_filters_each_channel_and_decodes():
+    tpe = Tpe(TpeConfig(num_modes=5, max_time_constant=20), 3).double()
+    x = torch.randn(2, 11, 3, dtype=torch.float64)
+    kernel = (tpe.weight * (-tpe.log_rate.exp()[None] * torch.arange(11.0)[:, None, None]).exp()).sum(-1)  # [T, D]
+    expected = torch.stack([(kernel[: t + 1].flip(0) * x[:, : t + 1]).sum(1) for t in range(11)], 1)
+    y, none = tpe(x)
+    torch.testing.assert_close(y, expected)
+    assert none is None
+    state, steps = {"modes": torch.zeros(2, 3, 5, dtype=torch.float64)}, []
+    with torch.no_grad():
+        for t in range(11):
+            out, state = tpe.step(x[:, t], state)
+            steps.append(out)
+    torch.testing.assert_close(torch.stack(steps, 1), y)
+    residual = Tpe(TpeConfig(num_modes=5, max_time_constant=20, residual=True), 3).double()
+    residual.load_state_dict(tpe.state_dict())
+    torch.testing.assert_close(residual(x)[0], x + y)
+
+
+def test_tpe_has_128_numbers_a_channel_either_way():
+    for config in (TpeConfig(), TpeConfig(num_modes=128, decay="fixed")):
+        assert sum(p.numel() for p in Tpe(config, 10).parameters()) == 1280
+
+
+def test_alibi_slopes_of_powers_of_two_and_others():
+    assert alibi_slopes(8) == [2.0**-h for h in range(1, 9)]
+    assert alibi_slopes(6) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
+
+
+def test_decays_slow_down_with_depth():
+    config = TnlConfig(num_heads=8)
+    first, last, only = (decay_rates(config, *place) for place in [(0, 6), (5, 6), (0, 1)])
+    torch.testing.assert_close(first, torch.tensor(alibi_slopes(8)) * 1.00001)
+    torch.testing.assert_close(last, torch.tensor(alibi_slopes(8)) * 1e-5)
+    assert only.isfinite().all()
+    literal = decay_rates(TnlConfig(num_heads=4, slopes="paper_eq10"), 1, 4)
+    torch.testing.assert_close(literal, torch.tensor([2.0, 4.0, 6.0, 8.0]) * 0.75)
+    spread = decay_rates(TnlConfig(num_heads=6, slopes="log_spaced", layer_factor=False), 3, 4)
+    torch.testing.assert_close(spread[[0, 5]], torch.tensor([1 / 2, 1 / 256]))
+
+
+def test_lower_bounds_start_linear_in_depth():
+    bounds = LowerBounds(4, 3)
+    for layer in range(4):
+        for form in ("inclusive", "exclusive"):
+            torch.testing.assert_close(bounds(layer, form), torch.full((3,), layer / 4))
+
+
+def test_forget_gate_without_cancellation():
+    z = torch.linspace(-60, 60, 41, dtype=torch.float64)
+    beta = torch.full_like(z, 0.25)
+    exact = 0.25 + 0.75 * torch.sigmoid(z)
+    log_f, k = forget_gate(z.float(), beta.float())
+    torch.testing.assert_close(log_f.double(), exact.log(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(k.double(), 0.75 * torch.sigmoid(-z), rtol=1e-5, atol=1e-30)
+    log_f, _ = forget_gate(z.float(), None)
+    torch.testing.assert_close(log_f.double(), torch.nn.functional.logsigmoid(z), rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("name", sorted(CHANNELS))
+def test_channel_mixers_are_gated_linear_units(name):
+    channel = CHANNELS[name](CHANNELS[name].Config(inner=7), LayerContext(d_model=4))
+    x = torch.randn(3, 5, 4)
+    gate, up = x @ channel.gate_proj.weight.T, x @ channel.up_proj.weight.T
+    activation = {"sglu": lambda z: z, "swiglu": torch.nn.functional.silu, "glu": torch.sigmoid}[name]
+    torch.testing.assert_close(channel(x), (activation(gate) * up) @ channel.down_proj.weight.T)
+
+
+def test_the_default_glu_width_is_eight_thirds_of_the_width():
+    channel = CHANNELS["sglu"](CHANNELS["sglu"].Config(), LayerContext(d_model=768))
+    assert channel.down_proj.in_features == 2048
+
+
+def test_an_unknown_name_gets_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'hgrn2'"):
+        find_mixer("hgnr2")
+
+
+def test_plugins_say_what_is_wrong(tmp_path):
+    (tmp_path / "broken.py").write_text("import nowhere_to_be_found\n")
+    (tmp_path / "plain.py").write_text("class Mixed:\n    pass\n")
+    cases = {
+        "mixer.txt:M": "write path/to/file.py:ClassName",
+        f"{tmp_path}/none.py:M": "there is no file",
+        f"{tmp_path}/broken.py:M": "ModuleNotFoundError",
+        f"{tmp_path}/plain.py:Mixd": "did you mean 'Mixed'",
+        f"{tmp_path}/plain.py:Mixed": "@register_mixer",
+    }
+    for spec, message in cases.items():
+        with pytest.raises(ConfigError, match=message):
+            load_plugin(spec)
