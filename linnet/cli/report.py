@@ -1,0 +1,38 @@
+"""`linnet report`: a page and pictures from a study folder."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    study: Annotated[Path, typer.Argument(help="The folder that linnet study made.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page; the pictures go beside it. Default: STUDY/report/index.html.", show_default=False),
+    ] = None,
+    bootstrap: Annotated[int, typer.Option(help="Resamples for the 95 % intervals; 0 for none.", min=0)] = 1000,
+    open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+) -> None:
+    """Write the report of a study: one page that needs no network, and a PNG and an SVG of each figure.
+
+    It shows the laws of all architectures with their intervals, loss against compute, training curves, IsoFLOP curves,
+    optimal sizes, state size and cost. Hover to see a run; every number leads to a run folder. Nothing is trained, and
+    a study that is not finished has a report too.
+
+    [bold]linnet report studies/demo --open[/]
+    """
+    import webbrowser
+    from contextlib import nullcontext
+
+    from rich.console import Console
+
+    from linnet.report import write_report
+
+    console = Console(stderr=True)
+    with console.status("fitting the laws, drawing the figures") if console.is_terminal else nullcontext():
+        page = write_report(study, out, bootstrap=bootstrap)
+    typer.echo(page)
+    if open_:
+        webbrowser.open(page.resolve().as_uri())

@@ -1,0 +1,216 @@
+"""What a study found, in plain words computed from its records: one sentence or two a finding, as HTML."""
+
+from html import escape
+
+from linnet.report import units
+from linnet.report.records import Study
+
+CLOSE = 0.02  # losses within this fraction of the lowest count as close to it
+BALANCED = 0.1  # a + b this near to 1 needs no warning
+
+
+def summary(study: Study) -> str:
+    """One sentence with numbers: how much was trained, and on what."""
+    table = study.table
+    parts = [f"{units.plural(len(table), 'run')} of {units.plural(len(study.architectures), 'architecture')}"]
+    sizes = table["params_non_embedding"].dropna()
+    if len(sizes):
+        parts.append(f"with {units.count(sizes.min())} to {units.count(sizes.max())} non-embedding parameters")
+    if len(study.budgets) > 1:
+        low, high = study.budgets[0], study.budgets[-1]
+        parts.append(f"at {len(study.budgets)} budgets ({units.scientific(low)} to {units.flops(high)})")
+    elif study.budgets:
+        parts.append(f"at {units.flops(study.budgets[0])}")
+    if source := _source(study):
+        parts.append(f"on {source}")
+    totals = [f"{units.flops(table['flops'].sum())} in all"]
+    if table["tokens"].sum() > 0:
+        totals.append(f"{units.count(table['tokens'].sum())} tokens read")
+    if table["seconds"].sum() > 0:
+        totals.append(f"{units.duration(table['seconds'].sum())} of training")
+    return escape(f"{' '.join(parts)}: {', '.join(totals)}.")
+
+
+def findings(study: Study) -> list[str]:
+    """The headlines, most important first."""
+    makers = (_lowest_loss, _loss_exponents, _allocation, _held_out, _crossings, _refused, _state, _speed, _left_out)
+    return [text for text in (make(study) for make in makers) if text]
+
+
+def _source(study: Study) -> str:
+    source = (study.config.get("data") or {}).get("source")
+    if not source or source == "stdlib":
+        return "the source text of the Python standard library" if source else ""
+    names = [source] if isinstance(source, str) else list(source)
+    shown = [str(name).rstrip("/").rsplit("/", 1)[-1] for name in names[:4]]
+    return units.listed(shown) if len(names) <= 4 else f"{', '.join(shown)} and {len(names) - 4} more sources"
+
+
+def _strong(name: str) -> str:
+    return f"<b>{escape(name)}</b>"
+
+
+def _at_largest(study: Study):
+    """The usable runs of the largest budget, or all where there are no budgets, and how to say so."""
+    rows = study.usable
+    if not study.budgets:
+        return rows, "Over all runs"
+    return rows[rows["budget"] == study.budgets[-1]], f"At the largest budget, {units.flops(study.budgets[-1])}"
+
+
+def _lowest_loss(study: Study) -> str:
+    rows, where = _at_largest(study)
+    if rows.empty:
+        return "No run has ended with a finite loss yet, so there is nothing to compare."
+    best = rows.loc[rows.groupby("architecture")["loss"].idxmin()].sort_values("loss")
+    first = best.iloc[0]
+    bits = f" ({units.significant(first['bits_per_byte'], 4)} bits per byte)" if first["bits_per_byte"] > 0 else ""
+    text = (
+        f"{where}, {_strong(first['architecture'])} has the lowest held-out loss: "
+        f"<b>{units.loss(first['loss'])} nats per token</b>{bits}, with {units.count(first['params_non_embedding'])} "
+        f"parameters and {units.count(first['tokens'])} tokens."
+    )
+    others = []
+    for _, row in best[1:].iterrows():
+        others.append(f"{_strong(row['architecture'])} (+{units.percent(row['loss'] / first['loss'] - 1)})")
+    return text + (f" Then {units.listed(others)}." if others else "")
+
+
+def _loss_exponents(study: Study) -> str:
+    known = {name: fit.L for name, fit in study.fits.items() if not fit.L.refused}
+    if not known:
+        return ""
+    order = sorted(known, key=lambda name: known[name].exponent)
+    steep, flat = order[0], order[-1]
+    gain = units.percent(1 - 2 ** known[steep].exponent)
+    if len(known) == 1:
+        return f"The loss of {_strong(steep)} falls as {_power(known[steep])}: twice the compute takes {gain} off it."
+    text = (
+        f"Loss falls fastest with compute for {_strong(steep)}, as {_power(known[steep])}: twice the compute takes "
+        f"{gain} off it. It falls slowest for {_strong(flat)}, as {_power(known[flat])}."
+    )
+    first, last = known[steep].intervals.get("alpha"), known[flat].intervals.get("alpha")
+    if first and last:
+        overlap = first[1] >= last[0]
+        text += " The intervals overlap, so these runs cannot tell the two slopes apart." if overlap else ""
+    return text
+
+
+def _power(law) -> str:
+    span = law.intervals.get("alpha")
+    ends = f" (95 %: {units.significant(span[0])} to {units.significant(span[1])})" if span else ""
+    return f"C<sup>{units.significant(law.exponent)}</sup>{ends}"
+
+
+def _allocation(study: Study) -> str:
+    known = {name: fit for name, fit in study.fits.items() if not fit.N_opt.refused and not fit.D_opt.refused}
+    if not known:
+        return ""
+    sizes = _range("a", {name: fit.N_opt.exponent for name, fit in known.items()})
+    tokens = _range("b", {name: fit.D_opt.exponent for name, fit in known.items()})
+    text = (
+        f"The best model size grows as C<sup>a</sup> with {sizes}, "
+        f"and the tokens to train it on as C<sup>b</sup> with {tokens}."
+    )
+    sums = [fit.best.a_plus_b for fit in known.values() if fit.best.a_plus_b is not None]
+    far = max(sums, key=lambda value: abs(value - 1), default=1.0)
+    if abs(far - 1) > BALANCED:
+        text += (
+            f" a + b goes as far as {units.significant(far)}. It would be 1 if cost were proportional to N D: "
+            "read the two laws together, and do not extrapolate them far."
+        )
+    return text
+
+
+def _range(symbol: str, values: dict[str, float]) -> str:
+    low, high = min(values, key=values.get), max(values, key=values.get)
+    if low == high:
+        return f"{symbol} = {units.significant(values[low], 2)} for {_strong(low)}"
+    ends = [f"{units.significant(values[name], 2)} ({_strong(name)})" for name in (low, high)]
+    return f"{symbol} from {ends[0]} to {ends[1]}"
+
+
+def _held_out(study: Study) -> str:
+    tests = {name: fit.L.held_out for name, fit in study.fits.items() if fit.L.held_out and not fit.L.held_out.refused}
+    if not tests:
+        return ""
+    errors = {name: test.mean_error for name, test in tests.items()}
+    low, high = min(errors, key=errors.get), max(errors, key=errors.get)
+    shown = units.percent(errors[high])
+    if low != high:
+        shown = f"{units.percent(errors[low])} ({_strong(low)}) to {shown} ({_strong(high)})"
+    return f"Laws fitted to the smaller budgets alone miss the losses at the largest by {shown}, on average."
+
+
+def _crossings(study: Study) -> str:
+    texts = []
+    for crossing in study.crossings:
+        if crossing.C is None or not crossing.inside:
+            continue
+        ends = crossing.interval
+        span = f" (95 %: {units.scientific(ends[0])} to {units.scientific(ends[1])})" if ends else ""
+        texts.append(
+            f"The laws of {_strong(crossing.first)} and {_strong(crossing.second)} cross at {units.flops(crossing.C)}"
+            f"{span}; above it {_strong(crossing.lower_above)} has the lower loss."
+        )
+    rest = f" So do {len(texts) - 3} more pairs." if len(texts) > 3 else ""
+    return " ".join(texts[:3]) + rest
+
+
+def _refused(study: Study) -> str:
+    if not study.fits:
+        return ""
+    groups = [group for fit in study.fits.values() if fit.isoflop is not None for group in fit.isoflop.groups]
+    inside = sum(group.inside for group in groups)
+    text = (
+        f"{inside} of {len(groups)} optima, one for each architecture and budget, lie between the sizes that were "
+        "trained; the others are refused. "
+        if inside < len(groups)
+        else ""
+    )
+    laws = {}  # names of the architectures -> what is refused of exactly these
+    for attribute, shown in (("L", "L"), ("N_opt", "N<sub>opt</sub>"), ("D_opt", "D<sub>opt</sub>")):
+        names = [_strong(name) for name, fit in study.fits.items() if getattr(fit, attribute).refused]
+        if names:
+            laws.setdefault(units.listed(names), []).append(shown)
+    if not laws:
+        return text + "No law had to be refused."
+    named = "; ".join(f"{units.listed(shown)} of {names}" for names, shown in laws.items())
+    return f"{text}Refused laws, because the runs cannot tell: {named}. The table gives the reasons."
+
+
+def _state(study: Study) -> str:
+    rows, _ = _at_largest(study)
+    rows = rows[rows["state_bytes"] > 0]
+    if rows["architecture"].nunique() < 2:
+        return ""
+    close = rows[rows["loss"] <= (1 + CLOSE) * rows["loss"].min()]
+    small = close.loc[close["state_bytes"].idxmin()]
+    return (
+        f"Among the runs within {units.percent(CLOSE, 1)} of that loss, the smallest state is that of "
+        f"{_strong(small['architecture'])}: {units.size(small['state_bytes'])} a sequence, at a loss of "
+        f"{units.loss(small['loss'])}."
+    )
+
+
+def _speed(study: Study) -> str:
+    rows = study.usable[(study.usable["seconds"] > 0) & (study.usable["flops"] > 0)]
+    if rows["architecture"].nunique() < 2:
+        return ""
+    sums = rows.groupby("architecture")[["flops", "seconds"]].sum()
+    speeds = sums["flops"] / sums["seconds"]
+    fast, slow = speeds.idxmax(), speeds.idxmin()
+    return (
+        f"For the same FLOPs, {_strong(slow)} took {units.significant(speeds[fast] / speeds[slow], 2)} times as long "
+        f"as {_strong(fast)}, the fastest here at {units.scientific(speeds[fast])} FLOP/s."
+    )
+
+
+def _left_out(study: Study) -> str:
+    lost = study.table[~study.table["usable"]]
+    if lost.empty:
+        return ""
+    counts = lost["status"].replace("done", "without a finite loss").value_counts()
+    shown = units.listed([f"{number} {escape(str(status))}" for status, number in counts.items()])
+    total = units.plural(len(study.table), "run")
+    return f"{len(lost)} of {total} took no part in the fits ({shown}); they are listed below."

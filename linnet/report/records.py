@@ -1,0 +1,202 @@
+"""What a report is made of: the study folder, read once. Nothing is trained here, and nothing is written.
+
+study.yaml                       the configuration
+table.csv                        one row a run
+<path of the run>/metrics.jsonl  its training curve
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from linnet.config import ConfigError, read_yaml
+from linnet.runs import RunFolder
+from linnet.study.collect import read_plan
+from linnet.study.fit import ArchitectureFit, Crossing, StudyFit, fit_study, load_study
+
+CURVE_BINS = 100  # points of a training curve that are drawn
+COLUMNS = (
+    "run architecture budget params_non_embedding params_total tokens flops flops_paper loss bits_per_byte "
+    "state_bytes seconds status path"
+).split()
+REQUIRED = ("run", "architecture", "params_non_embedding", "tokens", "flops", "loss")
+
+
+@dataclass
+class Study:
+    """A study folder in memory.
+
+    Attributes:
+        folder: where it is.
+        config: study.yaml as a plain mapping, empty when there is none.
+        table: DataFrame of all rows with the columns `COLUMNS`; `usable` marks runs that ended with a finite loss.
+        curves: DataFrame (run, architecture, params_non_embedding, tokens, flops, loss), thinned for drawing.
+        fit: the laws of all architectures, or None where the table could not be fitted.
+        problems: what kept a part of the report from being made, in words.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    table: Any
+    curves: Any
+    fit: StudyFit | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("name") or self.folder.resolve().name)
+
+    @property
+    def architectures(self) -> list[str]:
+        """In the order of study.yaml; those of the table alone come last."""
+        named = self.config.get("architectures") or []
+        named = [entry.get("name") if isinstance(entry, dict) else entry for entry in named]
+        found = list(dict.fromkeys(self.table["architecture"]))
+        return [name for name in named if name in found] + [name for name in found if name not in named]
+
+    @property
+    def fits(self) -> dict[str, ArchitectureFit]:
+        """Architecture -> its fit, in the order of `architectures`."""
+        return {name: self.fit[name] for name in self.architectures if self.fit is not None and name in self.fit}
+
+    @property
+    def crossings(self) -> list[Crossing]:
+        return self.fit.crossings if self.fit is not None else []
+
+    @property
+    def seeds(self) -> list[int]:
+        return list(self.config.get("seeds") or [])
+
+    @property
+    def usable(self):
+        return self.table[self.table["usable"]]
+
+    @property
+    def budgets(self) -> list[float]:
+        """Compute that several runs were meant to spend; a study that fixes tokens instead has none."""
+        runs = self.usable["budget"].value_counts()
+        return sorted(runs[runs > 1].index)
+
+    @property
+    def environments(self) -> dict[str, list[str]]:
+        """What the runs were made with: "torch" -> ["2.13.0"], each value once, from their result.json."""
+        found: dict[str, dict[str, None]] = {}
+        for _, row in self.usable.iterrows():
+            folder = self.run_folder(row)
+            run = RunFolder(folder) if folder is not None else None
+            for name, value in (run.result().get("environment", {}) if run is not None and run.done else {}).items():
+                found.setdefault(name, {})[str(value)] = None
+        return {name: list(values) for name, values in found.items()}
+
+    def run_folder(self, row) -> Path | None:
+        """The folder of a run of the table, or None where the table names none. Relative paths start at the study."""
+        if not isinstance(row["path"], str) or not row["path"]:
+            return None
+        return self.folder / row["path"]
+
+
+def read_study(folder: str | Path, fit: StudyFit | None = None, bootstrap: int = 1000) -> Study:
+    """Reads a study folder and fits its laws.
+
+    Args:
+        fit: the laws, where the caller has fitted them to this folder already.
+        bootstrap: resamples for the intervals of the laws, as in `linnet fit`.
+
+    Raises:
+        ConfigError: there is no such folder, no table.csv in it, or the table lacks columns or rows.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        problem = f"STUDY {str(folder)!r}: there is no such folder; give the one that linnet study printed"
+        raise ConfigError([problem], "report")
+    config = read_yaml(folder / "study.yaml") if (folder / "study.yaml").is_file() else {}
+    table = _read_table(folder / "table.csv")
+    study = Study(folder, config, table, None)
+    planned = _planned(folder)
+    if planned > len(table):
+        missing = planned - len(table)
+        study.problems.append(f"{missing} of {planned} planned runs have not begun; linnet study goes on with them")
+    if not config:
+        study.problems.append("There is no study.yaml, so the configuration is not shown")
+    study.curves = _read_curves(study)
+    study.fit = fit if fit is not None else _fit(study, bootstrap)
+    return study
+
+
+def _fit(study: Study, bootstrap: int) -> StudyFit | None:
+    """Fits what can be fitted; what cannot is told on the page instead of failing the rest of it."""
+    try:
+        table, curves, _ = load_study(study.folder)
+        return fit_study(table, curves, bootstrap=bootstrap)
+    except ConfigError as error:
+        study.problems.append(f"No laws could be fitted: {'; '.join(error.problems)}")
+        return None
+
+
+def _planned(folder: Path) -> int:
+    """How many runs the study planned, 0 where it does not say."""
+    try:
+        return len(read_plan(folder))
+    except ConfigError:
+        return 0
+
+
+def _read_table(path: Path):
+    import pandas as pd
+
+    if not path.is_file():
+        raise ConfigError([f"{path}: there is no such file; run linnet study to the end of at least one run"], "report")
+    try:
+        table = pd.read_csv(path)
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: not a CSV table ({' '.join(str(error).split())})"], "report") from None
+    missing = [name for name in REQUIRED if name not in table]
+    if missing:
+        problems = [f"{path}: column {name!r} is not there; linnet study writes it" for name in missing]
+        raise ConfigError(problems, "report")
+    if table.empty:
+        raise ConfigError([f"{path}: no rows; wait for the first run of linnet study to end"], "report")
+    table = table.reindex(columns=COLUMNS)
+    texts = ("run", "architecture", "status", "path")
+    for name in COLUMNS:
+        if name not in texts:
+            table[name] = pd.to_numeric(table[name], errors="coerce")
+    table["status"] = table["status"].astype(object).fillna("done")
+    table[["run", "architecture"]] = table[["run", "architecture"]].astype(str)
+    numbers = table[["params_non_embedding", "tokens", "flops", "loss"]]
+    table["usable"] = (table["status"] == "done") & ((numbers > 0) & (numbers < math.inf)).all(axis=1)
+    return table
+
+
+def _read_curves(study: Study):
+    import pandas as pd
+
+    columns = ["run", "architecture", "params_non_embedding", "tokens", "flops", "loss"]
+    rows, silent = [], 0
+    for _, run in study.table.iterrows():
+        path = study.run_folder(run)
+        metrics = RunFolder(path).metrics() if path is not None else []
+        points = [
+            (row["tokens"], row["flops"], row["loss"])
+            for row in metrics
+            if isinstance(row.get("loss"), int | float) and math.isfinite(row["loss"]) and row.get("flops", 0) > 0
+        ]
+        silent += not points and bool(run["usable"])
+        for point in thin(points, CURVE_BINS):
+            rows.append((run["run"], run["architecture"], run["params_non_embedding"], *point))
+    if silent:
+        study.problems.append(f"{silent} of {len(study.usable)} finished runs have no training curve")
+    return pd.DataFrame(rows, columns=columns)
+
+
+def thin(points: list[tuple[float, float, float]], bins: int) -> list[tuple[float, float, float]]:
+    """Means of (tokens, flops, loss) in at most `bins` bins of equal width in log FLOPs: one step's loss is noisy."""
+    if len(points) <= bins:
+        return points
+    low, high = math.log(points[0][1]), math.log(points[-1][1])
+    grouped: dict[int, list] = {}
+    for point in points:
+        place = int((math.log(point[1]) - low) / max(high - low, 1e-12) * bins)
+        grouped.setdefault(min(place, bins - 1), []).append(point)
+    return [tuple(sum(values) / len(group) for values in zip(*group, strict=True)) for group in grouped.values()]

@@ -1,0 +1,169 @@
+"""The tables of a report, as HTML: laws, counting conventions, runs left out, every run with a link to its folder."""
+
+import math
+import os
+from html import escape
+from pathlib import Path
+
+from linnet.report import style, units
+from linnet.report.records import Study
+from linnet.runs import RunFolder
+
+
+def swatch(study: Study, name: str) -> str:
+    """An architecture's name with its colour."""
+    colour = style.colours(study.architectures)[name]
+    return f'<span class="arch"><i style="background:{colour}"></i>{escape(name)}</span>'
+
+
+def law_table(study: Study) -> str:
+    """L(C), N_opt(C) and D_opt(C) of each architecture as in paper 000's Table 3, with what that table leaves out."""
+    head = (
+        "<th>Architecture</th><th>L(C) = β C<sup>α</sup>, nats per token</th>"
+        "<th>N<sub>opt</sub>(C) = k C<sup>a</sup>, parameters</th><th>D<sub>opt</sub>(C) = k C<sup>b</sup>, tokens</th>"
+        '<th class="n">a + b</th><th class="n">Held-out error</th>'
+    )
+    rows = []
+    for name, fit in study.fits.items():
+        cells = (
+            f"<th>{swatch(study, name)}</th>",
+            f"<td>{_law(fit.L, 'β', 'α', 'L', _loss)}{_with_constant(fit.L_irreducible)}</td>",
+            f"<td>{_law(fit.N_opt, 'k', 'a', 'N', units.count)}</td>",
+            f"<td>{_law(fit.D_opt, 'k', 'b', 'D', units.count)}</td>",
+            f'<td class="n">{units.significant(fit.best.a_plus_b)}</td>',
+            f'<td class="n">{_held_out(fit.L.held_out)}</td>',
+        )
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    return _table("laws", head, rows)
+
+
+def convention_table(study: Study) -> str:
+    """The exponents under each way of counting parameters and FLOPs."""
+    rows, any_refused = [], False
+    for name, fit in study.fits.items():
+        for index, convention in enumerate(fit.conventions):
+            count = "without embeddings" if convention.count == "non-embedding" else "with embeddings"
+            numbers = [units.significant(value) for value in (convention.alpha, convention.a, convention.b)]
+            cells = "".join(f'<td class="n">{number}</td>' for number in numbers)
+            reason = escape("; ".join(convention.refused))
+            any_refused = any_refused or bool(reason)
+            first = f"<th>{swatch(study, name) if index == 0 else ''}</th>"
+            flops = "exact" if convention.flops == "exact" else "6ND"
+            rows.append(f'<tr>{first}<td>{count}</td><td>{flops}</td>{cells}<td class="why">{reason}</td></tr>')
+    if not rows:
+        return ""
+    head = (
+        '<th>Architecture</th><th>Parameters</th><th>FLOPs</th><th class="n">α of L(C)</th>'
+        '<th class="n">a of N<sub>opt</sub></th><th class="n">b of D<sub>opt</sub></th>'
+        f"<th>{'Refused because' if any_refused else ''}</th>"
+    )
+    return _table("conventions", head, rows)
+
+
+def left_out_table(study: Study, page_folder: Path) -> str:
+    """Runs that took no part in the fits, and why."""
+    rows = []
+    for _, row in study.table[~study.table["usable"]].iterrows():
+        status = "no finite loss" if row["status"] == "done" else str(row["status"])
+        cells = (
+            f"<td>{_link(study, row, page_folder)}</td><td>{swatch(study, row['architecture'])}</td>",
+            f'<td>{units.flops(row["budget"])}</td><td class="bad">{escape(status)}</td>',
+            f'<td class="why">{escape(_error(study, row))}</td>',
+        )
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    head = "<th>Run</th><th>Architecture</th><th>Budget</th><th>Status</th><th>Last words</th>"
+    return _table("left-out", head, rows) if rows else ""
+
+
+RUN_COLUMNS = (
+    ("budget", "Budget (FLOPs)", units.scientific),
+    ("params_non_embedding", "N", units.count),
+    ("params_total", "N with embeddings", units.count),
+    ("tokens", "D (tokens)", units.count),
+    ("flops", "C (FLOPs)", units.scientific),
+    ("flops_paper", "C, paper's count", units.scientific),
+    ("loss", "Loss (nats)", units.loss),
+    ("bits_per_byte", "Bits per byte", lambda value: units.significant(value, 4)),
+    ("state_bytes", "State", units.size),
+    ("seconds", "Time", units.duration),
+)
+
+
+def run_table(study: Study, page_folder: Path) -> str:
+    """Every run with its numbers; each row can be pointed at by `#run-<name>`."""
+    titles = "".join(f'<th class="n">{title}</th>' for _, title, _ in RUN_COLUMNS)
+    rows = []
+    for _, row in study.table.iterrows():
+        cells = [f"<td>{_link(study, row, page_folder)}</td><td>{swatch(study, row['architecture'])}</td>"]
+        for name, _, shown in RUN_COLUMNS:
+            exact = "" if math.isnan(row[name]) else f"{row[name]:.10g}"
+            cells.append(f'<td class="n" data-v="{exact}" title="{exact}">{shown(row[name])}</td>')
+        kind = "" if row["usable"] else ' class="bad"'
+        cells.append(f"<td{kind}>{escape(str(row['status']))}</td>")
+        rows.append(f'<tr id="run-{escape(row["run"])}">{"".join(cells)}</tr>')
+    return _table("runs", f"<th>Run</th><th>Architecture</th>{titles}<th>Status</th>", rows, "sortable")
+
+
+def _table(name: str, head: str, rows: list[str], kind: str = "") -> str:
+    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    return f'<div class="scroll"><table id="{name}" class="{kind}">{body}</table></div>'
+
+
+def _law(law, coefficient: str, exponent: str, quantity: str, shown) -> str:
+    """A law, the intervals of its parameters, and its value at the end of its data; or why there is none."""
+    if law.refused:
+        return f'<span class="refused">refused</span><div class="why">{escape("; ".join(law.refused))}</div>'
+    names = list(law.parameters)
+    lines = []
+    for symbol, name, form in ((exponent, names[1], units.significant), (coefficient, names[0], _coefficient)):
+        span = law.intervals.get(name)
+        if span:
+            lines.append(f"<i>{symbol}</i> {form(span[0])} to {form(span[1])}")
+    at = law.interval_at(law.c_max)
+    span = f" ({shown(at[0])} to {shown(at[1])})" if at else ""
+    lines.append(f"<i>{quantity}</i> {shown(float(law.predict(law.c_max)))}{span} at {units.scientific(law.c_max)}")
+    formula = f"{_coefficient(law.coefficient)} C<sup>{units.significant(law.exponent)}</sup>"
+    return f'<div class="law">{formula}</div>' + "".join(f'<div class="fine">{line}</div>' for line in lines)
+
+
+def _with_constant(law) -> str:
+    """The same law with an irreducible loss, which bends less beyond the data."""
+    if law.refused:
+        return f'<div class="why">with a constant: refused, {escape("; ".join(law.refused))}</div>'
+    power = f"{_coefficient(law.coefficient)} C<sup>{units.significant(law.exponent)}</sup>"
+    return f'<div class="fine">or {units.significant(law.constant)} + {power}</div>'
+
+
+def _coefficient(value: float) -> str:
+    return units.significant(value) if 1e-3 <= abs(value) < 1e5 else units.scientific(value)
+
+
+def _loss(value: float) -> str:
+    return units.significant(value, 4)
+
+
+def _held_out(test) -> str:
+    if test is None:
+        return units.MISSING
+    if test.refused:
+        return f'<div class="why">{escape("; ".join(test.refused))}</div>'
+    fine = (
+        f"at most {units.percent(test.max_error)}, {units.plural(test.tested, 'point')}",
+        f"above {units.flops(test.c_max)}",
+    )
+    return f'<div class="law">{units.percent(test.mean_error)}</div><div class="fine">{"<br>".join(fine)}</div>'
+
+
+def _link(study: Study, row, page_folder: Path) -> str:
+    folder, name = study.run_folder(row), escape(row["run"])
+    if folder is None or not folder.is_dir():
+        return name
+    target = Path(os.path.relpath(folder.resolve(), page_folder.resolve())).as_posix()
+    return f'<a href="{escape(target)}/">{name}</a>'
+
+
+def _error(study: Study, row) -> str:
+    """The last line of what a run left in error.txt."""
+    folder = study.run_folder(row)
+    text = RunFolder(folder).error() if folder is not None else None
+    return text.strip().splitlines()[-1] if text and text.strip() else ""

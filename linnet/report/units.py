@@ -1,0 +1,108 @@
+"""Numbers as people read them: 1.2×10¹² FLOPs, 12.3k parameters, 48 KiB, 3 min 20 s. table.csv keeps the exact ones."""
+
+import math
+
+MISSING = "–"
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_THOUSANDS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+_BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def superscript(exponent: int | float | str) -> str:
+    """An exponent in raised digits: -3 -> ⁻³. Other characters (a decimal point) are kept."""
+    return str(exponent).replace("−", "-").translate(_SUPERSCRIPTS)
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """`digits` significant digits without an exponent: 0.012345 -> 0.0123, 12345 -> 12,300; a true minus sign."""
+    if not _known(value):
+        return MISSING
+    if value == 0:
+        return "0"
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    rounded = round(value, places)
+    places = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:,.{places}f}".replace("-", "−")
+
+
+def scientific(value: float, digits: int = 3) -> str:
+    """A mantissa of `digits` significant digits and a power of ten: 1.5e11 -> 1.5×10¹¹, 1e12 -> 10¹²."""
+    if not _known(value):
+        return MISSING
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    power = f"10{superscript(int(exponent))}"
+    return power if mantissa == "1" else f"{mantissa.replace('-', '−')}×{power}"
+
+
+def flops(value: float) -> str:
+    return scientific(value) + " FLOPs" if _known(value) else MISSING
+
+
+def count(value: float, digits: int = 3) -> str:
+    """Parameters, tokens, runs: 950 -> 950, 12345 -> 12.3k, 2.6e6 -> 2.6M."""
+    return _prefixed(value, _THOUSANDS, "", digits)
+
+
+def size(value: float, digits: int = 3) -> str:
+    """Bytes in binary multiples: 49152 -> 48 KiB."""
+    text = _prefixed(value, _BYTES, " ", digits)
+    return text if text == MISSING or text[-1] == "B" else text + " B"
+
+
+def loss(value: float) -> str:
+    return f"{value:.4f}" if _known(value) else MISSING
+
+
+def percent(fraction: float, digits: int = 2) -> str:
+    return significant(100 * fraction, digits) + " %" if _known(fraction) else MISSING
+
+
+def duration(seconds: float) -> str:
+    """0.42 s, 12.3 s, 3 min 20 s, 5 h 12 min, 3 d 4 h."""
+    if not _known(seconds):
+        return MISSING
+    if float(f"{seconds:.2e}") < 60:
+        return significant(seconds) + " s"
+    if round(seconds) < 3600:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    if round(seconds / 60) < 48 * 60:
+        hours, rest = divmod(round(seconds / 60), 60)
+        return f"{hours} h {rest} min" if rest else f"{hours} h"
+    days, rest = divmod(round(seconds / 3600), 24)
+    return f"{days} d {rest} h" if rest else f"{days} d"
+
+
+def interval(low: float | None, high: float | None, digits: int = 3) -> str:
+    """A 95 % interval: [0.47, 0.55]; nothing where there is none."""
+    if not (_known(low) and _known(high)):
+        return ""
+    return f"[{significant(low, digits)}, {significant(high, digits)}]"
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def listed(words: list[str]) -> str:
+    """A, B and C."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""
+
+
+def _known(value) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _prefixed(value, steps, separator: str, digits: int) -> str:
+    if not _known(value):
+        return MISSING
+    for step, name in steps:
+        if abs(float(f"{value / step:.{digits - 1}e}")) >= 1:
+            text = significant(value / step, digits)
+            return (text.rstrip("0").rstrip(".") if "." in text else text) + separator + name
+    text = significant(value, digits)
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,0 +1,98 @@
+"""The page in a real browser without a network: every figure is drawn, and pointing, clicking and sorting work."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --virtual-time-budget=20000 "
+    "--window-size=1280,3000 --enable-logging=stderr"
+).split()
+
+# Once all figures are drawn: points at a run, clicks it, brings tnl forward, sorts by loss; then writes what it saw.
+PROBE = """
+<script>
+const timer = setInterval(async () => {
+  if (document.body.dataset.drawn === undefined) return;
+  clearInterval(timer);
+  const pause = () => new Promise((resolve) => setTimeout(resolve, 300));
+  const at = (path) => [...document.querySelectorAll("#isoflop-curves " + path)];
+  const fire = (type) => point.dispatchEvent(new PointerEvent(type, {bubbles: true, clientX: 1, clientY: 1}));
+  const seen = {drawn: Number(document.body.dataset.drawn), marks: {}};
+  for (const figure of document.querySelectorAll(".figure")) {
+    seen.marks[figure.id] = figure.querySelectorAll(".role-mark path").length;
+    seen.width = Math.max(seen.width || 0, figure.scrollWidth - figure.clientWidth);
+  }
+  const point = at(".mark-symbol.role-mark path")[0];
+  fire("pointermove"); await pause();
+  seen.tooltip = document.getElementById("vg-tooltip-element").textContent;
+  fire("click"); await pause();
+  seen.found = document.querySelector("tr.found")?.id;
+  const strong = () => at(".mark-line.role-mark path").filter((p) => Number(p.getAttribute("stroke-opacity")) > 0.5);
+  seen.before = strong().length;
+  document.querySelector('.key button[data-name="tnl"]').click(); await pause();
+  seen.after = strong().length;
+  const header = [...document.querySelectorAll("#runs thead th")].find((th) => th.textContent.startsWith("Loss"));
+  header.click();
+  const column = header.cellIndex;
+  seen.losses = [...document.querySelectorAll("#runs tbody tr")].map((row) => row.cells[column].dataset.v);
+  const report = document.createElement("pre");
+  report.id = "probe";
+  report.textContent = JSON.stringify(seen);
+  document.body.append(report);
+}, 50);
+</script>
+"""
+
+
+@pytest.fixture(scope="module")
+def browsed(ladder, tmp_path_factory):
+    """What the probe saw, and what the browser logged."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium here: install it to see the report drawn (apt-get install chromium)")
+    folder = tmp_path_factory.mktemp("browser")
+    page = folder / "index.html"
+    body, _, end = ladder[1].read_text().rpartition("</body>")
+    page.write_text(f"{body}{PROBE}</body>{end}")
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    probe = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.S)
+    assert probe, done.stderr[-2000:]
+    text = probe[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
+    return json.loads(text), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def test_every_figure_is_drawn_without_a_complaint(browsed):
+    seen, console = browsed
+    assert console == []
+    assert seen["drawn"] == 6
+    assert all(count > 5 for count in seen["marks"].values()), seen["marks"]
+
+
+def test_figures_fit_a_laptop(browsed):
+    assert browsed[0]["width"] <= 1
+
+
+def test_pointing_at_a_run_tells_what_it_is_and_clicking_leads_to_its_row(browsed):
+    seen, _ = browsed
+    run = seen["found"].removeprefix("run-")
+    assert f"runs/{run}" in seen["tooltip"] and "nats per token" in seen["tooltip"]
+    assert "FLOPs" in seen["tooltip"] and "with embeddings" in seen["tooltip"]
+
+
+def test_key_brings_one_architecture_forward(browsed):
+    seen, _ = browsed
+    assert seen["before"] == 12  # three architectures of four budgets
+    assert seen["after"] == 4
+
+
+def test_runs_are_sorted_by_what_is_clicked(browsed):
+    losses = browsed[0]["losses"]
+    known = [float(loss) for loss in losses if loss]
+    assert known == sorted(known) and len(known) == 70
+    assert losses[-2:] == ["", ""]  # the run that failed and the one that diverged

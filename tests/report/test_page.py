@@ -1,0 +1,304 @@
+"""The report as a whole: what it says, what it holds, and that it is a pure function of the study folder."""
+
+import json
+import math
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+from synthetic_study import LAWS, RESAMPLES
+
+from linnet.config import ConfigError
+from linnet.report import write_report
+from linnet.study.fit import fit_study
+
+FIGURES = {
+    "loss-against-compute",
+    "training-curves",
+    "isoflop-curves",
+    "optimal-size-and-tokens",
+    "loss-against-state",
+    "cost-of-runs",
+}
+
+
+class Page(HTMLParser):
+    """What a test asks of a page: text, links, resources, specifications, table cells."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path, self.links, self.resources, self.words, self.scripts = path, [], [], [], {}
+        self.ids, self._script = set(), None
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        self.text = " ".join("".join(self.words).split())
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.ids.add(values.get("id"))
+        if tag not in ("b", "i", "code", "sub", "sup", "a"):
+            self.words.append(" ")
+        if tag == "a":
+            self.links.append(values["href"])
+        self.resources += [values[name] for name in ("src", "srcset", "data", "action") if name in values]
+        if tag == "link":
+            self.resources.append(values["href"])
+        self._script = (values.get("id") or f"script-{len(self.scripts)}") if tag in ("script", "style") else None
+
+    def handle_endtag(self, tag):
+        if tag in ("script", "style"):
+            self._script = None
+
+    def handle_data(self, data):
+        if self._script is None:
+            self.words.append(data)
+        else:
+            self.scripts[self._script] = self.scripts.get(self._script, "") + data
+
+    def specs(self) -> dict[str, dict]:
+        return {
+            name.removeprefix("spec-"): json.loads(text)
+            for name, text in self.scripts.items()
+            if name.startswith("spec-")
+        }
+
+
+@pytest.fixture(scope="module")
+def page(ladder):
+    return Page(ladder[1])
+
+
+@pytest.fixture
+def write(monkeypatch):
+    """Writes the report of a folder with one method of fitting and without pictures, which take most of the time."""
+
+    def isoflop(table, curves, bootstrap):
+        return fit_study(table, curves, method="isoflop", bootstrap=0)
+
+    monkeypatch.setattr("linnet.report.records.fit_study", isoflop)
+    monkeypatch.setattr("linnet.report.page._write_pictures", lambda folder, figure: None)
+    return lambda folder, **options: Page(write_report(folder, **options))
+
+
+def test_page_and_pictures_are_where_they_were_promised(ladder):
+    folder, path = ladder
+    assert path == folder / "report" / "index.html"
+    for name in FIGURES:
+        assert (path.parent / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        svg = (path.parent / f"{name}.svg").read_text()
+        assert svg.startswith("<svg") and svg.count("<path") > 10
+
+
+def test_page_needs_no_network(page):
+    assert all(not re.match(r"(https?:)?//", link) for link in page.links + page.resources)
+    style = page.scripts[next(name for name in page.scripts if ":root" in page.scripts[name])]
+    assert "@import" not in style and "url(" not in style
+    assert page.source.count("window.vegaEmbed=") == 1
+    assert page.path.stat().st_size < 2_500_000
+
+
+def test_every_figure_is_on_the_page_with_its_command(page):
+    assert set(page.specs()) == FIGURES <= page.ids
+    assert page.text.count("redrawn by linnet report ladder") == len(FIGURES)
+    assert all("focus" in json.dumps(spec["params"]) for spec in page.specs().values())
+
+
+def test_every_run_of_the_table_can_be_reached(ladder, page):
+    folder, path = ladder
+    runs = {run.name for run in (folder / "runs").iterdir()}
+    assert {f"run-{run}" for run in runs} <= page.ids
+    linked = {(path.parent / link).resolve().name for link in page.links if (path.parent / link).resolve().is_dir()}
+    assert linked == runs
+
+
+def test_marks_of_runs_name_runs_of_the_table(ladder, page):
+    runs = {run.name for run in (ladder[0] / "runs").iterdir()}
+    for spec in page.specs().values():
+        named = {row["run"] for rows in spec["datasets"].values() for row in rows if row.get("run")}
+        assert named <= runs
+    drawn = page.specs()["isoflop-curves"]["datasets"].values()
+    shown = [row for rows in drawn for row in rows if "folder" in row]
+    assert len(shown) == len(runs) - 2
+    assert all({"N", "D", "C", "loss", "folder"} <= row.keys() for row in shown)
+
+
+def test_findings_agree_with_the_table(ladder, page):
+    import pandas as pd
+
+    table = pd.read_csv(ladder[0] / "table.csv")
+    top = table[(table["budget"] == table["budget"].max()) & (table["status"] == "done")]
+    best = top.loc[top["loss"].idxmin()]
+    assert f"1.2×10¹² FLOPs, {best['architecture']} has the lowest held-out loss: {best['loss']:.4f}" in page.text
+    assert "2 of 72 runs took no part in the fits (1 failed and 1 diverged)" in page.text
+    assert "RuntimeError: out of memory" in page.text
+    assert "72 runs of 3 architectures" in page.text
+
+
+def test_laws_on_the_page_are_those_that_made_the_data(page):
+    """L(C) of E + A/N^alpha + B/D^beta has N_opt ~ C^(beta/(alpha+beta)) up to what embeddings add to the cost."""
+    rows = re.findall(r"<tr><th><span class=\"arch\">.*?</tr>", page.source)
+    for row, name in zip(rows, ("llama", "tnl", "hgrn2"), strict=False):
+        _, _, alpha, _, beta = LAWS[name][:5]
+        assert name in row
+        exponents = [float(x.replace("−", "-")) for x in re.findall(r'class="law">[^<]+<sup>([^<]+)</sup>', row)]
+        assert -0.2 < exponents[0] < -0.1
+        assert exponents[1] == pytest.approx(beta / (alpha + beta), abs=0.06)
+        assert row.count(" to ") >= 6  # the 95 % intervals
+
+
+def test_same_folder_gives_the_same_bytes(study, tmp_path):
+    folder = study(architectures=("tnl",), budgets=(2e11, 4e11, 8e11), widths=(16, 24, 32, 48))
+    copy = shutil.copytree(folder, tmp_path / "copy" / folder.name)
+    first, second = (write_report(path, bootstrap=RESAMPLES).parent for path in (folder, copy))
+    assert {path.name for path in first.iterdir()} == {path.name for path in second.iterdir()}
+    for path in first.iterdir():
+        assert path.read_bytes() == (second / path.name).read_bytes(), path.name
+
+
+def test_refused_optima_are_shown_as_refused(study, write):
+    """Without the small models of an architecture its optima lie at the edge: N_opt is refused, L(C) still given."""
+    folder = study(architectures=("llama", "tnl"), widths=(16, 24, 32, 48, 64, 80, 96, 128, 160), curves=False)
+    _edit(folder, lambda row: row if row["architecture"] == "tnl" or int(row["params_non_embedding"]) > 9e4 else None)
+    page = write(folder)
+    assert "4 of 8 optima, one for each architecture and budget, lie between the sizes" in page.text
+    assert "Refused laws, because the runs cannot tell: Nopt and Dopt of llama." in page.text
+    assert page.source.count('<span class="refused">') == 2
+    assert "Loss falls fastest" in page.text
+    marks = [row for rows in page.specs()["isoflop-curves"]["datasets"].values() for row in rows]
+    refused = [row for row in marks if row.get("refused because")]
+    assert len(refused) == 4 and not any(row["inside"] for row in refused)
+    assert {row["architecture"] for row in refused} == {"llama"}
+    assert "training-curves" not in page.specs()
+    assert "finished runs have no training curve" in page.text
+
+
+def test_one_architecture(study, write):
+    page = write(study(architectures=("tnl",), budgets=(2e11, 4e11, 8e11)))
+    assert "The loss of tnl falls as C" in page.text
+    assert set(page.specs()) == FIGURES
+
+
+def test_too_few_budgets(study, write):
+    page = write(study(architectures=("tnl", "hgrn2"), budgets=(2e11,), curves=False))
+    assert "Refused laws, because the runs cannot tell: L, Nopt and Dopt of tnl and hgrn2" in page.text
+    assert {"isoflop-curves", "loss-against-state", "cost-of-runs"} <= set(page.specs())
+
+
+def test_an_architecture_of_which_nothing_ended_well(study, write):
+    folder = study(architectures=("tnl", "hgrn2"), budgets=(2e11, 4e11, 8e11), widths=(16, 24, 32, 48, 64))
+    _edit(folder, lambda row: row | {"status": "diverged", "loss": ""} if row["architecture"] == "hgrn2" else row)
+    page = write(folder)
+    assert "15 of 30 runs took no part in the fits (15 diverged)" in page.text
+    assert "The loss of tnl falls as C" in page.text
+
+
+def test_no_run_ended_well(study, write):
+    folder = study(architectures=("tnl",), budgets=(2e11,), widths=(16, 24))
+    _edit(folder, lambda row: row | {"status": "failed", "loss": ""})
+    page = write(folder)
+    assert "No run has ended with a finite loss yet" in page.text
+    assert "No laws could be fitted" in page.text
+
+
+def test_study_at_fixed_tokens_has_no_budgets(study, write):
+    folder = study(architectures=("tnl",), budgets=(2e11, 4e11), widths=(16, 24, 32, 48))
+    _edit(folder, lambda row: row | {"budget": row["flops"]})
+    config = yaml.safe_load((folder / "study.yaml").read_text())
+    config["tokens"] = [1e6]
+    del config["budgets"]
+    (folder / "study.yaml").write_text(yaml.safe_dump(config))
+    page = write(folder)
+    assert "Over all runs, tnl has the lowest held-out loss" in page.text
+    assert "Lines join" not in page.text
+
+
+def test_hand_made_table_without_study_or_runs(tmp_path, write):
+    """The least that a report is made of: a table."""
+    lines = ["run,architecture,params_non_embedding,tokens,flops,loss"]
+    for budget in (1e12, 3e12, 9e12):
+        for n in (1e4, 2e4, 4e4, 8e4, 1.6e5):
+            d = budget / (6 * n)
+            lines.append(f"r{n:g}-{budget:g},<b>mine</b>,{n},{d},{budget},{1 + 30 / n**0.35 + 200 / d**0.37}")
+    (tmp_path / "table.csv").write_text("\n".join(lines) + "\n")
+    page = write(tmp_path)
+    assert "There is no study.yaml" in page.text
+    assert "&lt;b&gt;mine&lt;/b&gt;" in page.source and "<b>mine</b>" not in re.sub(
+        r"<script.*?</script>", "", page.source, flags=re.S
+    )
+    assert page.specs().keys() == {"loss-against-compute", "isoflop-curves", "optimal-size-and-tokens"}
+
+
+def test_unfinished_study_says_so(study, write):
+    folder = study(architectures=("tnl",), budgets=(2e11, 4e11, 8e11))
+    plan = [{"run": f"run-{index}"} for index in range(25)]
+    (folder / "plan.json").write_text(json.dumps({"runs": plan}))
+    page = write(folder)
+    assert "7 of 25 planned runs have not begun" in page.text
+
+
+def test_page_elsewhere_still_finds_the_runs(study, tmp_path, write):
+    folder = study(architectures=("tnl",), budgets=(2e11, 4e11, 8e11), curves=False)
+    page = write(folder, out=tmp_path / "elsewhere" / "tnl.html")
+    assert page.path.parent == tmp_path / "elsewhere"
+    linked = [link for link in page.links if (page.path.parent / link).is_dir()]
+    assert len(linked) == 18 and not any(Path(link).is_absolute() for link in page.links)
+
+
+@pytest.mark.parametrize(
+    "spoil, problem",
+    [
+        (lambda folder: shutil.rmtree(folder), "there is no such folder"),
+        (lambda folder: (folder / "table.csv").unlink(), "table.csv: there is no such file"),
+        (lambda folder: (folder / "table.csv").write_text("run,architecture\n"), "column 'loss' is not there"),
+        (lambda folder: (folder / "table.csv").write_bytes(b"\xff\xfe\x00\x80"), "not a CSV table"),
+    ],
+)
+def test_what_is_no_study_is_said_before_any_work(study, spoil, problem):
+    folder = study(architectures=("tnl",), budgets=(2e11,), widths=(16,), curves=False)
+    spoil(folder)
+    with pytest.raises(ConfigError, match=problem):
+        write_report(folder)
+    assert not (folder / "report").exists()
+
+
+def test_out_must_be_a_page(study, tmp_path):
+    with pytest.raises(ConfigError, match="index.html"):
+        write_report(study(architectures=("tnl",), budgets=(2e11,), widths=(16,), curves=False), out=tmp_path / "here")
+
+
+def test_missing_extra_is_named(study, monkeypatch):
+    import builtins
+
+    real = builtins.__import__
+
+    def without_altair(name, *arguments, **options):
+        if name == "altair":
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without_altair)
+    with pytest.raises(ConfigError, match=r"altair: not installed; .*pip install 'linnet\[study\]'"):
+        write_report(study(architectures=("tnl",), budgets=(2e11,), widths=(16,), curves=False))
+
+
+def test_numbers_that_are_not_finite_do_not_reach_the_page(ladder, page):
+    for spec in page.specs().values():
+        for rows in spec["datasets"].values():
+            values = [value for row in rows for value in row.values() if isinstance(value, float)]
+            assert all(math.isfinite(value) for value in values)
+
+
+def _edit(folder: Path, change) -> None:
+    """Changes the rows of the table; a row that becomes None is dropped."""
+    import csv
+
+    with open(folder / "table.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    rows = [new for row in rows if (new := change(row)) is not None]
+    with open(folder / "table.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
