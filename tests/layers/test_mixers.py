@@ -1,4 +1,4 @@
-"""Every registered mixer, asked only through its contract: forms agree, state carries, documents reset, time is causal."""
+"""Every registered mixer, asked only through its contract: forms agree, state carries, documents reset, causality."""
 
 import hypothesis.strategies as st
 import pytest

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from linnet.config import ConfigError, parse
+from linnet.config import ConfigError
 from linnet.layers import CHANNELS, LayerContext, load_plugin
 from linnet.layers.base import find_mixer
 from linnet.layers.lower_bound import LowerBounds, forget_gate

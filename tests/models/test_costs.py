@@ -1,0 +1,99 @@
+"""Table 7 of paper 000 from the layers themselves, and FLOPs against counts of the whole model."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from linnet.models import (
+    CausalLM,
+    ModelConfig,
+    count_parameters,
+    family,
+    flops_exact,
+    flops_paper,
+    get_recipe,
+    state_bytes,
+)
+from linnet.models.costs import PAPER_BATCH, PAPER_SEQ_LEN
+from linnet.models.recipes.tnl import tnl
+
+SIZES = ("70m", "160m", "410m", "1b", "3b", "7b")
+PARAMETERS = {  # millions, without embeddings
+    "llama": (20.5, 85.0, 334.1, 906.2, 2775.8, 6476.5),
+    "tnl": (21.2, 87.3, 327.7, 918.6, 2798.4, 6509.6),
+    "hgrn2": (20.5, 84.9, 334.0, 906.0, 2775.5, 6476.1),
+    "cosformer2": (21.3, 87.5, 328.0, 919.1, 2799.0, 6511.0),
+}
+PFLOPS_PER_STEP = {
+    "llama": (1.6, 5.6, 18.0, 40.4, 99.6, 202.7),
+    "tnl": (0.5, 2.2, 7.9, 22.3, 66.6, 154.4),
+    "hgrn2": (0.5, 2.1, 8.0, 22.0, 66.0, 153.6),
+    "cosformer2": (0.5, 2.3, 8.1, 22.7, 67.4, 155.6),
+}
+ROWS = [(name, size) for name in PARAMETERS for size in SIZES]
+
+
+def pflops_per_step(config: ModelConfig) -> float:
+    return PAPER_BATCH * flops_paper(config, PAPER_SEQ_LEN) / 1e15
+
+
+@pytest.mark.parametrize("name, size", ROWS)
+def test_table_7(name, size):
+    config, column = get_recipe(f"{name}-{size}"), SIZES.index(size)
+    assert round(pflops_per_step(config), 1) == PFLOPS_PER_STEP[name][column]
+    millions = count_parameters(config)[1] / 1e6
+    assert abs(millions / PARAMETERS[name][column] - 1) <= 0.0025
+    if name in ("tnl", "hgrn2"):
+        assert round(millions, 1) == PARAMETERS[name][column]
+
+
+def test_the_1b_rows_as_printed_do_not_give_their_own_columns():
+    """Erratum: Table 7 prints h = 16 and g = 5632 beside 1536 x 32, but counts with h = 12 and g = 4096."""
+    listed_heads, listed_glu = tnl(1536, 32, 16, 4096, 100_280), tnl(1536, 32, 12, 5632, 100_280)
+    assert round(pflops_per_step(listed_heads), 1) != 22.3
+    assert abs(count_parameters(listed_glu)[1] / 918.6e6 - 1) > 0.2
+
+
+def test_the_heads_of_table_2_contradict_its_head_width():
+    """Erratum: 8 heads of 128 do not fit a width of 512 (70M) or 768 (160M), nor 16 a width of 1536 (1B)."""
+    for size, listed in (("70m", 8), ("160m", 8), ("1b", 16)):
+        config = get_recipe(f"tnl-{size}")
+        assert listed * 128 != config.d_model
+        assert config.shown_option("num_heads") * 128 == config.d_model
+
+
+def test_the_paper_s_norms_for_llama_are_an_option():
+    config = get_recipe("llama-7b").model_copy(update={"norm": "layernorm"})
+    assert round(count_parameters(config)[1] / 1e6, 1) == 6476.5
+
+
+@pytest.mark.parametrize("name", ["llama", "tnl", "hgrn2", "cosformer2", "lightnet", "hgrn", "gla", "tnl1"])
+@pytest.mark.parametrize("training", [True, False])
+def test_exact_flops_are_those_of_the_whole_model(name, training):
+    config = family(name)(64, 3, vocab_size=128)
+    with torch.device("meta"):
+        model, tokens = CausalLM(config), torch.zeros(1, 200, dtype=torch.int64)
+    counter = FlopCounterMode(display=False)
+    with counter, torch.set_grad_enabled(training):
+        total, _ = model.loss(tokens, tokens)
+        if training:
+            total.backward()
+    assert counter.get_total_flops() == flops_exact(config, 200, training=training)
+    assert flops_exact(config, 200, batch=3, training=training) == 3 * flops_exact(config, 200, training=training)
+
+
+def test_exact_flops_of_a_projection_by_hand():
+    config = ModelConfig(d_model=16, layout="sglu x2", options={"sglu": {"inner": 24}}, vocab_size=10)
+    assert flops_exact(config, 7) == 6 * 7 * (2 * 3 * 16 * 24 + 16 * 10)
+
+
+def test_attention_costs_grow_with_the_square_and_linear_layers_do_not():
+    softmax, linear = family("llama")(64, 2), family("tnl")(64, 2)
+    assert flops_exact(linear, 4096) / flops_exact(linear, 1024) == pytest.approx(4, rel=1e-6)
+    assert flops_exact(softmax, 4096) / flops_exact(softmax, 1024) > 6
+
+
+def test_state_bytes_follow_from_the_layers():
+    linear, softmax = tnl(64, 3, num_heads=2), family("llama")(64, 3, num_heads=2)
+    assert state_bytes(linear, 1000) == state_bytes(linear, 10) == 3 * 2 * 32 * 32 * 4
+    assert state_bytes(softmax, 1000) == 3 * (1000 * (2 * 64 * 2 + 8) + 8)  # bf16 keys and values, positions

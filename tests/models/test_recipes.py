@@ -1,0 +1,100 @@
+"""Every recipe, shrunk (same layout and options, 3 layers, width 64): forward, backward, decode, state dict, compile.
+
+Sizes of one family shrink to one model, which is tested once.
+"""
+
+import re
+
+import pytest
+import torch
+
+from linnet.models import FAMILIES, RECIPES, ModelConfig, build_model, count_parameters, family, get_recipe
+from linnet.models.recipes.registry import default_heads
+
+
+def shrunk(name: str) -> ModelConfig:
+    """The recipe's own layout and options at a size for a test."""
+    config = get_recipe(name)
+    options = {
+        layer: {
+            key: {"num_heads": 4, "inner": 96, "num_kv_heads": 2 if value else 0}.get(key, value)
+            for key, value in values.items()
+        }
+        for layer, values in config.options.items()
+    }
+    layers = min(config.num_layers, 3)
+    return config.model_copy(
+        update={
+            "d_model": 64,
+            "vocab_size": 67,
+            "options": options,
+            "layout": re.sub(r"x\d+$", f"x{layers}", config.layout),
+        }
+    )
+
+
+SHRUNK = {shrunk(name).model_dump_json(): name for name in reversed(RECIPES)}
+
+
+@pytest.mark.parametrize("name", SHRUNK.values())
+def test_decode_equals_forward_and_learning_reaches_every_weight(name):
+    config = shrunk(name)
+    model = build_model(config, seed=1).double()
+    tokens = torch.randint(0, 67, (2, 21), generator=torch.Generator().manual_seed(0))
+    logits, none = model(tokens)
+    assert none is None and logits.shape == (2, 21, 67)
+    states, steps = model.init_state(2, 21, dtype=torch.float64), []
+    with torch.no_grad():
+        for t in range(21):
+            out, states = model.step(tokens[:, t], states)
+            steps.append(out)
+    torch.testing.assert_close(torch.stack(steps, 1), logits)
+    total, count = model.loss(tokens[:, :-1], tokens[:, 1:])
+    (total / count).backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), key
+        assert parameter.grad.abs().max() > 0, key
+
+
+@pytest.mark.parametrize("name", SHRUNK.values())
+def test_state_dict_round_trip_and_compile(name):
+    config = shrunk(name)
+    model, other = build_model(config, seed=1), build_model(config, seed=2)
+    tokens = torch.randint(0, 67, (2, 13))
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(other(tokens)[0], model(tokens)[0])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens)[0], model(tokens)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_every_recipe_is_among_the_tested():
+    assert all(shrunk(name).model_dump_json() in SHRUNK for name in RECIPES)
+    assert {name.partition("-")[0] for name in SHRUNK.values()} == {name.partition("-")[0] for name in RECIPES}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_build_at_any_size(name):
+    for width, depth in ((16, 1), (48, 2), (96, 4)):
+        config = family(name)(width, depth)
+        assert (config.d_model, config.num_layers, config.vocab_size) == (width, depth, 256)
+        total, non_embedding = count_parameters(config)
+        assert total - non_embedding == 256 * width
+
+
+def test_default_heads_divide_the_width():
+    for width in (16, 24, 48, 64, 100, 256, 768, 4096):
+        assert width % default_heads(width) == 0
+    assert [default_heads(d) for d in (512, 768, 4096)] == [4, 6, 32]
+
+
+def test_tnl1_is_the_model_of_paper_001():
+    config = get_recipe("tnl1-385m")
+    assert config.embedding_scale == 32.0
+    total, _ = count_parameters(config)
+    assert round(total / 1e6) == 385  # paper 001, Table 4, with embeddings counted once
+
+
+def test_lightnet_wt103_has_the_parameters_of_paper_003():
+    total, _ = count_parameters(get_recipe("lightnet-wt103"))
+    assert abs(total / 45.07e6 - 1) < 2e-3
