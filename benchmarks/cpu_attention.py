@@ -2,7 +2,8 @@
 
     python benchmarks/cpu_attention.py --csv
 
-Repeats are interleaved, so that a busy machine slows all contenders alike. Softmax is timed at the shortest length only
+Repeats are interleaved, so that a busy machine slows all contenders alike, and each timed call follows an untimed one
+of its kind, so that none pays for memory that the one before gave back. Softmax is timed at the shortest length only
 (its time grows with the square). The last line is JSON. `--csv` writes benchmarks/results/cpu_attention.csv.
 """
 
@@ -43,11 +44,10 @@ def main() -> None:
                 contenders[name, length] = (RUNS[name], inputs)
 
     times = {key: [] for key in contenders}
-    for repeat in range(arguments.repeats + 1):
+    for _ in range(arguments.repeats):
         for key, (run, inputs) in contenders.items():
-            forward, backward = time_once(run, inputs)
-            if repeat:  # the first round warms up
-                times[key].append((forward, backward))
+            time_once(run, inputs)
+            times[key].append(time_once(run, inputs))
 
     rows = []
     for (name, length), samples in times.items():

@@ -14,6 +14,7 @@ from linnet.ops.folding import fold, unfold
 from linnet.ops.gated import chunked
 from linnet.ops.gated.reference import gated_reference
 from linnet.ops.gated.step import gated_step
+from linnet.ops.looping import each
 
 __all__ = ["gated_linear_attention", "gated_step"]
 
@@ -135,8 +136,6 @@ _HEAD_AXES = (2, 2, 2, 2, 1, None, 2, 1)
 
 def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], bool]:
     """q, k, v, log_decay, initial_state, cu_seqlens and perhaps do, dfinal of all models as those of one."""
-    if dims[5] is not None:
-        raise ValueError("vmap over gated_linear_attention: cu_seqlens must be the same for all models")
     heads = tensors[5] is not None
     folded = [
         x if axis is None else fold(x, dim, size, axis)
@@ -147,6 +146,8 @@ def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], 
 
 @gated.register_vmap
 def _(info, in_dims, *arguments):
+    if in_dims[5] is not None:
+        return each(gated, info.batch_size, in_dims, arguments)
     tensors, heads = _fold(info.batch_size, in_dims[:6], arguments[:6])
     axes = (2, 1) if heads else (0, 0)
     outputs = gated(*tensors, arguments[6])
@@ -155,6 +156,8 @@ def _(info, in_dims, *arguments):
 
 @gated_backward.register_vmap
 def _(info, in_dims, *arguments):
+    if in_dims[5] is not None:
+        return each(gated_backward, info.batch_size, in_dims, arguments)
     tensors, heads = _fold(info.batch_size, in_dims[:6] + in_dims[7:], arguments[:6] + arguments[7:])
     axes = (2, 2, 2, 2, 1) if heads else (0, 0, 0, 0, 0)
     grads = gated_backward(*tensors[:6], arguments[6], *tensors[6:])

@@ -14,6 +14,7 @@ from linnet.ops.folding import fold, unfold
 from linnet.ops.lightning import chunked
 from linnet.ops.lightning.reference import lightning_reference
 from linnet.ops.lightning.step import lightning_step
+from linnet.ops.looping import each
 
 __all__ = ["lightning_attention", "lightning_step"]
 
@@ -141,8 +142,6 @@ _HEAD_AXES = (2, 2, 2, 0, 1, None, 2, 1)
 
 def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], bool]:
     """q, k, v, log_decay, initial_state, cu_seqlens and perhaps do, dfinal of all models as those of one."""
-    if dims[5] is not None:
-        raise ValueError("vmap over lightning_attention: cu_seqlens must be the same for all models")
     heads = dims[3] is not None or tensors[5] is not None
     folded = [
         x if axis is None else fold(x, dim, size, axis)
@@ -153,6 +152,8 @@ def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], 
 
 @lightning.register_vmap
 def _(info, in_dims, *arguments):
+    if in_dims[5] is not None:
+        return each(lightning, info.batch_size, in_dims, arguments)
     tensors, heads = _fold(info.batch_size, in_dims[:6], arguments[:6])
     axes = (2, 1) if heads else (0, 0)
     outputs = lightning(*tensors, arguments[6])
@@ -161,6 +162,8 @@ def _(info, in_dims, *arguments):
 
 @lightning_backward.register_vmap
 def _(info, in_dims, *arguments):
+    if in_dims[5] is not None:
+        return each(lightning_backward, info.batch_size, in_dims, arguments)
     tensors, heads = _fold(info.batch_size, in_dims[:6] + in_dims[7:], arguments[:6] + arguments[7:])
     axes = (2, 2, 2, 1) if heads else (0, 0, 0, 0)
     grads = lightning_backward(*tensors[:6], arguments[6], *tensors[6:])

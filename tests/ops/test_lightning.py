@@ -1,0 +1,219 @@
+"""Lightning attention: the definition against the chunked form and the step, with and without decay."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from linnet.ops import chunks, debug, lightning_attention, lightning_step, use_backend
+
+DECAYS = {"none": None, "slow": [-0.001, -0.01], "fast": [-0.3, -20.0], "mixed": [0.0, -float("inf")]}
+
+
+def make(B=2, T=37, H=2, K=3, V=5, *, decay="slow", state=True, offsets=None, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape, to=dtype):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(to).requires_grad_()
+
+    call = dict(q=normal(B, T, H, K), k=normal(B, T, H, K), v=normal(B, T, H, V), scale=0.7)
+    if DECAYS[decay] is not None:
+        call["log_decay"] = torch.tensor(DECAYS[decay][:H], dtype=torch.promote_types(dtype, torch.float32))
+    if state:
+        N = B if offsets is None else len(offsets) - 1
+        call["initial_state"] = normal(N, H, K, V, to=torch.promote_types(dtype, torch.float32))
+    if offsets is not None:
+        call["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32)
+    return call
+
+
+def detached(call):
+    return {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+
+
+def everything(call, form="chunked"):
+    """o, the final state, and the gradients of all that has one, for a loss that reads both results."""
+    with use_backend(form):
+        results = lightning_attention(**call, output_final_state=True)
+    generator = torch.Generator().manual_seed(7)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results]
+    loss = sum((x.double() * w).sum() for x, w in zip(results, weights, strict=True))
+    leaves = [x for x in call.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    return [*results, *torch.autograd.grad(loss, leaves)]
+
+
+def assert_same(actual, expected, tolerance=1e-10):
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, check_dtype=False)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    B=st.integers(1, 2),
+    T=st.one_of(st.sampled_from([1, 63, 64, 65, 128]), st.integers(1, 200)),
+    H=st.integers(1, 2),
+    K=st.integers(1, 4),
+    V=st.integers(1, 4),
+    decay=st.sampled_from(list(DECAYS)),
+    state=st.booleans(),
+    piece=st.sampled_from([1, 2**9, 2**18]),
+)
+def test_chunked_is_the_definition(B, T, H, K, V, decay, state, piece):
+    call = make(B, T, H, K, V, decay=decay, state=state, seed=T)
+    with pytest.MonkeyPatch.context() as patch:  # pieces of one chunk, of a few, of all
+        patch.setattr(chunks, "PIECE_ELEMENTS", piece)
+        actual = everything(call)
+    assert_same(actual, everything(call, "reference"))
+
+
+@settings(max_examples=12, deadline=None)
+@given(cuts=st.lists(st.integers(0, 90), max_size=4), decay=st.sampled_from(list(DECAYS)), state=st.booleans())
+def test_documents_are_separate_calls(cuts, decay, state):
+    offsets = [0, *sorted(cuts), 90]
+    call = make(1, 90, decay=decay, state=state, offsets=offsets)
+    actual = everything(call)
+    assert_same(actual, everything(call, "reference"))
+    plain = detached(call)
+    plain.pop("cu_seqlens")
+    for i, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        if start < end:
+            part = plain | {name: plain[name][:, start:end] for name in "qkv"}
+            if state:
+                part["initial_state"] = plain["initial_state"][i : i + 1]
+            o, final = lightning_attention(**part, output_final_state=True)
+            assert_same([o, final], [actual[0][:, start:end], actual[1][i : i + 1]])
+        else:
+            expected = plain["initial_state"][i] if state else torch.zeros(2, 3, 5, dtype=torch.float64)
+            assert_same([actual[1][i]], [expected])
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_a_sequence_in_two_calls(decay):
+    call = make(T=150, decay=decay)
+    whole = everything(call)
+    split = dict(call)
+    state = split.pop("initial_state")
+    parts = []
+    for start, end in ((0, 70), (70, 150)):
+        part = split | {name: call[name][:, start:end] for name in "qkv"}
+        o, state = lightning_attention(**part, initial_state=state, output_final_state=True)
+        parts.append(o)
+    results = [torch.cat(parts, 1), state]
+    generator = torch.Generator().manual_seed(7)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results]
+    loss = sum((x * w).sum() for x, w in zip(results, weights, strict=True))
+    assert_same([*results, *torch.autograd.grad(loss, [call[x] for x in ("q", "k", "v", "initial_state")])], whole)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_steps_are_the_sequence(decay):
+    call = detached(make(T=70, decay=decay))
+    o, final = lightning_attention(**call, output_final_state=True)
+    state = call["initial_state"].clone()
+    constants = {name: call[name] for name in ("log_decay", "scale") if name in call}
+    steps = [lightning_step(*(call[x][:, t] for x in "qkv"), state, **constants) for t in range(70)]
+    assert_same([torch.stack(steps, 1), state], [o, final])
+
+
+def test_gradcheck():
+    call = make(B=1, T=5, K=2, V=3)
+    names = ("q", "k", "v", "initial_state")
+
+    def run(*tensors):
+        return lightning_attention(**(call | dict(zip(names, tensors, strict=True))), output_final_state=True)
+
+    assert torch.autograd.gradcheck(run, [call[name] for name in names])
+
+
+def test_gradient_through_the_final_state_alone():
+    call = make()
+    grads = {}
+    for form in ("chunked", "reference"):
+        with use_backend(form):
+            state = lightning_attention(**call, output_final_state=True)[1]
+        grads[form] = torch.autograd.grad(state.square().sum(), [call["k"], call["v"], call["initial_state"]])
+    assert_same(grads["chunked"], grads["reference"])
+
+
+def test_no_decay_is_a_decay_of_one():
+    call = make(T=100, decay="none")
+    assert_same(everything(call), everything(call | {"log_decay": torch.zeros(2)}))
+
+
+def test_arguments_stay_as_they_were():
+    """With one head and one sequence, gathering a piece needs no permutation and might return the argument itself."""
+    call = detached(make(B=1, T=64, H=1))
+    before = {name: x.clone() for name, x in call.items() if isinstance(x, torch.Tensor)}
+    everything({name: x.requires_grad_() if name in ("q", "k", "v") else x for name, x in call.items()})
+    for name, x in before.items():
+        assert torch.equal(call[name], x), name
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+def test_low_precision(dtype, tolerance):
+    call = make(T=200, K=16, V=16, dtype=dtype)
+    exact = {name: x.detach().double().requires_grad_() if name in ("q", "k", "v", "initial_state") else x
+             for name, x in call.items()}  # fmt: skip
+    actual, expected = everything(call), everything(exact)
+    assert actual[0].dtype == dtype and actual[1].dtype == torch.float32
+    assert [x.dtype for x in actual[2:]] == [dtype, dtype, dtype, torch.float32]
+    for a, e in zip(actual, expected, strict=True):
+        assert (a - e).abs().max() <= tolerance * e.abs().max()
+
+
+def test_long_sequence_in_linear_memory():
+    T, half = 131_072, 65_536 + 13
+    call = make(B=1, T=T, H=1, K=4, V=4, dtype=torch.float32)
+    o, final, *grads = everything(call)
+    call = detached(call)
+    first, second = ({name: call[name][:, part] for name in "qkv"} for part in (slice(half), slice(half, None)))
+    constants = {name: call[name] for name in ("log_decay", "scale")}
+    _, state = lightning_attention(**first, **constants, initial_state=call["initial_state"], output_final_state=True)
+    tail, state = lightning_attention(**second, **constants, initial_state=state, output_final_state=True)
+    assert_same([tail, state], [o[:, half:], final], 1e-4)
+    assert all(x.isfinite().all() for x in grads)
+
+
+BAD = {
+    "k [2, 37, 2, 4]": lambda c: c | {"k": torch.zeros(2, 37, 2, 4)},
+    "v [2, 36, 2, 5]": lambda c: c | {"v": c["v"][:, :36]},
+    "every size must be at least 1": lambda c: c | {name: c[name][:, :0] for name in "qkv"},
+    "give floating-point": lambda c: c | {"q": c["q"].long()},
+    r"log_decay has shape \[3\]": lambda c: c | {"log_decay": torch.zeros(3)},
+    "requires_grad=True; give a constant": lambda c: c | {"log_decay": torch.zeros(2, requires_grad=True)},
+    r"initial_state has shape \[2, 2, 5, 3\].*give \[2, 2, 3, 5\]": lambda c: (
+        c | {"initial_state": c["initial_state"].mT}
+    ),
+    "in torch.float64": lambda c: c | {"initial_state": c["initial_state"].float()},
+    "the batch is 2": lambda c: c | {"cu_seqlens": torch.tensor([0, 37], dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments(message):
+    pattern = message if "\\" in message else message.replace("[", r"\[")
+    with pytest.raises(ValueError, match=pattern):
+        lightning_attention(**BAD[message](detached(make())))
+
+
+@pytest.mark.parametrize("offsets", [[0, 20, 10, 37], [1, 37], [0, 36], [0, 38]])
+def test_bad_offsets(offsets):
+    call = detached(make(B=1, state=False))
+    with pytest.raises(ValueError, match="must start at 0, never fall, and end at the sequence length 37"):
+        lightning_attention(**call, cu_seqlens=torch.tensor(offsets, dtype=torch.int32))
+    with pytest.raises(ValueError, match="give int32"):
+        lightning_attention(**call, cu_seqlens=torch.tensor([0, 37]))
+
+
+@pytest.mark.parametrize("value", [0.1, float("nan")])
+def test_debug_looks_at_values(value):
+    call = make() | {"log_decay": torch.tensor([-1.0, value])}
+    lightning_attention(**call)
+    with debug(), pytest.raises(ValueError, match="log_decay must be at most 0"):
+        lightning_attention(**call)
+
+
+def test_step_refuses_wrong_shapes():
+    x = torch.zeros(2, 3, 4)
+    with pytest.raises(ValueError, match=r"state \[2, 3, 4, 5\]; give"):
+        lightning_step(x, x, x, torch.zeros(2, 3, 4, 5))

@@ -1,0 +1,201 @@
+"""What `torch.library` knows of lightning and gated attention: fake, autograd, vmap, FLOPs; compilation, autocast."""
+
+import pytest
+import torch
+from torch.func import functional_call, vmap
+from torch.utils.flop_counter import FlopCounterMode
+
+from linnet.ops import gated_linear_attention, lightning_attention
+from linnet.ops.gated import gated
+from linnet.ops.lightning import lightning
+
+OPS = {"lightning": (lightning_attention, lightning), "gated": (gated_linear_attention, gated)}
+VARIANTS = ["plain", "no decay", "state", "documents"]
+
+
+def make(op, variant="plain", *, B=2, T=70, H=3, K=4, V=5, dtype=torch.float64, device="cpu", seed=0):
+    """Keyword arguments of the public function, in the order of the registered op."""
+    if variant == "documents":
+        B = 1
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        x = torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        return x.requires_grad_()
+
+    call = dict(q=normal(B, T, H, K), k=normal(B, T, H, K), v=normal(B, T, H, V))
+    if op == "gated":
+        call["log_decay"] = normal(B, T, H, K).detach().abs().neg().requires_grad_()
+    else:
+        call["log_decay"] = None if variant == "no decay" else normal(H).detach().abs().neg()
+    call["initial_state"] = normal(B if variant != "documents" else 3, H, K, V) if variant != "plain" else None
+    call["cu_seqlens"] = torch.tensor([0, 20, 20, T], dtype=torch.int32) if variant == "documents" else None
+    return call | {"scale": 0.5}
+
+
+def leaves(call):
+    return [x for x in call.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+
+
+def loss(results):
+    return sum((x.double().sin() * (i + 1)).sum() for i, x in enumerate(results))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op, variant):
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(OPS[op][1], tuple(make(op, variant, T=30).values()), test_utils=tests)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("op", OPS)
+def test_compiles_in_one_graph(op, variant):
+    call, function = make(op, variant), OPS[op][0]
+
+    def run(**call):
+        return function(**call, output_final_state=True)
+
+    expected = run(**call)
+    actual = torch.compile(run, fullgraph=True, backend="aot_eager")(**call)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0)
+    grads = (torch.autograd.grad(loss(results), leaves(call)) for results in (actual, expected))
+    for a, e in zip(*grads, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compiles_where_the_state_is_not_read(op):
+    call, function = make(op), OPS[op][0]
+    expected = torch.autograd.grad(function(**call)[0].square().sum(), leaves(call))
+    compiled = torch.compile(lambda **call: function(**call)[0], fullgraph=True, backend="aot_eager")
+    for a, e in zip(torch.autograd.grad(compiled(**call).square().sum(), leaves(call)), expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shared", ["k", "log_decay", "initial_state"])
+@pytest.mark.parametrize("op", OPS)
+def test_vmap_is_a_loop(op, shared, variant):
+    """Values and gradients of three models at once, all arguments batched but one, which is the same for all."""
+    function = OPS[op][0]
+    calls = [make(op, variant, T=20, seed=seed) for seed in range(3)]
+    same = {name: x for name, x in calls[0].items() if x is None or name in (shared, "cu_seqlens", "scale")}
+    differ = [name for name in calls[0] if name not in same]
+
+    def run(*tensors):
+        return function(**same, **dict(zip(differ, tensors, strict=True)), output_final_state=True)
+
+    # Batched along the last axis, so that a rule that takes axis 0 for granted fails.
+    batched = vmap(run, in_dims=-1)(*(torch.stack([call[name] for call in calls], -1) for name in differ))
+    looped = [torch.stack(x) for x in zip(*(run(*(call[name] for name in differ)) for call in calls), strict=True)]
+    learned = [x for call in calls for x in leaves(call | same)]
+    for actual, expected in (
+        (batched, looped),
+        *zip(*[[torch.autograd.grad(loss(x), learned, allow_unused=True)] for x in (batched, looped)], strict=True),
+    ):
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("op", OPS)
+def test_vmap_of_the_backward_is_a_loop(op, variant):
+    """Many gradients of one call, which vmap the backward op, and that op with a batch of decays."""
+    call = make(op, variant, T=20)
+    results = OPS[op][0](**call, output_final_state=True)
+    weights = [torch.randn(3, *x.shape, dtype=torch.float64) for x in results]
+    batched = torch.autograd.grad(results, leaves(call), weights, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        each = torch.autograd.grad(results, leaves(call), [w[i] for w in weights], retain_graph=True)
+        for a, e in zip(batched, each, strict=True):
+            torch.testing.assert_close(a[i], e)
+    if call["log_decay"] is not None:
+        decays = torch.stack([call["log_decay"].detach(), 2 * call["log_decay"].detach()], -1)
+        backward = getattr(torch.ops.linnet, f"{op}_backward")
+
+        def run(log_decay):
+            inputs = (call | {"log_decay": log_decay}).values()
+            return backward(
+                *(x.detach() if isinstance(x, torch.Tensor) else x for x in inputs), results[0].detach(), None
+            )
+
+        batched = vmap(run, in_dims=-1)(decays)
+        for i in range(2):
+            for a, e in zip(batched, run(decays[..., i]), strict=True):
+                torch.testing.assert_close(a[i], e)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_vmap_over_offsets(op):
+    call, function = make(op, "documents"), OPS[op][0]
+    offsets = torch.tensor([[0, 20, 20, 70], [0, 1, 69, 70]], dtype=torch.int32)
+    actual = vmap(lambda o: function(**(call | {"cu_seqlens": o}), output_final_state=True))(offsets)
+    for i, o in enumerate(offsets):
+        expected = function(**(call | {"cu_seqlens": o}), output_final_state=True)
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a[i], e)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_vmap_of_a_layer_trains_many_models_at_once(op):
+    """The use of the rule: stacked parameters, one call; and the same under torch.compile."""
+    torch.manual_seed(0)
+    layer, function = torch.nn.Linear(6, 12, bias=False).double(), OPS[op][0]
+    weights = torch.randn(4, 12, 6, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(4, 2, 10, 6, dtype=torch.float64)
+
+    def run(weight, x):
+        q, k, v = functional_call(layer, {"weight": weight}, x).unflatten(-1, (2, 6)).split(2, -1)
+        log_decay = -k.square() if op == "gated" else torch.tensor([-0.1, -0.2])
+        return function(q, k, v, log_decay=log_decay)[0].square().sum()
+
+    def all_at_once(weights, x):
+        return vmap(run)(weights, x).sum()
+
+    (expected,) = torch.autograd.grad(sum(run(w, y) for w, y in zip(weights, x, strict=True)), weights)
+    for form in (all_at_once, torch.compile(all_at_once, fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(torch.autograd.grad(form(weights, x), weights)[0], expected)
+
+
+# Multiply-adds of a token and head in whole chunks of C = 64, in units of [C K, C V, K V], forward and with backward.
+COUNTS = {"lightning": ([1, 1, 2], [4, 3, 7]), "gated": ([0.5, 1, 2], [2, 3, 7])}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_flops_are_counted_on_the_meta_device(op):
+    B, T, H, K, V = 2, 8192, 3, 16, 32
+    call, function = make(op, B=B, T=T, H=H, K=K, V=V, dtype=torch.float32, device="meta"), OPS[op][0]
+    terms = torch.tensor([64 * K, 64 * V, K * V], dtype=torch.float64)
+    for backward, units in enumerate(COUNTS[op]):
+        with FlopCounterMode(display=False) as counter:
+            o, _ = function(**call)
+            if backward:
+                o.sum().backward()
+        assert counter.get_total_flops() == 2 * B * T * H * (terms @ torch.tensor(units, dtype=torch.float64))
+    short = make(op, B=B, T=10, H=H, K=K, V=V, dtype=torch.float32, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        function(**short)
+    terms[:2] *= 10 / 64
+    assert counter.get_total_flops() == 2 * B * 10 * H * (terms @ torch.tensor(COUNTS[op][0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_leaves_the_arithmetic_alone(op):
+    call, function = make(op, dtype=torch.float32), OPS[op][0]
+    expected = function(**call)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = function(**call)[0]
+        grads = torch.autograd.grad(actual.sum(), leaves(call))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    for a, e in zip(grads, torch.autograd.grad(expected.sum(), leaves(call)), strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_second_derivatives_are_refused(op):
+    call, function = make(op), OPS[op][0]
+    (dq,) = torch.autograd.grad(function(**call)[0].square().sum(), call["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="linnet"):
+        torch.autograd.grad(dq.sum(), call["k"])
