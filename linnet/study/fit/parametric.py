@@ -229,10 +229,10 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
     fit.surface_intervals = {name: resampling.interval(values) for name, values in columns.items()}
     columns["a"] = laws["N_opt"][:, 1]
     fit.deviations = {name: float(values.std(ddof=1)) for name, values in columns.items()}
-    fit.correlations = {
-        "log A, alpha": float(np.corrcoef(log_A, alpha)[0, 1]),
-        "log B, beta": float(np.corrcoef(log_B, beta)[0, 1]),
-    }
+    pairs = {"log A, alpha": (log_A, alpha), "log B, beta": (log_B, beta)}
+    # Without noise every resample gives the same numbers, which correlate with nothing.
+    moving = {name: pair for name, pair in pairs.items() if min(part.std() for part in pair) > 0}
+    fit.correlations = {name: float(np.corrcoef(*pair)[0, 1]) for name, pair in moving.items()}
 
 
 def _held_out(table: pd.DataFrame, hold_out: float | None, theta: np.ndarray) -> HeldOut:

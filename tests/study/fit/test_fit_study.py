@@ -116,3 +116,19 @@ def test_laws_that_do_not_cross_say_so():
 def test_a_doubtful_crossing_has_no_interval():
     found = crossing(fitted("a", law(30, -0.05, spread=0.5)), fitted("b", law(30 * 1e20**0.001, -0.051, spread=0.5)))
     assert found.C == pytest.approx(1e20) and found.interval is None and "do not meet" in found.refused[0]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_table_gives_numbers_or_reasons(seed):
+    generator = np.random.default_rng(seed)
+    rows = int(generator.integers(1, 20))
+    C = 10 ** (generator.choice(np.arange(17, 20, 0.5), rows) if seed % 2 else generator.uniform(16, 20, rows))
+    N = 10 ** generator.choice(np.linspace(6, 8, 5), rows)
+    loss = np.exp(generator.normal(1, 0.3, rows)) if seed < 6 else np.full(rows, 2.5)
+    table = pd.DataFrame({"N": N, "N_total": np.nan, "D": C / 6 / N, "C": C, "loss": loss, "budget": np.nan})
+    table["run"] = [f"run {i // (1 + 4 * (seed % 3 == 0))}" for i in range(rows)]
+    study = fit_study(table.assign(architecture="tnl"), bootstrap=25, hold_out=[None, 0.5, 1e18][seed % 3])
+    json.dumps(study.to_json(), allow_nan=False)
+    for method in study["tnl"].methods.values():
+        for found in (method.L, method.L_irreducible, method.N_opt, method.D_opt):
+            assert bool(found.refused) == (found.coefficient is None) == (found.parameters == {})
