@@ -5,7 +5,7 @@ all chunks and heads, and the state can be carried from chunk to chunk through c
 pieces of full chunks, then one chunk with the ragged tail.
 """
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -102,4 +102,4 @@ def state_dtype(*inputs: Tensor) -> torch.dtype:
 
 def exact(x: Tensor) -> AbstractContextManager:
     """Turns autocast off: an op chooses its own precision, and autocast would reach the matrix products inside it."""
-    return torch.autocast(x.device.type, enabled=False)
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

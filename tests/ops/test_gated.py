@@ -235,3 +235,10 @@ def test_step_refuses_wrong_shapes():
     x = torch.zeros(2, 3, 4)
     with pytest.raises(ValueError, match=r"log_decay \[2, 3\]"):
         gated_step(x, x, x, x[..., 0], torch.zeros(2, 3, 4, 4))
+
+
+def test_forms_without_a_kernel_count_on_the_meta_device():
+    x, state = torch.zeros(1, 2, 3, device="meta"), torch.zeros(1, 2, 3, 3, device="meta")
+    assert gated_step(x, x, x, x, state).shape == x.shape
+    with use_backend("reference"):
+        assert gated_linear_attention(x[None], x[None], x[None], x[None])[0].shape == (1, 1, 2, 3)
