@@ -1,4 +1,4 @@
-"""The learned lower bounds of forget gates that HGRN and HGRN2 share over their layers (paper 002, section 3.1).
+"""The learned lower bounds of forget gates that HGRN and HGRN2 share over their layers (paper 002, section 2.2).
 
 P = softmax of gamma [L, D] over layers, beta of layer l = sum of P_j over 1 <= j <= l: 0 in the first layer, below 1 in
 the last. Paper 000 (A.1.3) writes the sum from j = 0, which makes the last layer's gate 1 and its input 0; paper 002

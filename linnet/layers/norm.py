@@ -1,6 +1,6 @@
 """Norms over the last dimension: SRMSNorm (no gain), RMSNorm, LayerNorm.
 
-SRMSNorm(x) = x / (||x||_2 / sqrt(d)) is paper 001, equation 8. Epsilon sits inside the mean square: 1e-6 for SRMSNorm
+SRMSNorm(x) = x / (||x||_2 / sqrt(d)) is paper 001, equation 14. Epsilon sits inside the mean square: 1e-6 for SRMSNorm
 and RMSNorm, 1e-5 for LayerNorm.
 """
 

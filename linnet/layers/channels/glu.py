@@ -1,6 +1,6 @@
 """Gated linear units: y = (act(x W_gate) * (x W_up)) W_down, without biases.
 
-`swiglu` is SiLU-gated (Shazeer 2020, arXiv:2002.05202), `sglu` has no activation (paper 001, equation 9), and `glu`
+`swiglu` is SiLU-gated (Shazeer 2020, arXiv:2002.05202), `sglu` has no activation (paper 001, equation 12), and `glu`
 takes the activation as an option.
 """
 

@@ -1,4 +1,4 @@
-"""HGRN: element-wise gated linear recurrence with lower-bounded forget gates (Qin et al. 2023; paper 002, 3.1).
+"""HGRN: element-wise gated linear recurrence with lower-bounded forget gates (Qin et al. 2023; paper 002, 2.2).
 
 Real: h_t = f_t h_{t-1} + (1 - f_t) c_t. Complex: h_t = f_t e^{i theta} h_{t-1} + (1 - f_t) c_t with learned theta,
 and the real and imaginary parts side by side as features. c = silu(x W_in); y = Norm(h * silu(x W_g)) W_o, norm after

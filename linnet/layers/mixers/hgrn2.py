@@ -1,4 +1,4 @@
-"""HGRN2: gated linear recurrence with state expansion (paper 002, section 3; paper 000, A.1.3).
+"""HGRN2: gated linear recurrence with state expansion (paper 002, 3.2; paper 000, A.1.3).
 
 S_t = diag(f_t) S_{t-1} + (1 - f_t) (x) i_t, y_t = o_t S_t, in heads of d/h; f_t = beta + (1 - beta) sigmoid(x W_f)
 with the lower bound beta of the layer; then norm over the full width and W_o. As linear attention: q = o, k = 1 - f,

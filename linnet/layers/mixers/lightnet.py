@@ -22,7 +22,7 @@ from linnet.ops import additive_attention, additive_step
 class LightnetConfig(GatedOutputConfig):
     norm: NormKind = "rmsnorm"
     num_heads: int = Field(8, ge=1)
-    lrpe: bool = Field(True, description="False is the ablation of paper 003, Table 5")
+    lrpe: bool = Field(True, description="False is an ablation of paper 003, section 5.3")
     lrpe_shared_heads: bool = Field(False, description="one set of frequencies for all heads")
 
 

@@ -1,7 +1,7 @@
 """LRPE: linearized relative position encoding (Qin et al. 2023), in its real and complex forms.
 
 Complex: x -> [x cos(t theta), x sin(t theta)] doubles the head width, and q.k becomes
-sum_j q_j k_j cos(theta_j (t - s)). TNL's first layer, cosFormer2 and LightNet use it (papers 001 4.1, 000 A.1.4, 003
+sum_j q_j k_j cos(theta_j (t - s)). TNL's first layer, cosFormer2 and LightNet use it (papers 001 eq. 9, 000 A.1.4, 003
 eq. 10). Real: rotates pairs and keeps the width; with learned frequencies it generalises RoPE. With a decay per
 channel only the complex form stays relative, because both copies of a channel share its decay.
 """

@@ -1,4 +1,4 @@
-"""TPE: Toeplitz position encoding, once after the embedding (papers 003 4.3 and 000 A.1.4).
+"""TPE: Toeplitz position encoding, once after the embedding (papers 003, 4.2, and 000, A.1.4).
 
 Each channel is filtered by T_j = sum_m b_m lambda_m^j, so it runs as a recurrence of E real modes a channel:
 u_t = lambda u_{t-1} + x_t, y_t = sum_m b_m u_t[m]. The papers give neither the parametrisation nor the start; here

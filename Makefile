@@ -1,0 +1,44 @@
+# Two commands that do all the set-up: `make demo` and `make test`. Each makes .venv, installs with pip, and runs.
+#
+#   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"   PyTorch without CUDA from PyTorch's index
+#   make test PYTHON=python3.12 VENV=/somewhere/else
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+WORKERS ?= 2
+
+PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+
+.PHONY: demo test lint bench clean
+.DEFAULT_GOAL := demo
+
+demo: $(VENV)/.demo
+	$(VENV)/bin/linnet study configs/demo.yaml
+
+test: $(VENV)/.test lint
+	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal --durations 10
+
+lint: $(VENV)/.test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports --no-logo
+
+bench: $(VENV)/.demo
+	$(VENV)/bin/python benchmarks/cpu_attention.py
+	$(VENV)/bin/python benchmarks/train_overhead.py
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Linnet needs Python 3.11 or newer; name one with make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e '.[study]'
+	touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e '.[dev]'
+	touch $(VENV)/.demo $@
