@@ -126,9 +126,10 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, do, dfinal):
-    v, initial_state = ctx.saved_tensors[2], ctx.saved_tensors[4]
+    saved = ctx.saved_tensors  # once: recomputation gives them out only once
+    v, initial_state = saved[2], saved[4]
     do = torch.zeros_like(v) if do is None else do
-    *grads, dinitial = lightning_backward(*ctx.saved_tensors, ctx.scale, do, dfinal)
+    *grads, dinitial = lightning_backward(*saved, ctx.scale, do, dfinal)
     return *grads, None, None if initial_state is None else dinitial, None, None
 
 
