@@ -42,22 +42,30 @@ class Record:
         """
         line = (json.dumps(plain(row)) + "\n").encode()
         try:
-            written = self._file.write(line)
-            if written < len(line):
+            if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            message = f"{self.path}: cannot be written ({error.strerror}); run the same command again to go on"
-            raise ConfigError([message], "record") from error
+            raise self._failed(error) from error
         self.rows += 1
 
     def sync(self) -> None:
-        """Waits until all rows are on the disk."""
-        os.fsync(self._file.fileno())
+        """Waits until all rows are on the disk. Raises as `write` does."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._failed(error) from error
 
-    def cut(self, keep: int) -> None:
-        """Forgets all rows but the first `keep`."""
+    def _failed(self, error: OSError) -> ConfigError:
+        message = f"{self.path}: cannot be written ({error.strerror}); run the same command again to go on"
+        return ConfigError([message], "record")
+
+    def roll_back(self, keep: int) -> None:
+        """Forgets all rows behind the first `keep` but the events, which tell how the run came to go back."""
+        events = [row for row in read_rows(self.path)[keep:] if "event" in row]
         self._file.close()
         self.__init__(self.path, keep)
+        for row in events:
+            self.write(row)
 
     def close(self) -> None:
         self._file.close()

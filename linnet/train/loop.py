@@ -10,7 +10,7 @@ import shutil
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -39,7 +39,8 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
         config: what to train.
         root: folder of run folders.
         cache: folder of tokenised data.
-        progress: is called with each row of the record, and with {"event": "start", "steps", ...} before the first.
+        progress: is called with each row of the record, with {"event": "data", ...} while text is prepared, and with
+            {"event": "start", "step", "steps", "path"} before the first step.
 
     Raises:
         ConfigError: something that the configuration names is not as it must be; nothing was trained.
@@ -62,7 +63,8 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
                 torch.manual_seed(config.seed)
                 Run(config, folder, Path(cache), device, progress).run(stop)
         except Exception as error:
-            folder.write_error(f"{error}\n" if isinstance(error, ConfigError) else traceback.format_exc())
+            with suppress(OSError):  # a full disk must not hide the error
+                folder.write_error(f"{error}\n" if isinstance(error, ConfigError) else traceback.format_exc())
             raise
     return folder
 
@@ -79,7 +81,7 @@ class Run:
         self, config: TrainConfig, folder: RunFolder, cache: Path, device: torch.device, progress: Progress | None
     ):
         self.config, self.folder, self.device, self.progress = config, folder, device, progress
-        self.corpus = prepare(config.data, cache)
+        self.corpus = prepare(config.data, cache, progress=None if progress is None else self.show_data)
         try:
             check_vocabulary(config.model.vocab_size, self.corpus.vocab_size)
         except ValueError as error:
@@ -93,6 +95,9 @@ class Run:
         self.row_step = 0  # step of the last training row
         self.saved_step = -1
         self.returned_to: Path | None = None
+
+    def show_data(self, what: str, done: int, total: int) -> None:
+        self.progress({"event": "data", "what": what, "done": done, "total": total})
 
     def run(self, stop: Stop) -> None:
         with ExitStack() as stack:
@@ -114,9 +119,10 @@ class Run:
             self.saved_step = self.session.step
         elif self.config.init_from is not None:
             start_from(self.session, self.config.init_from)
-        self.take_record(meta)
+        self.record = self.folder.record(keep=meta.get("rows", 0))
         if path is not None:
             self.clock.load(meta["clock"])
+            self.row_step = meta["row_step"]
         self.sinks = open_sinks(
             self.config.sinks, self.folder.path, self.config.model_dump(mode="json"), self.session.step
         )
@@ -186,8 +192,8 @@ class Run:
         self.returned_to = path
         self.session.load(tensors, meta, rollback=True)
         self.saved_step = self.session.step
-        self.record.close()
-        self.take_record(meta)
+        self.record.roll_back(meta["rows"])
+        self.row_step = meta["row_step"]
         left_out = self.session.guard.leave_out(trouble, self.session.position)
         return {"to_step": self.session.step, "left_out": left_out}
 
@@ -269,11 +275,6 @@ class Run:
             keep = max(self.config.keep_checkpoints, 2 if self.config.guard.policy == "rollback" else 1)
             checkpoint.save(self.folder.checkpoint_folder, self.session.step, tensors, meta, keep)
         self.saved_step = self.session.step
-
-    def take_record(self, meta: dict) -> None:
-        """Opens the record at the rows that a checkpoint knew of."""
-        self.record = self.folder.record(keep=meta.get("rows", 0))
-        self.row_step = meta.get("row_step", 0)
 
     def write(self, row: dict) -> None:
         self.record.write(row)

@@ -34,9 +34,16 @@ def test_goes_on_behind_the_rows_of_a_checkpoint(tmp_path):
     record = Record(path, keep=3)
     record.write({"step": "again"})
     assert [row["step"] for row in read_rows(path)] == [0, 1, 2, "again"]
-    record.cut(1)
-    record.write({"step": "new"})
-    assert [row["step"] for row in read_rows(path)] == [0, "new"] and record.rows == 2
+
+
+def test_going_back_keeps_the_events(tmp_path):
+    record = Record(tmp_path / "metrics.jsonl")
+    for row in ({"step": 1}, {"step": 2}, {"step": 3, "event": "spike"}, {"step": 2}, {"step": 3, "event": "spike"}):
+        record.write(row)
+    record.roll_back(1)
+    record.write({"step": 2})
+    assert [row.get("event", row["step"]) for row in read_rows(record.path)] == [1, "spike", "spike", 2]
+    assert record.rows == 4
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b"\x00\x00\x00", b'{"step": 3}', b"\xff\n", b'{"step":\n'])

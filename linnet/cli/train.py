@@ -1,0 +1,129 @@
+"""`linnet train`: one model, many steps."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    config: Annotated[
+        Path | None, typer.Argument(help="A training file (YAML); see docs/training.md.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A recipe: [bold]linnet models[/] lists them.", metavar="NAME", show_default=False),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text to train on: a file, folder or quoted glob; may be given again. Default: CONFIG's, or the "
+            "source text of Python's standard library.",
+            metavar="PATH",
+            show_default=False,
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Change a setting: --set steps=500 --set optimizer.learning_rate=3e-3 (repeatable).",
+            metavar="KEY=VALUE",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="auto (the GPU where there is one), cpu or cuda.", show_default="auto")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of runs; this one gets a folder in it.")] = Path("runs"),
+    cache: Annotated[Path, typer.Option(help="Folder of prepared corpora.")] = Path("runs/cache"),
+    json_: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Train a language model and score it on held-out text.
+
+    A run is a folder named after its settings: the same command goes on where it was stopped (Ctrl-C, a crash, a power
+    cut) and only shows the result once it is done. Another setting is another run. The folder holds config.yaml,
+    metrics.jsonl, checkpoints and, at the end, result.json.
+
+    [bold]linnet train --model tnl-10m[/]                                   on Python's standard library
+    [bold]linnet train --model hgrn2-10m --data "books/*.txt" --set steps=2000[/]
+    [bold]linnet train my_run.yaml --set seed=1[/]
+    """
+    import json
+
+    from rich.console import Console
+
+    from linnet.train import train as run
+    from linnet.train.progress import TerminalProgress
+
+    settings = _settings(config, model, data, device, set_ or [])
+    console = Console(stderr=json_, soft_wrap=True)
+    _show_plan(settings, console)
+    with TerminalProgress(console) as progress:
+        folder = run(settings, out, cache, progress)
+    if not progress.started:
+        console.print("this run was done before; another setting (--set seed=1) makes another run", highlight=False)
+    result = folder.result()
+    if json_:
+        typer.echo(json.dumps({"path": str(folder.path), **result}, indent=1))
+    else:
+        _show_result(folder.path, result, console)
+    if result["status"] != "done":
+        raise typer.Exit(1)
+
+
+def _settings(
+    config: Path | None, model: str | None, data: list[str] | None, device: str | None, assignments: list[str]
+):
+    """The training that the command line describes."""
+    from linnet.config import ConfigError, override, parse, read_yaml
+    from linnet.train import TrainConfig
+
+    if config is None and model is None:
+        raise ConfigError(["CONFIG: give a training file, or --model NAME (linnet models lists them)"], "command line")
+    values = read_yaml(config) if config is not None else {}
+    if model is not None:
+        values["model"] = model
+        values.setdefault("name", model)
+    if data:
+        given = values.get("data")
+        values["data"] = {**(given if isinstance(given, dict) else {}), "source": data}
+    if device is not None:
+        values["device"] = device
+    if assignments and isinstance(values.get("model"), str):
+        values["model"] = {"recipe": values["model"]}  # so that --set model.vocab_size=... changes the recipe
+    return parse(TrainConfig, override(values, assignments), str(config or "command line"))
+
+
+def _show_plan(settings, console) -> None:
+    from linnet.models import count_parameters, flops_exact
+
+    total, outside = count_parameters(settings.model)
+    steps, tokens = settings.total_steps, settings.total_steps * settings.batch_size * settings.seq_len
+    flops = steps * flops_exact(settings.model, settings.seq_len, settings.batch_size)
+    console.print(
+        f"[bold]{settings.name or settings.architecture}[/]: {settings.model.layout}, width {settings.model.d_model}, "
+        f"{total:,} parameters ({outside:,} without embeddings), vocabulary {settings.model.vocab_size:,}",
+        highlight=False,
+    )
+    console.print(
+        f"{steps:,} steps of {settings.batch_size} x {settings.seq_len} tokens = {tokens:,} tokens, {flops:.3g} FLOPs",
+        highlight=False,
+    )
+
+
+def _show_result(path: Path, result: dict, console) -> None:
+    from rich.markup import escape
+
+    if result["status"] == "done":
+        console.print(
+            f"held-out loss [bold]{result['loss']:.4f}[/] nats a token, [bold]{result['bits_per_byte']:.4f}[/] bits a "
+            f"byte, after {result['tokens']:,} tokens in {result['seconds']:,.0f} s",
+            highlight=False,
+        )
+    else:
+        console.print(
+            f"[bold red]diverged[/] at step {result['steps']:,}: the loss was not finite or spiked. Lower "
+            "optimizer.learning_rate, or set guard.policy to rollback or skip; metrics.jsonl has the event",
+            highlight=False,
+        )
+    console.print(f"in {escape(str(path))}", highlight=False)

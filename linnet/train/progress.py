@@ -1,0 +1,94 @@
+"""What a person sees while a run trains: a bar with the time left, or a line now and then without a terminal."""
+
+import time
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+QUIET = 30.0  # seconds between two lines where output is not a terminal
+
+_EVENTS = {"spike": "loss spike", "non-finite": "loss or gradient not finite"}
+
+
+class TerminalProgress:
+    """Called by `train` with each row of the record; a context manager around the call."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("data", total=None, state="")
+        self._steps, self._printed = 0, time.monotonic()
+
+    @property
+    def started(self) -> bool:
+        """Whether training began; a run that was done before does not."""
+        return self._steps > 0
+
+    def __enter__(self) -> "TerminalProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._bar.stop()
+
+    def __call__(self, row: dict) -> None:
+        if row.get("event") == "data":
+            self._bar.update(self._task, description=row["what"], completed=row["done"], total=row["total"])
+        elif row.get("event") == "start":
+            self._start(row)
+        elif "event" in row:
+            self._say(f"[yellow]{self._event(row)}[/]")
+        elif "validation_loss" in row:
+            loss, bits = row["validation_loss"], row["validation_bits_per_byte"]
+            self._say(f"step {row['step']:>7,}  held-out loss [bold]{loss:.4f}[/]  {bits:.4f} bits/byte")
+        else:
+            self._training(row)
+
+    def _start(self, row: dict) -> None:
+        self._steps = row["steps"]
+        self._bar.update(self._task, description="training", completed=row["step"], total=row["steps"], state="")
+        if row["step"]:
+            self._say(f"going on from step {row['step']:,} of {row['steps']:,}")
+
+    def _training(self, row: dict) -> None:
+        left = (self._steps - row["step"]) * row["tokens"] / row["step"] / row["tokens_per_second"]
+        state = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s  {_duration(left)} left"
+        if row["flop_utilisation"] is not None:
+            state += f"  {row['flop_utilisation']:.1%} of peak"
+        self._bar.update(self._task, completed=row["step"], state=state)
+        if not self._console.is_terminal and time.monotonic() - self._printed >= QUIET:
+            self._printed = time.monotonic()
+            self._say(f"step {row['step']:,} of {self._steps:,}  {state}")
+
+    def _event(self, row: dict) -> str:
+        if row["event"] == "damaged_checkpoint":
+            return escape(
+                f"damaged checkpoint set aside: {'; '.join(row['problems'])}; going on from step {row['step']}"
+            )
+        what = (
+            f"step {row['step']:,}: {_EVENTS[row['event']]} (loss {row['loss']:.4g}, gradient {row['grad_norm']:.4g})"
+        )
+        if row["action"] == "rollback":
+            return f"{what}; back to step {row['to_step']:,}, {len(row['left_out'])} batches left out"
+        return f"{what}; {'batch skipped' if row['action'] == 'skip' else 'stopped'}"
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

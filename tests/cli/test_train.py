@@ -1,0 +1,108 @@
+"""`linnet train` as a person uses it."""
+
+import argparse
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from linnet.cli import app
+from linnet.runs import RunFolder
+
+SETTINGS = {
+    "model": {"d_model": 16, "layout": "tnl+sglu x2", "options": {"tnl": {"num_heads": 2}}},
+    "data": {"source": [argparse.__file__]},
+    "seq_len": 32,
+    "batch_size": 4,
+    "steps": 10,
+    "log_every": 2,
+    "evaluate_tokens": 256,
+}
+
+
+@pytest.fixture
+def linnet(tmp_path, monkeypatch):
+    """linnet(*arguments) runs `linnet train` in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(yaml.safe_dump(SETTINGS))
+    return lambda *arguments: CliRunner().invoke(app, ["train", *map(str, arguments)])
+
+
+def test_trains_a_file_and_shows_the_result_again(linnet):
+    done = linnet("run.yaml")
+    assert done.exit_code == 0, done.output
+    [folder] = Path("runs").glob("tnl-*")
+    result = RunFolder(folder).result()
+    assert f"held-out loss {result['loss']:.4f} nats a token" in done.output
+    assert str(folder) in done.output.replace("\n", "")
+    assert "10 steps of 4 x 32 tokens = 1,280 tokens" in done.output
+    again = linnet("run.yaml")
+    assert again.exit_code == 0 and "this run was done before" in again.output
+    assert f"held-out loss {result['loss']:.4f}" in again.output
+
+
+def test_json_is_the_only_output(linnet):
+    done = linnet("run.yaml", "--json", "--out", "elsewhere", "--cache", "kept")
+    found = json.loads(done.stdout)
+    assert found["status"] == "done" and found["steps"] == 10
+    assert RunFolder(found["path"]).result() == {key: value for key, value in found.items() if key != "path"}
+    assert Path(found["path"]).parent == Path("elsewhere") and list(Path("kept").iterdir())
+
+
+def test_a_recipe_text_and_settings_from_the_command_line(linnet):
+    Path("a.txt").write_text("some text to learn from\n" * 200)
+    Path("b.txt").write_text("and some other text that is not the same\n" * 200)
+    arguments = ["--model", "tnl-10m", "--data", "a.txt", "--data", "b.txt", "--device", "cpu"]
+    arguments += ["--set", "steps=1", "--set", "seq_len=16", "--set", "batch_size=2"]
+    done = linnet(*arguments, "--set", "model.d_model=32", "--set", "model.options.tnl.num_heads=2", "--json")
+    assert done.exit_code == 0, done.output
+    config = RunFolder(json.loads(done.stdout)["path"]).config
+    assert Path(json.loads(done.stdout)["path"]).name.startswith("tnl-10m-")
+    assert config["data"]["source"] == ["a.txt", "b.txt"] and config["device"] == "cpu"
+    assert config["steps"] == 1 and config["model"]["d_model"] == 32 and config["model"]["vocab_size"] == 256
+
+
+def test_all_problems_at_once_and_nothing_is_made(linnet):
+    done = linnet("run.yaml", "--set", "stepz=5", "--set", "precision=float8", "--set", "model.d_model=15")
+    assert done.exit_code == 2
+    for part in ("stepz", "did you mean 'steps'", "precision", "15"):
+        assert part in done.output
+    assert not Path("runs").exists()
+    assert linnet().exit_code == 2 and "--model NAME" in linnet().output
+    assert linnet("missing.yaml").exit_code == 2 and "no such file" in linnet("missing.yaml").output
+
+
+def test_ctrl_c_and_on(linnet, monkeypatch):
+    from linnet.train.progress import TerminalProgress
+
+    call = TerminalProgress.__call__
+
+    def interrupt(self, row):
+        call(self, row)
+        if row.get("step") == 6 and "loss" in row:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TerminalProgress, "__call__", interrupt)
+        stopped = linnet("run.yaml")
+    assert stopped.exit_code == 130 and "run the same command again" in stopped.output
+    [folder] = Path("runs").glob("tnl-*")
+    assert [path.name for path in RunFolder(folder).checkpoints()] == ["step-00000006"]
+    done = linnet("run.yaml")
+    assert done.exit_code == 0 and "going on from step 6 of 10" in done.output
+
+
+def test_divergence_says_what_to_do(linnet):
+    done = linnet("run.yaml", "--set", "optimizer.learning_rate=1e30", "--set", "optimizer.clip=null")
+    assert done.exit_code == 1
+    assert "loss or gradient not finite" in done.output or "loss spike" in done.output
+    assert "diverged at step" in done.output and "guard.policy" in done.output
+
+
+def test_help_teaches():
+    shown = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "120"}).output
+    for part in ("linnet train --model tnl-10m", "--set", "Ctrl-C", "result.json"):
+        assert part in shown

@@ -1,0 +1,59 @@
+"""The same training on a GPU."""
+
+import pytest
+import torch
+
+from linnet.runs import RunFolder
+from linnet.train import device, train
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def losses(run: RunFolder) -> list[float]:
+    return [row["loss"] for row in run.metrics() if "loss" in row]
+
+
+def test_losses_are_those_of_the_cpu(settings, cache, tmp_path):
+    """Rows, validation and the way they are read (only when a row is due) agree with the CPU."""
+    cpu = train(settings(), tmp_path, cache)
+    gpu = train(settings(device="cuda"), tmp_path, cache)
+    assert losses(gpu) == pytest.approx(losses(cpu), rel=1e-3)
+    assert gpu.result()["loss"] == pytest.approx(cpu.result()["loss"], rel=1e-3)
+    norms = [[row["grad_norm"] for row in run.metrics() if "loss" in row] for run in (cpu, gpu)]
+    assert norms[1] == pytest.approx(norms[0], rel=2e-2)
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+def test_interrupted_and_resumed(settings, cache, tmp_path, policy):
+    import signal
+
+    config = settings(device="cuda", checkpoint_every=4, guard={"policy": policy})
+    whole = losses(train(config, tmp_path / "whole", cache))
+
+    def stop(row):
+        if row.get("step") == 6 and "loss" in row:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "stopped", cache, stop)
+    assert losses(train(config, tmp_path / "stopped", cache)) == pytest.approx(whole, rel=1e-4)
+
+
+def test_divergence_is_noticed_when_losses_are_read_later(settings, cache, tmp_path):
+    """With losses read every 5 steps the offending batch is still named, and nothing bad is checkpointed."""
+    changes = {"log_every": 5, "checkpoint_every": 10, "steps": 40}
+    run = train(settings(device="cuda", **changes, optimizer={"learning_rate": 1e30, "clip": None}), tmp_path, cache)
+    [event] = [row for row in run.metrics() if "event" in row]
+    assert run.result()["status"] == "diverged" and event["position"] < event["step"] <= 10
+
+
+@pytest.mark.parametrize("changes", [{"compile": True}, {"recompute": "selective"}, {"optimizer": {"name": "muon"}}])
+def test_options_in_bfloat16(settings, cache, tmp_path, changes):
+    run = train(settings(device="cuda", precision="bfloat16", **changes), tmp_path, cache)
+    assert run.result()["status"] == "done" and losses(run)[-1] < losses(run)[0] - 0.5
+
+
+def test_utilisation_is_known_for_known_devices(settings, cache, tmp_path):
+    run = train(settings(device="cuda"), tmp_path, cache)
+    known = device.peak_flops(torch.device("cuda"))
+    assert all((row["flop_utilisation"] is None) == (known is None) for row in run.metrics() if "loss" in row)

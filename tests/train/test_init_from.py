@@ -1,0 +1,54 @@
+"""Starting from another run's weights, and the checks that the two fit."""
+
+import pytest
+
+from linnet.config import ConfigError
+from linnet.models import family
+from linnet.train import train
+
+
+def first_loss(run) -> float:
+    return run.metrics()[0]["loss"]
+
+
+def test_starts_where_the_other_run_ended(settings, cache, tmp_path):
+    other = train(settings(steps=40), tmp_path, cache)
+    run = train(settings(init_from=str(other.path), log_every=1, seed=1), tmp_path, cache)
+    assert first_loss(run) == pytest.approx(other.result()["loss"], abs=0.5) and first_loss(run) < 4
+    assert run.metrics()[0]["step"] == 1, "step and optimizer start anew"
+
+
+def test_another_vocabulary_is_refused(settings, cache, tmp_path):
+    other = train(settings(), tmp_path, cache)
+    model = {**settings().model.model_dump(), "vocab_size": 300}
+    data = {**settings().data.model_dump(mode="json"), "tokenizer": {"kind": "bpe", "vocab_size": 300}}
+    from linnet.config import parse
+    from linnet.train import TrainConfig
+
+    values = settings(init_from=str(other.path)).model_dump(mode="json") | {"model": model, "data": data}
+    with pytest.raises(ConfigError, match="the vocabulary differs") as caught:
+        train(parse(TrainConfig, values), tmp_path, cache)
+    message = str(caught.value)
+    assert "256 rows for the 256 tokens" in message and "300 rows for the 300 tokens" in message
+    assert str(other.path) in message and "use the same data.tokenizer" in message
+
+
+def test_another_shape_is_refused_with_every_difference(settings, cache, tmp_path):
+    other = train(settings(), tmp_path, cache)
+    values = settings(init_from=str(other.path)).model_dump(mode="json")
+    values["model"] = family("tnl")(32, 3, num_heads=2).model_dump()
+    from linnet.config import parse
+    from linnet.train import TrainConfig
+
+    with pytest.raises(ConfigError) as caught:
+        train(parse(TrainConfig, values), tmp_path, cache)
+    problems = caught.value.problems
+    assert "embedding.weight: shape [256, 16] in the checkpoint, [256, 32] in the model" in problems
+    assert any(line.startswith("backbone.blocks.2.") and line.endswith("is not in the checkpoint") for line in problems)
+
+
+def test_a_run_without_a_checkpoint_is_named(settings, cache, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.yaml").write_text("a: 1\n")
+    with pytest.raises(ConfigError, match="empty: has no checkpoint"):
+        train(settings(init_from=str(tmp_path / "empty")), tmp_path, cache)

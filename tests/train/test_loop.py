@@ -1,0 +1,193 @@
+"""Whole runs: what is recorded, what they come to, and what changes nothing."""
+
+import functools
+import json
+import math
+
+import pytest
+import torch
+
+from linnet.config import ConfigError
+from linnet.data import prepare, validation_batches
+from linnet.evaluate import score
+from linnet.models import build_model, count_parameters, flops_exact, flops_paper, state_bytes
+from linnet.runs import RunFolder, latest_good
+from linnet.train import train
+from linnet.train.session import load_model
+
+TRAINING = {
+    "step", "tokens", "flops", "loss", "bits_per_byte", "learning_rate", "grad_norm", "tokens_per_second",
+    "flop_utilisation", "memory_bytes", "seconds",
+}  # fmt: skip
+VALIDATION = {"step", "tokens", "flops", "validation_loss", "validation_bits_per_byte"}
+
+
+def losses(run: RunFolder) -> list[float]:
+    return [row["loss"] for row in run.metrics() if "loss" in row]
+
+
+def test_a_run_from_start_to_result(settings, cache, tmp_path):
+    config = settings(evaluate_every=6, checkpoint_every=5, peak_tflops=0.5)
+    seen = []
+    run = train(config, tmp_path, cache, progress=seen.append)
+
+    rows = run.metrics()
+    assert [set(row) for row in rows] == [TRAINING] * 3 + [VALIDATION] + [TRAINING] * 3 + [VALIDATION]
+    assert [row["step"] for row in rows] == [2, 4, 6, 6, 8, 10, 12, 12]
+    assert [row for row in seen if "event" not in row] == rows
+    [start] = [row for row in seen if row.get("event") == "start"]
+    assert start == {"event": "start", "step": 0, "steps": 12, "path": str(run.path)}
+
+    step_flops = flops_exact(config.model, 32, 4)
+    for row in rows:
+        assert row["tokens"] == row["step"] * 4 * 32 and row["flops"] == row["step"] * step_flops
+    first, last = rows[0], rows[-2]
+    assert first["loss"] == pytest.approx(math.log(256), abs=0.2) and last["loss"] < first["loss"] - 0.1
+    assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2), rel=1e-3)
+    assert last["learning_rate"] == pytest.approx(0.1 * config.optimizer.learning_rate)
+    assert last["flop_utilisation"] == pytest.approx(last["tokens_per_second"] * step_flops / (4 * 32) / 0.5e12)
+    assert 0 < first["seconds"] < last["seconds"] and last["memory_bytes"] > 1e8 and last["grad_norm"] > 0
+
+    assert [path.name for path in run.checkpoints()] == ["step-00000010", "step-00000012"]
+    result = run.result()
+    expected = {
+        "status": "done",
+        "architecture": "tnl",
+        "params_total": count_parameters(config.model)[0],
+        "params_non_embedding": count_parameters(config.model)[1],
+        "tokens": 12 * 4 * 32,
+        "flops": 12 * step_flops,
+        "flops_paper": 48 * flops_paper(config.model, 32),
+        "train_loss": last["loss"],
+        "loss": rows[-1]["validation_loss"],
+        "bits_per_byte": rows[-1]["validation_bits_per_byte"],
+        "state_bytes": state_bytes(config.model, 32),
+        "seq_len": 32,
+        "batch_size": 4,
+        "steps": 12,
+    }
+    assert expected == {key: result[key] for key in expected}
+    assert result["tokens_per_second"] > 0 and result["seconds"] > 0 and result["environment"]["threads"] == 1
+
+    # The last checkpoint is the model that was scored.
+    corpus = prepare(config.data, cache)
+    model = build_model(config.model, seed=99)
+    load_model(model, latest_good(run.checkpoint_folder)[1]["model"])
+    batches = validation_batches(corpus.validation, 32, 4, 512)
+    again = score(model, batches, corpus.tokenizer.byte_lengths)
+    assert (again.loss, again.bits_per_byte) == (result["loss"], result["bits_per_byte"])
+
+
+def test_a_run_that_is_done_is_not_trained_again(settings, cache, tmp_path):
+    run = train(settings(), tmp_path, cache)
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+
+    def never(row):
+        raise AssertionError("trained again")
+
+    assert train(settings(), tmp_path, cache, progress=never).path == run.path
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+
+
+def test_the_same_configuration_gives_the_same_losses_whatever_the_global_seed(settings, cache, tmp_path):
+    torch.manual_seed(1)
+    first = losses(train(settings(), tmp_path / "a", cache))
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    assert losses(train(settings(), tmp_path / "b", cache)) == first
+    assert torch.equal(torch.get_rng_state(), state), "training left the caller's random numbers alone"
+    assert losses(train(settings(seed=1), tmp_path / "c", cache)) != first
+
+
+@pytest.mark.parametrize("parts", [3, 4])
+def test_accumulation_is_the_same_training(settings, cache, tmp_path, parts):
+    """Also with parts of different size (3 of 4 sequences): every token has the same weight."""
+    whole = train(settings(), tmp_path, cache)
+    split = train(settings(accumulation=parts), tmp_path, cache)
+    assert losses(split) == pytest.approx(losses(whole), rel=2e-6)
+    norms = [[row["grad_norm"] for row in run.metrics() if "loss" in row] for run in (whole, split)]
+    assert norms[1] == pytest.approx(norms[0], rel=2e-4)
+
+
+def test_accumulation_weighs_targets_not_parts(settings, cache, tmp_path, monkeypatch):
+    """With most targets of one part left out, the gradient is that of the mean over all targets that are left."""
+    from linnet.train import loop, session
+
+    def masked(self, position):
+        tokens, targets = get(self, position)
+        targets[0, 4:] = -100
+        return tokens, targets
+
+    get = session.Feed.get
+    monkeypatch.setattr(session.Feed, "get", masked)
+    found = []
+    for parts in (1, 4):
+        config = settings(accumulation=parts)
+        run = session.Session(config, prepare(config.data, cache), torch.device("cpu"))
+        run.gradients()
+        found.append({name: p.grad for name, p in run.model.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-7)
+    assert loop.Session is session.Session
+
+
+@pytest.mark.parametrize("mode", ["block", "selective"])
+def test_recomputation_is_the_same_training(settings, cache, tmp_path, mode):
+    assert losses(train(settings(recompute=mode), tmp_path, cache)) == losses(train(settings(), tmp_path, cache))
+
+
+def test_bfloat16_is_close_and_keeps_float32_weights(settings, cache, tmp_path):
+    exact, rounded = train(settings(), tmp_path, cache), train(settings(precision="bfloat16"), tmp_path, cache)
+    assert losses(rounded) == pytest.approx(losses(exact), rel=5e-3) and losses(rounded) != losses(exact)
+    tensors = latest_good(rounded.checkpoint_folder)[1]
+    assert {t.dtype for group in ("model", "optimizer") for t in tensors[group].values()} == {torch.float32}
+
+
+def test_compiled_is_the_same_training(settings, cache, tmp_path, monkeypatch):
+    calls = []
+
+    def compile(function):
+        calls.append(function)
+        return torch_compile(function, backend="aot_eager", fullgraph=True)
+
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", compile)
+    compiled = losses(train(settings(compile=True, steps=4), tmp_path, cache))
+    assert len(calls) == 1
+    assert compiled == pytest.approx(losses(train(settings(steps=4), tmp_path, cache)), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "wsd", "inverse_sqrt", "linear"])
+def test_every_schedule_reaches_the_optimizer(settings, cache, tmp_path, name):
+    from linnet.train.schedule import factor
+
+    config = settings(schedule={"name": name, "warmup": 3, "final": 0.2}, log_every=1, optimizer={"name": "muon"})
+    rows = [row for row in train(config, tmp_path, cache).metrics() if "loss" in row]
+    expected = [1e-2 * factor(config.schedule, step, 12) for step in range(12)]
+    assert [row["learning_rate"] for row in rows] == expected
+
+
+def test_sequences_shorter_than_a_chunk_and_longer_than_the_text(settings, cache, tmp_path):
+    assert train(settings(seq_len=3, steps=2), tmp_path, cache).result()["status"] == "done"
+    with pytest.raises(ConfigError, match="seq_len: 10000000 is too long"):
+        train(settings(seq_len=10_000_000), tmp_path, cache)
+    [failed] = [RunFolder(path) for path in tmp_path.iterdir() if not RunFolder(path).done]
+    assert "seq_len: 10000000 is too long" in failed.error() and "Traceback" not in failed.error()
+
+
+def test_a_crash_is_recorded_and_taken_back(settings, cache, tmp_path):
+    def crash(row):
+        raise RuntimeError("the terminal is gone")
+
+    with pytest.raises(RuntimeError):
+        train(settings(), tmp_path, cache, progress=crash)
+    [run] = [RunFolder(path) for path in tmp_path.iterdir()]
+    assert "the terminal is gone" in run.error() and "Traceback" in run.error()
+    assert train(settings(), tmp_path, cache).error() is None
+
+
+def test_metrics_are_strict_json(settings, cache, tmp_path):
+    run = train(settings(), tmp_path, cache)
+    refuse = functools.partial(pytest.fail, "not a JSON number")
+    for line in (run.path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)

@@ -1,0 +1,67 @@
+"""What a person sees while a run trains."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from linnet.train import progress, train
+from linnet.train.progress import TerminalProgress
+
+
+def shown(rows: list[dict], terminal: bool = False) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=200, color_system=None)
+    with TerminalProgress(console) as show:
+        for row in rows:
+            show(row)
+    return console.file.getvalue()
+
+
+START = {"event": "start", "step": 0, "steps": 100, "path": "runs/x"}
+ROW = {"step": 25, "tokens": 2500, "loss": 3.25, "tokens_per_second": 10.0, "flop_utilisation": None}
+
+
+def test_a_line_now_and_then_where_there_is_no_terminal(monkeypatch):
+    assert shown([START, ROW, ROW]) == ""
+    monkeypatch.setattr(progress, "QUIET", 0.0)
+    assert shown([START, ROW]) == "step 25 of 100  loss 3.2500  10 tokens/s  12:30 left\n"
+    assert "41.5% of peak" in shown([START, ROW | {"flop_utilisation": 0.415}])
+
+
+def test_a_bar_on_a_terminal():
+    text = shown([{"event": "data", "what": "reading", "done": 1, "total": 2}, START, ROW], terminal=True)
+    assert "25/100" in text and "loss 3.2500" in text and "12:30 left" in text
+
+
+SPIKE = {"event": "spike", "loss": 9.5, "grad_norm": 3.0}
+NAN = {"event": "non-finite", "loss": float("nan"), "grad_norm": 1.0}
+BACK = {"action": "rollback", "to_step": 5, "left_out": [6, 7]}
+DAMAGED = {"event": "damaged_checkpoint", "problems": ["a/[b]: truncated"]}
+
+
+@pytest.mark.parametrize(
+    "event, expected",
+    [
+        (SPIKE | {"action": "skip"}, "step 7: loss spike (loss 9.5, gradient 3); batch skipped"),
+        (NAN | {"action": "stop"}, "loss or gradient not finite (loss nan, gradient 1); stopped"),
+        (SPIKE | BACK, "back to step 5, 2 batches left out"),
+        (DAMAGED, "set aside: a/[b]: truncated; going on from step 7"),
+    ],
+)
+def test_events(event, expected):
+    assert expected in shown([START, {"step": 7, **event}])
+
+
+def test_follows_a_real_run(settings, cache, tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    with TerminalProgress(console) as show:
+        assert not show.started
+        run = train(settings(evaluate_every=6), tmp_path, cache, show)
+        assert show.started
+    losses = [row["validation_loss"] for row in run.metrics() if "validation_loss" in row]
+    assert [f"held-out loss {loss:.4f}" in console.file.getvalue() for loss in losses] == [True, True]
+
+
+@pytest.mark.parametrize("seconds, text", [(5, "0:05"), (65.4, "1:05"), (3725, "1:02:05"), (200_000, "2 d 7 h")])
+def test_durations(seconds, text):
+    assert progress._duration(seconds) == text

@@ -1,0 +1,204 @@
+"""A run that is stopped in any way and started again is the run that was never stopped."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from linnet.config import ConfigError
+from linnet.runs import CheckpointError, LockedError, RunFolder, checkpoint
+from linnet.train import run_folder, train
+
+TIMES = {"tokens_per_second", "seconds", "memory_bytes", "flop_utilisation"}
+LONG = {"steps": 40, "log_every": 1, "checkpoint_every": 3, "evaluate_every": 8}
+
+# Trains in a child that is killed with SIGKILL after a random time, until one child is left to finish.
+KILLER = """
+import os, random, signal, sys, time
+import torch
+from linnet.config import parse, read_yaml
+from linnet.runs import RunFolder
+from linnet.train import TrainConfig, train
+torch.set_num_threads(1)
+config, root, cache, seed, children = sys.argv[1:]
+config = parse(TrainConfig, read_yaml(config))
+moments = random.Random(int(seed))
+killed = 0
+for child in range(int(children) + 1):
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            train(config, root, cache)
+            status = 0
+        finally:
+            os._exit(status)
+    if child < int(children):
+        time.sleep(moments.uniform(0.02, 0.30))
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    killed += status == -signal.SIGKILL
+    if status == 0:
+        break
+    assert status == -signal.SIGKILL, status
+print(killed)
+"""
+
+
+def record(run: RunFolder) -> list[dict]:
+    """The rows without what depends on the clock."""
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in run.metrics()]
+
+
+@pytest.fixture(scope="module")
+def whole(settings, cache, tmp_path_factory) -> RunFolder:
+    """The run that was never stopped."""
+    return train(settings(**LONG), tmp_path_factory.mktemp("whole"), cache)
+
+
+def same(run: RunFolder, whole: RunFolder) -> None:
+    assert record(run) == record(whole)
+    assert {k: v for k, v in run.result().items() if k not in TIMES} == {
+        k: v for k, v in whole.result().items() if k not in TIMES
+    }
+    last = [checkpoint.load(r.checkpoints()[-1])[0] for r in (run, whole)]
+    for group in last[1]:
+        for name, tensor in last[1][group].items():
+            assert torch.equal(last[0][group][name], tensor), (group, name)
+
+
+def test_killed_at_random_moments(settings, cache, tmp_path, whole):
+    """SIGKILL during set-up, steps, checkpoints and validations: the same losses and weights, bit for bit."""
+    seed = random.randrange(1_000_000)
+    command = [
+        sys.executable,
+        "-c",
+        KILLER,
+        str(whole.path / "config.yaml"),
+        str(tmp_path),
+        str(cache),
+        str(seed),
+        "25",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=90, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, f"seed {seed}\n{done.stderr}"
+    assert int(done.stdout) >= 3, f"seed {seed}: it was to be killed more often"
+    same(run_folder(settings(**LONG), tmp_path), whole)
+
+
+def stop_at(step: int, action):
+    def progress(row: dict) -> None:
+        if row.get("step") == step and "loss" in row:
+            action()
+
+    return progress
+
+
+@pytest.mark.parametrize("number, error", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_leaves_a_checkpoint_of_that_step(settings, cache, tmp_path, whole, number, error):
+    before = signal.getsignal(number)
+    with pytest.raises(error):
+        train(settings(**LONG), tmp_path, cache, progress=stop_at(10, lambda: signal.raise_signal(number)))
+    assert signal.getsignal(number) == before
+    run = run_folder(settings(**LONG), tmp_path)
+    assert [path.name for path in run.checkpoints()] == ["step-00000009", "step-00000010"]
+    assert not run.done and run.error() is None
+    same(train(settings(**LONG), tmp_path, cache), whole)
+
+
+def test_a_second_ctrl_c_acts_at_once(settings, cache, tmp_path):
+    def twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(**LONG), tmp_path, cache, progress=stop_at(10, twice))
+    assert [path.name for path in run_folder(settings(**LONG), tmp_path).checkpoints()][-1] == "step-00000009"
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_disk_full_while_checkpointing(settings, cache, tmp_path, whole, monkeypatch, call):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        action = lambda: patch.setattr(os, call, full)  # noqa: E731
+        with pytest.raises(ConfigError, match="disk is full|No space left") as caught:
+            train(settings(**LONG), tmp_path, cache, progress=stop_at(10, action))
+        assert "run the same command again" in str(caught.value)
+        if call == "rename":
+            assert isinstance(caught.value, CheckpointError) and "step-00000009" in str(caught.value)
+    run = run_folder(settings(**LONG), tmp_path)
+    assert [path.name for path in run.checkpoints()] == ["step-00000006", "step-00000009"]
+    assert os.listdir(run.checkpoint_folder).sort() == ["step-00000006", "step-00000009"].sort()
+    same(train(settings(**LONG), tmp_path, cache), whole)
+
+
+def interrupted(settings, cache, root, step=20) -> RunFolder:
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(**LONG), root, cache, progress=stop_at(step, lambda: signal.raise_signal(signal.SIGINT)))
+    return run_folder(settings(**LONG), root)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(settings, cache, tmp_path, whole):
+    run = interrupted(settings, cache, tmp_path)
+    newest = run.checkpoints()[-1]
+    file = newest / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match=r"optimizer.safetensors: \d+ bytes.*going on from .*step-00000018"):
+        run = train(settings(**LONG), tmp_path, cache)
+    assert newest.with_name("step-00000020.bad").is_dir()
+    [event] = [row for row in record(run) if "event" in row]
+    assert event["event"] == "damaged_checkpoint" and event["step"] == 18
+    assert "optimizer.safetensors" in event["problems"][0]
+    assert [row for row in record(run) if "event" not in row] == record(whole)
+
+
+def test_with_no_good_checkpoint_it_starts_anew(settings, cache, tmp_path, whole):
+    run = interrupted(settings, cache, tmp_path)
+    for path in run.checkpoints():
+        (path / "state.json").unlink()
+    with pytest.warns(UserWarning, match="none is good: starting anew"):
+        run = train(settings(**LONG), tmp_path, cache)
+    assert [row for row in record(run) if "event" not in row] == record(whole)
+
+
+def test_a_torn_row_and_rows_behind_the_checkpoint_are_written_again(settings, cache, tmp_path, whole):
+    run = interrupted(settings, cache, tmp_path)
+    with open(run.path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 21, "loss": 1.0}\n{"step": 22, "lo')
+    same(train(settings(**LONG), tmp_path, cache), whole)
+
+
+def test_killed_between_the_last_checkpoint_and_the_result(settings, cache, tmp_path, whole):
+    run = train(settings(**LONG), tmp_path, cache)
+    (run.path / "result.json").unlink()
+    same(train(settings(**LONG), tmp_path, cache), whole)
+
+
+def test_two_processes_on_one_run(settings, cache, tmp_path):
+    with run_folder(settings(), tmp_path).lock(), pytest.raises(LockedError, match="another process"):
+        train(settings(), tmp_path, cache)
+    assert train(settings(), tmp_path, cache).done
+
+
+def test_text_that_changed_is_no_resume(settings, cache, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the text as it was\n" * 500)
+    changed = {**LONG, "data": {"source": [str(text)]}}
+    from linnet.config import parse
+    from linnet.train import TrainConfig
+
+    config = parse(TrainConfig, {**settings(**LONG).model_dump(mode="json"), **changed})
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path, cache, progress=stop_at(20, lambda: signal.raise_signal(signal.SIGINT)))
+    text.write_text("the text as it is now\n" * 500)
+    with pytest.raises(ConfigError, match="data: the text changed since this run was checkpointed"):
+        train(config, tmp_path, cache)

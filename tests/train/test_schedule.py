@@ -1,0 +1,57 @@
+"""Learning-rate schedules: where they start, peak and end, and that they are functions of the step alone."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from linnet.config import ConfigError, parse
+from linnet.train.schedule import ScheduleConfig, factor
+
+NAMES = ("constant", "cosine", "wsd", "inverse_sqrt", "linear")
+
+
+def curve(steps: int, **settings) -> list[float]:
+    return [factor(ScheduleConfig(**settings), step, steps) for step in range(steps)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_warm_up_is_a_line_to_the_peak(name):
+    assert curve(100, name=name, warmup=5)[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert curve(100, name=name, warmup=0.05) == curve(100, name=name, warmup=5)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_decays_to_final(name):
+    values = curve(200, name=name, warmup=10, final=0.25, decay=0.3)
+    assert values[-1] == pytest.approx(0.25)
+    assert max(values) == 1.0
+    assert all(later <= earlier + 1e-12 for earlier, later in zip(values[9:], values[10:], strict=False))
+
+
+def test_shapes_at_known_points():
+    assert curve(101, name="linear", warmup=0, final=0)[50] == pytest.approx(0.5)
+    assert curve(101, name="cosine", warmup=0, final=0)[25] == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+    wsd = curve(100, name="wsd", warmup=0, final=0, decay=0.2)
+    assert wsd[:80] == [1.0] * 80 and wsd[80] == pytest.approx(0.95) and wsd[99] == pytest.approx(0.0)
+    assert curve(100, name="wsd", warmup=0, final=0, decay=20) == wsd
+    assert curve(400, name="inverse_sqrt", warmup=100)[399] == pytest.approx(0.5)
+    assert curve(50, name="constant", warmup=0) == [1.0] * 50
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    steps=st.integers(1, 60),
+    warmup=st.one_of(st.floats(0, 1), st.integers(0, 100).map(float)),
+    decay=st.one_of(st.floats(0.01, 1), st.integers(1, 100).map(float)),
+    final=st.floats(0, 1),
+)
+def test_any_setting_stays_between_0_and_the_peak(name, steps, warmup, decay, final):
+    values = curve(steps, name=name, warmup=warmup, decay=decay, final=final)
+    assert all(0 <= value <= 1 for value in values)
+
+
+def test_unknown_schedule_is_named():
+    with pytest.raises(ConfigError, match="name: .*'cosin'"):
+        parse(ScheduleConfig, {"name": "cosin"})
