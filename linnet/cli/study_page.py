@@ -1,50 +1,49 @@
 """What `linnet study` prints: the plan before it starts, the laws when it is done."""
 
+from collections.abc import Callable, Iterable
+
 from rich.console import Console
 from rich.table import Table
 
 from linnet.study.fit import StudyFit
-from linnet.study.ladder import Plan
+from linnet.study.ladder import Plan, PlannedRun
 from linnet.study.progress import count, duration
 from linnet.study.timing import wall_seconds
 
 
 def print_plan(plan: Plan, seconds: dict[str, float] | None, workers: int, console: Console) -> None:
-    """One row an architecture and budget: sizes, steps, tokens, FLOPs and time; then what the whole costs."""
-    table = Table(
-        title=f"study {plan.config.name}", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
-    for heading in ("architecture", "budget", "runs", "parameters", "steps", "tokens", "FLOPs", "time"):
-        table.add_column(heading, justify="left" if heading == "architecture" else "right", no_wrap=True)
-    groups: dict[tuple, list] = {}
+    """One row an architecture and budget: sizes, steps, tokens (or FLOPs) and time; then what the whole costs."""
     by_tokens = bool(plan.config.tokens)
+    console.print(f"[bold]study {plan.config.name}[/]", highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("architecture", "tokens" if by_tokens else "FLOPs", "runs", "parameters", "steps"):
+        table.add_column(heading, justify="left" if heading == "architecture" else "right", no_wrap=True)
+    table.add_column("FLOPs" if by_tokens else "tokens", justify="right", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    groups: dict[tuple, list[PlannedRun]] = {}
     for run in plan.runs:
-        target = run.tokens if by_tokens else run.budget
-        groups.setdefault((run.architecture, target), []).append(run)
+        groups.setdefault((run.architecture, run.tokens if by_tokens else run.budget), []).append(run)
     order = {architecture.name: i for i, architecture in enumerate(plan.config.architectures)}
     for (name, target), runs in sorted(groups.items(), key=lambda item: (order[item[0][0]], item[0][1])):
         table.add_row(
             name,
-            f"{count(target)} tokens" if by_tokens else f"{target:.3g}",
+            count(target) if by_tokens else f"{target:.3g}",
             str(len(runs)),
             _range(run.params_non_embedding for run in runs),
             _range(run.steps for run in runs),
-            _range(run.tokens for run in runs),
-            f"{sum(run.flops for run in runs):.3g}",
+            _range((run.flops for run in runs), "{:.2g}".format) if by_tokens else _range(run.tokens for run in runs),
             duration(sum(seconds[run.run] for run in runs)) if seconds else "?",
         )
     console.print(table)
-    total = f"{len(plan.runs)} runs, {plan.flops:.3g} training FLOPs ({plan.flops / 8.64e19:.3g} PFLOP-days)"
+    total = f"{len(plan.runs)} runs, {plan.flops:.3g} training FLOPs"
     if seconds:
         wall = wall_seconds([seconds[run.run] for run in plan.runs], workers)
-        busy = sum(seconds.values())
-        each = "" if workers == 1 else f", {duration(busy)} of one"
-        total += f"; about {duration(wall)} with {workers} worker{'s' * (workers > 1)}{each}"
+        total += f": about {duration(wall)} with {workers} worker{'s' * (workers > 1)}"
     else:
         total += "; too large to time here (set executor.throughput, FLOP/s of a worker, for an estimate)"
-    console.print(total, highlight=False)
+    console.print(total, highlight=False, soft_wrap=True)
     for note in plan.notes():
-        console.print(f"note: {note}", highlight=False)
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
 
 
 def print_laws(study: StudyFit, console: Console) -> None:
@@ -67,7 +66,7 @@ def print_laws(study: StudyFit, console: Console) -> None:
         console.print(f"refused, {', '.join(names)}: {reason}", highlight=False, soft_wrap=True)
 
 
-def _range(values) -> str:
+def _range(values: Iterable[float], shown: Callable[[float], str] = count) -> str:
     values = sorted(values)
-    low, high = count(values[0]), count(values[-1])
-    return low if low == high else f"{low} to {high}"
+    low, high = shown(values[0]), shown(values[-1])
+    return low if low == high else f"{low}-{high}"

@@ -182,10 +182,11 @@ class Ray:
         self.workers = max(1, min(int(slots), workers or int(slots)))
 
     def run(self, jobs: Sequence[Job], work: Work) -> Iterator[Outcome | None]:
-        ray, threads = self.ray, self.threads
+        ray, threads, here = self.ray, self.threads, os.getcwd()
 
         @ray.remote(num_cpus=threads, num_gpus=self.gpus, max_retries=0)
         def task(job: Job) -> Outcome:
+            os.chdir(here)  # relative paths of data and plugins mean the same there
             prepare_worker(threads, None, watch=False)
             return attempt(work, job)
 

@@ -156,13 +156,9 @@ def plan(config: StudyConfig, *, check_data: bool = True, where: str = "study") 
                 settings = _train_values(
                     config, train, architecture, size, model, values["batch_size"], values["steps"], seed, used
                 )
-                run = parse(TrainConfig, settings)
-                name = RunFolder.name(resolve(run).model_dump(mode="json"))
-                runs.append(
-                    PlannedRun(
-                        run=name, architecture=architecture.name, size=size.label, seed=seed, train=run, **values
-                    )
-                )
+                run = resolve(parse(TrainConfig, settings))
+                named = {"architecture": architecture.name, "size": size.label, "seed": seed, "train": run}
+                runs.append(PlannedRun(run=RunFolder.name(run.model_dump(mode="json")), **named, **values))
     if not runs:
         reasons = dict.fromkeys(f"{p.architecture} {p.size} at {p.target:.3g}: {p.reason}" for p in dropped)
         raise ConfigError(["no point of the ladder is worth a run", *reasons], where)

@@ -20,7 +20,7 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 
-from linnet.config import ConfigError, parse
+from linnet.config import ConfigError, parse, read_yaml
 from linnet.data import prepare
 from linnet.runs import LockedError, RunFolder
 from linnet.runs.files import write_atomic
@@ -82,8 +82,10 @@ def run_study(
                 f"note: the text has {count(len(corpus.train))} training tokens; the longest run reads it "
                 f"{longest / len(corpus.train):.1f} times, and repeated text counts for less"
             )
+        _same_text(folder, config, corpus.digest)
         write_atomic(folder / "study.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        write_atomic(folder / PLAN, json.dumps({"runs": [run.record() for run in plan.runs]}, indent=1) + "\n")
+        record = {"corpus": corpus.digest, "runs": [run.record() for run in plan.runs]}
+        write_atomic(folder / PLAN, json.dumps(record, indent=1) + "\n")
         missing = [run for run in plan.runs if not RunFolder(folder / RUNS / run.run).done]
         if len(missing) < len(plan.runs):
             console.print(f"{len(plan.runs) - len(missing)} of {len(plan.runs)} runs are done; {len(missing)} to go")
@@ -148,6 +150,17 @@ def _line(run: PlannedRun, outcome: Outcome, root: Path) -> str:
         f"{head}  {count(run.tokens):>6} tokens  loss {result['loss']:.4f}  "
         f"{result['bits_per_byte']:.3f} bits/byte  {duration(outcome.seconds)}"
     )
+
+
+def _same_text(folder: Path, config: StudyConfig, corpus: str) -> None:
+    """Refuses to add runs on one text to runs on another that goes by the same name."""
+    if not (folder / PLAN).is_file() or not (folder / "study.yaml").is_file():
+        return
+    before = json.loads((folder / PLAN).read_text(encoding="utf-8")).get("corpus")
+    same_name = read_yaml(folder / "study.yaml").get("data") == config.data.model_dump(mode="json")
+    if same_name and before != corpus and any(folder.glob(f"{RUNS}/*/result.json")):
+        problem = f"data: the text is no longer what the finished runs in {folder} were trained on"
+        raise ConfigError([f"{problem}; give the study another name, or delete that folder"], "study")
 
 
 @contextlib.contextmanager

@@ -77,6 +77,16 @@ def test_failed_and_diverged_runs_are_recorded_and_the_study_goes_on(tiny, tmp_p
     assert "diverged at step" in printed
 
 
+def test_another_text_under_the_same_name_is_refused(tiny, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("a few words of one kind\n" * 500)
+    config = parse(StudyConfig, tiny | {"architectures": ["tnl"], "sizes": [[16, 1]], "data": {"source": [str(file)]}})
+    run_study(config, tmp_path)
+    file.write_text("and some of another\n" * 500)
+    with pytest.raises(ConfigError, match="no longer what the finished runs"):
+        run_study(config, tmp_path)
+
+
 def test_two_studies_in_one_folder_are_refused(tiny, tmp_path):
     (tmp_path / "tiny").mkdir()
     with RunFolder(tmp_path / "tiny").lock():
