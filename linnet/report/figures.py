@@ -8,7 +8,8 @@ no data that the study folder does not hold. Marks that stand for a run carry th
 import math
 
 from linnet.report import marks, run_figures, style, units
-from linnet.report.marks import COLUMNS, RUN_FIELDS, Canvas, Figure, run_row
+from linnet.report.laws import loss_points, optimum_points
+from linnet.report.marks import RUN_FIELDS, Canvas, Figure, columns_for, run_row
 from linnet.report.records import Study
 
 EXTRAPOLATION = 3.0  # laws are drawn, dashed, up to this multiple of the largest compute they were fitted to
@@ -28,7 +29,7 @@ def laws(study: Study) -> Figure | None:
     for name, fit in study.fits.items():
         bands += [{"architecture": name, **row} for row in marks.band(fit.L, EXTRAPOLATION)]
         lines += [{"architecture": name, **row} for row in marks.line(fit.L, EXTRAPOLATION)]
-        points += [_optimum(name, p, p["loss"], units.loss(p["loss"]) + " nats per token") for p in fit.best.points]
+        points += [_optimum(name, p, p["loss"], units.loss(p["loss"]) + " nats per token") for p in loss_points(fit)]
     if not points:
         return None
     x = style.axis(canvas.alt, "flops", style.padded([row["C"] for row in points + lines], True))
@@ -40,7 +41,7 @@ def laws(study: Study) -> Figure | None:
     refused = [name for name, fit in study.fits.items() if fit.L.refused]
     caption = (
         f"The lowest {'training' if on_training else 'held-out'} loss that each architecture reaches with a compute "
-        "budget. A straight line on these axes is a power law L = β C^α; its band is the 95 % bootstrap interval, and "
+        "budget. A straight line on these axes is a power law; its band is the 95 % bootstrap interval, and "
         f"the dashed part lies beyond the data (up to {EXTRAPOLATION:g} times). Hollow points are budgets "
         "whose optimum is not between the sizes that were trained: the lowest loss seen, not an optimum."
     )
@@ -61,7 +62,7 @@ def isoflop_curves(study: Study) -> Figure | None:
     domain_x = style.padded([n for group in groups for n in group.N], True)
     domain_y = style.padded([value for group in groups for value in group.loss], False)
     rows_of = {row["run"]: row for _, row in study.table.iterrows()}
-    panels = []
+    panels, columns = [], columns_for(len(fits))
     for name, fit in fits.items():
         runs, parabolas, best = [], [], []
         for group in fit.groups:
@@ -72,7 +73,7 @@ def isoflop_curves(study: Study) -> Figure | None:
             parabolas += [{**common, **row} for row in _parabola(group)]
             best += [{**common, **row} for row in _isoflop_optimum(group)]
         x = alt.X("size:Q", **style.axis(alt, "params", domain_x, most=6))
-        title = None if len(panels) % COLUMNS else ""
+        title = None if len(panels) % columns else ""
         y = alt.Y("value:Q", **style.axis(alt, "loss", domain_y, title, logarithmic=False))
         curves = canvas.chart(parabolas).mark_line(strokeWidth=1.5, clip=True)
         dots = canvas.chart(runs).mark_circle(size=38, opacity=1, clip=True)
@@ -88,14 +89,15 @@ def isoflop_curves(study: Study) -> Figure | None:
             look = {"shape": "diamond", "size": 110, "strokeWidth": 1.6, "filled": inside, "style": style.INK}
             diamonds = diamonds.mark_point(**look, opacity=1)
             layers.append(diamonds.encode(x, y, opacity=canvas.fade(), tooltip=canvas.tooltip(fields)))
-        panels.append(canvas.panel(canvas.layer(*layers), name))
+        panels.append(canvas.panel(canvas.layer(*layers), name, columns))
     caption = (
         "Each curve is one compute budget spent on models of different sizes: small ones see many tokens, large ones "
         "few. Dots are runs, lines are parabolas in log N, and a filled diamond is the optimum of its budget. A hollow "
         "diamond marks the lowest loss seen where the optimum was refused, at the edge of the sizes for instance; "
         "hover over it for the reason."
     )
-    return canvas.figure("isoflop-curves", "Loss against size at fixed compute", caption, canvas.grid(panels))
+    drawn = canvas.grid(panels, columns)
+    return canvas.figure("isoflop-curves", "Loss against size at fixed compute", caption, drawn)
 
 
 def optima(study: Study) -> Figure | None:
@@ -109,7 +111,7 @@ def optima(study: Study) -> Figure | None:
             law = getattr(fit, quantity)
             bands += [{"architecture": name, **row} for row in marks.band(law, EXTRAPOLATION)]
             lines += [{"architecture": name, **row} for row in marks.line(law, EXTRAPOLATION)]
-            known = [(point, point[quantity[0]]) for point in fit.best.points]
+            known = [(point, point[quantity[0]]) for point in optimum_points(fit)]
             points += [_optimum(name, point, value, units.count(value)) for point, value in known if value]
         if not points:
             continue
@@ -127,8 +129,8 @@ def optima(study: Study) -> Figure | None:
     caption = (
         "How a compute-optimal run divides its compute: model size (left) and training tokens (right) of the lowest "
         "loss, against the budget. Bands and bars are 95 % bootstrap intervals, dashes lie beyond the data. Hollow "
-        "points did not count; a law is drawn only where enough budgets have their optimum between the sizes that "
-        "were trained."
+        "points are lowest losses at the edge of the sizes and do not count; a law is drawn only where at least three "
+        "budgets have their optimum between the sizes."
     )
     drawn = alt.hconcat(*panels, spacing=36)
     return canvas.figure("optimal-size-and-tokens", "Optimal size and tokens against compute", caption, drawn)
@@ -196,7 +198,7 @@ def _spans(study: Study) -> list[dict]:
     return [
         {"architecture": name, "C": group.C, "low": group.N_interval[0], "high": group.N_interval[1]}
         for name, fit in study.fits.items()
-        if fit.isoflop is not None and fit.headline == "isoflop"
+        if fit.isoflop is not None and fit.headline in ("isoflop", "parametric")
         for group in fit.isoflop.groups
         if group.inside and group.N_interval
     ]

@@ -3,6 +3,7 @@
 from html import escape
 
 from linnet.report import units
+from linnet.report.laws import exponent_interval, gain_of_doubling, through_optima
 from linnet.report.records import Study
 
 CLOSE = 0.02  # losses within this fraction of the lowest count as close to it
@@ -77,19 +78,34 @@ def _lowest_loss(study: Study) -> str:
 
 
 def _loss_exponents(study: Study) -> str:
-    known = {name: fit.L for name, fit in study.fits.items() if not fit.L.refused}
-    if not known:
-        return ""
-    order = sorted(known, key=lambda name: known[name].exponent)
+    given = {name: fit for name, fit in study.fits.items() if not fit.L.refused}
+    known = {name: fit.L for name, fit in given.items() if through_optima(fit)}
+    others = [name for name in given if name not in known]
+    text = _steepest(known) if known else ""
+    if others:
+        laws = f"law of {_strong(others[0])} runs" if len(others) == 1 else f"laws of {_all(others)} run"
+        text += (
+            f" The {laws} through the lowest losses seen instead of optima: {'its' if len(others) == 1 else 'their'} "
+        )
+        text += f"{'slope says' if len(others) == 1 else 'slopes say'} as much about the sizes that were trained."
+    return text.strip()
+
+
+def _all(names: list[str]) -> str:
+    return units.listed([_strong(name) for name in names])
+
+
+def _steepest(known: dict) -> str:
+    """Which loss falls fastest and slowest, among laws through optima."""
+    order = sorted(known, key=lambda name: gain_of_doubling(known[name]), reverse=True)
     steep, flat = order[0], order[-1]
-    gain = units.percent(1 - 2 ** known[steep].exponent)
     if len(known) == 1:
-        return f"The loss of {_strong(steep)} falls as {_power(known[steep])}: twice the compute takes {gain} off it."
+        return f"The loss of {_strong(steep)} falls {_power(known[steep])}."
     text = (
-        f"Loss falls fastest with compute for {_strong(steep)}, as {_power(known[steep])}: twice the compute takes "
-        f"{gain} off it. It falls slowest for {_strong(flat)}, as {_power(known[flat])}."
+        f"Loss falls fastest with compute for {_strong(steep)}, {_power(known[steep])}. "
+        f"It falls slowest for {_strong(flat)}, {_power(known[flat])}."
     )
-    first, last = known[steep].intervals.get("alpha"), known[flat].intervals.get("alpha")
+    first, last = exponent_interval(known[steep]), exponent_interval(known[flat])
     if first and last:
         overlap = first[1] >= last[0]
         text += " The intervals overlap, so these runs cannot tell the two slopes apart." if overlap else ""
@@ -97,9 +113,11 @@ def _loss_exponents(study: Study) -> str:
 
 
 def _power(law) -> str:
-    span = law.intervals.get("alpha")
+    span = exponent_interval(law)
     ends = f" (95 %: {units.significant(span[0])} to {units.significant(span[1])})" if span else ""
-    return f"C<sup>{units.significant(law.exponent)}</sup>{ends}"
+    constant = f"{units.significant(law.constant)} plus " if law.constant is not None else ""
+    gain = units.percent(gain_of_doubling(law))
+    return f"as {constant}C<sup>{units.significant(law.exponent)}</sup>{ends}: twice the compute takes {gain} off"
 
 
 def _allocation(study: Study) -> str:
@@ -170,9 +188,9 @@ def _refused(study: Study) -> str:
     )
     laws = {}  # names of the architectures -> what is refused of exactly these
     for attribute, shown in (("L", "L"), ("N_opt", "N<sub>opt</sub>"), ("D_opt", "D<sub>opt</sub>")):
-        names = [_strong(name) for name, fit in study.fits.items() if getattr(fit, attribute).refused]
+        names = [name for name, fit in study.fits.items() if getattr(fit, attribute).refused]
         if names:
-            laws.setdefault(units.listed(names), []).append(shown)
+            laws.setdefault(_all(names), []).append(shown)
     if not laws:
         return text + "No law had to be refused."
     named = "; ".join(f"{units.listed(shown)} of {names}" for names, shown in laws.items())

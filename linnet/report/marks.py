@@ -10,7 +10,6 @@ from linnet.report.records import Study
 BUDGET_RAMP = ("#4B2991", "#872CA2", "#C0369D", "#EA4F88", "#FA7876", "#F6A97A")  # readable on white and on black
 RUN_FIELDS = ("run", "architecture", "N", "D", "C", "loss", "state", "time", "folder")
 FADED = 0.07  # opacity of what is not in focus
-COLUMNS = 3  # panels in a row
 
 
 @dataclass
@@ -83,13 +82,13 @@ class Canvas:
     def tooltip(self, fields) -> list:
         return [self.alt.Tooltip(f"{field}:N", title=field) for field in fields]
 
-    def panel(self, drawn, name: str):
-        """One architecture's part of a grid."""
+    def panel(self, drawn, name: str, columns: int):
+        """One architecture's part of a grid of so many columns."""
         title = self.alt.TitleParams(text=name, color=style.colours(self.study.architectures)[name])
-        return drawn.properties(title=title, width=285, height=250)
+        return drawn.properties(title=title, width={1: 860, 2: 440, 3: 285}[columns], height=250)
 
-    def grid(self, panels: list):
-        return self.alt.concat(*panels, columns=min(COLUMNS, len(panels)), spacing=24)
+    def grid(self, panels: list, columns: int):
+        return self.alt.concat(*panels, columns=columns, spacing=24)
 
     def figure(self, name: str, title: str, caption: str, drawn) -> Figure:
         """Adds the parameter that brings one architecture forward, and the rows."""
@@ -120,6 +119,11 @@ class Canvas:
             drawn = drawn.mark_point(size=62, filled=inside, strokeWidth=1.7, opacity=1, clip=True)
             layers.append(drawn.encode(at, value, hue, self.shape(), opacity=self.fade(), tooltip=self.tooltip(fields)))
         return layers
+
+
+def columns_for(panels: int) -> int:
+    """How many panels stand in a row: as wide as the page allows, without a last row of one where two will do."""
+    return {1: 1, 2: 2, 4: 2}.get(panels, 3)
 
 
 def run_row(row) -> dict:

@@ -15,7 +15,7 @@ from linnet.runs import RunFolder
 from linnet.study.collect import read_plan
 from linnet.study.fit import ArchitectureFit, Crossing, StudyFit, fit_study, load_study
 
-CURVE_BINS = 100  # points of a training curve that are drawn
+CURVE_BINS = 40  # points of a training curve that are drawn
 COLUMNS = (
     "run architecture budget params_non_embedding params_total tokens flops flops_paper loss bits_per_byte "
     "state_bytes seconds status path"

@@ -3,7 +3,7 @@
 import math
 
 from linnet.report import style, units
-from linnet.report.marks import COLUMNS, RUN_FIELDS, Canvas, Figure, run_row
+from linnet.report.marks import RUN_FIELDS, Canvas, Figure, columns_for, run_row
 from linnet.report.records import Study
 
 CURVE_REACH = 30.0  # training curves are drawn from 1/30 of the smallest run's compute on
@@ -20,10 +20,10 @@ def training_curves(study: Study) -> Figure | None:
     domain_x, domain_y = style.padded(drawn["flops"], True, 0.02), style.padded(drawn["loss"], True, 0.02)
     shown = ("run", "architecture", "N", "D", "total C", "final loss", "state", "time", "folder")
     widths = alt.Scale(type="log", domain=style.padded(study.table["params_non_embedding"], True), range=[0.5, 2.2])
-    panels = []
+    panels, columns = [], columns_for(len(study.architectures))
     for name in study.architectures:
         curves = drawn[drawn["architecture"] == name]
-        title = None if len(panels) % COLUMNS else "loss (nats per token)"
+        title = None if len(panels) % columns else "loss (nats per token)"
         x = alt.X("C:Q", **style.axis(alt, "flops", domain_x, most=5))
         y = alt.Y("loss:Q", **style.axis(alt, "loss", domain_y, title))
         points = zip(curves["run"], curves["flops"], curves["loss"], strict=True)
@@ -43,16 +43,18 @@ def training_curves(study: Study) -> Figure | None:
             strokeOpacity=canvas.fade(0.6),
             tooltip=canvas.tooltip(shown),
         )
-        envelope = canvas.chart(_envelope(study, name)).mark_line(style=style.INK, strokeWidth=2)
+        seen = [row for row in _envelope(study, name) if row["C"] >= domain_x[0] and row["loss"] <= domain_y[1]]
+        envelope = canvas.chart(seen).mark_line(style=style.INK, strokeWidth=2)
         layers = [lines, envelope.encode(x, y, strokeOpacity=canvas.fade())]
-        panels.append(canvas.panel(canvas.layer(*layers), name))
+        panels.append(canvas.panel(canvas.layer(*layers), name, columns))
     caption = (
         "The training loss of every run while it spends its compute, one panel an architecture. Curves are means over "
         "bins of equal width in log C, thicker for larger models; hover over one for the run's size, tokens and "
         "folder. Small models lead first and flatten, larger ones take over. The line on top is the smoothed lower "
         "envelope: the lowest loss with that compute, as far as both a smaller and a larger model were worse."
     )
-    return canvas.figure("training-curves", "Training curves and their envelope", caption, canvas.grid(panels))
+    drawn = canvas.grid(panels, columns)
+    return canvas.figure("training-curves", "Training curves and their envelope", caption, drawn)
 
 
 def state_size(study: Study) -> Figure | None:
@@ -132,7 +134,8 @@ def _cost_of_runs(canvas: Canvas, table):
 
 def _cost_of_architectures(canvas: Canvas, table):
     alt = canvas.alt
-    totals = table.groupby("architecture", sort=False)["seconds"].sum()
+    totals = table.groupby("architecture")["seconds"].sum()
+    totals = totals[[name for name in canvas.study.architectures if name in totals]]
     bars = [{"architecture": name, "total": value, "time": units.duration(value)} for name, value in totals.items()]
     axis = alt.Axis(domain=False, ticks=False, labelFontSize=12)
     room = alt.Scale(domain=[0, 1.5 * float(totals.max())], nice=False)  # for the numbers behind the bars

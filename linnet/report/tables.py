@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 
 from linnet.report import style, units
+from linnet.report.laws import coefficient_interval, exponent_interval, through_optima
 from linnet.report.records import Study
 from linnet.runs import RunFolder
 
@@ -24,17 +25,26 @@ def law_table(study: Study) -> str:
         '<th class="n">a + b</th><th class="n">Held-out error</th>'
     )
     rows = []
+    reasons = {"; ".join(fit.L_irreducible.refused) for fit in study.fits.values()}
+    common = reasons.pop() if len(reasons) == 1 else ""  # then it is said once, below the table
     for name, fit in study.fits.items():
+        edge = "" if fit.L.refused or through_optima(fit) else '<div class="fine">through the lowest losses seen</div>'
+        constant = "" if common or fit.L.refused or fit.L.constant is not None else _with_constant(fit.L_irreducible)
         cells = (
             f"<th>{swatch(study, name)}</th>",
-            f"<td>{_law(fit.L, 'β', 'α', 'L', _loss)}{_with_constant(fit.L_irreducible)}</td>",
+            f"<td>{_law(fit.L, 'β', 'α', 'L', _loss)}{edge}{constant}</td>",
             f"<td>{_law(fit.N_opt, 'k', 'a', 'N', units.count)}</td>",
             f"<td>{_law(fit.D_opt, 'k', 'b', 'D', units.count)}</td>",
             f'<td class="n">{units.significant(fit.best.a_plus_b)}</td>',
             f'<td class="n">{_held_out(fit.L.held_out)}</td>',
         )
         rows.append(f"<tr>{''.join(cells)}</tr>")
-    return _table("laws", head, rows)
+    note = (
+        f'<p class="fine below">The same with an irreducible constant is refused: {escape(common)}.</p>'
+        if common
+        else ""
+    )
+    return _table("laws", head, rows) + note
 
 
 def convention_table(study: Study) -> str:
@@ -113,25 +123,31 @@ def _law(law, coefficient: str, exponent: str, quantity: str, shown) -> str:
     """A law, the intervals of its parameters, and its value at the end of its data; or why there is none."""
     if law.refused:
         return f'<span class="refused">refused</span><div class="why">{escape("; ".join(law.refused))}</div>'
-    names = list(law.parameters)
     lines = []
-    for symbol, name, form in ((exponent, names[1], units.significant), (coefficient, names[0], _coefficient)):
-        span = law.intervals.get(name)
+    symbols = (
+        (exponent, exponent_interval(law), units.significant),
+        (coefficient, coefficient_interval(law), _coefficient),
+    )
+    for symbol, span, form in symbols:
         if span:
             lines.append(f"<i>{symbol}</i> {form(span[0])} to {form(span[1])}")
     at = law.interval_at(law.c_max)
     span = f" ({shown(at[0])} to {shown(at[1])})" if at else ""
-    lines.append(f"<i>{quantity}</i> {shown(float(law.predict(law.c_max)))}{span} at {units.scientific(law.c_max)}")
-    formula = f"{_coefficient(law.coefficient)} C<sup>{units.significant(law.exponent)}</sup>"
-    return f'<div class="law">{formula}</div>' + "".join(f'<div class="fine">{line}</div>' for line in lines)
+    end = units.scientific(law.c_max, 2)
+    lines.append(f"<i>{quantity}</i> {shown(float(law.predict(law.c_max)))}{span} at {end}")
+    return f'<div class="law">{_formula(law)}</div>' + "".join(f'<div class="fine">{line}</div>' for line in lines)
 
 
 def _with_constant(law) -> str:
     """The same law with an irreducible loss, which bends less beyond the data."""
     if law.refused:
         return f'<div class="why">with a constant: refused, {escape("; ".join(law.refused))}</div>'
-    power = f"{_coefficient(law.coefficient)} C<sup>{units.significant(law.exponent)}</sup>"
-    return f'<div class="fine">or {units.significant(law.constant)} + {power}</div>'
+    return f'<div class="fine">or {_formula(law)}</div>'
+
+
+def _formula(law) -> str:
+    constant = f"{units.significant(law.constant)} + " if law.constant is not None else ""
+    return f"{constant}{_coefficient(law.coefficient)} C<sup>{units.significant(law.exponent)}</sup>"
 
 
 def _coefficient(value: float) -> str:
@@ -149,7 +165,7 @@ def _held_out(test) -> str:
         return f'<div class="why">{escape("; ".join(test.refused))}</div>'
     fine = (
         f"at most {units.percent(test.max_error)}, {units.plural(test.tested, 'point')}",
-        f"above {units.flops(test.c_max)}",
+        f"above {units.scientific(test.c_max, 2)} FLOPs",
     )
     return f'<div class="law">{units.percent(test.mean_error)}</div><div class="fine">{"<br>".join(fine)}</div>'
 

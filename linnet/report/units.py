@@ -3,6 +3,7 @@
 import math
 
 MISSING = "–"
+SPACE = "\N{NO-BREAK SPACE}"  # between a number and its unit
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _THOUSANDS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -39,7 +40,7 @@ def scientific(value: float, digits: int = 3) -> str:
 
 
 def flops(value: float) -> str:
-    return scientific(value) + " FLOPs" if _known(value) else MISSING
+    return scientific(value) + SPACE + "FLOPs" if _known(value) else MISSING
 
 
 def count(value: float, digits: int = 3) -> str:
@@ -49,8 +50,8 @@ def count(value: float, digits: int = 3) -> str:
 
 def size(value: float, digits: int = 3) -> str:
     """Bytes in binary multiples: 49152 -> 48 KiB."""
-    text = _prefixed(value, _BYTES, " ", digits)
-    return text if text == MISSING or text[-1] == "B" else text + " B"
+    text = _prefixed(value, _BYTES, SPACE, digits)
+    return text if text == MISSING or text[-1] == "B" else text + SPACE + "B"
 
 
 def loss(value: float) -> str:
@@ -58,7 +59,7 @@ def loss(value: float) -> str:
 
 
 def percent(fraction: float, digits: int = 2) -> str:
-    return significant(100 * fraction, digits) + " %" if _known(fraction) else MISSING
+    return significant(100 * fraction, digits) + SPACE + "%" if _known(fraction) else MISSING
 
 
 def duration(seconds: float) -> str:
@@ -66,7 +67,7 @@ def duration(seconds: float) -> str:
     if not _known(seconds):
         return MISSING
     if float(f"{seconds:.2e}") < 60:
-        return significant(seconds) + " s"
+        return _short(significant(seconds)) + " s"
     if round(seconds) < 3600:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min {rest} s" if rest else f"{minutes} min"
@@ -102,7 +103,10 @@ def _prefixed(value, steps, separator: str, digits: int) -> str:
         return MISSING
     for step, name in steps:
         if abs(float(f"{value / step:.{digits - 1}e}")) >= 1:
-            text = significant(value / step, digits)
-            return (text.rstrip("0").rstrip(".") if "." in text else text) + separator + name
-    text = significant(value, digits)
+            return _short(significant(value / step, digits)) + separator + name
+    return _short(significant(value, digits))
+
+
+def _short(text: str) -> str:
+    """Without zeros behind the point that say nothing."""
     return text.rstrip("0").rstrip(".") if "." in text else text

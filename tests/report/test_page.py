@@ -166,7 +166,8 @@ def test_refused_optima_are_shown_as_refused(study, write):
     assert "4 of 8 optima, one for each architecture and budget, lie between the sizes" in page.text
     assert "Refused laws, because the runs cannot tell: Nopt and Dopt of llama." in page.text
     assert page.source.count('<span class="refused">') == 2
-    assert "Loss falls fastest" in page.text
+    assert "The loss of tnl falls as C" in page.text
+    assert "The law of llama runs through the lowest losses seen instead of optima" in page.text
     marks = [row for rows in page.specs()["isoflop-curves"]["datasets"].values() for row in rows]
     refused = [row for row in marks if row.get("refused because")]
     assert len(refused) == 4 and not any(row["inside"] for row in refused)
