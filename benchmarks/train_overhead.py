@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--stretches", type=int, default=30)
     parser.add_argument("--steps", type=int, default=20, help="steps in a stretch")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
@@ -50,19 +51,21 @@ def main() -> None:
             for name, turn in turns if number % 2 else reversed(turns):
                 began = time.perf_counter()
                 turn()
+                wait(options.device)
                 times[name].append((time.perf_counter() - began) / stretch * 1e3)
         run.record.close()
 
     medians = {name: statistics.median(values) for name, values in times.items()}
     ratio = medians["linnet"] / medians["bare"]
-    total, outside = count_parameters(run.config.model)
-    print(f"{options.family}, {outside:,} parameters without embeddings, {options.threads} thread(s)")
+    _, outside = count_parameters(run.config.model)
+    print(f"{options.family}, {outside:,} parameters without embeddings, {options.device}, {options.threads} thread(s)")
     print(f"bare   {medians['bare']:.3f} ms a step\nlinnet {medians['linnet']:.3f} ms a step\nratio  {ratio:.3f}")
     print(
         json.dumps(
             {
                 "benchmark": "train_overhead",
                 "family": options.family,
+                "device": options.device,
                 "params_non_embedding": outside,
                 "bare_ms": round(medians["bare"], 4),
                 "linnet_ms": round(medians["linnet"], 4),
@@ -84,10 +87,10 @@ def open_run(options: argparse.Namespace, folder: Path) -> Run:
         "batch_size": options.batch_size,
         "steps": 1_000_000,
         "checkpoint_every": 0,
-        "device": "cpu",
+        "device": options.device,
     }
     config = resolve(parse(TrainConfig, values))
-    run = Run(config, run_folder(config, folder / "runs"), folder / "cache", torch.device("cpu"), None)
+    run = Run(config, run_folder(config, folder / "runs"), folder / "cache", torch.device(options.device), None)
     run.start()
     return run
 
@@ -98,10 +101,15 @@ def advance(run: Run, steps: int) -> None:
     run.loop(Stop())
 
 
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def bare_loop(run: Run):
     """The same model, data and optimizer without the rest."""
     config = run.config
-    model = build_model(config.model, seed=config.seed)
+    model = build_model(config.model, seed=config.seed, device=run.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
     batches = [run.session.feed.get(position) for position in range(50)]
 

@@ -40,11 +40,12 @@ def train(
 ) -> None:
     """Train a language model and score it on held-out text.
 
-    A run is a folder named after its settings: the same command goes on where it was stopped (Ctrl-C, a crash, a power
-    cut) and only shows the result once it is done. Another setting is another run. The folder holds config.yaml,
-    metrics.jsonl, checkpoints and, at the end, result.json.
+    A run is a folder named after its settings. The same command goes on
+    where it was stopped (Ctrl-C, a crash, a power cut), and shows the result
+    again once it is done; another setting is another run. The folder holds
+    config.yaml, metrics.jsonl, checkpoints and, at the end, result.json.
 
-    [bold]linnet train --model tnl-10m[/]                                   on Python's standard library
+    [bold]linnet train --model tnl-10m[/]
     [bold]linnet train --model hgrn2-10m --data "books/*.txt" --set steps=2000[/]
     [bold]linnet train my_run.yaml --set seed=1[/]
     """

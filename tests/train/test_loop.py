@@ -104,7 +104,7 @@ def test_accumulation_is_the_same_training(settings, cache, tmp_path, parts):
     """Also with parts of different size (3 of 4 sequences): every token has the same weight."""
     whole = train(settings(), tmp_path, cache)
     split = train(settings(accumulation=parts), tmp_path, cache)
-    assert losses(split) == pytest.approx(losses(whole), rel=2e-6)
+    assert losses(split) == pytest.approx(losses(whole), rel=1e-5)
     norms = [[row["grad_norm"] for row in run.metrics() if "loss" in row] for run in (whole, split)]
     assert norms[1] == pytest.approx(norms[0], rel=2e-4)
 
