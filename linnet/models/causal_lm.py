@@ -67,26 +67,22 @@ class CausalLM(nn.Module):
 def build_model(config: ModelConfig, seed: int = 0, device: torch.device | str | None = None) -> CausalLM:
     """A model with weights drawn on the CPU from (seed, parameter name): the same on any device and in any order.
 
-    Linear layers and embeddings N(0, init_std); those that end a residual branch divide by sqrt(2 L); biases 0.
+    Linear layers and embeddings N(0, init_std); those that end a residual branch divide by sqrt(2 L); biases 0. Other
+    parameters keep what their layer gives them, drawn after `torch.manual_seed(seed)`; the global generator is untouched.
     """
-    model = CausalLM(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = CausalLM(config)
     depth_scale = 1.0 / math.sqrt(2 * config.num_layers)
     with torch.no_grad():
         for name, module in model.named_modules():
-            generator = torch.Generator().manual_seed(_seed_of(seed, name))
             if isinstance(module, nn.Linear | nn.Embedding):
+                generator = torch.Generator().manual_seed(_seed_of(seed, name))
                 std = config.init_std * (depth_scale if getattr(module, "ends_residual", False) else 1.0)
                 module.weight.normal_(0.0, std, generator=generator)
                 if getattr(module, "bias", None) is not None:
                     module.bias.zero_()
-            elif callable(getattr(module, "reset_parameters", None)) and _takes_generator(module):
-                module.reset_parameters(generator)
     return model.to(device) if device is not None else model
-
-
-def _takes_generator(module: nn.Module) -> bool:
-    """Linnet's layers draw their own parameters in `reset_parameters(generator)`; torch's take no argument."""
-    return "generator" in module.reset_parameters.__code__.co_varnames[: module.reset_parameters.__code__.co_argcount]
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -2,8 +2,9 @@
 
 Each channel is filtered by T_j = sum_m b_m lambda_m^j, so it runs as a recurrence of E real modes a channel:
 u_t = lambda u_{t-1} + x_t, y_t = sum_m b_m u_t[m]. The papers give neither the parametrisation nor the start; here
-lambda = exp(-exp(a)) with time constants log-uniform in [1, max_time_constant], and b ~ N(0, 1/E). Published parameter
-counts agree with 128 numbers a channel: 64 modes with learned lambda and b (`decay: learned`), or 128 with b alone.
+lambda = exp(-exp(a)) with time constants log-uniform in [1, max_time_constant], and b = 1/E, the mean over time scales.
+Published parameter counts agree with 128 numbers a channel: 64 modes with learned lambda and b (`decay: learned`), or 128
+with b alone.
 """
 
 import math
@@ -38,10 +39,7 @@ class Tpe(nn.Module):
             self.log_rate = nn.Parameter(rate)
         else:
             self.register_buffer("log_rate", rate, persistent=False)
-        self.weight = nn.Parameter(torch.randn(d_model, modes) / math.sqrt(modes))
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        self.weight.data.normal_(0.0, self.config.num_modes**-0.5, generator=generator)
+        self.weight = nn.Parameter(torch.full((d_model, modes), 1.0 / modes))
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         y, modes = modal_convolution(
