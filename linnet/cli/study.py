@@ -56,7 +56,7 @@ def study(
     from rich.console import Console
 
     from linnet.cli.study_page import print_laws, print_plan
-    from linnet.study.executors import cpu_cores, worker_slots
+    from linnet.study.executors import worker_slots
     from linnet.study.ladder import plan as make_plan
     from linnet.study.runner import run_study
     from linnet.study.timing import estimate
@@ -65,9 +65,8 @@ def study(
     console = Console(stderr=True) if json_ else Console()
     with console.status("counting FLOPs, timing a few steps"):
         ladder = make_plan(settings, check_data=not plan, where=str(config or "study"))
-        slots = worker_slots(settings.executor)
-        seconds = estimate(ladder, settings.executor.threads or max(1, cpu_cores() // slots))
-    print_plan(ladder, seconds, slots, console)
+        seconds = estimate(ladder)
+    print_plan(ladder, seconds, worker_slots(settings.executor), console)
     if plan:
         if json_:
             typer.echo(json.dumps([run.record() for run in ladder.runs], indent=1))

@@ -58,7 +58,8 @@ def print_laws(study: StudyFit, console: Console) -> None:
         error = f"{test.mean_error:.2%}" if test is not None and not test.refused else "no test"
         table.add_row(name, fit.L.text(), fit.N_opt.text(), fit.D_opt.text(), error)
         for reason in dict.fromkeys(fit.refused):
-            reasons.setdefault(reason, []).append(name)
+            if reason.startswith(study.headline):  # `linnet fit` prints those of the other methods
+                reasons.setdefault(reason, []).append(name)
     console.print(table)
     for note in study.notes:
         console.print(f"note: {note}", highlight=False, soft_wrap=True)

@@ -80,11 +80,9 @@ def make_executor(config: ExecutorConfig) -> Executor:
     """The executor that a study asks for. Raises `ConfigError` where Ray is asked for and not installed."""
     if config.kind == "inline":
         return Inline(config.retries)
-    workers = worker_slots(config)
-    threads = config.threads or max(1, cpu_cores() // workers)
     if config.kind == "local":
-        return LocalPool(workers, threads, config.retries, _visible_gpus())
-    return Ray(config.workers, threads, config.retries, config.address)
+        return LocalPool(worker_slots(config), worker_threads(config), config.retries, _visible_gpus())
+    return Ray(config.workers, worker_threads(config), config.retries, config.address)
 
 
 def worker_slots(config: ExecutorConfig) -> int:
@@ -212,6 +210,11 @@ class Ray:
         finally:
             for reference in running:
                 ray.cancel(reference, force=True)
+
+
+def worker_threads(config: ExecutorConfig) -> int:
+    """CPU threads of a worker: as configured, or its share of the cores of this machine."""
+    return config.threads or max(1, cpu_cores() // worker_slots(config))
 
 
 def attempt(work: Work, job: Job) -> Outcome:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from linnet.models import ModelConfig, build_model
+from linnet.study.executors import worker_threads
 from linnet.study.ladder import Plan, PlannedRun
 from linnet.train.device import choose
 
@@ -18,13 +19,13 @@ TIMED_STEPS = 2
 PATIENCE = 2.0  # seconds that timing one step may be expected to take
 
 
-def estimate(plan: Plan, threads: int = 1) -> dict[str, float] | None:
+def estimate(plan: Plan) -> dict[str, float] | None:
     """Seconds of each run, by its name; None where not even the smallest model can be timed quickly on this machine."""
-    throughput = plan.config.executor.throughput
-    if throughput is not None:
-        return {run.run: run.flops / throughput for run in plan.runs}
+    executor = plan.config.executor
+    if executor.throughput is not None:
+        return {run.run: run.flops / executor.throughput for run in plan.runs}
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(before if executor.kind == "inline" else worker_threads(executor))
     try:
         lines = {}
         for name in dict.fromkeys(run.architecture for run in plan.runs):
