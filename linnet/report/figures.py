@@ -30,7 +30,7 @@ def laws(study: Study) -> Figure | None:
         bands += [{"architecture": name, **row} for row in marks.band(fit.L, EXTRAPOLATION)]
         lines += [{"architecture": name, **row} for row in marks.line(fit.L, EXTRAPOLATION)]
         points += [_optimum(name, p, p["loss"], units.loss(p["loss"]) + " nats per token") for p in loss_points(fit)]
-    if not points:
+    if not points + lines:
         return None
     x = style.axis(canvas.alt, "flops", style.padded([row["C"] for row in points + lines], True))
     on_training = {fit.headline for fit in study.fits.values()} == {"envelope"}
@@ -113,7 +113,7 @@ def optima(study: Study) -> Figure | None:
             lines += [{"architecture": name, **row} for row in marks.line(law, EXTRAPOLATION)]
             known = [(point, point[quantity[0]]) for point in optimum_points(fit)]
             points += [_optimum(name, point, value, units.count(value)) for point, value in known if value]
-        if not points:
+        if not points + lines:
             continue
         spans = _spans(study) if quantity == "N_opt" else []
         reach = [row["value"] for row in points + lines] + [row[end] for row in spans for end in ("low", "high")]
@@ -129,8 +129,12 @@ def optima(study: Study) -> Figure | None:
     caption = (
         "How a compute-optimal run divides its compute: model size (left) and training tokens (right) of the lowest "
         "loss, against the budget. Bands and bars are 95 % bootstrap intervals, dashes lie beyond the data. Hollow "
-        "points are lowest losses at the edge of the sizes and do not count; a law is drawn only where at least three "
-        "budgets have their optimum between the sizes."
+        "points are lowest losses at the edge of the sizes and do not count. "
+    )
+    caption += (
+        "The laws follow from the surface L(N, D) fitted to all runs, the points from a parabola in each budget."
+        if study.fit.headline == "parametric"
+        else "A law is drawn only where at least three budgets have their optimum between the sizes."
     )
     drawn = alt.hconcat(*panels, spacing=36)
     return canvas.figure("optimal-size-and-tokens", "Optimal size and tokens against compute", caption, drawn)

@@ -77,7 +77,7 @@ class Canvas:
         For strokeOpacity or fillOpacity where there is a choice: opacity is slow in a PNG, which gets a layer a mark.
         """
         in_focus = "focus == '' || focus == datum.architecture"
-        return self.alt.condition(in_focus, self.alt.value(value), self.alt.value(min(value, FADED)))
+        return self.alt.condition(in_focus, self.alt.value(value), self.alt.value(FADED * value))
 
     def tooltip(self, fields) -> list:
         return [self.alt.Tooltip(f"{field}:N", title=field) for field in fields]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from synthetic_study import LAWS, RESAMPLES
+from synthetic_study import LAWS
 
 from linnet.config import ConfigError
 from linnet.report import write_report
-from linnet.study.fit import fit_study
+from linnet.study.fit import fit_study, load_study
 
 FIGURES = {
     "loss-against-compute",
@@ -72,13 +72,18 @@ def page(ladder):
 
 
 @pytest.fixture
-def write(monkeypatch):
-    """Writes the report of a folder with one method of fitting and without pictures, which take most of the time."""
+def quick_fits(monkeypatch):
+    """One method of fitting and no intervals, which take most of the time."""
 
     def isoflop(table, curves, bootstrap):
         return fit_study(table, curves, method="isoflop", bootstrap=0)
 
     monkeypatch.setattr("linnet.report.records.fit_study", isoflop)
+
+
+@pytest.fixture
+def write(monkeypatch, quick_fits):
+    """Writes the page of a folder, without the pictures."""
     monkeypatch.setattr("linnet.report.page._write_pictures", lambda folder, figure: None)
     return lambda folder, **options: Page(write_report(folder, **options))
 
@@ -149,10 +154,10 @@ def test_laws_on_the_page_are_those_that_made_the_data(page):
         assert row.count(" to ") >= 6  # the 95 % intervals
 
 
-def test_same_folder_gives_the_same_bytes(study, tmp_path):
+def test_same_folder_gives_the_same_bytes(study, tmp_path, quick_fits):
     folder = study(architectures=("tnl",), budgets=(2e11, 4e11, 8e11), widths=(16, 24, 32, 48))
     copy = shutil.copytree(folder, tmp_path / "copy" / folder.name)
-    first, second = (write_report(path, bootstrap=RESAMPLES).parent for path in (folder, copy))
+    first, second = (write_report(path).parent for path in (folder, copy))
     assert {path.name for path in first.iterdir()} == {path.name for path in second.iterdir()}
     for path in first.iterdir():
         assert path.read_bytes() == (second / path.name).read_bytes(), path.name
@@ -202,6 +207,19 @@ def test_no_run_ended_well(study, write):
     page = write(folder)
     assert "No run has ended with a finite loss yet" in page.text
     assert "No laws could be fitted" in page.text
+
+
+def test_laws_of_the_parametric_surface(study, write):
+    """Its L(C) has a constant; without parabolas there are no points of budgets to draw, but the laws are."""
+    folder = study(architectures=("tnl", "hgrn2"), curves=False, noise=0.0005)
+    table, curves, _ = load_study(folder)
+    page = write(folder, fit=fit_study(table, curves, method="parametric", bootstrap=0))
+    assert re.search(r'class="law">0\.\d+ \+ \d+ C<sup>−0\.1\d+</sup>', page.source)
+    assert "as 0." in page.text and "by the parametric surface L(N, D)" in page.text
+    assert "isoflop-curves" not in page.specs()
+    for name in ("optimal-size-and-tokens", "loss-against-compute"):
+        rows = [row for rows in page.specs()[name]["datasets"].values() for row in rows]
+        assert {row["architecture"] for row in rows} == {"tnl", "hgrn2"} and not any(row.get("run") for row in rows)
 
 
 def test_study_at_fixed_tokens_has_no_budgets(study, write):
