@@ -181,10 +181,16 @@ def test_refused_optima_are_shown_as_refused(study, write):
     assert "finished runs have no training curve" in page.text
 
 
-def test_one_architecture(study, write):
-    page = write(study(architectures=("tnl",), budgets=(2e11, 4e11, 8e11)))
+def test_unfinished_study_of_one_architecture_written_elsewhere(study, write, tmp_path):
+    folder = study(architectures=("tnl",), budgets=(2e11, 4e11, 8e11))
+    (folder / "plan.json").write_text(json.dumps({"runs": [{"run": f"run-{index}"} for index in range(25)]}))
+    page = write(folder, out=tmp_path / "elsewhere" / "tnl.html")
+    assert page.path == tmp_path / "elsewhere" / "tnl.html"
+    assert "7 of 25 planned runs have not begun" in page.text
     assert "The loss of tnl falls as C" in page.text
     assert set(page.specs()) == FIGURES
+    linked = [link for link in page.links if (page.path.parent / link).is_dir()]
+    assert len(linked) == 18 and not any(Path(link).is_absolute() for link in page.links)
 
 
 def test_too_few_budgets(study, write):
@@ -248,22 +254,6 @@ def test_hand_made_table_without_study_or_runs(tmp_path, write):
         r"<script.*?</script>", "", page.source, flags=re.S
     )
     assert page.specs().keys() == {"loss-against-compute", "isoflop-curves", "optimal-size-and-tokens"}
-
-
-def test_unfinished_study_says_so(study, write):
-    folder = study(architectures=("tnl",), budgets=(2e11, 4e11, 8e11))
-    plan = [{"run": f"run-{index}"} for index in range(25)]
-    (folder / "plan.json").write_text(json.dumps({"runs": plan}))
-    page = write(folder)
-    assert "7 of 25 planned runs have not begun" in page.text
-
-
-def test_page_elsewhere_still_finds_the_runs(study, tmp_path, write):
-    folder = study(architectures=("tnl",), budgets=(2e11, 4e11, 8e11), curves=False)
-    page = write(folder, out=tmp_path / "elsewhere" / "tnl.html")
-    assert page.path.parent == tmp_path / "elsewhere"
-    linked = [link for link in page.links if (page.path.parent / link).is_dir()]
-    assert len(linked) == 18 and not any(Path(link).is_absolute() for link in page.links)
 
 
 @pytest.mark.parametrize(
