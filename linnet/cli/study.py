@@ -62,11 +62,14 @@ def study(
     from linnet.study.timing import estimate
 
     settings = _settings(config, mixer, architectures, budgets, workers, set_ or [])
+    if not plan:
+        _check_extra(report)
     console = Console(stderr=True) if json_ else Console()
     with console.status("counting FLOPs, timing a few steps"):
         ladder = make_plan(settings, check_data=not plan, where=str(config or "study"))
         seconds = estimate(ladder)
-    print_plan(ladder, seconds, worker_slots(settings.executor), console)
+    done = {path.parent.name for path in (out / settings.name / "runs").glob("*/result.json")}
+    print_plan(ladder, seconds, worker_slots(settings.executor), done, console)
     if plan:
         if json_:
             typer.echo(json.dumps([run.record() for run in ladder.runs], indent=1))
@@ -75,6 +78,8 @@ def study(
     result = run_study(settings, out, plan=ladder, seconds=seconds, console=console)
     for row in result.broken:
         console.print(f"[red]{row['status']}[/]: {result.folder / row['path']}", highlight=False, soft_wrap=True)
+    if len(result.broken) == len(result.rows):
+        raise typer.Exit(1)
     laws = _fit(result.folder, console)
     print_laws(laws, console)
     if json_:
@@ -82,9 +87,21 @@ def study(
     if report:
         from linnet.report import write_report
 
-        console.print(f"report: [bold]{write_report(result.folder)}[/]", highlight=False, soft_wrap=True)
-    if result.broken and len(result.broken) == len(result.rows):
-        raise typer.Exit(1)
+        page = write_report(result.folder, fit=laws)
+        console.print(f"\nreport: [bold]{page}[/]", highlight=False, soft_wrap=True)
+
+
+def _check_extra(report: bool) -> None:
+    """Says before the training, not after it, that its laws could not be fitted or drawn."""
+    from importlib.util import find_spec
+
+    from linnet.config import ConfigError
+
+    needed = ["pandas", "scipy", *(["altair", "vl_convert"] if report else [])]
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        fix = "install the extra `study`: pip install 'linnet[study]'"
+        raise ConfigError([f"{name}: not installed; {fix}" for name in missing], "study")
 
 
 def _fit(folder: Path, console):

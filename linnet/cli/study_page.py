@@ -1,6 +1,6 @@
 """What `linnet study` prints: the plan before it starts, the laws when it is done."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from rich.console import Console
 from rich.table import Table
@@ -11,8 +11,10 @@ from linnet.study.progress import count, duration
 from linnet.study.timing import wall_seconds
 
 
-def print_plan(plan: Plan, seconds: dict[str, float] | None, workers: int, console: Console) -> None:
-    """One row an architecture and budget: sizes, steps, tokens (or FLOPs) and time; then what the whole costs."""
+def print_plan(
+    plan: Plan, seconds: dict[str, float] | None, workers: int, done: Container[str], console: Console
+) -> None:
+    """One row an architecture and budget: sizes, steps, tokens (or FLOPs) and time; then what is left to do costs."""
     by_tokens = bool(plan.config.tokens)
     console.print(f"[bold]study {plan.config.name}[/]", highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -36,8 +38,11 @@ def print_plan(plan: Plan, seconds: dict[str, float] | None, workers: int, conso
         )
     console.print(table)
     total = f"{len(plan.runs)} runs, {plan.flops:.3g} training FLOPs"
+    missing = [run for run in plan.runs if run.run not in done]
+    if len(missing) < len(plan.runs):
+        total += f", {sum(run.flops for run in missing):.3g} of them still to do"
     if seconds:
-        wall = wall_seconds([seconds[run.run] for run in plan.runs], workers)
+        wall = wall_seconds([seconds[run.run] for run in missing], workers)
         total += f": about {duration(wall)} with {workers} worker{'s' * (workers > 1)}"
     else:
         total += "; too large to time here (set executor.throughput, FLOP/s of a worker, for an estimate)"
