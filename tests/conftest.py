@@ -11,8 +11,10 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The folder of real texts and scaling data (wikitext-2, tinyshakespeare, chinchilla), which is not in the repository."""
+    """Real texts and scaling data (wikitext-2, tinyshakespeare, chinchilla), which are not in the repository."""
     folder = Path(os.environ.get("LINNET_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
     if not folder.is_dir():
-        pytest.skip(f"no real data at {folder}: set LINNET_TEST_DATA to a folder with wikitext-2, tinyshakespeare, chinchilla")
+        pytest.skip(
+            f"no real data at {folder}: set LINNET_TEST_DATA to a folder with wikitext-2, tinyshakespeare, chinchilla"
+        )
     return folder

@@ -68,7 +68,7 @@ def build_model(config: ModelConfig, seed: int = 0, device: torch.device | str |
     """A model with weights drawn on the CPU from (seed, parameter name): the same on any device and in any order.
 
     Linear layers and embeddings N(0, init_std); those that end a residual branch divide by sqrt(2 L); biases 0. Other
-    parameters keep what their layer gives them, drawn after `torch.manual_seed(seed)`; the global generator is untouched.
+    parameters keep what their layer gives them, drawn after `torch.manual_seed(seed)` in a fork of the generator.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

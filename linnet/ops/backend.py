@@ -1,6 +1,6 @@
 """Which form of an op runs: chosen by device, overridable here and nowhere else.
 
-`reference` is the definition token by token (any dtype, slow), `chunked` is PyTorch on any device, `triton` is for GPUs.
+`reference` is the definition token by token (any dtype, slow), `chunked` is PyTorch on any device, `triton` for GPUs.
 A missing Triton or GPU is never an import error: `triton` is chosen only for CUDA tensors of an op that has that form.
 """
 
@@ -46,7 +46,7 @@ def use_reference() -> bool:
 
 
 def use_triton(op: str, is_cuda: bool) -> bool:
-    """Whether `linnet.ops.<op>.triton` serves a call. Asked for by name but not there: an error, never a silent change."""
+    """Whether `linnet.ops.<op>.triton` serves a call. RuntimeError where it is asked for by name but not there."""
     if _form == "triton":
         if not has_triton(op):
             raise RuntimeError(f"backend 'triton' was asked for, but op {op!r} has no Triton form here; use 'chunked'")

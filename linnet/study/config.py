@@ -40,7 +40,7 @@ def _named(value: Any) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    """A number is a learning rate for all sizes."""
+    """A number is one value for all sizes."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return {"value": value, "exponent": 0.0, "maximum": value} if number else value
 
@@ -75,11 +75,24 @@ class Size(Config):
 Sizes = Annotated[list[Annotated[Size, BeforeValidator(_size)]], BeforeValidator(_sizes), Field(min_length=1)]
 
 
-class LearningRate(Config):
-    """Peak learning rate by width: value * (d_model / width) ** exponent, at most `maximum`.
+class ByWidth(Config):
+    """A number that follows the model's width: value * (d_model / width) ** exponent, at most `maximum`."""
+
+    value: float = Field(gt=0)
+    width: int = Field(gt=0)
+    exponent: float
+    maximum: float = Field(float("inf"), gt=0)
+
+    def at(self, d_model: int) -> float:
+        """The number at this width, rounded to 4 digits so that configurations read well."""
+        return float(f"{min(self.maximum, self.value * (d_model / self.width) ** self.exponent):.4g}")
+
+
+class LearningRate(ByWidth):
+    """Peak learning rate by width. A bare number in YAML is one rate for all sizes.
 
     The default, 3e-3 at width 64 falling as 1 / width, keeps small models of every family near their best rate, so
-    that the ladder compares sizes rather than learning rates. A bare number in YAML is one rate for all sizes.
+    that the ladder compares sizes rather than learning rates.
     """
 
     value: float = Field(3e-3, gt=0)
@@ -87,12 +100,21 @@ class LearningRate(Config):
     exponent: float = -1.0
     maximum: float = Field(1e-2, gt=0)
 
-    def at(self, d_model: int) -> float:
-        """The peak rate of a model of this width, rounded to 4 digits so that configurations read well."""
-        return float(f"{min(self.maximum, self.value * (d_model / self.width) ** self.exponent):.4g}")
+
+class InitStd(ByWidth):
+    """Standard deviation of the first weights by width. A bare number in YAML is one for all sizes.
+
+    The published 0.02 belongs to widths from 512 up; a laptop's widths of 16 to 100 start too small with it and learn
+    late, so the default keeps 0.02 at 512 and follows 1 / sqrt(width) (docs/negative-results.md has the numbers).
+    """
+
+    value: float = Field(0.02, gt=0)
+    width: int = Field(512, gt=0)
+    exponent: float = -0.5
 
 
 Rate = Annotated[LearningRate, BeforeValidator(_constant)]
+Std = Annotated[InitStd, BeforeValidator(_constant)]
 
 
 class Architecture(Config):
@@ -150,6 +172,7 @@ class StudyConfig(Config):
         sizes: shapes (see `Size`), or `{widths: [...], layers: [...]}` for every pair.
         seq_len: tokens of a sequence; batch_size: sequences of a step, one number or one for each budget.
         learning_rate: a number, or how it falls with width (see `LearningRate`).
+        init_std: the same for the scale of the first weights (see `InitStd`).
         train: further settings of `linnet.train.TrainConfig`, the same for all runs (optimizer, schedule, ...).
         seeds: every point is run once for each.
         minimum_steps: points with fewer optimizer steps are dropped: they would measure the warm-up.
@@ -166,6 +189,7 @@ class StudyConfig(Config):
     seq_len: int = Field(256, gt=0)
     batch_size: Annotated[int, Field(gt=0)] | list[Annotated[int, Field(gt=0)]] = 8
     learning_rate: Rate = LearningRate()
+    init_std: Std = InitStd()
     data: DataConfig = DataConfig()
     train: dict[str, Any] = {}
     seeds: list[int] = Field([0], min_length=1)

@@ -126,7 +126,9 @@ def plan(config: StudyConfig, *, check_data: bool = True, where: str = "study") 
     for architecture in config.architectures:
         for size in architecture.sizes or config.sizes:
             try:
-                rungs.append((architecture, size, make_model(architecture, size, vocab_size)))
+                model = make_model(architecture, size, vocab_size)
+                std = config.init_std.at(model.d_model)
+                rungs.append((architecture, size, model.model_copy(update={"init_std": std})))
             except ValueError as error:
                 problems += [f"architectures.{architecture.name} {size.label}: {line}" for line in _lines(error)]
     problems += [

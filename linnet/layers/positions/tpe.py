@@ -3,8 +3,8 @@
 Each channel is filtered by T_j = sum_m b_m lambda_m^j, so it runs as a recurrence of E real modes a channel:
 u_t = lambda u_{t-1} + x_t, y_t = sum_m b_m u_t[m]. The papers give neither the parametrisation nor the start; here
 lambda = exp(-exp(a)) with time constants log-uniform in [1, max_time_constant], and b = 1/E, the mean over time scales.
-Published parameter counts agree with 128 numbers a channel: 64 modes with learned lambda and b (`decay: learned`), or 128
-with b alone.
+Published parameter counts agree with 128 numbers a channel: 64 modes with learned lambda and b (`decay: learned`), or
+128 with b alone.
 """
 
 import math
