@@ -64,7 +64,7 @@ def _check_extra() -> None:
 def _write_pictures(folder: Path, figure: Figure) -> None:
     import vl_convert
 
-    themed = figure.spec | {"config": style.theme(), "padding": 12}
+    themed = figure.spec | {"config": style.theme(font=style.PICTURE_FONT), "padding": 12}
     svg = vl_convert.vegalite_to_svg(themed, vl_version=_vegalite())
     svg = re.sub(r'(id="clip|url\(#clip)(\d+)', _Renumber(), svg)  # counted through the process by vega
     (folder / f"{figure.name}.svg").write_text(svg, encoding="utf-8")

@@ -125,11 +125,11 @@ def _cost_of_runs(canvas: Canvas, table):
     dots = dots.encode(x, y, canvas.colour(), canvas.shape(), fillOpacity=canvas.fade(0.85), tooltip=tooltip)
     guides = _speed_guides(domain_x, domain_y)
     lines = canvas.chart(guides).mark_line(style=style.QUIET, strokeWidth=0.8, strokeDash=[2, 3], clip=True)
-    # Names stand at the upper right end of their line, just below it, where few points are.
-    names = canvas.chart(guides[1::2]).mark_text(style=style.QUIET, align="right", baseline="top", fontSize=10)
-    names = names.encode(x, y, text="speed:N", xOffset=alt.value(-6), yOffset=alt.value(6))
+    ends = [row for row in guides if row["x"] == domain_x[1]]  # those that leave on the right are named there
+    names = canvas.chart(ends).mark_text(style=style.QUIET, align="left", dx=5, fontSize=10)
+    names = names.encode(x, y, text="speed:N")
     layers = (lines.encode(x, y, detail="speed:N"), names, dots)
-    return canvas.layer(*layers).properties(width=500, height=340, title="each run")
+    return canvas.layer(*layers).properties(width=460, height=340, title="each run")
 
 
 def _cost_of_architectures(canvas: Canvas, table):

@@ -25,6 +25,7 @@ PALETTE = (
 )
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left")
 FONT = "'Helvetica Neue', Helvetica, Arial, 'Liberation Sans', sans-serif"
+PICTURE_FONT = "'DejaVu Sans', Verdana, Arial, sans-serif"  # has all raised digits, where no browser looks for them
 # Styles of marks whose colour depends on the theme: that of text, or one that stays in the background.
 INK, QUIET = "ink", "quiet"
 
@@ -38,14 +39,14 @@ def shapes(architectures: Sequence[str]) -> dict[str, str]:
     return {name: SHAPES[index % len(SHAPES)] for index, name in enumerate(architectures)}
 
 
-def theme(dark: bool = False) -> dict:
+def theme(dark: bool = False, font: str = FONT) -> dict:
     """The vega-lite configuration that is merged into a figure when it is drawn."""
     ink, soft, faint, page = (
         ("#e8e6e3", "#a9a7a3", "#3a3a3d", "#1b1b1e") if dark else ("#1d1d1f", "#5c5c61", "#e7e5e1", "#ffffff")
     )
     return {
         "background": page,
-        "font": FONT,
+        "font": font,
         "view": {"stroke": None},
         "axis": {
             "labelColor": soft,
