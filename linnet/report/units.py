@@ -78,13 +78,6 @@ def duration(seconds: float) -> str:
     return f"{days} d {rest} h" if rest else f"{days} d"
 
 
-def interval(low: float | None, high: float | None, digits: int = 3) -> str:
-    """A 95 % interval: [0.47, 0.55]; nothing where there is none."""
-    if not (_known(low) and _known(high)):
-        return ""
-    return f"[{significant(low, digits)}, {significant(high, digits)}]"
-
-
 def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
