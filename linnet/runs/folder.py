@@ -145,6 +145,12 @@ class RunFolder:
                 file.truncate(0)
                 fcntl.flock(file, fcntl.LOCK_UN)
 
+    def clean(self) -> None:
+        """Removes what killed writers left half-written. Only under `lock`."""
+        for path in self.path.glob(".*.tmp"):
+            path.unlink(missing_ok=True)
+        checkpoint.clean(self.checkpoint_folder)
+
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
 

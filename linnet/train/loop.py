@@ -59,9 +59,8 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
             return folder
         folder.write_error(None)
         try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), graceful_stop() as stop:
-                torch.manual_seed(config.seed)
-                Run(config, folder, Path(cache), device, progress).run(stop)
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                Run(config, folder, Path(cache), device, progress).run()
         except Exception as error:
             with suppress(OSError):  # a full disk must not hide the error
                 folder.write_error(f"{error}\n" if isinstance(error, ConfigError) else traceback.format_exc())
@@ -99,19 +98,21 @@ class Run:
     def show_data(self, what: str, done: int, total: int) -> None:
         self.progress({"event": "data", "what": what, "done": done, "total": total})
 
-    def run(self, stop: Stop) -> None:
+    def run(self) -> None:
         with ExitStack() as stack:
             stack.callback(self.session.feed.close)
             self.start()
             stack.callback(self.record.close)
             for sink in self.sinks:
                 stack.callback(sink.close)
-            status = self.loop(stop)
+            with graceful_stop() as stop:  # only here: elsewhere nothing is lost by stopping at once
+                status = self.loop(stop)
             self.finish(status)
 
     def start(self) -> None:
         """Takes the last good checkpoint, or starts anew."""
-        checkpoint.clean(self.folder.checkpoint_folder)
+        torch.manual_seed(self.config.seed)  # not before: how often set-up draws depends on what is cached
+        self.folder.clean()
         path, tensors, meta, problems = checkpoint.latest_good(self.folder.checkpoint_folder)
         checkpoint.set_aside_after(self.folder.checkpoint_folder, path)
         if path is not None:
@@ -131,7 +132,8 @@ class Run:
             self.progress(event)
         if problems:
             good = f"going on from {path}" if path is not None else "none is good: starting anew"
-            warnings.warn(f"damaged checkpoints set aside as *.bad: {'; '.join(problems)}; {good}", stacklevel=5)
+            if self.progress is None:
+                warnings.warn(f"damaged checkpoints set aside as *.bad: {'; '.join(problems)}; {good}", stacklevel=5)
             self.write({"event": "damaged_checkpoint", "step": self.session.step, "problems": problems})
 
     def loop(self, stop: Stop) -> str:

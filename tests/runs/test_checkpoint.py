@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import resource
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -129,24 +127,19 @@ def test_a_failing_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch, ca
     assert os.listdir(tmp_path) == [good.name]
 
 
-def test_a_file_that_does_not_fit_leaves_the_previous_checkpoint(tmp_path):
+def test_a_file_that_does_not_fit_leaves_the_previous_checkpoint(tmp_path, in_child):
     """The real thing, in a process that may write files of 64 kB only: the error comes out of safetensors."""
-    code = """
-import resource, sys, torch
-from pathlib import Path
-from linnet.runs import CheckpointError, checkpoint
-folder = Path(sys.argv[1])
-checkpoint.save(folder, 1, {"model": {"w": torch.zeros(10)}}, {})
-resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-try:
-    checkpoint.save(folder, 2, {"model": {"w": torch.zeros(100_000)}}, {}, keep=1)
-except CheckpointError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
-    assert "step-00000002: the disk is full (0.4 MB to write)" in done.stdout, done.stdout + done.stderr
-    assert os.listdir(tmp_path) == ["step-00000001"]
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    good = write(tmp_path, 1)
+
+    def save():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+        try:
+            checkpoint.save(tmp_path, 2, {"model": {"w": torch.zeros(100_000)}}, {}, keep=1)
+        except CheckpointError as error:
+            return error
+
+    assert "step-00000002: the disk is full (0.4 MB to write)" in in_child(save)
+    assert os.listdir(tmp_path) == [good.name]
 
 
 def test_what_killed_writers_left_is_no_checkpoint(tmp_path):

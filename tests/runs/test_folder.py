@@ -2,8 +2,7 @@
 
 import math
 import os
-import subprocess
-import sys
+import signal
 
 import pytest
 
@@ -31,6 +30,15 @@ def test_an_edited_configuration_is_refused(tmp_path):
         RunFolder.create(tmp_path, CONFIG)
 
 
+def test_what_killed_writers_left_is_removed(tmp_path):
+    run = RunFolder.create(tmp_path, CONFIG)
+    (run.path / ".result.json.77.tmp").write_text('{"half": ')
+    (run.checkpoint_folder / ".step-00000020.77.tmp").mkdir(parents=True)
+    assert not run.done and run.checkpoints() == []
+    run.clean()
+    assert sorted(os.listdir(run.path)) == ["checkpoints", "config.yaml"] and not os.listdir(run.checkpoint_folder)
+
+
 def test_open_needs_a_run(tmp_path):
     with pytest.raises(ConfigError, match="is not a run folder"):
         RunFolder.open(tmp_path)
@@ -52,19 +60,30 @@ def test_the_result_makes_it_done(tmp_path):
         run.result()
 
 
-def test_one_process_at_a_time(tmp_path):
+def test_one_process_at_a_time(tmp_path, in_child):
     run = RunFolder.create(tmp_path, CONFIG)
-    code = (
-        "import sys; from linnet.runs import *\n"
-        "try:\n    with RunFolder(sys.argv[1]).lock(): print('got it')\n"
-        "except LockedError as error: print(error)"
-    )
 
-    def other() -> str:
-        return subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True).stdout
+    def lock() -> str:
+        try:
+            with RunFolder(run.path).lock():
+                return "got it"
+        except LockedError as error:
+            return str(error)
 
     with run.lock():
-        assert f"another process (process {os.getpid()}) is training this run" in other()
+        assert f"another process (process {os.getpid()}) is training this run" in in_child(lock)
         with pytest.raises(LockedError), run.lock():
             pass
-    assert other() == "got it\n"
+    assert in_child(lock) == "got it"
+
+
+def test_a_killed_process_gives_the_lock_back(tmp_path, in_child):
+    run = RunFolder.create(tmp_path, CONFIG)
+
+    def die():
+        run.lock().__enter__()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(die) == ""
+    with run.lock():
+        pass

@@ -202,3 +202,15 @@ def test_text_that_changed_is_no_resume(settings, cache, tmp_path):
     text.write_text("the text as it is now\n" * 500)
     with pytest.raises(ConfigError, match="data: the text changed since this run was checkpointed"):
         train(config, tmp_path, cache)
+
+
+def test_ctrl_c_while_text_is_prepared_acts_at_once(settings, tmp_path):
+    seen = []
+
+    def progress(row: dict) -> None:
+        seen.append(row["event"])
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(**LONG), tmp_path / "runs", tmp_path / "cache", progress)
+    assert seen == ["data"]
