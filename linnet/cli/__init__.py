@@ -37,7 +37,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Linnet: from one layer file to a scaling law, for linear-complexity sequence models.",
-    epilog="Start with [bold]linnet models[/], then [bold]linnet train --model tnl-10m[/].",
+    epilog="Start with [bold]linnet models[/], then [bold]linnet study configs/demo.yaml --plan[/].",
 )
 
 for verb in (models, data, train, study, fit, report):
