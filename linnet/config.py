@@ -122,7 +122,10 @@ def _explain(cls: type[BaseModel], problem: dict) -> str:
         return f"{key}: unknown key (value {problem['input']!r}); {nearest(str(last), _fields_at(cls, parents))}"
     if problem["type"] == "missing":
         return f"{key}: required, but not given"
+    cause = problem.get("ctx", {}).get("error")
     message = problem["msg"].removeprefix("Value error, ")
+    if isinstance(cause, ConfigError):  # raised by a part that is parsed on its own
+        message = "; ".join(cause.problems)
     return f"{key}: {message}" + ("" if problem["type"] == "value_error" else f" (given {problem['input']!r})")
 
 

@@ -1,0 +1,90 @@
+"""Configurations: strict, all problems at once, each with key, value and fix."""
+
+import pytest
+from pydantic import Field, field_validator
+
+from linnet.config import Config, ConfigError, digest, nearest, override, parse, parse_yaml, read_yaml
+
+
+class Inner(Config):
+    width: int = Field(4, ge=1)
+    kind: str = "plain"
+
+
+class Outer(Config):
+    rate: float = 0.1
+    inner: Inner = Inner()
+    many: list[Inner] = []
+    name: str
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name == "broken":
+            raise ConfigError(["first", "second"], "elsewhere")
+        return name
+
+
+def test_every_problem_is_reported_with_key_value_and_fix():
+    values = {"rate": "fast", "inner": {"widht": 3, "width": 0}, "many": [{"knid": "x"}], "colour": 1}
+    with pytest.raises(ConfigError) as error:
+        parse(Outer, values, "file.yaml")
+    text = str(error.value)
+    assert text.startswith("file.yaml: 6 problems")
+    assert "rate: " in text and "'fast'" in text
+    assert "inner.widht: unknown key (value 3); did you mean 'width'?" in text
+    assert "inner.width: " in text and "given 0" in text
+    assert "many.0.knid: unknown key (value 'x'); did you mean 'kind'?" in text
+    assert "colour: unknown key (value 1)" in text
+    assert "name: required" in text
+
+
+def test_types_are_not_converted():
+    for values in ({"name": "x", "inner": {"width": "4"}}, {"name": "x", "inner": {"width": True}}, {"name": 3}):
+        with pytest.raises(ConfigError):
+            parse(Outer, values)
+    assert parse(Outer, {"name": "x", "rate": 1}).rate == 1.0
+
+
+def test_problems_of_a_part_come_without_its_header():
+    with pytest.raises(ConfigError) as error:
+        parse(Outer, {"name": "broken"})
+    assert error.value.problems == ["name: first; second"]
+
+
+def test_configurations_do_not_change():
+    with pytest.raises(ValueError):
+        parse(Outer, {"name": "x"}).rate = 2.0
+
+
+def test_numbers_in_scientific_notation_are_numbers():
+    values = parse_yaml("{a: 3e-4, b: 1E5, c: -2e3, d: 1.5e+2, e: e5, f: 0x1e3, g: 12}")
+    assert values == {"a": 3e-4, "b": 1e5, "c": -2e3, "d": 150.0, "e": "e5", "f": 0x1E3, "g": 12}
+
+
+def test_overrides_reach_nested_keys_and_leave_the_original_alone():
+    before = {"a": 1, "b": {"c": 2}}
+    after = override(before, ["b.c=3e-4", "b.d=[1, 2]", "x.y=text", "a=null"])
+    assert after == {"a": None, "b": {"c": 3e-4, "d": [1, 2]}, "x": {"y": "text"}}
+    assert before == {"a": 1, "b": {"c": 2}}
+    with pytest.raises(ConfigError) as error:
+        override(before, ["nothing", "=3", "a={"])
+    assert len(error.value.problems) == 3
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "torn.yaml").write_text("a: {b: 1\n")
+    for name, message in (("none.yaml", "no such file"), ("list.yaml", "mapping"), ("torn.yaml", "line")):
+        with pytest.raises(ConfigError, match=message):
+            read_yaml(tmp_path / name)
+
+
+def test_a_digest_depends_on_content_and_not_on_order():
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1, "b": 3})
+    assert digest(Inner()) == digest(Inner().model_dump()) and len(digest({})) == 12
+
+
+def test_nearest_names_one_or_all():
+    assert nearest("hgnr2", ["hgrn2", "tnl"]) == "did you mean 'hgrn2'?"
+    assert nearest("zzz", ["b", "a"]) == "known: a, b"
