@@ -79,10 +79,14 @@ def test_every_mistake_is_named_before_any_work(config, tmp_path):
     assert not (tmp_path / "studies").exists()
 
 
+TWO_RUNS = ["--no-report", "--budgets", "1e9", "--set", "train.checkpoint_every=10"]
+TWO_RUNS += ["--set", "architectures=[tnl]", "--set", "sizes=[[8, 1], [16, 1]]"]
+
+
 def start(config: Path, out: Path) -> subprocess.Popen:
-    command = [sys.executable, "-c", "from linnet.cli import main; main()", "study", config, "--out", out]
-    command += ["--no-report", "--workers", "1", "--set", "executor.kind=local", "--set", "train.checkpoint_every=10"]
-    command += ["--budgets", "1e9", "--set", "architectures=[tnl]", "--set", "sizes=[[8, 1], [16, 1]]"]
+    """The study of two runs in a process of its own, with one worker."""
+    command = [sys.executable, "-c", "from linnet.cli import main; main()", "study", config, "--out", out, *TWO_RUNS]
+    command += ["--workers", "1", "--set", "executor.kind=local", "--set", "executor.threads=1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [str(part) for part in command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -120,14 +124,11 @@ def test_a_killed_study_goes_on_with_what_is_missing(config, tmp_path):
     process.wait()
     (done,) = results(killed).items()
 
-    again = start(config, killed)
-    shown = again.communicate(timeout=300)[0]
-    assert again.returncode == 0, shown
+    shown = linnet("study", config, "--out", killed, *TWO_RUNS)
     assert "1 of 2 runs are done; 1 to go" in shown
     assert results(killed)[done[0]] == done[1]
 
-    uninterrupted = start(config, whole)
-    assert uninterrupted.wait(300) == 0
+    linnet("study", config, "--out", whole, *TWO_RUNS)
     assert losses(killed) == losses(whole)
 
 

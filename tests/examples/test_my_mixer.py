@@ -83,7 +83,7 @@ def test_a_study_takes_it_by_its_file(tmp_path):
         "data": {"source": [str(tmp_path / "text.txt")]},
         "train": {"evaluate_tokens": 1024},
         "minimum_steps": 5,
-        "executor": {"kind": "local", "workers": 1},
+        "executor": {"kind": "local", "workers": 1, "threads": 1},
     }
     (row,) = run_study(parse(StudyConfig, values), tmp_path).rows
     assert (row["architecture"], row["status"]) == ("my_mixer", "done")
