@@ -143,6 +143,15 @@ def test_bfloat16_runs_and_keeps_its_dtype(name):
     assert y.dtype == torch.bfloat16 and y.isfinite().all()
 
 
+@pytest.mark.parametrize("name, options", CASES)
+def test_the_tensor_parallel_plan_names_every_matrix(name, options):
+    mixer = build(name, options)
+    plan = mixer.tp_plan()
+    assert set(plan.values()) <= {"colwise", "rowwise", "replicate"}
+    linear = {path for path, module in mixer.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert set(plan) == linear
+
+
 def test_a_window_keeps_the_cache_small():
     mixer = build("attention", {"window": 5})
     assert mixer.state_spec(1, 1000)["k"].shape == (1, 5, 2, 12)
