@@ -52,20 +52,20 @@ def print_plan(
 
 
 def print_laws(study: StudyFit, console: Console) -> None:
-    """The laws of each architecture in one line, then what was refused and why."""
-    console.print(f"\nscaling laws ({study.headline}), C in FLOPs", highlight=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("architecture", "loss (nats/token)", "parameters", "tokens", "held-out error of L"):
-        table.add_column(heading, no_wrap=True)
+    """The laws of each architecture, then what was refused and why."""
+    console.print(f"\n[bold]scaling laws[/] ({study.headline}; C in FLOPs)", highlight=False)
+    width = max(map(len, study))
     reasons: dict[str, list[str]] = {}
     for name, fit in study.items():
         test = fit.L.held_out
-        error = f"{test.mean_error:.2%}" if test is not None and not test.refused else "no test"
-        table.add_row(name, fit.L.text(), fit.N_opt.text(), fit.D_opt.text(), error)
+        error = f"  (held-out error {test.mean_error:.2%})" if test is not None and not test.refused else ""
+        allocation = [f"{law.quantity} refused" if law.refused else law.text() for law in (fit.N_opt, fit.D_opt)]
+        loss = "L refused" if fit.L.refused else fit.L.text()
+        console.print(f"[bold]{name:<{width}}[/]  {loss}{error}", highlight=False, soft_wrap=True)
+        console.print(f"{'':<{width}}  {'   '.join(allocation)}", highlight=False, soft_wrap=True)
         for reason in dict.fromkeys(fit.refused):
             if reason.startswith(study.headline):  # `linnet fit` prints those of the other methods
                 reasons.setdefault(reason, []).append(name)
-    console.print(table)
     for note in study.notes:
         console.print(f"note: {note}", highlight=False, soft_wrap=True)
     for reason, names in reasons.items():

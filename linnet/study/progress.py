@@ -49,6 +49,7 @@ class StudyProgress:
         """A run ended: prints `text` with its place in the count and the time left."""
         self.finished.add(name)
         self.partial.pop(name, None)
+        self._look()
         count = f"{len(self.finished)}/{len(self.runs)}"
         left = "" if self.console.is_terminal else self._left()
         self.console.print(
@@ -57,15 +58,18 @@ class StudyProgress:
         self._refresh()
 
     def tick(self) -> None:
-        """Looks how far the running runs are."""
-        if time.monotonic() - self.polled < POLL or not self.console.is_terminal:
-            return
+        """Moves the bar on, where there is one."""
+        if self.console.is_terminal and time.monotonic() - self.polled > POLL:
+            self._look()
+            self._refresh()
+
+    def _look(self) -> None:
+        """Finds out how far the running runs are."""
         self.polled = time.monotonic()
         for name, run in self.runs.items():
             if name not in self.finished and (self.folder / name).is_dir():
                 share = min(1.0, _flops_so_far(self.folder / name / "metrics.jsonl") / run.flops)
                 self.partial[name] = share * self.weight[name]
-        self._refresh()
 
     def _done(self) -> float:
         return sum(self.weight[name] for name in self.finished) + sum(self.partial.values())
