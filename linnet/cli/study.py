@@ -43,13 +43,16 @@ def study(
 ) -> None:
     """Train a ladder of models and fit how each architecture scales.
 
-    A study asks one question of many runs: within each compute budget it trains models of several sizes, finds the size
-    of lowest loss, and fits laws of loss, size and data against compute. It shows what it will cost before it starts.
-    Stop it at any time: the same command goes on with what is missing.
+    Within each compute budget a study trains models of several sizes, finds
+    the size of lowest loss, and fits laws of loss, size and data against
+    compute. It shows what it will cost before it starts. Stop it at any time:
+    the same command goes on with what is missing.
 
-    [bold]linnet study configs/demo.yaml[/]                                    five architectures in a few minutes
-    [bold]linnet study --mixer examples/my_mixer.py:MyMixer[/]                 your layer beside LLaMA and TNL
-    [bold]linnet study configs/demo.yaml --architectures tnl,gla --plan[/]     what would run, and for how long
+    [bold]linnet study configs/demo.yaml[/]
+
+    [bold]linnet study --mixer examples/my_mixer.py:MyMixer[/]
+
+    [bold]linnet study configs/demo.yaml --architectures tnl,gla --plan[/]
     """
     import json
 
