@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# The same examples in every run; `pytest --hypothesis-profile=search` draws new ones.
+settings.register_profile("suite", derandomize=True)
+settings.register_profile("search", max_examples=500)
+settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -92,6 +92,7 @@ def test_chunked_is_the_definition(case):
     masked=st.integers(0, 3), chunk=st.sampled_from([4, 16, 64]), segment=st.sampled_from([1, 2**20]),
     halves=st.booleans(),
 )  # fmt: skip
+@example(1, 2, 1, 1, 1, False, False, True, 1e4, 0, 4, 1, False)  # a masked token after a very negative logit
 def test_any_shape(B, T, H, K, V, theta, state, causal, spread, masked, chunk, segment, halves):
     call = make(B, T, H, K, V, theta=theta, state=state and causal, spread=spread, seed=T) | {"causal": causal}
     k = call["k"].detach().clone()

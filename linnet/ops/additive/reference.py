@@ -66,7 +66,7 @@ def _causal(q, u, v, theta, positions, S, z):
         z_next = torch.where(masked, z, torch.logaddexp(z, logit))
         empty = z_next == -torch.inf
         finite = z_next.masked_fill(empty, 0.0)
-        key = (logit - finite).exp().masked_fill(masked, 0.0)
+        key = (logit - finite).masked_fill(masked, -torch.inf).exp()  # masked before exp: 0 times inf has no gradient
         decay = (z - finite).exp()
         if theta is not None:
             decay = torch.cat([decay, decay], -1)
