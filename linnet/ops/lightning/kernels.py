@@ -1,0 +1,211 @@
+"""The Triton kernels of lightning attention; `linnet.ops.lightning.triton` says what they compute and launches them.
+
+DA and DC are the widths of a and c, PA the first one padded to a power of two, BC the columns of a program. A state is
+[DA, DC] in memory, or [DC, DA] where `flip` says so.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _span(offsets, n, T, C: tl.constexpr, DOCUMENTS: tl.constexpr, reverse):
+    """The row of [B*T] where the first chunk of a sweep begins, and the length of the sequence or document."""
+    begin, end = n.to(tl.int64) * 0, n.to(tl.int64) * 0 + T
+    if DOCUMENTS:
+        begin = tl.minimum(tl.maximum(tl.load(offsets + n), 0), T).to(tl.int64)
+        end = tl.maximum(tl.minimum(tl.load(offsets + n + 1), T), begin).to(tl.int64)
+        row = tl.where(reverse, end - C, begin)
+    else:
+        row = n.to(tl.int64) * T + tl.where(reverse, end - C, begin)
+    return row, (end - begin).to(tl.int32)
+
+
+@triton.jit
+def _rate(rates, h, HAS_DECAY: tl.constexpr):
+    """log2 of the decay a token; the bound keeps a decay to zero exact, as in the chunked form."""
+    if HAS_DECAY:
+        return tl.maximum(tl.load(rates + h), -1e30) * LOG2_E
+    return 0.0
+
+
+@triton.jit
+def _load_tile(pointer, offsets, rows, columns, left, WIDTH: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr,
+               OPERAND: tl.constexpr):  # fmt: skip
+    if EVEN:
+        if PADDED:
+            tile = tl.load(pointer + offsets, mask=(columns < WIDTH)[None, :], other=0.0)
+        else:
+            tile = tl.load(pointer + offsets)
+    else:
+        if PADDED:
+            tile = tl.load(pointer + offsets, mask=(rows < left)[:, None] & (columns < WIDTH)[None, :], other=0.0)
+        else:
+            tile = tl.load(pointer + offsets, mask=(rows < left)[:, None], other=0.0)
+    return tile.to(OPERAND)
+
+
+@triton.jit
+def _load_state(pointer, i, j, flip, DA: tl.constexpr, DC: tl.constexpr, TURNED: tl.constexpr):
+    """[i, j] of a state stored as [DA, DC], or as [DC, DA] if `flip`; [j, i] if TURNED."""
+    mask = (i < DA)[:, None] & (j < DC)[None, :]
+    mask_turned = (j < DC)[:, None] & (i < DA)[None, :]
+    if flip:
+        turned = tl.load(pointer + j[:, None] * DA + i[None, :], mask=mask_turned, other=0.0)
+        if TURNED:
+            state = turned
+        else:
+            state = tl.trans(turned)
+    else:
+        straight = tl.load(pointer + i[:, None] * DC + j[None, :], mask=mask, other=0.0)
+        if TURNED:
+            state = tl.trans(straight)
+        else:
+            state = straight
+    return state
+
+
+@triton.jit
+def summarise_kernel(
+    b, c, summaries, rates, offsets, scale, T, N, G, H: tl.constexpr,
+    DA: tl.constexpr, DC: tl.constexpr, C: tl.constexpr, PA: tl.constexpr, BC: tl.constexpr, REVERSE: tl.constexpr,
+    HAS_DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    BLOCKS: tl.constexpr = (DC + BC - 1) // BC
+    block = pid % BLOCKS
+    nh = (pid // BLOCKS) % (N * H)
+    g = pid // (BLOCKS * N * H)
+    n, h = nh // H, nh % H
+    row, length = _span(offsets, n, T, C, DOCUMENTS, REVERSE)
+    rate = _rate(rates, h, HAS_DECAY)
+    r, i, j = tl.arange(0, C), tl.arange(0, PA), block * BC + tl.arange(0, BC)
+    b += (row * H + h) * DA
+    c += (row * H + h) * DC
+    b_tile = r[:, None] * (H * DA) + i[None, :]
+    c_tile = r[:, None] * (H * DC) + j[None, :]
+    if REVERSE:
+        r = C - 1 - r
+    chunks = tl.cdiv(length, C)
+    per = tl.cdiv(chunks, G)
+    hop = row * 0 + (1 - 2 * REVERSE) * (H * C)
+    state = tl.zeros([PA, BC], tl.float32)
+    # A segment that another follows is of whole chunks; the others' summaries are read by none.
+    for x in tl.range(g * per, tl.minimum((g + 1) * per, chunks), num_stages=STAGES):
+        move = hop * x
+        left = length - x * C
+        tb = _load_tile(b + move * DA, b_tile, r, i, left, DA, PA != DA, EVEN, OPERAND)
+        tc = _load_tile(c + move * DC, c_tile, r, j, left, DC, DC % BC != 0, EVEN, OPERAND)
+        key = tl.exp2(rate * (C - 1 - r + REVERSE))
+        if REVERSE:
+            key *= scale
+        tc = (tc * key[:, None]).to(OPERAND)
+        state = tl.dot(tl.trans(tb), tc, state * tl.exp2(rate * C), input_precision=PRECISION)
+    to = summaries + (nh.to(tl.int64) * (G - 1) + g) * DA * DC
+    tl.store(to + i[:, None] * DC + j[None, :], state, mask=(i < DA)[:, None] & (j < DC)[None, :])
+
+
+@triton.jit
+def sweep_kernel(
+    a, b, c, o, a1, b1, c1, o1, a2, b2, c2, o2, entry, entry2, leave, sums, sums2, rates, offsets,
+    scale, T, N, G, H: tl.constexpr,
+    DA: tl.constexpr, DC: tl.constexpr, C: tl.constexpr, PA: tl.constexpr, BC: tl.constexpr, ROLES: tl.constexpr,
+    REVERSE: tl.constexpr, FLIP: tl.constexpr, HAS_DECAY: tl.constexpr, HAS_ENTRY: tl.constexpr,
+    HAS_ENTRY2: tl.constexpr, HAS_LEAVE: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    BLOCKS: tl.constexpr = (DC + BC - 1) // BC
+    block = pid % BLOCKS
+    role = (pid // BLOCKS) % ROLES
+    nh = (pid // (BLOCKS * ROLES)) % (N * H)
+    g = pid // (BLOCKS * ROLES * N * H)
+    n, h = nh // H, nh % H
+    # Of three sweeps, the first runs forward, the others back; the last alone has its states as they are stored.
+    if ROLES == 3:
+        if role == 1:
+            a, b, c, o = a1, b1, c1, o1
+        if role == 2:
+            a, b, c, o = a2, b2, c2, o2
+        if role > 0:
+            entry, sums = entry2, sums2
+        reverse = (role > 0).to(tl.int32)
+        flip = role < 2
+        has_entry = (HAS_ENTRY & (role == 0)) | (HAS_ENTRY2 & (role > 0))
+        has_leave = HAS_LEAVE & (role == 2)
+    else:
+        reverse = tl.full([], REVERSE, tl.int32)
+        flip = FLIP
+        has_entry = HAS_ENTRY
+        has_leave = HAS_LEAVE
+    row, length = _span(offsets, n, T, C, DOCUMENTS, reverse > 0)
+    rate = _rate(rates, h, HAS_DECAY)
+    r, i, j = tl.arange(0, C), tl.arange(0, PA), block * BC + tl.arange(0, BC)
+    a += (row * H + h) * DA
+    b += (row * H + h) * DA
+    c += (row * H + h) * DC
+    o += (row * H + h) * DC
+    ab_tile = r[:, None] * (H * DA) + i[None, :]
+    co_tile = r[:, None] * (H * DC) + j[None, :]
+    r = tl.where(reverse > 0, C - 1 - r, r)  # from here on in the order of the sweep
+    chunks = tl.cdiv(length, C)
+    per = tl.cdiv(chunks, G)
+    hop = row * 0 + (1 - 2 * reverse) * (H * C)
+
+    if TURNED:
+        state = tl.zeros([BC, PA], tl.float32)
+        apart = r[None, :] - r[:, None]
+    else:
+        state = tl.zeros([PA, BC], tl.float32)
+        apart = r[:, None] - r[None, :]
+    if has_entry:
+        state += _load_state(entry + nh.to(tl.int64) * (DA * DC), i, j, flip, DA, DC, TURNED)
+    if SPLIT:
+        whole = tl.exp2(rate * per * C)
+        for before in tl.range(0, g):
+            summary = sums + (nh.to(tl.int64) * (G - 1) + before) * (DA * DC)
+            state = state * whole + _load_state(summary, i, j, flip, DA, DC, TURNED)
+
+    # The scale belongs to o or to do: to what leaves the state in a plain sweep, to what enters it in a reversed one.
+    inside = tl.where(apart >= 0, tl.exp2(rate * tl.maximum(apart, 0)) * scale, 0.0)
+    since = tl.exp2(rate * (r + 1 - reverse)) * tl.where(reverse > 0, 1.0, scale)
+    key_scale = tl.where(reverse > 0, scale, 1.0)
+    for x in tl.range(g * per, tl.minimum((g + 1) * per, chunks), num_stages=STAGES):
+        move = hop * x
+        left = length - x * C
+        size = tl.minimum(left, C)
+        ta = _load_tile(a + move * DA, ab_tile, r, i, left, DA, PA != DA, EVEN, OPERAND)
+        tb = _load_tile(b + move * DA, ab_tile, r, i, left, DA, PA != DA, EVEN, OPERAND)
+        tc = _load_tile(c + move * DC, co_tile, r, j, left, DC, DC % BC != 0, EVEN, OPERAND)
+        until = tl.exp2(rate * tl.maximum(size - 1 - r + reverse, 0)) * key_scale
+        over = tl.exp2(rate * size)
+        if TURNED:
+            scores = tl.dot(tb, tl.trans(ta), input_precision=PRECISION)
+            out = tl.dot(state.to(OPERAND), tl.trans(ta), input_precision=PRECISION) * since[None, :]
+            out = tl.dot(tl.trans(tc), (scores * inside).to(OPERAND), out, input_precision=PRECISION)
+            decayed = (tl.trans(tc) * until[None, :]).to(OPERAND)
+            state = tl.dot(decayed, tb, state * over, input_precision=PRECISION)
+            out = tl.trans(out)
+        else:
+            scores = tl.dot(ta, tl.trans(tb), input_precision=PRECISION)
+            out = tl.dot(ta, state.to(OPERAND), input_precision=PRECISION) * since[:, None]
+            out = tl.dot((scores * inside).to(OPERAND), tc, out, input_precision=PRECISION)
+            decayed = (tc * until[:, None]).to(OPERAND)
+            state = tl.dot(tl.trans(tb), decayed, state * over, input_precision=PRECISION)
+        to = o + move * DC + co_tile
+        if EVEN and DC % BC == 0:
+            tl.store(to, out.to(o.dtype.element_ty))
+        else:
+            tl.store(to, out.to(o.dtype.element_ty), mask=(r < left)[:, None] & (j < DC)[None, :])
+
+    if HAS_LEAVE:
+        # By the program of the last chunk; for an empty document by the first.
+        if has_leave & ((g + 1) * per >= chunks) & ((g * per < chunks) | (g == 0)):
+            to = leave + nh.to(tl.int64) * (DA * DC)
+            if TURNED:
+                tl.store(to + i[None, :] * DC + j[:, None], state, mask=(j < DC)[:, None] & (i < DA)[None, :])
+            else:
+                tl.store(to + i[:, None] * DC + j[None, :], state, mask=(i < DA)[:, None] & (j < DC)[None, :])

@@ -1,0 +1,165 @@
+"""The Triton form of lightning attention against float64: on a GPU, and small shapes in Triton's interpreter."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linnet.ops import debug, lightning_attention, use_backend
+from linnet.ops.lightning import chunked
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+DECAYS = {"none": None, "slow": [-1e-6, -0.01], "mixed": [0.0, -0.3], "extreme": [-30.0, -float("inf")]}
+# fp16 is multiplied as tf32 (the same mantissa, no overflow), float32 in three passes of it.
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def make(B, T, K, V, *, decay="slow", state=True, offsets=None, dtype=torch.bfloat16, device="cuda"):
+    generator = torch.Generator().manual_seed(T)
+
+    def normal(*shape, to=dtype):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, to)
+
+    N = B if offsets is None else len(offsets) - 1
+    state_dtype = torch.promote_types(dtype, torch.float32)
+    q, k, v, do = normal(B, T, 2, K), normal(B, T, 2, K), normal(B, T, 2, V), normal(B, T, 2, V)
+    states = [normal(N, 2, K, V, to=state_dtype) if state else None for _ in range(2)]
+    rates = None if DECAYS[decay] is None else torch.tensor(DECAYS[decay], device=device, dtype=state_dtype)
+    cuts = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device=device)
+    return (q, k, v, rates, states[0], cuts, 0.7), (do, states[1])
+
+
+def errors(forward, backward, inputs, gradients):
+    """Relative RMS errors of o, the final state, dq, dk, dv and the gradient of the initial state against float64."""
+
+    def exact(arguments):
+        return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments]
+
+    expected = [
+        *chunked.lightning_forward(*exact(inputs)),
+        *chunked.lightning_backward(*exact(inputs), *exact(gradients)),
+    ]
+    for x in expected:  # leaves NaN in the memory that the results will get, for what is not written
+        torch.full_like(x, float("nan"), dtype=inputs[2].dtype), torch.full_like(x, float("nan"), dtype=torch.float32)
+    actual = [*forward(*inputs), *backward(*inputs, *gradients)]
+    return [((a.double() - e).norm() / e.norm().clamp(min=1e-30)).item() for a, e in zip(actual, expected, strict=True)]
+
+
+def assert_agrees(*call, **options):
+    from linnet.ops.lightning.triton import lightning_backward, lightning_forward
+
+    inputs, gradients = make(*call, **options)
+    found = errors(lightning_forward, lightning_backward, inputs, gradients)
+    assert all(x <= TOLERANCE[inputs[0].dtype] for x in found), found
+
+
+@gpu
+@pytest.mark.parametrize("K, V", [(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (256, 256), (256, 128), (24, 72)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_widths(K, V, dtype):
+    assert_agrees(2, 333, K, V, decay="mixed", dtype=dtype)
+
+
+@gpu
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 257, 1024, 4097])
+def test_lengths(T, decay):
+    assert_agrees(1, T, 64, 64, decay=decay)
+    assert_agrees(3, T, 128, 128, decay=decay, state=False)
+
+
+@gpu
+@pytest.mark.parametrize("offsets", [[0, 700], [0, 0, 1, 64, 65, 700, 700], [0, 640, 700]])
+@pytest.mark.parametrize("width", [64, 128])
+def test_documents(offsets, width):
+    assert_agrees(1, 700, width, width, decay="mixed", offsets=offsets)
+
+
+@gpu
+@pytest.mark.parametrize("segments", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize("K, V", [(128, 128), (64, 64), (64, 128), (256, 128)])
+@pytest.mark.parametrize("offsets", [None, [0, 0, 130, 1500, 2100]])
+def test_segments(segments, K, V, offsets, monkeypatch):
+    from linnet.ops.lightning import triton
+
+    monkeypatch.setattr(triton, "_count_segments", lambda *_: segments)
+    assert_agrees(1, 2100, K, V, offsets=offsets)
+
+
+@gpu
+def test_long_sequence():
+    assert_agrees(1, 131_072, 64, 64, decay="slow")
+
+
+@gpu
+@pytest.mark.parametrize("K, V, dtype", [(3, 5, torch.bfloat16), (64, 264, torch.float32), (16, 16, torch.float64)])
+def test_what_has_no_kernel_is_chunked(K, V, dtype):
+    assert_agrees(1, 100, K, V, dtype=dtype)
+
+
+@gpu
+def test_through_autograd_and_compile():
+    (q, k, v, rates, state, _, scale), _ = make(2, 200, 64, 64)
+    leaves = [x.requires_grad_() for x in (q, k, v, state)]
+
+    def run(q, k, v, state):
+        return lightning_attention(q, k, v, log_decay=rates, scale=scale, initial_state=state, output_final_state=True)
+
+    def everything(form):
+        o, final = form(*leaves)
+        return [o, final, *torch.autograd.grad(o.float().sum() + final.square().sum(), leaves)]
+
+    plain, again = everything(run), everything(run)
+    with use_backend("chunked"):
+        expected = everything(run)
+    for a, b, c, e in zip(plain, again, everything(torch.compile(run, fullgraph=True)), expected, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)  # deterministic, compiled or not
+        assert (a.double() - e.double()).norm() <= 5e-3 * e.double().norm()
+
+
+@gpu
+def test_strided_inputs():
+    (q, k, v, rates, state, _, scale), _ = make(2, 100, 64, 64)
+    expected, _ = lightning_attention(q, k, v, log_decay=rates, scale=scale)
+    q, k, v = torch.stack([q, k, v], 2).unbind(2)
+    assert torch.equal(lightning_attention(q, k, v, log_decay=rates, scale=scale)[0], expected)
+
+
+@gpu
+def test_debug_looks_at_offsets():
+    (q, k, v, *_), _ = make(1, 37, 16, 16)
+    cuts = torch.tensor([0, 20, 10, 37], dtype=torch.int32, device="cuda")
+    with debug(), pytest.raises(ValueError, match="must start at 0, never fall"):
+        lightning_attention(q, k, v, cu_seqlens=cuts)
+
+
+# Triton's interpreter has no bfloat16 products.
+INTERPRETED = [
+    ((2, 70, 16, 16), {"decay": "extreme"}),
+    ((1, 64, 16, 24), {"decay": "none", "state": False}),
+    ((1, 100, 24, 16), {"decay": "mixed", "dtype": "float16"}),
+    ((1, 150, 16, 16), {"offsets": [0, 0, 70, 71, 150, 150]}),
+    ((1, 1200, 16, 16), {"decay": "slow"}),  # in two segments
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
+def test_interpreted():
+    root = str(Path(__file__).parents[2])
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("agrees") == len(INTERPRETED), done.stdout + done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    for call, options in INTERPRETED:
+        options = options | {"dtype": getattr(torch, options.get("dtype", "float32")), "device": "cpu"}
+        assert_agrees(*call, **options)
+        print(*call, "agrees")
