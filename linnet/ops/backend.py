@@ -5,6 +5,7 @@ A missing Triton or GPU is never an import error: `triton` is chosen only for CU
 """
 
 import contextlib
+import functools
 import importlib.util
 
 FORMS = ("auto", "reference", "chunked", "triton")
@@ -54,6 +55,7 @@ def use_triton(op: str, is_cuda: bool) -> bool:
     return _form == "auto" and is_cuda and has_triton(op)
 
 
+@functools.cache  # asked on every call of an op
 def has_triton(op: str) -> bool:
     return (
         importlib.util.find_spec("triton") is not None
