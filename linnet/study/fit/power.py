@@ -130,7 +130,8 @@ def add_draws(law: Law, draws: np.ndarray) -> None:
     if reason:
         law.notes.append(f"no interval: {reason}")
         return
-    columns = (np.exp(law.draws[:, 0]), law.draws[:, 1], law.draws[:, 2])
+    coefficient = np.exp(np.clip(law.draws[:, 0], -700, 700))  # a wild resample stays a number that JSON can hold
+    columns = (coefficient, law.draws[:, 1], law.draws[:, 2])
     names = law.names or NAMES[law.quantity]
     law.intervals = {n: resampling.interval(c) for n, c in zip(names, columns, strict=True) if n in law.parameters}
 
