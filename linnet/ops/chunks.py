@@ -102,4 +102,6 @@ def state_dtype(*inputs: Tensor) -> torch.dtype:
 
 def exact(x: Tensor) -> AbstractContextManager:
     """Turns autocast off: an op chooses its own precision, and autocast would reach the matrix products inside it."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, vmap
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.ops import gated_linear_attention, lightning_attention
@@ -199,3 +201,26 @@ def test_second_derivatives_are_refused(op):
     (dq,) = torch.autograd.grad(function(**call)[0].square().sum(), call["q"], create_graph=True)
     with pytest.raises(RuntimeError, match="linnet"):
         torch.autograd.grad(dq.sum(), call["k"])
+
+
+def test_eager_calls_skip_the_dispatcher_until_somebody_looks_on():
+    """Gradients, recomputation and FLOPs are the same with and without the short way, which only `ops.direct` knows."""
+    call = make("lightning", dtype=torch.float32)
+    expected = torch.autograd.grad(loss(lightning(*call.values())), leaves(call))
+
+    def nodes(o):
+        return type(o.grad_fn).__name__
+
+    o, final = lightning_attention(**call, output_final_state=True)
+    assert "Direct" in nodes(o)
+    with FlopCounterMode(display=False) as counter:  # it looks at the backward alone
+        direct = torch.autograd.grad(loss((o, final)), leaves(call))
+    assert counter.get_total_flops() > 0
+    again = checkpoint(lambda: lightning_attention(**call, output_final_state=True), use_reentrant=False)
+    for a, b, e in zip(direct, torch.autograd.grad(loss(again), leaves(call)), expected, strict=True):
+        assert torch.equal(a, e) and torch.equal(b, e)
+    with FlopCounterMode(display=False):
+        assert "Direct" not in nodes(lightning_attention(**call)[0])
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+        assert "Direct" not in nodes(lightning_attention(**fake)[0])

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 from linnet.ops import backend
 from linnet.ops.arguments import check_decay_values, check_matrix_state
 from linnet.ops.chunks import count_pairs, exact, state_dtype
+from linnet.ops.direct import shorten
 from linnet.ops.documents import count_states
 from linnet.ops.folding import fold, unfold
 from linnet.ops.lightning import chunked
@@ -60,7 +61,7 @@ def lightning_attention(
         )
     if backend.debugging():
         check_decay_values("lightning_attention", log_decay)
-    form = lightning_reference if backend.use_reference() else lightning
+    form = lightning_reference if backend.use_reference() else _direct
     o, final_state = form(q, k, v, log_decay, initial_state, cu_seqlens, scale)
     return o, final_state if output_final_state else None
 
@@ -129,11 +130,13 @@ def _backward(ctx, do, dfinal):
     saved = ctx.saved_tensors  # once: recomputation gives them out only once
     v, initial_state = saved[2], saved[4]
     do = torch.zeros_like(v) if do is None else do
-    *grads, dinitial = lightning_backward(*saved, ctx.scale, do, dfinal)
+    *grads, dinitial = _direct_backward(*saved, ctx.scale, do, dfinal)
     return *grads, None, None if initial_state is None else dinitial, None, None
 
 
 lightning.register_autograd(_backward, setup_context=_setup_context)
+_direct = shorten(lightning, _setup_context, _backward)
+_direct_backward = shorten(lightning_backward)
 
 
 # Under vmap the models fold into the batch; where decays differ by model or documents are packed (B = 1), into heads.
