@@ -1,0 +1,307 @@
+"""The groups of rows that `kernels.py` can time. Each fits in a few minutes; those of fla tune for minutes first."""
+
+from collections.abc import Callable, Iterator
+
+import peers
+import torch
+from cases import HEADS, TOKENS, Case, Cost, Shape, attention_cost, compare, decays, draw, draw_qkv, draw_state
+from torch import Tensor
+from torch.nn import functional as F
+
+from linnet.layers.norm import SRMSNorm
+from linnet.ops import additive_attention, diagonal_scan, gated_linear_attention, lightning_attention
+
+LENGTHS = (1024, 2048, 4096, 8192, 16_384)
+LONG = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+FEW = (1024, 4096, 16_384)
+WITH_PEERS = (Shape.of(1024), Shape.of(16_384), Shape(8192, 1))
+
+
+def peer(op: str, shape: Shape, run: Callable[..., Tensor], inputs: Callable | None = None) -> Case:
+    return Case(op, shape._asdict(), inputs or (lambda: draw_qkv(shape)), run, attention_cost(shape))
+
+
+# Lightning attention
+
+
+def lightning(shape: Shape, op: str = "lightning") -> Case:
+    rates = decays()
+
+    def run(q, k, v):
+        return lightning_attention(q, k, v, log_decay=rates)[0]
+
+    def check() -> float:
+        def call(q, k, v, state):
+            return lightning_attention(
+                q, k, v, log_decay=rates.to(state.dtype), initial_state=state, output_final_state=True
+            )
+
+        return compare(call, [*draw_qkv(shape.short()), draw_state(shape.short())])
+
+    return Case(op, shape._asdict(), lambda: draw_qkv(shape), run, attention_cost(shape), check)
+
+
+def lightning_group() -> Iterator[Case]:
+    yield from (lightning(Shape.of(length)) for length in (512, *LENGTHS))
+    yield from (lightning(Shape(length, 1)) for length in (2048, 8192, 32_768, 65_536, 131_072))
+    for key, value in ((64, 64), (256, 128), (256, 256)):
+        yield from (lightning(Shape.of(length, key=key, value=value)) for length in FEW)
+
+
+def lightning_peers_group() -> Iterator[Case]:
+    for shape in (*WITH_PEERS, Shape(65_536, 1)):
+        yield lightning(shape)
+        yield peer("fla simple_gla", shape, peers.simple_gla(decays()))
+        yield peer("lightning_attn", shape, peers.lightning_attn(decays()))
+
+
+def softmax_group() -> Iterator[Case]:
+    for length in LENGTHS:
+        yield lightning(Shape.of(length))
+        for backend in ("cudnn", "flash"):
+            yield peer(backend, Shape.of(length), peers.softmax(backend))
+
+
+def figure4_group() -> Iterator[Case]:
+    """131,072 tokens, cut into sequences of each length."""
+    for length in LONG:
+        shape = Shape.of(length, 131_072)
+        yield lightning(shape)._replace(check=None)
+        for backend in ("cudnn", "flash"):
+            yield peer(backend, shape, peers.softmax(backend))
+        if length <= 4096:
+            yield peer("left product", shape, peers.left_product(decays()))
+
+
+# Gated
+
+
+def draw_gates(shape: Shape) -> list[Tensor]:
+    """q, the logits of forget gates as a projection gives them, v, and lower bounds as in the middle of a model."""
+    bounds = torch.linspace(0.2, 0.8, shape.heads * shape.key, device="cuda").view(shape.heads, shape.key)
+    return [*draw_qkv(shape), bounds]
+
+
+def draw_decays(shape: Shape) -> list[Tensor]:
+    """q, k, v and log-decays in float32."""
+    logits = draw(shape.batch, shape.length, shape.heads, shape.key).float()
+    return [*draw_qkv(shape), F.logsigmoid(logits + 3)]
+
+
+def hgrn2(shape: Shape) -> Case:
+    """Gated with HGRN2's gates inside; their lower bounds have a gradient too."""
+    from linnet.ops import forget_gated_attention
+
+    def run(q, logits, v, beta):
+        return forget_gated_attention(q, logits, v, beta)[0]
+
+    def check() -> float:
+        def call(q, logits, v, beta, state):
+            return forget_gated_attention(q, logits, v, beta, initial_state=state, output_final_state=True)
+
+        return compare(call, [*draw_gates(shape.short()), draw_state(shape.short())])
+
+    return Case("gated, HGRN2", shape._asdict(), lambda: draw_gates(shape), run, attention_cost(shape), check)
+
+
+def gated(shape: Shape) -> Case:
+    def run(q, k, v, g):
+        return gated_linear_attention(q, k, v, g)[0]
+
+    def check() -> float:
+        def call(q, k, v, g, state):
+            return gated_linear_attention(q, k, v, g, initial_state=state, output_final_state=True)
+
+        return compare(call, [*draw_decays(shape.short()), draw_state(shape.short())])
+
+    return Case("gated", shape._asdict(), lambda: draw_decays(shape), run, gated_cost(shape), check)
+
+
+def gated_cost(shape: Shape) -> Cost:
+    """With log-decays of 4 bytes, and their gradient."""
+    cost, decay = attention_cost(shape), 4 * shape.batch * shape.length * shape.heads * shape.key
+    return cost._replace(forward_bytes=cost.forward_bytes + decay, backward_bytes=cost.backward_bytes + 2 * decay)
+
+
+def gated_group() -> Iterator[Case]:
+    shapes = [*(Shape.of(length) for length in (*LENGTHS, 65_536)), Shape(8192, 1)]
+    yield from map(hgrn2, shapes)
+    yield from map(gated, shapes)
+
+
+def gated_peers_group() -> Iterator[Case]:
+    for shape in WITH_PEERS:
+        yield hgrn2(shape)
+        yield gated(shape)
+        yield peer("fla gla, HGRN2", shape, peers.gla_with_hgrn2_gates, lambda s=shape: draw_gates(s))
+        yield peer("fla gla", shape, peers.gla, lambda s=shape: draw_decays(s))._replace(cost=gated_cost(shape))
+
+
+# Additive
+
+
+def additive(shape: Shape, rotated: bool = False, causal: bool = True) -> Case:
+    """With LRPE its frequencies have a gradient too."""
+
+    def draw_inputs(at: Shape) -> list[Tensor]:
+        return [*draw_qkv(at), *([torch.rand(at.heads, at.key, device="cuda")] if rotated else [])]
+
+    def run(q, k, v, theta=None):
+        return additive_attention(q, k, v, theta=theta, causal=causal)[0]
+
+    def check() -> float:
+        def call(q, k, v, *rest):
+            theta, *states = rest if rotated else (None, *rest)
+            o, after = additive_attention(
+                q, k, v, theta=theta, causal=causal, initial_state=tuple(states) or None, output_final_state=True
+            )
+            return o, *after
+
+        short = shape.short()
+        states = [draw_state(short, widen * short.key), draw(short.batch, HEADS, short.key).float()]
+        return compare(call, [*draw_inputs(short), *(states if causal else [])])
+
+    widen = 2 if rotated else 1
+    op = f"additive{' with LRPE' if rotated else ''}{'' if causal else ', not causal'}"
+    return Case(op, shape._asdict(), lambda: draw_inputs(shape), run, attention_cost(shape, widen), check)
+
+
+def two_scans(shape: Shape) -> Case:
+    """Both directions by our own gated form, one after the other (the other way to look ahead)."""
+
+    def run(q, k, v, g):
+        forth = gated_linear_attention(q, k, v, g)[0]
+        return forth + gated_linear_attention(*(x.flip(1) for x in (q, k, v, g)))[0].flip(1)
+
+    cost = attention_cost(shape)
+    return Case("two scans of gated", shape._asdict(), lambda: draw_decays(shape), run, cost)
+
+
+def additive_group() -> Iterator[Case]:
+    for length in (*LENGTHS, 65_536):
+        yield additive(Shape.of(length))
+        yield additive(Shape.of(length), rotated=True)
+    yield additive(Shape(8192, 1))
+    for length in FEW:
+        yield additive(Shape.of(length), causal=False)
+        yield two_scans(Shape.of(length))
+
+
+def additive_peers_group() -> Iterator[Case]:
+    for shape in WITH_PEERS:
+        yield additive(shape)
+        yield peer("fla lightnet", shape, peers.lightnet)
+
+
+# Element-wise recurrence, norms, loss
+
+
+def scan(length: int, width: int = HEADS * 128, theta: bool = False) -> Case:
+    shape = {"length": length, "batch": TOKENS // length, "width": width}
+
+    def draw_inputs(length: int, batch: int, pair: tuple = (2,) if theta else ()) -> list[Tensor]:
+        return [draw(batch, length, width, *pair), F.logsigmoid(draw(batch, length, width).float() + 3)]
+
+    angles = torch.rand(width, device="cuda") if theta else None
+
+    def run(x, log_decay):
+        return diagonal_scan(x, log_decay, theta=angles)[0]
+
+    def check() -> float:
+        def call(x, log_decay, state):
+            turned = None if angles is None else angles.to(state.dtype)
+            return diagonal_scan(x, log_decay, theta=turned, initial_state=state, output_final_state=True)
+
+        short, batch = min(length, 4096) - 5, min(TOKENS // length, 2)
+        state = draw(batch, width, *((2,) if theta else ())).float()
+        return compare(call, [*draw_inputs(short, batch), state])
+
+    parts, elements = 2 if theta else 1, TOKENS * width
+    # x, log_decay in, h out; backward log_decay, h, dh in, dx and dlog_decay out
+    cost = Cost(elements * (2 * parts + 4 + 2 * parts), elements * (4 + 4 * parts + 2 * parts + 4))
+    op = "diagonal_scan, complex" if theta else "diagonal_scan"
+    return Case(op, shape, lambda: draw_inputs(length, TOKENS // length), run, cost, check)
+
+
+def hgrn_peer(length: int, width: int = HEADS * 128) -> Case:
+    return scan(length, width)._replace(op="fla hgrn", run=peers.hgrn, check=None)
+
+
+def scan_group() -> Iterator[Case]:
+    for length in (*FEW, 65_536):
+        yield scan(length)
+        yield scan(length, theta=True)
+
+
+def scan_peers_group() -> Iterator[Case]:
+    for length in FEW:
+        yield scan(length)
+        yield hgrn_peer(length)
+
+
+def norm_group() -> Iterator[Case]:
+    """SRMSNorm over widths with equal work, and over lengths at the width of paper 001, Figure 7."""
+    for width in (64, 128, 256, 512, 1024, 2048, 3072, 4096, 8192):
+        yield from srmsnorm(2**28 // width, width, "width")
+    for length in (1024, 4096, 16_384, 65_536, 131_072):
+        yield from srmsnorm(length, 3072, "length")
+
+
+def srmsnorm(tokens: int, width: int, along: str) -> Iterator[Case]:
+    ours = SRMSNorm(width)
+
+    def formula(x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    def library(x: Tensor) -> Tensor:
+        return F.rms_norm(x, (width,), eps=1e-6)
+
+    def check() -> float:
+        return compare(lambda x: (ours(x),), [draw(1023, width)], lambda x: (formula_in(x),))
+
+    def formula_in(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+    shape = {"tokens": tokens, "width": width, "along": along}
+    cost = Cost(2 * 2 * tokens * width, 3 * 2 * tokens * width)
+    inputs = lambda: [draw(tokens, width)]  # noqa: E731
+    yield Case("srmsnorm", shape, inputs, ours, cost, check)
+    yield Case("torch.compile", shape, inputs, torch.compile(formula, dynamic=False), cost)
+    yield Case("F.rms_norm", shape, inputs, library, cost)
+    yield Case("formula", shape, inputs, formula, cost)
+
+
+def cross_entropy_group() -> Iterator[Case]:
+    """The last linear layer and its loss: 32,768 tokens, width 1,024, 50,304 classes."""
+    from linnet.ops import linear_cross_entropy
+
+    tokens, width, classes = 32_768, 1024, 50_304
+    targets = torch.randint(classes, (tokens,), device="cuda")
+
+    def inputs() -> list[Tensor]:
+        return [draw(tokens, width), draw(classes, width) * 0.02]
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, targets) / tokens
+
+    def check() -> float:
+        few = targets[:2048]
+        return compare(
+            lambda x, weight: (linear_cross_entropy(x, weight, few),),
+            [draw(2048, width), draw(classes, width) * 0.02],
+            lambda x, weight: (F.cross_entropy(F.linear(x, weight), few, reduction="sum"),),
+        )
+
+    shape = {"tokens": tokens, "width": width, "classes": classes}
+    products = 2.0 * tokens * width * classes
+    cost = Cost(2 * width * (tokens + classes), 4 * width * (tokens + classes), products, 2 * products)
+    yield Case("linear_cross_entropy", shape, inputs, ours, cost, check)
+    yield Case("full logits", shape, inputs, peers.cross_entropy_torch(targets), cost)
+    yield Case("full logits, compiled", shape, inputs, torch.compile(peers.cross_entropy_torch(targets)), cost)
+    yield Case("fla fused", shape, inputs, peers.cross_entropy_fla(targets), cost)
+
+
+GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
+    name.removesuffix("_group"): function for name, function in globals().items() if name.endswith("_group")
+}

@@ -1,0 +1,191 @@
+"""Tokens a second of whole training steps against length, as Figure 1 of paper 001, with peers in the same run.
+
+    python benchmarks/models.py --models tnl llama llama-transformers --lengths 1024 4096 16384 --csv
+
+Models of about 390M parameters: 26 layers, width 1,024, 8 heads of 128, GLU 2,816, 50,304 tied tokens. A step is a
+forward, a backward and a fused AdamW step on `--tokens` random tokens cut into sequences of each length, in bfloat16:
+autocast over float32 weights, as `linnet train` does it, or `--weights bfloat16`. `--compile` and `--recompute` hold
+for all models of the run. `llama-transformers` is transformers' Llama with SDPA, `hgrn2-fla` flash-linear-attention's
+HGRN2 (its first step compiles and tunes for minutes).
+
+`--csv` puts the rows into benchmarks/results/models-<gpu>.csv; `--profile FILE` writes the kernels of one step there.
+"""
+
+import argparse
+import contextlib
+import gc
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import timing
+import torch
+from torch import Tensor, nn
+
+from linnet.models import build_model, family
+from linnet.train import recompute
+
+KEYS = ("model", "length", "tokens", "weights", "compiled", "recompute", "layers", "width")
+LINNET = ("tnl", "hgrn2", "lightnet", "cosformer2", "llama", "gla", "hgrn")
+PEERS = ("llama-transformers", "hgrn2-fla")
+VOCABULARY = 50_304
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=[*LINNET[:5], *PEERS], choices=[*LINNET, *PEERS])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16_384, 32_768])
+    parser.add_argument("--tokens", type=int, default=32_768, help="of a step")
+    parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--recompute", choices=["none", "block", "selective"], default="none")
+    parser.add_argument("--layers", type=int, default=26)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--inner", type=int, default=2816)
+    parser.add_argument("--profile", type=Path, help="write the kernels of a step of the first length there")
+    parser.add_argument("--csv", action="store_true")
+    options = parser.parse_args()
+
+    constants = timing.constants(f"python benchmarks/models.py {shlex.join(sys.argv[1:])}")
+    path = timing.RESULTS / f"models-{timing.short_name(constants['gpu'])}.csv"
+    print(f"{'model':<20}{'length':>8}{'first s':>9}{'ms':>9}{'tokens/s':>10}{'GiB':>7}", flush=True)
+    for name in options.models:
+        try:
+            model, loss = build(name, options)
+        except ImportError as problem:
+            print(f"{name:<20}{problem}", flush=True)
+            continue
+        for length in options.lengths:
+            try:
+                row = time_step(name, model, loss, length, options)
+            except (RuntimeError, ValueError) as problem:  # out of memory, or a peer that does not take the shape
+                print(f"{name:<20}{length:>8}  {type(problem).__name__}: {str(problem)[:200]}", flush=True)
+                continue
+            print(
+                f"{name:<20}{length:>8}{row['first_s']:>9.1f}{row['step_ms']:>9.1f}{row['tokens_per_second']:>10,}"
+                f"{row['memory_gib']:>7.1f}",
+                flush=True,
+            )
+            if options.csv:
+                timing.update(path, [row | constants], KEYS)
+        del model, loss
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def build(name: str, options: argparse.Namespace) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
+    """A model on the GPU and its mean loss, a function of tokens and targets [B, T]. ImportError without the peer."""
+    builders = {"llama-transformers": build_transformers_llama, "hgrn2-fla": build_fla_hgrn2}
+    if name in builders:
+        model = builders[name](options)
+        if options.recompute != "none":
+            model.gradient_checkpointing_enable()
+
+        def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+            return model(input_ids=tokens, labels=targets, use_cache=False).loss
+
+    else:
+        config = family(name)(options.width, options.layers, 0, options.inner, vocab_size=VOCABULARY)
+        model = build_model(config)
+        recompute.apply(model, options.recompute)
+
+        def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+            nll, count = model.loss(tokens, targets)
+            return nll / count
+
+    model.to("cuda", torch.bfloat16 if options.weights == "bfloat16" else torch.float32).train()
+    return model, torch.compile(loss, dynamic=False) if options.compile else loss
+
+
+def build_transformers_llama(options: argparse.Namespace) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.width // 128,
+        intermediate_size=options.inner,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+def build_fla_hgrn2(options: argparse.Namespace) -> nn.Module:
+    from fla.models import HGRN2Config, HGRN2ForCausalLM
+
+    config = HGRN2Config(
+        hidden_size=options.width,
+        num_hidden_layers=options.layers,
+        expand_ratio=128,
+        intermediate_size=options.inner,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=True,
+    )
+    return HGRN2ForCausalLM(config)
+
+
+def time_step(name: str, model: nn.Module, loss: Callable, length: int, options: argparse.Namespace) -> dict:
+    """One row of the table."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    shape = (max(1, options.tokens // length), length)
+    tokens, targets = (torch.randint(VOCABULARY, shape, device="cuda") for _ in range(2))
+    autocast = options.weights == "float32"
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16) if autocast else contextlib.nullcontext():
+            value = loss(tokens, targets)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    began = time.perf_counter()
+    timing.warm_up(step, 1)
+    first = time.perf_counter() - began
+    timing.warm_up(step, 2)
+    memory = timing.peak_memory(step)
+    milliseconds = timing.time_calls(step)
+    if options.profile is not None and length == options.lengths[0]:
+        options.profile.parent.mkdir(parents=True, exist_ok=True)
+        with options.profile.open("a") as file:
+            file.write(f"{name}, length {length}, {milliseconds:.1f} ms a step\n{profile(step)}\n")
+    return {
+        "model": name,
+        "length": length,
+        "tokens": tokens.numel(),
+        "weights": options.weights,
+        "compiled": options.compile,
+        "recompute": options.recompute,
+        "layers": options.layers,
+        "width": options.width,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "first_s": round(first, 1),
+        "step_ms": round(milliseconds, 2),
+        "tokens_per_second": round(tokens.numel() / milliseconds * 1e3),
+        "memory_gib": round(memory, 2),
+    }
+
+
+def profile(step: Callable[[], None], most: int = 45) -> str:
+    """The kernels of one step, those first that take longest: milliseconds, share, calls, name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as record:
+        step()
+        torch.cuda.synchronize()
+    events = sorted(record.key_averages(), key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in events)
+    lines = [
+        f"{event.self_device_time_total / 1e3:9.2f} ms {event.self_device_time_total / total:6.1%} {event.count:6d}  "
+        f"{event.key[:140]}"
+        for event in events[:most]
+    ]
+    return "\n".join([f"kernels: {total / 1e3:.1f} ms", *lines])
+
+
+if __name__ == "__main__":
+    main()
