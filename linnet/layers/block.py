@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from linnet.config import Config
 from linnet.layers.base import LayerContext, State, TensorSpec, find_channel, find_mixer
-from linnet.layers.norm import build_norm
+from linnet.layers.norm import add_and_norm, build_norm
 
 
 class Block(nn.Module):
@@ -25,10 +25,12 @@ class Block(nn.Module):
         """x [B, T, D] -> (x [B, T, D], state after the last token or None)."""
         if self.mixer is not None:
             y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens)
-            x = x + y
-        if self.channel is not None:
-            x = x + self.channel(self.channel_norm(x))
-        return x, state
+            if self.channel is None:
+                return x + y, state
+            y, x = add_and_norm(self.channel_norm, y, x)
+        else:
+            y = self.channel_norm(x)
+        return x + self.channel(y), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """x [B, D], one token."""

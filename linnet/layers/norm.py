@@ -6,8 +6,11 @@ and RMSNorm, 1e-5 for LayerNorm.
 
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from linnet.ops.activation import ACTIVATIONS
+from linnet.ops.norm import rms_norm
 
 NormKind = Literal["srmsnorm", "rmsnorm", "layernorm"]
 
@@ -18,12 +21,21 @@ class SRMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float = 1e-6):
         super().__init__()
         self.dim, self.eps = dim, eps
+        self.register_parameter("weight", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.dim,), eps=self.eps)
+        return rms_norm(x, self.weight, eps=self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}"
+
+
+class RMSNorm(SRMSNorm):
+    """Root-mean-square norm with a learned gain (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+
+    def __init__(self, dim: int, eps: float = 1e-6):
+        super().__init__(dim, eps)
+        self.weight = nn.Parameter(torch.ones(dim))
 
 
 def build_norm(kind: NormKind, dim: int, eps: float | None = None) -> nn.Module:
@@ -32,7 +44,22 @@ def build_norm(kind: NormKind, dim: int, eps: float | None = None) -> nn.Module:
         case "srmsnorm":
             return SRMSNorm(dim, eps or 1e-6)
         case "rmsnorm":
-            return nn.RMSNorm(dim, eps or 1e-6)
+            return RMSNorm(dim, eps or 1e-6)
         case "layernorm":
             return nn.LayerNorm(dim, eps or 1e-5)
     raise ValueError(f"norm {kind!r} is unknown; use srmsnorm, rmsnorm or layernorm")
+
+
+def norm_and_gate(norm: nn.Module, x: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """norm(x) * act(gate) for a norm of `build_norm`: in one pass on a GPU for all but LayerNorm."""
+    if isinstance(norm, SRMSNorm):
+        return rms_norm(x, norm.weight, eps=norm.eps, gate=gate, gate_activation=activation)
+    return norm(x) * ACTIVATIONS[activation](gate)
+
+
+def add_and_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """norm(x + residual) and x + residual: in one pass on a GPU for all but LayerNorm."""
+    if isinstance(norm, SRMSNorm):
+        return rms_norm(x, norm.weight, eps=norm.eps, residual=residual)
+    total = x + residual
+    return norm(total), total

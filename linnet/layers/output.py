@@ -9,10 +9,10 @@ from typing import Literal
 
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from linnet.config import Config
-from linnet.layers.norm import NormKind, build_norm
+from linnet.layers.norm import NormKind, build_norm, norm_and_gate
+from linnet.ops.activation import gated_activation
 
 
 class GatedOutputConfig(Config):
@@ -43,12 +43,10 @@ class GatedOutput(nn.Module):
         if self.config.gate == "none":
             return self.out_proj(self.norm(o))
         gate = self.gate_up(self.gate_down(x) if self.config.gate == "low_rank" else x)
-        match self.config.gate_activation:
-            case "sigmoid":
-                gate = F.sigmoid(gate)
-            case "silu":
-                gate = F.silu(gate)
-        return self.out_proj(self.norm(o * gate) if self.config.gate_first else self.norm(o) * gate)
+        activation = self.config.gate_activation
+        if self.config.gate_first:
+            return self.out_proj(self.norm(gated_activation(gate, o, activation)))
+        return self.out_proj(norm_and_gate(self.norm, o, gate, activation))
 
     def tp_plan(self) -> dict[str, str]:
         plan = {"out_proj": "rowwise"}

@@ -36,7 +36,7 @@ def shorten(op: CustomOpDef, setup_context: Callable | None = None, backward: Ca
     function = None if backward is None else _make_function(op, implementation, setup_context, backward)
 
     def call(*arguments):
-        if torch.compiler.is_compiling() or not _is_plain(arguments):
+        if not is_plain(arguments):
             return op(*arguments)
         if not torch.is_grad_enabled() or not _wants_gradient(arguments):
             return implementation(*arguments)
@@ -45,9 +45,11 @@ def shorten(op: CustomOpDef, setup_context: Callable | None = None, backward: Ca
     return call
 
 
-def _is_plain(arguments: tuple) -> bool:
+def is_plain(arguments: tuple) -> bool:
+    """Whether a call with these arguments is eager, on ordinary tensors, and seen by no mode or transform."""
     if (
-        torch._C._len_torch_dispatch_stack()
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0

@@ -8,12 +8,10 @@ from typing import Literal
 
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from linnet.config import Config
 from linnet.layers.base import Channel, LayerContext, register_channel
-
-ACTIVATIONS = {"none": lambda x: x, "silu": F.silu, "sigmoid": F.sigmoid, "gelu": F.gelu, "relu": F.relu}
+from linnet.ops.activation import gated_activation
 
 
 class GluWidthConfig(Config):
@@ -41,7 +39,7 @@ class GatedLinearUnit(Channel):
         self.down_proj.ends_residual = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated_activation(self.gate_proj(x), self.up_proj(x), self.activation))
 
     def flops_paper(self, seq_len: int) -> float:
         """6ndg + ng with the ideal g = 8d/3, whatever the real width (paper 000, A.1)."""

@@ -1,0 +1,51 @@
+"""Gated activations act(gate) * x, the middle of a gated linear unit."""
+
+import importlib
+
+import torch
+from torch import Tensor
+
+from linnet.ops import backend
+from linnet.ops.activation.reference import ACTIVATIONS, gated_activation_reference
+from linnet.ops.direct import is_plain
+
+__all__ = ["ACTIVATIONS", "gated_activation"]
+
+
+def gated_activation(gate: Tensor, x: Tensor, activation: str = "none") -> Tensor:
+    """act(gate) * x, element by element.
+
+    On a GPU in eager mode one kernel does it and one its backward, which keep nothing but gate and x; elsewhere, and
+    for a compiler (which fuses it with its neighbours), it is a composition of PyTorch's functions.
+
+    Args:
+        gate, x: of one shape.
+        activation: none, silu, sigmoid, gelu or relu.
+
+    Raises:
+        ValueError: different shapes, an unknown activation.
+    """
+    if gate.shape != x.shape:
+        raise ValueError(f"gated_activation: gate has shape {list(gate.shape)}; give that of x, {list(x.shape)}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"gated_activation: activation {activation!r} is unknown; use {', '.join(ACTIVATIONS)}")
+    if backend.use_triton("activation", x.is_cuda) and is_plain((gate, x)):
+        kernels = importlib.import_module("linnet.ops.activation.triton")
+        if kernels.supports(gate, x, activation):
+            return _GatedActivation.apply(gate, x, activation)
+    return gated_activation_reference(gate, x, activation)
+
+
+class _GatedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, x, activation):
+        kernels = importlib.import_module("linnet.ops.activation.triton")
+        ctx.save_for_backward(gate, x)
+        ctx.constants = kernels, activation
+        return kernels.gated_forward(gate, x, activation)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        kernels, activation = ctx.constants
+        return *kernels.gated_backward(*ctx.saved_tensors, dy, activation), None

@@ -1,0 +1,72 @@
+"""Gated activations on a GPU: one pass forward; the backward computes the activation again from the inputs."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, WARPS = 2048, 4
+
+
+def supports(gate: Tensor, x: Tensor, activation: str) -> bool:
+    """Whether the kernels take a call: two tensors of one dtype of at most 32 bits, any activation but gelu."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    alike = gate.dtype == x.dtype and gate.device == x.device and gate.dtype in dtypes
+    return alike and activation != "gelu" and gate.numel() > 0
+
+
+def gated_forward(gate: Tensor, x: Tensor, activation: str) -> Tensor:
+    """act(gate) * x."""
+    gate, x = gate.contiguous(), x.contiguous()
+    y = torch.empty_like(x)
+    with torch.cuda.device_of(x):
+        forward_kernel[(triton.cdiv(x.numel(), BLOCK),)](gate, x, y, x.numel(), activation, BLOCK, num_warps=WARPS)
+    return y
+
+
+def gated_backward(gate: Tensor, x: Tensor, dy: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Gradients of the gate (before its activation) and of x."""
+    gate, x, dy = gate.contiguous(), x.contiguous(), dy.contiguous()
+    dgate, dx = torch.empty_like(gate), torch.empty_like(x)
+    with torch.cuda.device_of(x):
+        backward_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+            gate, x, dy, dgate, dx, x.numel(), activation, BLOCK, num_warps=WARPS
+        )
+    return dgate, dx
+
+
+@triton.jit
+def forward_kernel(gate, x, y, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    tg = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
+    tx = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        tg *= tl.sigmoid(tg)
+    elif ACTIVATION == "sigmoid":
+        tg = tl.sigmoid(tg)
+    elif ACTIVATION == "relu":
+        tg = tl.where(tg <= 0.0, 0.0, tg)
+    tl.store(y + at, (tg * tx).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def backward_kernel(gate, x, dy, dgate, dx, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    tg = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
+    tx = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    td = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+    slope = 1.0
+    if ACTIVATION == "silu":
+        share = tl.sigmoid(tg)
+        slope = share * (1.0 + tg * (1.0 - share))
+        tg *= share
+    elif ACTIVATION == "sigmoid":
+        tg = tl.sigmoid(tg)
+        slope = tg * (1.0 - tg)
+    elif ACTIVATION == "relu":
+        slope = tl.where(tg <= 0.0, 0.0, 1.0)
+        tg *= slope
+    tl.store(dgate + at, (td * tx * slope).to(dgate.dtype.element_ty), mask=mask)
+    tl.store(dx + at, (td * tg).to(dx.dtype.element_ty), mask=mask)

@@ -1,0 +1,94 @@
+"""Root-mean-square norm with an optional gain, with the residual sum before it and the gate after it (001, eq. 14)."""
+
+import importlib
+
+import torch
+from torch import Tensor
+
+from linnet.ops import backend
+from linnet.ops.direct import is_plain
+from linnet.ops.norm.reference import rms_norm_reference
+
+__all__ = ["rms_norm"]
+
+GATE_ACTIVATIONS = ("none", "sigmoid", "silu")
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    gate: Tensor | None = None,
+    gate_activation: str = "none",
+    residual: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """y = h / sqrt(mean(h^2) + eps) * weight * act(gate) over the last axis, with h = x + residual.
+
+    Without a weight it is SRMSNorm (paper 001, equation 14). On a GPU in eager mode one kernel does all of it, and one
+    the backward, from the inputs alone; elsewhere, and for a compiler (which fuses the norm with its neighbours), it is
+    a composition of PyTorch's functions.
+
+    Args:
+        x: [..., D].
+        weight: [D], the gain, or None.
+        gate: as x; multiplies the result after its activation.
+        gate_activation: none, sigmoid or silu.
+        residual: as x; the result is then (y, h), and the next residual is h.
+
+    Returns:
+        y (and h with a residual), in the dtype of h; under autocast y has autocast's dtype, since products follow.
+
+    Raises:
+        ValueError: shapes that do not go together, an unknown activation.
+    """
+    _check(x, weight, gate, gate_activation, residual)
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    if dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    if _has_kernel(x, weight, gate, residual):
+        y, h = _RmsNorm.apply(x, weight, gate, residual, eps, gate_activation, dtype)
+    else:
+        y, h = rms_norm_reference(x, weight, eps, gate, gate_activation, residual, dtype)
+    return y if residual is None else (y, h)
+
+
+def _has_kernel(*tensors: Tensor | None) -> bool:
+    if not backend.use_triton("norm", tensors[0].is_cuda) or not is_plain(tensors):
+        return False
+    return importlib.import_module("linnet.ops.norm.triton").supports(*tensors)
+
+
+def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None, gate_activation: str, residual: Tensor | None):
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(f"rms_norm: weight has shape {list(weight.shape)}; give [{x.shape[-1]}], one a feature")
+    for name, other in (("gate", gate), ("residual", residual)):
+        if other is not None and other.shape != x.shape:
+            raise ValueError(f"rms_norm: {name} has shape {list(other.shape)}; give that of x, {list(x.shape)}")
+    if gate_activation not in GATE_ACTIVATIONS:
+        raise ValueError(f"rms_norm: gate_activation {gate_activation!r} is unknown; use {', '.join(GATE_ACTIVATIONS)}")
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, gate, residual, eps, gate_activation, dtype):
+        kernels = importlib.import_module("linnet.ops.norm.triton")
+        y, h = kernels.norm_forward(x, weight, gate, residual, eps, gate_activation, dtype)
+        ctx.save_for_backward(h, weight, gate)
+        ctx.constants = kernels, eps, gate_activation
+        ctx.dtypes = None if residual is None else (x.dtype, residual.dtype)
+        ctx.set_materialize_grads(False)
+        return y, (None if residual is None else h)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy, dh):
+        h, weight, gate = ctx.saved_tensors
+        kernels, eps, gate_activation = ctx.constants
+        dy = torch.zeros_like(h) if dy is None else dy
+        dx, dweight, dgate = kernels.norm_backward(
+            h, weight, gate, dy, dh, eps, gate_activation, ctx.needs_input_grad[1]
+        )
+        if ctx.dtypes is None:
+            return dx, dweight, dgate, None, None, None, None
+        return dx.to(ctx.dtypes[0]), dweight, dgate, dx.to(ctx.dtypes[1]), None, None, None

@@ -1,0 +1,177 @@
+"""The root-mean-square norm on a GPU: one pass over the rows, forward and backward.
+
+A program holds some whole rows, so that each is read once. The backward computes the norm again from the input, so that
+nothing but inputs is kept for it. For the gradient of a gain a program walks over many rows and leaves one partial sum,
+and a second launch adds up the partial sums: no atomics, so the same bits in every run.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WIDEST = 16_384  # of a row that a program holds
+
+# Programs that walk over the rows for the gradient of a gain, a multiprocessor.
+WALKERS = 4
+
+
+def supports(x: Tensor, weight: Tensor | None, gate: Tensor | None, residual: Tensor | None) -> bool:
+    """Whether the kernels take a call: rows of at most 16,384 in at most 32 bits a number, on one device."""
+    given = [t for t in (x, weight, gate, residual) if t is not None]
+    alike = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) and t.device == x.device for t in given)
+    return alike and 1 <= x.shape[-1] <= WIDEST and x.numel() > 0
+
+
+def choose_tile(width: int, backward: bool) -> tuple[int, int, int]:
+    """Columns (a power of two), rows and warps of a program: on an H200 the fastest of docs/negative-results.md."""
+    columns = triton.next_power_of_2(width)
+    elements = 2048 if backward else 4096
+    rows = max(1, elements // columns)
+    return columns, rows, min(16, max(2 if backward else 4, rows * columns // 1024))
+
+
+def norm_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    gate_activation: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """y in `dtype` and h = x + residual (x itself without one)."""
+    x, weight, gate, residual = (t if t is None else t.contiguous() for t in (x, weight, gate, residual))
+    h = x if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+    y = torch.empty_like(x, dtype=dtype)
+    width = x.shape[-1]
+    count = x.numel() // width
+    columns, rows, warps = choose_tile(width, backward=False)
+    with torch.cuda.device_of(x):
+        forward_kernel[(triton.cdiv(count, rows),)](
+            x, residual, weight, gate, y, h, count, eps,
+            width, columns, rows, residual is not None, weight is not None, _kind(gate, gate_activation),
+            num_warps=warps,
+        )  # fmt: skip
+    return y, h
+
+
+def norm_backward(
+    h: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None,
+    dy: Tensor,
+    dh: Tensor | None,
+    eps: float,
+    gate_activation: str,
+    needs_weight: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of h, weight and gate from those of y and (with a residual) of h as an output."""
+    h, weight, gate, dy, dh = (t if t is None else t.contiguous() for t in (h, weight, gate, dy, dh))
+    dx = torch.empty_like(h)
+    dgate = None if gate is None else torch.empty_like(gate)
+    width = h.shape[-1]
+    count = h.numel() // width
+    columns, rows, warps = choose_tile(width, backward=True)
+    programs = triton.cdiv(count, rows)
+    needs_weight = needs_weight and weight is not None
+    partial = None
+    if needs_weight:
+        programs = min(programs, WALKERS * _count_processors(h.device))
+        partial = h.new_empty(programs, width, dtype=torch.float32)
+    with torch.cuda.device_of(h):
+        backward_kernel[(programs,)](
+            h, weight, gate, dy, dh, dx, dgate, partial, count, eps,
+            width, columns, rows, weight is not None, _kind(gate, gate_activation), dh is not None, needs_weight,
+            num_warps=warps,
+        )  # fmt: skip
+    return dx, partial.sum(0).to(weight.dtype) if needs_weight else None, dgate
+
+
+def _kind(gate: Tensor | None, activation: str) -> str:
+    return "absent" if gate is None else activation
+
+
+def _count_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def forward_kernel(
+    x, residual, weight, gate, y, h, count, eps,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    mask = (row < count)[:, None] & (column < WIDTH)[None, :]
+    at = row[:, None] * WIDTH + column[None, :]
+    th = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        th += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        rounded = th.to(h.dtype.element_ty)
+        tl.store(h + at, rounded, mask=mask)
+        th = rounded.to(tl.float32)  # what the backward will read
+    ty = th * tl.rsqrt(tl.sum(th * th, 1) / WIDTH + eps)[:, None]
+    if HAS_WEIGHT:
+        ty *= tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    if GATE != "absent":
+        tg = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
+        if GATE == "sigmoid":
+            tg = tl.sigmoid(tg)
+        elif GATE == "silu":
+            tg *= tl.sigmoid(tg)
+        ty *= tg
+    tl.store(y + at, ty.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def backward_kernel(
+    h, weight, gate, dy, dh, dx, dgate, partial, count, eps,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr,
+    HAS_DH: tl.constexpr, NEEDS_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    if HAS_WEIGHT:
+        tw = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    if NEEDS_WEIGHT:
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for block in range(pid, tl.cdiv(count, ROWS), tl.num_programs(0)):
+        row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        mask = (row < count)[:, None] & (column < WIDTH)[None, :]
+        at = row[:, None] * WIDTH + column[None, :]
+        th = tl.load(h + at, mask=mask, other=0.0).to(tl.float32)
+        td = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(th * th, 1) / WIDTH + eps)[:, None]
+        normed = th * inverse
+        if GATE != "absent":
+            tg = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
+            if GATE == "none":
+                slope = 1.0
+            else:
+                open_ = tl.sigmoid(tg)
+                if GATE == "sigmoid":
+                    slope = open_ * (1.0 - open_)
+                    tg = open_
+                else:
+                    slope = open_ * (1.0 + tg * (1.0 - open_))
+                    tg *= open_
+            tdg = td * normed * slope
+            if HAS_WEIGHT:
+                tdg *= tw
+            tl.store(dgate + at, tdg.to(dgate.dtype.element_ty), mask=mask)
+            td *= tg
+        if NEEDS_WEIGHT:
+            total += td * normed
+        if HAS_WEIGHT:
+            td *= tw
+        along = tl.sum(td * normed, 1) / WIDTH
+        tdx = (td - normed * along[:, None]) * inverse
+        if HAS_DH:
+            tdx += tl.load(dh + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + at, tdx.to(dx.dtype.element_ty), mask=mask)
+    if NEEDS_WEIGHT:
+        tl.store(partial + pid * WIDTH + column, tl.sum(total, 0), mask=column < WIDTH)
