@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from linnet.models.backbone import Backbone, ModelState
 from linnet.models.config import ModelConfig
+from linnet.ops.cross_entropy import cross_entropy_reference, is_whole, linear_cross_entropy
 
 IGNORE = -100  # a target that does not count
 
@@ -39,9 +40,12 @@ class CausalLM(nn.Module):
 
     def loss(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Sum of the negative log-likelihood (nats, at least float32) over targets but -100, and their number."""
-        logits, _ = self.forward(tokens, cu_seqlens=cu_seqlens)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        x, _ = self.backbone(self._embed(tokens), cu_seqlens=cu_seqlens)
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        if is_whole(weight):
+            total = linear_cross_entropy(x, weight, targets, ignore_index=IGNORE)
+        else:
+            total = cross_entropy_reference(self._logits(x), targets, IGNORE)
         return total, (targets != IGNORE).sum()
 
     def step(self, tokens: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:

@@ -1,0 +1,105 @@
+"""Linear projection and cross-entropy together, without ever holding all logits."""
+
+import importlib
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from linnet.ops import backend
+from linnet.ops.chunks import exact
+from linnet.ops.cross_entropy import chunked
+from linnet.ops.cross_entropy.reference import cross_entropy_reference
+from linnet.ops.looping import each
+
+__all__ = ["cross_entropy_reference", "is_whole", "linear_cross_entropy"]
+
+FEW_LOGITS = 2**25  # 128 MiB of float32; as many are made at once
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
+    """Sum of -log softmax(x W^T)[target] in nats over all targets but `ignore_index`.
+
+    Where the logits are many, they are made in blocks of tokens, with the gradients of x and W in the same pass, so
+    that memory does not grow with tokens x vocabulary. Few logits, and calls under transforms of functorch, take the
+    plain way, `cross_entropy_reference`. Products run in autocast's dtype if it is on, the softmax in float32.
+
+    Args:
+        x: [..., D].
+        weight: [V, D]; whole (`is_whole`).
+        targets: int64 [...], the shape of x without D.
+
+    Returns:
+        A scalar, float32 (float64 for float64 inputs), with gradients to x and weight.
+
+    Raises:
+        ValueError: shapes that do not go together.
+    """
+    if weight.ndim != 2 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
+        raise ValueError(
+            f"linear_cross_entropy: x has shape {list(x.shape)}, weight {list(weight.shape)} and targets "
+            f"{list(targets.shape)}; give [..., D], [V, D] and [...]"
+        )
+    compiling = torch.compiler.is_compiling()
+    transformed = not compiling and torch._C._are_functorch_transforms_active()
+    if x.is_meta or transformed or targets.numel() * weight.shape[0] <= FEW_LOGITS or backend.use_reference():
+        return cross_entropy_reference(nn.functional.linear(x, weight), targets, ignore_index)
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    if dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    # What a compiler shows of a tensor under vmap does not say whether it needs a gradient.
+    needs_gradients = torch.is_grad_enabled() and (compiling or x.requires_grad or weight.requires_grad)
+    total, _, _ = cross_entropy(x.flatten(0, -2), weight, targets.flatten(), ignore_index, dtype, needs_gradients)
+    return total
+
+
+def is_whole(weight: Tensor) -> bool:
+    """Whether a weight is an ordinary tensor; a sharded one needs its module's own call."""
+    return type(weight) in (Tensor, nn.Parameter)
+
+
+@torch.library.custom_op("linnet::linear_cross_entropy", mutates_args=())
+def cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, dtype: torch.dtype, needs_gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    form = chunked
+    if backend.use_triton("cross_entropy", x.is_cuda) and dtype != torch.float64:
+        form = importlib.import_module("linnet.ops.cross_entropy.triton")
+    with exact(x):
+        return chunked.cross_entropy_blocks(
+            x, weight, targets, ignore_index, dtype, needs_gradients, form.softmax_in_place
+        )
+
+
+@cross_entropy.register_fake
+def _(x, weight, targets, ignore_index, dtype, needs_gradients):
+    total = x.new_empty((), dtype=torch.promote_types(dtype, torch.float32))
+    if not needs_gradients:
+        return total, x.new_empty(0), weight.new_empty(0)
+    return total, torch.empty_like(x), torch.empty_like(weight)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dtotal, *_):
+    if dtotal is None:
+        return None, None, None, None, None, None
+    dx, dweight = ctx.saved_tensors
+    return dx * dtotal, dweight * dtotal, None, None, None, None
+
+
+cross_entropy.register_autograd(_backward, setup_context=_setup_context)
+
+
+@cross_entropy.register_vmap
+def _(info, in_dims, *arguments):
+    return each(cross_entropy, info.batch_size, in_dims, arguments)
+
+
+@register_flop_formula(torch.ops.linnet.linear_cross_entropy)
+def cross_entropy_flops(x_shape, weight_shape, targets_shape, ignore_index, dtype, needs_gradients, **_) -> int:
+    """2 D V a token for the logits, and with gradients as many for that of x and of W."""
+    return (3 if needs_gradients else 1) * 2 * x_shape[0] * weight_shape[0] * weight_shape[1]

@@ -1,0 +1,75 @@
+"""The last projection and the cross-entropy in blocks of tokens: only the logits of one block exist at a time.
+
+The gradients are made in the same pass, while a block's logits are there: with p = softmax(x W^T), each token adds
+(p - onehot) W to the gradient of x and (p - onehot)^T x to that of W. The backward then only multiplies them by the
+gradient of the sum, and no product is taken twice.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Logits of a block: 256 MiB of bfloat16. Smaller blocks add to the gradient of W more often than the products hide.
+BLOCK_LOGITS = 2**27
+
+
+def cross_entropy_blocks(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    dtype: torch.dtype,
+    needs_gradients: bool,
+    softmax: Callable,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of the negative log-likelihoods, and its gradients with respect to x and weight (empty if not needed).
+
+    Args:
+        x: [N, D]. weight: [V, D]. targets: int64 [N].
+        dtype: of the products' operands and of the logits.
+        softmax: (logits, targets, ignore_index, needs_gradients) -> nll [N], and what to put in place of the logits.
+    """
+    total_dtype = torch.promote_types(dtype, torch.float32)
+    narrow = weight.to(dtype)
+    vocab = weight.shape[0]
+    rows = max(1, BLOCK_LOGITS // vocab)
+    rows = rows - rows % 128 if rows >= 128 else rows
+    nll = x.new_empty(x.shape[0], dtype=total_dtype)
+    dx = torch.empty_like(x) if needs_gradients else x.new_empty(0)
+    dweight = x.new_zeros(weight.shape if needs_gradients else 0, dtype=total_dtype)
+    for start in range(0, x.shape[0], rows):
+        block = slice(start, start + rows)
+        tokens = x[block].to(dtype)
+        nll[block], dlogits = softmax(tokens @ narrow.T, targets[block], ignore_index, needs_gradients)
+        if needs_gradients:
+            dx[block] = dlogits @ narrow
+            _add_product(dweight, dlogits.T, tokens)
+        del dlogits  # before the next block's logits are made
+    return nll.sum(), dx, dweight.to(weight.dtype)
+
+
+def softmax_in_place(
+    logits: Tensor, targets: Tensor, ignore_index: int, needs_gradients: bool
+) -> tuple[Tensor, Tensor | None]:
+    """nll [N] (0 where ignored), and softmax - onehot (0 where ignored) in the dtype of the logits."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    kept = targets != ignore_index
+    index = targets.where(kept, 0)[:, None]
+    logs = torch.log_softmax(logits, -1, dtype=dtype)
+    nll = -logs.gather(-1, index)[:, 0] * kept
+    if not needs_gradients:
+        return nll, None
+    share = logs.exp_()
+    share.scatter_add_(-1, index, share.new_full(index.shape, -1.0))
+    return nll, share.mul_(kept[:, None]).to(logits.dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, summed in the dtype of total."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
