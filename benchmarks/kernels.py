@@ -71,7 +71,7 @@ def time_case(case: Case, repeats: int, bandwidth: float, rate: float) -> dict |
         raise
     except Exception as problem:
         print(f"{label:<34}{type(problem).__name__}: {str(problem)[:160]}", flush=True)
-        if case.check:
+        if case.check and not isinstance(problem, ImportError):
             raise
         return None
     floor = floor_ms(case.cost.forward_bytes, case.cost.forward_flops, bandwidth, rate)
