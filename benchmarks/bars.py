@@ -1,0 +1,221 @@
+"""The tables of docs/kernels.md, from those in benchmarks/results: bars, peers, whole models.
+
+    python benchmarks/bars.py            # prints them
+    python benchmarks/bars.py --write    # and puts them into docs/kernels.md
+
+Needs no GPU.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from figures import NAMES, table
+
+PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
+LENGTHS = (1024, 2048, 4096, 8192, 16_384)
+FEW = (1024, 4096, 16_384)
+
+
+class Bar(NamedTuple):
+    """What is asked, what was measured, and whether that is enough."""
+
+    what: str
+    asked: str
+    measured: str
+    met: bool
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", default="h200", help="the end of the tables' names")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    for name, make in {"bars": bars, "peers": peers, "models": models}.items():
+        text = "\n".join(make(options.gpu))
+        print(text, end="\n\n")
+        if options.write:
+            before, mark, rest = PAGE.read_text().partition(f"<!-- {name}: written by benchmarks/bars.py -->\n")
+            PAGE.write_text(
+                f"{before}{mark}{text}\n<!-- end of {name} -->{rest.partition(f'<!-- end of {name} -->')[2]}"
+            )
+
+
+def bars(gpu: str) -> list[str]:
+    """Every bar beside what was measured."""
+    lines = ["| what | bar | measured | met | rows |", "|---|---|---|---|---|"]
+    for group, judge in JUDGES.items():
+        try:
+            lines += [
+                f"| {bar.what} | {bar.asked} | {bar.measured} | {'yes' if bar.met else '**no**'} | {group} |"
+                for bar in judge(table(group, gpu))
+            ]
+        except (KeyError, ValueError) as missing:  # rows that nobody has measured yet
+            lines.append(f"| {group} | | not measured: {missing} | | |")
+    return lines
+
+
+def peers(gpu: str) -> list[str]:
+    """Milliseconds and memory of each op beside its peers at the same shape."""
+    lines = ["| op | T, B | forward | and backward | peak GiB |", "|---|---|---|---|---|"]
+    for group in ("lightning_peers", "gated_peers", "additive_peers", "scan_peers"):
+        for row in sorted(table(group, gpu), key=lambda row: (-row["batch"], row["length"])):
+            times = f"{row['forward_ms']:.3f} | {row['both_ms']:.3f} | {row['memory_gib']:.1f}"
+            lines.append(f"| {row['op']} | {row['length']:,.0f}, {row['batch']:.0f} | {times} |")
+    return lines
+
+
+def models(gpu: str) -> list[str]:
+    """Thousands of tokens a second in steps of 32,768 tokens, eager / compiled."""
+    rows = [row for row in table("models", gpu) if row["tokens"] == 32_768 and row["recompute"] == "none"]
+    lengths = sorted({row["length"] for row in rows})
+    lines = [f"| model | weights | {' | '.join(f'T = {length:,.0f}' for length in lengths)} |"]
+    lines.append("|---|---|" + "---|" * len(lengths))
+    for model, weights in dict.fromkeys((row["model"], row["weights"]) for row in rows):
+        cells = []
+        for length in lengths:
+            same = {"model": model, "weights": weights, "length": length}
+            found = {row["compiled"]: row["tokens_per_second"] / 1e3 for row in rows if same.items() <= row.items()}
+            cells.append(" / ".join(f"{found[x]:.0f}" if x in found else "–" for x in ("False", "True")))
+        lines.append(f"| {NAMES.get(model, model)} | {weights} | {' | '.join(cells)} |")
+    return lines
+
+
+def find(rows: list[dict], op: str, length: int, batch: int, key: int = 128, value: int = 128) -> dict:
+    """The row of an op at a shape. KeyError where it was not measured."""
+    wanted = {"op": op, "length": length, "batch": batch, "key": key, "value": value}
+    for row in rows:
+        if wanted.items() <= row.items():
+            return row
+    raise KeyError(f"{op}, T = {length}, B = {batch}, {key} x {value}")
+
+
+def compare(rows: list[dict], slow: str, fast: str, lengths: tuple[int, ...]) -> list[float]:
+    """How many times faster one op is than another, forward and both, at each length."""
+    pairs = [[find(rows, op, T, 65_536 // T) for op in (slow, fast)] for T in lengths]
+    return [a[name] / b[name] for a, b in pairs for name in ("forward_ms", "both_ms")]
+
+
+def times_floor(row: dict) -> tuple[float, float]:
+    return row["forward_ms"] / row["forward_floor_ms"], row["both_ms"] / row["both_floor_ms"]
+
+
+def over_floor(what: str, rows: list[dict], forward: float, both: float) -> Bar:
+    """A bar on times over the floor; the measured ones are those of the worst length for each."""
+    found = [times_floor(row) for row in rows]
+    worst = [max(column) for column in zip(*found, strict=True)]
+    best = [min(column) for column in zip(*found, strict=True)]
+    measured = " / ".join(
+        f"{low:.2f} to {high:.2f}x" if high - low > 0.005 else f"{high:.2f}x"
+        for low, high in zip(best, worst, strict=True)
+    )
+    return Bar(what, f"<= {forward} / {both}x the floor", measured, worst[0] <= forward and worst[1] <= both)
+
+
+def milliseconds(what: str, rows: list[dict], forward: float, both: float) -> Bar:
+    worst = [max(row[name] for row in rows) for name in ("forward_ms", "both_ms")]
+    best = [min(row[name] for row in rows) for name in ("forward_ms", "both_ms")]
+    measured = " / ".join(
+        f"{low:.3g} to {high:.3g}" if len(rows) > 1 else f"{high:.3g}" for low, high in zip(best, worst, strict=True)
+    )
+    return Bar(what, f"<= {forward} / {both} ms", f"{measured} ms", worst[0] <= forward and worst[1] <= both)
+
+
+def lightning(rows: list[dict]) -> Iterator[Bar]:
+    many = [find(rows, "lightning", T, 65_536 // T) for T in LENGTHS]
+    yield over_floor("lightning, T = 1k to 16k, forward / and backward", many, 1.3, 1.9)
+    memory = max(row["memory_gib"] for row in many)
+    yield Bar("its peak memory", "<= 2.5 GiB", f"{memory:.2f} GiB", memory <= 2.5)
+    for T in (65_536, 131_072):
+        yield over_floor(f"B = 1, T = {T:,}", [find(rows, "lightning", T, 1)], 1.7, 2.5)
+    yield milliseconds("B = 1, T = 8,192", [find(rows, "lightning", 8192, 1)], 0.10, 0.35)
+    for what, key, value, forward, both in (
+        ("heads of 64", 64, 64, 1.3, 1.9),
+        ("heads of 256", 256, 256, 2.0, 3.0),
+        ("keys of 256, values of 128", 256, 128, 1.6, 2.4),
+    ):
+        shaped = [find(rows, "lightning", T, 65_536 // T, key, value) for T in FEW]
+        yield over_floor(what, shaped, forward, both)
+
+
+def softmax(rows: list[dict]) -> Iterator[Bar]:
+    ratios = compare(rows, "cudnn", "lightning", LENGTHS)
+    what = "lightning against cuDNN's softmax, forward and both, T = 1k to 16k"
+    yield Bar(what, "faster", f"{min(ratios):.1f} to {max(ratios):.1f} times", min(ratios) > 1)
+
+
+def gated(rows: list[dict]) -> Iterator[Bar]:
+    many = [find(rows, "gated, HGRN2", T, 65_536 // T) for T in LENGTHS]
+    yield milliseconds("gated with HGRN2's gates, T = 1k to 16k", many, 0.9, 5.0)
+
+
+def additive(rows: list[dict]) -> Iterator[Bar]:
+    many = [find(rows, "additive", T, 65_536 // T) for T in LENGTHS]
+    yield milliseconds("additive, T = 1k to 16k", many, 0.45, 2.5)
+    rotated = [find(rows, "additive with LRPE", T, 65_536 // T) for T in LENGTHS]
+    yield over_floor("additive with LRPE (keys of 256), T = 1k to 16k", rotated, 1.6, 2.4)
+    ratios = compare(rows, "two scans of gated", "additive, not causal", FEW)
+    what = "LightNet, not causal, against two scans of our gated, forward and both"
+    yield Bar(what, ">= 3 times faster", f"{min(ratios):.1f} to {max(ratios):.1f} times", min(ratios) >= 3)
+
+
+def norm(rows: list[dict]) -> Iterator[Bar]:
+    widths = [row for row in rows if row["along"] == "width"]
+    ours = {row["width"]: row for row in widths if row["op"] == "srmsnorm"}
+    compiled = {row["width"]: row for row in widths if row["op"] == "torch.compile"}
+    forward = [row["forward_floor_ms"] / row["forward_ms"] for row in ours.values()]
+    backward = [
+        (row["both_floor_ms"] - row["forward_floor_ms"]) / (row["both_ms"] - row["forward_ms"]) for row in ours.values()
+    ]
+    yield Bar(
+        "SRMSNorm, widths 64 to 8,192, forward / backward",
+        ">= 85 % of copy bandwidth",
+        f"{min(forward):.0%} to {max(forward):.0%} / {min(backward):.0%} to {max(backward):.0%}",
+        min(*forward, *backward) >= 0.85,
+    )
+    slower = [max(ours[w][name] / compiled[w][name] for name in ("forward_ms", "both_ms")) for w in ours]
+    worst = f"{max(slower):.2f} times its time at most"
+    yield Bar("against torch.compile of the formula", "not slower", worst, max(slower) <= 1.02)
+
+
+def cold_start(rows: list[dict]) -> Iterator[Bar]:
+    ours = {row["op"]: row["first_s"] for row in rows if not row["op"].startswith("fla")}
+    op, slowest = max(ours.items(), key=lambda item: item[1])
+    yield Bar("first forward and backward of an op", "<= 15 s", f"{slowest:.1f} s at most ({op})", slowest <= 15)
+
+
+def training(rows: list[dict]) -> Iterator[Bar]:
+    def rate(model: str, length: int) -> float:
+        """Of its fastest setting."""
+        wanted = {"model": model, "length": length, "tokens": 32_768, "recompute": "none"}
+        return max(row["tokens_per_second"] for row in rows if wanted.items() <= row.items())
+
+    lengths = sorted({int(row["length"]) for row in rows if row["model"] == "hgrn2-fla"})
+    ratios = {T: rate("hgrn2", T) / rate("hgrn2-fla", T) for T in lengths}
+    measured = ", ".join(f"{ratio:.2f}x at {T // 1024}k" for T, ratio in ratios.items())
+    what = "HGRN2 of 390M, tokens a second against fla's, each in its fastest setting"
+    yield Bar(what, ">= 1.5x", measured, min(ratios.values()) >= 1.5)
+    for setting in ("none", "block", "selective"):
+        for compiled in ("False", "True"):
+            wanted = {"model": "tnl", "tokens": 131_072, "recompute": setting, "compiled": compiled}
+            same = {row["length"]: row["tokens_per_second"] for row in rows if wanted.items() <= row.items()}
+            if {1024, 131_072} <= set(same):
+                change = same[131_072] / same[1024] - 1
+                what = f"TNL, T = 131,072 against 1k, {'compiled' if compiled == 'True' else 'eager'}, "
+                measured = f"{change:+.1%} ({same[1024]:,.0f} and {same[131_072]:,.0f} tokens/s)"
+                yield Bar(f"{what}recompute: {setting}", "within 5 %", measured, abs(change) <= 0.05)
+
+
+JUDGES = {
+    "lightning": lightning,
+    "softmax": softmax,
+    "gated": gated,
+    "additive": additive,
+    "norm": norm,
+    "cold_start": cold_start,
+    "models": training,
+}
+
+if __name__ == "__main__":
+    main()
