@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.norm import NormKind, build_norm
@@ -83,7 +82,6 @@ class Cosformer2(Mixer):
         if self.input_norm is not None:
             x = self.input_norm(x)
         heads = (self.num_heads, self.head_dim)
-        q = F.silu(self.q_proj(x)).unflatten(-1, heads)
-        k = F.silu(self.k_proj(x)).unflatten(-1, heads)
+        q, k = self.q_proj(x).unflatten(-1, heads), self.k_proj(x).unflatten(-1, heads)
         v = self.v_proj(x).unflatten(-1, heads)
-        return self.lrpe(q, positions), self.lrpe(k, positions), v
+        return self.lrpe(q, positions, "silu"), self.lrpe(k, positions, "silu"), v

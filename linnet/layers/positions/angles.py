@@ -22,15 +22,6 @@ def token_positions(x: Tensor, start: Tensor | None = None, cu_seqlens: Tensor |
     return index if start is None else index + start[:, None]
 
 
-def angles(positions: Tensor, theta: Tensor) -> Tensor:
-    """t * theta in at least float32: positions [B, T] and theta [H, F] give [B, T, H, F] (positions [B]: [B, H, F]).
-
-    Positions beyond 2^24 or half-precision angles would collide, so half precision never enters.
-    """
-    theta = theta if theta.dtype == torch.float64 else theta.float()
-    return positions[..., None, None].to(theta.dtype) * theta
-
-
 def geometric_frequencies(count: int, base: float = 10000.0) -> Tensor:
     """base^(-2i/count) for i = 0 .. count-1, float32 [count]."""
     return torch.tensor((base ** (-2.0 * np.arange(count) / count)).astype(np.float32))

@@ -8,11 +8,10 @@ channel only the complex form stays relative, because both copies of a channel s
 
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
-from linnet.layers.positions.angles import angles, geometric_frequencies
-from linnet.layers.positions.rope import rotate
+from linnet.layers.positions.angles import geometric_frequencies
+from linnet.ops.rotation import rotate
 
 
 class Lrpe(nn.Module):
@@ -37,9 +36,6 @@ class Lrpe(nn.Module):
         """Head width of queries and keys after the encoding."""
         return 2 * head_dim if self.form == "complex" else head_dim
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        angle = angles(positions, self.theta)
-        if self.form == "real":
-            return rotate(x, angle)
-        wide = x.to(torch.promote_types(x.dtype, angle.dtype))
-        return torch.cat([wide * angle.cos(), wide * angle.sin()], dim=-1).to(x.dtype)
+    def forward(self, x: Tensor, positions: Tensor, activation: Literal["none", "silu"] = "none") -> Tensor:
+        """Encodes act(x) [B, T, H, d_h] (or [B, H, d_h] in a step) at positions [B, T] (or [B])."""
+        return rotate(x, positions, self.theta, doubling=self.form == "complex", activation=activation)

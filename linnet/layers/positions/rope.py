@@ -3,10 +3,10 @@
 Features i and i + d/2 form a pair (the half-split order of released LLaMA weights).
 """
 
-import torch
 from torch import Tensor, nn
 
-from linnet.layers.positions.angles import angles, geometric_frequencies
+from linnet.layers.positions.angles import geometric_frequencies
+from linnet.ops.rotation import rotate
 
 
 class Rope(nn.Module):
@@ -20,11 +20,4 @@ class Rope(nn.Module):
         self.register_buffer("theta", frequencies[None], persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        return rotate(x, angles(positions, self.theta))
-
-
-def rotate(x: Tensor, angle: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + d/2) of x [..., d] by angle [..., d/2]; keeps dtype."""
-    cos, sin = angle.cos(), angle.sin()
-    first, second = x.to(angle.dtype if x.dtype != torch.float64 else x.dtype).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
+        return rotate(x, positions, self.theta)

@@ -1,0 +1,64 @@
+"""Rotation of queries and keys by their positions: RoPE and LRPE, real and complex."""
+
+import importlib
+
+import torch
+from torch import Tensor
+
+from linnet.ops import backend
+from linnet.ops.direct import is_plain
+from linnet.ops.rotation.reference import rotate_reference
+
+__all__ = ["rotate"]
+
+
+def rotate(x: Tensor, positions: Tensor, theta: Tensor, *, doubling: bool = False, activation: str = "none") -> Tensor:
+    """Rotates each head of act(x) by t theta: pairs (i, i + d/2), or x -> [x cos, x sin], which doubles the width.
+
+    On a GPU in eager mode one kernel does it and one its backward; elsewhere, and for a compiler, it is a composition
+    of PyTorch's functions. The kernel forms t theta more exactly than float32, so far from the start (from some ten
+    thousand tokens) the two differ by the rounding of the composition.
+
+    Args:
+        x: [B, T, H, d], or [B, H, d] for one token.
+        positions: int64 [B, T], or [B].
+        theta: frequencies in radians a token, [H, F] or [1, F] for all heads alike; F is d / 2, or d when doubling.
+        doubling: the complex form (LRPE) instead of pairs.
+        activation: none or silu, on x before it is rotated.
+
+    Returns:
+        [..., d], or [..., 2 d] when doubling, in the dtype of x; with gradients to x and theta.
+
+    Raises:
+        ValueError: shapes that do not go together, an unknown activation.
+    """
+    heads, width = x.shape[-2:]
+    fits = theta.ndim == 2 and theta.shape[0] in (1, heads) and width == theta.shape[1] * (1 if doubling else 2)
+    if not fits or positions.shape != x.shape[:-2] or activation not in ("none", "silu"):
+        raise ValueError(
+            f"rotate: x has shape {list(x.shape)}, positions {list(positions.shape)}, theta {list(theta.shape)} and "
+            f"activation {activation!r}; give [..., H, d], [...], [H or 1, {'d' if doubling else 'd / 2'}] and none or "
+            "silu"
+        )
+    if backend.use_triton("rotation", x.is_cuda) and is_plain((x, positions, theta)) and positions.ndim in (1, 2):
+        kernels = importlib.import_module("linnet.ops.rotation.triton")
+        if kernels.supports(x, positions, theta):
+            return _Rotate.apply(x, positions, theta, doubling, activation)
+    return rotate_reference(x, positions, theta, doubling, activation)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, positions, theta, doubling, activation):
+        kernels = importlib.import_module("linnet.ops.rotation.triton")
+        needs_x = activation != "none" or ctx.needs_input_grad[2]
+        ctx.save_for_backward(x if needs_x else None, positions, theta)
+        ctx.constants = kernels, doubling, activation
+        return kernels.rotate_forward(x, positions, theta, doubling, activation)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        kernels, doubling, activation = ctx.constants
+        dx, dtheta = kernels.rotate_backward(*ctx.saved_tensors, dy, doubling, activation, ctx.needs_input_grad[2])
+        return dx, None, dtheta, None, None

@@ -1,0 +1,154 @@
+"""Projection and cross-entropy in blocks against the plain way: values, gradients, and what else calls it."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from linnet.models import causal_lm
+from linnet.models.causal_lm import build_model
+from linnet.models.recipes.registry import family
+from linnet.ops import cross_entropy, use_backend
+from linnet.ops.cross_entropy import chunked, cross_entropy_reference, linear_cross_entropy
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 8e-3}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    set_small_blocks(monkeypatch.setattr)
+
+
+def set_small_blocks(setattr=setattr):
+    setattr(cross_entropy, "FEW_LOGITS", 0)
+    setattr(chunked, "BLOCK_LOGITS", 20 * 37)
+
+
+def make(vocab=37, dtype=torch.float64, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, 16, generator=generator, dtype=torch.float64) for shape in ((3, 31), (vocab,)))
+    targets = torch.randint(0, vocab, (3, 31), generator=generator)
+    targets[0, :20] = targets[2, -1] = -100
+    return x.to(device, dtype).requires_grad_(), weight.to(device, dtype).requires_grad_(), targets.to(device)
+
+
+def plain(x, weight, targets):
+    return cross_entropy_reference(x @ weight.T, targets, -100)
+
+
+def everything(function, x, weight, targets):
+    total = function(x, weight, targets)
+    return [total, *torch.autograd.grad(0.3 * total, (x, weight))]
+
+
+def assert_agrees(dtype, device="cpu", vocab=37, function=linear_cross_entropy):
+    expected = everything(plain, *make(vocab, torch.float64, device))
+    for a, e in zip(everything(function, *make(vocab, dtype, device)), expected, strict=True):
+        assert (a.double() - e).norm() <= TOLERANCE[dtype] * e.norm()
+        assert a.dtype == (torch.float32 if a.ndim == 0 and dtype == torch.bfloat16 else dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("vocab", [37, 5003])
+def test_blocks_give_the_plain_loss_and_gradients(dtype, vocab, device):
+    for form in ("chunked", "auto"):
+        with use_backend(form):
+            assert_agrees(dtype, device, vocab)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast(device):
+    with torch.autocast(device, torch.bfloat16):
+        found = everything(linear_cross_entropy, *make(dtype=torch.float32, device=device))
+    for a, e in zip(found, everything(plain, *make(device=device)), strict=True):
+        assert a.dtype == torch.float32 and (a - e).norm() <= 8e-3 * e.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_targets_that_do_not_count(device):
+    x, weight, _ = make(device=device, dtype=torch.float32)
+    total, dx, dweight = everything(linear_cross_entropy, x, weight, torch.full((3, 31), -100, device=device))
+    assert total == 0 and not dx.any() and not dweight.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiles_in_one_graph(device):
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    assert_agrees(torch.float32, device, function=compiled)
+    x, weight, targets = make(device=device)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, weight, targets), plain(x, weight, targets))
+
+
+def test_vmap_gives_every_model_its_gradient():
+    x, weight, targets = make()
+    weights = torch.stack([weight.detach(), 2 * weight.detach()]).requires_grad_()
+
+    def all_at_once(weights):
+        return torch.vmap(lambda w: linear_cross_entropy(x, w, targets))(weights)
+
+    for function in (all_at_once, torch.compile(all_at_once, fullgraph=True, backend="aot_eager")):
+        (found,) = torch.autograd.grad(function(weights).sum(), weights)
+        for i in range(2):
+            expected = torch.autograd.grad(plain(x, weights[i], targets), weights)[0][i]
+            torch.testing.assert_close(found[i], expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_flops_are_those_of_the_plain_way(training):
+    counts = []
+    for function in (plain, linear_cross_entropy):
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
+            total = function(*make())
+            if training:
+                total.backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] == (3 if training else 1) * 2 * 93 * 37 * 16
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_s_loss_is_the_plain_one_of_its_logits(tied, monkeypatch):
+    config = family("llama")(32, 1, vocab_size=37).model_copy(update={"tie_embeddings": tied})
+    model, tokens = build_model(config).double(), torch.randint(0, 37, (2, 40))
+    found, count = model.loss(tokens, tokens)
+    found.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    monkeypatch.setattr(causal_lm, "is_whole", lambda weight: False)
+    expected, _ = model.loss(tokens, tokens)
+    expected.backward()
+    torch.testing.assert_close(found, expected)
+    assert count == 80
+    for a, p in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad)
+
+
+def test_shapes_that_do_not_go_together():
+    x, weight, targets = make()
+    with pytest.raises(ValueError, match=r"give \[\.\.\., D\]"):
+        linear_cross_entropy(x, weight.T, targets)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel itself is tested")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_interpreted():
+    root = str(Path(__file__).parents[2])
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("agrees") == 2, done.stdout + done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    set_small_blocks()
+    with use_backend("triton"):
+        for vocab in (37, 5003):
+            assert_agrees(torch.float32, vocab=vocab)
+            print(vocab, "agrees")

@@ -1,0 +1,189 @@
+"""The Triton forms of norms, gated activations and rotations against float64: on a GPU, and in Triton's interpreter."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from linnet.layers.norm import build_norm
+from linnet.ops import use_backend
+from linnet.ops.activation import gated_activation
+from linnet.ops.norm import rms_norm
+from linnet.ops.rotation import rotate
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def run(function, form, tensors, dtype=None):
+    """Results and gradients of function(*tensors) in one form; floating tensors as `dtype`, if given."""
+    inputs = [x if x is None or not x.is_floating_point() else x.to(dtype or x.dtype).detach() for x in tensors]
+    leaves = [x.requires_grad_() for x in inputs if x is not None and x.is_floating_point()]
+    with use_backend(form):
+        results = function(*inputs)
+        results = results if isinstance(results, tuple) else (results,)
+        generator = torch.Generator().manual_seed(1)
+        weights = [torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in results]
+        return [*results, *torch.autograd.grad(results, leaves, weights)]
+
+
+def assert_agrees(function, *tensors):
+    expected = run(function, "chunked", tensors, torch.float64)
+    for x in expected:  # leaves NaN in the memory that the results will get, for what is not written
+        torch.full_like(x, float("nan"), dtype=tensors[0].dtype), torch.full_like(x, float("nan"), dtype=torch.float32)
+    actual = run(function, "triton", tensors)
+    worst = max(((a.double() - e).norm() / e.norm()).item() for a, e in zip(actual, expected, strict=True))
+    assert worst <= TOLERANCE[tensors[0].dtype], worst
+    for a, b in zip(actual, run(function, "triton", tensors), strict=True):
+        assert torch.equal(a, b)
+
+
+def normal(*shape, dtype=torch.float32, device="cuda"):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[-1])).to(device, dtype)
+
+
+def check_norm(rows, width, gain, activation, residual, dtype=torch.float32, device="cuda"):
+    options = {"dtype": dtype, "device": device}
+    x, other = normal(rows, width, **options), normal(1, rows, width, **options)[0]
+
+    def norm(x, weight, gate, residual):
+        return rms_norm(x, weight, gate=gate, gate_activation=activation or "none", residual=residual)
+
+    weight = normal(width, device=device) if gain else None  # float32 as under autocast
+    assert_agrees(norm, x, weight, other if activation else None, other.flip(0) if residual else None)
+
+
+def check_activation(shape, activation, dtype=torch.float32, device="cuda"):
+    a, b = normal(*shape, dtype=dtype, device=device), normal(1, *shape, dtype=dtype, device=device)[0]
+    assert_agrees(lambda a, b: gated_activation(a, b, activation), a, b)
+
+
+def check_rotation(shape, heads, doubling, activation, positions, dtype=torch.float32, device="cuda"):
+    x = normal(*shape, dtype=dtype, device=device)
+    theta = normal(heads, shape[-1] if doubling else shape[-1] // 2, device=device)
+    place = torch.randint(0, positions, shape[:1], generator=torch.Generator().manual_seed(0)).to(device)
+    place = place if len(shape) == 3 else place[:1, None] + torch.arange(shape[1], device=device).expand(shape[:2])
+    assert_agrees(
+        lambda x, theta, place: rotate(x, place, theta, doubling=doubling, activation=activation), x, theta, place
+    )
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [5, 64, 768, 1024, 8192, 16_384])
+def test_norm_of_widths(width, dtype):
+    check_norm(333, width, False, None, False, dtype)
+    check_norm(333, width, True, "silu", True, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("gain", [False, True])
+@pytest.mark.parametrize("activation", [None, "none", "sigmoid", "silu"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_norm_with_what_goes_around_it(gain, activation, residual):
+    check_norm(77, 100, gain, activation, residual, torch.bfloat16)
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(100_001, 64), (3, 7, 16_400)])
+def test_norm_of_many_and_of_too_wide_rows(shape):
+    assert_agrees(rms_norm, normal(*shape), normal(shape[-1]))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("activation", ["none", "silu", "sigmoid", "relu", "gelu"])
+def test_activation(activation, dtype):
+    check_activation((3, 1111, 64), activation, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("activation", ["none", "silu"])
+@pytest.mark.parametrize("doubling", [False, True])
+@pytest.mark.parametrize("shape, heads", [((2, 333, 3, 64), 3), ((2, 100, 8, 128), 1), ((5, 4, 20), 4)])
+def test_rotation(shape, heads, doubling, activation, dtype):
+    check_rotation(shape, heads, doubling, activation, 200_000, dtype)
+
+
+@gpu
+def test_far_positions_are_exact():
+    x, theta = torch.ones(1, 4, 1, 64, device="cuda"), normal(1, 64)
+    place = torch.tensor([[2**24 - 1, 2**24 - 3, 10**6 + 1, 131_071]], device="cuda")
+    actual = rotate(x, place, theta, doubling=True)
+    expected = rotate(x.double(), place, theta.double(), doubling=True)
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=3e-6)
+
+
+@gpu
+@pytest.mark.parametrize("kind", ["srmsnorm", "rmsnorm"])
+def test_norm_under_autocast_is_silent_and_narrow(kind):
+    norm, x = build_norm(kind, 64).cuda(), normal(10, 64).requires_grad_()
+    with warnings.catch_warnings(), torch.autocast("cuda", torch.bfloat16):
+        warnings.simplefilter("error")
+        for form in ("triton", "chunked"):
+            with use_backend(form):
+                y = norm(x)
+            assert y.dtype == torch.bfloat16
+            assert all(g.dtype == torch.float32 for g in torch.autograd.grad(y.sum(), [x, *norm.parameters()]))
+
+
+@gpu
+def test_strides_views_and_second_derivatives():
+    both = normal(50, 128).requires_grad_()
+    x, gate = both.chunk(2, -1)
+    torch.testing.assert_close(rms_norm(x, gate=gate), rms_norm(x.contiguous(), gate=gate.contiguous()))
+    (first,) = torch.autograd.grad(rms_norm(x, gate=gate).sum(), both, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(first.sum(), both)
+
+
+@gpu
+def test_compiles_and_vmaps():
+    x, weight, gate = normal(3, 50, 64), normal(64), normal(1, 3, 50, 64)[0]
+
+    def both(x, weight, gate):
+        return gated_activation(gate, rms_norm(x, weight, gate=gate, gate_activation="silu"), "sigmoid")
+
+    expected = both(x, weight, gate)
+    torch.testing.assert_close(torch.compile(both, fullgraph=True)(x, weight, gate), expected)
+    torch.testing.assert_close(torch.vmap(both, in_dims=(0, None, 0))(x, weight, gate), expected)
+
+
+@gpu
+def test_dead_rows_have_finite_gradients():
+    x = torch.zeros(4, 64, device="cuda", requires_grad=True)
+    (gradient,) = torch.autograd.grad(rms_norm(x, normal(64)).sum(), x)
+    assert gradient.isfinite().all()
+
+
+INTERPRETED = [
+    *[(check_norm, (37, 24, *options)) for options in [(False, None, False), (True, "silu", True)]],
+    *[(check_norm, (9, 64, *options)) for options in [(True, None, False), (False, "sigmoid", True)]],
+    *[(check_activation, ((7, 301), activation)) for activation in ("none", "silu", "sigmoid", "relu")],
+    (check_rotation, ((2, 9, 3, 8), 3, True, "silu", 1000)),
+    (check_rotation, ((2, 9, 3, 6), 1, False, "none", 1000)),
+    (check_rotation, ((5, 2, 8), 2, False, "silu", 1000)),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
+def test_interpreted():
+    root = str(Path(__file__).parents[2])
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("agrees") == len(INTERPRETED), done.stdout + done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    for check, arguments in INTERPRETED:
+        check(*arguments, device="cpu")
+        print(check.__name__, *arguments, "agrees")
