@@ -61,8 +61,11 @@ def lightning_attention(
         )
     if backend.debugging():
         check_decay_values("lightning_attention", log_decay)
-    form = lightning_reference if backend.use_reference() else _direct
-    o, final_state = form(q, k, v, log_decay, initial_state, cu_seqlens, scale)
+    arguments = (q, k, v, log_decay, initial_state, cu_seqlens, scale)
+    if backend.use_reference():
+        o, final_state = lightning_reference(*arguments)
+    else:
+        o, final_state = _direct(*arguments, output_final_state)
     return o, final_state if output_final_state else None
 
 
@@ -75,9 +78,11 @@ def lightning(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    wants_final: bool = True,
 ) -> tuple[Tensor, Tensor]:
     with exact(q):
-        return _form(q).lightning_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale)
+        o, final = _form(q).lightning_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale, wants_final)
+    return o, final if wants_final else _no_state(q)
 
 
 @torch.library.custom_op("linnet::lightning_backward", mutates_args=())
@@ -93,7 +98,13 @@ def lightning_backward(
     dfinal: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with exact(q):
-        return _form(q).lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
+        *grads, dinitial = _form(q).lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
+    return *grads, _no_state(q) if initial_state is None else dinitial
+
+
+def _no_state(q: Tensor) -> Tensor:
+    # A registered op returns tensors; where states are large beside the sequences, writing one that nobody reads costs.
+    return q.new_empty(0, dtype=torch.float32)
 
 
 def _form(q: Tensor):
@@ -105,14 +116,15 @@ def _form(q: Tensor):
 
 
 @lightning.register_fake
-def _(q, k, v, log_decay, initial_state, cu_seqlens, scale):
-    return torch.empty_like(v, memory_format=torch.contiguous_format), _empty_state(q, k, v, cu_seqlens)
+def _(q, k, v, log_decay, initial_state, cu_seqlens, scale, wants_final=True):
+    final = _empty_state(q, k, v, cu_seqlens) if wants_final else _no_state(q)
+    return torch.empty_like(v, memory_format=torch.contiguous_format), final
 
 
 @lightning_backward.register_fake
 def _(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal):
     grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return *grads, _empty_state(q, k, v, cu_seqlens)
+    return *grads, _no_state(q) if initial_state is None else _empty_state(q, k, v, cu_seqlens)
 
 
 def _empty_state(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -121,7 +133,7 @@ def _empty_state(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> 
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.scale = inputs
+    *tensors, ctx.scale, _ = inputs
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
 
@@ -131,7 +143,7 @@ def _backward(ctx, do, dfinal):
     v, initial_state = saved[2], saved[4]
     do = torch.zeros_like(v) if do is None else do
     *grads, dinitial = _direct_backward(*saved, ctx.scale, do, dfinal)
-    return *grads, None, None if initial_state is None else dinitial, None, None
+    return *grads, None, None if initial_state is None else dinitial, None, None, None
 
 
 lightning.register_autograd(_backward, setup_context=_setup_context)
@@ -160,8 +172,10 @@ def _(info, in_dims, *arguments):
         return each(lightning, info.batch_size, in_dims, arguments)
     tensors, heads = _fold(info.batch_size, in_dims[:6], arguments[:6])
     axes = (2, 1) if heads else (0, 0)
-    outputs = lightning(*tensors, arguments[6])
-    return tuple(unfold(x, info.batch_size, axis) for x, axis in zip(outputs, axes, strict=True)), axes
+    o, final = lightning(*tensors, *arguments[6:])
+    if not final.numel():
+        return (unfold(o, info.batch_size, axes[0]), final), (axes[0], None)
+    return tuple(unfold(x, info.batch_size, axis) for x, axis in zip((o, final), axes, strict=True)), axes
 
 
 @lightning_backward.register_vmap
@@ -171,6 +185,8 @@ def _(info, in_dims, *arguments):
     tensors, heads = _fold(info.batch_size, in_dims[:6] + in_dims[7:], arguments[:6] + arguments[7:])
     axes = (2, 2, 2, 1) if heads else (0, 0, 0, 0)
     grads = lightning_backward(*tensors[:6], arguments[6], *tensors[6:])
+    if arguments[4] is None:
+        return (*(unfold(x, info.batch_size, axes[0]) for x in grads[:3]), grads[3]), (*axes[:3], None)
     return tuple(unfold(x, info.batch_size, axis) for x, axis in zip(grads, axes, strict=True)), axes
 
 

@@ -32,8 +32,9 @@ def lightning_forward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    wants_final: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, T, H, V] and the final state [N, H, K, V]; arguments as `lightning_attention`."""
+    """o [B, T, H, V] and the final state [N, H, K, V], wanted or not; arguments as `lightning_attention`."""
     B, T, H, _ = q.shape
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     final = start_states(initial_state, q, k, v, cu_seqlens)

@@ -27,7 +27,7 @@ def _span(offsets, n, T, C: tl.constexpr, DOCUMENTS: tl.constexpr, reverse):
 def _rate(rates, h, HAS_DECAY: tl.constexpr):
     """log2 of the decay a token; the bound keeps a decay to zero exact, as in the chunked form."""
     if HAS_DECAY:
-        return tl.maximum(tl.load(rates + h), -1e30) * LOG2_E
+        return tl.maximum(tl.load(rates + h).to(tl.float32), -1e30) * LOG2_E
     return 0.0
 
 

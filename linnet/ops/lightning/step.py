@@ -1,8 +1,11 @@
 """Lightning Attention for one token, as in decoding."""
 
+import importlib
+
 from torch import Tensor
 
 from linnet.ops.chunks import exact
+from linnet.ops.stepping import use_kernel
 
 
 def lightning_step(
@@ -28,6 +31,8 @@ def lightning_step(
             f"lightning_step: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, state {list(state.shape)}; "
             "give q and k [B, H, K], v [B, H, V] and the state [B, H, K, V]"
         )
+    if use_kernel("lightning", state, q, k, v, log_decay):
+        return importlib.import_module("linnet.ops.lightning.step_kernel").step(q, k, v, state, log_decay, scale)
     with exact(q):
         if log_decay is not None:
             state.mul_(log_decay.to(state.dtype).exp()[:, None, None])

@@ -17,6 +17,7 @@ sweep of a segment starts from the decayed sum of the summaries before it.
 float64, mixed dtypes and widths that are no multiple of 8 or above 256 run in the chunked form.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.documents import count_states, documents
+from linnet.ops.launching import Launcher
 from linnet.ops.lightning import chunked
 from linnet.ops.lightning.kernels import summarise_kernel, sweep_kernel
 
@@ -63,15 +65,16 @@ def lightning_forward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """o [B, T, H, V] and the final state [N, H, K, V]; arguments as `lightning_attention`."""
+    wants_final: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """o [B, T, H, V] and the final state [N, H, K, V], None if not wanted; arguments as `lightning_attention`."""
     if not _supports(q, k, v):
         return chunked.lightning_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale)
     _check_offsets(q, cu_seqlens)
-    q, k, v = (x.contiguous() for x in (q, k, v))
+    q, k, v = _contiguous(q), _contiguous(k), _contiguous(v)
     o = torch.empty_like(v)
-    final = _empty_state(q, v, cu_seqlens)
-    forward = Sweep(q, k, v, o, initial_state, final, (k, v), reverse=False, flip=False)
+    final = _empty_state(q, v, cu_seqlens) if wants_final else None
+    forward = Sweep(q, k, v, o, _contiguous(initial_state), final, (k, v), False, False)
     _run([forward], log_decay, cu_seqlens, scale)
     return o, final
 
@@ -86,18 +89,19 @@ def lightning_backward(
     scale: float,
     do: Tensor,
     dfinal: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and of the initial state (given or not), from those of o and of the final state."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and of the initial state if there is one, from those of o and of the final state."""
     if not _supports(q, k, v, do):
         return chunked.lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
     _check_offsets(q, cu_seqlens)
-    q, k, v, do = (x.contiguous() for x in (q, k, v, do))
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    dinitial = _empty_state(q, v, cu_seqlens)
+    q, k, v, do = _contiguous(q), _contiguous(k), _contiguous(v), _contiguous(do)
+    initial_state, dfinal = _contiguous(initial_state), _contiguous(dfinal)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dinitial = None if initial_state is None else _empty_state(q, v, cu_seqlens)
     sweeps = [
-        Sweep(do, v, k, dq, initial_state, None, (k, v), reverse=False, flip=True),
-        Sweep(v, do, q, dk, dfinal, None, (q, do), reverse=True, flip=True),
-        Sweep(k, q, do, dv, dfinal, dinitial, (q, do), reverse=True, flip=False),
+        Sweep(do, v, k, dq, initial_state, None, (k, v), False, True),
+        Sweep(v, do, q, dk, dfinal, None, (q, do), True, True),
+        Sweep(k, q, do, dv, dfinal, dinitial, (q, do), True, False),
     ]
     _run(sweeps, log_decay, cu_seqlens, scale)
     return dq, dk, dv, dinitial
@@ -120,9 +124,39 @@ class Sweep(NamedTuple):
     flip: bool
 
 
-def _supports(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> bool:
-    alike = all(x.dtype == q.dtype for x in (k, v, *more)) and q.dtype != torch.float64
-    return alike and all(8 <= width <= 256 and width % 8 == 0 for width in (q.shape[-1], v.shape[-1]))
+class Shape(NamedTuple):
+    """What the launches of a forward or backward depend on beside addresses and the scale."""
+
+    batch: int
+    length: int
+    heads: int
+    states: int
+    dtype: torch.dtype
+    rates: torch.dtype | None
+    documents: bool
+    device: torch.device
+
+
+class Widths(NamedTuple):
+    """And what those of one sweep do: the widths of a and c, the directions, and which states there are."""
+
+    inner: int
+    outer: int
+    reverse: bool
+    flip: bool
+    entry: bool
+    leave: bool
+
+
+def _supports(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None) -> bool:
+    dtype = q.dtype
+    alike = k.dtype == dtype and v.dtype == dtype and (do is None or do.dtype == dtype) and dtype != torch.float64
+    K, V = q.shape[-1], v.shape[-1]
+    return alike and 8 <= K <= 256 and K % 8 == 0 and 8 <= V <= 256 and V % 8 == 0
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.is_contiguous() else x.contiguous()
 
 
 def _check_offsets(q: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -135,34 +169,67 @@ def _empty_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return q.new_empty(shape, dtype=torch.float32)
 
 
-def _run(sweeps: list[Sweep], log_decay: Tensor | None, cu_seqlens: Tensor | None, scale: float) -> None:
+def _run(sweeps: list[Sweep], rates: Tensor | None, cu_seqlens: Tensor | None, scale: float) -> None:
     """Fills what the sweeps write: in one launch where all states are square, and before it the segments' summaries."""
-    with torch.cuda.device_of(sweeps[0].a):
-        square = all(sweep.a.shape[-1] == sweep.c.shape[-1] for sweep in sweeps)
-        groups = [sweeps] if square else [[sweep] for sweep in sweeps]
-        rates = None if log_decay is None else log_decay.float()
-        tiles = _tiles(sweeps[0])
-        segments = _count_segments(sweeps, tiles, cu_seqlens)
-        summaries = {}
-        for sweep in sweeps:
-            if segments > 1 and sweep.reverse not in summaries:
-                summaries[sweep.reverse] = _summarise(sweep, rates, cu_seqlens, scale, segments)
-        for group in groups:
-            _launch(group, rates, cu_seqlens, scale, segments, summaries)
-
-
-def _tiles(sweep: Sweep) -> Tiles:
-    inner, outer = (max(16, triton.next_power_of_2(x.shape[-1])) for x in (sweep.a, sweep.c))
-    return choose_tiles(inner, outer, sweep.a.dtype)
-
-
-def _count_segments(sweeps: list[Sweep], tiles: Tiles, cu_seqlens: Tensor | None) -> int:
-    """As many as let each sweep fill the GPU, but of at least 16 chunks on average. Documents are cut alike."""
-    B, T, H, _ = sweeps[0].a.shape
+    a = sweeps[0].a
+    if a.is_cuda and a.device.index != torch.cuda.current_device():
+        with torch.cuda.device(a.device):
+            return _run(sweeps, rates, cu_seqlens, scale)
+    B, T, H, _ = a.shape
     states = count_states(cu_seqlens, B)
-    programs = states * H * min(-(-sweep.c.shape[-1] // _tiles(sweep).columns) for sweep in sweeps)
-    places = RESIDENT * _count_processors(sweeps[0].a.device)
-    return max(1, min(places // programs, B * T // states // (16 * tiles.chunk)))
+    shape = Shape(B, T, H, states, a.dtype, None if rates is None else rates.dtype, cu_seqlens is not None, a.device)
+    widths = tuple(
+        Widths(x.a.shape[-1], x.c.shape[-1], x.reverse, x.flip, x.entry is not None, x.leave is not None)
+        for x in sweeps
+    )
+    plan = _plan(shape, widths, _count_segments(shape, widths))
+    blank = _blank(a.device)
+    summaries = {}
+    for sweep, summarise in zip(sweeps, plan.summarise, strict=True):
+        if summarise is not None:
+            b, c = sweep.summary
+            summary = b.new_empty(states, H, plan.segments - 1, b.shape[-1], c.shape[-1], dtype=torch.float32)
+            summarise(b, c, summary, rates, cu_seqlens, scale)
+            summaries[sweep.reverse] = summary
+    size = len(sweeps) // len(plan.launches)
+    for i, launch in enumerate(plan.launches):
+        group = sweeps[i * size : (i + 1) * size]
+        first, last = group[0], group[-1]
+        tensors = [x for sweep in (group if size == 3 else group * 3) for x in sweep[:4]]
+        entries = [blank if sweep.entry is None else sweep.entry for sweep in (first, last)]
+        sums = [summaries.get(sweep.reverse, blank) for sweep in (first, last)]
+        launch(*tensors, *entries, last.leave, *sums, rates, cu_seqlens, scale)
+    return None
+
+
+class Plan(NamedTuple):
+    """The launches of a forward or backward: for each sweep one that sums up before it, or None; then the sweeps."""
+
+    segments: int
+    summarise: list[Launcher | None]
+    launches: list[Launcher]
+
+
+@functools.lru_cache(1024)
+def _plan(shape: Shape, widths: tuple[Widths, ...], segments: int) -> Plan:
+    summarise, seen = [], set()
+    for width in widths:
+        needed = segments > 1 and width.reverse not in seen
+        summarise.append(_prepare_summary(shape, width, segments) if needed else None)
+        seen.add(width.reverse)
+    square = all(width.inner == width.outer for width in widths)
+    groups = [widths] if square else [(width,) for width in widths]
+    return Plan(segments, summarise, [_prepare_sweeps(shape, group, segments) for group in groups])
+
+
+@functools.lru_cache(1024)
+def _count_segments(shape: Shape, widths: tuple[Widths, ...]) -> int:
+    """As many as let each sweep fill the GPU, but of at least 16 chunks on average. Documents are cut alike."""
+    columns = min(-(-width.outer // _tiles(width, shape.dtype).columns) for width in widths)
+    programs = shape.states * shape.heads * columns
+    places = RESIDENT * _count_processors(shape.device)
+    shortest = 16 * _tiles(widths[0], shape.dtype).chunk
+    return max(1, min(places // programs, shape.batch * shape.length // shape.states // shortest))
 
 
 def _count_processors(device: torch.device) -> int:
@@ -171,44 +238,46 @@ def _count_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _summarise(sweep: Sweep, rates, cu_seqlens, scale: float, segments: int) -> Tensor:
+@functools.cache
+def _blank(device: torch.device) -> Tensor:
+    """In the place of a state that is not there."""
+    return torch.zeros(1, device=device)
+
+
+def _tiles(width: Widths, dtype: torch.dtype) -> Tiles:
+    return choose_tiles(_pad(width.inner), _pad(width.outer), dtype)
+
+
+def _pad(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def _prepare_summary(shape: Shape, width: Widths, segments: int) -> Launcher:
     """[N, H, segments - 1, K, V]: the state of every segment but the last in the order of the sweep, from zero."""
-    b, c = sweep.summary
-    B, T, H, K = b.shape
-    V = c.shape[-1]
-    tiles = _tiles(sweep)
-    inner, columns = max(16, triton.next_power_of_2(K)), min(tiles.columns, max(16, triton.next_power_of_2(V)))
-    states = count_states(cu_seqlens, B)
-    summaries = b.new_empty(states, H, segments - 1, K, V, dtype=torch.float32)
-    summarise_kernel[(triton.cdiv(V, columns) * states * H * (segments - 1),)](
-        b, c, summaries, rates, cu_seqlens, scale, T, states, segments, H,
-        K, V, tiles.chunk, inner, columns, sweep.reverse, rates is not None, cu_seqlens is not None,
-        cu_seqlens is None and T % tiles.chunk == 0, *_arithmetic(b.dtype), tiles.stages,
-        num_warps=tiles.warps,
+    tiles = _tiles(width, shape.dtype)
+    K, V = (width.outer, width.inner) if width.flip else (width.inner, width.outer)
+    columns = min(tiles.columns, _pad(V))
+    programs = triton.cdiv(V, columns) * shape.states * shape.heads * (segments - 1)
+    constants = (
+        shape.length, shape.states, segments, shape.heads,
+        K, V, tiles.chunk, _pad(K), columns, width.reverse, shape.rates is not None, shape.documents,
+        not shape.documents and shape.length % tiles.chunk == 0, *_arithmetic(shape.dtype), tiles.stages,
     )  # fmt: skip
-    return summaries
+    return Launcher(summarise_kernel, programs, constants, num_warps=tiles.warps)
 
 
-def _launch(group: list[Sweep], rates, cu_seqlens, scale: float, segments: int, summaries: dict[bool, Tensor]) -> None:
+def _prepare_sweeps(shape: Shape, group: tuple[Widths, ...], segments: int) -> Launcher:
     first, last = group[0], group[-1]
-    B, T, H, DA = first.a.shape
-    DC = first.c.shape[-1]
-    tiles = _tiles(first)
-    states = count_states(cu_seqlens, B)
-    tensors = [x for sweep in (group if len(group) == 3 else group * 3) for x in sweep[:4]]
-    entries = [first.entry, last.entry]
-    blank = (
-        first.a.new_empty(1, dtype=torch.float32) if not (summaries and all(x is not None for x in entries)) else None
-    )
-    pick = [summaries.get(sweep.reverse, blank) for sweep in (first, last)]
-    sweep_kernel[(triton.cdiv(DC, tiles.columns) * len(group) * states * H * segments,)](
-        *tensors, *(blank if x is None else x.contiguous() for x in entries), last.leave, *pick, rates, cu_seqlens,
-        scale, T, states, segments, H,
-        DA, DC, tiles.chunk, max(16, triton.next_power_of_2(DA)), tiles.columns, len(group), first.reverse, first.flip,
-        rates is not None, entries[0] is not None, entries[1] is not None, last.leave is not None,
-        cu_seqlens is not None, cu_seqlens is None and T % tiles.chunk == 0, segments > 1,
-        *_arithmetic(first.a.dtype), tiles.stages, tiles.turned, num_warps=tiles.warps,
+    tiles = _tiles(first, shape.dtype)
+    programs = triton.cdiv(first.outer, tiles.columns) * len(group) * shape.states * shape.heads * segments
+    constants = (
+        shape.length, shape.states, segments, shape.heads,
+        first.inner, first.outer, tiles.chunk, _pad(first.inner), tiles.columns, len(group), first.reverse, first.flip,
+        shape.rates is not None, first.entry, last.entry, last.leave,
+        shape.documents, not shape.documents and shape.length % tiles.chunk == 0, segments > 1,
+        *_arithmetic(shape.dtype), tiles.stages, tiles.turned,
     )  # fmt: skip
+    return Launcher(sweep_kernel, programs, constants, num_warps=tiles.warps)
 
 
 def _arithmetic(dtype: torch.dtype) -> tuple[tl.dtype, str]:

@@ -1,0 +1,31 @@
+"""How a Triton kernel is started: what a launch depends on is worked out once, and Triton's look-up is passed by."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+
+class Launcher:
+    """A kernel with its grid and constants, for calls that differ in addresses and floats alone.
+
+    Triton looks at every argument of every call to find the variant to run, some microseconds each; from the second
+    call on this goes straight to the variant. Keep one (`functools.lru_cache` over what it was made from) for each set
+    of shapes, dtypes, integer arguments, absent tensors and device, with that device the current one.
+
+    Args:
+        kernel: a function under `triton.jit`, whose last parameters are `constants`.
+        programs: the size of its grid.
+    """
+
+    def __init__(self, kernel: Callable, programs: int, constants: tuple, **options: int) -> None:
+        self.kernel, self.grid, self.constants, self.options = kernel, (programs, 1, 1), constants, options
+        self._run = None
+
+    def __call__(self, *arguments) -> None:
+        aligned = all(x.data_ptr() % 16 == 0 for x in arguments if isinstance(x, Tensor))
+        if aligned and self._run is not None:
+            self._run(*arguments, *self.constants)
+            return
+        compiled = self.kernel[self.grid](*arguments, *self.constants, **self.options)
+        if aligned and compiled is not None:  # None in the interpreter
+            self._run = compiled[self.grid]
