@@ -46,18 +46,18 @@ def use_reference() -> bool:
     return _form == "reference"
 
 
-def use_triton(op: str, is_cuda: bool) -> bool:
-    """Whether `linnet.ops.<op>.triton` serves a call. RuntimeError where it is asked for by name but not there."""
+def use_triton(op: str, is_cuda: bool, module: str = "triton") -> bool:
+    """Whether `linnet.ops.<op>.<module>` serves a call. RuntimeError where it is asked for by name but not there."""
     if _form == "triton":
-        if not has_triton(op):
+        if not has_triton(op, module):
             raise RuntimeError(f"backend 'triton' was asked for, but op {op!r} has no Triton form here; use 'chunked'")
         return True
-    return _form == "auto" and is_cuda and has_triton(op)
+    return _form == "auto" and is_cuda and has_triton(op, module)
 
 
 @functools.cache  # asked on every call of an op
-def has_triton(op: str) -> bool:
+def has_triton(op: str, module: str = "triton") -> bool:
     return (
         importlib.util.find_spec("triton") is not None
-        and importlib.util.find_spec(f"linnet.ops.{op}.triton") is not None
+        and importlib.util.find_spec(f"linnet.ops.{op}.{module}") is not None
     )

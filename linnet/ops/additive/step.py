@@ -1,10 +1,13 @@
 """Additive decay attention, one token: the state is updated in place."""
 
+import importlib
+
 import torch
 from torch import Tensor
 
 from linnet.ops.additive.reference import rotate
 from linnet.ops.chunks import exact
+from linnet.ops.stepping import use_kernel
 
 
 def additive_step(
@@ -38,6 +41,9 @@ def additive_step(
     """
     S, z = state
     _check(q, k, v, S, z, theta, positions)
+    if z.is_contiguous() and use_kernel("additive", S, q, k, v, z, theta):
+        kernel = importlib.import_module("linnet.ops.additive.step_kernel")
+        return kernel.step(q, k, v, S, z, theta, positions, scale)
     logit = k.to(z.dtype)
     z_next = torch.logaddexp(z, logit)
     key = (logit - z_next.masked_fill(z_next == -torch.inf, 0.0)).exp()

@@ -1,8 +1,11 @@
 """Gated linear attention for one token, as in decoding."""
 
+import importlib
+
 from torch import Tensor
 
 from linnet.ops.chunks import exact
+from linnet.ops.stepping import use_kernel
 
 
 def gated_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -25,6 +28,8 @@ def gated_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
             f"gated_step: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, log_decay {list(log_decay.shape)}, "
             f"state {list(state.shape)}; give q, k and log_decay [B, H, K], v [B, H, V] and the state [B, H, K, V]"
         )
+    if use_kernel("gated", state, q, k, v, log_decay):
+        return importlib.import_module("linnet.ops.gated.step_kernel").step(q, k, v, log_decay, state, scale)
     with exact(q):
         state.mul_(log_decay.to(state.dtype).exp()[..., None])
         state.addcmul_(k.to(state.dtype)[..., None], v.to(state.dtype)[..., None, :])

@@ -1,7 +1,11 @@
 """The modal convolution, one token: the state is updated in place."""
 
+import importlib
+
 import torch
 from torch import Tensor
+
+from linnet.ops.stepping import use_kernel
 
 
 def modal_step(x: Tensor, log_decay: Tensor, weight: Tensor, state: Tensor) -> Tensor:
@@ -27,5 +31,7 @@ def modal_step(x: Tensor, log_decay: Tensor, weight: Tensor, state: Tensor) -> T
         raise ValueError(f"modal_step: x {list(x.shape)} has not the channels of log_decay {list(log_decay.shape)}")
     if state.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"modal_step: state has dtype {state.dtype}; give float32 or float64")
+    if use_kernel("modal", state, x, log_decay, weight):
+        return importlib.import_module("linnet.ops.modal.step_kernel").step(x, log_decay, weight, state)
     state.mul_(log_decay.to(state.dtype).exp()).add_(x.to(state.dtype)[..., None])
     return (state * weight.to(state.dtype)).sum(-1).to(x.dtype)

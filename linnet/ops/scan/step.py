@@ -1,7 +1,11 @@
 """The diagonal recurrence, one token: the state is updated in place."""
 
+import importlib
+
 import torch
 from torch import Tensor
+
+from linnet.ops.stepping import use_kernel
 
 
 def diagonal_step(x: Tensor, log_decay: Tensor, state: Tensor, *, theta: Tensor | None = None) -> Tensor:
@@ -29,6 +33,8 @@ def diagonal_step(x: Tensor, log_decay: Tensor, state: Tensor, *, theta: Tensor 
         raise ValueError(f"diagonal_step: theta has shape {list(theta.shape)}; give [{log_decay.shape[1]}]")
     if state.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"diagonal_step: state has dtype {state.dtype}; give float32 or float64")
+    if use_kernel("scan", state, x, log_decay, theta):
+        return importlib.import_module("linnet.ops.scan.step_kernel").step(x, log_decay, state, theta)
     decay = log_decay.to(state.dtype).exp()
     if theta is None:
         state.mul_(decay)

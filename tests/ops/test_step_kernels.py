@@ -1,0 +1,234 @@
+"""The steps' Triton kernels: tokens in a row against the parallel form in float64; small shapes in the interpreter."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linnet import ops
+from linnet.ops import stepping
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+INF = float("inf")
+MATRIX_OPS = ["lightning", "gated", "additive", "additive_turned"]
+
+
+class Case:
+    """An op over T tokens: `parallel` gives outputs and final states, `step` takes token t."""
+
+    def __init__(self, op, shape, dtype=torch.bfloat16, device="cuda", tokens=6, extreme=False):
+        self.generator = torch.Generator().manual_seed(sum(shape))
+        self.op, self.shape, self.dtype, self.device = op, shape, dtype, device
+        self.tokens, self.extreme = tokens, extreme
+        make = {"scan": self._scan, "scan_complex": self._scan, "modal": self._modal}.get(op, self._matrix)
+        self.streams, self.constants, self.states, self.parallel, self.step = make()
+
+    def normal(self, *shape, dtype=None):
+        x = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        return x.to(self.device, dtype or self.dtype)
+
+    def decays(self, *shape):
+        x = -self.normal(*shape, dtype=torch.float32).exp()
+        if self.extreme:
+            x.flatten()[::3], x.flatten()[1::3], x.flatten()[2::3] = 0.0, -INF, -30.0
+        return x
+
+    def _matrix(self):
+        B, H, K, V = self.shape
+        T, op, scale = self.tokens, self.op, 0.7
+        q, k, v = self.normal(B, T, H, K), self.normal(B, T, H, K), self.normal(B, T, H, V)
+        if op == "lightning":
+            constants = {"log_decay": self.decays(H)}
+            streams, states = (q, k, v), (self.normal(B, H, K, V, dtype=torch.float32),)
+            parallel, step = ops.lightning_attention, ops.lightning_step
+        elif op == "gated":
+            constants = {}
+            streams, states = (q, k, v, self.decays(B, T, H, K)), (self.normal(B, H, K, V, dtype=torch.float32),)
+            parallel, step = ops.gated_linear_attention, ops.gated_step
+        else:
+            turned = op == "additive_turned"
+            z = self.normal(B, H, K, dtype=torch.float32)
+            S = self.normal(B, H, K * (1 + turned), V, dtype=torch.float32)
+            if self.extreme:  # a head before its first token, and large logits
+                S[:, 0], z[:, 0], k[:, 0, 0], k[:, 1, -1] = 0.0, -INF, -INF, 30.0
+            streams, states, constants = (q, k, v), (S, z), {}
+            if turned:
+                at = torch.arange(T, device=self.device) + torch.tensor([5, 131_000] * B, device=self.device)[:B, None]
+                constants = {"theta": self.normal(H, K, dtype=torch.float32), "positions": at}
+            parallel, step = ops.additive_attention, ops.additive_step
+
+        def run(streams, constants, states):
+            initial = states if len(states) == 2 else states[0]
+            o, final = parallel(*streams, **constants, scale=scale, initial_state=initial, output_final_state=True)
+            return [o, *(final if len(states) == 2 else [final])]
+
+        def run_step(t, streams, constants, states):
+            if "positions" in constants:
+                constants = constants | {"positions": constants["positions"][:, t]}
+            return step(*streams, states if len(states) == 2 else states[0], **constants, scale=scale)
+
+        return streams, constants, states, run, run_step
+
+    def _scan(self):
+        (B, D), T = self.shape, self.tokens
+        tail = (2,) if self.op == "scan_complex" else ()
+        streams = self.normal(B, T, D, *tail), self.decays(B, T, D)
+        constants = {"theta": self.normal(D, dtype=torch.float32)} if tail else {}
+        states = (self.normal(B, D, *tail, dtype=torch.float32),)
+
+        def run(streams, constants, states):
+            return ops.diagonal_scan(*streams, **constants, initial_state=states[0], output_final_state=True)
+
+        return streams, constants, states, run, lambda t, s, c, states: ops.diagonal_step(*s, states[0], **c)
+
+    def _modal(self):
+        (B, D, E), T = self.shape, self.tokens
+        constants = {"log_decay": self.decays(D, E), "weight": self.normal(D, E)}
+        states = (self.normal(B, D, E, dtype=torch.float32),)
+
+        def run(streams, constants, states):
+            return ops.modal_convolution(*streams, **constants, initial_state=states[0], output_final_state=True)
+
+        return (
+            (self.normal(B, T, D),),
+            constants,
+            states,
+            run,
+            lambda t, s, c, states: ops.modal_step(*s, **c, state=states[0]),
+        )
+
+    def check(self):
+        def exact(x):
+            return x.double() if x.is_floating_point() else x
+
+        exact_constants = {name: exact(x) for name, x in self.constants.items()}
+        with ops.use_backend("chunked"):
+            expected = self.parallel(
+                tuple(map(exact, self.streams)), exact_constants, tuple(x.double() for x in self.states)
+            )
+        held = [surround(x) for x in self.states]
+        outputs = []
+        for t in range(self.tokens):
+            token = tuple(x[:, t] for x in self.streams)
+            torch.full(token[-1].shape, float("nan"), dtype=self.dtype, device=self.device)  # memory that o will get
+            with ops.use_backend("triton"):
+                outputs.append(self.step(t, token, self.constants, tuple(x for x, _ in held)))
+        for actual, wanted in zip([torch.stack(outputs, 1), *(x for x, _ in held)], expected, strict=True):
+            tolerance = TOLERANCE[self.dtype] if actual.dtype == self.dtype else TOLERANCE[torch.float32]
+            error = rms(actual.double() - wanted) / max(rms(wanted), 1e-30)
+            assert error <= tolerance, f"{self.op} {self.shape}: {error}"
+        assert all(around[:8].isnan().all() and around[-8:].isnan().all() for _, around in held)
+        assert all(x.dtype == self.dtype for x in outputs)
+
+
+def surround(x):
+    """A copy of x in the middle of a buffer of NaN."""
+    around = x.new_full((x.numel() + 16,), float("nan"))
+    inner = around[8:-8].view(x.shape)
+    inner.copy_(x)
+    return inner, around
+
+
+def rms(x):
+    return x[x.isfinite()].square().mean().sqrt().item()
+
+
+@gpu
+@pytest.mark.parametrize("op", MATRIX_OPS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("K, V", [(32, 32), (64, 64), (96, 80), (128, 128), (256, 128), (256, 256), (33, 47), (1, 3)])
+def test_widths(op, K, V, dtype):
+    Case(op, (2, 3, K, V), dtype).check()
+
+
+@gpu
+@pytest.mark.parametrize("op", MATRIX_OPS)
+@pytest.mark.parametrize("B, H", [(1, 1), (1, 8), (9, 8), (64, 8), (300, 32)])
+def test_batches(op, B, H):
+    Case(op, (B, H, 64, 64), extreme=True).check()
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("extreme", [False, True])
+def test_diagonal_and_modal(dtype, extreme):
+    for op, shape in [("scan", (3, 1024)), ("scan_complex", (2, 77)), ("modal", (3, 1024, 64)), ("modal", (2, 37, 5))]:
+        Case(op, shape, dtype, extreme=extreme).check()
+
+
+@gpu
+def test_many_tokens_in_a_row():
+    for op in MATRIX_OPS:
+        Case(op, (1, 2, 64, 64), torch.float32, tokens=2000).check()
+
+
+@gpu
+@pytest.mark.parametrize("op", [*MATRIX_OPS, "scan", "modal"])
+def test_in_a_graph(op):
+    """A captured step advances the state on every replay, and is deterministic."""
+    case = Case(op, {"scan": (3, 64), "modal": (3, 64, 8)}.get(op, (3, 2, 64, 64)), tokens=1)
+    token = tuple(x[:, 0].clone() for x in case.streams)
+    eager, graphed = ([x.clone() for x in case.states] for _ in range(2))
+    outputs = [case.step(0, token, case.constants, tuple(eager)) for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = case.step(0, token, case.constants, tuple(graphed))
+    for expected in outputs:
+        graph.replay()
+        assert torch.equal(out, expected)
+    assert all(torch.equal(a, b) for a, b in zip(eager, graphed, strict=True))
+
+
+@gpu
+def test_compiled_in_one_graph():
+    case = Case("gated", (2, 2, 64, 64), tokens=1)
+    token, state = tuple(x[:, 0] for x in case.streams), case.states[0]
+    plain, compiled = state.clone(), state.clone()
+    expected = ops.gated_step(*token, plain)
+    assert torch.equal(torch.compile(ops.gated_step, fullgraph=True)(*token, compiled), expected)
+    assert torch.equal(plain, compiled)
+
+
+@gpu
+def test_what_has_no_kernel():
+    """A gradient, a state of float64 and one that is not in one piece go through the plain form."""
+    case = Case("gated", (2, 2, 64, 64), torch.float32, tokens=1)
+    (q, k, v, log_decay), state = (x[:, 0] for x in case.streams), case.states[0]
+    expected = ops.gated_step(q, k, v, log_decay, state.clone())
+    for own, key in ((state.mT.contiguous().mT, k), (state.double(), k), (state.clone(), k.clone().requires_grad_())):
+        assert not stepping.use_kernel("gated", own, q, key, v, log_decay)
+        torch.testing.assert_close(ops.gated_step(q, key, v, log_decay, own), expected)
+    wide = torch.cat([q, k, v], -1)  # heads that are not in one piece
+    torch.testing.assert_close(ops.gated_step(*wide.split(64, -1), log_decay, state.clone()), expected)
+
+
+INTERPRETED = [
+    *((op, (2, 3, 16, 32), {}) for op in MATRIX_OPS),
+    *((op, (1, 2, 5, 19), {"extreme": True}) for op in MATRIX_OPS),
+    ("scan", (2, 300), {"extreme": True}),
+    ("scan_complex", (2, 40), {}),
+    ("modal", (2, 37, 5), {"extreme": True}),
+    ("modal", (2, 512, 4), {}),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
+def test_interpreted():
+    root = str(Path(__file__).parents[2])
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("agrees") == len(INTERPRETED), done.stdout + done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    for op, shape, options in INTERPRETED:
+        Case(op, shape, torch.float32, "cpu", tokens=3, **options).check()
+        print(op, shape, "agrees")
