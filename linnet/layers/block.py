@@ -36,10 +36,12 @@ class Block(nn.Module):
         """x [B, D], one token."""
         if self.mixer is not None:
             y, state = self.mixer.step(self.mixer_norm(x), state)
-            x = x + y
-        if self.channel is not None:
-            x = x + self.channel(self.channel_norm(x))
-        return x, state
+            if self.channel is None:
+                return x + y, state
+            y, x = add_and_norm(self.channel_norm, y, x)
+        else:
+            y = self.channel_norm(x)
+        return x + self.channel(y), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         return {} if self.mixer is None else self.mixer.state_spec(batch, context_length)
