@@ -29,7 +29,7 @@ def gated_activation(gate: Tensor, x: Tensor, activation: str = "none") -> Tenso
         raise ValueError(f"gated_activation: gate has shape {list(gate.shape)}; give that of x, {list(x.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"gated_activation: activation {activation!r} is unknown; use {', '.join(ACTIVATIONS)}")
-    if backend.use_triton("activation", x.is_cuda) and is_plain((gate, x)):
+    if is_plain((gate, x)) and backend.use_triton("activation", x.is_cuda):
         kernels = importlib.import_module("linnet.ops.activation.triton")
         if kernels.supports(gate, x, activation):
             return _GatedActivation.apply(gate, x, activation)

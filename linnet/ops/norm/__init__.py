@@ -54,7 +54,7 @@ def rms_norm(
 
 
 def _has_kernel(*tensors: Tensor | None) -> bool:
-    if not backend.use_triton("norm", tensors[0].is_cuda) or not is_plain(tensors):
+    if not is_plain(tensors) or not backend.use_triton("norm", tensors[0].is_cuda):
         return False
     return importlib.import_module("linnet.ops.norm.triton").supports(*tensors)
 

@@ -40,7 +40,7 @@ def rotate(x: Tensor, positions: Tensor, theta: Tensor, *, doubling: bool = Fals
             f"activation {activation!r}; give [..., H, d], [...], [H or 1, {'d' if doubling else 'd / 2'}] and none or "
             "silu"
         )
-    if backend.use_triton("rotation", x.is_cuda) and is_plain((x, positions, theta)) and positions.ndim in (1, 2):
+    if is_plain((x, positions, theta)) and backend.use_triton("rotation", x.is_cuda) and positions.ndim in (1, 2):
         kernels = importlib.import_module("linnet.ops.rotation.triton")
         if kernels.supports(x, positions, theta):
             return _Rotate.apply(x, positions, theta, doubling, activation)
