@@ -10,7 +10,8 @@ class Launcher:
 
     Triton looks at every argument of every call to find the variant to run, some microseconds each; from the second
     call on this goes straight to the variant. Keep one (`functools.lru_cache` over what it was made from) for each set
-    of shapes, dtypes, integer arguments, absent tensors and device, with that device the current one.
+    of shapes, dtypes, integer arguments, absent tensors and device, call it with that device the current one, and pass
+    what the caller gave through `align`: the variant of the first call may count on its alignment.
 
     Args:
         kernel: a function under `triton.jit`, whose last parameters are `constants`.
@@ -22,10 +23,15 @@ class Launcher:
         self._run = None
 
     def __call__(self, *arguments) -> None:
-        aligned = all(x.data_ptr() % 16 == 0 for x in arguments if isinstance(x, Tensor))
-        if aligned and self._run is not None:
+        if self._run is not None:
             self._run(*arguments, *self.constants)
             return
         compiled = self.kernel[self.grid](*arguments, *self.constants, **self.options)
-        if aligned and compiled is not None:  # None in the interpreter
+        if compiled is not None:  # None in the interpreter
             self._run = compiled[self.grid]
+
+
+def align(x: Tensor) -> Tensor:
+    """x, contiguous and from an address that is a multiple of 16 bytes; a copy only where it is not."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x

@@ -232,6 +232,8 @@ def test_a_state_that_nobody_wants_is_not_made():
     from linnet.ops.lightning import lightning, lightning_backward
 
     assert lightning(q, k, v, decay, None, None, 1.0, False)[1].numel() == 0
-    assert lightning_backward(*(x.detach() for x in (q, k, v)), decay, None, None, 1.0, v.detach(), None)[3].numel() == 0
+    assert (
+        lightning_backward(*(x.detach() for x in (q, k, v)), decay, None, None, 1.0, v.detach(), None)[3].numel() == 0
+    )
     values = torch.vmap(lambda q: lightning_attention(q, k, v, log_decay=decay)[0])(torch.stack([q, k]))
     torch.testing.assert_close(values[1], lightning_attention(k, k, v, log_decay=decay)[0])

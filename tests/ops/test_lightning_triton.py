@@ -91,7 +91,9 @@ def test_segments(segments, K, V, offsets, monkeypatch):
     from linnet.ops.lightning import triton
 
     monkeypatch.setattr(triton, "_count_segments", lambda *_: segments)
+    triton._plan.cache_clear()
     assert_agrees(1, 2100, K, V, offsets=offsets)
+    triton._plan.cache_clear()
 
 
 @gpu
@@ -131,6 +133,10 @@ def test_strided_inputs():
     expected, _ = lightning_attention(q, k, v, log_decay=rates, scale=scale)
     q, k, v = torch.stack([q, k, v], 2).unbind(2)
     assert torch.equal(lightning_attention(q, k, v, log_decay=rates, scale=scale)[0], expected)
+    shifted = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x) for x in (q, k, v)]  # by 2 bytes
+    assert torch.equal(lightning_attention(*shifted, log_decay=rates, scale=scale)[0], expected)
+    strided = torch.stack([rates, rates], 1)[:, 0]
+    assert torch.equal(lightning_attention(q, k, v, log_decay=strided, scale=scale)[0], expected)
 
 
 @gpu

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.documents import count_states, documents
-from linnet.ops.launching import Launcher
+from linnet.ops.launching import Launcher, align
 from linnet.ops.lightning import chunked
 from linnet.ops.lightning.kernels import summarise_kernel, sweep_kernel
 
@@ -74,7 +74,7 @@ def lightning_forward(
     q, k, v = _contiguous(q), _contiguous(k), _contiguous(v)
     o = torch.empty_like(v)
     final = _empty_state(q, v, cu_seqlens) if wants_final else None
-    forward = Sweep(q, k, v, o, _contiguous(initial_state), final, (k, v), False, False)
+    forward = Sweep(q, k, v, o, _contiguous(initial_state), final, (k, v))
     _run([forward], log_decay, cu_seqlens, scale)
     return o, final
 
@@ -99,18 +99,18 @@ def lightning_backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dinitial = None if initial_state is None else _empty_state(q, v, cu_seqlens)
     sweeps = [
-        Sweep(do, v, k, dq, initial_state, None, (k, v), False, True),
-        Sweep(v, do, q, dk, dfinal, None, (q, do), True, True),
-        Sweep(k, q, do, dv, dfinal, dinitial, (q, do), True, False),
+        Sweep(do, v, k, dq, initial_state, None, (k, v)),
+        Sweep(v, do, q, dk, dfinal, None, (q, do)),
+        Sweep(k, q, do, dv, dfinal, dinitial, (q, do)),
     ]
     _run(sweeps, log_decay, cu_seqlens, scale)
     return dq, dk, dv, dinitial
 
 
 class Sweep(NamedTuple):
-    """out = LA(a, b, c) from the state `entry` (or zero) to `leave`, if wanted. `flip`: they are stored transposed.
+    """The tensors of out = LA(a, b, c) from the state `entry` (or zero) to `leave`, if wanted.
 
-    `summary` are the two tensors whose products, not transposed, sum a segment up.
+    `summary` are the two whose products sum a segment up, in the order that the states of the op have.
     """
 
     a: Tensor
@@ -120,25 +120,23 @@ class Sweep(NamedTuple):
     entry: Tensor | None
     leave: Tensor | None
     summary: tuple[Tensor, Tensor]
-    reverse: bool
-    flip: bool
 
 
 class Shape(NamedTuple):
-    """What the launches of a forward or backward depend on beside addresses and the scale."""
+    """What all sweeps of a forward or backward share."""
 
     batch: int
     length: int
     heads: int
     states: int
     dtype: torch.dtype
-    rates: torch.dtype | None
+    rates: bool
     documents: bool
     device: torch.device
 
 
-class Widths(NamedTuple):
-    """And what those of one sweep do: the widths of a and c, the directions, and which states there are."""
+class Form(NamedTuple):
+    """How one sweep runs: the widths of a and c, backwards, with states stored transposed, and which states it has."""
 
     inner: int
     outer: int
@@ -156,7 +154,7 @@ def _supports(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None) -> bool
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
-    return x if x is None or x.is_contiguous() else x.contiguous()
+    return None if x is None else align(x)
 
 
 def _check_offsets(q: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -171,64 +169,73 @@ def _empty_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 def _run(sweeps: list[Sweep], rates: Tensor | None, cu_seqlens: Tensor | None, scale: float) -> None:
     """Fills what the sweeps write: in one launch where all states are square, and before it the segments' summaries."""
-    a = sweeps[0].a
-    if a.is_cuda and a.device.index != torch.cuda.current_device():
-        with torch.cuda.device(a.device):
+    first, last = sweeps[0], sweeps[-1]
+    a, c, device = first.a, first.c, first.a.device
+    if a.is_cuda and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
             return _run(sweeps, rates, cu_seqlens, scale)
-    B, T, H, _ = a.shape
-    states = count_states(cu_seqlens, B)
-    shape = Shape(B, T, H, states, a.dtype, None if rates is None else rates.dtype, cu_seqlens is not None, a.device)
-    widths = tuple(
-        Widths(x.a.shape[-1], x.c.shape[-1], x.reverse, x.flip, x.entry is not None, x.leave is not None)
-        for x in sweeps
-    )
-    plan = _plan(shape, widths, _count_segments(shape, widths))
-    blank = _blank(a.device)
-    summaries = {}
-    for sweep, summarise in zip(sweeps, plan.summarise, strict=True):
-        if summarise is not None:
-            b, c = sweep.summary
-            summary = b.new_empty(states, H, plan.segments - 1, b.shape[-1], c.shape[-1], dtype=torch.float32)
-            summarise(b, c, summary, rates, cu_seqlens, scale)
-            summaries[sweep.reverse] = summary
-    size = len(sweeps) // len(plan.launches)
-    for i, launch in enumerate(plan.launches):
-        group = sweeps[i * size : (i + 1) * size]
-        first, last = group[0], group[-1]
-        tensors = [x for sweep in (group if size == 3 else group * 3) for x in sweep[:4]]
-        entries = [blank if sweep.entry is None else sweep.entry for sweep in (first, last)]
-        sums = [summaries.get(sweep.reverse, blank) for sweep in (first, last)]
-        launch(*tensors, *entries, last.leave, *sums, rates, cu_seqlens, scale)
+    rates, cu_seqlens = _contiguous(rates), _contiguous(cu_seqlens)
+    states = count_states(cu_seqlens, a.shape[0])
+    plan = _plan(
+        a.shape, c.shape[3], states, a.dtype, None if rates is None else rates.dtype, cu_seqlens is not None, device,
+        len(sweeps) > 1, first.entry is not None, last.entry is not None, last.leave is not None,
+    )  # fmt: skip
+    sums = [_blank(device)] * 2
+    for i, summarise in enumerate(plan.summarise):
+        b, c = sweeps[i].summary
+        sums[i] = b.new_empty(states, b.shape[2], plan.segments - 1, b.shape[3], c.shape[3], dtype=torch.float32)
+        summarise(b, c, sums[i], rates, cu_seqlens, scale)
+    entries = [_blank(device) if sweep.entry is None else sweep.entry for sweep in (first, last)]
+    if len(sweeps) == len(plan.launches):
+        for i, (sweep, launch) in enumerate(zip(sweeps, plan.launches, strict=True)):
+            entry, sum_ = entries[i > 0], sums[i > 0]
+            launch(*sweep[:4] * 3, entry, entry, sweep.leave, sum_, sum_, rates, cu_seqlens, scale)
+    else:
+        tensors = sweeps[0][:4] + sweeps[1][:4] + sweeps[2][:4]
+        plan.launches[0](*tensors, *entries, last.leave, *sums, rates, cu_seqlens, scale)
     return None
 
 
 class Plan(NamedTuple):
-    """The launches of a forward or backward: for each sweep one that sums up before it, or None; then the sweeps."""
+    """The launches of a forward or backward: what sums segments up, for each direction, then the sweeps."""
 
     segments: int
-    summarise: list[Launcher | None]
+    summarise: list[Launcher]
     launches: list[Launcher]
 
 
 @functools.lru_cache(1024)
-def _plan(shape: Shape, widths: tuple[Widths, ...], segments: int) -> Plan:
-    summarise, seen = [], set()
-    for width in widths:
-        needed = segments > 1 and width.reverse not in seen
-        summarise.append(_prepare_summary(shape, width, segments) if needed else None)
-        seen.add(width.reverse)
-    square = all(width.inner == width.outer for width in widths)
-    groups = [widths] if square else [(width,) for width in widths]
+def _plan(
+    a: torch.Size,
+    outer: int,
+    states: int,
+    dtype: torch.dtype,
+    rates: torch.dtype | None,
+    documents: bool,
+    device: torch.device,
+    backward: bool,
+    entry: bool,
+    last_entry: bool,
+    leave: bool,
+) -> Plan:
+    B, T, H, inner = a
+    shape = Shape(B, T, H, states, dtype, rates is not None, documents, device)
+    forms = [Form(inner, outer, False, backward, entry, leave and not backward)]
+    if backward:
+        forms.append(Form(inner, outer, True, True, last_entry, False))
+        forms.append(Form(outer, inner, True, False, last_entry, leave))
+    segments = _count_segments(shape, forms)
+    summarise = [_prepare_summary(shape, form, segments) for form in forms[:2]] if segments > 1 else []
+    groups = [forms] if inner == outer else [[form] for form in forms]
     return Plan(segments, summarise, [_prepare_sweeps(shape, group, segments) for group in groups])
 
 
-@functools.lru_cache(1024)
-def _count_segments(shape: Shape, widths: tuple[Widths, ...]) -> int:
+def _count_segments(shape: Shape, forms: list[Form]) -> int:
     """As many as let each sweep fill the GPU, but of at least 16 chunks on average. Documents are cut alike."""
-    columns = min(-(-width.outer // _tiles(width, shape.dtype).columns) for width in widths)
+    columns = min(-(-form.outer // _tiles(form, shape.dtype).columns) for form in forms)
     programs = shape.states * shape.heads * columns
     places = RESIDENT * _count_processors(shape.device)
-    shortest = 16 * _tiles(widths[0], shape.dtype).chunk
+    shortest = 16 * _tiles(forms[0], shape.dtype).chunk
     return max(1, min(places // programs, shape.batch * shape.length // shape.states // shortest))
 
 
@@ -244,36 +251,36 @@ def _blank(device: torch.device) -> Tensor:
     return torch.zeros(1, device=device)
 
 
-def _tiles(width: Widths, dtype: torch.dtype) -> Tiles:
-    return choose_tiles(_pad(width.inner), _pad(width.outer), dtype)
+def _tiles(form: Form, dtype: torch.dtype) -> Tiles:
+    return choose_tiles(_pad(form.inner), _pad(form.outer), dtype)
 
 
 def _pad(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def _prepare_summary(shape: Shape, width: Widths, segments: int) -> Launcher:
+def _prepare_summary(shape: Shape, form: Form, segments: int) -> Launcher:
     """[N, H, segments - 1, K, V]: the state of every segment but the last in the order of the sweep, from zero."""
-    tiles = _tiles(width, shape.dtype)
-    K, V = (width.outer, width.inner) if width.flip else (width.inner, width.outer)
+    tiles = _tiles(form, shape.dtype)
+    K, V = (form.outer, form.inner) if form.flip else (form.inner, form.outer)
     columns = min(tiles.columns, _pad(V))
     programs = triton.cdiv(V, columns) * shape.states * shape.heads * (segments - 1)
     constants = (
         shape.length, shape.states, segments, shape.heads,
-        K, V, tiles.chunk, _pad(K), columns, width.reverse, shape.rates is not None, shape.documents,
+        K, V, tiles.chunk, _pad(K), columns, form.reverse, shape.rates, shape.documents,
         not shape.documents and shape.length % tiles.chunk == 0, *_arithmetic(shape.dtype), tiles.stages,
     )  # fmt: skip
     return Launcher(summarise_kernel, programs, constants, num_warps=tiles.warps)
 
 
-def _prepare_sweeps(shape: Shape, group: tuple[Widths, ...], segments: int) -> Launcher:
+def _prepare_sweeps(shape: Shape, group: list[Form], segments: int) -> Launcher:
     first, last = group[0], group[-1]
     tiles = _tiles(first, shape.dtype)
     programs = triton.cdiv(first.outer, tiles.columns) * len(group) * shape.states * shape.heads * segments
     constants = (
         shape.length, shape.states, segments, shape.heads,
         first.inner, first.outer, tiles.chunk, _pad(first.inner), tiles.columns, len(group), first.reverse, first.flip,
-        shape.rates is not None, first.entry, last.entry, last.leave,
+        shape.rates, first.entry, last.entry, last.leave,
         shape.documents, not shape.documents and shape.length % tiles.chunk == 0, segments > 1,
         *_arithmetic(shape.dtype), tiles.stages, tiles.turned,
     )  # fmt: skip
