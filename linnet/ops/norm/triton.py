@@ -14,6 +14,7 @@ WIDEST = 16_384  # of a row that a program holds
 
 # Programs that walk over the rows for the gradient of a gain, a multiprocessor.
 WALKERS = 4
+STAGES = 3  # blocks of rows that such a program has in flight
 
 
 def supports(x: Tensor, weight: Tensor | None, gate: Tensor | None, residual: Tensor | None) -> bool:
@@ -23,12 +24,14 @@ def supports(x: Tensor, weight: Tensor | None, gate: Tensor | None, residual: Te
     return alike and 1 <= x.shape[-1] <= WIDEST and x.numel() > 0
 
 
-def choose_tile(width: int, backward: bool) -> tuple[int, int, int]:
-    """Columns (a power of two), rows and warps of a program: on an H200 the fastest of docs/negative-results.md."""
+def choose_tile(width: int, gain: bool = False) -> tuple[int, int, int]:
+    """Columns (a power of two), rows and warps of a program: on an H200 the fastest of docs/negative-results.md.
+
+    `gain`: for a backward with the gradient of a gain.
+    """
     columns = triton.next_power_of_2(width)
-    elements = 2048 if backward else 4096
-    rows = max(1, elements // columns)
-    return columns, rows, min(16, max(2 if backward else 4, rows * columns // 1024))
+    rows = max(1, (1024 if columns <= 256 and not gain else 2048) // columns)
+    return columns, rows, min(16, max(4, columns // (512 if gain else 1024)))
 
 
 def norm_forward(
@@ -46,7 +49,7 @@ def norm_forward(
     y = torch.empty_like(x, dtype=dtype)
     width = x.shape[-1]
     count = x.numel() // width
-    columns, rows, warps = choose_tile(width, backward=False)
+    columns, rows, warps = choose_tile(width)
     with torch.cuda.device_of(x):
         forward_kernel[(triton.cdiv(count, rows),)](
             x, residual, weight, gate, y, h, count, eps,
@@ -72,9 +75,9 @@ def norm_backward(
     dgate = None if gate is None else torch.empty_like(gate)
     width = h.shape[-1]
     count = h.numel() // width
-    columns, rows, warps = choose_tile(width, backward=True)
-    programs = triton.cdiv(count, rows)
     needs_weight = needs_weight and weight is not None
+    columns, rows, warps = choose_tile(width, gain=needs_weight)
+    programs = triton.cdiv(count, rows)
     partial = None
     if needs_weight:
         programs = min(programs, WALKERS * _count_processors(h.device))
@@ -83,6 +86,7 @@ def norm_backward(
         backward_kernel[(programs,)](
             h, weight, gate, dy, dh, dx, dgate, partial, count, eps,
             width, columns, rows, weight is not None, _kind(gate, gate_activation), dh is not None, needs_weight,
+            STAGES if needs_weight else 1,
             num_warps=warps,
         )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype) if needs_weight else None, dgate
@@ -131,7 +135,7 @@ def forward_kernel(
 def backward_kernel(
     h, weight, gate, dy, dh, dx, dgate, partial, count, eps,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr,
-    HAS_DH: tl.constexpr, NEEDS_WEIGHT: tl.constexpr,
+    HAS_DH: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
@@ -139,7 +143,7 @@ def backward_kernel(
         tw = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     if NEEDS_WEIGHT:
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for block in range(pid, tl.cdiv(count, ROWS), tl.num_programs(0)):
+    for block in tl.range(pid, tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         mask = (row < count)[:, None] & (column < WIDTH)[None, :]
         at = row[:, None] * WIDTH + column[None, :]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linnet.ops.additive.angles import cosine_sine
 
-WALKERS = 4  # programs that walk over the tokens, a multiprocessor
+WALKERS = 8  # programs that walk over the tokens, a multiprocessor
 
 
 def supports(x: Tensor, positions: Tensor, theta: Tensor) -> bool:
