@@ -137,6 +137,18 @@ def test_norm_under_autocast_is_silent_and_narrow(kind):
 
 
 @gpu
+def test_inputs_at_odd_addresses():
+    check_norm(33, 64, True, "silu", True)
+    x, weight = normal(34, 64)[:, 1:][1:, :62], normal(63)[1:]
+    torch.testing.assert_close(rms_norm(x, weight), rms_norm(x.clone(), weight.clone()))
+    x, theta = normal(2, 9, 1, 65)[..., 1:], normal(1, 65)[:, 1:]
+    for place in (torch.arange(9, device="cuda"), torch.arange(10, device="cuda")[1:]):
+        place = place.expand(2, 9)
+        expected = rotate(x.clone(), place.clone(), theta.clone(), doubling=True)
+        torch.testing.assert_close(rotate(x, place, theta, doubling=True), expected)
+
+
+@gpu
 def test_strides_views_and_second_derivatives():
     both = normal(50, 128).requires_grad_()
     x, gate = both.chunk(2, -1)

@@ -1,9 +1,13 @@
 """Gated activations on a GPU: one pass forward; the backward computes the activation again from the inputs."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from linnet.ops.launching import Launcher, align
 
 BLOCK, WARPS = 2048, 4
 
@@ -17,22 +21,27 @@ def supports(gate: Tensor, x: Tensor, activation: str) -> bool:
 
 def gated_forward(gate: Tensor, x: Tensor, activation: str) -> Tensor:
     """act(gate) * x."""
-    gate, x = gate.contiguous(), x.contiguous()
+    gate, x = align(gate), align(x)
     y = torch.empty_like(x)
+    launch = _plan(forward_kernel, x.numel(), x.dtype, None, activation, x.device)
     with torch.cuda.device_of(x):
-        forward_kernel[(triton.cdiv(x.numel(), BLOCK),)](gate, x, y, x.numel(), activation, BLOCK, num_warps=WARPS)
+        launch(gate, x, y, x.numel())
     return y
 
 
 def gated_backward(gate: Tensor, x: Tensor, dy: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Gradients of the gate (before its activation) and of x."""
-    gate, x, dy = gate.contiguous(), x.contiguous(), dy.contiguous()
+    gate, x, dy = align(gate), align(x), align(dy)
     dgate, dx = torch.empty_like(gate), torch.empty_like(x)
+    launch = _plan(backward_kernel, x.numel(), x.dtype, dy.dtype, activation, x.device)
     with torch.cuda.device_of(x):
-        backward_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-            gate, x, dy, dgate, dx, x.numel(), activation, BLOCK, num_warps=WARPS
-        )
+        launch(gate, x, dy, dgate, dx, x.numel())
     return dgate, dx
+
+
+@functools.lru_cache(1024)
+def _plan(kernel, numel: int, dtype, gradient_dtype, activation: str, device) -> Launcher:
+    return Launcher(kernel, triton.cdiv(numel, BLOCK), (activation, BLOCK), num_warps=WARPS)
 
 
 @triton.jit

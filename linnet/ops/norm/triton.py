@@ -5,10 +5,14 @@ nothing but inputs is kept for it. For the gradient of a gain a program walks ov
 and a second launch adds up the partial sums: no atomics, so the same bits in every run.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from linnet.ops.launching import Launcher, align
 
 WIDEST = 16_384  # of a row that a program holds
 
@@ -44,18 +48,12 @@ def norm_forward(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """y in `dtype` and h = x + residual (x itself without one)."""
-    x, weight, gate, residual = (t if t is None else t.contiguous() for t in (x, weight, gate, residual))
+    x, weight, gate, residual = _aligned(x, weight, gate, residual)
     h = x if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     y = torch.empty_like(x, dtype=dtype)
-    width = x.shape[-1]
-    count = x.numel() // width
-    columns, rows, warps = choose_tile(width)
+    launch = _plan_forward(x.shape[-1], x.numel(), *_dtypes(x, residual, weight, gate, y), gate_activation, x.device)
     with torch.cuda.device_of(x):
-        forward_kernel[(triton.cdiv(count, rows),)](
-            x, residual, weight, gate, y, h, count, eps,
-            width, columns, rows, residual is not None, weight is not None, _kind(gate, gate_activation),
-            num_warps=warps,
-        )  # fmt: skip
+        launch(x, residual, weight, gate, y, h, x.numel() // x.shape[-1], eps)
     return y, h
 
 
@@ -70,30 +68,49 @@ def norm_backward(
     needs_weight: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of h, weight and gate from those of y and (with a residual) of h as an output."""
-    h, weight, gate, dy, dh = (t if t is None else t.contiguous() for t in (h, weight, gate, dy, dh))
+    h, weight, gate, dy, dh = _aligned(h, weight, gate, dy, dh)
     dx = torch.empty_like(h)
     dgate = None if gate is None else torch.empty_like(gate)
-    width = h.shape[-1]
-    count = h.numel() // width
     needs_weight = needs_weight and weight is not None
-    columns, rows, warps = choose_tile(width, gain=needs_weight)
-    programs = triton.cdiv(count, rows)
-    partial = None
-    if needs_weight:
-        programs = min(programs, WALKERS * _count_processors(h.device))
-        partial = h.new_empty(programs, width, dtype=torch.float32)
+    width, dtypes = h.shape[-1], _dtypes(h, weight, gate, dy, dh)
+    launch, programs = _plan_backward(width, h.numel(), *dtypes, gate_activation, needs_weight, h.device)
+    partial = h.new_empty(programs, width, dtype=torch.float32) if needs_weight else None
     with torch.cuda.device_of(h):
-        backward_kernel[(programs,)](
-            h, weight, gate, dy, dh, dx, dgate, partial, count, eps,
-            width, columns, rows, weight is not None, _kind(gate, gate_activation), dh is not None, needs_weight,
-            STAGES if needs_weight else 1,
-            num_warps=warps,
-        )  # fmt: skip
+        launch(h, weight, gate, dy, dh, dx, dgate, partial, h.numel() // width, eps)
     return dx, partial.sum(0).to(weight.dtype) if needs_weight else None, dgate
 
 
-def _kind(gate: Tensor | None, activation: str) -> str:
-    return "absent" if gate is None else activation
+# Launches are planned once for each shape, with the dtypes (None for what is absent) that choose a compiled variant.
+
+
+@functools.lru_cache(1024)
+def _plan_forward(width, numel, x, residual, weight, gate, y, gate_activation, device) -> Launcher:
+    columns, rows, warps = choose_tile(width)
+    kind = "absent" if gate is None else gate_activation
+    constants = (width, columns, rows, residual is not None, weight is not None, kind)
+    return Launcher(forward_kernel, triton.cdiv(numel // width, rows), constants, num_warps=warps)
+
+
+@functools.lru_cache(1024)
+def _plan_backward(
+    width, numel, h, weight, gate, dy, dh, gate_activation, needs_weight, device
+) -> tuple[Launcher, int]:
+    columns, rows, warps = choose_tile(width, gain=needs_weight)
+    programs = triton.cdiv(numel // width, rows)
+    if needs_weight:
+        programs = min(programs, WALKERS * _count_processors(device))
+    kind = "absent" if gate is None else gate_activation
+    stages = STAGES if needs_weight else 1
+    constants = (width, columns, rows, weight is not None, kind, dh is not None, needs_weight, stages)
+    return Launcher(backward_kernel, programs, constants, num_warps=warps), programs
+
+
+def _aligned(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if t is None else align(t) for t in tensors)
+
+
+def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if t is None else t.dtype for t in tensors)
 
 
 def _count_processors(device: torch.device) -> int:

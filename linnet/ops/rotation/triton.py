@@ -4,12 +4,15 @@ A program holds some tokens and a block of the columns (head, frequency). For th
 over many tokens and leaves one partial sum, and a second launch adds those up: no atomics, so the same bits each time.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from linnet.ops.additive.angles import cosine_sine
+from linnet.ops.launching import Launcher, align
 
 WALKERS = 8  # programs that walk over the tokens, a multiprocessor
 
@@ -29,17 +32,13 @@ def choose_tile(columns: int) -> tuple[int, int, int]:
 
 def rotate_forward(x: Tensor, positions: Tensor, theta: Tensor, doubling: bool, activation: str) -> Tensor:
     """Arguments as `rotate`."""
-    x = x.contiguous()
-    heads, width = x.shape[-2:]
-    y = x.new_empty(*x.shape[:-1], 2 * width) if doubling else torch.empty_like(x)
-    frequencies = theta.shape[-1]
-    count, tokens, strides = _rows(x, positions)
-    columns, rows, warps = choose_tile(heads * frequencies)
+    x, positions, theta = align(x), _align_places(positions), align(theta)
+    y = x.new_empty(*x.shape[:-1], 2 * x.shape[-1]) if doubling else torch.empty_like(x)
+    layout = _layout(positions)
+    key = (x.shape, theta.shape, layout, x.dtype, theta.dtype, positions.dtype, doubling, activation, x.device)
+    launch, _ = _plan(forward_kernel, *key, False)
     with torch.cuda.device_of(x):
-        forward_kernel[(triton.cdiv(count, rows), triton.cdiv(heads * frequencies, columns))](
-            x, positions, theta.contiguous(), y, count, tokens, *strides, heads, frequencies, theta.shape[0] == 1,
-            doubling, activation == "silu", x.is_cuda, columns, rows, num_warps=warps,
-        )  # fmt: skip
+        launch(x, positions, theta, y, *layout)
     return y
 
 
@@ -53,33 +52,46 @@ def rotate_backward(
     needs_theta: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and theta from that of the result. x may be None without an activation or `needs_theta`."""
-    dy = dy.contiguous()
+    dy, positions, theta = align(dy), _align_places(positions), align(theta)
     heads, width = dy.shape[-2:]
-    frequencies = theta.shape[-1]
     dx = dy.new_empty(*dy.shape[:-1], width // 2) if doubling else torch.empty_like(dy)
-    count, tokens, strides = _rows(dy, positions)
-    columns, rows, warps = choose_tile(heads * frequencies)
-    programs, blocks = triton.cdiv(count, rows), triton.cdiv(heads * frequencies, columns)
-    partial = None
-    if needs_theta:
-        programs = min(programs, triton.cdiv(WALKERS * _count_processors(dy.device), blocks))
-        partial = dy.new_empty(programs, heads, frequencies, dtype=torch.float32)
+    layout = _layout(positions)
+    key = (dx.shape, theta.shape, layout, dy.dtype, theta.dtype, positions.dtype, doubling, activation, dy.device)
+    launch, walkers = _plan(backward_kernel, *key, needs_theta)
+    partial = dy.new_empty(walkers, heads, theta.shape[1], dtype=torch.float32) if needs_theta else None
     with torch.cuda.device_of(dy):
-        backward_kernel[(programs, blocks)](
-            None if x is None else x.contiguous(), positions, theta.contiguous(), dy, dx, partial, count, tokens,
-            *strides, heads, frequencies, theta.shape[0] == 1, doubling, activation == "silu", needs_theta, dy.is_cuda,
-            columns, rows, num_warps=warps,
-        )  # fmt: skip
+        launch(None if x is None else align(x), positions, theta, dy, dx, partial, *layout)
     if partial is None:
         return dx, None
     dtheta = partial.sum((0, 1))[None] if theta.shape[0] == 1 else partial.sum(0)
     return dx, dtheta.to(theta.dtype)
 
 
-def _rows(x: Tensor, positions: Tensor) -> tuple[int, int, tuple[int, int]]:
-    """Tokens in all and in a row of the batch, and the strides of positions [B, T] or [B]."""
-    strides = (*positions.stride(), 0)[:2]
-    return positions.numel(), positions.shape[1] if positions.ndim == 2 else 1, strides
+def _align_places(positions: Tensor) -> Tensor:
+    return positions.clone() if positions.data_ptr() % 16 else positions  # a row expanded to a batch stays one
+
+
+def _layout(positions: Tensor) -> tuple[int, int, int, int]:
+    """Of positions [B, T] or [B]: how many in all and in a row, and the strides."""
+    tokens = positions.shape[1] if positions.ndim == 2 else 1
+    return positions.numel(), tokens, *(*positions.stride(), 0)[:2]
+
+
+@functools.lru_cache(1024)  # a launch is planned once for each shape, and the dtypes that choose a compiled variant
+def _plan(
+    kernel, shape, theta_shape, layout, dtype, theta_dtype, place_dtype, doubling, activation, device, needs_theta
+) -> tuple[Launcher, int]:
+    (heads, _), frequencies = shape[-2:], theta_shape[1]
+    columns, rows, warps = choose_tile(heads * frequencies)
+    walkers, blocks = triton.cdiv(layout[0], rows), triton.cdiv(heads * frequencies, columns)
+    if needs_theta:
+        walkers = min(walkers, triton.cdiv(WALKERS * _count_processors(device), blocks))
+    backward = (needs_theta,) if kernel is backward_kernel else ()
+    constants = (
+        *(heads, frequencies, theta_shape[0] == 1, doubling, activation == "silu", *backward),
+        *(device.type == "cuda", columns, rows),
+    )
+    return Launcher(kernel, walkers * blocks, constants, num_warps=warps), walkers
 
 
 def _count_processors(device: torch.device) -> int:
@@ -102,11 +114,13 @@ def forward_kernel(
     SHARED: tl.constexpr, DOUBLING: tl.constexpr, SILU: tl.constexpr, FAST: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    BLOCKS: tl.constexpr = (HEADS * F + COLUMNS - 1) // COLUMNS
+    walker = tl.program_id(0) // BLOCKS
+    column = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < HEADS * F
     first = (column // F) * 2 * F + column % F
     frequency = tl.load(theta + (column % F if SHARED else column), mask=inside, other=0.0).to(tl.float32)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = walker.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = (row < count)[:, None] & inside[None, :]
     cos, sin, _ = _angles(positions, row, count, tokens, stride_row, stride_token, frequency, FAST)
     to = row[:, None] * (2 * HEADS * F) + first[None, :]
@@ -132,13 +146,15 @@ def backward_kernel(
     F: tl.constexpr, SHARED: tl.constexpr, DOUBLING: tl.constexpr, SILU: tl.constexpr, NEEDS_THETA: tl.constexpr,
     FAST: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    BLOCKS: tl.constexpr = (HEADS * F + COLUMNS - 1) // COLUMNS
+    walker = tl.program_id(0) // BLOCKS
+    column = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < HEADS * F
     first = (column // F) * 2 * F + column % F
     frequency = tl.load(theta + (column % F if SHARED else column), mask=inside, other=0.0).to(tl.float32)
     if NEEDS_THETA:
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+    for block in range(walker, tl.cdiv(count, ROWS), tl.num_programs(0) // BLOCKS):
         row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         mask = (row < count)[:, None] & inside[None, :]
         cos, sin, place = _angles(positions, row, count, tokens, stride_row, stride_token, frequency, FAST)
@@ -174,4 +190,4 @@ def backward_kernel(
             tl.store(dx + wide, ga.to(dx.dtype.element_ty), mask=mask)
             tl.store(dx + wide + F, gb.to(dx.dtype.element_ty), mask=mask)
     if NEEDS_THETA:
-        tl.store(partial + tl.program_id(0) * (HEADS * F) + column, tl.sum(total, 0), mask=inside)
+        tl.store(partial + walker * (HEADS * F) + column, tl.sum(total, 0), mask=inside)
