@@ -19,10 +19,19 @@ def check_matrix_state(
         raise ValueError(f"{op}: q {list(q.shape)}, v {list(v.shape)}; every size must be at least 1")
     if not all(x.is_floating_point() for x in (q, k, v)):
         raise ValueError(f"{op}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; give floating-point tensors")
+    check_devices(op, q, k=k, v=v, initial_state=initial_state, cu_seqlens=cu_seqlens)
     check_documents(cu_seqlens, q.shape[0])
     check_state(
         op, initial_state, (count_states(cu_seqlens, q.shape[0]), *q.shape[2:], v.shape[-1]), state_dtype(q, k, v)
     )
+
+
+def check_devices(op: str, q: Tensor, **others: Tensor | None) -> None:
+    """Raises ValueError unless all tensors are where q is."""
+    device = q.device
+    for name, x in others.items():
+        if x is not None and x.device != device:
+            raise ValueError(f"{op}: {name} is on {x.device}, but q on {device}; move it: {name}.to({str(device)!r})")
 
 
 def check_state(op: str, state: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -36,7 +45,7 @@ def check_state(op: str, state: Tensor | None, shape: tuple[int, ...], dtype: to
 def check_decay_values(op: str, log_decay: Tensor | None) -> None:
     """For `linnet.ops.debug()`: raises ValueError if a log-decay is NaN or above 0. Waits for the device."""
     if log_decay is not None and not bool((log_decay <= 0).all()):
-        worst = log_decay.detach().nan_to_num(nan=float("inf")).max().item()
+        worst = log_decay.detach().max().item()  # NaN if there is one
         raise ValueError(
             f"{op}: log_decay must be at most 0 and not NaN, but reaches {worst}; give the log of a decay in (0, 1]"
         )

@@ -237,3 +237,15 @@ def test_a_state_that_nobody_wants_is_not_made():
     )
     values = torch.vmap(lambda q: lightning_attention(q, k, v, log_decay=decay)[0])(torch.stack([q, k]))
     torch.testing.assert_close(values[1], lightning_attention(k, k, v, log_decay=decay)[0])
+
+
+def test_tensors_elsewhere_are_refused_by_name():
+    q, k, v = (torch.randn(1, 4, 2, 4) for _ in range(3))
+    for name, call in {
+        "v": {"v": v.to("meta")},
+        "log_decay": {"log_decay": torch.zeros(2, device="meta")},
+        "cu_seqlens": {"cu_seqlens": torch.zeros(2, dtype=torch.int32, device="meta")},
+        "initial_state": {"initial_state": torch.zeros(1, 2, 4, 4, device="meta")},
+    }.items():
+        with pytest.raises(ValueError, match=rf"{name} is on meta, but q on cpu; move it: {name}.to\('cpu'\)"):
+            lightning_attention(**({"q": q, "k": k, "v": v} | call))

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
-from linnet.ops.arguments import check_decay_values, check_matrix_state
+from linnet.ops.arguments import check_decay_values, check_devices, check_matrix_state
 from linnet.ops.chunks import count_pairs, exact, state_dtype
 from linnet.ops.direct import shorten
 from linnet.ops.documents import count_states
@@ -59,6 +59,7 @@ def lightning_attention(
             f"lightning_attention: log_decay has shape {list(log_decay.shape)} and "
             f"requires_grad={log_decay.requires_grad}; give a constant [{q.shape[2]}], one a head"
         )
+    check_devices("lightning_attention", q, log_decay=log_decay)
     if backend.debugging():
         check_decay_values("lightning_attention", log_decay)
     arguments = (q, k, v, log_decay, initial_state, cu_seqlens, scale)

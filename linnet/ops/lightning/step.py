@@ -2,9 +2,11 @@
 
 import importlib
 
+import torch
 from torch import Tensor
 
 from linnet.ops.chunks import exact
+from linnet.ops.direct import shorten
 from linnet.ops.stepping import use_kernel
 
 
@@ -32,9 +34,22 @@ def lightning_step(
             "give q and k [B, H, K], v [B, H, V] and the state [B, H, K, V]"
         )
     if use_kernel("lightning", state, q, k, v, log_decay):
-        return importlib.import_module("linnet.ops.lightning.step_kernel").step(q, k, v, state, log_decay, scale)
+        return _kernel(q, k, v, state, log_decay, scale)
     with exact(q):
         if log_decay is not None:
             state.mul_(log_decay.to(state.dtype).exp()[:, None, None])
         state.addcmul_(k.to(state.dtype)[..., None], v.to(state.dtype)[..., None, :])
         return (scale * (q.to(state.dtype)[..., None, :] @ state).squeeze(-2)).to(v.dtype)
+
+
+@torch.library.custom_op("linnet::lightning_step", mutates_args=("state",))
+def _step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None, scale: float) -> Tensor:
+    return importlib.import_module("linnet.ops.lightning.step_kernel").step(q, k, v, state, log_decay, scale)
+
+
+@_step.register_fake
+def _(q, k, v, state, log_decay, scale):
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+_kernel = shorten(_step)
