@@ -8,6 +8,7 @@ from rich.markup import escape
 
 from linnet.cli.data import data
 from linnet.cli.fit import fit
+from linnet.cli.mad import mad
 from linnet.cli.models import models
 from linnet.cli.report import report
 from linnet.cli.study import study
@@ -42,6 +43,7 @@ app = typer.Typer(
 
 for verb in (models, data, train, study, fit, report):
     app.command(name=verb.__name__)(verb)
+app.add_typer(mad, name="mad")
 
 
 def main() -> None:

@@ -1,0 +1,193 @@
+"""`linnet mad`: the synthetic tasks of MAD, and what a score is made of."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+mad = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Score an architecture by its skills: six synthetic tasks (paper 004, MAD), and MQAR.",
+)
+
+Spec = Annotated[
+    str,
+    typer.Option(
+        help="[bold]paper[/], or [bold]mad-lab[/]: the distributions of the published implementation.",
+        metavar="paper|mad-lab",
+    ),
+]
+
+
+@mad.command()
+def data(
+    task: Annotated[str, typer.Argument(help="A task, such as in_context_recall; [bold]linnet mad list[/] has all.")],
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A variable of the task: vocab_size=32; may be given again.", metavar="KEY=VALUE"),
+    ] = None,
+    n: Annotated[int, typer.Option("--n", help="Samples to draw.", min=1)] = 1000,
+    split: Annotated[str, typer.Option(help="No sample is in two splits.", metavar="train|validation|test")] = "train",
+    spec: Spec = "paper",
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes, on any machine.")] = 0,
+    show: Annotated[int, typer.Option(help="Samples to print.", min=0)] = 2,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write all samples: arrays inputs and targets (.npz), or an object a line (.jsonl)."),
+    ] = None,
+) -> None:
+    """Draw samples of a task and print some, or write them.
+
+    Each input token is named by its part: k3 a key, v7 a value, n1 noise, d5 data, [b] a blank.
+    Under it stands what is to be predicted there; a dot where nothing is asked.
+
+    Example: [bold]linnet mad data noisy_recall --set vocab_size=32 --set seq_len=32[/]
+    """
+    from linnet.config import ConfigError, override, parse
+    from linnet.data.synthetic import IGNORE, find_task, generate
+
+    kind = find_task(task)
+    problems = []
+    if split not in ("train", "validation", "test"):
+        problems.append(f"--split {split!r} is unknown; use train, validation or test")
+    if out is not None and out.suffix not in (".npz", ".jsonl"):
+        problems.append(f"--out {str(out)!r}: the name says no known format; end it in .npz or .jsonl")
+    if out is not None and not out.absolute().parent.is_dir():
+        problems.append(f"--out {str(out)!r}: there is no folder {str(out.absolute().parent)!r}; make it first")
+    if problems:
+        raise ConfigError(problems, "command line")
+    config = parse(kind, override({"spec": spec}, assignments or []), kind.name)
+    inputs, targets = generate(config, split, n, seed=seed)
+    if out is not None:
+        about = {"task": kind.name, "options": config.model_dump(mode="json"), "split": split, "seed": seed}
+        _write(out, inputs, targets, about | {"ignore": IGNORE, "num_tokens": config.num_tokens})
+        typer.echo(f"{n:,} samples of {inputs.shape[1]:,} tokens in {out}")
+        return
+    _print_samples(config, inputs, targets, split, show)
+
+
+@mad.command("list")
+def list_settings(
+    budget: Annotated[
+        str, typer.Option(help="What to run of it.", metavar="smoke|core|full", show_default="full")
+    ] = "full",
+    tasks: Annotated[
+        str, typer.Option(help="Only these tasks, with commas between.", metavar="TASK,...", show_default="all")
+    ] = "",
+    settings: Annotated[
+        str,
+        typer.Option(
+            help="Only these settings: a name, its second half, or the variable (seq_len).",
+            metavar="SETTING,...",
+            show_default="all",
+        ),
+    ] = "",
+    spec: Spec = "paper",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """List the tasks, their settings, and the runs that one architecture needs.
+
+    Example: [bold]linnet mad list --budget full --tasks fuzzy_recall --settings seq_len[/]
+    """
+    from linnet.study.mad.settings import BUDGETS, MQAR_SETTINGS, plan
+
+    names = [[name.strip() for name in text.split(",") if name.strip()] for text in (tasks, settings)]
+    runs = plan(budget, tasks=names[0], settings=names[1], spec=spec)
+    if as_json:
+        found = {run.setting.name: run.setting.to_dict() | {"runs": 0, "steps": 0} for run in runs}
+        for run in runs:
+            found[run.setting.name]["runs"] += 1
+            found[run.setting.name]["steps"] += run.steps
+        summary = {"spec": spec, "budget": BUDGETS[budget].to_dict(), "runs": len(runs)}
+        summary |= {"steps": sum(run.steps for run in runs), "settings": list(found.values())}
+        summary["mqar"] = [setting.to_dict() for setting in MQAR_SETTINGS]
+        typer.echo(json.dumps(summary, indent=1))
+    else:
+        _print_settings(runs, budget, spec)
+
+
+def _write(path: Path, inputs, targets, about: dict) -> None:
+    import numpy as np
+
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        if path.suffix == ".npz":
+            with open(temporary, "wb") as file:
+                np.savez_compressed(file, inputs=inputs, targets=targets, about=json.dumps(about))
+        else:
+            with open(temporary, "w", encoding="utf-8") as file:
+                for row, answers in zip(inputs.tolist(), targets.tolist(), strict=True):
+                    file.write(json.dumps({"inputs": row, "targets": answers}) + "\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _print_samples(config, inputs, targets, split: str, show: int) -> None:
+    from rich.console import Console
+
+    from linnet.data.synthetic import IGNORE
+    from linnet.data.synthetic.text import aligned
+
+    console = Console(soft_wrap=True, highlight=False)
+    asked = (targets != IGNORE).sum(axis=1)
+    console.print(f"{config.name}: {config.summary}", markup=False)
+    options = " ".join(f"{key}={value}" for key, value in config.model_dump(mode="json").items())
+    console.print(options, markup=False)
+    parts = ", ".join(
+        f"{kind.name} {kind.start}" + (f" to {kind.stop - 1}" if kind.size > 1 else "") for kind in config.kinds
+    )
+    console.print(f"{config.num_tokens:,} ids: {parts}", markup=False)
+    console.print(
+        f"{len(inputs):,} {split} samples of {inputs.shape[1]:,} tokens, {asked.mean():.2f} targets in each on average"
+    )
+    width = max(20, console.width if console.is_terminal else 100)
+    for number in range(min(show, len(inputs))):
+        console.print(f"-- {split} {number}", style="dim")
+        for above, below in aligned(config, inputs[number], targets[number], width):
+            console.print(above, markup=False)
+            console.print(below, markup=False, style="bold green")
+
+
+def _print_settings(runs, budget: str, spec: str) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from linnet.data.synthetic import TASKS
+    from linnet.study.mad.settings import BUDGETS, MQAR_SETTINGS, plan
+
+    table = Table(box=SIMPLE, pad_edge=False)
+    for column in ("setting", "tokens", "length", "samples", "runs", "steps"):
+        table.add_column(column, justify="left" if column == "setting" else "right", no_wrap=True)
+    settings = list(dict.fromkeys(run.setting for run in runs))
+    task = None
+    for setting in settings:
+        own = [run for run in runs if run.setting == setting]
+        if task != setting.task.name:
+            table.add_section()
+            task = setting.task.name
+            table.add_row(f"[bold]{task}[/]")
+        table.add_row(
+            f"  {setting.short_name}",
+            f"{setting.task.num_tokens:,}",
+            f"{setting.task.input_length:,}",
+            f"{setting.train_samples:,}",
+            str(len(own)),
+            f"{sum(run.steps for run in own):,}",
+        )
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(table)
+    points = len(BUDGETS[budget].grid)
+    steps = sum(run.steps for run in runs)
+    console.print(
+        f"{budget}: {len(settings)} settings x {points} (learning rate, weight decay) = {len(runs)} runs, "
+        f"{steps:,} steps an architecture; spec {spec}"
+    )
+    for name, other in BUDGETS.items():
+        console.print(f"  --budget {name:<6}{len(plan(name, spec=spec)):>4} runs: {other.summary}")
+    shapes = ", ".join(f"{setting.task.seq_len} with {setting.task.num_pairs}" for setting in MQAR_SETTINGS)
+    console.print(f"beside the score: mqar, {TASKS['mqar'].summary}; length and pairs {shapes}")

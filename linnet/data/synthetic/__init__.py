@@ -1,0 +1,47 @@
+"""Synthetic tasks that ask a model for one skill each: the six of MAD (paper 004), and MQAR (section 4.1 of paper 002).
+
+task = TASKS["in_context_recall"](vocab_size=32)
+inputs, targets = generate(task, "train", 12_800, seed=0)     # int64 [12800, 128] both, -100 where nothing is asked
+"""
+
+from linnet.config import ConfigError, nearest
+from linnet.data.synthetic.base import IGNORE, Kind, Samples, Split, Task
+from linnet.data.synthetic.compression import Compression
+from linnet.data.synthetic.fuzzy_recall import FuzzyRecall
+from linnet.data.synthetic.generate import BLOCK, generate
+from linnet.data.synthetic.in_context_recall import InContextRecall
+from linnet.data.synthetic.memorization import Memorization
+from linnet.data.synthetic.mqar import Mqar
+from linnet.data.synthetic.noisy_recall import NoisyRecall
+from linnet.data.synthetic.selective_copying import SelectiveCopying
+
+_CLASSES = (InContextRecall, FuzzyRecall, NoisyRecall, SelectiveCopying, Compression, Memorization, Mqar)
+TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
+
+
+def find_task(name: str) -> type[Task]:
+    """The task of that name; hyphens may stand for underscores. Raises `ConfigError` with the nearest right name."""
+    found = TASKS.get(name.replace("-", "_"))
+    if found is None:
+        raise ConfigError([f"task {name!r} is unknown; {nearest(name.replace('-', '_'), TASKS)}"], "tasks")
+    return found
+
+
+__all__ = [
+    "BLOCK",
+    "IGNORE",
+    "Kind",
+    "Samples",
+    "Split",
+    "TASKS",
+    "Task",
+    "find_task",
+    "generate",
+    "Compression",
+    "FuzzyRecall",
+    "InContextRecall",
+    "Memorization",
+    "Mqar",
+    "NoisyRecall",
+    "SelectiveCopying",
+]

@@ -1,0 +1,75 @@
+"""Selective copying (004, section 3.1.4 and B.1.4): write down the data tokens of a sequence in order, skipping blanks.
+
+    d3 [b] d0 [b] d3 [i] [b] [i] [i]     the targets at the three [i] are d3, d0 and d3
+
+The k-th insert token asks for the k-th data token, at its own position. Data tokens come first, insert tokens after
+them, and blanks anywhere: all arrangements are equally likely, so blanks may also follow the last of either.
+
+`mad-lab`: one copy token, then as many blanks as there are tokens to copy, each of which asks for one. Blanks among
+the data stand before a data token that they choose uniformly, so none follows the last.
+"""
+
+from typing import ClassVar
+
+import numpy as np
+from pydantic import Field, ValidationInfo, field_validator
+
+from linnet.data.synthetic.base import IGNORE, Kind, Samples, Task, lay_out
+from linnet.data.synthetic.draws import Draws
+
+
+class SelectiveCopying(Task):
+    """Attributes: tokens_to_copy: data tokens of a sequence."""
+
+    name: ClassVar[str] = "selective_copying"
+    summary: ClassVar[str] = "write down the data tokens in order, skipping blanks"
+
+    seq_len: int = Field(256, ge=1, le=2**20)
+    tokens_to_copy: int = Field(16, ge=1, le=2**20)
+
+    @field_validator("vocab_size")
+    @classmethod
+    def _has_data(cls, vocab_size: int, info: ValidationInfo) -> int:
+        special = 2 if info.data.get("spec") == "mad-lab" else 0
+        if vocab_size < special + 2:
+            beside = " beside the copy token and the blank" if special else ""
+            raise ValueError(f"{vocab_size} leaves fewer than two data tokens{beside}; use at least {special + 2}")
+        return vocab_size
+
+    @field_validator("tokens_to_copy")
+    @classmethod
+    def _fits(cls, tokens_to_copy: int, info: ValidationInfo) -> int:
+        seq_len = info.data.get("seq_len")
+        # mad-lab adds the copy token, and needs a blank among the data.
+        extra = 2 if info.data.get("spec") == "mad-lab" else 0
+        if seq_len and 2 * tokens_to_copy + extra > seq_len:
+            raise ValueError(
+                f"{tokens_to_copy} tokens and as many copies do not fit into seq_len {seq_len}; "
+                f"use at most {(seq_len - extra) // 2}, or a length of at least {2 * tokens_to_copy + extra}"
+            )
+        return tokens_to_copy
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        if self.spec == "paper":
+            return lay_out(("data", "d", self.vocab_size), ("blank", "[b]", 1), ("insert", "[i]", 1))
+        return lay_out(("data", "d", self.vocab_size - 2), ("blank", "[b]", 1), ("copy", "[copy]", 1))
+
+    def draw(self, draws: Draws, rows: int, training: bool) -> Samples:
+        data, blank, mark = self.kinds
+        count = self.tokens_to_copy
+        copied = draws.integers(data.size, rows, count)
+        inputs = np.full((rows, self.seq_len), blank.start)
+        targets = np.full_like(inputs, IGNORE)
+        if self.spec == "paper":
+            places = np.nonzero(draws.subsets(rows, self.seq_len, 2 * count))[1].reshape(rows, 2 * count)
+            np.put_along_axis(inputs, places[:, :count], copied, axis=1)
+            np.put_along_axis(inputs, places[:, count:], mark.start, axis=1)
+            np.put_along_axis(targets, places[:, count:], copied, axis=1)
+            return Samples(inputs, targets)
+        blanks = draws.integers(count, rows, self.seq_len - 2 * count - 1)
+        before = np.stack([np.bincount(row, minlength=count) for row in blanks]).cumsum(axis=1)
+        np.put_along_axis(inputs, before + np.arange(count), copied, axis=1)
+        inputs[:, -count - 1] = mark.start
+        targets[:, -count:] = copied
+        return Samples(inputs, targets)

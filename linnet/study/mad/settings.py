@@ -1,0 +1,253 @@
+"""The benchmark as data: which settings of which tasks, with which learning rates, and how many runs that makes.
+
+A setting is a task at one difficulty. From the baseline of a task one variable changes at a time (004, appendix B.2):
+66 settings. Each is trained at the six points of `GRID`, and the best of the six counts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from linnet.config import ConfigError, nearest
+from linnet.data.synthetic import TASKS, Task
+
+HELD_OUT = 1280  # samples of the validation split and of the test split
+BATCH = 128
+EPOCHS = 200
+
+
+class GridPoint(NamedTuple):
+    learning_rate: float
+    weight_decay: float
+
+
+GRID = tuple(GridPoint(rate, decay) for rate in (1e-4, 5e-4, 1e-3) for decay in (0.0, 0.1))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A task at one difficulty.
+
+    Attributes:
+        task: with the variables of the setting.
+        train_samples, held_out: samples to train on, and samples each to select by and to score.
+        varied: the variable that differs from the baseline of the task, "" in the baseline itself.
+    """
+
+    task: Task
+    train_samples: int
+    held_out: int = HELD_OUT
+    varied: str = ""
+
+    @property
+    def short_name(self) -> str:
+        if not self.varied:
+            return "baseline"
+        value = self.train_samples if self.varied == "samples" else getattr(self.task, self.varied)
+        return f"{self.varied}={value}"
+
+    @property
+    def name(self) -> str:
+        """Names the setting among those of its specification: `fuzzy_recall/seq_len=256`."""
+        return f"{self.task.name}/{self.short_name}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for records and for a hash of a run."""
+        return {
+            "setting": self.name,
+            "task": self.task.name,
+            "varied": self.varied,
+            "options": self.task.model_dump(mode="json"),
+            "num_tokens": self.task.num_tokens,
+            "train_samples": self.train_samples,
+            "held_out": self.held_out,
+        }
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of the benchmark to run.
+
+    Attributes:
+        baselines_only: leave out the harder settings.
+        comparable: whether scores can stand beside those of a full run on the same settings.
+        max_samples: at most so many training samples, None for those of the setting.
+        held_out: samples each to select by and to score.
+    """
+
+    name: str
+    summary: str
+    baselines_only: bool
+    comparable: bool
+    grid: tuple[GridPoint, ...] = GRID
+    epochs: int = EPOCHS
+    batch_size: int = BATCH
+    max_samples: int | None = None
+    held_out: int = HELD_OUT
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"grid": [point._asdict() for point in self.grid]}
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One model of an architecture to train: a setting at one point of the grid."""
+
+    setting: Setting
+    point: GridPoint
+    epochs: int
+    batch_size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting.name}/lr={self.point.learning_rate:g},wd={self.point.weight_decay:g}"
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps; the last batch of an epoch may be smaller."""
+        return self.epochs * -(-self.setting.train_samples // self.batch_size)
+
+
+BUDGETS = {
+    budget.name: budget
+    for budget in (
+        Budget(
+            "smoke",
+            "does it learn at all: few samples, epochs and rates; not comparable with any other score",
+            baselines_only=True,
+            comparable=False,
+            grid=(GridPoint(5e-4, 0.0), GridPoint(1e-3, 0.0)),
+            epochs=8,
+            batch_size=32,
+            max_samples=800,
+            held_out=320,
+        ),
+        Budget("core", "the six baselines, whole", baselines_only=True, comparable=True),
+        Budget("full", "every setting", baselines_only=False, comparable=True),
+    )
+}
+
+_SAMPLES = 12_800
+_FEWER = (6400, 3200, 1600, 800)
+# Of each task: training samples of the baseline, and the values that each variable takes besides the baseline's. The
+# baselines are the defaults of the tasks.
+_SWEEPS: dict[str, tuple[int, dict[str, tuple]]] = {
+    "in_context_recall": (
+        _SAMPLES,
+        {"vocab_size": (32, 64, 128), "seq_len": (256, 512, 1024), "samples": _FEWER},
+    ),
+    "fuzzy_recall": (_SAMPLES, {"vocab_size": (32, 64, 128), "seq_len": (256, 512, 1024), "samples": _FEWER}),
+    "noisy_recall": (
+        _SAMPLES,
+        {
+            "vocab_size": (32, 64, 128),
+            "seq_len": (256, 512, 1024),
+            "samples": _FEWER,
+            "frac_noise": (0.4, 0.6, 0.8),
+        },
+    ),
+    "selective_copying": (
+        _SAMPLES,
+        {
+            "vocab_size": (32, 64, 128),
+            "seq_len": (512, 1024),
+            "samples": _FEWER,
+            "tokens_to_copy": (32, 64, 96),
+        },
+    ),
+    "compression": (_SAMPLES, {"vocab_size": (32, 64, 128), "seq_len": (64, 128, 256), "samples": _FEWER}),
+    "memorization": (256, {"vocab_size": (512, 1024, 2048, 4096, 8192)}),
+}
+MAD_TASKS = tuple(_SWEEPS)
+
+# Zoology's Figure 2, which section 4.1 of paper 002 follows: (length, pairs). Not a part of the MAD score.
+MQAR_SETTINGS = tuple(
+    Setting(TASKS["mqar"](seq_len=length, num_pairs=pairs), train_samples=100_000, held_out=3000, varied="seq_len")
+    for length, pairs in ((64, 4), (128, 8), (256, 16), (512, 64))
+)
+
+
+def mad_settings(spec: str = "paper") -> tuple[Setting, ...]:
+    """The 66 settings of the benchmark, those of a task together and its baseline first.
+
+    Args:
+        spec: "paper" or "mad-lab"; the vocabulary of noisy recall includes the noise in the latter.
+    """
+    found = []
+    for name, (samples, sweeps) in _SWEEPS.items():
+        found.append(Setting(TASKS[name](spec=spec), samples))
+        for varied, values in sweeps.items():
+            for value in values:
+                if varied == "samples":
+                    found.append(Setting(TASKS[name](spec=spec), value, varied=varied))
+                    continue
+                if (name, varied, spec) == ("noisy_recall", "vocab_size", "mad-lab"):
+                    value += TASKS[name].model_fields["noise_vocab_size"].default
+                found.append(Setting(TASKS[name](spec=spec, **{varied: value}), samples, varied=varied))
+    return tuple(found)
+
+
+def plan(
+    budget: str = "core",
+    *,
+    tasks: Sequence[str] = (),
+    settings: Sequence[str] = (),
+    spec: str = "paper",
+) -> tuple[PlannedRun, ...]:
+    """The runs that score one architecture.
+
+    Args:
+        budget: a name in `BUDGETS`.
+        tasks: only these; all where empty. Hyphens may stand for underscores.
+        settings: only these, each a name such as `fuzzy_recall/seq_len=256`, its second half, or the variable alone
+            (`seq_len`); all where empty.
+
+    Raises:
+        ConfigError: an unknown name, or nothing left; all problems at once.
+    """
+    chosen = BUDGETS.get(budget)
+    tasks = [task.replace("-", "_") for task in tasks]
+    problems = []
+    if chosen is None:
+        problems.append(f"budget {budget!r} is unknown; {nearest(budget, BUDGETS)}")
+    for task in tasks:
+        if task not in MAD_TASKS:
+            problems.append(f"tasks: {task!r} is not a task of MAD; {nearest(task, MAD_TASKS)}")
+    if spec not in ("paper", "mad-lab"):
+        problems.append(f"spec {spec!r} is unknown; use paper or mad-lab")
+    if problems:
+        raise ConfigError(problems, "MAD")
+    every = mad_settings(spec)
+    names = {name for setting in every for name in _names(setting)}
+    problems = [
+        f"settings: {name!r} is not a setting; {nearest(name, names)}" for name in settings if name not in names
+    ]
+    if problems:
+        raise ConfigError(problems, "MAD")
+    kept = [
+        setting
+        for setting in every
+        if (not tasks or setting.task.name in tasks)
+        and (not settings or not _names(setting).isdisjoint(settings))
+        and (not setting.varied or not chosen.baselines_only)
+    ]
+    if not kept:
+        hint = "use budget full, which has them all" if chosen.baselines_only else "drop --tasks or --settings"
+        raise ConfigError(
+            [f"settings: none of {', '.join(settings)} is in budget {budget} of these tasks; {hint}"], "MAD"
+        )
+    most = chosen.max_samples or max(setting.train_samples for setting in kept)
+    return tuple(
+        PlannedRun(
+            replace(setting, train_samples=min(setting.train_samples, most), held_out=chosen.held_out),
+            point,
+            chosen.epochs,
+            chosen.batch_size,
+        )
+        for setting in kept
+        for point in chosen.grid
+    )
+
+
+def _names(setting: Setting) -> set[str]:
+    return {setting.name, setting.short_name, setting.varied or "baseline"}
