@@ -9,6 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 from linnet.ops import backend
 from linnet.ops.arguments import check_decay_values, check_state
 from linnet.ops.chunks import exact, state_dtype
+from linnet.ops.direct import shorten
 from linnet.ops.documents import check_documents, count_states
 from linnet.ops.folding import fold, unfold
 from linnet.ops.looping import each
@@ -57,7 +58,7 @@ def modal_convolution(
     _check(x, log_decay, weight, initial_state, cu_seqlens)
     if backend.debugging():
         check_decay_values(OP, log_decay)
-    form = modal_reference if backend.use_reference() else modal
+    form = modal_reference if backend.use_reference() else _direct
     y, final_state = form(x, log_decay, weight, initial_state, cu_seqlens)
     return y, final_state if output_final_state else None
 
@@ -112,11 +113,13 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dy, dfinal):
     x, log_decay, weight, initial_state, cu_seqlens = ctx.saved_tensors
     dy = torch.zeros_like(x) if dy is None else dy
-    *grads, dinitial = modal_backward(x, log_decay, weight, initial_state, cu_seqlens, dy, dfinal)
+    *grads, dinitial = _direct_backward(x, log_decay, weight, initial_state, cu_seqlens, dy, dfinal)
     return *grads, None if initial_state is None else dinitial, None
 
 
 modal.register_autograd(_backward, setup_context=_setup_context)
+_direct = shorten(modal, _setup_context, _backward)
+_direct_backward = shorten(modal_backward)
 
 
 @modal.register_vmap

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 from linnet.ops import backend
 from linnet.ops.arguments import check_decay_values, check_state
 from linnet.ops.chunks import exact, state_dtype
+from linnet.ops.direct import shorten
 from linnet.ops.documents import check_documents, count_states
 from linnet.ops.folding import fold, unfold
 from linnet.ops.looping import each
@@ -55,7 +56,7 @@ def diagonal_scan(
     _check(x, log_decay, theta, initial_state, cu_seqlens)
     if backend.debugging():
         check_decay_values(OP, log_decay)
-    form = scan_reference if backend.use_reference() else scan
+    form = scan_reference if backend.use_reference() else _direct
     h, final_state = form(x, log_decay, theta, initial_state, cu_seqlens)
     return h, final_state if output_final_state else None
 
@@ -115,11 +116,13 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dh, dfinal):
     x, log_decay, theta, initial_state, cu_seqlens, h = ctx.saved_tensors
     dh = torch.zeros_like(h) if dh is None else dh
-    dx, dlog_decay, dtheta, dinitial = scan_backward(x, log_decay, theta, initial_state, cu_seqlens, h, dh, dfinal)
+    dx, dlog_decay, dtheta, dinitial = _direct_backward(x, log_decay, theta, initial_state, cu_seqlens, h, dh, dfinal)
     return dx, dlog_decay, None if theta is None else dtheta, None if initial_state is None else dinitial, None
 
 
 scan.register_autograd(_backward, setup_context=_setup_context)
+_direct = shorten(scan, _setup_context, _backward)
+_direct_backward = shorten(scan_backward)
 
 
 def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], bool]:

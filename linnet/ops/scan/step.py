@@ -5,6 +5,7 @@ import importlib
 import torch
 from torch import Tensor
 
+from linnet.ops.direct import shorten
 from linnet.ops.stepping import use_kernel
 
 
@@ -34,7 +35,7 @@ def diagonal_step(x: Tensor, log_decay: Tensor, state: Tensor, *, theta: Tensor 
     if state.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"diagonal_step: state has dtype {state.dtype}; give float32 or float64")
     if use_kernel("scan", state, x, log_decay, theta):
-        return importlib.import_module("linnet.ops.scan.step_kernel").step(x, log_decay, state, theta)
+        return _kernel(x, log_decay, state, theta)
     decay = log_decay.to(state.dtype).exp()
     if theta is None:
         state.mul_(decay)
@@ -44,3 +45,16 @@ def diagonal_step(x: Tensor, log_decay: Tensor, state: Tensor, *, theta: Tensor 
         state.copy_(torch.stack([real * re - imaginary * im, imaginary * re + real * im], -1))
     state.add_(x.to(state.dtype))
     return state.to(x.dtype, copy=True)
+
+
+@torch.library.custom_op("linnet::diagonal_step", mutates_args=("state",))
+def _step(x: Tensor, log_decay: Tensor, state: Tensor, theta: Tensor | None) -> Tensor:
+    return importlib.import_module("linnet.ops.scan.step_kernel").step(x, log_decay, state, theta)
+
+
+@_step.register_fake
+def _(x, log_decay, state, theta):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_kernel = shorten(_step)

@@ -1,0 +1,398 @@
+"""The Triton kernels of the diagonal recurrence; `linnet.ops.scan.triton` says what they compute and launches them.
+
+A tile is P rows of L consecutive tokens by BD channels; thread by thread, a row is walked in registers. Values are
+pairs (real, imaginary); in a real scan the second is ignored.
+
+What tiles tell each other goes through `slots`, 64-bit words that start as EMPTY: slot 0 counts the tickets, then come
+the summaries of tiles, then the carries into groups of G tiles. A word is written once and whole, so reading it until
+it is not EMPTY needs no fence; and a tile waits only for tiles with smaller tickets, which have started before it.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+EMPTY = tl.constexpr(-1)
+HEAD = tl.constexpr(16)  # words before the first summary
+ONE_ZERO = tl.constexpr(0x3F800000)  # the pair (1.0, 0.0), packed
+
+
+@triton.jit
+def _times(ar, ai, br, bi, COMPLEX: tl.constexpr):
+    if COMPLEX:
+        return ar * br - ai * bi, ar * bi + ai * br
+    return ar * br, ai
+
+
+@triton.jit
+def _follow(a, h, b, g):
+    return a * b, g + b * h
+
+
+@triton.jit
+def _follow_complex(ar, ai, hr, hi, br, bi, gr, gi):
+    return ar * br - ai * bi, ar * bi + ai * br, gr + br * hr - bi * hi, gi + br * hi + bi * hr
+
+
+@triton.jit
+def _extend(a, h, pa, ph, b, g, qa, qh):
+    return a * b, g + b * h, a * qa, qh + qa * h
+
+
+@triton.jit
+def _extend_complex(ar, ai, hr, hi, par, pai, phr, phi, br, bi, gr, gi, qar, qai, qhr, qhi):
+    ir, ii, jr, ji = _follow_complex(ar, ai, hr, hi, br, bi, gr, gi)
+    kr, ki, lr, li = _follow_complex(ar, ai, hr, hi, qar, qai, qhr, qhi)
+    return ir, ii, jr, ji, kr, ki, lr, li
+
+
+@triton.jit
+def _scan_rows(ar, ai, hr, hi, COMPLEX: tl.constexpr):
+    """For each row p, decay and end of rows 0 to p together, and of the rows before p."""
+    one = tl.full(hr.shape, 1.0, tl.float32)
+    zero = tl.zeros_like(hr)
+    if COMPLEX:
+        ar, ai, hr, hi, par, pai, phr, phi = tl.associative_scan(
+            (ar, ai, hr, hi, one, zero, zero, zero), 0, _extend_complex
+        )
+    else:
+        ar, hr, par, phr = tl.associative_scan((ar, hr, one, zero), 0, _extend)
+        pai, phi = zero, zero
+    return ar, ai, hr, hi, par, pai, phr, phi
+
+
+@triton.jit
+def _pack(low, high):
+    low, high = low.to(tl.int32, bitcast=True).to(tl.int64), high.to(tl.int32, bitcast=True).to(tl.int64)
+    word = (low & 0xFFFFFFFF) | (high << 32)
+    return tl.where(word == EMPTY, 0x7FC000007FC00000, word)  # no NaN may look like nothing
+
+
+@triton.jit
+def _unpack(word):
+    low, high = (word & 0xFFFFFFFF).to(tl.int32), (word >> 32).to(tl.int32)
+    return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load(pointer, rows, channel, mask, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr, COMPLEX: tl.constexpr):
+    """Pairs [P, BD] from the rows [P, 1], counted in numbers, in the dtype of memory; zero where not `mask` [P, 1]."""
+    PARTS: tl.constexpr = 2 if COMPLEX else 1
+    d = channel * PARTS + tl.arange(0, BD * PARTS)[None, :]
+    if MASKED:
+        value = tl.load(pointer + (rows * PARTS + d), mask=mask & (d < D * PARTS), other=0.0)
+    else:
+        value = tl.load(pointer + (rows * PARTS + d))
+    if COMPLEX:
+        re, im = tl.split(tl.reshape(value, [rows.shape[0], BD, 2]))
+    else:
+        re, im = value, value
+    return re, im
+
+
+@triton.jit
+def _store(pointer, rows, channel, re, im, mask, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr,
+           COMPLEX: tl.constexpr):  # fmt: skip
+    PARTS: tl.constexpr = 2 if COMPLEX else 1
+    d = channel * PARTS + tl.arange(0, BD * PARTS)[None, :]
+    if COMPLEX:
+        value = tl.reshape(tl.join(re, im), [rows.shape[0], BD * 2])
+    else:
+        value = re
+    value = value.to(pointer.dtype.element_ty)
+    if MASKED:
+        tl.store(pointer + (rows * PARTS + d), value, mask=mask & (d < D * PARTS))
+    else:
+        tl.store(pointer + (rows * PARTS + d), value)
+
+
+@triton.jit
+def _decay(log_decay, cos, sin, valid, MASKED: tl.constexpr, COMPLEX: tl.constexpr):
+    """exp(log_decay) turned by theta; 1 beyond the end."""
+    decay = tl.exp2(log_decay.to(tl.float32) * LOG2_E)
+    if COMPLEX:
+        if MASKED:
+            return tl.where(valid, decay * cos, 1.0), tl.where(valid, decay * sin, 0.0)
+        return decay * cos, decay * sin
+    return decay, decay
+
+
+@triton.jit
+def _take_tile(slots, B, D: tl.constexpr, BD: tl.constexpr):
+    """The next tile: its place in its sequence, the sequence and the first channel. Early places come first."""
+    BLOCKS: tl.constexpr = (D + BD - 1) // BD
+    ticket = (tl.atomic_add(slots, 1, sem="relaxed") + 1).to(tl.int32)
+    return ticket // (BLOCKS * B), (ticket // BLOCKS) % B, (ticket % BLOCKS) * BD
+
+
+@triton.jit
+def _carry_in(ar, ai, hr, hi, entry, leave, slots, i, tiles, b, B, channel, P: tl.constexpr, D: tl.constexpr,
+              BD: tl.constexpr, G: tl.constexpr, COMPLEX: tl.constexpr, HAS_ENTRY: tl.constexpr,
+              LEAVES: tl.constexpr):  # fmt: skip
+    """What enters each row, from the decay and end of the rows; the last tile writes what leaves the sequence.
+
+    Summaries of the tiles before this one in its group are folded in order, and onto them comes the carry into the
+    group, which the last tile of the group before it publishes: so all sums are the same in every run.
+    """
+    PLANES: tl.constexpr = 2 if COMPLEX else 1
+    p = tl.arange(0, P)[:, None]
+    d = channel + tl.arange(0, BD)[None, :]
+    inside = d < D
+    last = (p == P - 1) & inside
+    word = slots + HEAD + b.to(tl.int64) * D + d + p * 0
+    plane = (b * 0 + B).to(tl.int64) * D  # B = 1 is a constant
+    ar, ai, hr, hi, par, pai, phr, phi = _scan_rows(ar, ai, hr, hi, COMPLEX)
+    first = (i // G) * G
+    if G > 1:
+        mine = word + plane * PLANES * i
+        if (i + 1) % G != 0:
+            if COMPLEX:
+                tl.store(mine, _pack(ar, ai), mask=last)
+                tl.store(mine + plane, _pack(hr, hi), mask=last)
+            else:
+                tl.store(mine, _pack(ar, hr), mask=last)
+
+    cr = tl.zeros_like(hr)
+    ci = tl.zeros_like(hr)
+    entrance = b.to(tl.int64) * D + p * 0
+    carries = word
+    if G > 1:
+        carries += plane * PLANES * tiles
+    if G > 1:
+        EACH: tl.constexpr = G // P if G > P else 1
+        fr = tl.full(hr.shape, 1.0, tl.float32)
+        fi = tl.zeros_like(hr)
+        gr = tl.zeros_like(hr)
+        gi = tl.zeros_like(hr)
+        waiting = (i > first).to(tl.int32)
+        while waiting > 0:
+            empty = (p + d) * 0
+            fr = tl.full(hr.shape, 1.0, tl.float32)
+            fi = tl.zeros_like(hr)
+            gr = tl.zeros_like(hr)
+            gi = tl.zeros_like(hr)
+            for k in tl.static_range(EACH):
+                tile = first + p * EACH + k
+                known = word + plane * PLANES * tile
+                if COMPLEX:
+                    decay = tl.load(known, mask=(tile < i) & inside, other=ONE_ZERO, volatile=True)
+                    end = tl.load(known + plane, mask=(tile < i) & inside, other=0, volatile=True)
+                    empty |= ((decay == EMPTY) | (end == EMPTY)).to(tl.int32)
+                    kr, ki = _unpack(decay)
+                    er, ei = _unpack(end)
+                    fr, fi, gr, gi = _follow_complex(fr, fi, gr, gi, kr, ki, er, ei)
+                else:
+                    end = tl.load(known, mask=(tile < i) & inside, other=ONE_ZERO, volatile=True)
+                    empty |= (end == EMPTY).to(tl.int32)
+                    kr, er = _unpack(end)
+                    fr, gr = _follow(fr, gr, kr, er)
+            waiting = tl.max(empty)
+        if COMPLEX:
+            fr, fi, gr, gi = tl.associative_scan((fr, fi, gr, gi), 0, _follow_complex)
+        else:
+            fr, gr = tl.associative_scan((fr, gr), 0, _follow)
+
+    if first > 0:
+        found = tl.load(carries + plane * (i // G - 1), mask=last, other=0, volatile=True)
+        while tl.max((found == EMPTY).to(tl.int32)) > 0:
+            found = tl.load(carries + plane * (i // G - 1), mask=last, other=0, volatile=True)
+        cr, ci = _unpack(found)
+    else:
+        if HAS_ENTRY:
+            cr, ci = _load(entry, entrance, channel, p == P - 1, D, BD, True, COMPLEX)
+    if G > 1:
+        cr, ci = _times(cr, ci, fr, fi, COMPLEX)
+        cr += gr
+        ci += gi
+
+    outr, outi = _times(cr, ci, ar, ai, COMPLEX)
+    outr += hr
+    outi += hi
+    if (i + 1) % G == 0:
+        if i + 1 < tiles:
+            tl.store(carries + plane * (i // G), _pack(outr, outi), mask=last)
+    if LEAVES:
+        if i + 1 == tiles:
+            _store(leave, entrance, channel, outr, outi, p == P - 1, D, BD, True, COMPLEX)
+
+    # What enters the tile, to all rows.
+    cr = tl.sum(tl.where(p == P - 1, cr, 0.0), 0)[None, :] + tl.zeros_like(hr)
+    ci = tl.sum(tl.where(p == P - 1, ci, 0.0), 0)[None, :] + tl.zeros_like(hr)
+    cr, ci = _times(cr, ci, par, pai, COMPLEX)
+    return cr + phr, ci + phi
+
+
+@triton.jit
+def forward_kernel(
+    x, log_decay, theta, h, entry, leave, slots, starts, ends, B, T, tiles, D: tl.constexpr,
+    P: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
+    COMPLEX: tl.constexpr, HAS_ENTRY: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    i, b, channel = _take_tile(slots, B, D, BD)
+    p = tl.arange(0, P)[:, None]
+    d = channel + tl.arange(0, BD)[None, :]
+    begin = i * (P * L) + p * L
+    place = (b.to(tl.int64) * T + begin) * D
+    cos = 1.0
+    sin = 0.0
+    if COMPLEX:
+        angle = tl.load(theta + d, mask=d < D, other=0.0).to(tl.float32)
+        cos, sin = tl.cos(angle), tl.sin(angle)
+
+    # Down a row from zero. What is read stays in registers.
+    ar = tl.full([P, BD], 1.0, tl.float32)
+    ai = tl.zeros([P, BD], tl.float32)
+    hr = tl.zeros([P, BD], tl.float32)
+    hi = tl.zeros([P, BD], tl.float32)
+    reals, imaginaries, decays = (), (), ()
+    for j in tl.static_range(L):
+        valid = begin + j < T
+        re, im = _load(x, place + j * D, channel, valid, D, BD, MASKED, COMPLEX)
+        decay, _ = _load(log_decay, place + j * D, channel, valid, D, BD, MASKED, False)
+        reals, imaginaries, decays = reals + (re,), imaginaries + (im,), decays + (decay,)
+    for j in tl.static_range(L):
+        valid = begin + j < T
+        dr, di = _decay(decays[j], cos, sin, valid, MASKED, COMPLEX)
+        if DOCUMENTS:
+            start = tl.load(starts + begin + j, mask=begin + j < T, other=-1)
+            er, ei = _entry(entry, start, channel, hr, D, BD, COMPLEX, HAS_ENTRY)
+            ar = tl.where(start >= 0, 0.0, ar)
+            ai = tl.where(start >= 0, 0.0, ai)
+            hr = tl.where(start >= 0, er, hr)
+            hi = tl.where(start >= 0, ei, hi)
+        ar, ai = _times(ar, ai, dr, di, COMPLEX)
+        hr, hi = _times(hr, hi, dr, di, COMPLEX)
+        hr += reals[j].to(tl.float32)
+        hi += imaginaries[j].to(tl.float32)
+
+    hr, hi = _carry_in(ar, ai, hr, hi, entry, leave, slots, i, tiles, b, B, channel, P, D, BD, G, COMPLEX,
+                       HAS_ENTRY and not DOCUMENTS, not DOCUMENTS)  # fmt: skip
+    for j in tl.static_range(L):
+        valid = begin + j < T
+        dr, di = _decay(decays[j], cos, sin, valid, MASKED, COMPLEX)
+        if DOCUMENTS:
+            start = tl.load(starts + begin + j, mask=begin + j < T, other=-1)
+            er, ei = _entry(entry, start, channel, hr, D, BD, COMPLEX, HAS_ENTRY)
+            hr = tl.where(start >= 0, er, hr)
+            hi = tl.where(start >= 0, ei, hi)
+        hr, hi = _times(hr, hi, dr, di, COMPLEX)
+        hr += reals[j].to(tl.float32)
+        hi += imaginaries[j].to(tl.float32)
+        _store(h, place + j * D, channel, hr, hi, valid, D, BD, MASKED, COMPLEX)
+        if DOCUMENTS:
+            end = tl.load(ends + begin + j, mask=begin + j < T, other=-1)
+            _store(leave, end.to(tl.int64) * D, channel, hr, hi, end >= 0, D, BD, True, COMPLEX)
+
+
+@triton.jit
+def _entry(entry, document, channel, like, D: tl.constexpr, BD: tl.constexpr, COMPLEX: tl.constexpr,
+           HAS_ENTRY: tl.constexpr):  # fmt: skip
+    """The state that enters a document at this token, where one starts here; zero else."""
+    if HAS_ENTRY:
+        return _load(entry, document.to(tl.int64) * D, channel, document >= 0, D, BD, True, COMPLEX)
+    return tl.zeros_like(like), tl.zeros_like(like)
+
+
+@triton.jit
+def backward_kernel(
+    log_decay, theta, h, dh, dx, dlog_decay, dtheta, entry, dfinal, dentry, slots, starts, ends, B, T, tiles,
+    D: tl.constexpr, P: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
+    COMPLEX: tl.constexpr, HAS_ENTRY: tl.constexpr, HAS_DFINAL: tl.constexpr, DOCUMENTS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    i, b, channel = _take_tile(slots, B, D, BD)
+    p = tl.arange(0, P)[:, None]
+    d = channel + tl.arange(0, BD)[None, :]
+    token = T - 1 - i * (P * L) - p * L  # of the row's first in the order of the sweep; negative after the first token
+    place = (b.to(tl.int64) * T + token) * D
+    cos = 1.0
+    sin = 0.0
+    if COMPLEX:
+        angle = tl.load(theta + d, mask=d < D, other=0.0).to(tl.float32)
+        cos, sin = tl.cos(angle), -tl.sin(angle)  # of the conjugate
+
+    # The carry is w_t = conj(a_t) (dh_t + w_{t+1}), the gradient of h_{t-1}.
+    ar = tl.full([P, BD], 1.0, tl.float32)
+    ai = tl.zeros([P, BD], tl.float32)
+    wr = tl.zeros([P, BD], tl.float32)
+    wi = tl.zeros([P, BD], tl.float32)
+    reals, imaginaries, decays = (), (), ()
+    for j in tl.static_range(L):
+        valid = token >= j
+        re, im = _load(dh, place - j * D, channel, valid, D, BD, MASKED, COMPLEX)
+        decay, _ = _load(log_decay, place - j * D, channel, valid, D, BD, MASKED, False)
+        reals, imaginaries, decays = reals + (re,), imaginaries + (im,), decays + (decay,)
+    hreals, himaginaries = (), ()
+    for j in tl.static_range(L):
+        before = token > j
+        # Without a mask only the very first token has none before it, and it is the last of a row.
+        re, im = _load(h, place - (j + 1) * D, channel, before, D, BD, MASKED or j == L - 1, COMPLEX)
+        hreals, himaginaries = hreals + (re,), himaginaries + (im,)
+    for j in tl.static_range(L):
+        valid = token >= j
+        dr, di = _decay(decays[j], cos, sin, valid, MASKED, COMPLEX)
+        if DOCUMENTS:
+            end = tl.load(ends + token - j, mask=token >= j, other=-1)
+            er, ei = _entry(dfinal, end, channel, wr, D, BD, COMPLEX, HAS_DFINAL)
+            ar = tl.where(end >= 0, 0.0, ar)
+            ai = tl.where(end >= 0, 0.0, ai)
+            wr = tl.where(end >= 0, er, wr)
+            wi = tl.where(end >= 0, ei, wi)
+        ar, ai = _times(ar, ai, dr, di, COMPLEX)
+        wr += reals[j].to(tl.float32)
+        wi += imaginaries[j].to(tl.float32)
+        wr, wi = _times(wr, wi, dr, di, COMPLEX)
+
+    wr, wi = _carry_in(ar, ai, wr, wi, dfinal, dentry, slots, i, tiles, b, B, channel, P, D, BD, G, COMPLEX,
+                       HAS_DFINAL and not DOCUMENTS, not DOCUMENTS)  # fmt: skip
+    turn = tl.zeros([P, BD], tl.float32)
+    for j in tl.static_range(L):
+        valid = token >= j
+        dr, di = _decay(decays[j], cos, sin, valid, MASKED, COMPLEX)
+        if DOCUMENTS:
+            end = tl.load(ends + token - j, mask=token >= j, other=-1)
+            er, ei = _entry(dfinal, end, channel, wr, D, BD, COMPLEX, HAS_DFINAL)
+            wr = tl.where(end >= 0, er, wr)
+            wi = tl.where(end >= 0, ei, wi)
+        wr += reals[j].to(tl.float32)
+        wi += imaginaries[j].to(tl.float32)
+        _store(dx, place - j * D, channel, wr, wi, valid, D, BD, MASKED, COMPLEX)
+        wr, wi = _times(wr, wi, dr, di, COMPLEX)
+        br = hreals[j].to(tl.float32)
+        bi = himaginaries[j].to(tl.float32)
+        if DOCUMENTS:
+            start = tl.load(starts + token - j, mask=token >= j, other=-1)
+            er, ei = _entry(entry, start, channel, wr, D, BD, COMPLEX, HAS_ENTRY)
+            br = tl.where(start >= 0, er, br)
+            bi = tl.where(start >= 0, ei, bi)
+            _store(dentry, start.to(tl.int64) * D, channel, wr, wi, start >= 0, D, BD, True, COMPLEX)
+        elif HAS_ENTRY and (MASKED or j == L - 1):
+            er, ei = _load(entry, b.to(tl.int64) * D + p * 0, channel, token == j, D, BD, True, COMPLEX)
+            br += er  # zero elsewhere, and zero was read before the first token
+            bi += ei
+        product = wr * br
+        if COMPLEX:
+            product += wi * bi
+            turn += tl.where(token >= j, wi * br - wr * bi, 0.0)
+        _store(dlog_decay, place - j * D, channel, product, product, valid, D, BD, MASKED, False)
+    if COMPLEX:
+        total = tl.sum(turn, 0)[None, :]
+        tl.store(dtheta + (i.to(tl.int64) * B + b) * D + d, total, mask=d < D)
+
+
+@triton.jit
+def mark_kernel(offsets, marks, entry, leave, T, D: tl.constexpr, BD: tl.constexpr, HAS_ENTRY: tl.constexpr):
+    """Writes each document's number where it starts and where it ends; what enters an empty one leaves it."""
+    n = tl.program_id(0)
+    start = tl.minimum(tl.maximum(tl.load(offsets + n), 0), T)
+    end = tl.maximum(tl.minimum(tl.load(offsets + n + 1), T), start)
+    if end > start:
+        tl.store(marks + start, n)
+        tl.store(marks + T + end - 1, n)
+    else:
+        for channel in tl.range(0, D, BD):
+            d = channel + tl.arange(0, BD)
+            value = tl.zeros([BD], tl.float32)
+            if HAS_ENTRY:
+                value = tl.load(entry + n.to(tl.int64) * D + d, mask=d < D, other=0.0)
+            tl.store(leave + n.to(tl.int64) * D + d, value, mask=d < D)
