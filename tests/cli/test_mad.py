@@ -1,0 +1,84 @@
+"""`linnet mad`: samples that a person and a program can read, and the list of what a score needs."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from linnet.cli import app
+from linnet.data.synthetic import IGNORE, SelectiveCopying, generate
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, ["mad", *map(str, arguments)])
+
+
+def test_samples_a_person_reads():
+    result = call("data", "in-context-recall", "--set", "seq_len=16", "--n", 50, "--show", 2)
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0
+    assert "vocab_size=16 seq_len=16" in lines[1] and "keys 0 to 7, values 8 to 15" in lines[2]
+    assert "50 train samples of 16 tokens" in lines[3]
+    above, below = lines[5].split(), lines[6].split()
+    assert len(above) == len(below) == 16 and {name[0] for name in above[::2]} == {"k"}
+    assert below[14] == above[15] and below[15] == "."
+    assert lines[7] == "-- train 1" and len(lines) == 10
+
+
+@pytest.mark.parametrize("suffix", ["npz", "jsonl"])
+def test_written_samples(suffix, tmp_path):
+    path = tmp_path / f"samples.{suffix}"
+    options = ("--set", "tokens_to_copy=4", "--set", "seq_len=20", "--n", 30, "--split", "test", "--seed", 4)
+    result = call("data", "selective_copying", *options, "--spec", "mad-lab", "--out", path)
+    assert result.exit_code == 0 and "30 samples of 20 tokens" in result.stdout
+    expected = generate(SelectiveCopying(spec="mad-lab", seq_len=20, tokens_to_copy=4), "test", 30, seed=4)
+    if suffix == "npz":
+        with np.load(path) as file:
+            found = file["inputs"], file["targets"]
+            about = json.loads(str(file["about"]))
+        assert about["task"] == "selective_copying" and about["num_tokens"] == 16 and about["ignore"] == IGNORE
+        assert about["options"]["tokens_to_copy"] == 4 and (about["split"], about["seed"]) == ("test", 4)
+    else:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        found = [row["inputs"] for row in rows], [row["targets"] for row in rows]
+    assert (np.array(found[0]) == expected.inputs).all() and (np.array(found[1]) == expected.targets).all()
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_what_is_wrong_is_said(tmp_path):
+    def problems(*arguments):
+        result = call(*arguments)
+        assert result.exit_code == 2
+        return result.stderr.replace("\n", " ")
+
+    found = problems("data", "selective_copying", "--set", "tokens_to_copy=200", "--set", "blanks=3")
+    assert "tokens_to_copy: 200 tokens" in found and "use at most 128" in found and "blanks: unknown key" in found
+    found = problems("data", "mqar", "--out", tmp_path / "none" / "x.csv", "--split", "dev")
+    assert all(part in found for part in (".npz or .jsonl", "there is no folder", "--split 'dev'"))
+    assert "did you mean 'mqar'" in problems("data", "mqarr")
+    assert "did you mean 'compression'" in problems("list", "--tasks", "compresion")
+
+
+def test_list():
+    result = call("list")
+    assert result.exit_code == 0
+    assert "full: 66 settings x 6 (learning rate, weight decay) = 396 runs" in result.stdout
+    assert "--budget core    36 runs" in result.stdout and "not comparable" in result.stdout
+    assert max(map(len, result.stdout.split("full: 66")[0].splitlines())) <= 80
+
+    found = json.loads(call("list", "--json").stdout)
+    assert (found["runs"], found["steps"], len(found["settings"])) == (396, 5_384_400, 66)
+    assert {setting["runs"] for setting in found["settings"]} == {6} and len(found["budget"]["grid"]) == 6
+    assert [entry["options"]["num_pairs"] for entry in found["mqar"]] == [4, 8, 16, 64]
+
+    options = ("--budget", "full", "--tasks", "noisy-recall,compression", "--settings", "seq_len, frac_noise=0.4")
+    found = json.loads(call("list", *options, "--spec", "mad-lab", "--json").stdout)
+    assert len(found["settings"]) == 7 and found["runs"] == 42 and found["spec"] == "mad-lab"
+
+
+def test_help_needs_no_torch():
+    code = "import sys, linnet.cli; assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
