@@ -9,9 +9,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from linnet.layers.base import LayerContext
+from linnet.ops import forget_gate
+
+__all__ = ["LowerBounds", "forget_gate", "shared_lower_bounds"]
 
 
 class LowerBounds(nn.Module):
@@ -31,17 +33,3 @@ def shared_lower_bounds(mixer: str, context: LayerContext) -> LowerBounds:
     if mixer not in context.shared:
         context.shared[mixer] = LowerBounds(context.mixer_count, context.d_model)
     return context.shared[mixer]
-
-
-def forget_gate(z: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """log f and 1 - f of f = beta + (1 - beta) sigmoid(z), without cancellation, in float32 (float64 stays).
-
-    Args:
-        z: gate logits [..., D].
-        beta: lower bound [D] in (0, 1), or None for 0 (the first layer), where log f is logsigmoid(z).
-    """
-    z = z if z.dtype == torch.float64 else z.float()
-    if beta is None:
-        return F.logsigmoid(z), torch.sigmoid(-z)
-    log_f = torch.logaddexp(beta.log(), torch.log1p(-beta) + F.logsigmoid(z))
-    return log_f, (1.0 - beta) * torch.sigmoid(-z)

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from linnet.config import Config
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
-from linnet.layers.lower_bound import forget_gate, shared_lower_bounds
+from linnet.layers.lower_bound import shared_lower_bounds
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import split_heads
-from linnet.ops import gated_linear_attention, gated_step
+from linnet.ops import forget_gate, forget_gated_attention, gated_step
 
 
 class Hgrn2Config(Config):
@@ -48,12 +48,12 @@ class Hgrn2(Mixer):
         self.bounds = (shared_lower_bounds(self.name, context),) if config.lower_bound != "none" else ()
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
-        q, k, v, log_decay = self._project(x)
-        o, matrix = gated_linear_attention(
+        q, gate, v, beta = self._project(x)
+        o, matrix = forget_gated_attention(
             q,
-            k,
+            gate,
             v,
-            log_decay,
+            lower_bound=beta,
             initial_state=None if state is None else state["matrix"],
             output_final_state=state is not None,
             cu_seqlens=cu_seqlens,
@@ -61,8 +61,9 @@ class Hgrn2(Mixer):
         return self.out_proj(self.norm(o.flatten(-2))), (None if state is None else {"matrix": matrix})
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        q, k, v, log_decay = self._project(x)
-        o = gated_step(q, k, v, log_decay, state["matrix"])
+        q, gate, v, beta = self._project(x)
+        log_decay, k = forget_gate(gate, beta)
+        o = gated_step(q, k.to(q.dtype), v, log_decay, state["matrix"])
         return self.out_proj(self.norm(o.flatten(-2))), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
@@ -77,6 +78,7 @@ class Hgrn2(Mixer):
         return {"q_proj": "colwise", "f_proj": "colwise", "i_proj": "colwise", "out_proj": "rowwise"}
 
     def _project(self, x: Tensor):
+        """q, the forget gate's logits and v [..., H, K], and the gate's lower bound [H, K] or None."""
         heads = (self.num_heads, self.head_dim)
         q = self.q_proj(x)
         match self.config.output_activation:
@@ -87,11 +89,7 @@ class Hgrn2(Mixer):
         v = self.i_proj(x)
         if self.config.value_activation == "silu":
             v = F.silu(v)
-        beta = self.bounds[0](self.index, self.config.lower_bound) if self.bounds and self.index else None
-        log_decay, k = forget_gate(self.f_proj(x), beta)
-        return (
-            q.unflatten(-1, heads),
-            k.to(q.dtype).unflatten(-1, heads),
-            v.unflatten(-1, heads),
-            log_decay.unflatten(-1, heads),
-        )
+        beta = None
+        if self.bounds and self.index:
+            beta = self.bounds[0](self.index, self.config.lower_bound).unflatten(-1, heads)
+        return q.unflatten(-1, heads), self.f_proj(x).unflatten(-1, heads), v.unflatten(-1, heads), beta

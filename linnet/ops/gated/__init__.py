@@ -8,15 +8,18 @@ from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
 from linnet.ops.arguments import check_decay_values, check_matrix_state
-from linnet.ops.chunks import count_pairs, exact, state_dtype
+from linnet.ops.chunks import exact, state_dtype
+from linnet.ops.direct import shorten
 from linnet.ops.documents import count_states
 from linnet.ops.folding import fold, unfold
 from linnet.ops.gated import chunked
+from linnet.ops.gated.flops import gated_backward_flops, gated_flops
+from linnet.ops.gated.forget import forget_gate, forget_gated_attention
 from linnet.ops.gated.reference import gated_reference
 from linnet.ops.gated.step import gated_step
 from linnet.ops.looping import each
 
-__all__ = ["gated_linear_attention", "gated_step"]
+__all__ = ["forget_gate", "forget_gated_attention", "gated_linear_attention", "gated_step"]
 
 
 def gated_linear_attention(
@@ -58,7 +61,7 @@ def gated_linear_attention(
         )
     if backend.debugging():
         check_decay_values("gated_linear_attention", log_decay)
-    form = gated_reference if backend.use_reference() else gated
+    form = gated_reference if backend.use_reference() else _direct
     o, final_state = form(q, k, v, log_decay, initial_state, cu_seqlens, scale)
     return o, final_state if output_final_state else None
 
@@ -123,11 +126,13 @@ def _backward(ctx, do, dfinal):
     saved = ctx.saved_tensors  # once: recomputation gives them out only once
     v, initial_state = saved[2], saved[4]
     do = torch.zeros_like(v) if do is None else do
-    *grads, dinitial = gated_backward(*saved, ctx.scale, do, dfinal)
+    *grads, dinitial = _direct_backward(*saved, ctx.scale, do, dfinal)
     return *grads, None if initial_state is None else dinitial, None, None
 
 
 gated.register_autograd(_backward, setup_context=_setup_context)
+_direct = shorten(gated, _setup_context, _backward)
+_direct_backward = shorten(gated_backward)
 
 
 # Under vmap the models fold into the batch; with packed documents (B = 1) they fold into the heads.
@@ -165,19 +170,5 @@ def _(info, in_dims, *arguments):
     return tuple(unfold(x, info.batch_size, axis) for x, axis in zip(grads, axes, strict=True)), axes
 
 
-# FLOPs: 2 a multiply-add, in chunks of 64 whatever form runs, matrix products only. Halving computes half of the
-# scores; the products with ones that sum the gradient of log_decay are sums, and left out.
-
-
-@register_flop_formula(torch.ops.linnet.gated)
-def gated_flops(q_shape, k_shape, v_shape, *_, **__) -> int:
-    """C (K + 2 V) + 4 K V a token and head: half the scores, scores with v, the state's update and use."""
-    (B, T, H, K), V = q_shape, v_shape[-1]
-    return B * H * (count_pairs(T, chunked.CHUNK) * (K + 2 * V) + 4 * T * K * V)
-
-
-@register_flop_formula(torch.ops.linnet.gated_backward)
-def gated_backward_flops(q_shape, k_shape, v_shape, *_, **__) -> int:
-    """C (3 K + 4 V) + 10 K V a token and head: scores, gradients of scores, q, k and v, five products with states."""
-    (B, T, H, K), V = q_shape, v_shape[-1]
-    return B * H * (count_pairs(T, chunked.CHUNK) * (3 * K + 4 * V) + 10 * T * K * V)
+register_flop_formula(torch.ops.linnet.gated)(gated_flops)
+register_flop_formula(torch.ops.linnet.gated_backward)(gated_backward_flops)

@@ -1,0 +1,226 @@
+"""HGRN2's recurrence from the logits of its forget gate (paper 002, 3.2): gated linear attention with k = 1 - f.
+
+On a GPU neither k nor the log-decays reach memory; elsewhere they are made as HGRN2 always made them.
+"""
+
+import importlib
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from linnet.ops import backend
+from linnet.ops.arguments import check_matrix_state
+from linnet.ops.chunks import exact, state_dtype
+from linnet.ops.direct import shorten
+from linnet.ops.documents import count_states
+from linnet.ops.folding import fold, unfold
+from linnet.ops.gated import chunked
+from linnet.ops.gated.flops import gated_backward_flops, gated_flops
+from linnet.ops.gated.reference import gated_reference
+from linnet.ops.looping import each
+
+
+def forget_gate(x: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """log f and 1 - f of f = beta + (1 - beta) sigmoid(x), without cancellation, in float32 (float64 stays).
+
+    Args:
+        x: gate logits [..., D].
+        beta: lower bound [D] or [H, K] in (0, 1), or None for 0 (the first layer), where log f is logsigmoid(x).
+    """
+    x = x if x.dtype == torch.float64 else x.float()
+    if beta is None:
+        return F.logsigmoid(x), torch.sigmoid(-x)
+    log_f = torch.logaddexp(beta.log(), torch.log1p(-beta) + F.logsigmoid(x))
+    return log_f, (1.0 - beta) * torch.sigmoid(-x)
+
+
+def forget_gated_attention(
+    q: Tensor,
+    x: Tensor,
+    v: Tensor,
+    *,
+    lower_bound: Tensor | None = None,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """S_t = diag(f_t) S_{t-1} + (1 - f_t)^T v_t, o_t = scale q_t S_t, f = beta + (1 - beta) sigmoid(x) (002, 3.2).
+
+    The gate is float32 arithmetic (float64 for float64 inputs), products are as in `gated_linear_attention`.
+
+    Args:
+        q, x: [B, T, H, K]; x are the logits of the forget gate.
+        v: [B, T, H, V].
+        lower_bound: beta [H, K] in (0, 1); None for 0.
+        scale: multiplies o.
+        initial_state: [N, H, K, V], float32 (float64 for float64 inputs), the state after the token before the first;
+            None for zeros. N is B, or the number of documents.
+        output_final_state: whether to return the state after the last token.
+        cu_seqlens: int32 [N+1] with B = 1: where documents start in T, then T; the state starts anew in each.
+
+    Returns:
+        o [B, T, H, V] in the dtype of v, and the final state [N, H, K, V] or None. All tensors have gradients.
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together, offsets that do not rise from 0 to T.
+    """
+    check_matrix_state("forget_gated_attention", q, x, v, initial_state, cu_seqlens)
+    if lower_bound is not None and (lower_bound.shape != q.shape[2:] or not lower_bound.is_floating_point()):
+        raise ValueError(
+            f"forget_gated_attention: lower_bound has shape {list(lower_bound.shape)} and dtype {lower_bound.dtype}; "
+            f"give floating-point {list(q.shape[2:])}, one a channel of the key, or None"
+        )
+    if backend.use_reference():
+        log_decay, k = forget_gate(x, lower_bound)
+        o, final_state = gated_reference(q, k, v, log_decay, initial_state, cu_seqlens, scale)
+    else:
+        o, final_state = _direct(q, x, v, lower_bound, initial_state, cu_seqlens, scale)
+    return o, final_state if output_final_state else None
+
+
+@torch.library.custom_op("linnet::forget_gated", mutates_args=())
+def forget_gated(
+    q: Tensor,
+    x: Tensor,
+    v: Tensor,
+    lower_bound: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    kernels = _kernels(q, x, v)
+    if kernels is not None:
+        return kernels.forward(kernels.Call(q, None, x, lower_bound, v, initial_state, cu_seqlens, scale))
+    with exact(q):
+        log_decay, k = forget_gate(x, lower_bound)
+        return chunked.gated_forward(q, k.to(q.dtype), v, log_decay, initial_state, cu_seqlens, scale)
+
+
+@torch.library.custom_op("linnet::forget_gated_backward", mutates_args=())
+def forget_gated_backward(
+    q: Tensor,
+    x: Tensor,
+    v: Tensor,
+    lower_bound: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    do: Tensor,
+    dfinal: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, x, v, the lower bound (empty if None) and the initial state (given or not)."""
+    kernels = _kernels(q, x, v, do)
+    if kernels is not None:
+        call = kernels.Call(q, None, x, lower_bound, v, initial_state, cu_seqlens, scale)
+        dq, _, dv, dx, dlower, dinitial = kernels.backward(call, do, dfinal)
+        return dq, dx, dv, q.new_empty(0) if dlower is None else dlower, dinitial
+    with exact(q):
+        log_decay, k = forget_gate(x, lower_bound)
+        dq, dk, dv, dlog_decay, dinitial = chunked.gated_backward(
+            q, k.to(q.dtype), v, log_decay, initial_state, cu_seqlens, scale, do, dfinal
+        )
+        dx, dlower = _gate_backward(x, lower_bound, log_decay, dlog_decay, dk)
+        return dq, dx, dv, q.new_empty(0) if dlower is None else dlower, dinitial
+
+
+def _gate_backward(x: Tensor, beta: Tensor | None, log_f: Tensor, dlog_f: Tensor, dk: Tensor):
+    """Gradients of x and beta: with s = sigmoid(x) df/dx = (1 - beta) s (1 - s), df/dbeta = 1 - s, d log f = df / f."""
+    z, dk = x.to(log_f.dtype), dk.to(log_f.dtype)
+    s, rest = z.sigmoid(), (-z).sigmoid()
+    if beta is None:
+        return (rest * (dlog_f - s * dk)).to(x.dtype), None
+    share = (F.logsigmoid(z) - log_f).exp()  # s / f, which is at most 1
+    dx = (1.0 - beta) * rest * (dlog_f * share - dk * s)
+    return dx.to(x.dtype), (rest * (dlog_f * (-log_f).exp() - dk)).sum((0, 1)).to(beta.dtype)
+
+
+def _kernels(q: Tensor, *others: Tensor):
+    """The Triton form, where it serves a call."""
+    if not backend.use_triton("gated", q.is_cuda):
+        return None
+    form = importlib.import_module("linnet.ops.gated.triton")
+    return form if form.supports(q, *others) else None
+
+
+@forget_gated.register_fake
+def _(q, x, v, lower_bound, initial_state, cu_seqlens, scale):
+    return torch.empty_like(v, memory_format=torch.contiguous_format), _empty_state(q, x, v, cu_seqlens)
+
+
+@forget_gated_backward.register_fake
+def _(q, x, v, lower_bound, initial_state, cu_seqlens, scale, do, dfinal):
+    grads = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, x, v)]
+    dlower = q.new_empty(0) if lower_bound is None else torch.empty_like(lower_bound)
+    return *grads, dlower, _empty_state(q, x, v, cu_seqlens)
+
+
+def _empty_state(q: Tensor, x: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    shape = (count_states(cu_seqlens, q.shape[0]), *q.shape[2:], v.shape[-1])
+    return q.new_empty(shape, dtype=state_dtype(q, x, v))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, do, dfinal):
+    saved = ctx.saved_tensors  # once: recomputation gives them out only once
+    v, lower_bound, initial_state = saved[2:5]
+    do = torch.zeros_like(v) if do is None else do
+    dq, dx, dv, dlower, dinitial = _direct_backward(*saved, ctx.scale, do, dfinal)
+    dlower = None if lower_bound is None else dlower
+    return dq, dx, dv, dlower, None if initial_state is None else dinitial, None, None
+
+
+forget_gated.register_autograd(_backward, setup_context=_setup_context)
+_direct = shorten(forget_gated, _setup_context, _backward)
+_direct_backward = shorten(forget_gated_backward)
+
+
+# Under vmap the models fold into the batch; with a lower bound, whose gradient is one a model, or packed documents
+# (B = 1) into the heads.
+_BATCH_AXES = (0, 0, 0, None, 0, None, 0, 0)
+_HEAD_AXES = (2, 2, 2, 0, 1, None, 2, 1)
+
+
+def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], bool]:
+    """q, x, v, lower_bound, initial_state, cu_seqlens and perhaps do, dfinal of all models as those of one."""
+    heads = tensors[3] is not None or tensors[5] is not None
+    folded = [
+        x if axis is None else fold(x, dim, size, axis)
+        for x, dim, axis in zip(tensors, dims, _HEAD_AXES if heads else _BATCH_AXES, strict=False)
+    ]
+    return folded, heads
+
+
+@forget_gated.register_vmap
+def _(info, in_dims, *arguments):
+    if in_dims[5] is not None:
+        return each(forget_gated, info.batch_size, in_dims, arguments)
+    tensors, heads = _fold(info.batch_size, in_dims[:6], arguments[:6])
+    axes = (2, 1) if heads else (0, 0)
+    outputs = forget_gated(*tensors, arguments[6])
+    return tuple(unfold(x, info.batch_size, axis) for x, axis in zip(outputs, axes, strict=True)), axes
+
+
+@forget_gated_backward.register_vmap
+def _(info, in_dims, *arguments):
+    if in_dims[5] is not None:
+        return each(forget_gated_backward, info.batch_size, in_dims, arguments)
+    tensors, heads = _fold(info.batch_size, in_dims[:6] + in_dims[7:], arguments[:6] + arguments[7:])
+    axes = (2, 2, 2, 0, 1) if heads else (0, 0, 0, 0, 0)
+    grads = forget_gated_backward(*tensors[:6], arguments[6], *tensors[6:])
+    # Without a lower bound its empty gradient is that of every model alike.
+    axes = axes if arguments[3] is not None else (*axes[:3], None, axes[4])
+    grads = (x if axis is None else unfold(x, info.batch_size, axis) for x, axis in zip(grads, axes, strict=True))
+    return tuple(grads), axes
+
+
+# FLOPs: those of gated linear attention. The gate is no matrix product.
+register_flop_formula(torch.ops.linnet.forget_gated)(gated_flops)
+register_flop_formula(torch.ops.linnet.forget_gated_backward)(gated_backward_flops)

@@ -1,0 +1,160 @@
+"""The gradients of q, k and the decays of gated linear attention, for all chunks at once."""
+
+import triton
+import triton.language as tl
+
+from linnet.ops.gated.tiles import (
+    choose_after,
+    choose_from_halves,
+    choose_from_middle,
+    choose_until,
+    is_between,
+    lay_out,
+    load_bound,
+    load_tile,
+    locate,
+    open_gate,
+    read_gate,
+    store_tile,
+    sum_tokens,
+)
+
+
+@triton.jit
+def gradients_kernel(
+    q, k, gate, bound, v, do, entries, exits, strong, dq, dk, dgate, dbound, offsets, scale, T, N, H: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORGET: tl.constexpr,
+    BOUNDED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    BLOCKS: tl.constexpr = (K + BK - 1) // BK
+    tile = pid // BLOCKS
+    slot, h = tile // H, tile % H
+    row, left = locate(slot, offsets, T, N, C, DOCUMENTS)
+    tile = tile.to(tl.int64)
+    first = pid % BLOCKS * BK
+    if left <= 0:
+        if BOUNDED:
+            i = first + tl.arange(0, BK)
+            tl.store(dbound + tile * K + i, tl.zeros([BK], tl.float32), mask=i < K)
+        return
+    base = (row * H + h) * K
+    q += base
+    gate += base
+    dq += base
+    dgate += base
+    if not FORGET:
+        k += base
+        dk += base
+    v += (row * H + h) * V
+    do += (row * H + h) * V
+    entries += tile * (K * V)
+    exits += tile * (K * V)
+    if BOUNDED:
+        dbound += tile * K
+    if tl.load(strong + tile) > 0:
+        B: tl.constexpr = min(BK, 16)
+        for start in tl.range(first, first + BK, B):
+            _gradients(
+                q, k, gate, bound, v, do, entries, exits, dq, dk, dgate, dbound, scale, left, h, start, H, K, V, C, B,
+                BV, FORGET, BOUNDED, EVEN, OPERAND, PRECISION, 1, True,
+            )  # fmt: skip
+    else:
+        _gradients(
+            q, k, gate, bound, v, do, entries, exits, dq, dk, dgate, dbound, scale, left, h, first, H, K, V, C, BK,
+            BV, FORGET, BOUNDED, EVEN, OPERAND, PRECISION, STAGES, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gradients(
+    q, k, gate, bound, v, do, entries, exits, dq, dk, dgate, dbound, scale, left, h, start, H: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORGET: tl.constexpr,
+    BOUNDED: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """The gradients of BK channels from `start` of a chunk."""
+    r, i = tl.arange(0, C), start + tl.arange(0, BK)
+    dpairs = tl.zeros([C, C], tl.float32)  # gradients of the scores [r, s], and [s, r] by a product of their own
+    turned = tl.zeros([C, C], tl.float32)
+    from_entry = tl.zeros([C, BK], tl.float32)
+    to_exit = tl.zeros([C, BK], tl.float32)
+    through = tl.zeros([BK], tl.float32)
+    for block in tl.range(0, V, BV, num_stages=STAGES):
+        j = block + tl.arange(0, BV)
+        value_mask = (r < left)[:, None] & (j < V)[None, :]
+        value_at = r[:, None] * (H * V) + j[None, :]
+        tv = load_tile(v, value_at, value_mask, not EVEN or V % BV != 0).to(OPERAND)
+        tdo = load_tile(do, value_at, value_mask, not EVEN or V % BV != 0).to(OPERAND)
+        state_mask = (j < V)[:, None] & (i < K)[None, :]
+        entered = load_tile(entries, j[:, None] * K + i[None, :], state_mask, V % BV != 0 or K % BK != 0)
+        left_over = load_tile(exits, j[:, None] * K + i[None, :], state_mask, V % BV != 0 or K % BK != 0)
+        dpairs = tl.dot(tdo, tl.trans(tv), dpairs, input_precision=PRECISION)
+        turned = tl.dot(tv, tl.trans(tdo), turned, input_precision=PRECISION)
+        from_entry = tl.dot(tdo, entered, from_entry, input_precision=PRECISION)
+        to_exit = tl.dot(tv, left_over, to_exit, input_precision=PRECISION)
+        through += tl.sum(entered.to(tl.float32) * left_over.to(tl.float32), 0)
+    same = tl.sum(tl.where(r[:, None] == r[None, :], dpairs, 0.0), 1)[:, None]
+
+    MASKED: tl.constexpr = not EVEN or K % BK != 0
+    mask = (r < left)[:, None] & (i < K)[None, :]
+    at = r[:, None] * (H * K) + i[None, :]
+    lower = load_bound(bound, h, i, K, BOUNDED)
+    tq = lay_out(load_tile(q, at, mask, MASKED), C, OPERAND, PRECISION) * scale
+    tk, decay = read_gate(k, gate, lower, at, mask, C, FORGET, MASKED, True, OPERAND, PRECISION)
+    first = tl.sum(tl.where((r < C // 2)[:, None], decay, 0.0), 0)
+    second = tl.sum(tl.where((r < C // 2)[:, None], 0.0, decay), 0)
+    through *= tl.exp2(first + second)
+
+    # `inside` are the terms q dq - k dk of the pairs in the chunk. Both gradients of a pair are products of the same
+    # rounded factors, so that what cancels in their sums cancels in full; q_t k_t, which no decay touches, is left out.
+    if EXACT:
+        from_entry *= tl.exp2(sum_tokens(choose_until(C), decay, OPERAND, PRECISION))
+        to_exit *= tl.exp2(sum_tokens(choose_after(C), decay, OPERAND, PRECISION))
+        gq = tl.zeros([C, BK], tl.float32)
+        gk = tl.zeros([C, BK], tl.float32)
+        inside = tl.zeros([C, BK], tl.float32)
+        LEVELS: tl.constexpr = C.bit_length() - 1
+        for level in tl.range(0, LEVELS):
+            apart = tl.exp2(sum_tokens(choose_from_halves(level, C), decay, OPERAND, PRECISION))
+            half_q, half_k = (tq * apart).to(OPERAND), (tk * apart).to(OPERAND)
+            late = tl.where(is_between(r[:, None], r[None, :], level), dpairs, 0.0).to(OPERAND)
+            early = tl.where(is_between(r[None, :], r[:, None], level), turned, 0.0).to(OPERAND)
+            late_q = tl.dot(late, half_k, input_precision=PRECISION)
+            early_k = tl.dot(early, half_q, input_precision=PRECISION)
+            inside += half_q.to(tl.float32) * late_q - half_k.to(tl.float32) * early_k
+            gq += late_q * apart
+            gk += early_k * apart
+    else:
+        around = sum_tokens(choose_from_middle(C), decay, OPERAND, PRECISION)
+        ahead, behind = tl.exp2(around), tl.exp2(-around)
+        mid_q, mid_k = (tq * ahead).to(OPERAND), (tk * behind).to(OPERAND)
+        late = tl.where(r[:, None] > r[None, :], dpairs, 0.0).to(OPERAND)
+        early = tl.where(r[:, None] < r[None, :], turned, 0.0).to(OPERAND)
+        gq = tl.dot(late, mid_k, input_precision=PRECISION)
+        gk = tl.dot(early, mid_q, input_precision=PRECISION)
+        inside = mid_q.to(tl.float32) * gq - mid_k.to(tl.float32) * gk
+        gq *= ahead
+        gk *= behind
+        from_entry *= ahead * tl.exp2(first)[None, :]
+        to_exit *= behind * tl.exp2(second)[None, :]
+
+    # Through step t pass: pairs in the chunk, queries from t on that read the entry state, keys before t that the exit
+    # state holds, and the entry state as far as the exit state holds it. None is the difference of larger terms.
+    ddecay = sum_tokens(tl.trans(choose_until(C)), inside + tq * from_entry, OPERAND, PRECISION)
+    ddecay += sum_tokens(tl.trans(choose_after(C)), tk * to_exit, OPERAND, PRECISION)
+    ddecay += through[None, :]
+    gq = (gq + from_entry + same * tk) * scale
+    gk += to_exit + same * tq
+    store_tile(dq, at, gq, mask, MASKED)
+    if FORGET:
+        # The gate anew, rather than in registers all the way.
+        u, top, share = open_gate(lay_out(load_tile(gate, at, mask, MASKED), C, OPERAND, PRECISION), lower)
+        if BOUNDED:
+            part = tl.sum(tl.where(mask, ddecay * (u / top) - gk * (u * share), 0.0), 0)
+            tl.store(dbound + i, part, mask=i < K)
+        ddecay = tk * (ddecay / top - gk * share)
+    else:
+        store_tile(dk, at, gk, mask, MASKED)
+    store_tile(dgate, at, ddecay, mask, MASKED)

@@ -1,0 +1,157 @@
+"""What the kernels of gated linear attention share: where a chunk is, its gate, sums of log-decays over tokens.
+
+Tiles are [C, K] or [C, V], decays are exponents of 2. A chunk has a slot, the same in all scratch memory, where tiles
+are contiguous: chunk c of sequence n has slot n ceil(T / C) + c; that of a document which begins at row b has slot
+floor(b / C) + n + c, so that slots are known without a look at the other documents; some stay empty.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+# 2 to it is 0 in float32: a decay to less is a decay to 0, and -inf becomes a number that can be summed.
+FLOOR = tl.constexpr(-160.0)
+
+
+@triton.jit
+def locate(slot, offsets, T, N, C: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """The row of [B*T] where the chunk of a slot begins, and its tokens (at most 0 for an empty slot)."""
+    if DOCUMENTS:
+        n, beyond = slot * 0, slot * 0 + N
+        while beyond - n > 1:  # the last document whose first slot is not after this one
+            middle = (n + beyond) // 2
+            later = tl.load(offsets + middle) // C + middle > slot
+            beyond = tl.where(later, middle, beyond)
+            n = tl.where(later, n, middle)
+        begin = tl.load(offsets + n)
+        row = begin + (slot - begin // C - n) * C
+        left = tl.minimum(tl.load(offsets + n + 1), T) - row
+        if row < 0:
+            left = left * 0
+    else:
+        chunks = tl.cdiv(T, C)
+        n = slot // chunks
+        row = slot % chunks * C
+        left = T - row
+        row = n.to(tl.int64) * T + row
+    return row.to(tl.int64), left
+
+
+@triton.jit
+def sum_tokens(choice, x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """choice [C, C] of 0, 1 and -1 @ x [C, K]: sums over tokens, to 2^-17 of the largest term for bfloat16."""
+    if OPERAND == tl.bfloat16:
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(choice.to(tl.bfloat16), low, tl.dot(choice.to(tl.bfloat16), high))
+    return tl.dot(choice.to(tl.float32), x, input_precision=PRECISION)
+
+
+@triton.jit
+def lay_out(x, C: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """x [C, K] in float32, laid out as the results of products.
+
+    A product with the identity does what no function asks for: left to itself the compiler evaluates the gate anew in
+    each of the four layouts in which its parts are used, which takes four times the registers.
+    """
+    if OPERAND == tl.bfloat16:
+        one = tl.where(tl.arange(0, C)[:, None] == tl.arange(0, C)[None, :], 1.0, 0.0)
+        if x.dtype == tl.bfloat16:
+            return tl.dot(one.to(tl.bfloat16), x)
+        return sum_tokens(one, x.to(tl.float32), OPERAND, PRECISION)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def choose_from_middle(C: tl.constexpr):
+    """Chooses the tokens between the middle of the chunk and each token, times -1 before the middle."""
+    r, u = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    after = (u >= C // 2) & (u <= r)
+    before = (u < C // 2) & (u > r)
+    return tl.where(after, 1.0, tl.where(before, -1.0, 0.0))
+
+
+@triton.jit
+def choose_from_halves(level, C: tl.constexpr):
+    """Chooses the tokens between each token and where the halves, of 2^level tokens, of its block meet."""
+    r, u = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    same = r >> (level + 1) == u >> (level + 1)
+    after = (r >> level & 1 == 1) & (u >> level & 1 == 1) & (u <= r)
+    before = (r >> level & 1 == 0) & (u >> level & 1 == 0) & (u > r)
+    return tl.where(same & (after | before), 1.0, 0.0)
+
+
+@triton.jit
+def choose_until(C: tl.constexpr):
+    """Chooses the tokens up to each token."""
+    return tl.where(tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :], 1.0, 0.0)
+
+
+@triton.jit
+def choose_after(C: tl.constexpr):
+    """Chooses the tokens after each token."""
+    return tl.where(tl.arange(0, C)[:, None] < tl.arange(0, C)[None, :], 1.0, 0.0)
+
+
+@triton.jit
+def is_between(late, early, level):
+    """Whether tokens lie in the late and the early half, of 2^level tokens, of one block."""
+    return (late >> (level + 1) == early >> (level + 1)) & (late >> level & 1 == 1) & (early >> level & 1 == 0)
+
+
+@triton.jit
+def open_gate(x, lower):
+    """u, 1 + lower u and 1 / (1 + u) with u = exp(-x): f = (1 + lower u) / (1 + u), 1 - f = (1 - lower) u / (1 + u)."""
+    u = tl.exp2(tl.minimum(-x * LOG2_E, 126.0))
+    return u, 1 + lower * u, 1 / (1 + u)
+
+
+@triton.jit
+def load_tile(pointer, at, mask, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(pointer + at, mask=mask, other=0.0)
+    else:
+        return tl.load(pointer + at)
+
+
+@triton.jit
+def store_tile(pointer, at, x, mask, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointer + at, x.to(pointer.dtype.element_ty), mask=mask)
+    else:
+        tl.store(pointer + at, x.to(pointer.dtype.element_ty))
+
+
+@triton.jit
+def read_gate(
+    k, gate, lower, at, mask, C: tl.constexpr, FORGET: tl.constexpr, MASKED: tl.constexpr, LAID: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """k and the log-decay of a tile, in float32."""
+    x = load_tile(gate, at, mask, MASKED)
+    if not FORGET:
+        x = tl.maximum(x.to(tl.float32) * LOG2_E, FLOOR)
+    if LAID:
+        x = lay_out(x, C, OPERAND, PRECISION)
+    x = x.to(tl.float32)
+    if FORGET:
+        u, top, share = open_gate(x, lower)
+        key = (1 - lower) * u * share
+        decay = tl.log2(top * share)
+        if MASKED:
+            key = tl.where(mask, key, 0.0)
+            decay = tl.where(mask, decay, 0.0)
+    else:
+        key = load_tile(k, at, mask, MASKED)
+        if LAID:
+            key = lay_out(key, C, OPERAND, PRECISION)
+        key, decay = key.to(tl.float32), x
+    return key, tl.maximum(decay, FLOOR)
+
+
+@triton.jit
+def load_bound(bound, h, i, K: tl.constexpr, BOUNDED: tl.constexpr):
+    if BOUNDED:
+        return tl.load(bound + h * K + i, mask=i < K, other=0.0).to(tl.float32)[None, :]
+    else:
+        return 0.0

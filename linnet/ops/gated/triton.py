@@ -1,0 +1,238 @@
+"""Gated linear attention on a GPU: decays are taken into q and k first, then sweeps keep the state in registers.
+
+The forward is two launches. `prepare` works on all chunks at once: it sums the log-decays g of a chunk (and makes them,
+and k, from gate logits, for HGRN2), and writes what needs them, q exp(g since the chunk's start), k exp(g until its
+end), the scores of the chunk and its whole decay. `sweep` walks the chunks with the state: it has but matrix products.
+The scores of a chunk are one product of q exp(g_r - g_m) and k exp(g_m - g_s) around its middle m. Where a channel
+decays by more than 2^-LIMIT in half a chunk these factors might overflow, and the program of that chunk halves it down
+to single tokens instead, as the chunked form does: slower, and exact for any decay.
+
+The backward prepares anew, sweeps forward for the states that the chunks find (kept in the dtype of products), and
+backward for those that their ends' gradients find, with dv on the way; then `gradients` has dq, dk and dlog_decay of
+all chunks at once, and turns the latter two into those of the gate's logits and lower bound.
+
+Where heads are few, a sequence is cut into segments: one launch sums each segment up (its state from zero, its decay),
+and the sweep of a segment starts from the decayed sum of the summaries before it.
+
+float64, mixed dtypes and widths that are no multiple of 8 or above 256 run in the chunked form.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linnet.ops import backend
+from linnet.ops.documents import count_states, documents
+from linnet.ops.gated import chunked
+from linnet.ops.gated.gradient_kernel import gradients_kernel
+from linnet.ops.gated.kernels import prepare_kernel, sweep_kernel
+
+
+class Tiles(NamedTuple):
+    """Tokens a chunk; columns of the state and warps of a sweep, its chunks in flight; warps of `prepare`; channels and
+    warps of `gradients`, and blocks of values in flight."""
+
+    chunk: int
+    columns: int
+    warps: int
+    stages: int
+    prepare_warps: int
+    channels: int
+    gradient_warps: int
+    gradient_stages: int
+    prepare_registers: int | None = None
+    gradient_registers: int | None = None
+
+
+# Programs of a sweep that a multiprocessor holds at a time.
+RESIDENT = 2
+
+
+def choose_tiles(K: int, V: int, dtype: torch.dtype) -> Tiles:
+    """Tiles for padded widths: on an H200 the fastest of those in docs/negative-results.md."""
+    if dtype != torch.bfloat16:
+        return Tiles(16, min(V, 32), 4, 1, 4, min(K, 32), 4, 1)
+    return Tiles(32, min(V, 64), 4, 4, 2, min(K, 64), 4, 2)
+
+
+def gated_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, V] and the final state [N, H, K, V]; arguments as `gated_linear_attention`."""
+    if not supports(q, k, v):
+        return chunked.gated_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale)
+    return forward(Call(q, k, log_decay, None, v, initial_state, cu_seqlens, scale))
+
+
+def gated_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    do: Tensor,
+    dfinal: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, log_decay and the initial state (given or not), from those of o and of the final state."""
+    if not supports(q, k, v, do):
+        return chunked.gated_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
+    dq, dk, dv, dlog_decay, _, dinitial = backward(
+        Call(q, k, log_decay, None, v, initial_state, cu_seqlens, scale), do, dfinal
+    )
+    return dq, dk, dv, dlog_decay, dinitial
+
+
+def supports(q: Tensor, *others: Tensor) -> bool:
+    alike = all(x.dtype == q.dtype for x in others) and q.dtype != torch.float64
+    v = others[-1]
+    return alike and all(8 <= width <= 256 and width % 8 == 0 for width in (q.shape[-1], v.shape[-1]))
+
+
+class Call:
+    """The arguments of a call, contiguous, and its sizes. k is None where `gate` has logits instead of log-decays;
+    then `bound` [H, K] is the lower bound of the forget gate, or None for 0."""
+
+    def __init__(self, q, k, gate, bound, v, initial_state, cu_seqlens, scale: float):
+        if backend.debugging():
+            documents(cu_seqlens, *q.shape[:2])
+        self.q, self.gate, self.v = q.contiguous(), gate.contiguous(), v.contiguous()
+        self.k = None if k is None else k.contiguous()
+        self.bound = None if bound is None else bound.contiguous()
+        self.initial_state = None if initial_state is None else initial_state.contiguous()
+        self.cu_seqlens, self.scale = cu_seqlens, scale
+        self.B, self.T, self.H, self.K = q.shape
+        self.V = v.shape[-1]
+        self.states = count_states(cu_seqlens, self.B)
+        self.PK, self.PV = (max(16, triton.next_power_of_2(width)) for width in (self.K, self.V))
+        self.tiles = choose_tiles(self.PK, self.PV, q.dtype)
+        C = self.tiles.chunk
+        self.slots = self.B * triton.cdiv(self.T, C) if cu_seqlens is None else self.T // C + self.states
+        # Operands of products: bfloat16, or float32 (float16 states could overflow) in one or three passes of tf32.
+        self.operand = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+        operand = tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float32
+        self.arithmetic = operand, "tf32x3" if q.dtype == torch.float32 else "tf32"
+        self.limit = 100.0 if q.dtype == torch.bfloat16 else 30.0
+        self.shape_flags = cu_seqlens is not None, cu_seqlens is None and self.T % C == 0
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.q.new_empty(shape, dtype=dtype or self.operand)
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """o and the final state."""
+    with torch.cuda.device_of(call.q):
+        o = torch.empty_like(call.v)
+        final = call.empty(call.states, call.H, call.K, call.V, dtype=torch.float32)
+        prepared = _prepare(call)
+        _sweep(call, prepared, call.v, call.initial_state, out=o, leave=final)
+        return o, final
+
+
+def backward(call: Call, do: Tensor, dfinal: Tensor | None):
+    """Gradients of q, k (or None), v, the gate, its bound (or None) and the initial state."""
+    with torch.cuda.device_of(call.q):
+        do = do.contiguous()
+        dfinal = None if dfinal is None else dfinal.contiguous()
+        dv = torch.empty_like(call.v)
+        dinitial = call.empty(call.states, call.H, call.K, call.V, dtype=torch.float32)
+        entries, exits = (call.empty(call.slots, call.H, call.V, call.K) for _ in range(2))
+        prepared = _prepare(call)
+        _sweep(call, prepared, call.v, call.initial_state, keep=entries)
+        _sweep(call, prepared, do, dfinal, out=dv, leave=dinitial, keep=exits, reverse=True)
+        strong = prepared.strong
+        del prepared  # its memory may serve for the gradients
+        return *_gradients(call, do, entries, exits, strong, dv), dinitial
+
+
+class Prepared(NamedTuple):
+    """q decayed since the start of its chunk, k until its end [slots, H, C, K], scores [slots, H, C, C], decays of
+    chunks [slots, H, K], and whether one is `strong` [slots, H]: too strong to be factored around the middle."""
+
+    since_q: Tensor
+    until_k: Tensor
+    scores: Tensor
+    decays: Tensor
+    strong: Tensor
+
+
+def _prepare(call: Call) -> Prepared:
+    C = call.tiles.chunk
+    prepared = Prepared(
+        call.empty(call.slots, call.H, C, call.K),
+        call.empty(call.slots, call.H, C, call.K),
+        call.empty(call.slots, call.H, C, C),
+        call.empty(call.slots, call.H, call.K, dtype=torch.float32),
+        call.empty(call.slots, call.H, dtype=torch.int32),
+    )
+    prepare_kernel[(call.slots * call.H,)](
+        call.q, call.k, call.gate, call.bound, call.cu_seqlens, *prepared, call.scale, call.T, call.states, call.H,
+        call.K, C, call.PK, call.k is None, call.bound is not None, *call.shape_flags, *call.arithmetic, call.limit,
+        num_warps=call.tiles.prepare_warps, maxnreg=call.tiles.prepare_registers,
+    )  # fmt: skip
+    return prepared
+
+
+def _sweep(
+    call: Call, prepared: Prepared, c: Tensor, entry: Tensor | None, *, out=None, leave=None, keep=None, reverse=False
+) -> None:
+    """Fills `out` (o, or dv), `leave` (the state after the last chunk of the sweep) and `keep` (those before each)."""
+    tiles = call.tiles
+    since, until, scores, decays, _ = prepared
+    if reverse:
+        since, until = until, since
+    blocks = triton.cdiv(call.V, tiles.columns)
+    segments = _count_segments(call, blocks)
+    sums = sum_decays = None
+
+    def launch(segments: int, summary: bool) -> None:
+        entry_, out_, leave_, keep_ = (None,) * 4 if summary else (entry, out, leave, keep)
+        split = sums is not None and not summary
+        sweep_kernel[(blocks * call.states * call.H * (segments - summary),)](
+            since, until, c, out_, scores, decays, entry_, leave_, keep_, sums, sum_decays, call.cu_seqlens,
+            call.T, call.states, segments, call.H, call.K, call.V, tiles.chunk, call.PK, tiles.columns, reverse,
+            entry_ is not None, leave_ is not None, out_ is not None, keep_ is not None, summary, split,
+            *call.shape_flags, *call.arithmetic, tiles.stages, num_warps=tiles.warps,
+        )  # fmt: skip
+
+    if segments > 1:
+        sums = call.empty(call.states, call.H, segments - 1, call.V, call.K, dtype=torch.float32)
+        sum_decays = call.empty(call.states, call.H, segments - 1, call.K, dtype=torch.float32)
+        launch(segments, True)
+    launch(segments, False)
+
+
+def _gradients(call: Call, do: Tensor, entries: Tensor, exits: Tensor, strong: Tensor, dv: Tensor):
+    dq, dgate = torch.empty_like(call.q), torch.empty_like(call.gate)
+    dk = None if call.k is None else torch.empty_like(call.k)
+    parts = None if call.bound is None else call.empty(call.slots, call.H, call.K, dtype=torch.float32)
+    tiles = call.tiles
+    gradients_kernel[(triton.cdiv(call.K, tiles.channels) * call.slots * call.H,)](
+        call.q, call.k, call.gate, call.bound, call.v, do, entries, exits, strong, dq, dk, dgate, parts,
+        call.cu_seqlens, call.scale, call.T, call.states, call.H, call.K, call.V, tiles.chunk, tiles.channels,
+        min(64, call.PV), call.k is None, call.bound is not None, *call.shape_flags, *call.arithmetic,
+        tiles.gradient_stages, num_warps=tiles.gradient_warps, maxnreg=tiles.gradient_registers,
+    )  # fmt: skip
+    return dq, dk, dv, dgate, None if parts is None else parts.sum(0).to(call.bound.dtype)
+
+
+def _count_segments(call: Call, blocks: int) -> int:
+    """As many as let a sweep fill the GPU, but of at least 16 chunks on average. Documents are cut alike."""
+    places = RESIDENT * _count_processors(call.q.device)
+    return max(1, min(places // (blocks * call.states * call.H), call.slots // (16 * call.states)))
+
+
+def _count_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 8  # the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,212 @@
+"""The Triton form of gated linear attention, with and without HGRN2's gate, against float64: on a GPU, and small shapes
+in Triton's interpreter."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linnet.ops import debug, forget_gate, forget_gated_attention, gated_linear_attention, use_backend
+from linnet.ops.gated import chunked
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+# The largest log-decay a token; those of "resets" clear a part of the channels again and again.
+DECAYS = {"slow": 1e-6, "mild": 0.3, "strong": 5.0, "extreme": 40.0, "resets": 0.3}
+# fp16 is multiplied as tf32 (the same mantissa, no overflow), float32 in three passes of it.
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def make(B, T, K, V, *, decay="mild", forget=False, state=True, offsets=None, dtype=torch.bfloat16, device="cuda"):
+    """Arguments of the forward (k or None, log-decays or logits, bound or None) and gradients of its results."""
+    generator = torch.Generator().manual_seed(T)
+
+    def normal(*shape, to=dtype):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, to)
+
+    N = B if offsets is None else len(offsets) - 1
+    state_dtype = torch.promote_types(dtype, torch.float32)
+    q, k, v, do = normal(B, T, 2, K), normal(B, T, 2, K), normal(B, T, 2, V), normal(B, T, 2, V)
+    states = [normal(N, 2, K, V, to=state_dtype) if state else None for _ in range(2)]
+    cuts = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device=device)
+    if forget:
+        gate = normal(B, T, 2, K) * DECAYS[decay]
+        bound = normal(2, K, to=state_dtype).sigmoid() if decay == "mild" else None
+        return (q, None, gate, bound, v, states[0], cuts, 0.7), (do, states[1])
+    gate = -DECAYS[decay] * torch.rand(B, T, 2, K, generator=generator, dtype=torch.float64)
+    if decay == "resets":
+        gate[:, ::5, :, ::2] = -float("inf")
+    return (q, k, gate.to(device, state_dtype), None, v, states[0], cuts, 0.7), (do, states[1])
+
+
+def exact_results(inputs, gradients):
+    """All that the kernels give, in float64: o, the final state, dq, dk, dgate, dbound, dv, dinitial."""
+    q, k, gate, bound, v, state, cuts, scale = (
+        x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
+    )
+    do, dfinal = (None if x is None else x.double() for x in gradients)
+    leaves, log_decay = [], gate
+    if k is None:
+        leaves = [x.requires_grad_() for x in (gate, bound) if x is not None]
+        log_decay, k = forget_gate(gate, bound)
+    call = (q, k.detach(), v, log_decay.detach(), state, cuts, scale)
+    o, final = chunked.gated_forward(*call)
+    dq, dk, dv, dlog_decay, dinitial = chunked.gated_backward(*call, do, dfinal)
+    if not leaves:
+        return [o, final, dq, dk, dlog_decay, None, dv, dinitial]
+    dgate, *dbound = torch.autograd.grad([log_decay, k], leaves, [dlog_decay, dk])
+    return [o, final, dq, None, dgate, *(dbound or [None]), dv, dinitial]
+
+
+def assert_agrees(*call, **options):
+    from linnet.ops.gated import triton
+
+    inputs, gradients = make(*call, **options)
+    expected = exact_results(inputs, gradients)
+    for x in expected:  # leaves NaN in the memory that the results will get, for what is not written
+        if x is not None:
+            torch.full_like(x, float("nan"), dtype=inputs[0].dtype), torch.full_like(x, float("nan")).float()
+    q, k, gate, bound, v, *rest = inputs
+    o, final = triton.forward(triton.Call(*inputs))
+    dq, dk, dv, dgate, dbound, dinitial = triton.backward(triton.Call(*inputs), *gradients)
+    found = [
+        ((a.double() - e).norm() / e.norm().clamp(min=1e-30)).item()
+        for a, e in zip([o, final, dq, dk, dgate, dbound, dv, dinitial], expected, strict=True)
+        if e is not None
+    ]
+    assert all(x <= TOLERANCE[q.dtype] for x in found), found
+
+
+@gpu
+@pytest.mark.parametrize("K, V", [(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (256, 256), (256, 128), (24, 72)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("forget", [False, True])
+def test_widths(K, V, dtype, forget):
+    assert_agrees(2, 333, K, V, dtype=dtype, forget=forget)
+
+
+@gpu
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 257, 1024, 4097])
+@pytest.mark.parametrize("forget", [False, True])
+def test_lengths(T, decay, forget):
+    assert_agrees(1, T, 64, 64, decay=decay, forget=forget)
+    assert_agrees(3, T, 128, 128, decay=decay, forget=forget, state=False)
+
+
+@gpu
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("forget", [False, True])
+def test_any_decay_in_float32(decay, forget):
+    assert_agrees(2, 200, 64, 64, decay=decay, forget=forget, dtype=torch.float32)
+
+
+@gpu
+@pytest.mark.parametrize("offsets", [[0, 700], [0, 0, 1, 64, 65, 700, 700], [0, 640, 700]])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("forget", [False, True])
+def test_documents(offsets, width, forget):
+    assert_agrees(1, 700, width, width, offsets=offsets, forget=forget)
+
+
+@gpu
+@pytest.mark.parametrize("segments", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize("K, V", [(128, 128), (64, 64), (256, 128)])
+@pytest.mark.parametrize("offsets", [None, [0, 0, 130, 1500, 2100]])
+def test_segments(segments, K, V, offsets, monkeypatch):
+    from linnet.ops.gated import triton
+
+    monkeypatch.setattr(triton, "_count_segments", lambda *_: segments)
+    assert_agrees(1, 2100, K, V, offsets=offsets)
+
+
+@gpu
+def test_long_sequence():
+    assert_agrees(1, 131_072, 64, 64)
+
+
+@gpu
+@pytest.mark.parametrize("K, V, dtype", [(3, 5, torch.bfloat16), (64, 264, torch.float32), (16, 16, torch.float64)])
+@pytest.mark.parametrize("forget", [False, True])
+def test_what_has_no_kernel_is_chunked(K, V, dtype, forget):
+    (q, k, gate, bound, v, state, *_), _ = make(2, 100, K, V, dtype=dtype, forget=forget)
+    options = {"initial_state": state, "output_final_state": True}
+    o, final = run(q, k, gate, bound, v, **options)
+    with use_backend("chunked"):
+        expected = run(q, k, gate, bound, v, **options)
+    assert torch.equal(o, expected[0]) and torch.equal(final, expected[1])
+
+
+def run(q, k, gate, bound, v, **options):
+    if k is None:
+        return forget_gated_attention(q, gate, v, lower_bound=bound, **options)
+    return gated_linear_attention(q, k, v, gate, **options)
+
+
+@gpu
+@pytest.mark.parametrize("forget", [False, True])
+def test_through_autograd_and_compile(forget):
+    (q, k, gate, bound, v, state, _, scale), _ = make(2, 200, 64, 64, forget=forget)
+    leaves = [x.requires_grad_() for x in (q, k, gate, bound, v, state) if x is not None]
+
+    def attend():
+        return run(q, k, gate, bound, v, scale=scale, initial_state=state, output_final_state=True)
+
+    def everything(form):
+        o, final = form()
+        return [o, final, *torch.autograd.grad(o.float().sum() + final.square().sum(), leaves)]
+
+    plain, again = everything(attend), everything(attend)
+    with use_backend("chunked"):
+        expected = everything(attend)
+    for a, b, c, e in zip(plain, again, everything(torch.compile(attend, fullgraph=True)), expected, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)  # deterministic, compiled or not
+        assert (a.double() - e.double()).norm() <= 5e-3 * e.double().norm()
+
+
+@gpu
+def test_strided_inputs():
+    (q, k, gate, _, v, *_), _ = make(2, 100, 64, 64)
+    expected, _ = gated_linear_attention(q, k, v, gate)
+    q, k, v = torch.stack([q, k, v], 2).unbind(2)
+    assert torch.equal(gated_linear_attention(q, k, v, gate)[0], expected)
+
+
+@gpu
+def test_debug_looks_at_offsets():
+    (q, k, gate, _, v, *_), _ = make(1, 37, 16, 16)
+    cuts = torch.tensor([0, 20, 10, 37], dtype=torch.int32, device="cuda")
+    with debug(), pytest.raises(ValueError, match="must start at 0, never fall"):
+        gated_linear_attention(q, k, v, gate, cu_seqlens=cuts)
+
+
+# Triton's interpreter has no bfloat16 products.
+INTERPRETED = [
+    ((2, 50, 16, 16), {}),
+    ((1, 40, 24, 16), {"decay": "resets"}),
+    ((1, 32, 16, 24), {"decay": "extreme", "state": False}),
+    ((1, 40, 16, 16), {"dtype": "float16"}),
+    ((1, 100, 16, 16), {"offsets": [0, 0, 40, 41, 100, 100], "forget": True}),
+    ((1, 530, 16, 16), {"decay": "slow", "forget": True}),  # in two segments
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
+def test_interpreted():
+    root = str(Path(__file__).parents[2])
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("agrees") == len(INTERPRETED), done.stdout + done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    for call, options in INTERPRETED:
+        options = options | {"dtype": getattr(torch, options.get("dtype", "float32")), "device": "cpu"}
+        assert_agrees(*call, **options)
+        print(*call, "agrees")
