@@ -16,10 +16,6 @@ from linnet.ops.launching import Launcher, align
 
 WIDEST = 16_384  # of a row that a program holds
 
-# Programs that walk over the rows for the gradient of a gain, a multiprocessor.
-WALKERS = 4
-STAGES = 3  # blocks of rows that such a program has in flight
-
 
 def supports(x: Tensor, weight: Tensor | None, gate: Tensor | None, residual: Tensor | None) -> bool:
     """Whether the kernels take a call: rows of at most 16,384 in at most 32 bits a number, on one device."""
@@ -35,7 +31,14 @@ def choose_tile(width: int, gain: bool = False) -> tuple[int, int, int]:
     """
     columns = triton.next_power_of_2(width)
     rows = max(1, (1024 if columns <= 256 and not gain else 2048) // columns)
-    return columns, rows, min(16, max(4, columns // (512 if gain else 1024)))
+    return columns, rows, min(16, max(4, columns // (256 if gain else 1024)))
+
+
+def choose_walk(elements: int, bytes_each: int) -> tuple[int, int]:
+    """For programs that walk over the rows in blocks of `elements`: how many a multiprocessor, and how many blocks each
+    has in flight, where 192 KiB of shared memory hold those to come (`bytes_each` an element, all inputs)."""
+    walkers = max(1, 8192 // elements)
+    return walkers, max(1, min(3, 1 + 192 * 1024 // (walkers * elements * bytes_each)))
 
 
 def norm_forward(
@@ -96,11 +99,11 @@ def _plan_backward(
     width, numel, h, weight, gate, dy, dh, gate_activation, needs_weight, device
 ) -> tuple[Launcher, int]:
     columns, rows, warps = choose_tile(width, gain=needs_weight)
-    programs = triton.cdiv(numel // width, rows)
+    programs, stages = triton.cdiv(numel // width, rows), 1
     if needs_weight:
-        programs = min(programs, WALKERS * _count_processors(device))
+        walkers, stages = choose_walk(rows * columns, sum(t.itemsize for t in (h, gate, dy, dh) if t is not None))
+        programs = min(programs, walkers * _count_processors(device))
     kind = "absent" if gate is None else gate_activation
-    stages = STAGES if needs_weight else 1
     constants = (width, columns, rows, weight is not None, kind, dh is not None, needs_weight, stages)
     return Launcher(backward_kernel, programs, constants, num_warps=warps), programs
 
