@@ -12,6 +12,7 @@ from linnet.ops.additive.reference import reference
 from linnet.ops.additive.step import additive_step
 from linnet.ops.arguments import check_matrix_state, check_state
 from linnet.ops.chunks import exact, state_dtype
+from linnet.ops.direct import shorten
 from linnet.ops.documents import count_states
 from linnet.ops.folding import fold, unfold
 from linnet.ops.looping import each
@@ -72,7 +73,7 @@ def additive_attention(
         with exact(q):
             o, (S, z) = reference(q, k, v, theta, positions, initial_state, scale, causal, cu_seqlens)
     else:
-        o, S, z = _forward(q, k, v, theta, positions, S, z, float(scale), causal, cu_seqlens)
+        o, S, z = _direct(q, k, v, theta, positions, S, z, float(scale), causal, cu_seqlens)
     return o, ((S, z) if output_final_state else None)
 
 
@@ -102,8 +103,8 @@ def _forward(
 @torch.library.custom_op("linnet::additive_backward", mutates_args=())
 def _backward(
     do: Tensor,
-    dS: Tensor,
-    dz: Tensor,
+    dS: Tensor | None,
+    dz: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -135,17 +136,21 @@ def _(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens):
 @_backward.register_fake
 def _(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens):
     dtheta = S_end.new_empty(0) if theta is None else theta.new_empty(theta.shape)
-    return (*(x.new_empty(x.shape) for x in (q, k, v)), dtheta, S_end.new_empty(dS.shape), S_end.new_empty(dz.shape))
+    dz_start = S_end.new_empty((S_end.shape[0], *q.shape[2:]))
+    return (*(x.new_empty(x.shape) for x in (q, k, v)), dtheta, S_end.new_empty(S_end.shape), dz_start)
 
 
 def _save(ctx, inputs, output):
     q, k, v, theta, positions, S, z, ctx.scale, ctx.causal, cu_seqlens = inputs
-    ctx.save_for_backward(q, k, v, theta, positions, S, z, output[1], cu_seqlens)
+    # Without causality there is no z before the first token, and the place is free for the one after the last.
+    ctx.save_for_backward(q, k, v, theta, positions, S, z if ctx.causal else output[2], output[1], cu_seqlens)
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, do, dS, dz):
     q, k, v, theta, positions, S, z, S_end, cu_seqlens = ctx.saved_tensors
-    dq, dk, dv, dtheta, dS, dz = _backward(
+    do = torch.zeros_like(v) if do is None else do
+    dq, dk, dv, dtheta, dS, dz = _direct_backward(
         do, dS, dz, q, k, v, theta, positions, S, z, S_end, ctx.scale, ctx.causal, cu_seqlens
     )
     if S is None:
@@ -156,6 +161,8 @@ def _differentiate(ctx, do, dS, dz):
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+_direct = shorten(_forward, _save, _differentiate)
+_direct_backward = shorten(_backward)
 
 
 @_forward.register_vmap

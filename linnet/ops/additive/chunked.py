@@ -39,14 +39,19 @@ def forward(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens) -> tuple
 
 
 def backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens) -> tuple[Tensor, ...]:
-    """Gradients to q, k, v, theta (empty without it), S and z; `S_end` is the forward's final S."""
-    S, z = _first_state(q, k, v, theta, S, z, cu_seqlens)
+    """Gradients to q, k, v, theta (empty without it), S and z; `S_end` is the forward's final S.
+
+    Those to the final state, dS and dz, may be None. Without causality z is the log-sum after the last token.
+    """
+    S, z = _first_state(q, k, v, theta, S, z if causal else None, cu_seqlens)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dtheta = S.new_zeros(theta.shape if theta is not None else 0)
     once = Turn(cos=theta).once
     # At a boundary: the gradient to S with z held, and minus the gradient to z, by which S was divided.
-    D = dS.to(S.dtype, copy=True, memory_format=torch.contiguous_format)
-    decline = once((S_end.to(S.dtype) * D).sum(-1)) - dz.to(S.dtype)
+    D = torch.zeros_like(S) if dS is None else dS.to(S.dtype, copy=True, memory_format=torch.contiguous_format)
+    decline = once((S_end.to(S.dtype) * D).sum(-1))
+    if dz is not None:
+        decline -= dz.to(S.dtype)
     for rows, start, end in documents(cu_seqlens, q.shape[0], q.shape[1]):
         segments = _segments(q, v, theta, start, end, causal)
         checkpoints = [(S[rows], z[rows])]

@@ -1,0 +1,135 @@
+"""Additive decay attention on a GPU: a plain chunked linear attention with the running log-sum-exp fused into it.
+
+Since the decays telescope, the weight of token s at token t is exp(u_s - z_t), a product of a factor of s and one of t,
+and no product of matrices meets a decay. With LA(a, b, c) for linear attention of queries a, keys b and values c,
+keys x_s = exp(u_s), queries y_t = q_t exp(-z_t) (both relative to a reference that moves with the chunks; see
+`kernels.py`), and "reversed" meaning from the last token to the first:
+
+    o  = LA(y, x, v)                         dq = exp(-z) LA(do, v, x)
+    dv = reversed LA(x, y, do)               du = x (reversed LA(v, do, y) - sum_{t >= s} y_t dq_t)
+
+A program owns one head of one sequence (or document) and a block of columns, and walks the chunks with the state in
+registers. The sweep for dq leaves the references and masses of the chunks for the reversed ones. LRPE is applied to the
+tiles, so that the doubled keys are never in memory.
+
+Where heads are few, a sequence is cut into segments: one launch sums each segment up (its state from zero, and its
+log-sum), and the sweep of a segment starts from the summaries before it.
+
+float64, mixed dtypes and widths that are no multiple of 8 or above 256 (doubled or not) run in the chunked form.
+"""
+
+import torch
+from torch import Tensor
+
+from linnet.ops.additive import chunked
+from linnet.ops.additive.launch import Call
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    S: Tensor | None,
+    z: Tensor | None,
+    scale: float,
+    causal: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B, T, H, V] and S, z after the last token; arguments as in `additive_attention`, the state as two tensors."""
+    if not _supports(q, k, v, theta):
+        return chunked.forward(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens)
+    call = Call.of(q, k, v, theta, positions, cu_seqlens, scale)
+    with torch.cuda.device_of(q):
+        o = torch.empty_like(call.v)
+        if not causal:
+            return o, *_forward_whole(call, o)
+        segments = call.count_segments("o")
+        S_end, z_end = call.empty_state()
+        edges, ends = call.edges("o", segments, z)
+        sums = None
+        if segments > 1:
+            sums = call.summarise(segments, "o", edges=edges)
+            call.link("o", segments, edges, ends, z)
+        call.values("o", segments, out=o, edges=edges, entry=(S, z), leave=(S_end, z_end), sums=sums)
+    return o, S_end, z_end
+
+
+def backward(
+    do: Tensor,
+    dS: Tensor | None,
+    dz: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor | None,
+    positions: Tensor | None,
+    S: Tensor | None,
+    z: Tensor | None,
+    S_end: Tensor,
+    scale: float,
+    causal: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Gradients to q, k, v, theta (empty without it), S and z; `S_end` is the forward's final S.
+
+    Those to the final state, dS and dz, may be None. Without causality z is the log-sum after the last token.
+    """
+    if not _supports(q, k, v, theta, do):
+        return chunked.backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens)
+    call = Call.of(q, k, v, theta, positions, cu_seqlens, scale)
+    do = do.contiguous()
+    if (dS is None) != (dz is None):
+        dS, dz = (torch.zeros_like(y) if x is None else x for x, y in ((dS, S_end), (dz, S_end[:, :, : k.shape[3], 0])))
+    with torch.cuda.device_of(q):
+        if not causal:
+            return _backward_whole(call, do, dS, dz, S_end, z, theta)
+        segments = call.count_segments("dq")
+        dq, dk, dv = (torch.empty_like(x) for x in (call.q, call.k, call.v))
+        dS_start, dz_start = call.empty_state()
+        dtheta = call.empty_slopes(segments)
+        edges, ends = call.edges("dq", segments, z)
+        sums = None
+        if segments > 1:
+            sums = call.summarise(segments, "dq", edges=edges)
+            call.link("dq", segments, edges, ends, z)
+        call.keys("dq", segments, do, dq, dq, edges, dtheta[0], entry=(S, z), sums=sums)
+        if segments > 1:
+            sums = call.summarise(segments, "dv", do, dq, edges)
+        leave = (dS_start, dz_start)
+        call.keys("dk", segments, do, dq, dk, edges, dtheta[1], entry=(dS, dz), end=S_end, leave=leave, sums=sums)
+        call.values("dv", segments, do=do, out=dv, edges=edges, entry=(dS, dz), sums=sums)
+        if S is not None:
+            share = (S * dS_start).sum(-1)
+            dz_start += share if theta is None else share.unflatten(-1, (2, -1)).sum(-2)
+        return dq, dk, dv, call.sum_slopes(dtheta, segments, theta), dS_start, dz_start
+
+
+def _forward_whole(call: Call, o: Tensor) -> tuple[Tensor, Tensor]:
+    segments = call.count_segments("o", 4, 4)
+    edges, _ = call.edges("o", segments, None)
+    S, z = call.combine(segments, call.summarise(segments, "o", edges=edges, every=True))
+    call.use_values(call.count_segments("use", 8, 4), o, S, None)
+    return S, z
+
+
+def _backward_whole(call: Call, do: Tensor, dS, dz, S: Tensor, z: Tensor, theta) -> tuple[Tensor, ...]:
+    dq, dk, dv = (torch.empty_like(x) for x in (call.q, call.k, call.v))
+    segments = call.count_segments("sum", 4, 4)
+    S = S.contiguous()
+    D, decline = call.combine(segments, (call.sum_products(segments, do), None), S, (dS, dz))
+    segments = call.count_segments("use", 8, 4)
+    dtheta = call.empty_slopes(segments)
+    call.use_keys(segments, do, dq, S, None, None, dtheta[0])
+    call.use_keys(segments, call.v, dk, D, z, decline, dtheta[1])
+    call.use_values(segments, dv, D, z)
+    return dq, dk, dv, call.sum_slopes(dtheta, segments, theta), torch.zeros_like(D), torch.zeros_like(decline)
+
+
+def _supports(q: Tensor, k: Tensor, v: Tensor, theta: Tensor | None, *more: Tensor) -> bool:
+    alike = all(x.dtype == q.dtype for x in (k, v, *more)) and q.dtype != torch.float64
+    if theta is not None and theta.dtype == torch.float64:
+        return False
+    widths = (q.shape[-1] * (1 if theta is None else 2), v.shape[-1])
+    return alike and q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0 and all(8 <= width <= 256 for width in widths)

@@ -1,0 +1,217 @@
+"""The Triton form of additive decay attention against float64: on a GPU, and small shapes in Triton's interpreter."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linnet.ops import additive_attention, debug, use_backend
+from linnet.ops.additive import chunked
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
+NAMES = ("o", "S", "z", "dq", "dk", "dv", "dtheta", "dS", "dz")
+INF = float("inf")
+
+
+def logits(u, kind):
+    """Raw logits of unit size, made harder. Not below -inf, so that everything has a gradient."""
+    T = u.shape[1]
+    if kind == "wide":
+        return u.clamp(-3, 3) * 10  # +-30
+    if kind == "rising":  # the first tokens are far below the later ones, by less than a chunk may grow
+        return u + torch.linspace(-80, 0, T, dtype=u.dtype)[:, None, None]
+    if kind == "falling":
+        return u + torch.linspace(0, -1e4, T, dtype=u.dtype)[:, None, None]
+    if kind == "jump":  # beyond e^88 from one chunk to another
+        return u + 500 * (torch.arange(T)[:, None, None] >= T // 64 * 32)
+    if kind == "masked":
+        u = u.clone()
+        u[:, : T // 3, :, ::2] = -INF
+        u[:, ::5] = -INF
+    return u
+
+
+def make(B, T, K, V, *, kind="plain", theta=False, positions=False, state=True, causal=True, offsets=None,
+         dtype=torch.bfloat16, device="cuda", H=2):  # fmt: skip
+    generator = torch.Generator().manual_seed(T)
+
+    def normal(*shape, to=dtype):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, to)
+
+    N = B if offsets is None else len(offsets) - 1
+    exact, rows = torch.promote_types(dtype, torch.float32), 2 * K if theta else K
+    q, v, do = normal(B, T, H, K), normal(B, T, H, V), normal(B, T, H, V)
+    k = logits(torch.randn(B, T, H, K, generator=generator, dtype=torch.float64), kind).to(device, dtype)
+    frequencies = torch.rand(H, K, generator=generator, dtype=torch.float64).to(device, exact) if theta else None
+    places = torch.randint(0, 100_000, (B, T), generator=generator).to(device) if positions else None
+    S, z = (normal(N, H, rows, V, to=exact), normal(N, H, K, to=exact)) if state else (None, None)
+    dS, dz = normal(N, H, rows, V, to=exact), normal(N, H, K, to=exact)
+    cuts = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device=device)
+    return (q, k, v, frequencies, places, S, z, 0.7, causal, cuts), (do, dS, dz)
+
+
+def errors(form, inputs, gradients):
+    """Relative RMS errors of o, the final state and all gradients against float64, by name."""
+
+    def exact(arguments):
+        return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments]
+
+    def backward(form, inputs, gradients, S_end, z_end):
+        *tensors, z, scale, causal, cuts = inputs
+        return form.backward(*gradients, *tensors, z if causal else z_end, S_end, scale, causal, cuts)
+
+    precise = exact(inputs)
+    expected = chunked.forward(*precise)
+    expected += backward(chunked, precise, exact(gradients), *expected[1:])
+    for x in expected:  # leaves NaN in the memory that the results will get, for what is not written
+        torch.full_like(x, float("nan"), dtype=inputs[2].dtype), torch.full_like(x, float("nan"), dtype=torch.float32)
+    actual = form.forward(*inputs)
+    actual += backward(form, inputs, gradients, *actual[1:])
+    found = {}
+    for name, a, e in zip(NAMES, actual, expected, strict=True):
+        if name in ("dS", "dz") and (inputs[5] is None or not inputs[8]):
+            continue
+        there = e != -INF
+        assert torch.equal(there, a != -INF), name
+        a, e = a.double().masked_fill(~there, 0), e.masked_fill(~there, 0)
+        found[name] = ((a - e).norm() / e.norm().clamp(min=1e-30)).item() if e.numel() else 0.0
+    return found
+
+
+def assert_agrees(*call, **options):
+    from linnet.ops.additive import triton
+
+    inputs, gradients = make(*call, **options)
+    found = errors(triton, inputs, gradients)
+    assert all(x <= TOLERANCE[inputs[0].dtype] for x in found.values()), found
+
+
+@gpu
+@pytest.mark.parametrize("K, V", [(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (256, 256), (256, 128), (24, 72)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_widths(K, V, dtype):
+    assert_agrees(2, 333, K, V, dtype=dtype)
+    assert_agrees(1, 333, K, V, dtype=dtype, causal=False, state=False)
+    assert_agrees(1, 333, min(K, 128), V, dtype=dtype, theta=True)
+
+
+@gpu
+@pytest.mark.parametrize("theta", [False, True])
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 257, 1024, 4097])
+def test_lengths(T, theta):
+    assert_agrees(1, T, 64, 64, theta=theta)
+    assert_agrees(3, T, 128, 128, theta=theta, state=False)
+    assert_agrees(2, T, 64, 128, theta=theta, state=False, causal=False)
+
+
+@gpu
+@pytest.mark.parametrize("kind", ["wide", "rising", "falling", "jump", "masked"])
+@pytest.mark.parametrize("theta", [False, True])
+def test_hard_logits(kind, theta):
+    """In float32: where weights are near 0 or 1, the gradients of logits cancel, and bf16 has their noise left."""
+    for T in (60, 400):
+        assert_agrees(2, T, 64, 64, kind=kind, theta=theta, dtype=torch.float32)
+        assert_agrees(2, T, 64, 64, kind=kind, theta=theta, dtype=torch.float32, causal=False, state=False)
+
+
+@gpu
+@pytest.mark.parametrize("offsets", [[0, 700], [0, 0, 1, 64, 65, 700, 700], [0, 640, 700]])
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents(offsets, causal):
+    assert_agrees(1, 700, 64, 64, offsets=offsets, theta=True, causal=causal, state=causal)
+    assert_agrees(1, 700, 128, 128, offsets=offsets, causal=causal, state=causal)
+
+
+@gpu
+@pytest.mark.parametrize("segments", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize("offsets", [None, [0, 0, 130, 1500, 2100]])
+@pytest.mark.parametrize("theta", [False, True])
+def test_segments(segments, offsets, theta, monkeypatch):
+    from linnet.ops.additive.launch import Call
+
+    monkeypatch.setattr(Call, "count_segments", lambda *_: segments)
+    assert_agrees(1, 2100, 128, 64, offsets=offsets, theta=theta)
+    assert_agrees(1, 2100, 64, 128, offsets=offsets, theta=theta, causal=False, state=False)
+
+
+@gpu
+def test_positions():
+    assert_agrees(2, 500, 64, 64, theta=True, positions=True)
+    assert_agrees(2, 500, 64, 64, theta=True, positions=True, dtype=torch.float32)
+
+
+@gpu
+def test_long_sequence():
+    assert_agrees(1, 131_072, 64, 64)
+
+
+@gpu
+@pytest.mark.parametrize("K, V, dtype", [(3, 5, torch.bfloat16), (64, 264, torch.float32), (16, 16, torch.float64)])
+def test_what_has_no_kernel_is_chunked(K, V, dtype):
+    assert_agrees(1, 100, K, V, dtype=dtype)
+
+
+@gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_through_autograd_and_compile(causal):
+    (q, k, v, theta, _, S, z, scale, *_), _ = make(2, 200, 64, 64, theta=True)
+    leaves = [x.requires_grad_() for x in (q, k, v, theta, *((S, z) if causal else ()))]
+
+    def run(q, k, v, theta, *state):
+        return additive_attention(
+            q, k, v, theta=theta, scale=scale, causal=causal, initial_state=state or None, output_final_state=True
+        )
+
+    def everything(form):
+        o, (S, z) = form(*leaves)
+        return [o, S, z, *torch.autograd.grad(o.float().sum() + S.square().sum() + z.sum(), leaves)]
+
+    plain, again = everything(run), everything(run)
+    with use_backend("chunked"):
+        expected = everything(run)
+    for a, b, c, e in zip(plain, again, everything(torch.compile(run, fullgraph=True)), expected, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)  # deterministic, compiled or not
+        assert (a.double() - e.double()).norm() <= 6e-3 * e.double().norm()
+
+
+@gpu
+def test_debug_looks_at_offsets():
+    (q, k, v, *_), _ = make(1, 37, 16, 16)
+    cuts = torch.tensor([0, 20, 10, 37], dtype=torch.int32, device="cuda")
+    with debug(), pytest.raises(ValueError, match="must start at 0, never fall"):
+        additive_attention(q, k, v, cu_seqlens=cuts)
+
+
+# Triton's interpreter has no bfloat16 products.
+INTERPRETED = [
+    ((2, 70, 16, 16), {"theta": True}),
+    ((1, 64, 16, 24), {"state": False, "kind": "wide"}),
+    ((1, 100, 24, 16), {"kind": "rising"}),
+    ((1, 40, 16, 16), {"dtype": "float16", "causal": False, "state": False}),
+    ((1, 150, 16, 16), {"offsets": [0, 0, 70, 71, 150, 150], "kind": "masked", "theta": True, "positions": True}),
+    ((1, 1024, 16, 16), {"H": 1, "state": False}),  # in two segments
+    ((1, 300, 16, 24), {"causal": False, "state": False, "theta": True, "kind": "masked"}),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
+def test_interpreted():
+    root = str(Path(__file__).parents[2])
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("agrees") == len(INTERPRETED), done.stdout + done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    for call, options in INTERPRETED:
+        options = options | {"dtype": getattr(torch, options.get("dtype", "float32")), "device": "cpu"}
+        assert_agrees(*call, **options)
+        print(*call, "agrees")
