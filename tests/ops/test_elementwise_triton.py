@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from linnet.layers.norm import build_norm
+from linnet.models.causal_lm import build_model
+from linnet.models.recipes.registry import family
 from linnet.ops import use_backend
 from linnet.ops.activation import gated_activation
 from linnet.ops.norm import rms_norm
@@ -168,6 +170,20 @@ def test_compiles_and_vmaps():
     expected = both(x, weight, gate)
     torch.testing.assert_close(torch.compile(both, fullgraph=True)(x, weight, gate), expected)
     torch.testing.assert_close(torch.vmap(both, in_dims=(0, None, 0))(x, weight, gate), expected)
+
+
+@gpu
+@pytest.mark.parametrize("name", ["llama", "tnl", "tnl1", "cosformer2", "hgrn2"])
+def test_models_train_alike_in_both_forms(name):
+    model = build_model(family(name)(64, 2, vocab_size=128), device="cuda")
+    tokens = torch.randint(0, 128, (2, 200), device="cuda")
+    found = []
+    for form in ("auto", "chunked"):
+        with use_backend(form):
+            total, _ = model.loss(tokens, tokens)
+            found.append([total, *torch.autograd.grad(total, list(model.parameters()))])
+    for a, e in zip(*found, strict=True):
+        assert (a - e).norm() <= 1e-3 * e.norm() + 1e-5
 
 
 @gpu
