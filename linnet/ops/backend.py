@@ -8,6 +8,8 @@ import contextlib
 import functools
 import importlib.util
 
+import torch
+
 FORMS = ("auto", "reference", "chunked", "triton")
 
 _form = "auto"
@@ -52,7 +54,8 @@ def use_triton(op: str, is_cuda: bool, module: str = "triton") -> bool:
         if not has_triton(op, module):
             raise RuntimeError(f"backend 'triton' was asked for, but op {op!r} has no Triton form here; use 'chunked'")
         return True
-    return _form == "auto" and is_cuda and has_triton(op, module)
+    # A compiler cannot look for modules, and needs Triton itself for CUDA tensors.
+    return _form == "auto" and is_cuda and (torch.compiler.is_compiling() or has_triton(op, module))
 
 
 @functools.cache  # asked on every call of an op

@@ -11,6 +11,8 @@ import torch
 
 from linnet import ops
 from linnet.ops import stepping
+from linnet.ops.gated.forget import forget_gated_attention
+from linnet.ops.gated.step import forget_gated_step
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -18,7 +20,7 @@ if importlib.util.find_spec("triton") is None:
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 INF = float("inf")
-MATRIX_OPS = ["lightning", "gated", "additive", "additive_turned"]
+MATRIX_OPS = ["lightning", "gated", "forget_gated", "additive", "additive_turned"]
 
 
 class Case:
@@ -53,6 +55,10 @@ class Case:
             constants = {}
             streams, states = (q, k, v, self.decays(B, T, H, K)), (self.normal(B, H, K, V, dtype=torch.float32),)
             parallel, step = ops.gated_linear_attention, ops.gated_step
+        elif op == "forget_gated":
+            constants = {"lower_bound": self.normal(H, K, dtype=torch.float32).sigmoid()}
+            streams, states = (q, 9 * k, v), (self.normal(B, H, K, V, dtype=torch.float32),)
+            parallel, step = forget_gated_attention, forget_gated_step
         else:
             turned = op == "additive_turned"
             z = self.normal(B, H, K, dtype=torch.float32)

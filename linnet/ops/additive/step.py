@@ -7,6 +7,7 @@ from torch import Tensor
 
 from linnet.ops.additive.reference import rotate
 from linnet.ops.chunks import exact
+from linnet.ops.direct import shorten
 from linnet.ops.stepping import use_kernel
 
 
@@ -42,8 +43,7 @@ def additive_step(
     S, z = state
     _check(q, k, v, S, z, theta, positions)
     if z.is_contiguous() and use_kernel("additive", S, q, k, v, z, theta):
-        kernel = importlib.import_module("linnet.ops.additive.step_kernel")
-        return kernel.step(q, k, v, S, z, theta, positions, scale)
+        return _kernel(q, k, v, S, z, theta, positions, scale)
     logit = k.to(z.dtype)
     z_next = torch.logaddexp(z, logit)
     key = (logit - z_next.masked_fill(z_next == -torch.inf, 0.0)).exp()
@@ -53,6 +53,21 @@ def additive_step(
     with exact(q):
         o = torch.matmul((rotate(q.to(S.dtype), theta, positions) * scale)[..., None, :], S)
     return o.squeeze(-2).to(v.dtype)
+
+
+@torch.library.custom_op("linnet::additive_step", mutates_args=("S", "z"))
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, S: Tensor, z: Tensor, theta: Tensor | None, positions: Tensor | None, scale: float
+) -> Tensor:
+    return importlib.import_module("linnet.ops.additive.step_kernel").step(q, k, v, S, z, theta, positions, scale)
+
+
+@_step.register_fake
+def _(q, k, v, S, z, theta, positions, scale):
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+_kernel = shorten(_step)
 
 
 def _check(q, k, v, S, z, theta, positions) -> None:

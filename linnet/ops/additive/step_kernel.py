@@ -22,10 +22,9 @@ def step(q: Tensor, k: Tensor, v: Tensor, S: Tensor, z: Tensor, theta: Tensor | 
     (B, H, K), V = q.shape, v.shape[2]
     q, k, v = as_heads(q), as_heads(k), as_heads(v)
     o = torch.empty((B, H, V), dtype=v.dtype, device=v.device)
-    # Few heads: all of a head at a time, by many warps. Many: blocks, so that a multiprocessor holds several programs.
-    wide = B * H < PROGRAMS
-    copies = 1 if theta is None else 2
-    rows, columns, blocks, warps = choose_columns(K, V, PROGRAMS, (32768 if wide else 8192) // copies)
+    rows, columns, blocks, warps = choose_columns(K, V, PROGRAMS)  # the columns of many heads, whatever B and H
+    if theta is not None and rows > 128:  # two tiles at a time, and the two after them: more would not fit registers
+        columns, blocks = columns // 2, -(-V // (columns // 2))
     even = rows == K and columns * blocks == V
     if theta is not None:
         theta, positions = theta.contiguous(), positions.contiguous()
@@ -33,7 +32,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, S: Tensor, z: Tensor, theta: Tensor | 
         step_kernel[(B * H,)](
             q, k, v, S, z, o, theta, positions, scale,
             q.stride(0), k.stride(0), v.stride(0), H, K, V, rows, columns, even, theta is not None,
-            num_warps=min(16, warps * copies * 2) if wide else 4,
+            num_warps=min(8, 2 * warps),
         )  # fmt: skip
     return o
 
@@ -55,18 +54,20 @@ def _load_row(pointer, i, WIDTH: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _update(at, keep, key, value, query, inside, EVEN: tl.constexpr):
-    """S <- diag(keep) S + key^T value for the rows and columns of a tile, and what query reads of it."""
+def _load_tile(S, i, j, K: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr):
+    at = S + i[:, None] * V + j[None, :]
     if EVEN:
-        S = tl.load(at)
-    else:
-        S = tl.load(at, mask=inside, other=0.0)
-    S = S * keep[:, None] + key[:, None] * value[None, :]
+        return tl.load(at, mask=(j < V)[None, :], other=0.0)
+    return tl.load(at, mask=(i < K)[:, None] & (j < V)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_tile(S, tile, i, j, K: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr):
+    at = S + i[:, None] * V + j[None, :]
     if EVEN:
-        tl.store(at, S)
+        tl.store(at, tile)
     else:
-        tl.store(at, S, mask=inside)
-    return tl.sum(S * query[:, None], 0)
+        tl.store(at, tile, mask=(i < K)[:, None] & (j < V)[None, :])
 
 
 @triton.jit
@@ -77,7 +78,12 @@ def step_kernel(
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     b, h = head // H, head % H
-    i = tl.arange(0, ROWS)
+    i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    S += head * (K * V * (1 + TURNED))
+    # Every tile is asked for before the work on the one before it, the first before that on the key.
+    tile = _load_tile(S, i, j, K, V, EVEN)
+    if TURNED:
+        tile_sine = _load_tile(S + K * V, i, j, K, V, EVEN)
     logit = _load_row(k + b * k_stride + h * K, i, K, EVEN).to(tl.float32)
     query = _load_row(q + b * q_stride + h * K, i, K, EVEN).to(tl.float32) * scale
     before = _load_row(z + head * K, i, K, EVEN)
@@ -89,21 +95,20 @@ def step_kernel(
         turns = tl.load(positions + b).to(tl.float64) * _load_row(theta + h * K, i, K, EVEN).to(tl.float64) * TURNS
         angle = (turns - tl.floor(turns)).to(tl.float32) * 6.283185307179586
         cosine, sine = tl.cos(angle), tl.sin(angle)
-    S += head * (K * V * (1 + TURNED))
-    for block in tl.range(0, (V + COLUMNS - 1) // COLUMNS):
-        j = block * COLUMNS + tl.arange(0, COLUMNS)
-        inside = (i < K)[:, None] & (j < V)[None, :]
-        value = _load_row(v + b * v_stride + h * V, j, V, EVEN).to(tl.float32)
-        at = S + i[:, None] * V + j[None, :]
+        key_sine, query_sine = key * sine, query * sine
+        key, query = key * cosine, query * cosine
+    for _ in tl.range(0, (V + COLUMNS - 1) // COLUMNS):
+        value = tl.load(v + b * v_stride + h * V + j, mask=j < V, other=0.0).to(tl.float32)[None, :]
+        updated = tile * keep[:, None] + key[:, None] * value
+        tile = _load_tile(S, i, j + COLUMNS, K, V, EVEN)
+        _store_tile(S, updated, i, j, K, V, EVEN)
+        out = tl.sum(updated * query[:, None], 0)
         if TURNED:
-            out = _update(at, keep, key * cosine, value, query * cosine, inside, EVEN)
-            out += _update(at + K * V, keep, key * sine, value, query * sine, inside, EVEN)
-        else:
-            out = _update(at, keep, key, value, query, inside, EVEN)
-        out = out.to(o.dtype.element_ty)
-        if EVEN:
-            tl.store(o + head * V + j, out)
-        else:
-            tl.store(o + head * V + j, out, mask=j < V)
+            updated = tile_sine * keep[:, None] + key_sine[:, None] * value
+            tile_sine = _load_tile(S + K * V, i, j + COLUMNS, K, V, EVEN)
+            _store_tile(S + K * V, updated, i, j, K, V, EVEN)
+            out += tl.sum(updated * query_sine[:, None], 0)
+        tl.store(o + head * V + j, out.to(o.dtype.element_ty), mask=j < V)
+        j += COLUMNS
     tl.debug_barrier()  # every warp has a copy of z, so all must have read it
     tl.store(z + head * K + i, after, mask=i < K)
