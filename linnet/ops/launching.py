@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import torch
+import triton
 from torch import Tensor
 
 
@@ -16,19 +18,29 @@ class Launcher:
     Args:
         kernel: a function under `triton.jit`, whose last parameters are `constants`.
         programs: the size of its grid.
+        scratch: whether it makes tensor descriptors, which lie in memory that Triton asks PyTorch for.
     """
 
-    def __init__(self, kernel: Callable, programs: int, constants: tuple, **options: int) -> None:
+    def __init__(
+        self, kernel: Callable, programs: int, constants: tuple, scratch: bool = False, **options: int
+    ) -> None:
         self.kernel, self.grid, self.constants, self.options = kernel, (programs, 1, 1), constants, options
+        self.scratch = scratch
         self._run = None
 
     def __call__(self, *arguments) -> None:
+        if self.scratch:
+            triton.set_allocator(_allocate)  # each time: a thread, such as that of the backward, has its own
         if self._run is not None:
             self._run(*arguments, *self.constants)
             return
         compiled = self.kernel[self.grid](*arguments, *self.constants, **self.options)
         if compiled is not None:  # None in the interpreter
             self._run = compiled[self.grid]
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def align(x: Tensor) -> Tensor:

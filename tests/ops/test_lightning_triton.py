@@ -96,9 +96,44 @@ def test_segments(segments, K, V, offsets, monkeypatch):
     triton._plan.cache_clear()
 
 
+def is_hopper():
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+hopper = pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
+
+
+@hopper
+@pytest.mark.parametrize("columns, stages", [(64, 2), (64, 3), (64, 4), (128, 3)])
+@pytest.mark.parametrize("K, V", [(64, 64), (128, 128), (64, 128), (128, 64)])
+@pytest.mark.parametrize("segments", [1, 2, 5])
+def test_hopper_configurations(columns, stages, K, V, segments, monkeypatch):
+    """All that the heuristics may choose, for one chunk, few, and more than are in flight; states given or not."""
+    from linnet.ops.lightning import triton
+
+    monkeypatch.setattr(triton, "choose_hopper_tiles", lambda outer, *_: (min(outer, columns), stages))
+    monkeypatch.setattr(triton, "_count_segments", lambda *_: segments)
+    used = []
+    prepare = triton._prepare_hopper
+    monkeypatch.setattr(triton, "_prepare_hopper", lambda *call: used.append(1) or prepare(*call))
+    triton._plan.cache_clear()
+    for B, T, decay, state in ((2, 704, "mixed", True), (1, 64, "extreme", True), (1, 256, "none", False)):
+        assert_agrees(B, T, K, V, decay=decay, state=state)
+    assert used
+    triton._plan.cache_clear()
+
+
+@hopper
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("width", [64, 128])
+def test_hopper_decays(decay, width):
+    assert_agrees(3, 4096, width, width, decay=decay)
+
+
 @gpu
-def test_long_sequence():
-    assert_agrees(1, 131_072, 64, 64, decay="slow")
+@pytest.mark.parametrize("width", [64, 128])
+def test_long_sequence(width):
+    assert_agrees(1, 131_072, width, width, decay="slow")
 
 
 @gpu
@@ -108,8 +143,9 @@ def test_what_has_no_kernel_is_chunked(K, V, dtype):
 
 
 @gpu
-def test_through_autograd_and_compile():
-    (q, k, v, rates, state, _, scale), _ = make(2, 200, 64, 64)
+@pytest.mark.parametrize("length", [200, 256])
+def test_through_autograd_and_compile(length):
+    (q, k, v, rates, state, _, scale), _ = make(2, length, 64, 64)
     leaves = [x.requires_grad_() for x in (q, k, v, state)]
 
     def run(q, k, v, state):

@@ -14,7 +14,9 @@ final state reaches the last token undecayed.
 Where heads are few, a sequence is cut into segments: one launch sums each segment up (its state from zero), and the
 sweep of a segment starts from the decayed sum of the summaries before it.
 
-float64, mixed dtypes and widths that are no multiple of 8 or above 256 run in the chunked form.
+On a Hopper GPU the usual shapes (bfloat16, widths of 64 or 128, whole chunks, no documents) run in the kernel of
+`linnet.ops.lightning.hopper`. float64, mixed dtypes and widths that are no multiple of 8 or above 256 run in the
+chunked form.
 """
 
 import functools
@@ -31,6 +33,11 @@ from linnet.ops.launching import Launcher, align
 from linnet.ops.lightning import chunked
 from linnet.ops.lightning.kernels import summarise_kernel, sweep_kernel
 
+try:
+    from linnet.ops.lightning.hopper import hopper_kernel
+except ImportError:  # a Triton without Gluon
+    hopper_kernel = None
+
 
 class Tiles(NamedTuple):
     """How a sweep is cut: tokens a chunk, columns of the state a program, warps, chunks in flight, and whether the
@@ -42,6 +49,9 @@ class Tiles(NamedTuple):
     stages: int
     turned: bool
 
+
+# Tokens a chunk of the kernel for Hopper GPUs.
+HOPPER_CHUNK = 64
 
 # Programs that a multiprocessor holds at a time, by their registers.
 RESIDENT = 2
@@ -225,18 +235,27 @@ def _plan(
         forms.append(Form(inner, outer, True, True, last_entry, False))
         forms.append(Form(outer, inner, True, False, last_entry, leave))
     segments = _count_segments(shape, forms)
-    summarise = [_prepare_summary(shape, form, segments) for form in forms[:2]] if segments > 1 else []
+    hopper = _suits_hopper(shape, forms)
+    prepare = _prepare_hopper if hopper else _prepare_sweeps
+    summarise = [_prepare_summary(shape, form, segments, hopper) for form in forms[:2]] if segments > 1 else []
     groups = [forms] if inner == outer else [[form] for form in forms]
-    return Plan(segments, summarise, [_prepare_sweeps(shape, group, segments) for group in groups])
+    return Plan(segments, summarise, [prepare(shape, group, segments) for group in groups])
 
 
 def _count_segments(shape: Shape, forms: list[Form]) -> int:
     """As many as let each sweep fill the GPU, but of at least 16 chunks on average. Documents are cut alike."""
-    columns = min(-(-form.outer // _tiles(form, shape.dtype).columns) for form in forms)
-    programs = shape.states * shape.heads * columns
-    places = RESIDENT * _count_processors(shape.device)
-    shortest = 16 * _tiles(forms[0], shape.dtype).chunk
-    return max(1, min(places // programs, shape.batch * shape.length // shape.states // shortest))
+    programs = shape.states * shape.heads
+    places = _count_processors(shape.device)
+    if _suits_hopper(shape, forms):
+        # Programs of all columns, one a multiprocessor; where they are half as many, those of 64 columns each fill it.
+        if programs >= 0.45 * places:
+            return 1
+        chunk = HOPPER_CHUNK
+    else:
+        programs *= min(-(-form.outer // _tiles(form, shape.dtype).columns) for form in forms)
+        places *= RESIDENT
+        chunk = _tiles(forms[0], shape.dtype).chunk
+    return max(1, min(places // programs, shape.batch * shape.length // shape.states // (16 * chunk)))
 
 
 def _count_processors(device: torch.device) -> int:
@@ -259,9 +278,11 @@ def _pad(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def _prepare_summary(shape: Shape, form: Form, segments: int) -> Launcher:
+def _prepare_summary(shape: Shape, form: Form, segments: int, hopper: bool) -> Launcher:
     """[N, H, segments - 1, K, V]: the state of every segment but the last in the order of the sweep, from zero."""
     tiles = _tiles(form, shape.dtype)
+    if hopper:
+        tiles = tiles._replace(chunk=HOPPER_CHUNK, stages=3)  # the sweeps cut segments in whole chunks
     K, V = (form.outer, form.inner) if form.flip else (form.inner, form.outer)
     columns = min(tiles.columns, _pad(V))
     programs = triton.cdiv(V, columns) * shape.states * shape.heads * (segments - 1)
@@ -285,6 +306,38 @@ def _prepare_sweeps(shape: Shape, group: list[Form], segments: int) -> Launcher:
         *_arithmetic(shape.dtype), tiles.stages, tiles.turned,
     )  # fmt: skip
     return Launcher(sweep_kernel, programs, constants, num_warps=tiles.warps)
+
+
+def _suits_hopper(shape: Shape, forms: list[Form]) -> bool:
+    widths = all(width in (64, 128) for form in forms for width in (form.inner, form.outer))
+    even = not shape.documents and shape.length % HOPPER_CHUNK == 0
+    return widths and even and shape.dtype == torch.bfloat16 and _is_hopper(shape.device)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return hopper_kernel is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def choose_hopper_tiles(outer: int, programs: int, processors: int) -> tuple[int, int]:
+    """Columns of a program and chunks in flight. One of 128 columns (8 warps) reads a and b once; where so few leave
+    multiprocessors idle, two of 64 columns do better."""
+    if outer == 64:
+        return 64, 3
+    return (128, 3) if programs >= 0.9 * processors else (64, 4)
+
+
+def _prepare_hopper(shape: Shape, group: list[Form], segments: int) -> Launcher:
+    first, last = group[0], group[-1]
+    programs = shape.states * shape.heads * segments
+    columns, stages = choose_hopper_tiles(first.outer, programs, _count_processors(shape.device))
+    constants = (
+        shape.length, shape.states, segments, shape.heads,
+        first.inner, first.outer, HOPPER_CHUNK, columns, len(group), first.reverse, first.flip,
+        shape.rates, first.entry, last.entry, last.leave, segments > 1, stages,
+    )  # fmt: skip
+    programs *= first.outer // columns * len(group)
+    return Launcher(hopper_kernel, programs, constants, scratch=True, num_warps=columns // 16)
 
 
 def _arithmetic(dtype: torch.dtype) -> tuple[tl.dtype, str]:

@@ -1,0 +1,168 @@
+"""The sweep of `linnet.ops.lightning.kernels` for Hopper GPUs, where tiles come through descriptors (TMA) and products
+of one chunk run beside each other: bfloat16, widths of 64 or 128, sequences of whole chunks, no documents.
+
+Names are those of `sweep_kernel`; states are turned, [columns of c, width of a]. S chunks are in flight. What a chunk's
+products do while others run is written out: the scores of the next chunk, which need no state, start before this
+chunk's output is done, so that of the chain from state to state only one product is left.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def _fetch(da, db, dc, row, i, j, sa, sb, sc, barriers, slot, wanted, BYTES: gl.constexpr):
+    barrier = barriers.index(slot)
+    mbarrier.expect(barrier, BYTES, pred=wanted)
+    tma.async_copy_global_to_shared(da, [row, i], barrier, sa.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(db, [row, i], barrier, sb.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(dc, [row, j], barrier, sc.index(slot), pred=wanted)
+
+
+@gluon.jit
+def hopper_kernel(
+    a, b, c, o, a1, b1, c1, o1, a2, b2, c2, o2, entry, entry2, leave, sums, sums2, rates, offsets,
+    scale, T, N, G, H: gl.constexpr,
+    DA: gl.constexpr, DC: gl.constexpr, C: gl.constexpr, BC: gl.constexpr, ROLES: gl.constexpr,
+    REVERSE: gl.constexpr, FLIP: gl.constexpr, HAS_DECAY: gl.constexpr, HAS_ENTRY: gl.constexpr,
+    HAS_ENTRY2: gl.constexpr, HAS_LEAVE: gl.constexpr, SPLIT: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    pid = gl.program_id(0)
+    BLOCKS: gl.constexpr = DC // BC
+    block = pid % BLOCKS
+    role = (pid // BLOCKS) % ROLES
+    nh = (pid // (BLOCKS * ROLES)) % (N * H)
+    g = pid // (BLOCKS * ROLES * N * H)
+    n, h = nh // H, nh % H
+    if ROLES == 3:
+        if role == 1:
+            a, b, c, o = a1, b1, c1, o1
+        if role == 2:
+            a, b, c, o = a2, b2, c2, o2
+        if role > 0:
+            entry, sums = entry2, sums2
+        reverse = (role > 0).to(gl.int32)
+        flip = role < 2
+        has_entry = (HAS_ENTRY & (role == 0)) | (HAS_ENTRY2 & (role > 0))
+        has_leave = HAS_LEAVE & (role == 2)
+    else:
+        reverse = gl.to_tensor(REVERSE).to(gl.int32)
+        flip = FLIP
+        has_entry = HAS_ENTRY
+        has_leave = HAS_LEAVE
+
+    # Shared memory, and what each warp holds of a product: all rows of the state are split over the warps, 16 each.
+    WARPS: gl.constexpr = BC // 16
+    AB: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, DA], gl.bfloat16)
+    CO: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BC], gl.bfloat16)
+    CC: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[C // 16, WARPS * 16 // C], instr_shape=[16, C * C // 16 // WARPS, 16]
+    )
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, C, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, DA, 16])
+    TO_OUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    TO_STATE: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=STATE, k_width=2)
+    da = tma.make_tensor_descriptor(a, [N * T, H * DA], [H * DA, 1], [C, DA], AB)
+    db = tma.make_tensor_descriptor(b, [N * T, H * DA], [H * DA, 1], [C, DA], AB)
+    dc = tma.make_tensor_descriptor(c, [N * T, H * DC], [H * DC, 1], [C, BC], CO)
+    do = tma.make_tensor_descriptor(o, [N * T, H * DC], [H * DC, 1], [C, BC], CO)
+    sa = gl.allocate_shared_memory(gl.bfloat16, [S, C, DA], AB)
+    sb = gl.allocate_shared_memory(gl.bfloat16, [S, C, DA], AB)
+    sc = gl.allocate_shared_memory(gl.bfloat16, [S, C, BC], CO)
+    so = gl.allocate_shared_memory(gl.bfloat16, [C, BC], CO)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [C, C], CC)
+    barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(S):
+        mbarrier.init(barriers.index(slot), count=1)
+
+    at_ab = h * DA
+    at_co = h * DC + block * BC
+    chunks = T // C
+    per = gl.cdiv(chunks, G)
+    first = g * per
+    last = gl.minimum(first + per, chunks)
+    row = n * T + gl.where(reverse > 0, T - C, 0)
+    hop = (1 - 2 * reverse) * C
+    BYTES: gl.constexpr = 2 * C * (2 * DA + BC)
+    for x in gl.static_range(S):
+        _fetch(da, db, dc, row + hop * (first + x), at_ab, at_co, sa, sb, sc, barriers, x, first + x < last, BYTES)
+
+    rate = 0.0
+    if HAS_DECAY:
+        rate = gl.maximum(gl.load(rates + h).to(gl.float32), -1e30) * 1.4426950408889634
+    state = gl.zeros([BC, DA], gl.float32, STATE)
+    j = block * BC + gl.arange(0, BC, gl.SliceLayout(1, STATE))
+    i = gl.arange(0, DA, gl.SliceLayout(0, STATE))
+    place = j[:, None] * gl.where(flip, DA, 1) + i[None, :] * gl.where(flip, 1, DC)
+    if has_entry:
+        state += gl.load(entry + nh.to(gl.int64) * (DA * DC) + place)
+    if SPLIT:
+        whole = gl.exp2(rate * per * C)
+        for before in range(0, g):
+            state = state * whole + gl.load(sums + (nh.to(gl.int64) * (G - 1) + before) * (DA * DC) + place)
+
+    # Positions in the order of the sweep, in each layout that a product has them in.
+    rj = gl.arange(0, C, gl.SliceLayout(1, SCORES))
+    ri = gl.arange(0, C, gl.SliceLayout(0, SCORES))
+    ro = gl.arange(0, C, gl.SliceLayout(0, OUT))
+    rk = gl.arange(0, C, gl.SliceLayout(0, TO_STATE))
+    ri = gl.where(reverse > 0, C - 1 - ri, ri)
+    rj = gl.where(reverse > 0, C - 1 - rj, rj)
+    ro = gl.where(reverse > 0, C - 1 - ro, ro)
+    rk = gl.where(reverse > 0, C - 1 - rk, rk)
+    apart = ri[None, :] - rj[:, None]
+    inside = gl.where(apart >= 0, gl.exp2(rate * gl.maximum(apart, 0)) * scale, 0.0)
+    since = gl.exp2(rate * (ro + 1 - reverse)) * gl.where(reverse > 0, 1.0, scale)
+    until = gl.exp2(rate * gl.maximum(C - 1 - rk + reverse, 0)) * gl.where(reverse > 0, scale, 1.0)
+    over = gl.exp2(rate * C)
+    no_out = gl.zeros([BC, C], gl.float32, OUT)
+    no_scores = gl.zeros([C, C], gl.float32, SCORES)
+    slot = 0
+    phase = 0
+    mbarrier.wait(barriers.index(0), 0, pred=first < last)
+    scores = warpgroup_mma(sb.index(0), sa.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    for x in range(first, last):
+        ta = sa.index(slot)
+        tb = sb.index(slot)
+        tc = sc.index(slot)
+        # An operand in registers is named in the wait for its product, lest they be used anew too early.
+        held = gl.convert_layout(state.to(gl.bfloat16), TO_OUT)
+        out = warpgroup_mma(held, ta.permute((1, 0)), no_out, use_acc=False, is_async=True)
+        decayed = (tc.permute((1, 0)).load(TO_STATE).to(gl.float32) * until[None, :]).to(gl.bfloat16)
+        done = warpgroup_mma_wait(1, deps=[scores])
+        state = warpgroup_mma(decayed, tb, state * over, is_async=True)
+        tma.store_wait(0)
+        weights.store((done * inside).to(gl.bfloat16))
+        fence_async_shared()
+        next_slot = slot + 1
+        next_phase = phase
+        if next_slot == S:
+            next_slot = 0
+            next_phase ^= 1
+        out, _ = warpgroup_mma_wait(1, deps=[out, held])
+        out = warpgroup_mma(tc.permute((1, 0)), weights, out * since[None, :], is_async=True)
+        mbarrier.wait(barriers.index(next_slot), next_phase, pred=x + 1 < last)
+        # After the last chunk these are of what lies there, and unused.
+        scores = warpgroup_mma(
+            sb.index(next_slot), sa.index(next_slot).permute((1, 0)), no_scores, use_acc=False, is_async=True
+        )
+        out, state, _ = warpgroup_mma_wait(1, deps=[out, state, decayed])
+        _fetch(da, db, dc, row + hop * (x + S), at_ab, at_co, sa, sb, sc, barriers, slot, x + S < last, BYTES)
+        so.permute((1, 0)).store(out.to(gl.bfloat16))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(do, [row + hop * x, at_co], so)
+        slot = next_slot
+        phase = next_phase
+    warpgroup_mma_wait(0, deps=[scores])
+    tma.store_wait(0)
+    if HAS_LEAVE:
+        if has_leave & (last >= chunks) & (first < chunks):
+            gl.store(leave + nh.to(gl.int64) * (DA * DC) + place, state)
