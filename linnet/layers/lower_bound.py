@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from linnet.layers.base import LayerContext
 from linnet.ops import forget_gate
+from linnet.ops.direct import is_plain
 
 __all__ = ["LowerBounds", "forget_gate", "shared_lower_bounds"]
 
@@ -22,10 +23,26 @@ class LowerBounds(nn.Module):
     def __init__(self, num_layers: int, d_model: int):
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(num_layers, d_model))
+        self._kept: tuple[tuple, dict] = ((), {})
 
     def forward(self, index: int, form: Literal["inclusive", "exclusive"]) -> Tensor:
         share = self.gamma.float().softmax(dim=0) if self.gamma.dtype != torch.float64 else self.gamma.softmax(dim=0)
         return share[1 : index + 1].sum(dim=0) if form == "inclusive" else share[:index].sum(dim=0)
+
+    def constant(self, index: int, form: Literal["inclusive", "exclusive"]) -> Tensor:
+        """As `forward`, for decoding: kept until gamma changes, since a token would compute the same in every layer."""
+        if torch.is_grad_enabled() or not is_plain((self.gamma,)) or self.gamma.is_inference():
+            return self.forward(index, form)
+        version = (self.gamma.data_ptr(), self.gamma._version, self.gamma.dtype, self.gamma.device)
+        if self._kept[0] != version:
+            self._kept = (version, {})
+        kept = self._kept[1]
+        if (index, form) not in kept:
+            beta = self.forward(index, form)
+            if self.gamma.is_cuda and torch.cuda.is_current_stream_capturing():
+                return beta  # it lives, and gets its values, in the graph alone
+            kept[index, form] = beta
+        return kept[index, form]
 
 
 def shared_lower_bounds(mixer: str, context: LayerContext) -> LowerBounds:

@@ -6,7 +6,7 @@ place. `use_backend` chooses the form that runs, `debug` turns on checks of valu
 
 from linnet.ops.additive import additive_attention, additive_step
 from linnet.ops.backend import debug, use_backend
-from linnet.ops.gated import forget_gate, forget_gated_attention, gated_linear_attention, gated_step
+from linnet.ops.gated import forget_gate, forget_gated_attention, forget_gated_step, gated_linear_attention, gated_step
 from linnet.ops.lightning import lightning_attention, lightning_step
 from linnet.ops.modal import modal_convolution, modal_step
 from linnet.ops.scan import diagonal_scan, diagonal_step
@@ -19,6 +19,7 @@ __all__ = [
     "diagonal_step",
     "forget_gate",
     "forget_gated_attention",
+    "forget_gated_step",
     "gated_linear_attention",
     "gated_step",
     "lightning_attention",

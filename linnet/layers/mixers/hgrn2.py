@@ -19,7 +19,7 @@ from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_
 from linnet.layers.lower_bound import shared_lower_bounds
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import split_heads
-from linnet.ops import forget_gate, forget_gated_attention, gated_step
+from linnet.ops import forget_gated_attention, forget_gated_step
 
 
 class Hgrn2Config(Config):
@@ -61,9 +61,8 @@ class Hgrn2(Mixer):
         return self.out_proj(self.norm(o.flatten(-2))), (None if state is None else {"matrix": matrix})
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        q, gate, v, beta = self._project(x)
-        log_decay, k = forget_gate(gate, beta)
-        o = gated_step(q, k.to(q.dtype), v, log_decay, state["matrix"])
+        q, gate, v, beta = self._project(x, one_token=True)
+        o = forget_gated_step(q, gate, v, state["matrix"], lower_bound=beta)
         return self.out_proj(self.norm(o.flatten(-2))), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
@@ -77,7 +76,7 @@ class Hgrn2(Mixer):
     def tp_plan(self) -> dict[str, str]:
         return {"q_proj": "colwise", "f_proj": "colwise", "i_proj": "colwise", "out_proj": "rowwise"}
 
-    def _project(self, x: Tensor):
+    def _project(self, x: Tensor, one_token: bool = False):
         """q, the forget gate's logits and v [..., H, K], and the gate's lower bound [H, K] or None."""
         heads = (self.num_heads, self.head_dim)
         q = self.q_proj(x)
@@ -91,5 +90,6 @@ class Hgrn2(Mixer):
             v = F.silu(v)
         beta = None
         if self.bounds and self.index:
-            beta = self.bounds[0](self.index, self.config.lower_bound).unflatten(-1, heads)
+            bounds = self.bounds[0].constant if one_token else self.bounds[0]
+            beta = bounds(self.index, self.config.lower_bound).unflatten(-1, heads)
         return q.unflatten(-1, heads), self.f_proj(x).unflatten(-1, heads), v.unflatten(-1, heads), beta

@@ -16,10 +16,10 @@ from linnet.ops.gated import chunked
 from linnet.ops.gated.flops import gated_backward_flops, gated_flops
 from linnet.ops.gated.forget import forget_gate, forget_gated_attention
 from linnet.ops.gated.reference import gated_reference
-from linnet.ops.gated.step import gated_step
+from linnet.ops.gated.step import forget_gated_step, gated_step
 from linnet.ops.looping import each
 
-__all__ = ["forget_gate", "forget_gated_attention", "gated_linear_attention", "gated_step"]
+__all__ = ["forget_gate", "forget_gated_attention", "forget_gated_step", "gated_linear_attention", "gated_step"]
 
 
 def gated_linear_attention(

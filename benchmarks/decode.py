@@ -1,0 +1,171 @@
+"""Milliseconds a token of whole models in decoding: `CausalLM.step` in eager mode, in a CUDA graph, and compiled.
+
+    python benchmarks/decode.py --csv
+
+Models of about 390M parameters: 26 layers, width 1,024, 8 heads of 128, GLU 2,816, 50,304 tied tokens, weights in
+bfloat16, states in float32. A token is the step, an argmax of its logits and the copy of that into the input, so that
+nothing leaves the GPU. `graph` replays the captured step, `compiled` one that went through torch.compile first
+(`fullgraph`). The floor is the bytes of the weights once and of the states twice over the measured copy bandwidth.
+
+Every row is first held against the parallel form (chunked, in PyTorch): `error` is the relative RMS error of the logits
+of 16 tokens. Both round in bfloat16, each on its own way, so it is some percent. `kernels` are launches a token.
+
+`--csv` puts the rows into benchmarks/results/decode-<gpu>.csv; `--profile FILE` writes the kernels of a token there.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import timing
+import torch
+from torch import Tensor
+
+from linnet.models import CausalLM, build_model, family
+from linnet.ops import use_backend
+
+KEYS = ("model", "batch", "mode", "layers", "width")
+MODELS = ("tnl", "hgrn2", "cosformer2", "lightnet", "gla", "hgrn")
+MODES = ("eager", "graph", "compiled")
+VOCABULARY = 50_304
+GATE_TOKENS = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["tnl", "hgrn2"], choices=MODELS)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--modes", nargs="+", default=["eager", "graph"], choices=MODES)
+    parser.add_argument("--layers", type=int, default=26)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--inner", type=int, default=2816)
+    parser.add_argument("--profile", type=Path, help="write the kernels of a token there")
+    parser.add_argument("--csv", action="store_true")
+    options = parser.parse_args()
+
+    constants = timing.constants(f"python benchmarks/decode.py {shlex.join(sys.argv[1:])}")
+    path = timing.RESULTS / f"decode-{timing.short_name(constants['gpu'])}.csv"
+    bandwidth, _ = timing.measure_ceilings()
+    print(
+        f"{constants['gpu']}: copy {bandwidth / 1e12:.2f} TB/s\n"
+        f"{'model':<12}{'batch':>6}  {'mode':<10}{'ms':>8}{'floor ms':>10}{'kernels':>9}{'error':>8}{'first s':>9}"
+    )
+    for name in options.models:
+        config = family(name)(options.width, options.layers, 0, options.inner, vocab_size=VOCABULARY)
+        model = build_model(config).to("cuda", torch.bfloat16).requires_grad_(False).eval()
+        for batch in options.batches:
+            for mode in options.modes:
+                row = time_row(name, model, batch, mode, bandwidth, options.profile)
+                row |= {"layers": options.layers, "width": options.width}
+                print(
+                    f"{name:<12}{batch:>6}  {mode:<10}{row['token_ms']:>8.3f}{row['floor_ms']:>10.3f}"
+                    f"{row['kernels']:>9}{row['error']:>8.4f}{row['first_s']:>9.1f}",
+                    flush=True,
+                )
+                if options.csv:
+                    timing.update(path, [row | constants], KEYS)
+        torch._dynamo.reset()
+
+
+class Decoder:
+    """A model's step on buffers that stay where they are, as a CUDA graph needs it."""
+
+    def __init__(self, model: CausalLM, batch: int, mode: str):
+        self.tokens = torch.zeros(batch, dtype=torch.int64, device="cuda")
+        self.states = model.init_state(batch, 1, "cuda")
+        self._empty = [x.clone() for x in tensors(self.states)]
+        self._step = torch.compile(model.step, fullgraph=True, dynamic=False) if mode == "compiled" else model.step
+        self.advance: Callable[[], None] = self._advance
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(3):  # before a capture, so that all is compiled and all handles are made
+                self._advance()
+        torch.cuda.synchronize()
+        if mode != "eager":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._advance()
+            self._graph, self.advance = graph, graph.replay
+
+    def _advance(self) -> None:
+        self.logits, after = self._step(self.tokens, self.states)
+        assert all(a is b for a, b in zip(tensors(after), tensors(self.states), strict=True)), "states are not in place"
+        self.tokens.copy_(self.logits.argmax(-1))
+
+    def reset(self) -> None:
+        for x, empty in zip(tensors(self.states), self._empty, strict=True):
+            x.copy_(empty)
+
+
+def tensors(states: dict[str, dict[str, Tensor]]) -> list[Tensor]:
+    return [x for state in states.values() for x in state.values()]
+
+
+@torch.no_grad()
+def time_row(name: str, model: CausalLM, batch: int, mode: str, bandwidth: float, profile: Path | None) -> dict:
+    """One row of the table."""
+    began = time.perf_counter()
+    decoder = Decoder(model, batch, mode)
+    first = time.perf_counter() - began
+    error = gate(model, decoder)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    states = sum(x.numel() * x.element_size() for x in tensors(decoder.states))
+    timing.warm_up(decoder.advance)
+    milliseconds = timing.time_calls(decoder.advance, 50)
+    kernels, report = count_kernels(decoder.advance)
+    if profile is not None:
+        profile.parent.mkdir(parents=True, exist_ok=True)
+        with profile.open("a") as file:
+            file.write(f"{name}, batch {batch}, {mode}: {milliseconds:.3f} ms a token, {kernels} kernels\n{report}\n")
+    return {
+        "model": name,
+        "batch": batch,
+        "mode": mode,
+        "token_ms": round(milliseconds, 4),
+        "tokens_per_second": round(batch / milliseconds * 1e3),
+        "weight_bytes": weights,
+        "state_bytes": states,
+        "floor_ms": round((weights + 2 * states) / bandwidth * 1e3, 4),
+        "kernels": kernels,
+        "error": round(error, 4),
+        "first_s": round(first, 1),
+    }
+
+
+def gate(model: CausalLM, decoder: Decoder) -> float:
+    """Relative RMS error of the logits of given tokens against the parallel form; AssertionError if over 0.1."""
+    batch = decoder.tokens.shape[0]
+    tokens = torch.randint(VOCABULARY, (batch, GATE_TOKENS), device="cuda")
+    decoder.reset()
+    logits = []
+    for t in range(GATE_TOKENS):
+        decoder.tokens.copy_(tokens[:, t])
+        decoder.advance()
+        logits.append(decoder.logits[:2].clone())
+    with use_backend("chunked"):
+        expected = model(tokens[:2])[0].double()
+    error = ((torch.stack(logits, 1).double() - expected).norm() / expected.norm()).item()
+    assert error <= 0.1, f"logits of single steps differ by {error} from those of the parallel form"
+    return error
+
+
+def count_kernels(advance: Callable[[], None], most: int = 30) -> tuple[int, str]:
+    """Kernels of one token, and those that take longest: microseconds, share, calls, name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as record:
+        advance()
+        torch.cuda.synchronize()
+    events = sorted(record.key_averages(), key=lambda event: -event.self_device_time_total)
+    events = [event for event in events if event.self_device_time_total > 0]
+    total = sum(event.self_device_time_total for event in events)
+    lines = [
+        f"{event.self_device_time_total:9.1f} us {event.self_device_time_total / total:6.1%} {event.count:5d}  "
+        f"{event.key[:130]}"
+        for event in events[:most]
+    ]
+    return sum(event.count for event in events), "\n".join([f"kernels: {total / 1e3:.3f} ms", *lines])
+
+
+if __name__ == "__main__":
+    main()
