@@ -63,7 +63,11 @@ def data(
     inputs, targets = generate(config, split, n, seed=seed)
     if out is not None:
         about = {"task": kind.name, "options": config.model_dump(mode="json"), "split": split, "seed": seed}
-        _write(out, inputs, targets, about | {"ignore": IGNORE, "num_tokens": config.num_tokens})
+        try:
+            _write(out, inputs, targets, about | {"ignore": IGNORE, "num_tokens": config.num_tokens})
+        except OSError as error:
+            problem = f"--out {str(out)!r}: cannot be written ({error.strerror}); choose another place"
+            raise ConfigError([problem], "command line") from None
         typer.echo(f"{n:,} samples of {inputs.shape[1]:,} tokens in {out}")
         return
     _print_samples(config, inputs, targets, split, show)

@@ -1,8 +1,11 @@
 """`linnet mad`: samples that a person and a program can read, and the list of what a score needs."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,6 +61,8 @@ def test_what_is_wrong_is_said(tmp_path):
     assert "tokens_to_copy: 200 tokens" in found and "use at most 128" in found and "blanks: unknown key" in found
     found = problems("data", "mqar", "--out", tmp_path / "none" / "x.csv", "--split", "dev")
     assert all(part in found for part in (".npz or .jsonl", "there is no folder", "--split 'dev'"))
+    (tmp_path / "taken.npz").mkdir()
+    assert "cannot be written" in problems("data", "mqar", "--out", tmp_path / "taken.npz")
     assert "did you mean 'mqar'" in problems("data", "mqarr")
     assert "did you mean 'compression'" in problems("list", "--tasks", "compresion")
 
@@ -77,6 +82,16 @@ def test_list():
     options = ("--budget", "full", "--tasks", "noisy-recall,compression", "--settings", "seq_len, frac_noise=0.4")
     found = json.loads(call("list", *options, "--spec", "mad-lab", "--json").stdout)
     assert len(found["settings"]) == 7 and found["runs"] == 42 and found["spec"] == "mad-lab"
+
+
+def test_samples_of_the_docs():
+    """docs/mad.md shows what the commands print."""
+    text = (Path(__file__).parents[2] / "docs" / "mad.md").read_text(encoding="utf-8")
+    examples = re.findall(r"    \$ linnet mad (.*)\n((?:    .*\n)+)", text)
+    assert len(examples) == 7
+    for command, shown in examples:
+        printed = call(*shlex.split(command)).stdout
+        assert all(line.strip() in printed for line in shown.splitlines()), command
 
 
 def test_help_needs_no_torch():

@@ -17,6 +17,7 @@ from linnet.config import Config
 from linnet.data.synthetic.draws import Draws
 
 IGNORE = -100  # the target of a position that is not scored
+LARGEST = 2**16  # of a vocabulary and of a length, so that a block of samples fits into memory
 Split = Literal["train", "validation", "test"]
 
 
@@ -60,8 +61,8 @@ class Task(Config):
     separate_splits: ClassVar[bool] = True
 
     spec: Literal["paper", "mad-lab"] = "paper"
-    vocab_size: int = Field(16, ge=1, le=2**20)
-    seq_len: int = Field(128, ge=1, le=2**20)
+    vocab_size: int = Field(16, ge=1, le=LARGEST)
+    seq_len: int = Field(128, ge=1, le=LARGEST)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
-from linnet.data.synthetic.base import IGNORE, Kind, Samples, Task, lay_out
+from linnet.data.synthetic.base import IGNORE, LARGEST, Kind, Samples, Task, lay_out
 from linnet.data.synthetic.draws import Draws
 
 
@@ -23,7 +23,7 @@ class Compression(Task):
     summary: ClassVar[str] = "pack a sequence into one token, from which a decoder recovers it"
     autoencoder: ClassVar[bool] = True
 
-    seq_len: int = Field(32, ge=2, le=2**20)
+    seq_len: int = Field(32, ge=2, le=LARGEST)
 
     @field_validator("vocab_size")
     @classmethod

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
-from linnet.data.synthetic.base import IGNORE, Kind, Samples, Task, check_halves, lay_out
+from linnet.data.synthetic.base import IGNORE, LARGEST, Kind, Samples, Task, check_halves, lay_out
 from linnet.data.synthetic.draws import Draws
 
 
@@ -23,8 +23,8 @@ class Memorization(Task):
     summary: ClassVar[str] = "learn a fixed map from keys to values from the training data"
     separate_splits: ClassVar[bool] = False
 
-    vocab_size: int = Field(256, ge=1, le=2**20)
-    seq_len: int = Field(32, ge=1, le=2**20)
+    vocab_size: int = Field(256, ge=1, le=LARGEST)
+    seq_len: int = Field(32, ge=1, le=LARGEST)
 
     @field_validator("vocab_size")
     @classmethod

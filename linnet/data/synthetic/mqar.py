@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
-from linnet.data.synthetic.base import IGNORE, Kind, Samples, Task, lay_out
+from linnet.data.synthetic.base import IGNORE, LARGEST, Kind, Samples, Task, lay_out
 from linnet.data.synthetic.draws import Draws
 
 
@@ -30,9 +30,9 @@ class Mqar(Task):
     summary: ClassVar[str] = "multi-query associative recall, as in zoology"
 
     spec: Literal["paper"] = "paper"
-    vocab_size: int = Field(8192, ge=1, le=2**20)
-    seq_len: int = Field(64, ge=1, le=2**20)
-    num_pairs: int = Field(4, ge=1, le=2**20)
+    vocab_size: int = Field(8192, ge=1, le=LARGEST)
+    seq_len: int = Field(64, ge=1, le=LARGEST)
+    num_pairs: int = Field(4, ge=1, le=LARGEST)
     power_a: float = Field(0.01, gt=0, le=10)
     random_filler: bool = False
 

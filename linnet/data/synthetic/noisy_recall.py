@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
-from linnet.data.synthetic.base import IGNORE, Kind, Samples, Task, check_halves, check_pairs, lay_out
+from linnet.data.synthetic.base import IGNORE, LARGEST, Kind, Samples, Task, check_halves, check_pairs, lay_out
 from linnet.data.synthetic.draws import Draws
 from linnet.data.synthetic.pairs import draw_pairs
 
@@ -26,8 +26,8 @@ class NoisyRecall(Task):
     name: ClassVar[str] = "noisy_recall"
     summary: ClassVar[str] = "in-context recall with irrelevant tokens between the pairs"
 
-    vocab_size: int = Field(default_factory=lambda data: 32 if data.get("spec") == "mad-lab" else 16, ge=1, le=2**20)
-    noise_vocab_size: int = Field(16, ge=1, le=2**20)
+    vocab_size: int = Field(default_factory=lambda data: 32 if data.get("spec") == "mad-lab" else 16, ge=1, le=LARGEST)
+    noise_vocab_size: int = Field(16, ge=1, le=LARGEST)
     frac_noise: float = Field(0.2, ge=0, lt=1)
 
     @field_validator("vocab_size")

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
-from linnet.data.synthetic.base import IGNORE, Kind, Samples, Task, lay_out
+from linnet.data.synthetic.base import IGNORE, LARGEST, Kind, Samples, Task, lay_out
 from linnet.data.synthetic.draws import Draws
 
 
@@ -24,8 +24,8 @@ class SelectiveCopying(Task):
     name: ClassVar[str] = "selective_copying"
     summary: ClassVar[str] = "write down the data tokens in order, skipping blanks"
 
-    seq_len: int = Field(256, ge=1, le=2**20)
-    tokens_to_copy: int = Field(16, ge=1, le=2**20)
+    seq_len: int = Field(256, ge=1, le=LARGEST)
+    tokens_to_copy: int = Field(16, ge=1, le=LARGEST)
 
     @field_validator("vocab_size")
     @classmethod
