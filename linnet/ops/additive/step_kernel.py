@@ -32,7 +32,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, S: Tensor, z: Tensor, theta: Tensor | 
         step_kernel[(B * H,)](
             q, k, v, S, z, o, theta, positions, scale,
             q.stride(0), k.stride(0), v.stride(0), H, K, V, rows, columns, even, theta is not None,
-            num_warps=min(8, 2 * warps),
+            num_warps=warps,
         )  # fmt: skip
     return o
 
