@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 2048, 4
+BLOCK, WARPS = 4096, 16
 
 
 def softmax_in_place(
