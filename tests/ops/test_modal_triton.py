@@ -146,10 +146,10 @@ def test_debug_looks_at_offsets():
 
 
 INTERPRETED = [
-    ((2, 21, 3, 5), {"decay": "extreme"}, 1),
+    ((2, 37, 3, 5), {"decay": "extreme"}, 1),
     ((1, 24, 33, 4), {"state": False}, 1),
-    ((1, 37, 3, 36), {"dtype": "float16"}, 3),
-    ((1, 40, 3, 5), {"offsets": [0, 0, 1, 28, 28, 40], "decay": "extreme"}, 2),
+    ((1, 70, 3, 36), {"dtype": "float16"}, 3),
+    ((1, 80, 3, 5), {"offsets": [0, 0, 1, 68, 68, 80], "decay": "extreme"}, 2),
 ]
 
 

@@ -71,6 +71,7 @@ def assert_agrees(*call, **options):
 def set_tiles(monkeypatch, *tiles):
     from linnet.ops.scan import triton
 
+    monkeypatch.setattr(triton, "_plan", triton._plan.__wrapped__)  # not the plans of before
     monkeypatch.setattr(triton, "choose_tiles", lambda *_: triton.Tiles(*tiles))
 
 

@@ -1,14 +1,14 @@
 """The Triton kernels of the modal convolution; `linnet.ops.modal.triton` says what they compute and launches them.
 
 A program is one warp: a thread owns a channel with all its modes, as K vectors of 4, and walks a segment of a sequence
-in registers. There are N sequences or documents of G segments, each of a multiple of 8 tokens but for the last one.
+in registers, UNROLL tokens read ahead at a time. There are N sequences or documents of G segments.
 """
 
 import triton
 import triton.language as tl
 
 BD = tl.constexpr(32)  # channels a program
-UNROLL = tl.constexpr(8)  # tokens read ahead
+UNIT = tl.constexpr(32)  # tokens of a segment are a multiple, but for the last one
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _segment(offsets, T, G, DOCUMENTS: tl.constexpr):
         begin = tl.minimum(tl.maximum(tl.load(offsets + n), 0), T).to(tl.int64)
         end = tl.maximum(tl.minimum(tl.load(offsets + n + 1), T), begin).to(tl.int64)
     length = (end - begin).to(tl.int32)
-    size = tl.cdiv(tl.cdiv(length, G), UNROLL) * UNROLL
+    size = tl.cdiv(tl.cdiv(length, G), UNIT) * UNIT
     return n, g, begin, length, tl.minimum(g * size, length), tl.minimum((g + 1) * size, length), size
 
 
@@ -75,18 +75,19 @@ def _write(pointer, value, d, D: tl.constexpr):
 
 @triton.jit
 def _enter(entry, sums, rates, base, stride, g, size, d, D: tl.constexpr, E: tl.constexpr, FIRST,
-           K: tl.constexpr, HAS_ENTRY: tl.constexpr):  # fmt: skip
+           K: tl.constexpr, HAS_ENTRY: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
     """The state before segment g: the first one and the sums of the segments before, decayed."""
     if HAS_ENTRY:
         state = _load_modes(entry, base, d, D, E, FIRST, K, 0.0)
     else:
         state = _fill(rates[0], K)
-    for before in tl.range(0, g):
-        ends = _load_modes(sums, base + before * stride, d, D, E, FIRST, K, 0.0)
-        new = ()
-        for k in tl.static_range(K):
-            new = new + (state[k] * tl.exp(rates[k] * size) + ends[k],)
-        state = new
+    if SPLIT:
+        for before in tl.range(0, g):
+            ends = _load_modes(sums, base + before * stride, d, D, E, FIRST, K, 0.0)
+            new = ()
+            for k in tl.static_range(K):
+                new = new + (state[k] * tl.exp(rates[k] * size) + ends[k],)
+            state = new
     return state
 
 
@@ -101,7 +102,7 @@ def _walk(x, begin, row, length, D: tl.constexpr, REVERSE: tl.constexpr):
 @triton.jit
 def summarise_kernel(
     x, log_decay, weight, sums, slopes, offsets, T, N, G, D: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
-    REVERSE: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
+    UNROLL: tl.constexpr, REVERSE: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """What enters the segment after each one if zero entered it, [G, N, D, E]; with SLOPES also its derivative by the
     log-decay over the decay."""
@@ -158,7 +159,7 @@ def _respond(value, state, decays, weights, K: tl.constexpr, REVERSE: tl.constex
 @triton.jit
 def sweep_kernel(
     x, y, log_decay, weight, entry, leave, sums, offsets, T, N, G, D: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
-    REVERSE: tl.constexpr, HAS_ENTRY: tl.constexpr, DOCUMENTS: tl.constexpr,
+    UNROLL: tl.constexpr, REVERSE: tl.constexpr, SPLIT: tl.constexpr, HAS_ENTRY: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """y and the last state from x; in reverse the gradient of x (y) and of the first state from that of y (x)."""
     n, g, row, length, begin, end, size = _segment(offsets, T, G, DOCUMENTS)
@@ -166,7 +167,7 @@ def sweep_kernel(
     rates, decays = _load_rates(log_decay, d, D, E, 0, K)
     weights = _load_modes(weight, 0, d, D, E, 0, K, 0.0)
     base, stride = n.to(tl.int64) * (D * E), (n * 0 + N).to(tl.int64) * (D * E)
-    state = _enter(entry, sums, rates, base, stride, g, size, d, D, E, 0, K, HAS_ENTRY)
+    state = _enter(entry, sums, rates, base, stride, g, size, d, D, E, 0, K, HAS_ENTRY, SPLIT)
     x, hop = _walk(x, begin, row, length, D, REVERSE)
     y, _ = _walk(y, begin, row, length, D, REVERSE)
     whole = (end - begin) // UNROLL * UNROLL
@@ -202,7 +203,7 @@ def _learn(value, gradient, state, slope, dweight, ddecay, decays, K: tl.constex
 @triton.jit
 def learn_kernel(
     x, dy, log_decay, weight, entry, dfinal, sums, slopes, dlog_decay, dweight, offsets, T, N, G,
-    D: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, K: tl.constexpr, UNROLL: tl.constexpr, SPLIT: tl.constexpr,
     HAS_ENTRY: tl.constexpr, HAS_DFINAL: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """What each segment adds to the gradients of log_decay and weight, [G, N, D, E], for 4 K modes a program."""
@@ -216,16 +217,17 @@ def learn_kernel(
     state = _fill(rates[0], K)
     if HAS_ENTRY:
         state = _load_modes(entry, base, d, D, E, FIRST, K, 0.0)
-    for before in tl.range(0, g):
-        ends = _load_modes(sums, base + before * stride, d, D, E, FIRST, K, 0.0)
-        grown = _load_modes(slopes, base + before * stride, d, D, E, FIRST, K, 0.0)
-        states, new_slopes = (), ()
-        for k in tl.static_range(K):
-            over = tl.exp(rates[k] * size)
-            lag = tl.exp(rates[k] * (size - 1)) * size
-            states = states + (state[k] * over + ends[k],)
-            new_slopes = new_slopes + (slope[k] * over + state[k] * lag + grown[k],)
-        state, slope = states, new_slopes
+    if SPLIT:
+        for before in tl.range(0, g):
+            ends = _load_modes(sums, base + before * stride, d, D, E, FIRST, K, 0.0)
+            grown = _load_modes(slopes, base + before * stride, d, D, E, FIRST, K, 0.0)
+            states, new_slopes = (), ()
+            for k in tl.static_range(K):
+                over = tl.exp(rates[k] * size)
+                lag = tl.exp(rates[k] * tl.maximum(size - 1, 0)) * size
+                states = states + (state[k] * over + ends[k],)
+                new_slopes = new_slopes + (slope[k] * over + state[k] * lag + grown[k],)
+            state, slope = states, new_slopes
     tokens, hop = _walk(x, begin, row, length, D, False)
     gradients, _ = _walk(dy, begin, row, length, D, False)
     dw, dd = _fill(rates[0], K), _fill(rates[0], K)

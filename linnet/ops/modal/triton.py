@@ -19,10 +19,8 @@ from torch import Tensor
 from linnet.ops import backend
 from linnet.ops.documents import count_states, documents
 from linnet.ops.modal import chunked
-from linnet.ops.modal.kernels import BD, UNROLL, learn_kernel, summarise_kernel, sweep_kernel
+from linnet.ops.modal.kernels import BD, UNIT, learn_kernel, summarise_kernel, sweep_kernel
 
-# Programs of one warp that a multiprocessor holds at a time, by their registers.
-RESIDENT = 8
 MOST_MODES = 64
 # Modes of a program that learns, and so has five numbers a mode.
 LEARNT = 32
@@ -76,7 +74,7 @@ class Call:
         self.log_decay, self.weight = log_decay, weight
         self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
         self.states, self.blocks = count_states(cu_seqlens, B), triton.cdiv(D, BD.value)
-        self.segments = count_segments(self.states, B * T, D, x.device)
+        self.segments = count_segments(self.states, B * T, D, log_decay.shape[1], x.device)
         self.sizes = (T, self.states, self.segments, D, log_decay.shape[1])
 
     def summarise(self, x: Tensor, *, reverse: bool, slopes: bool = False) -> tuple[Tensor | None, Tensor | None]:
@@ -87,7 +85,7 @@ class Call:
         more = self._empty(x) if slopes else None
         most = LEARNT if slopes else MOST_MODES
         summarise_kernel[self._grid(most)](
-            x, self.log_decay, self.weight, sums, more, self.cu_seqlens, *self.sizes, self._vectors(most), reverse,
+            x, self.log_decay, self.weight, sums, more, self.cu_seqlens, *self.sizes, *self._vectors(most), reverse,
             slopes, self.cu_seqlens is not None, num_warps=1,
         )  # fmt: skip
         return sums, more
@@ -96,7 +94,7 @@ class Call:
         """Fills y and what leaves the sequences."""
         sweep_kernel[self._grid(MOST_MODES)](
             x, y, self.log_decay, self.weight, None if entry is None else entry.contiguous(), leave, sums,
-            self.cu_seqlens, *self.sizes, self._vectors(MOST_MODES), reverse, entry is not None,
+            self.cu_seqlens, *self.sizes, *self._vectors(MOST_MODES), reverse, self.segments > 1, entry is not None,
             self.cu_seqlens is not None, num_warps=1,
         )  # fmt: skip
 
@@ -106,25 +104,28 @@ class Call:
         dlog_decay, dweight = self._empty(x), self._empty(x)
         learn_kernel[self._grid(LEARNT)](
             x, dy, self.log_decay, self.weight, None if entry is None else entry.contiguous(), dfinal, sums, slopes,
-            dlog_decay, dweight, self.cu_seqlens, *self.sizes, self._vectors(LEARNT), entry is not None,
-            dfinal is not None, self.cu_seqlens is not None, num_warps=1,
+            dlog_decay, dweight, self.cu_seqlens, *self.sizes, *self._vectors(LEARNT), self.segments > 1,
+            entry is not None, dfinal is not None, self.cu_seqlens is not None, num_warps=1,
         )  # fmt: skip
         return dlog_decay.sum((0, 1)), dweight.sum((0, 1))
 
     def _empty(self, x: Tensor) -> Tensor:
         return x.new_empty(self.segments, self.states, *self.log_decay.shape, dtype=torch.float32)
 
-    def _vectors(self, most: int) -> int:
-        return triton.cdiv(min(self.sizes[-1], most), 4)
+    def _vectors(self, most: int) -> tuple[int, int]:
+        """Vectors of modes a thread, and tokens it reads ahead: fewer where a token takes longer."""
+        vectors = triton.cdiv(min(self.sizes[-1], most), 4)
+        return vectors, 8 if vectors > 8 else 16 if vectors > 4 else 32
 
     def _grid(self, most: int) -> tuple[int, int, int]:
         return self.blocks, self.states * self.segments, triton.cdiv(self.sizes[-1], most)
 
 
-def count_segments(states: int, tokens: int, channels: int, device: torch.device) -> int:
-    """As many as fill the GPU, but of at least 64 tokens on average. Documents are cut alike."""
-    places = RESIDENT * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1)
-    return max(1, min(places // (states * triton.cdiv(channels, BD.value)), tokens // states // (8 * UNROLL.value)))
+def count_segments(states: int, tokens: int, channels: int, modes: int, device: torch.device) -> int:
+    """As many as fill the GPU within its registers, of at least 64 tokens on average. Documents are cut alike."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    places = processors * (8 if modes > 32 else 16)
+    return max(1, min(places // (states * triton.cdiv(channels, BD.value)), tokens // states // (2 * UNIT.value)))
 
 
 def _supports(x: Tensor, log_decay: Tensor, weight: Tensor) -> bool:

@@ -14,6 +14,7 @@ and their last token, where the state that enters replaces what the token before
 float64 runs in the chunked form.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.documents import count_states, documents
+from linnet.ops.launching import Launcher, align
 from linnet.ops.scan import chunked
 from linnet.ops.scan.kernels import EMPTY, HEAD, backward_kernel, forward_kernel, mark_kernel
 
@@ -35,11 +37,15 @@ class Tiles(NamedTuple):
     group: int
 
 
-def choose_tiles(sequences: int, channels: int, is_complex: bool) -> Tiles:
+def choose_tiles(sequences: int, channels: int, is_complex: bool, backward: bool) -> Tiles:
     """On an H200 the fastest of those in docs/negative-results.md."""
-    if sequences * triton.cdiv(channels, 64) >= 512:
-        return Tiles(4, 8 if is_complex else 16, 64, 1)
-    return Tiles(4, 8 if is_complex else 32, 64, 8)
+    chains = sequences * triton.cdiv(channels, 64)
+    group = 1 if chains >= 512 else 8
+    if is_complex:
+        return Tiles(4, 8, 64, group)
+    if chains >= 512 or (backward and chains >= 64):
+        return Tiles(4, 16, 64, group)
+    return Tiles(8, 16, 64, group) if backward else Tiles(4, 32, 64, group)
 
 
 def scan_forward(
@@ -48,16 +54,13 @@ def scan_forward(
     """h like x, and the final state; arguments as in `diagonal_scan`."""
     if torch.float64 in (x.dtype, log_decay.dtype):
         return chunked.scan_forward(x, log_decay, theta, initial_state, cu_seqlens)
-    x, log_decay = x.contiguous(), log_decay.contiguous()
+    _check_offsets(log_decay, cu_seqlens)
+    x, log_decay, theta, initial_state = (_align(y) for y in (x, log_decay, theta, initial_state))
     h, final = torch.empty_like(x), _empty_state(x, cu_seqlens)
     with torch.cuda.device_of(x):
-        sweep = Sweep(log_decay, theta, initial_state, cu_seqlens)
-        marks = sweep.mark(cu_seqlens, initial_state, final)
-        forward_kernel[sweep.grid](
-            x, log_decay, theta, h, sweep.entry, final, sweep.make_slots(), *marks, *sweep.sizes, *sweep.tiles,
-            theta is not None, initial_state is not None, cu_seqlens is not None, sweep.masked,
-            num_warps=sweep.tiles.rows,
-        )  # fmt: skip
+        plan = _plan(False, x.dtype, *_describe(log_decay, theta, cu_seqlens), (initial_state is not None,))
+        marks = _mark(log_decay, initial_state, final, cu_seqlens)
+        plan.launch(x, log_decay, theta, h, initial_state, final, _make_slots(x, plan), *marks)
     return h, final
 
 
@@ -74,56 +77,88 @@ def scan_backward(
     """Gradients to x, log_decay, theta (empty without it) and the initial state; `h` is the forward's output."""
     if torch.float64 in (x.dtype, log_decay.dtype):
         return chunked.scan_backward(x, log_decay, theta, initial_state, cu_seqlens, h, dh, dfinal)
-    log_decay, h, dh = log_decay.contiguous(), h.contiguous(), dh.contiguous()
+    log_decay, theta, initial_state = (_align(y) for y in (log_decay, theta, initial_state))
+    h, dh, dfinal = (_align(y) for y in (h, dh, dfinal))
     dx, dlog_decay, dinitial = torch.empty_like(h), torch.empty_like(log_decay), _empty_state(x, cu_seqlens)
     with torch.cuda.device_of(x):
-        sweep = Sweep(log_decay, theta, initial_state, cu_seqlens)
-        dfinal = None if dfinal is None else dfinal.contiguous()
-        turns = None if theta is None else x.new_empty(sweep.count, *log_decay.shape[::2], dtype=torch.float32)
-        marks = sweep.mark(cu_seqlens, dfinal, dinitial)
-        backward_kernel[sweep.grid](
-            log_decay, theta, h, dh, dx, dlog_decay, turns, sweep.entry, dfinal, dinitial, sweep.make_slots(), *marks,
-            *sweep.sizes, *sweep.tiles, theta is not None, initial_state is not None, dfinal is not None,
-            cu_seqlens is not None, sweep.masked, num_warps=sweep.tiles.rows,
+        given = initial_state is not None, dfinal is not None
+        plan = _plan(True, x.dtype, *_describe(log_decay, theta, cu_seqlens), given)
+        marks = _mark(log_decay, dfinal, dinitial, cu_seqlens)
+        turns = None if theta is None else x.new_empty(plan.tiles, *log_decay.shape[::2], dtype=torch.float32)
+        plan.launch(
+            log_decay, theta, h, dh, dx, dlog_decay, turns, initial_state, dfinal, dinitial, _make_slots(x, plan),
+            *marks,
         )  # fmt: skip
     dtheta = dinitial.new_empty(0) if theta is None else turns.sum((0, 1)).to(theta.dtype)
     return dx, dlog_decay, dtheta, dinitial
 
 
-class Sweep:
-    """How one launch is cut."""
+class Plan(NamedTuple):
+    """A launch, its tiles a sequence, and the words they need to tell each other about themselves."""
 
-    def __init__(self, log_decay: Tensor, theta: Tensor | None, entry: Tensor | None, cu_seqlens: Tensor | None):
-        B, T, D = log_decay.shape
-        if backend.debugging():
-            documents(cu_seqlens, B, T)
-        self.tiles = choose_tiles(B, D, theta is not None)
-        per = self.tiles.rows * self.tiles.length
-        self.count, blocks = triton.cdiv(T, per), triton.cdiv(D, self.tiles.channels)
-        self.sizes, self.grid = (B, T, self.count, D), (self.count * blocks * B,)
-        self.masked = T % per > 0 or D % self.tiles.channels > 0
-        self.entry = None if entry is None else entry.contiguous()
-        self.device, self.planes = log_decay.device, 1 if theta is None else 2
+    launch: Launcher
+    tiles: int
+    words: int
 
-    def make_slots(self) -> Tensor:
-        """Room for the summaries of tiles and the carries into groups."""
-        B, _, count, D = self.sizes
-        group = self.tiles.group
-        words = (0 if group == 1 else count * self.planes) + triton.cdiv(count, group)
-        return torch.full((HEAD.value + words * B * D,), EMPTY.value, dtype=torch.int64, device=self.device)
 
-    def mark(self, cu_seqlens: Tensor | None, entry: Tensor | None, leave: Tensor) -> tuple[Tensor | None, ...]:
-        """For each token the document that starts there, or -1, and the one that ends; settles those without tokens."""
-        if cu_seqlens is None:
-            return None, None
-        T, width = self.sizes[1], leave[0].numel()
-        marks = torch.full((2, T), -1, dtype=torch.int32, device=self.device)
-        entry = None if entry is None else entry.contiguous()
-        mark_kernel[(count_states(cu_seqlens, 1),)](
-            cu_seqlens.contiguous(), marks, entry, leave, T, width, triton.next_power_of_2(min(width, 1024)),
-            entry is not None, num_warps=1,
-        )  # fmt: skip
-        return marks[0], marks[1]
+@functools.lru_cache(1024)
+def _plan(
+    backward: bool,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    decay_dtype: torch.dtype,
+    theta_dtype: torch.dtype | None,
+    has_documents: bool,
+    device: torch.device,
+    given: tuple[bool, ...],
+) -> Plan:
+    B, T, D = shape
+    is_complex = theta_dtype is not None
+    tiles = choose_tiles(B, D, is_complex, backward)
+    size = tiles.rows * tiles.length
+    count, blocks = triton.cdiv(T, size), triton.cdiv(D, tiles.channels)
+    masked = T % size > 0 or D % tiles.channels > 0
+    constants = (B, T, count, D, *tiles, is_complex, *given, has_documents, masked)
+    kernel = backward_kernel if backward else forward_kernel
+    summaries = 0 if tiles.group == 1 else count * (1 + is_complex)
+    return Plan(
+        Launcher(kernel, count * blocks * B, constants, num_warps=tiles.rows),
+        count,
+        HEAD.value + (summaries + triton.cdiv(count, tiles.group)) * B * D,
+    )
+
+
+def _describe(log_decay: Tensor, theta: Tensor | None, cu_seqlens: Tensor | None) -> tuple:
+    theta_dtype = None if theta is None else theta.dtype
+    return log_decay.shape, log_decay.dtype, theta_dtype, cu_seqlens is not None, log_decay.device
+
+
+def _make_slots(x: Tensor, plan: Plan) -> Tensor:
+    return torch.full((plan.words,), EMPTY.value, dtype=torch.int64, device=x.device)
+
+
+def _mark(
+    log_decay: Tensor, entry: Tensor | None, leave: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """For each token the document that starts there, or -1, and the one that ends; settles those without tokens."""
+    if cu_seqlens is None:
+        return None, None
+    T, width = log_decay.shape[1], leave[0].numel()
+    marks = torch.full((2, T), -1, dtype=torch.int32, device=log_decay.device)
+    mark_kernel[(leave.shape[0],)](
+        cu_seqlens.contiguous(), marks, entry, leave, T, width, triton.next_power_of_2(min(width, 1024)),
+        entry is not None, num_warps=1,
+    )  # fmt: skip
+    return marks[0], marks[1]
+
+
+def _check_offsets(log_decay: Tensor, cu_seqlens: Tensor | None) -> None:
+    if backend.debugging():
+        documents(cu_seqlens, *log_decay.shape[:2])
+
+
+def _align(x: Tensor | None) -> Tensor | None:
+    return None if x is None else align(x)
 
 
 def _empty_state(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
