@@ -105,13 +105,16 @@ hopper = pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
 
 @hopper
 @pytest.mark.parametrize("columns, stages", [(64, 2), (64, 3), (64, 4), (128, 3)])
-@pytest.mark.parametrize("K, V", [(64, 64), (128, 128), (64, 128), (128, 64)])
+@pytest.mark.parametrize("K, V", [(64, 64), (128, 128), (64, 128), (128, 64), (256, 128), (256, 256), (64, 256)])
 @pytest.mark.parametrize("segments", [1, 2, 5])
 def test_hopper_configurations(columns, stages, K, V, segments, monkeypatch):
     """All that the heuristics may choose, for one chunk, few, and more than are in flight; states given or not."""
     from linnet.ops.lightning import triton
 
-    monkeypatch.setattr(triton, "choose_hopper_tiles", lambda outer, *_: (min(outer, columns), stages))
+    def choose(inner, outer, *_):
+        return (64, 2) if inner == 256 else (min(outer, columns), stages)
+
+    monkeypatch.setattr(triton, "choose_hopper_tiles", choose)
     monkeypatch.setattr(triton, "_count_segments", lambda *_: segments)
     used = []
     prepare = triton._prepare_hopper
@@ -125,7 +128,7 @@ def test_hopper_configurations(columns, stages, K, V, segments, monkeypatch):
 
 @hopper
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 256])
 def test_hopper_decays(decay, width):
     assert_agrees(3, 4096, width, width, decay=decay)
 

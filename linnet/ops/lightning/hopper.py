@@ -1,5 +1,5 @@
 """The sweep of `linnet.ops.lightning.kernels` for Hopper GPUs, where tiles come through descriptors (TMA) and products
-of one chunk run beside each other: bfloat16, widths of 64 or 128, sequences of whole chunks, no documents.
+of one chunk run beside each other: bfloat16, widths of 64, 128 or 256, sequences of whole chunks, no documents.
 
 Names are those of `sweep_kernel`; states are turned, [columns of c, width of a]. S chunks are in flight. What a chunk's
 products do while others run is written out: the scores of the next chunk, which need no state, start before this
@@ -46,8 +46,12 @@ def hopper_kernel(
             a, b, c, o = a1, b1, c1, o1
         if role == 2:
             a, b, c, o = a2, b2, c2, o2
-        if role > 0:
-            entry, sums = entry2, sums2
+        if HAS_ENTRY or HAS_ENTRY2:
+            if role > 0:
+                entry = entry2
+        if SPLIT:
+            if role > 0:
+                sums = sums2
         reverse = (role > 0).to(gl.int32)
         flip = role < 2
         has_entry = (HAS_ENTRY & (role == 0)) | (HAS_ENTRY2 & (role > 0))
@@ -59,15 +63,21 @@ def hopper_kernel(
         has_leave = HAS_LEAVE
 
     # Shared memory, and what each warp holds of a product: all rows of the state are split over the warps, 16 each.
-    WARPS: gl.constexpr = BC // 16
+    # A state of width 256 is split over two groups of warps, which pass it on through shared memory.
+    SPLIT_STATE: gl.constexpr = 2 if DA > 128 else 1
+    WARPS: gl.constexpr = BC // 16 * SPLIT_STATE
     AB: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, DA], gl.bfloat16)
     CO: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BC], gl.bfloat16)
     CC: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[C // 16, WARPS * 16 // C], instr_shape=[16, C * C // 16 // WARPS, 16]
     )
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, C, 16])
-    STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, DA, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[BC // 16, SPLIT_STATE], instr_shape=[16, C // SPLIT_STATE, 16]
+    )
+    STATE: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[BC // 16, SPLIT_STATE], instr_shape=[16, DA // SPLIT_STATE, 16]
+    )
     TO_OUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     TO_STATE: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=STATE, k_width=2)
     da = tma.make_tensor_descriptor(a, [N * T, H * DA], [H * DA, 1], [C, DA], AB)
@@ -79,6 +89,9 @@ def hopper_kernel(
     sc = gl.allocate_shared_memory(gl.bfloat16, [S, C, BC], CO)
     so = gl.allocate_shared_memory(gl.bfloat16, [C, BC], CO)
     weights = gl.allocate_shared_memory(gl.bfloat16, [C, C], CC)
+    if SPLIT_STATE > 1:
+        SL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BC, DA], gl.bfloat16)
+        states = gl.allocate_shared_memory(gl.bfloat16, [BC, DA], SL)
     barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(S):
         mbarrier.init(barriers.index(slot), count=1)
@@ -102,8 +115,9 @@ def hopper_kernel(
     j = block * BC + gl.arange(0, BC, gl.SliceLayout(1, STATE))
     i = gl.arange(0, DA, gl.SliceLayout(0, STATE))
     place = j[:, None] * gl.where(flip, DA, 1) + i[None, :] * gl.where(flip, 1, DC)
-    if has_entry:
-        state += gl.load(entry + nh.to(gl.int64) * (DA * DC) + place)
+    if HAS_ENTRY or HAS_ENTRY2:
+        if has_entry:
+            state += gl.load(entry + nh.to(gl.int64) * (DA * DC) + place)
     if SPLIT:
         whole = gl.exp2(rate * per * C)
         for before in range(0, g):
@@ -134,7 +148,12 @@ def hopper_kernel(
         tb = sb.index(slot)
         tc = sc.index(slot)
         # An operand in registers is named in the wait for its product, lest they be used anew too early.
-        held = gl.convert_layout(state.to(gl.bfloat16), TO_OUT)
+        if SPLIT_STATE > 1:
+            held = states
+            states.store(state.to(gl.bfloat16))
+            fence_async_shared()
+        else:
+            held = gl.convert_layout(state.to(gl.bfloat16), TO_OUT)
         out = warpgroup_mma(held, ta.permute((1, 0)), no_out, use_acc=False, is_async=True)
         decayed = (tc.permute((1, 0)).load(TO_STATE).to(gl.float32) * until[None, :]).to(gl.bfloat16)
         done = warpgroup_mma_wait(1, deps=[scores])
@@ -147,7 +166,10 @@ def hopper_kernel(
         if next_slot == S:
             next_slot = 0
             next_phase ^= 1
-        out, _ = warpgroup_mma_wait(1, deps=[out, held])
+        if SPLIT_STATE > 1:
+            out = warpgroup_mma_wait(1, deps=[out])
+        else:
+            out, _ = warpgroup_mma_wait(1, deps=[out, held])
         out = warpgroup_mma(tc.permute((1, 0)), weights, out * since[None, :], is_async=True)
         mbarrier.wait(barriers.index(next_slot), next_phase, pred=x + 1 < last)
         # After the last chunk these are of what lies there, and unused.

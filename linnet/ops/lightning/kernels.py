@@ -130,8 +130,12 @@ def sweep_kernel(
             a, b, c, o = a1, b1, c1, o1
         if role == 2:
             a, b, c, o = a2, b2, c2, o2
-        if role > 0:
-            entry, sums = entry2, sums2
+        if HAS_ENTRY or HAS_ENTRY2:
+            if role > 0:
+                entry = entry2
+        if SPLIT:
+            if role > 0:
+                sums = sums2
         reverse = (role > 0).to(tl.int32)
         flip = role < 2
         has_entry = (HAS_ENTRY & (role == 0)) | (HAS_ENTRY2 & (role > 0))
@@ -161,8 +165,9 @@ def sweep_kernel(
     else:
         state = tl.zeros([PA, BC], tl.float32)
         apart = r[:, None] - r[None, :]
-    if has_entry:
-        state += _load_state(entry + nh.to(tl.int64) * (DA * DC), i, j, flip, DA, DC, TURNED)
+    if HAS_ENTRY or HAS_ENTRY2:
+        if has_entry:
+            state += _load_state(entry + nh.to(tl.int64) * (DA * DC), i, j, flip, DA, DC, TURNED)
     if SPLIT:
         whole = tl.exp2(rate * per * C)
         for before in tl.range(0, g):

@@ -14,7 +14,7 @@ final state reaches the last token undecayed.
 Where heads are few, a sequence is cut into segments: one launch sums each segment up (its state from zero), and the
 sweep of a segment starts from the decayed sum of the summaries before it.
 
-On a Hopper GPU the usual shapes (bfloat16, widths of 64 or 128, whole chunks, no documents) run in the kernel of
+On a Hopper GPU the usual shapes (bfloat16, widths of 64, 128 or 256, whole chunks, no documents) run in the kernel of
 `linnet.ops.lightning.hopper`. float64, mixed dtypes and widths that are no multiple of 8 or above 256 run in the
 chunked form.
 """
@@ -190,20 +190,25 @@ def _run(sweeps: list[Sweep], rates: Tensor | None, cu_seqlens: Tensor | None, s
         a.shape, c.shape[3], states, a.dtype, None if rates is None else rates.dtype, cu_seqlens is not None, device,
         len(sweeps) > 1, first.entry is not None, last.entry is not None, last.leave is not None,
     )  # fmt: skip
-    sums = [_blank(device)] * 2
+    sums = [None, None]
     for i, summarise in enumerate(plan.summarise):
         b, c = sweeps[i].summary
         sums[i] = b.new_empty(states, b.shape[2], plan.segments - 1, b.shape[3], c.shape[3], dtype=torch.float32)
         summarise(b, c, sums[i], rates, cu_seqlens, scale)
-    entries = [_blank(device) if sweep.entry is None else sweep.entry for sweep in (first, last)]
-    if len(sweeps) == len(plan.launches):
+    entry, last_entry = first.entry, last.entry
+    if len(plan.launches) == len(sweeps):
         for i, (sweep, launch) in enumerate(zip(sweeps, plan.launches, strict=True)):
-            entry, sum_ = entries[i > 0], sums[i > 0]
-            launch(*sweep[:4] * 3, entry, entry, sweep.leave, sum_, sum_, rates, cu_seqlens, scale)
+            launch(*sweep[:4], *_NONE, sweep.entry, None, sweep.leave, sums[i > 0], None, rates, cu_seqlens, scale)
     else:
+        # Of two pointers of which a sweep takes one, neither may be absent if the other is not.
+        if (entry is None) != (last_entry is None):
+            entry, last_entry = (_blank(device) if x is None else x for x in (entry, last_entry))
         tensors = sweeps[0][:4] + sweeps[1][:4] + sweeps[2][:4]
-        plan.launches[0](*tensors, *entries, last.leave, *sums, rates, cu_seqlens, scale)
+        plan.launches[0](*tensors, entry, last_entry, last.leave, *sums, rates, cu_seqlens, scale)
     return None
+
+
+_NONE = (None,) * 8  # the tensors of two more sweeps
 
 
 class Plan(NamedTuple):
@@ -309,7 +314,7 @@ def _prepare_sweeps(shape: Shape, group: list[Form], segments: int) -> Launcher:
 
 
 def _suits_hopper(shape: Shape, forms: list[Form]) -> bool:
-    widths = all(width in (64, 128) for form in forms for width in (form.inner, form.outer))
+    widths = all(width in (64, 128, 256) for form in forms for width in (form.inner, form.outer))
     even = not shape.documents and shape.length % HOPPER_CHUNK == 0
     return widths and even and shape.dtype == torch.bfloat16 and _is_hopper(shape.device)
 
@@ -319,25 +324,29 @@ def _is_hopper(device: torch.device) -> bool:
     return hopper_kernel is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def choose_hopper_tiles(outer: int, programs: int, processors: int) -> tuple[int, int]:
+def choose_hopper_tiles(inner: int, outer: int, programs: int, processors: int) -> tuple[int, int]:
     """Columns of a program and chunks in flight. One of 128 columns (8 warps) reads a and b once; where so few leave
-    multiprocessors idle, two of 64 columns do better."""
+    multiprocessors idle, two of 64 columns do better. More chunks of width 256 do not fit into shared memory."""
+    if inner == 256:
+        return 64, 2
     if outer == 64:
         return 64, 3
-    return (128, 3) if programs >= 0.9 * processors else (64, 4)
+    return (128, 3) if programs * outer // 128 >= 0.9 * processors else (64, 4)
 
 
 def _prepare_hopper(shape: Shape, group: list[Form], segments: int) -> Launcher:
     first, last = group[0], group[-1]
     programs = shape.states * shape.heads * segments
-    columns, stages = choose_hopper_tiles(first.outer, programs, _count_processors(shape.device))
+    columns, stages = choose_hopper_tiles(first.inner, first.outer, programs, _count_processors(shape.device))
     constants = (
         shape.length, shape.states, segments, shape.heads,
         first.inner, first.outer, HOPPER_CHUNK, columns, len(group), first.reverse, first.flip,
         shape.rates, first.entry, last.entry, last.leave, segments > 1, stages,
     )  # fmt: skip
     programs *= first.outer // columns * len(group)
-    return Launcher(hopper_kernel, programs, constants, scratch=True, num_warps=columns // 16)
+    return Launcher(
+        hopper_kernel, programs, constants, scratch=True, num_warps=columns // 16 * (1 + (first.inner == 256))
+    )
 
 
 def _arithmetic(dtype: torch.dtype) -> tuple[tl.dtype, str]:
