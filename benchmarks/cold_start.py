@@ -74,6 +74,7 @@ def cases() -> dict[str, Callable]:
         "additive, not causal": lambda: groups.additive(at, causal=False),
         "diagonal_scan": lambda: groups.scan(LENGTH),
         "diagonal_scan, complex": lambda: groups.scan(LENGTH, theta=True),
+        "modal_convolution": lambda: groups.modal(LENGTH),
         "srmsnorm": lambda: next(groups.srmsnorm(LENGTH, 1024, "")),
         "linear_cross_entropy": lambda: next(groups.cross_entropy_group()),
         "fla simple_gla": lambda: take(groups.lightning_peers_group(), "fla simple_gla"),

@@ -80,14 +80,14 @@ def draw_attention(gpu: str) -> alt.HConcatChart | None:
 def draw_srmsnorm(gpu: str) -> alt.VConcatChart | None:
     """Time against length at width 3,072, and share of the copy bandwidth against width with equal work."""
     rows = table("norm", gpu)
-    if not rows:
-        return None
     for row in rows:
         row["backward_ms"] = row["both_ms"] - row["forward_ms"]
         row["forward_share"] = row["forward_floor_ms"] / row["forward_ms"]
         row["backward_share"] = (row["both_floor_ms"] - row["forward_floor_ms"]) / row["backward_ms"]
     lengths = [row for row in rows if row["along"] == "length"]
     widths = [row for row in rows if row["along"] == "width"]
+    if not lengths or not widths:
+        return None
     title, share = "tokens (width 3,072)", "share of copy bandwidth"
     return alt.vconcat(
         alt.hconcat(

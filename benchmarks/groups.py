@@ -9,7 +9,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.layers.norm import SRMSNorm
-from linnet.ops import additive_attention, diagonal_scan, gated_linear_attention, lightning_attention
+from linnet.ops import (
+    additive_attention,
+    diagonal_scan,
+    forget_gated_attention,
+    gated_linear_attention,
+    lightning_attention,
+    modal_convolution,
+)
+from linnet.ops.cross_entropy import linear_cross_entropy
 
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 LONG = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -92,15 +100,11 @@ def hgrn2(shape: Shape) -> Case:
     """Gated with HGRN2's gates inside; their lower bounds have a gradient too."""
 
     def run(q, logits, v, beta):
-        from linnet.ops import forget_gated_attention
-
-        return forget_gated_attention(q, logits, v, beta)[0]
+        return forget_gated_attention(q, logits, v, lower_bound=beta)[0]
 
     def check() -> float:
-        from linnet.ops import forget_gated_attention
-
         def call(q, logits, v, beta, state):
-            return forget_gated_attention(q, logits, v, beta, initial_state=state, output_final_state=True)
+            return forget_gated_attention(q, logits, v, lower_bound=beta, initial_state=state, output_final_state=True)
 
         return compare(call, [*draw_gates(shape.short()), draw_state(shape.short())])
 
@@ -226,6 +230,29 @@ def scan(length: int, width: int = HEADS * 128, theta: bool = False) -> Case:
     return Case(op, shape, lambda: draw_inputs(length, TOKENS // length), run, cost, check)
 
 
+def modal(length: int, width: int = 1024, modes: int = 64) -> Case:
+    """TPE as LightNet and cosFormer2 have it, after the embedding. Its FLOPs are outside the tensor cores."""
+
+    def draw_inputs(length: int, batch: int) -> list[Tensor]:
+        rates = torch.logspace(-3, 0, modes, device="cuda").expand(width, modes)
+        return [draw(batch, length, width, dtype=torch.float32), -rates, draw(width, modes, dtype=torch.float32)]
+
+    def run(x, log_decay, weight):
+        return modal_convolution(x, log_decay, weight)[0]
+
+    def check() -> float:
+        def call(x, log_decay, weight, state):
+            return modal_convolution(x, log_decay, weight, initial_state=state, output_final_state=True)
+
+        short, batch = min(length, 1024) - 5, min(TOKENS // length, 2)
+        return compare(call, [*draw_inputs(short, batch), draw(batch, width, modes, dtype=torch.float32)])
+
+    shape, elements = {"length": length, "batch": TOKENS // length, "width": width}, TOKENS * width
+    cost = Cost(2 * 4 * elements, 3 * 4 * elements)
+    op, inputs = f"modal_convolution, {modes} modes", lambda: draw_inputs(length, TOKENS // length)
+    return Case(op, shape, inputs, run, cost, check)
+
+
 def hgrn_peer(length: int, width: int = HEADS * 128) -> Case:
     return scan(length, width)._replace(op="fla hgrn", run=peers.hgrn, check=None)
 
@@ -234,6 +261,7 @@ def scan_group() -> Iterator[Case]:
     for length in (*FEW, 65_536):
         yield scan(length)
         yield scan(length, theta=True)
+        yield modal(length)
 
 
 def scan_peers_group() -> Iterator[Case]:
@@ -273,13 +301,12 @@ def srmsnorm(tokens: int, width: int, along: str) -> Iterator[Case]:
     yield Case("srmsnorm", shape, inputs, ours, cost, check)
     yield Case("torch.compile", shape, inputs, torch.compile(formula, dynamic=False), cost)
     yield Case("F.rms_norm", shape, inputs, library, cost)
-    yield Case("formula", shape, inputs, formula, cost)
+    if along == "length":
+        yield Case("formula", shape, inputs, formula, cost)
 
 
 def cross_entropy_group() -> Iterator[Case]:
     """The last linear layer and its loss: 32,768 tokens, width 1,024, 50,304 classes."""
-    from linnet.ops.cross_entropy import linear_cross_entropy
-
     tokens, width, classes = 32_768, 1024, 50_304
     targets = torch.randint(classes, (tokens,), device="cuda")
 

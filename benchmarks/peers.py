@@ -62,7 +62,7 @@ def gla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
 def gla_with_hgrn2_gates(q: Tensor, logits: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     """Logits of the gates to decays and keys by PyTorch, as fla's HGRN2 layer does it, then `chunk_gla`."""
     log_gate = torch.logaddexp(bounds.log(), torch.log1p(-bounds) + F.logsigmoid(logits))
-    return gla(F.silu(q), (1 - log_gate.exp()).to(v.dtype), v, log_gate)
+    return gla(q, (1 - log_gate.exp()).to(v.dtype), v, log_gate)
 
 
 def lightnet(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "flash-linear-attention", "lightning-attn", "transformers")
-BUDGET = 300.0  # milliseconds of the timed calls of one measurement
+BUDGET = 200.0  # milliseconds of the timed calls of one measurement
 
 
 def measure(run: Callable[[], object], repeats: int = 20) -> float:
