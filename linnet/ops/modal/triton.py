@@ -1,8 +1,8 @@
 """The modal convolution on a GPU: all modes of a channel in the registers of a thread, token by token.
 
-A token costs a channel 2 E multiply-adds forward and 7 E backward, in float32 outside the tensor cores, and that, not
-memory, is what takes the time above some 16 modes. In return every state is exact, nothing but the results is written
-and documents need no padding.
+A token costs a channel 2 E multiply-adds forward and 7 E backward, in float32 outside the tensor cores; that and the
+wait for tokens, read one warp and 64 bytes at a time, is what takes the time, not the bandwidth of memory. In return
+every state is exact, nothing but the results is written and documents need no padding.
 
 Sequences are cut into segments where they and the channels are few: a launch before the sweep sums the segments up, and
 a segment starts from the sums before it. The backward is the sweep in reverse, and one that goes forward again with the
@@ -115,7 +115,7 @@ class Call:
     def _vectors(self, most: int) -> tuple[int, int]:
         """Vectors of modes a thread, and tokens it reads ahead: fewer where a token takes longer."""
         vectors = triton.cdiv(min(self.sizes[-1], most), 4)
-        return vectors, 8 if vectors > 8 else 16 if vectors > 4 else 32
+        return vectors, 8 if vectors > 8 else 16
 
     def _grid(self, most: int) -> tuple[int, int, int]:
         return self.blocks, self.states * self.segments, triton.cdiv(self.sizes[-1], most)
