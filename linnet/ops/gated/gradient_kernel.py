@@ -4,10 +4,13 @@ import triton
 import triton.language as tl
 
 from linnet.ops.gated.tiles import (
+    any_strong,
     choose_after,
     choose_from_halves,
     choose_from_middle,
     choose_until,
+    exp2,
+    invert,
     is_between,
     lay_out,
     load_bound,
@@ -39,6 +42,43 @@ def gradients_kernel(
             i = first + tl.arange(0, BK)
             tl.store(dbound + tile * K + i, tl.zeros([BK], tl.float32), mask=i < K)
         return
+    if tl.load(strong + tile) > 0:
+        return
+    _gradients(
+        q, k, gate, bound, v, do, entries, exits, dq, dk, dgate, dbound, scale, row, left, h, tile, first, H, K, V, C,
+        BK, BV, FORGET, BOUNDED, EVEN, OPERAND, PRECISION, STAGES, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def gradients_strong_kernel(
+    q, k, gate, bound, v, do, entries, exits, strong, dq, dk, dgate, dbound, offsets, scale, T, N, tiles,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, B: tl.constexpr, BV: tl.constexpr,
+    FORGET: tl.constexpr, BOUNDED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0) * GROUP
+    if any_strong(strong, begin, tiles, GROUP):
+        for step in tl.range(0, GROUP):
+            tile = begin + step
+            if tl.load(strong + tile, mask=tile < tiles, other=0) > 0:
+                slot, h = tile // H, tile % H
+                row, left = locate(slot, offsets, T, N, C, DOCUMENTS)
+                for start in tl.range(0, K, B):
+                    _gradients(
+                        q, k, gate, bound, v, do, entries, exits, dq, dk, dgate, dbound, scale, row, left, h,
+                        tile.to(tl.int64), start, H, K, V, C, B, BV, FORGET, BOUNDED, EVEN, OPERAND, PRECISION, 1, True,
+                    )  # fmt: skip
+
+
+@triton.jit
+def _gradients(
+    q, k, gate, bound, v, do, entries, exits, dq, dk, dgate, dbound, scale, row, left, h, tile, start,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    FORGET: tl.constexpr, BOUNDED: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The gradients of BK channels from `start` of a chunk."""
     base = (row * H + h) * K
     q += base
     gate += base
@@ -51,30 +91,6 @@ def gradients_kernel(
     do += (row * H + h) * V
     entries += tile * (K * V)
     exits += tile * (K * V)
-    if BOUNDED:
-        dbound += tile * K
-    if tl.load(strong + tile) > 0:
-        B: tl.constexpr = min(BK, 16)
-        for start in tl.range(first, first + BK, B):
-            _gradients(
-                q, k, gate, bound, v, do, entries, exits, dq, dk, dgate, dbound, scale, left, h, start, H, K, V, C, B,
-                BV, FORGET, BOUNDED, EVEN, OPERAND, PRECISION, 1, True,
-            )  # fmt: skip
-    else:
-        _gradients(
-            q, k, gate, bound, v, do, entries, exits, dq, dk, dgate, dbound, scale, left, h, first, H, K, V, C, BK,
-            BV, FORGET, BOUNDED, EVEN, OPERAND, PRECISION, STAGES, False,
-        )  # fmt: skip
-
-
-@triton.jit
-def _gradients(
-    q, k, gate, bound, v, do, entries, exits, dq, dk, dgate, dbound, scale, left, h, start, H: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORGET: tl.constexpr,
-    BOUNDED: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
-):  # fmt: skip
-    """The gradients of BK channels from `start` of a chunk."""
     r, i = tl.arange(0, C), start + tl.arange(0, BK)
     dpairs = tl.zeros([C, C], tl.float32)  # gradients of the scores [r, s], and [s, r] by a product of their own
     turned = tl.zeros([C, C], tl.float32)
@@ -105,19 +121,19 @@ def _gradients(
     tk, decay = read_gate(k, gate, lower, at, mask, C, FORGET, MASKED, True, OPERAND, PRECISION)
     first = tl.sum(tl.where((r < C // 2)[:, None], decay, 0.0), 0)
     second = tl.sum(tl.where((r < C // 2)[:, None], 0.0, decay), 0)
-    through *= tl.exp2(first + second)
+    through *= exp2(first + second, OPERAND)
 
     # `inside` are the terms q dq - k dk of the pairs in the chunk. Both gradients of a pair are products of the same
     # rounded factors, so that what cancels in their sums cancels in full; q_t k_t, which no decay touches, is left out.
     if EXACT:
-        from_entry *= tl.exp2(sum_tokens(choose_until(C), decay, OPERAND, PRECISION))
-        to_exit *= tl.exp2(sum_tokens(choose_after(C), decay, OPERAND, PRECISION))
+        from_entry *= exp2(sum_tokens(choose_until(C), decay, OPERAND, PRECISION), OPERAND)
+        to_exit *= exp2(sum_tokens(choose_after(C), decay, OPERAND, PRECISION), OPERAND)
         gq = tl.zeros([C, BK], tl.float32)
         gk = tl.zeros([C, BK], tl.float32)
         inside = tl.zeros([C, BK], tl.float32)
         LEVELS: tl.constexpr = C.bit_length() - 1
-        for level in tl.range(0, LEVELS):
-            apart = tl.exp2(sum_tokens(choose_from_halves(level, C), decay, OPERAND, PRECISION))
+        for level in tl.range(0, LEVELS + tl.minimum(left, 0)):
+            apart = exp2(sum_tokens(choose_from_halves(level, C), decay, OPERAND, PRECISION), OPERAND)
             half_q, half_k = (tq * apart).to(OPERAND), (tk * apart).to(OPERAND)
             late = tl.where(is_between(r[:, None], r[None, :], level), dpairs, 0.0).to(OPERAND)
             early = tl.where(is_between(r[None, :], r[:, None], level), turned, 0.0).to(OPERAND)
@@ -128,7 +144,7 @@ def _gradients(
             gk += early_k * apart
     else:
         around = sum_tokens(choose_from_middle(C), decay, OPERAND, PRECISION)
-        ahead, behind = tl.exp2(around), tl.exp2(-around)
+        ahead, behind = exp2(around, OPERAND), exp2(-around, OPERAND)
         mid_q, mid_k = (tq * ahead).to(OPERAND), (tk * behind).to(OPERAND)
         late = tl.where(r[:, None] > r[None, :], dpairs, 0.0).to(OPERAND)
         early = tl.where(r[:, None] < r[None, :], turned, 0.0).to(OPERAND)
@@ -137,8 +153,8 @@ def _gradients(
         inside = mid_q.to(tl.float32) * gq - mid_k.to(tl.float32) * gk
         gq *= ahead
         gk *= behind
-        from_entry *= ahead * tl.exp2(first)[None, :]
-        to_exit *= behind * tl.exp2(second)[None, :]
+        from_entry *= ahead * exp2(first, OPERAND)[None, :]
+        to_exit *= behind * exp2(second, OPERAND)[None, :]
 
     # Through step t pass: pairs in the chunk, queries from t on that read the entry state, keys before t that the exit
     # state holds, and the entry state as far as the exit state holds it. None is the difference of larger terms.
@@ -150,11 +166,12 @@ def _gradients(
     store_tile(dq, at, gq, mask, MASKED)
     if FORGET:
         # The gate anew, rather than in registers all the way.
-        u, top, share = open_gate(lay_out(load_tile(gate, at, mask, MASKED), C, OPERAND, PRECISION), lower)
+        u, top, share = open_gate(lay_out(load_tile(gate, at, mask, MASKED), C, OPERAND, PRECISION), lower, OPERAND)
+        ddecay *= invert(top, OPERAND)
         if BOUNDED:
-            part = tl.sum(tl.where(mask, ddecay * (u / top) - gk * (u * share), 0.0), 0)
-            tl.store(dbound + i, part, mask=i < K)
-        ddecay = tk * (ddecay / top - gk * share)
+            part = tl.sum(tl.where(mask, u * (ddecay - gk * share), 0.0), 0)
+            tl.store(dbound + tile * K + i, part, mask=i < K)
+        ddecay = tk * (ddecay - gk * share)
     else:
         store_tile(dk, at, gk, mask, MASKED)
     store_tile(dgate, at, ddecay, mask, MASKED)

@@ -4,9 +4,11 @@ import triton
 import triton.language as tl
 
 from linnet.ops.gated.tiles import (
+    any_strong,
     choose_after,
     choose_from_halves,
     choose_until,
+    exp2,
     is_between,
     load_bound,
     load_tile,
@@ -18,35 +20,6 @@ from linnet.ops.gated.tiles import (
 
 
 @triton.jit
-def _prepare_exactly(
-    q, k, gate, bound, since_q, until_k, scale, left, h, i, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
-    FORGET: tl.constexpr, BOUNDED: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The part of a few channels in the scores of a chunk that is halved down to single tokens, as in the chunked form:
-    all factors are at most 1."""
-    MASKED: tl.constexpr = not EVEN or K % 32 != 0
-    r = tl.arange(0, C)
-    mask = (r < left)[:, None] & (i < K)[None, :]
-    at, to = r[:, None] * (H * K) + i[None, :], r[:, None] * K + i[None, :]
-    tq = load_tile(q, at, mask, MASKED).to(tl.float32) * scale
-    tk, decay = read_gate(
-        k, gate, load_bound(bound, h, i, K, BOUNDED), at, mask, C, FORGET, MASKED, False, OPERAND, PRECISION
-    )
-    late_q = tq * tl.exp2(sum_tokens(choose_until(C), decay, OPERAND, PRECISION))
-    early_k = tk * tl.exp2(sum_tokens(choose_after(C), decay, OPERAND, PRECISION))
-    store_tile(since_q, to, late_q, (i < K)[None, :], MASKED)
-    store_tile(until_k, to, early_k, (i < K)[None, :], MASKED)
-    pairs = tl.where(r[:, None] == r[None, :], tl.sum(tq * tk, 1)[:, None], 0.0)
-    LEVELS: tl.constexpr = C.bit_length() - 1
-    for level in tl.range(0, LEVELS):
-        apart = tl.exp2(sum_tokens(choose_from_halves(level, C), decay, OPERAND, PRECISION))
-        half_q, half_k = (tq * apart).to(OPERAND), (tk * apart).to(OPERAND)
-        between = tl.dot(half_q, tl.trans(half_k), input_precision=PRECISION)
-        pairs += tl.where(is_between(r[:, None], r[None, :], level), between, 0.0)
-    return pairs
-
-
-@triton.jit
 def prepare_kernel(
     q, k, gate, bound, offsets, since_q, until_k, scores, decays, strong, scale, T, N, H: tl.constexpr,
     K: tl.constexpr, C: tl.constexpr, PK: tl.constexpr, FORGET: tl.constexpr, BOUNDED: tl.constexpr,
@@ -55,18 +28,17 @@ def prepare_kernel(
     pid = tl.program_id(0)
     slot, h = pid // H, pid % H
     row, left = locate(slot, offsets, T, N, C, DOCUMENTS)
+    tile = pid.to(tl.int64)
     if left <= 0:
+        tl.store(strong + tile, 0)
         return
     MASKED: tl.constexpr = not EVEN or K != PK
     PADDED: tl.constexpr = K != PK
     r, i = tl.arange(0, C), tl.arange(0, PK)
-    tile = pid.to(tl.int64)
     q += (row * H + h) * K
     gate += (row * H + h) * K
     if not FORGET:
         k += (row * H + h) * K
-    since_q += tile * (C * K)
-    until_k += tile * (C * K)
     mask = (r < left)[:, None] & (i < K)[None, :]
     at, to = r[:, None] * (H * K) + i[None, :], r[:, None] * K + i[None, :]
     tk, decay = read_gate(
@@ -74,27 +46,79 @@ def prepare_kernel(
     )
     first = tl.sum(tl.where((r < C // 2)[:, None], decay, 0.0), 0)
     second = tl.sum(tl.where((r < C // 2)[:, None], 0.0, decay), 0)
-    store_tile(decays + tile * K, i, tl.exp2(first + second), i < K, PADDED)
-    exact = tl.min(tl.minimum(first, second)) < -LIMIT
-    tl.store(strong + tile, exact.to(tl.int32))
-    if exact:
-        pairs = tl.zeros([C, C], tl.float32)
-        for start in tl.range(0, PK, min(PK, 32)):
-            pairs += _prepare_exactly(
-                q, k, gate, bound, since_q, until_k, scale, left, h, start + tl.arange(0, min(PK, 32)), H, K, C, FORGET,
-                BOUNDED, EVEN, OPERAND, PRECISION,
-            )  # fmt: skip
-    else:
-        # Around the middle of the chunk both factors of every decay fit into the exponents of the operands.
-        tq = load_tile(q, at, mask, MASKED).to(tl.float32) * scale
-        around = tl.cumsum(decay, 0) - first[None, :]
-        mid_q = tq * tl.exp2(around)
-        mid_k = tk * tl.exp2(-around)
-        store_tile(since_q, to, mid_q * tl.exp2(first)[None, :], (i < K)[None, :], PADDED)
-        store_tile(until_k, to, mid_k * tl.exp2(second)[None, :], (i < K)[None, :], PADDED)
-        pairs = tl.dot(mid_q.to(OPERAND), tl.trans(mid_k.to(OPERAND)), input_precision=PRECISION)
-        pairs = tl.where(r[:, None] >= r[None, :], pairs, 0.0)
+    store_tile(decays + tile * K, i, exp2(first + second, OPERAND), i < K, PADDED)
+    beyond = tl.min(tl.minimum(first, second)) < -LIMIT
+    tl.store(strong + tile, beyond.to(tl.int32))
+    if beyond:
+        return
+    # Around the middle of the chunk both factors of every decay fit into the exponents of the operands.
+    tq = load_tile(q, at, mask, MASKED).to(tl.float32) * scale
+    around = tl.cumsum(decay, 0) - first[None, :]
+    mid_q = tq * exp2(around, OPERAND)
+    mid_k = tk * exp2(-around, OPERAND)
+    store_tile(since_q + tile * (C * K), to, mid_q * exp2(first, OPERAND)[None, :], (i < K)[None, :], PADDED)
+    store_tile(until_k + tile * (C * K), to, mid_k * exp2(second, OPERAND)[None, :], (i < K)[None, :], PADDED)
+    pairs = tl.dot(mid_q.to(OPERAND), tl.trans(mid_k.to(OPERAND)), input_precision=PRECISION)
+    pairs = tl.where(r[:, None] >= r[None, :], pairs, 0.0)
     tl.store(scores + tile * (C * C) + r[:, None] * C + r[None, :], pairs.to(OPERAND))
+
+
+@triton.jit
+def prepare_strong_kernel(
+    q, k, gate, bound, offsets, since_q, until_k, scores, strong, scale, T, N, tiles, H: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, B: tl.constexpr, FORGET: tl.constexpr, BOUNDED: tl.constexpr,
+    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0) * GROUP
+    if any_strong(strong, begin, tiles, GROUP):
+        for step in tl.range(0, GROUP):
+            tile = begin + step
+            if tl.load(strong + tile, mask=tile < tiles, other=0) > 0:
+                slot, h = tile // H, tile % H
+                row, left = locate(slot, offsets, T, N, C, DOCUMENTS)
+                r = tl.arange(0, C)
+                pairs = tl.zeros([C, C], tl.float32)
+                for start in tl.range(0, K, B):
+                    pairs += _prepare_strongly(
+                        q, k, gate, bound, since_q, until_k, scale, row, left, h, tile.to(tl.int64),
+                        start + tl.arange(0, B), H, K, C, B, FORGET, BOUNDED, EVEN, OPERAND, PRECISION,
+                    )  # fmt: skip
+                to = scores + tile.to(tl.int64) * (C * C) + r[:, None] * C + r[None, :]
+                tl.store(to, pairs.to(OPERAND))
+
+
+@triton.jit
+def _prepare_strongly(
+    q, k, gate, bound, since_q, until_k, scale, row, left, h, tile, i, H: tl.constexpr, K: tl.constexpr,
+    C: tl.constexpr, B: tl.constexpr, FORGET: tl.constexpr, BOUNDED: tl.constexpr, EVEN: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The part of a few channels in the scores of a chunk that is halved down to single tokens, as in the chunked form:
+    all factors are at most 1."""
+    MASKED: tl.constexpr = not EVEN or K % B != 0
+    PADDED: tl.constexpr = K % B != 0
+    r = tl.arange(0, C)
+    mask = (r < left)[:, None] & (i < K)[None, :]
+    at, to = r[:, None] * (H * K) + i[None, :], r[:, None] * K + i[None, :]
+    base = (row * H + h) * K
+    if not FORGET:
+        k += base
+    tq = load_tile(q + base, at, mask, MASKED).to(tl.float32) * scale
+    tk, decay = read_gate(
+        k, gate + base, load_bound(bound, h, i, K, BOUNDED), at, mask, C, FORGET, MASKED, False, OPERAND, PRECISION
+    )
+    late_q = tq * exp2(sum_tokens(choose_until(C), decay, OPERAND, PRECISION), OPERAND)
+    early_k = tk * exp2(sum_tokens(choose_after(C), decay, OPERAND, PRECISION), OPERAND)
+    store_tile(since_q + tile * (C * K), to, late_q, (i < K)[None, :], PADDED)
+    store_tile(until_k + tile * (C * K), to, early_k, (i < K)[None, :], PADDED)
+    pairs = tl.where(r[:, None] == r[None, :], tl.sum(tq * tk, 1)[:, None], 0.0)
+    LEVELS: tl.constexpr = C.bit_length() - 1
+    for level in tl.range(0, LEVELS):
+        apart = exp2(sum_tokens(choose_from_halves(level, C), decay, OPERAND, PRECISION), OPERAND)
+        half_q, half_k = (tq * apart).to(OPERAND), (tk * apart).to(OPERAND)
+        between = tl.dot(half_q, tl.trans(half_k), input_precision=PRECISION)
+        pairs += tl.where(is_between(r[:, None], r[None, :], level), between, 0.0)
+    return pairs
 
 
 @triton.jit

@@ -38,6 +38,13 @@ def locate(slot, offsets, T, N, C: tl.constexpr, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
+def any_strong(strong, begin, tiles, GROUP: tl.constexpr):
+    """Whether one of GROUP chunks is strong."""
+    at = begin + tl.arange(0, GROUP)
+    return tl.max(tl.load(strong + at, mask=at < tiles, other=0)) > 0
+
+
+@triton.jit
 def sum_tokens(choice, x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """choice [C, C] of 0, 1 and -1 @ x [C, K]: sums over tokens, to 2^-17 of the largest term for bfloat16."""
     if OPERAND == tl.bfloat16:
@@ -100,14 +107,45 @@ def is_between(late, early, level):
 
 
 @triton.jit
-def open_gate(x, lower):
+def exp2(x, OPERAND: tl.constexpr):
+    """2^x. For bfloat16 in one instruction, which takes what is below 2^-126 for 0, as do the two below."""
+    if OPERAND == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.exp2(x)
+
+
+@triton.jit
+def log2(x, OPERAND: tl.constexpr):
+    """The logarithm to base 2."""
+    if OPERAND == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.log2(x)
+
+
+@triton.jit
+def invert(x, OPERAND: tl.constexpr):
+    """1 / x."""
+    if OPERAND == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return 1 / x
+
+
+@triton.jit
+def open_gate(x, lower, OPERAND: tl.constexpr):
     """u, 1 + lower u and 1 / (1 + u) with u = exp(-x): f = (1 + lower u) / (1 + u), 1 - f = (1 - lower) u / (1 + u)."""
-    u = tl.exp2(tl.minimum(-x * LOG2_E, 126.0))
-    return u, 1 + lower * u, 1 / (1 + u)
+    u = exp2(tl.minimum(-x * LOG2_E, 125.0), OPERAND)
+    return u, 1 + lower * u, invert(1 + u, OPERAND)
 
 
 @triton.jit
 def load_tile(pointer, at, mask, MASKED: tl.constexpr):
+    """A tile, with zeros where MASKED and outside the mask."""
     if MASKED:
         return tl.load(pointer + at, mask=mask, other=0.0)
     else:
@@ -116,6 +154,7 @@ def load_tile(pointer, at, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def store_tile(pointer, at, x, mask, MASKED: tl.constexpr):
+    """Stores a tile in the dtype of the pointer, inside the mask if MASKED."""
     if MASKED:
         tl.store(pointer + at, x.to(pointer.dtype.element_ty), mask=mask)
     else:
@@ -135,9 +174,9 @@ def read_gate(
         x = lay_out(x, C, OPERAND, PRECISION)
     x = x.to(tl.float32)
     if FORGET:
-        u, top, share = open_gate(x, lower)
+        u, top, share = open_gate(x, lower, OPERAND)
         key = (1 - lower) * u * share
-        decay = tl.log2(top * share)
+        decay = log2(top * share, OPERAND)
         if MASKED:
             key = tl.where(mask, key, 0.0)
             decay = tl.where(mask, decay, 0.0)
@@ -151,6 +190,7 @@ def read_gate(
 
 @triton.jit
 def load_bound(bound, h, i, K: tl.constexpr, BOUNDED: tl.constexpr):
+    """The lower bounds of channels i as a row, or 0."""
     if BOUNDED:
         return tl.load(bound + h * K + i, mask=i < K, other=0.0).to(tl.float32)[None, :]
     else:

@@ -1,11 +1,11 @@
 """Gated linear attention on a GPU: decays are taken into q and k first, then sweeps keep the state in registers.
 
-The forward is two launches. `prepare` works on all chunks at once: it sums the log-decays g of a chunk (and makes them,
-and k, from gate logits, for HGRN2), and writes what needs them, q exp(g since the chunk's start), k exp(g until its
-end), the scores of the chunk and its whole decay. `sweep` walks the chunks with the state: it has but matrix products.
-The scores of a chunk are one product of q exp(g_r - g_m) and k exp(g_m - g_s) around its middle m. Where a channel
-decays by more than 2^-LIMIT in half a chunk these factors might overflow, and the program of that chunk halves it down
-to single tokens instead, as the chunked form does: slower, and exact for any decay.
+In the forward, `prepare` works on all chunks at once: it sums the log-decays g of a chunk (and makes them, and k, from
+gate logits, for HGRN2), and writes what needs them: q exp(g since the chunk's start), k exp(g until its end), the
+scores of the chunk and its whole decay. `sweep` walks the chunks with the state: it has but matrix products. The scores
+of a chunk are one product of q exp(g_r - g_m) and k exp(g_m - g_s) around its middle m. Where a channel decays by more
+than 2^-LIMIT in half a chunk these factors might overflow. Such a chunk is `strong`, and left to a kernel of its own,
+which halves it down to single tokens, as the chunked form does: slower, and exact for any decay. It mostly finds none.
 
 The backward prepares anew, sweeps forward for the states that the chunks find (kept in the dtype of products), and
 backward for those that their ends' gradients find, with dv on the way; then `gradients` has dq, dk and dlog_decay of
@@ -27,8 +27,8 @@ from torch import Tensor
 from linnet.ops import backend
 from linnet.ops.documents import count_states, documents
 from linnet.ops.gated import chunked
-from linnet.ops.gated.gradient_kernel import gradients_kernel
-from linnet.ops.gated.kernels import prepare_kernel, sweep_kernel
+from linnet.ops.gated.gradient_kernel import gradients_kernel, gradients_strong_kernel
+from linnet.ops.gated.kernels import prepare_kernel, prepare_strong_kernel, sweep_kernel
 
 
 class Tiles(NamedTuple):
@@ -49,13 +49,15 @@ class Tiles(NamedTuple):
 
 # Programs of a sweep that a multiprocessor holds at a time.
 RESIDENT = 2
+# Chunks that a program for strong decays looks at; mostly there are none, and it ends at once.
+GROUP = 16
 
 
 def choose_tiles(K: int, V: int, dtype: torch.dtype) -> Tiles:
     """Tiles for padded widths: on an H200 the fastest of those in docs/negative-results.md."""
     if dtype != torch.bfloat16:
         return Tiles(16, min(V, 32), 4, 1, 4, min(K, 32), 4, 1)
-    return Tiles(32, min(V, 64), 4, 4, 2, min(K, 64), 4, 2)
+    return Tiles(32, min(V, 64), 4, 3, 2, min(K, 64), 4, 2)
 
 
 def gated_forward(
@@ -180,6 +182,12 @@ def _prepare(call: Call) -> Prepared:
         call.K, C, call.PK, call.k is None, call.bound is not None, *call.shape_flags, *call.arithmetic, call.limit,
         num_warps=call.tiles.prepare_warps, maxnreg=call.tiles.prepare_registers,
     )  # fmt: skip
+    since_q, until_k, scores, _, strong = prepared
+    prepare_strong_kernel[(triton.cdiv(call.slots * call.H, GROUP),)](
+        call.q, call.k, call.gate, call.bound, call.cu_seqlens, since_q, until_k, scores, strong, call.scale, call.T,
+        call.states, call.slots * call.H, call.H, call.K, C, min(32, call.PK), call.k is None, call.bound is not None,
+        *call.shape_flags, *call.arithmetic, GROUP, num_warps=2,
+    )  # fmt: skip
     return prepared
 
 
@@ -222,6 +230,12 @@ def _gradients(call: Call, do: Tensor, entries: Tensor, exits: Tensor, strong: T
         call.cu_seqlens, call.scale, call.T, call.states, call.H, call.K, call.V, tiles.chunk, tiles.channels,
         min(64, call.PV), call.k is None, call.bound is not None, *call.shape_flags, *call.arithmetic,
         tiles.gradient_stages, num_warps=tiles.gradient_warps, maxnreg=tiles.gradient_registers,
+    )  # fmt: skip
+    gradients_strong_kernel[(triton.cdiv(call.slots * call.H, GROUP),)](
+        call.q, call.k, call.gate, call.bound, call.v, do, entries, exits, strong, dq, dk, dgate, parts,
+        call.cu_seqlens, call.scale, call.T, call.states, call.slots * call.H, call.H, call.K, call.V, tiles.chunk,
+        min(32, call.PK), min(64, call.PV), call.k is None, call.bound is not None, *call.shape_flags,
+        *call.arithmetic, GROUP, num_warps=4,
     )  # fmt: skip
     return dq, dk, dv, dgate, None if parts is None else parts.sum(0).to(call.bound.dtype)
 
