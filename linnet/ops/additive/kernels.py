@@ -220,17 +220,17 @@ def values_kernel(
     if TURN:
         frequency = tl.load(theta + h * K + i, mask=wide, other=0.0)[None, :]
 
-    state = tl.zeros([PK, BC], tl.float32)
+    state = tl.zeros([BC, PK], tl.float32)
     if TURN:
-        state2 = tl.zeros([PK, BC], tl.float32)
+        state2 = tl.zeros([BC, PK], tl.float32)
     reference = tl.full([PK], NOTHING, tl.float32)
     mass = tl.zeros([PK], tl.float32)
     falls = tl.zeros([PK], tl.float32)
     if not SUMMARY:
         if HAS_ENTRY:
-            state += tl.load(entry + straight, mask=both, other=0.0)
+            state += tl.trans(tl.load(entry + straight, mask=both, other=0.0))
             if TURN:
-                state2 += tl.load(entry + K * V + straight, mask=both, other=0.0)
+                state2 += tl.trans(tl.load(entry + K * V + straight, mask=both, other=0.0))
     if REVERSE:
         if SPLIT and not SUMMARY:
             for later in tl.range(G - 1, g, -1):
@@ -239,33 +239,33 @@ def values_kernel(
                     H, K, wide,
                 )  # fmt: skip
                 summary = sums + later * (ROWS * V) + straight
-                state = state * ratio[:, None] + tl.load(summary, mask=both, other=0.0)
+                state = state * ratio[None, :] + tl.trans(tl.load(summary, mask=both, other=0.0))
                 if TURN:
-                    state2 = state2 * ratio[:, None] + tl.load(summary + K * V, mask=both, other=0.0)
+                    state2 = state2 * ratio[None, :] + tl.trans(tl.load(summary + K * V, mask=both, other=0.0))
         reference = tl.load(edge + (last + g) * (2 * H * K), mask=wide, other=0.0)
         mass = tl.load(edge + (last + g) * (2 * H * K) + K, mask=wide, other=0.0)
-        state *= invert(mass)[:, None]
+        state *= invert(mass)[None, :]
         if TURN:
-            state2 *= invert(mass)[:, None]
+            state2 *= invert(mass)[None, :]
     else:
         if HAS_ENTRY and not SUMMARY:
             reference, mass = start(entry_z + nh.to(tl.int64) * K + i, wide)
-            state *= mass[:, None]
+            state *= mass[None, :]
             if TURN:
-                state2 *= mass[:, None]
+                state2 *= mass[None, :]
         if SPLIT and not SUMMARY:
             for before in tl.range(0, g):
                 at = sums_z + (nh.to(tl.int64) * G + before) * K + i
                 reference, mass, keep, take = weigh(at, reference, mass, wide)
                 summary = sums + before * (ROWS * V) + straight
-                state = state * keep[:, None] + tl.load(summary, mask=both, other=0.0) * take[:, None]
+                state = state * keep[None, :] + tl.trans(tl.load(summary, mask=both, other=0.0)) * take[None, :]
                 if TURN:
-                    state2 = state2 * keep[:, None]
-                    state2 += tl.load(summary + K * V, mask=both, other=0.0) * take[:, None]
+                    state2 = state2 * keep[None, :]
+                    state2 += tl.trans(tl.load(summary + K * V, mask=both, other=0.0)) * take[None, :]
 
     edge_row = edge + g * (2 * H * K)
     earlier = (t[None, :] <= t[:, None]).to(OPERAND)
-    inside = (t[:, None] <= t[None, :]) if REVERSE else (t[:, None] >= t[None, :])
+    inside = t[:, None] >= t[None, :]
     for x in tl.range(first, last, num_stages=STAGES):
         if REVERSE:
             chunk = last - 1 - (x - first)
@@ -292,9 +292,9 @@ def values_kernel(
             tk1, tk2 = (key * cos).to(OPERAND), (key * sin).to(OPERAND)
         else:
             tk1 = tk
-        state *= keep[:, None]
+        state *= keep[None, :]
         if TURN:
-            state2 *= keep[:, None]
+            state2 *= keep[None, :]
         if REVERSE or not SUMMARY:
             tq = load_tile(q + move * K, keys, t, i, left, 0.0, K, PK != K, EVEN).to(tl.float32)
             mass = tl.load(edge_row + chunk * (2 * H * K) + K, mask=wide, other=0.0)
@@ -310,22 +310,21 @@ def values_kernel(
             else:
                 tq1 = tq.to(OPERAND)
         if not SUMMARY:
-            if REVERSE:
-                scores = tl.dot(tk1, tl.trans(tq1), input_precision=PRECISION)
-                out = tl.dot(tk1, state.to(OPERAND), input_precision=PRECISION)
-                if TURN:
-                    scores = tl.dot(tk2, tl.trans(tq2), scores, input_precision=PRECISION)
-                    out = tl.dot(tk2, state2.to(OPERAND), out, input_precision=PRECISION)
-            else:
-                scores = tl.dot(tq1, tl.trans(tk1), input_precision=PRECISION)
-                out = tl.dot(tq1, state.to(OPERAND), input_precision=PRECISION)
-                if TURN:
-                    scores = tl.dot(tq2, tl.trans(tk2), scores, input_precision=PRECISION)
-                    out = tl.dot(tq2, state2.to(OPERAND), out, input_precision=PRECISION)
+            scores = tl.dot(tq1, tl.trans(tk1), input_precision=PRECISION)
+            if TURN:
+                scores = tl.dot(tq2, tl.trans(tk2), scores, input_precision=PRECISION)
             scores = tl.where(inside, scores, 0.0).to(OPERAND)
-            out = tl.dot(scores, tc, out, input_precision=PRECISION)
-            if not REVERSE:
-                out *= scale
+            if REVERSE:
+                out = tl.dot(state.to(OPERAND), tl.trans(tk1), input_precision=PRECISION)
+                if TURN:
+                    out = tl.dot(state2.to(OPERAND), tl.trans(tk2), out, input_precision=PRECISION)
+                out = tl.dot(tl.trans(tc), scores, out, input_precision=PRECISION)
+                out = tl.trans(out)
+            else:
+                out = tl.dot(tq1, tl.trans(state.to(OPERAND)), input_precision=PRECISION)
+                if TURN:
+                    out = tl.dot(tq2, tl.trans(state2.to(OPERAND)), out, input_precision=PRECISION)
+                out = tl.dot(scores, tc, out, input_precision=PRECISION) * scale
             to = o + move * V + values
             out = out.to(o.dtype.element_ty)
             if EVEN and V % BC == 0:
@@ -333,13 +332,13 @@ def values_kernel(
             else:
                 tl.store(to, out, mask=(t < left)[:, None] & narrow[None, :])
         if REVERSE:
-            state = tl.dot(tl.trans(tq1), tc, state, input_precision=PRECISION)
+            state = tl.dot(tl.trans(tc), tq1, state, input_precision=PRECISION)
             if TURN:
-                state2 = tl.dot(tl.trans(tq2), tc, state2, input_precision=PRECISION)
+                state2 = tl.dot(tl.trans(tc), tq2, state2, input_precision=PRECISION)
         else:
-            state = tl.dot(tl.trans(tk1), tc, state, input_precision=PRECISION)
+            state = tl.dot(tl.trans(tc), tk1, state, input_precision=PRECISION)
             if TURN:
-                state2 = tl.dot(tl.trans(tk2), tc, state2, input_precision=PRECISION)
+                state2 = tl.dot(tl.trans(tc), tk2, state2, input_precision=PRECISION)
 
     if HAS_LEAVE:
         # By the program of the last chunk; for an empty document by the first. A summary's goes to its segment.
@@ -360,6 +359,6 @@ def values_kernel(
             else:
                 factor = invert(mass)
                 tl.store(to_z + i, log_sum(reference, mass), mask=wide & (block == 0))
-            tl.store(to + straight, state * factor[:, None], mask=both)
+            tl.store(to + straight, tl.trans(state * factor[None, :]), mask=both)
             if TURN:
-                tl.store(to + K * V + straight, state2 * factor[:, None], mask=both)
+                tl.store(to + K * V + straight, tl.trans(state2 * factor[None, :]), mask=both)

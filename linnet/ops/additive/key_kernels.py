@@ -23,8 +23,8 @@ from linnet.ops.additive.kernels import (
 
 @triton.jit
 def keys_kernel(
-    q, k, v, do, dq, out, entry, entry_z, end, leave, leave_z, sums, sums_z, edges, theta, dtheta, positions, offsets,
-    scale, T, N, G, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PV: tl.constexpr,
+    q, k, again, v, do, dq, out, entry, entry_z, end, leave, leave_z, sums, sums_z, edges, theta, dtheta, positions,
+    offsets, scale, T, N, G, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PV: tl.constexpr,
     BC: tl.constexpr, REVERSE: tl.constexpr, TURN: tl.constexpr, PLACED: tl.constexpr,
     HAS_ENTRY: tl.constexpr, HAS_LEAVE: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
@@ -51,6 +51,7 @@ def keys_kernel(
     ROWS: tl.constexpr = 2 * K if TURN else K
     q += (begin * H + h) * K
     k += (begin * H + h) * K
+    again += (begin * H + h) * K
     dq += (begin * H + h) * K
     out += (begin * H + h) * K
     v += (begin * H + h) * V
@@ -170,6 +171,9 @@ def keys_kernel(
                 slopes += tl.sum(key * (grad2 * cos - grad * sin) * place[:, None], 0)
                 grad = grad * cos + grad2 * sin
             grad = tl.dot(later, (-slope).to(OPERAND), grad, input_precision=PRECISION)
+            # `again` is k: the tile of one load would lie unswizzled in shared memory, for its two layouts.
+            tk = load_tile(again + move * K, keys, t, i, left, -float("inf"), K, K % BC != 0, EVEN).to(tl.float32)
+            key = tl.exp2((tk - top[None, :]) * LOG2_E + SHIFT)
             grad = key * (grad - fall[None, :])
             fall += tl.sum(slope, 0)
         else:

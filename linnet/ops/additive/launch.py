@@ -27,15 +27,15 @@ class Tiles(NamedTuple):
 RESIDENT = 2
 
 
-def choose_tiles(inner: int, outer: int, dtype: torch.dtype, kind: str) -> Tiles:
-    """Tiles for a state of padded sizes [inner, outer], of which programs own columns of the outer one.
+def choose_tiles(widest: int, outer: int, dtype: torch.dtype, kind: str) -> Tiles:
+    """Tiles for a state whose larger padded size is `widest`, of which programs own columns of the size `outer`.
 
     kind: "o", "dq", "dk" or "dv" (of which the last three need one chunk, since they share `edges`), and without
     causality "sum", "use" and "use keys".
     """
     if dtype != torch.bfloat16:
         return Tiles(32, min(outer, 32), 4, 1)
-    if inner > 128:
+    if widest > 128:
         return Tiles(32, min(outer, 64), 8, 2)
     return Tiles(32, min(outer, 64), 4, 3)
 
@@ -72,10 +72,8 @@ class Call(NamedTuple):
 
     def tiles(self, kind: str) -> Tiles:
         rows, columns = (_pad(x) for x in self.state_shape)
-        if kind in ("dq", "dk", "use keys"):
-            # A block of channels, doubled, counts once more in the state.
-            return choose_tiles(columns * (1 if self.theta is None else 2), _pad(self.q.shape[3]), self.q.dtype, kind)
-        return choose_tiles(rows, columns, self.q.dtype, kind)
+        outer = _pad(self.q.shape[3]) if kind in ("dq", "dk", "use keys") else columns
+        return choose_tiles(max(rows, columns), outer, self.q.dtype, kind)
 
     def count_segments(self, kind: str, fill: int = RESIDENT, least: int = 16) -> int:
         """As many as give each processor `fill` programs, but of `least` chunks on average. Documents are cut alike."""
@@ -101,7 +99,7 @@ class Call(NamedTuple):
         edges_kernel[(triton.cdiv(K, columns) * self.states * H * segments,)](
             self.k, edges, ends, self._pick(z), self._pick(self.cu_seqlens), T, self.states, segments, H, K, chunk,
             columns, z is not None, self.cu_seqlens is not None, self.cu_seqlens is None and T % chunk == 0,
-            segments > 1, 3, num_warps=4,
+            segments > 1, 3, num_warps=1,
         )  # fmt: skip
         return edges, ends
 
@@ -169,7 +167,7 @@ class Call(NamedTuple):
         pick = self._pick
         sums = sums or (None, None)
         keys_kernel[(triton.cdiv(K, columns) * self.states * H * segments,)](
-            self.q, self.k, self.v, do, dq, out, pick(entry[0]), pick(entry[1]), pick(end), pick(leave[0]),
+            self.q, self.k, self.k, self.v, do, dq, out, pick(entry[0]), pick(entry[1]), pick(end), pick(leave[0]),
             pick(leave[1]), pick(sums[0]), pick(sums[1]), edges, pick(self.theta), dtheta, pick(self.positions),
             pick(self.cu_seqlens), self.scale, T, self.states, segments, H, K, V, chunk, _pad(V), columns,
             kind == "dk", self.theta is not None, self.positions is not None, entry[0] is not None,
