@@ -29,11 +29,11 @@ def keys_kernel(
     HAS_ENTRY: tl.constexpr, HAS_LEAVE: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """out = dq, with entry the initial state. Or REVERSE: out is the gradient of k.
+    """out = dq, with `entry` the initial state. A program has BC channels of one head.
 
-    Then entry and entry_z are the gradients of the final state, `end` is the final state, and the gradients of the
-    initial state (`sums` and `sums_z` come from reversed summaries) are left, with the initial state itself in no need:
-    leave_z is minus what z's gradient takes from the outputs.
+    REVERSE: out is the gradient of k, `entry` and `entry_z` are the gradients of the final state `end`, and `leave` and
+    `leave_z` those of the initial one, but for what the initial S itself gives to its z. `sums` are then those of
+    reversed summaries.
     """
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = (K + BC - 1) // BC

@@ -15,6 +15,9 @@ tiles, so that the doubled keys are never in memory.
 Where heads are few, a sequence is cut into segments: one launch sums each segment up (its state from zero, and its
 log-sum), and the sweep of a segment starts from the summaries before it.
 
+Where the sum of a channel grows by more than e^97 inside a chunk of at most 64 tokens (padding with -1e4 and not -inf),
+the chunk's tokens before lose that channel: their outputs there go to 0. All else is exact to rounding.
+
 float64, mixed dtypes and widths that are no multiple of 8 or above 256 (doubled or not) run in the chunked form.
 """
 
