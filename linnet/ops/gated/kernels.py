@@ -22,7 +22,7 @@ from linnet.ops.gated.tiles import (
 @triton.jit
 def prepare_kernel(
     q, k, gate, bound, offsets, since_q, until_k, scores, decays, strong, scale, T, N, H: tl.constexpr,
-    K: tl.constexpr, C: tl.constexpr, PK: tl.constexpr, FORGET: tl.constexpr, BOUNDED: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, B: tl.constexpr, FORGET: tl.constexpr, BOUNDED: tl.constexpr,
     DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -32,35 +32,40 @@ def prepare_kernel(
     if left <= 0:
         tl.store(strong + tile, 0)
         return
-    MASKED: tl.constexpr = not EVEN or K != PK
-    PADDED: tl.constexpr = K != PK
-    r, i = tl.arange(0, C), tl.arange(0, PK)
+    MASKED: tl.constexpr = not EVEN or K % B != 0
+    PADDED: tl.constexpr = K % B != 0
+    r = tl.arange(0, C)
     q += (row * H + h) * K
     gate += (row * H + h) * K
     if not FORGET:
         k += (row * H + h) * K
-    mask = (r < left)[:, None] & (i < K)[None, :]
-    at, to = r[:, None] * (H * K) + i[None, :], r[:, None] * K + i[None, :]
-    tk, decay = read_gate(
-        k, gate, load_bound(bound, h, i, K, BOUNDED), at, mask, C, FORGET, MASKED, False, OPERAND, PRECISION
-    )
-    first = tl.sum(tl.where((r < C // 2)[:, None], decay, 0.0), 0)
-    second = tl.sum(tl.where((r < C // 2)[:, None], 0.0, decay), 0)
-    store_tile(decays + tile * K, i, exp2(first + second, OPERAND), i < K, PADDED)
-    beyond = tl.min(tl.minimum(first, second)) < -LIMIT
-    tl.store(strong + tile, beyond.to(tl.int32))
-    if beyond:
-        return
-    # Around the middle of the chunk both factors of every decay fit into the exponents of the operands.
-    tq = load_tile(q, at, mask, MASKED).to(tl.float32) * scale
-    around = tl.cumsum(decay, 0) - first[None, :]
-    mid_q = tq * exp2(around, OPERAND)
-    mid_k = tk * exp2(-around, OPERAND)
-    store_tile(since_q + tile * (C * K), to, mid_q * exp2(first, OPERAND)[None, :], (i < K)[None, :], PADDED)
-    store_tile(until_k + tile * (C * K), to, mid_k * exp2(second, OPERAND)[None, :], (i < K)[None, :], PADDED)
-    pairs = tl.dot(mid_q.to(OPERAND), tl.trans(mid_k.to(OPERAND)), input_precision=PRECISION)
+    since_q += tile * (C * K)
+    until_k += tile * (C * K)
+    pairs = tl.zeros([C, C], tl.float32)
+    least = tl.zeros([B], tl.float32)
+    for start in tl.range(0, K, B):
+        i = start + tl.arange(0, B)
+        mask = (r < left)[:, None] & (i < K)[None, :]
+        at, to = r[:, None] * (H * K) + i[None, :], r[:, None] * K + i[None, :]
+        tk, decay = read_gate(
+            k, gate, load_bound(bound, h, i, K, BOUNDED), at, mask, C, FORGET, MASKED, False, OPERAND, PRECISION
+        )
+        first = tl.sum(tl.where((r < C // 2)[:, None], decay, 0.0), 0)
+        second = tl.sum(tl.where((r < C // 2)[:, None], 0.0, decay), 0)
+        store_tile(decays + tile * K, i, exp2(first + second, OPERAND), i < K, PADDED)
+        least = tl.minimum(least, tl.minimum(first, second))
+        # Around the middle of the chunk both factors of every decay fit into the exponents of the operands.
+        tq = load_tile(q, at, mask, MASKED).to(tl.float32) * scale
+        around = tl.cumsum(decay, 0) - first[None, :]
+        mid_q = tq * exp2(around, OPERAND)
+        mid_k = tk * exp2(-around, OPERAND)
+        store_tile(since_q, to, mid_q * exp2(first, OPERAND)[None, :], (i < K)[None, :], PADDED)
+        store_tile(until_k, to, mid_k * exp2(second, OPERAND)[None, :], (i < K)[None, :], PADDED)
+        pairs = tl.dot(mid_q.to(OPERAND), tl.trans(mid_k.to(OPERAND)), pairs, input_precision=PRECISION)
     pairs = tl.where(r[:, None] >= r[None, :], pairs, 0.0)
     tl.store(scores + tile * (C * C) + r[:, None] * C + r[None, :], pairs.to(OPERAND))
+    # What a strong chunk got so far is of no use, and is written anew.
+    tl.store(strong + tile, (tl.min(least) < -LIMIT).to(tl.int32))
 
 
 @triton.jit

@@ -32,19 +32,18 @@ from linnet.ops.gated.kernels import prepare_kernel, prepare_strong_kernel, swee
 
 
 class Tiles(NamedTuple):
-    """Tokens a chunk; columns of the state and warps of a sweep, its chunks in flight; warps of `prepare`; channels and
-    warps of `gradients`, and blocks of values in flight."""
+    """Tokens a chunk; columns of the state and warps of a sweep, its chunks in flight; warps of `prepare` and the channels it
+    takes at a time; channels and warps of `gradients`, and blocks of values in flight."""
 
     chunk: int
     columns: int
     warps: int
     stages: int
     prepare_warps: int
+    prepare_channels: int
     channels: int
     gradient_warps: int
     gradient_stages: int
-    prepare_registers: int | None = None
-    gradient_registers: int | None = None
 
 
 # Programs of a sweep that a multiprocessor holds at a time.
@@ -56,8 +55,10 @@ GROUP = 16
 def choose_tiles(K: int, V: int, dtype: torch.dtype) -> Tiles:
     """Tiles for padded widths: on an H200 the fastest of those in docs/negative-results.md."""
     if dtype != torch.bfloat16:
-        return Tiles(16, min(V, 32), 4, 1, 4, min(K, 32), 4, 1)
-    return Tiles(32, min(V, 64), 4, 3, 2, min(K, 64), 4, 2)
+        return Tiles(16, min(V, 32), 4, 1, 4, K, min(K, 32), 4, 1)
+    # Programs of one warp: what sums over tokens then never waits for another warp.
+    channels, warps = (16, 1) if V >= 64 else (min(K, 64), 4)
+    return Tiles(32, min(V, 64), 4, 3, 1, 32, channels, warps, 2)
 
 
 def gated_forward(
@@ -179,8 +180,9 @@ def _prepare(call: Call) -> Prepared:
     )
     prepare_kernel[(call.slots * call.H,)](
         call.q, call.k, call.gate, call.bound, call.cu_seqlens, *prepared, call.scale, call.T, call.states, call.H,
-        call.K, C, call.PK, call.k is None, call.bound is not None, *call.shape_flags, *call.arithmetic, call.limit,
-        num_warps=call.tiles.prepare_warps, maxnreg=call.tiles.prepare_registers,
+        call.K, C, min(call.tiles.prepare_channels, call.PK), call.k is None, call.bound is not None, *call.shape_flags,
+        *call.arithmetic, call.limit,
+        num_warps=call.tiles.prepare_warps,
     )  # fmt: skip
     since_q, until_k, scores, _, strong = prepared
     prepare_strong_kernel[(triton.cdiv(call.slots * call.H, GROUP),)](
@@ -229,7 +231,7 @@ def _gradients(call: Call, do: Tensor, entries: Tensor, exits: Tensor, strong: T
         call.q, call.k, call.gate, call.bound, call.v, do, entries, exits, strong, dq, dk, dgate, parts,
         call.cu_seqlens, call.scale, call.T, call.states, call.H, call.K, call.V, tiles.chunk, tiles.channels,
         min(64, call.PV), call.k is None, call.bound is not None, *call.shape_flags, *call.arithmetic,
-        tiles.gradient_stages, num_warps=tiles.gradient_warps, maxnreg=tiles.gradient_registers,
+        tiles.gradient_stages, num_warps=tiles.gradient_warps,
     )  # fmt: skip
     gradients_strong_kernel[(triton.cdiv(call.slots * call.H, GROUP),)](
         call.q, call.k, call.gate, call.bound, call.v, do, entries, exits, strong, dq, dk, dgate, parts,
