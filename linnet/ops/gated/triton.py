@@ -32,8 +32,8 @@ from linnet.ops.gated.kernels import prepare_kernel, prepare_strong_kernel, swee
 
 
 class Tiles(NamedTuple):
-    """Tokens a chunk; columns of the state and warps of a sweep, its chunks in flight; warps of `prepare` and the channels it
-    takes at a time; channels and warps of `gradients`, and blocks of values in flight."""
+    """Tokens a chunk; columns of the state and warps of a sweep, and its chunks in flight; warps of `prepare`, and the
+    channels it takes at a time; channels and warps of `gradients`, and its blocks of values in flight."""
 
     chunk: int
     columns: int
