@@ -56,9 +56,10 @@ def choose_tiles(K: int, V: int, dtype: torch.dtype) -> Tiles:
     """Tiles for padded widths: on an H200 the fastest of those in docs/negative-results.md."""
     if dtype != torch.bfloat16:
         return Tiles(16, min(V, 32), 4, 1, 4, K, min(K, 32), 4, 1)
-    # Programs of one warp: what sums over tokens then never waits for another warp.
-    channels, warps = (16, 1) if V >= 64 else (min(K, 64), 4)
-    return Tiles(32, min(V, 64), 4, 3, 1, 32, channels, warps, 2)
+    if (K, V) == (128, 128):
+        # Programs of one warp: what sums over tokens then never waits for another warp.
+        return Tiles(32, 64, 4, 3, 1, 32, 16, 1, 2)
+    return Tiles(32, min(V, 64), 4, 3, 2, K, min(K, 64), 4, 2)
 
 
 def gated_forward(
