@@ -22,14 +22,25 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of one tensor of a state."""
+    """Shape and dtype of one tensor of a state.
+
+    `counted` is what an element counts in the state size of paper 004, which takes a complex number as one and looks at
+    recurrent states only: 0.5 where real numbers come in pairs (real, imaginary), 0 for caches and windows of inputs.
+    Integers, which are positions, count nothing.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+    counted: float = 1.0
 
     @property
     def bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def size(self) -> int:
+        """Numbers of this tensor in the state size of paper 004."""
+        return round(prod(self.shape) * self.counted) if self.dtype.is_floating_point else 0
 
 
 @dataclass(frozen=True)

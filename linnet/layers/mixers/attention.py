@@ -80,8 +80,8 @@ class Attention(Mixer):
         kv = (batch, slots, self.num_kv_heads, self.head_dim)
         dtype = self.k_proj.weight.dtype
         return {
-            "k": TensorSpec(kv, dtype),
-            "v": TensorSpec(kv, dtype),
+            "k": TensorSpec(kv, dtype, counted=0),
+            "v": TensorSpec(kv, dtype, counted=0),
             "key_position": TensorSpec((batch, slots), torch.int64),
             "position": TensorSpec((batch,), torch.int64),
         }

@@ -62,8 +62,9 @@ class Hgrn(Mixer):
         return self._read(h, x), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
-        shape = (batch, self.d_model, 2) if self.config.complex else (batch, self.d_model)
-        return {"hidden": TensorSpec(shape)}
+        if self.config.complex:
+            return {"hidden": TensorSpec((batch, self.d_model, 2), counted=0.5)}
+        return {"hidden": TensorSpec((batch, self.d_model))}
 
     def tp_plan(self) -> dict[str, str]:
         return {"in_proj": "colwise", "f_proj": "colwise", "gate_proj": "colwise", "out_proj": "rowwise"}
