@@ -1,6 +1,7 @@
 """Shared by all tests: one thread a process (the suite runs in parallel), and real text where it is at hand."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+sys.path.insert(0, str(Path(__file__).parent))  # for what tests of several folders share: mad_folders
 
 # The same examples in every run; `pytest --hypothesis-profile=search` draws new ones.
 settings.register_profile("suite", derandomize=True)

@@ -1,0 +1,298 @@
+"""Do MAD scores tell how an architecture scales? Their correlation with compute-optimal loss (004, Figure 5.1).
+
+found = correlate(folder, study_folder, compute=1e12)
+found.overall["all"].spearman           -0.83; a good score means -1, the higher the score the lower the loss
+found.tasks["fuzzy_recall"]             the same of one task
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linnet.config import ConfigError, nearest
+from linnet.study.mad.results import read_results
+from linnet.study.mad.scores import Scores, score
+from linnet.study.mad.traits import traits
+
+FEWEST = 3  # architectures of a correlation
+FEWEST_FOR_INTERVAL = 4
+ENOUGH = 0.5  # share of the resamples that must have a correlation
+ALL, WITHIN, BETWEEN = "all", "within families", "between families"
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """How scores and losses go together in one group of architectures.
+
+    Attributes:
+        architectures: how many. pearson: linear, spearman: of ranks; None where refused.
+        pearson_interval, spearman_interval: 95 % bootstrap, None where there are too few architectures.
+        refused: why there is no number.
+    """
+
+    group: str
+    architectures: int
+    pearson: float | None = None
+    spearman: float | None = None
+    pearson_interval: tuple[float, float] | None = None
+    spearman_interval: tuple[float, float] | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One architecture: its score and its compute-optimal loss (nats per token, with 95 % from the fit)."""
+
+    architecture: str
+    study_name: str
+    family: str
+    score: float
+    tasks: dict[str, float]
+    loss: float
+    loss_interval: tuple[float, float] | None
+    beyond: bool
+
+
+@dataclass(frozen=True)
+class Correlations:
+    """All of it.
+
+    Attributes:
+        compute: FLOPs at which the losses are those of the laws. method: of the fit.
+        overall: group -> correlation of the score: "all", "within families", "between families" and each family.
+        tasks: task -> correlation of that task alone, over all architectures.
+        notes: what to know when reading it.
+    """
+
+    compute: float
+    method: str
+    points: list[Point]
+    overall: dict[str, Correlation]
+    tasks: dict[str, Correlation]
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def correlate(
+    folder: str | Path,
+    study: str | Path,
+    *,
+    compute: float | None = None,
+    names: Mapping[str, str] | None = None,
+    metric: str = "accuracy",
+    legacy: bool = False,
+    resamples: int = 1000,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Correlations:
+    """Correlates the scores of a MAD folder with the compute-optimal losses of a study.
+
+    Args:
+        folder: of `linnet mad run`. study: of `linnet study`, or one with a table.csv.
+        compute: FLOPs; by default the largest to which the laws of all common architectures were fitted.
+        names: architecture of the scores -> that of the study, where the two differ.
+        metric, legacy: as in `score`.
+        resamples: of architectures, and of the runs that the laws are fitted to; 0 for no intervals.
+
+    Raises:
+        ConfigError: a folder is unusable, or fewer than three architectures have a score and a law; names those that
+            are in one of the two only.
+    """
+    from linnet.study.fit import fit_study, load_study
+
+    scores = score(read_results(folder), metric=metric, legacy=legacy)
+    table, curves, _ = load_study(study)
+    matched = match(list(scores), list(dict.fromkeys(table["architecture"])), names or {}, str(folder), str(study))
+    kept = table[table["architecture"].isin(matched.values())]
+    fits = fit_study(kept, curves, bootstrap=resamples, seed=seed, progress=progress)
+    laws = {name: fits[other].L for name, other in matched.items()}
+    return correlate_laws(scores, laws, matched, compute=compute, method=fits.headline, resamples=resamples, seed=seed)
+
+
+def match(scored: Sequence[str], studied: Sequence[str], names: Mapping[str, str], folder: str, study: str) -> dict:
+    """Scored architecture -> that of the study, of those in both.
+
+    Raises:
+        ConfigError: a name in `names` that is not there, or fewer than three are common.
+    """
+    problems = [f"names: {n!r} has no score in {folder}; {nearest(n, scored)}" for n in names if n not in scored]
+    problems += [
+        f"names: {n!r} is not in the study {study}; {nearest(n, studied)}" for n in names.values() if n not in studied
+    ]
+    if problems:
+        raise ConfigError(problems, "correlate")
+    found = {name: names.get(name, name) for name in scored if names.get(name, name) in studied}
+    if len(found) < FEWEST:
+        raise ConfigError(_too_few(found, scored, studied, folder, study), "correlate")
+    return found
+
+
+def _too_few(found: dict, scored: Sequence[str], studied: Sequence[str], folder: str, study: str) -> list[str]:
+    have = f" ({', '.join(found)})" if found else ""
+    problems = [f"{len(found)} architectures have both a score and a law{have}; {FEWEST} are needed"]
+    for only, where, other in (
+        ([name for name in scored if name not in found], folder, f"the study {study}"),
+        ([name for name in studied if name not in found.values()], study, f"the scores of {folder}"),
+    ):
+        if only:
+            problems.append(f"in {where} but not in {other}: {', '.join(only)}")
+    return [*problems, "where the two call one architecture by different names, say so: --pair SCORED=STUDIED"]
+
+
+def correlate_laws(
+    scores: Scores,
+    laws: Mapping[str, Any],
+    matched: Mapping[str, str],
+    *,
+    compute: float | None = None,
+    method: str = "",
+    resamples: int = 1000,
+    seed: int = 0,
+) -> Correlations:
+    """The same from scores and laws of loss (`linnet.study.fit.Law`) by the names of the scores."""
+    usable = {name: law for name, law in laws.items() if not law.refused}
+    lost = {name: law for name, law in laws.items() if law.refused}
+    if len(usable) < FEWEST:
+        problems = [f"{len(usable)} of {len(laws)} common architectures have a law of loss; {FEWEST} are needed"]
+        problems += [f"{matched[name]}: refused, {'; '.join(law.refused)}" for name, law in lost.items()]
+        raise ConfigError(problems, "correlate")
+    compute = min(law.c_max for law in usable.values()) if compute is None else compute
+    if not (math.isfinite(compute) and compute > 0):
+        raise ConfigError([f"compute {compute!r}: give FLOPs above zero, such as 1e12"], "correlate")
+    points = [_point(scores, name, matched[name], law, compute) for name, law in usable.items()]
+    draws = _loss_draws(list(usable.values()), compute, resamples, seed)
+    losses = np.array([point.loss for point in points])
+    families = [point.family for point in points]
+    overall = _groups(np.array([point.score for point in points]), losses, draws, families, resamples, seed)
+    tasks = {}
+    for task in scores.tasks:
+        own = [index for index, point in enumerate(points) if task in point.tasks]
+        values = np.array([points[index].tasks[task] for index in own])
+        tasks[task] = _correlation(task, values, losses[own], draws[:, own], resamples, seed)
+    notes = [f"{matched[name]} takes no part, its law was refused: {'; '.join(lost[name].refused)}" for name in lost]
+    beyond = [point.architecture for point in points if point.beyond]
+    if beyond:
+        notes.append(f"{compute:.3g} FLOPs lie outside the data of {', '.join(beyond)}: their losses are extrapolated")
+    odd = [point.architecture for point in points if not scores[point.architecture].comparable]
+    if odd:
+        notes.append(f"not comparable, so read with care: {', '.join(odd)} ({scores[odd[0]].reasons[0]})")
+    return Correlations(float(compute), method, points, overall, tasks, notes)
+
+
+def _point(scores: Scores, name: str, other: str, law, compute: float) -> Point:
+    own = scores[name]
+    tasks = {task: part.score for task, part in own.tasks.items()}
+    beyond = not law.c_min <= compute <= law.c_max * (1 + 1e-9)
+    loss = float(law.predict(compute))
+    return Point(name, other, traits(name).family, own.score, tasks, loss, law.interval_at(compute), beyond)
+
+
+def _loss_draws(laws: list, compute: float, resamples: int, seed: int) -> np.ndarray:
+    """Losses [resamples, architectures] from the laws' own bootstraps; a law without one stays where it is."""
+    generator = np.random.default_rng(seed + 1)
+    columns = []
+    for law in laws:
+        if law.draws is None or not len(law.draws):
+            columns.append(np.full(resamples, float(law.predict(compute))))
+            continue
+        drawn = law.draws[generator.integers(0, len(law.draws), resamples)]
+        columns.append(np.exp(drawn[:, 0] + drawn[:, 1] * np.log(compute)) + drawn[:, 2])
+    return np.stack(columns, axis=1)
+
+
+def _groups(scores, losses, draws, families: list[str], resamples: int, seed: int) -> dict[str, Correlation]:
+    names = list(dict.fromkeys(families))
+    members = {name: [i for i, family in enumerate(families) if family == name] for name in names}
+    found = {ALL: _correlation(ALL, scores, losses, draws, resamples, seed)}
+    several = [own for own in members.values() if len(own) > 1]
+    inside = [index for own in several for index in own]
+    if len(inside) < FEWEST:
+        found[WITHIN] = Correlation(WITHIN, len(inside), refused="no family has enough architectures")
+    else:
+        # What is left of each after the mean of its family: do scores rank the members of a family?
+        label = np.concatenate([np.full(len(own), number) for number, own in enumerate(several)])
+        found[WITHIN] = _correlation(
+            WITHIN, scores[inside], losses[inside], draws[:, inside], resamples, seed, strata=label
+        )
+    means = [np.array([values[own].mean() for own in members.values()]) for values in (scores, losses)]
+    mean_draws = np.stack([draws[:, own].mean(axis=1) for own in members.values()], axis=1)
+    found[BETWEEN] = _correlation(BETWEEN, *means, mean_draws, resamples, seed, noun="families")
+    for name, own in members.items():
+        if len(own) >= FEWEST:
+            found[name] = _correlation(name, scores[own], losses[own], draws[:, own], resamples, seed)
+    return found
+
+
+def _correlation(
+    group: str,
+    scores: np.ndarray,
+    losses: np.ndarray,
+    draws: np.ndarray,
+    resamples: int,
+    seed: int,
+    strata: np.ndarray | None = None,
+    noun: str = "architectures",
+) -> Correlation:
+    """Correlates one group. `strata` [n]: labels whose means are taken out, and inside which resamples are drawn."""
+    number = len(scores)
+    if number < FEWEST:
+        return Correlation(group, number, refused=f"{number} {noun}; {FEWEST} are needed")
+    labels = np.zeros(number, dtype=int) if strata is None else strata
+
+    def both(chosen: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+        if len(np.unique(chosen)) < FEWEST:
+            return math.nan, math.nan  # two points are always on a line
+        one, two = scores[chosen], values[chosen]
+        if strata is not None:
+            one, two = _centred(one, labels[chosen]), _centred(two, labels[chosen])
+        return pearson(one, two), spearman(one, two)
+
+    linear, rank = both(np.arange(number), losses)
+    if math.isnan(linear):
+        return Correlation(group, number, refused=f"all {noun} have the same score or the same loss")
+    intervals: list[tuple[float, float] | None] = [None, None]
+    if resamples and number >= FEWEST_FOR_INTERVAL:
+        generator = np.random.default_rng(seed)
+        drawn = np.empty((resamples, number), dtype=int)
+        for label in np.unique(labels):
+            own = np.flatnonzero(labels == label)
+            drawn[:, own] = own[generator.integers(0, len(own), (resamples, len(own)))]
+        values = np.array([both(row, draws[index]) for index, row in enumerate(drawn)])
+        for place in (0, 1):
+            kept = values[np.isfinite(values[:, place]), place]
+            if len(kept) >= ENOUGH * resamples:
+                low, high = np.percentile(kept, [2.5, 97.5])
+                intervals[place] = (float(low), float(high))
+    return Correlation(group, number, linear, rank, *intervals)
+
+
+def pearson(one: np.ndarray, two: np.ndarray) -> float:
+    """Linear correlation; NaN where either does not vary."""
+    one, two = one - one.mean(), two - two.mean()
+    size = math.sqrt(float((one**2).sum() * (two**2).sum()))
+    flat = np.ptp(one) < 1e-12 or np.ptp(two) < 1e-12
+    return math.nan if flat else float(np.clip((one * two).sum() / size, -1, 1))
+
+
+def spearman(one: np.ndarray, two: np.ndarray) -> float:
+    """Correlation of ranks, those of equal values being their mean."""
+    return pearson(_ranks(one), _ranks(two))
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    below = (values[:, None] > values[None, :]).sum(axis=1)
+    equal = (values[:, None] == values[None, :]).sum(axis=1)
+    return below + (equal - 1) / 2
+
+
+def _centred(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    result = values.astype(float)
+    for label in np.unique(labels):
+        result[labels == label] -= result[labels == label].mean()
+    return result

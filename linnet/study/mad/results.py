@@ -1,0 +1,128 @@
+"""The runs of a MAD folder as rows: mad.csv, and the result.json of every run folder below it."""
+
+import csv
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from linnet.config import ConfigError
+
+TABLE = "mad.csv"
+DONE = "done"
+_TEXTS = ("architecture", "task", "setting", "varied", "status", "budget", "spec")
+_COUNTS = ("seed", "parameters", "state_size")
+_REQUIRED = ("architecture", "task", "setting", "learning_rate", "weight_decay", "accuracy", "status")
+_SHARES = ("accuracy", "macro_batch", "validation_accuracy")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run gave.
+
+    Attributes:
+        setting: a name such as `fuzzy_recall/seq_len=256`. varied: its variable, "" in a baseline.
+        accuracy: token accuracy on the test split; macro_batch: the mean over classes and batches, likewise.
+        validation_accuracy: token accuracy on the split to select by. loss: nats a target on the test split.
+        parameters, state_size: of the model; None where not recorded.
+        status: "done", or what became of the run. Numbers that are not known are NaN.
+        budget, spec: what the run belongs to; "" where not recorded.
+    """
+
+    architecture: str
+    task: str
+    setting: str
+    learning_rate: float
+    weight_decay: float
+    accuracy: float
+    status: str
+    varied: str = ""
+    seed: int = 0
+    macro_batch: float = math.nan
+    validation_accuracy: float = math.nan
+    loss: float = math.nan
+    parameters: int | None = None
+    state_size: int | None = None
+    budget: str = ""
+    spec: str = ""
+
+    @property
+    def key(self) -> tuple:
+        """What makes it the run that it is: a second row with the same key is the same run."""
+        return self.architecture, self.setting, self.learning_rate, self.weight_decay, self.seed
+
+    @property
+    def ended(self) -> bool:
+        """Whether it trained to its end and has an accuracy."""
+        return self.status == DONE and math.isfinite(self.accuracy)
+
+
+def read_results(folder: str | Path) -> list[Result]:
+    """All runs of a folder, in the order of its table; a result.json takes the place of the row of the same run.
+
+    Raises:
+        ConfigError: there is no such folder, no run in it, or rows that are not results; all problems at once.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError([f"{str(folder)!r}: there is no such folder; give the one that linnet mad run made"], "MAD")
+    found, problems = {}, []
+    for where, values in _rows(folder, problems):
+        missing = [name for name in _REQUIRED if name not in values]
+        if missing:
+            problems.append(f"{where}: {', '.join(missing)} not there; linnet mad run writes it")
+            continue
+        try:
+            result = _result(values)
+        except (TypeError, ValueError) as error:
+            problems.append(f"{where}: {error}")
+            continue
+        found[result.key] = result
+    if problems:
+        rest = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise ConfigError(problems[:8] + rest, "MAD")
+    if not found:
+        raise ConfigError([f"{folder}: no run has ended here (no rows in {TABLE}, no result.json); see linnet mad run"])
+    return list(found.values())
+
+
+def _rows(folder: Path, problems: list[str]):
+    table = folder / TABLE
+    if table.is_file():
+        try:
+            with open(table, newline="", encoding="utf-8") as file:
+                for number, row in enumerate(csv.DictReader(file), start=2):
+                    yield f"{table}, line {number}", row
+        except (UnicodeDecodeError, csv.Error) as error:
+            problems.append(f"{table}: not a CSV table ({error})")
+    for path in sorted(folder.rglob("result.json")):
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            problems.append(f"{path}: damaged ({error}); delete it and run linnet mad run again")
+            continue
+        if isinstance(values, dict) and "setting" in values:
+            yield str(path), values
+
+
+def _result(values: dict[str, Any]) -> Result:
+    known: dict[str, Any] = {}
+    for field in fields(Result):
+        value = values.get(field.name)
+        if field.name in _TEXTS:
+            known[field.name] = str(value) if value is not None else ""
+        elif field.name in _COUNTS:
+            known[field.name] = int(float(value)) if value not in (None, "") else None
+        else:
+            try:
+                known[field.name] = float(value) if value not in (None, "") else math.nan
+            except ValueError:
+                raise ValueError(f"{field.name} is not a number: {value!r}") from None
+    known["seed"] = known["seed"] or 0
+    if "/" not in known["setting"]:
+        known["setting"] = f"{known['task']}/{known['setting'] or 'baseline'}"
+    for name in _SHARES:
+        if not (math.isnan(known[name]) or 0 <= known[name] <= 1):
+            raise ValueError(f"{name} is a share from 0 to 1, not {known[name]}")
+    return Result(**known)
