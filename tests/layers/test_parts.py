@@ -129,7 +129,7 @@ def test_forget_gate_without_cancellation():
     torch.testing.assert_close(log_f.double(), torch.nn.functional.logsigmoid(z), rtol=1e-5, atol=1e-30)
 
 
-@pytest.mark.parametrize("name", sorted(CHANNELS))
+@pytest.mark.parametrize("name", ["glu", "sglu", "swiglu"])
 def test_channel_mixers_are_gated_linear_units(name):
     channel = CHANNELS[name](CHANNELS[name].Config(inner=7), LayerContext(d_model=4))
     x = torch.randn(3, 5, 4)

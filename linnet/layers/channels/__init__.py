@@ -1,5 +1,5 @@
 """Channel mixers. Importing this package registers all of them."""
 
-from linnet.layers.channels import glu
+from linnet.layers.channels import glu, mlp, moe
 
-__all__ = ["glu"]
+__all__ = ["glu", "mlp", "moe"]

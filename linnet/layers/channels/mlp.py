@@ -1,0 +1,35 @@
+"""The plain two-layer perceptron: y = act(x W_1) W_2, with or without biases (Vaswani et al. 2017, section 3.3)."""
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from linnet.config import Config
+from linnet.layers.base import Channel, LayerContext, register_channel
+from linnet.ops.activation import ACTIVATIONS
+
+
+class MlpConfig(Config):
+    inner: int = Field(0, ge=0, description="inner width; 0 means four times the model width")
+    activation: Literal["silu", "sigmoid", "gelu", "relu"] = "gelu"
+    bias: bool = False
+
+
+@register_channel("mlp", MlpConfig)
+class Mlp(Channel):
+    """Its cost in the convention of paper 000 is the default of a layer, two FLOPs a weight."""
+
+    def __init__(self, config: MlpConfig, context: LayerContext):
+        super().__init__()
+        inner = config.inner or 4 * context.d_model
+        self.activation = config.activation
+        self.up_proj = nn.Linear(context.d_model, inner, bias=config.bias)
+        self.down_proj = nn.Linear(inner, context.d_model, bias=config.bias)
+        self.down_proj.ends_residual = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))
+
+    def tp_plan(self) -> dict[str, str]:
+        return {"up_proj": "colwise", "down_proj": "rowwise"}

@@ -1,0 +1,133 @@
+"""Mixture of experts in place of one gated linear unit (paper 004, appendices B.3.1 and C.4.7).
+
+y_t = sum over the k experts e of token t of s_te (SiLU(x_t W_gate^e) * (x_t W_up^e)) W_down^e, with the softmax s over
+the k largest logits of a linear router (`linnet.layers.routing`).
+
+Paper: 8 experts of width 16, 2 of them active. The published implementation is dense: logits outside the top two are 0
+instead of -inf, and each down projection sees the hidden units of all experts. Here: as the paper says, k experts a
+token, each with its own three matrices.
+
+A token is computed by its experts alone: the choices are sorted by expert, and each expert's tokens fill blocks of one
+size, each multiplied by the weights of its expert. No choice is dropped, no shape depends on the data, nothing waits
+for a GPU, and there are no atomics. E blocks more than the choices fill are multiplied, an eighth of the work at most;
+`flops_exact` counts them. Under transforms of functorch (bundles of small models) all experts compute all tokens and
+the weights of the others are zero: the same result, in three matrix products that batch well.
+"""
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from linnet.config import Config
+from linnet.layers.base import Channel, LayerContext, register_channel
+from linnet.layers.routing import Routing, top_k_routing
+from linnet.ops.activation import gated_activation
+
+
+class MoeConfig(Config):
+    num_experts: int = Field(8, ge=1)
+    num_active: int = Field(2, ge=1, description="experts of a token")
+    inner: int = Field(
+        0, ge=0, description="width of an expert; 0 gives the active ones together 8/3 of the model width (rounded up)"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "MoeConfig":
+        if self.num_active > self.num_experts:
+            raise ValueError(
+                f"num_active: {self.num_active} experts of a token are more than num_experts {self.num_experts}; "
+                "lower the first or raise the second"
+            )
+        return self
+
+
+@register_channel("moe", MoeConfig)
+class Moe(Channel):
+    """`gate_proj`, `up_proj` and `down_proj` hold the matrices of all experts, one expert's rows (columns) together."""
+
+    def __init__(self, config: MoeConfig, context: LayerContext):
+        super().__init__()
+        d_model, experts = context.d_model, config.num_experts
+        self.config, self.d_model = config, d_model
+        self.inner = config.inner or -(-8 * d_model // (24 * config.num_active)) * 8
+        self.router = nn.Linear(d_model, experts, bias=False)
+        self.gate_proj = nn.Linear(d_model, experts * self.inner, bias=False)
+        self.up_proj = nn.Linear(d_model, experts * self.inner, bias=False)
+        self.down_proj = nn.Linear(experts * self.inner, d_model, bias=False)
+        self.down_proj.ends_residual = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        routing = self.route(x)
+        # `torch.compile` knows this flag too, so a compiled bundle is as an eager one.
+        if torch._C._are_functorch_transforms_active():
+            return self._masked(x, routing)
+        return self._dispatched(x.flatten(0, -2), routing).unflatten(0, x.shape[:-1])
+
+    def route(self, x: Tensor) -> Routing:
+        """Which experts each token of x [..., D] goes to, and how much of each it gets; `.load()` is their load."""
+        return top_k_routing(self.router(x), self.config.num_active)
+
+    def flops_paper(self, seq_len: int) -> float:
+        """L D A + L (4 D W A + 2 D W G): A experts of width W, G of them active (paper 004, C.4.7).
+
+        Paper: no L in the second term, which is a slip; all experts project up, one router product is one FLOP a
+        weight. Here: the same but for L, so that its numbers can be compared; `flops_exact` counts the active experts.
+        """
+        d_model, experts, active = self.d_model, self.config.num_experts, self.config.num_active
+        return float(seq_len) * d_model * (experts + self.inner * (4 * experts + 2 * active))
+
+    def tp_plan(self) -> dict[str, str]:
+        """Experts are split over the devices; each token's router is everywhere."""
+        return {"router": "replicate", "gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+
+    def _masked(self, x: Tensor, routing: Routing) -> Tensor:
+        hidden = gated_activation(self.gate_proj(x), self.up_proj(x), "silu")
+        weights = routing.dense_weights().to(hidden.dtype)
+        hidden = hidden.unflatten(-1, (self.config.num_experts, self.inner)) * weights.unsqueeze(-1)
+        return self.down_proj(hidden.flatten(-2))
+
+    def _dispatched(self, x: Tensor, routing: Routing) -> Tensor:
+        """x [N, D] -> [N, D]; routing of any shape with N tokens."""
+        tokens, experts, active = x.shape[0], self.config.num_experts, self.config.num_active
+        choices = tokens * active
+        size = _block_size(choices, experts)
+        slot, block_expert = _slots(routing.experts.reshape(choices), experts, size)
+        copies = x.unsqueeze(1).expand(tokens, active, self.d_model).reshape(choices, self.d_model)
+        blocks = x.new_zeros(block_expert.shape[0] * size, self.d_model).index_put((slot,), copies)
+        blocks = blocks.unflatten(0, (-1, size))  # [blocks, size, D]
+        gate = torch.bmm(blocks, self._of_expert(self.gate_proj)[block_expert].transpose(1, 2))
+        up = torch.bmm(blocks, self._of_expert(self.up_proj)[block_expert].transpose(1, 2))
+        down = self.down_proj.weight.unflatten(1, (experts, self.inner)).permute(1, 2, 0)  # [E, W, D]
+        out = torch.bmm(gated_activation(gate, up, "silu"), down[block_expert]).flatten(0, 1)[slot]
+        weights = routing.weights.reshape(tokens, active, 1).to(out.dtype)
+        return (out.unflatten(0, (tokens, active)) * weights).sum(1)
+
+    def _of_expert(self, projection: nn.Linear) -> Tensor:
+        """[E, W, D] of a projection from the model width."""
+        return projection.weight.unflatten(0, (self.config.num_experts, self.inner))
+
+
+def _block_size(choices: int, experts: int) -> int:
+    """A power of two, at most an eighth of an even load: few blocks to multiply, and little room for E more."""
+    return 1 << max(0, (choices // (8 * experts)).bit_length() - 1)
+
+
+def _slots(expert: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:
+    """Lays choices out in blocks of one expert each.
+
+    Args:
+        expert: int64 [M], the expert of each choice.
+
+    Returns:
+        the row [M] of each choice among all rows of all blocks, and the expert [M // size + E] of each block.
+    """
+    row = torch.arange(expert.shape[0], device=expert.device)
+    order = expert.argsort(stable=True)
+    ordered = expert[order]
+    starts = torch.searchsorted(ordered, torch.arange(experts + 1, device=expert.device))  # of each expert, and the end
+    blocks = (starts.diff() + size - 1) // size
+    ends = blocks.cumsum(0)
+    shift = (ends - blocks) * size - starts[:-1]  # from a place among ordered choices to one among all rows
+    slot = torch.empty_like(row).scatter(0, order, row + shift[ordered])
+    block = torch.arange(expert.shape[0] // size + experts, device=expert.device)
+    return slot, torch.searchsorted(ends, block, right=True).clamp(max=experts - 1)

@@ -1,0 +1,179 @@
+"""Every channel mixer by its contract; the mixture of experts against its definition, dispatched and under vmap."""
+
+import pytest
+import torch
+from torch.func import functional_call, stack_module_state, vmap
+from torch.utils.flop_counter import FlopCounterMode
+
+from linnet.config import ConfigError, parse
+from linnet.layers import CHANNELS, LayerContext
+from linnet.layers.routing import record_loads, top_k_routing
+from linnet.models import ModelConfig, build_model
+
+FORMS = {
+    "glu": [{}, {"activation": "relu"}],
+    "mlp": [{}, {"activation": "silu", "bias": True}],
+    "moe": [{}, {"inner": 5, "num_experts": 3, "num_active": 3}, {"num_experts": 4, "num_active": 1}],
+    "sglu": [{}],
+    "swiglu": [{"inner": 7}],
+}
+CASES = [(name, options) for name in FORMS for options in FORMS[name]]
+
+
+def build(name, options=None, d_model=16, seed=0, dtype=torch.float64):
+    torch.manual_seed(seed)
+    channel = CHANNELS[name](parse(CHANNELS[name].Config, options or {}), LayerContext(d_model=d_model))
+    return channel.to(dtype)
+
+
+def tokens(*shape, d_model=16):
+    return torch.randn(*shape, d_model, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def experts_one_by_one(moe, x):
+    """The equation, token by token and expert by expert."""
+    inner, rows = moe.inner, []
+    for token in x.flatten(0, -2):
+        logits = moe.router.weight @ token
+        best = sorted(range(len(logits)), key=lambda e: -logits[e])[: moe.config.num_active]
+        scores = torch.softmax(logits[best], 0)
+        row = torch.zeros_like(token)
+        for score, expert in zip(scores, best, strict=True):
+            part = slice(expert * inner, (expert + 1) * inner)
+            hidden = torch.nn.functional.silu(moe.gate_proj.weight[part] @ token) * (moe.up_proj.weight[part] @ token)
+            row = row + score * (moe.down_proj.weight[:, part] @ hidden)
+        rows.append(row)
+    return torch.stack(rows).view(x.shape)
+
+
+def test_every_registered_channel_is_tested_here():
+    assert set(FORMS) == {name for name, cls in CHANNELS.items() if cls.__module__.startswith("linnet.layers")}
+
+
+@pytest.mark.parametrize("name, options", CASES)
+def test_tokens_are_computed_each_alone(name, options):
+    channel, x = build(name, options), tokens(2, 9)
+    y = channel(x)
+    assert y.shape == x.shape
+    torch.testing.assert_close(channel(x[:, 4]), y[:, 4])
+    torch.testing.assert_close(channel(x[:1, 2:3]), y[:1, 2:3])
+
+
+@pytest.mark.parametrize("name, options", CASES)
+def test_gradients_reach_every_weight_and_compilation_changes_nothing(name, options):
+    channel, x = build(name, options), tokens(4, 33).requires_grad_()
+    y = channel(x)
+    y.sin().sum().backward()
+    for key, parameter in channel.named_parameters():
+        silent = key == "router.weight" and channel.config.num_active == 1  # its softmax is 1, whatever the logit
+        assert silent or parameter.grad.abs().max() > 0, key
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(channel, backend="aot_eager", fullgraph=True)(x), y)
+
+
+@pytest.mark.parametrize("name, options", CASES)
+def test_plans_costs_and_bfloat16(name, options):
+    channel = build(name, options)
+    linear = {path for path, module in channel.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert set(channel.tp_plan()) == linear and set(channel.tp_plan().values()) <= {"colwise", "rowwise", "replicate"}
+    assert channel.flops_paper(64) == 64 * channel.flops_paper(1) > 0
+    y = channel.bfloat16()(tokens(2, 9).bfloat16())
+    assert y.dtype == torch.bfloat16 and y.isfinite().all()
+
+
+@pytest.mark.parametrize("options", FORMS["moe"])
+@pytest.mark.parametrize("count", [1, 2, 31, 400])
+def test_dispatched_masked_and_defined_experts_agree(options, count):
+    moe, x = build("moe", options), tokens(count).requires_grad_()
+    expected = experts_one_by_one(moe, x)
+    results = []
+    for y in (moe(x), moe._masked(x, moe.route(x)), expected):
+        torch.testing.assert_close(y, expected)
+        results.append(torch.autograd.grad(y.sin().sum(), [x, *moe.parameters()]))
+    for gradients in results[:2]:
+        torch.testing.assert_close(gradients, results[2])
+
+
+def test_experts_get_their_tokens_however_uneven_the_load():
+    moe, x = build("moe", {"inner": 4}), tokens(300)
+    for favourites in ([0, 1], [6, 7], [0, 7], [3, 4]):
+        with torch.no_grad():
+            moe.router.weight.zero_()
+            moe.router.weight[favourites] = torch.tensor([[100.0], [50.0]], dtype=torch.float64)
+        always = x.abs()
+        torch.testing.assert_close(moe(always), experts_one_by_one(moe, always))
+        expected = torch.zeros(8, dtype=torch.float64).index_fill(0, torch.tensor(favourites), 0.5)
+        torch.testing.assert_close(moe.route(always).load(), expected)
+
+
+def test_exactly_two_experts_have_weight_and_the_rest_are_never_touched():
+    moe, x = build("moe", {"inner": 4}), tokens(50)
+    routing = moe.route(x)
+    weights = routing.dense_weights()
+    assert ((weights != 0).sum(-1) == 2).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(50, dtype=torch.float64))
+    kept = routing.logits.masked_fill(weights == 0, float("-inf"))
+    torch.testing.assert_close(weights, kept.softmax(-1))
+    y, chosen = moe(x), (weights[0] != 0).nonzero().flatten().tolist()
+    with torch.no_grad():
+        for expert in set(range(8)) - set(chosen):
+            moe.up_proj.weight[expert * 4 : expert * 4 + 4] = float("nan")
+    torch.testing.assert_close(moe(x[:1]), y[:1])
+
+
+def test_the_work_is_that_of_two_experts_of_eight():
+    moe, x = build("moe", {"inner": 32}), tokens(4096)
+    with FlopCounterMode(display=False) as counter:
+        moe(x)
+    router, expert = 2 * 4096 * 16 * 8, 2 * 4096 * 3 * 16 * 32
+    assert 2 * expert <= counter.get_total_flops() - router <= 1.125 * 2 * expert
+    assert moe.flops_paper(4096) == 4096 * (16 * 8 + 4 * 16 * 32 * 8 + 2 * 16 * 32 * 2)
+
+
+def test_a_bundle_of_experts_is_each_alone():
+    members = [build("moe", {"inner": 4}, seed=seed) for seed in range(3)]
+    weights, buffers = stack_module_state(members)
+    x = tokens(3, 2, 20)
+
+    def run(weights, x):
+        return functional_call(members[0], weights, (x,))
+
+    y = vmap(run)(weights, x)
+    alone = torch.stack([member(part) for member, part in zip(members, x, strict=True)])
+    torch.testing.assert_close(y, alone)
+    y.sin().sum().backward()
+    bundled = {name: weight.grad for name, weight in weights.items()}
+    alone.sin().sum().backward()
+    for name in bundled:
+        torch.testing.assert_close(bundled[name], torch.stack([dict(m.named_parameters())[name].grad for m in members]))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda w, x: vmap(run)(w, x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(weights, x), y)
+
+
+def test_loads_are_recorded_while_a_model_runs():
+    config = ModelConfig(d_model=16, layout="gla+moe x2", options={"gla": {"num_heads": 2}, "moe": {"inner": 4}})
+    model = build_model(config)
+    with record_loads(model) as loads:
+        model(torch.randint(0, 256, (2, 9)))
+        model(torch.randint(0, 256, (2, 9)))
+    model(torch.randint(0, 256, (2, 9)))
+    assert list(loads) == ["backbone.blocks.0.channel", "backbone.blocks.1.channel"]
+    for passes in loads.values():
+        assert len(passes) == 2 and all(load.shape == (8,) and load.sum() == pytest.approx(1) for load in passes)
+
+
+def test_balance_is_one_where_experts_are_used_alike():
+    logits = 5.0 * torch.eye(8)
+    assert top_k_routing(logits, 1).balance_loss() == pytest.approx(1.0)
+    assert top_k_routing(logits[:1].repeat(8, 1), 1).balance_loss() > 5
+
+
+def test_more_active_experts_than_there_are_is_refused():
+    with pytest.raises(ConfigError, match="num_active: 3 experts of a token are more than num_experts 2"):
+        parse(CHANNELS["moe"].Config, {"num_experts": 2, "num_active": 3})
+
+
+def test_default_widths():
+    assert build("moe", d_model=96).inner == 128  # two of them are 8/3 of 96
+    assert build("mlp").up_proj.out_features == 64
