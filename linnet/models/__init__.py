@@ -1,5 +1,6 @@
 """A layout of layers with a head: configuration, causal language model, recipes and costs."""
 
+from linnet.models.autoencoder import AutoEncoder, build_autoencoder
 from linnet.models.backbone import Backbone, ModelState
 from linnet.models.causal_lm import CausalLM, build_model
 from linnet.models.config import ModelConfig
@@ -10,11 +11,13 @@ from linnet.models.recipes import FAMILIES, RECIPES, family, get_recipe
 __all__ = [
     "FAMILIES",
     "RECIPES",
+    "AutoEncoder",
     "Backbone",
     "CausalLM",
     "LayerSpec",
     "ModelConfig",
     "ModelState",
+    "build_autoencoder",
     "build_model",
     "count_parameters",
     "family",

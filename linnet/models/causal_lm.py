@@ -2,6 +2,8 @@
 
 import hashlib
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from linnet.models.config import ModelConfig
 from linnet.ops.cross_entropy import cross_entropy_reference, is_whole, linear_cross_entropy
 
 IGNORE = -100  # a target that does not count
+M = TypeVar("M", bound=nn.Module)
 
 
 class CausalLM(nn.Module):
@@ -74,9 +77,14 @@ def build_model(config: ModelConfig, seed: int = 0, device: torch.device | str |
     Linear layers and embeddings N(0, init_std); those that end a residual branch divide by sqrt(2 L); biases 0. Other
     parameters keep what their layer gives them, drawn after `torch.manual_seed(seed)` in a fork of the generator.
     """
+    return draw_weights(lambda: CausalLM(config), config, seed, device)
+
+
+def draw_weights(build: Callable[[], M], config: ModelConfig, seed: int, device: torch.device | str | None = None) -> M:
+    """What `build` makes, with its weights drawn as `build_model` says."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = CausalLM(config)
+        model = build()
     depth_scale = 1.0 / math.sqrt(2 * config.num_layers)
     with torch.no_grad():
         for name, module in model.named_modules():

@@ -1,0 +1,72 @@
+"""An auto-encoder for the compression task (paper 004, B.1.5): a whole sequence through its last token.
+
+The encoder is the model of any layout. Its output at the last position, with the fixed sin-cos embedding of a position
+added, goes through a two-layer perceptron, which gives the token at that position; for all positions at once.
+
+Departures: hidden width D and GELU, which the paper leaves open. The published implementation has three linear layers
+with norms before them.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linnet.models.backbone import Backbone
+from linnet.models.causal_lm import IGNORE, draw_weights
+from linnet.models.config import ModelConfig
+from linnet.ops.cross_entropy import cross_entropy_reference
+
+
+class AutoEncoder(nn.Module):
+    """Tokens int64 [B, T] to logits [B, num_positions, vocab] of the tokens at positions 0 to num_positions - 1.
+
+    Raises:
+        ValueError: an odd model width, which sines and cosines cannot share.
+    """
+
+    def __init__(self, config: ModelConfig, num_positions: int):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.backbone = Backbone(config)
+        self.register_buffer("positions", sin_cos(num_positions, config.d_model), persistent=False)
+        self.hidden = nn.Linear(config.d_model, config.d_model)
+        self.head = nn.Linear(config.d_model, config.vocab_size)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
+        x, _ = self.backbone(x)
+        return self.head(F.gelu(self.hidden(x[:, -1:] + self.positions)))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, None]:
+        """Logits and no states, so that it is read as a `CausalLM` is."""
+        return self.logits(tokens), None
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of the negative log-likelihood (nats, at least float32) over targets but -100, and their number.
+
+        Args:
+            targets: int64 [B, num_positions].
+        """
+        logits = self.logits(tokens)
+        if targets.shape != logits.shape[:2]:
+            raise ValueError(f"targets have shape {list(targets.shape)}; give one a position, {list(logits.shape[:2])}")
+        return cross_entropy_reference(logits, targets, IGNORE), (targets != IGNORE).sum()
+
+
+def build_autoencoder(
+    config: ModelConfig, num_positions: int, seed: int | None = None, device: torch.device | str | None = None
+) -> AutoEncoder:
+    """An auto-encoder with weights drawn as `build_model` draws them; no seed means 0."""
+    return draw_weights(lambda: AutoEncoder(config, num_positions), config, seed or 0, device)
+
+
+def sin_cos(num_positions: int, width: int) -> Tensor:
+    """[num_positions, width]: sin(i w_j), then cos(i w_j), w_j = 10000^(-j / (h - 1)) for j = 0..h-1, h = width / 2."""
+    if width % 2:
+        raise ValueError(f"d_model: {width} is odd; sines and cosines of positions need an even width")
+    half = width // 2
+    rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / max(half - 1, 1))
+    angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], 1).float()
