@@ -21,6 +21,7 @@ from linnet.study.mad.traits import traits
 FEWEST = 3  # architectures of a correlation
 FEWEST_FOR_INTERVAL = 4
 ENOUGH = 0.5  # share of the resamples that must have a correlation
+FLAT = 1e-12  # scores and losses that differ by less are equal
 ALL, WITHIN, BETWEEN = "all", "within families", "between families"
 
 
@@ -245,15 +246,12 @@ def _correlation(
         return Correlation(group, number, refused=f"{number} {noun}; {FEWEST} are needed")
     labels = np.zeros(number, dtype=int) if strata is None else strata
 
-    def both(chosen: np.ndarray, values: np.ndarray) -> tuple[float, float]:
-        if len(np.unique(chosen)) < FEWEST:
-            return math.nan, math.nan  # two points are always on a line
-        one, two = scores[chosen], values[chosen]
+    def both(one: np.ndarray, two: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if strata is not None:
-            one, two = _centred(one, labels[chosen]), _centred(two, labels[chosen])
+            one, two = _centred(one, labels), _centred(two, labels)
         return pearson(one, two), spearman(one, two)
 
-    linear, rank = both(np.arange(number), losses)
+    linear, rank = (float(value) for value in both(scores, losses, labels))
     if math.isnan(linear):
         return Correlation(group, number, refused=f"all {noun} have the same score or the same loss")
     intervals: list[tuple[float, float] | None] = [None, None]
@@ -263,36 +261,39 @@ def _correlation(
         for label in np.unique(labels):
             own = np.flatnonzero(labels == label)
             drawn[:, own] = own[generator.integers(0, len(own), (resamples, len(own)))]
-        values = np.array([both(row, draws[index]) for index, row in enumerate(drawn)])
-        for place in (0, 1):
-            kept = values[np.isfinite(values[:, place]), place]
+        # Two points are always on a line: a resample needs as many different ones as a correlation does.
+        distinct = 1 + (np.diff(np.sort(drawn, axis=1), axis=1) > 0).sum(axis=1) >= FEWEST
+        values = both(scores[drawn], np.take_along_axis(draws, drawn, axis=1), labels)
+        for place, column in enumerate(values):
+            kept = column[distinct & np.isfinite(column)]
             if len(kept) >= ENOUGH * resamples:
                 low, high = np.percentile(kept, [2.5, 97.5])
                 intervals[place] = (float(low), float(high))
     return Correlation(group, number, linear, rank, *intervals)
 
 
-def pearson(one: np.ndarray, two: np.ndarray) -> float:
-    """Linear correlation; NaN where either does not vary."""
-    one, two = one - one.mean(), two - two.mean()
-    size = math.sqrt(float((one**2).sum() * (two**2).sum()))
-    flat = np.ptp(one) < 1e-12 or np.ptp(two) < 1e-12
-    return math.nan if flat else float(np.clip((one * two).sum() / size, -1, 1))
+def pearson(one: np.ndarray, two: np.ndarray) -> np.ndarray:
+    """Linear correlation along the last axis; NaN where either does not vary."""
+    flat = (np.ptp(one, axis=-1) < FLAT) | (np.ptp(two, axis=-1) < FLAT)
+    one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)
+    size = np.sqrt((one**2).sum(axis=-1) * (two**2).sum(axis=-1))
+    return np.where(flat, np.nan, np.clip((one * two).sum(axis=-1) / np.where(flat, 1.0, size), -1, 1))
 
 
-def spearman(one: np.ndarray, two: np.ndarray) -> float:
-    """Correlation of ranks, those of equal values being their mean."""
+def spearman(one: np.ndarray, two: np.ndarray) -> np.ndarray:
+    """Correlation of ranks along the last axis, those of equal values being their mean."""
     return pearson(_ranks(one), _ranks(two))
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    below = (values[:, None] > values[None, :]).sum(axis=1)
-    equal = (values[:, None] == values[None, :]).sum(axis=1)
-    return below + (equal - 1) / 2
+    above = values[..., :, None] - values[..., None, :]
+    return (above > FLAT).sum(axis=-1) + ((np.abs(above) <= FLAT).sum(axis=-1) - 1) / 2
 
 
 def _centred(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Without the mean of each label, along the last axis."""
     result = values.astype(float)
     for label in np.unique(labels):
-        result[labels == label] -= result[labels == label].mean()
+        own = labels == label
+        result[..., own] -= result[..., own].mean(axis=-1, keepdims=True)
     return result
