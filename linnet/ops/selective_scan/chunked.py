@@ -1,0 +1,159 @@
+"""The selective scan on any device, with a hand-written backward: states are spread out for a chunk at a time.
+
+Every state has its own decay at every token, so no matrix product spans tokens: a chunk is the diagonal recurrence
+over [Bt, C, G, N, D / G] (channels last, where they are most), and C keeps that small beside [Bt, T, D] or in the
+cache. Decays are only ever multiplied, so nothing overflows and one that underflows to 0 is a reset. The forward keeps
+nothing but its inputs; the backward runs the states once more for what enters each chunk and again inside it, and then
+
+    g_t = C_t dy_t + a_{t+1} g_{t+1},  l_t = a_t g_t s_{t-1}   (a = exp(delta A); l is the gradient of delta A)
+    dx = delta (B g) + D dy,  ddelta = x (B g) + sum_n A l,  dA = sum_t delta l,  dB = sum_d delta x g,  dC = sum_d dy s
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linnet.ops.chunks import state_dtype
+from linnet.ops.documents import count_states, documents
+from linnet.ops.scan.chunked import recur
+
+# Elements of one tensor of a chunk: on a CPU the few that a chunk has stay near the outer cache, elsewhere large
+# enough that launches do not count.
+CPU_ELEMENTS, DEVICE_ELEMENTS = 2**19, 2**24
+SHORTEST, LONGEST = 16, 256  # tokens
+
+
+def chunk_length(batch: int, channels: int, states: int, is_cpu: bool) -> int:
+    """Tokens a chunk: at least 16, so that what enters the chunks is at most 1/16 of all states."""
+    elements = CPU_ELEMENTS if is_cpu else DEVICE_ELEMENTS
+    return max(SHORTEST, min(LONGEST, elements // (batch * channels * states)))
+
+
+class Chunk(NamedTuple):
+    """C tokens in the dtype of states, in shapes that broadcast."""
+
+    x: Tensor  # [Bt, C, G, 1, D / G]
+    delta: Tensor
+    B: Tensor  # [Bt, C, G, N, 1]
+    C: Tensor
+    decay: Tensor  # [Bt, C, G, N, D / G]
+    states: Tensor  # after each token
+
+
+def selective_forward(x, delta, A, B, C, D, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
+    """y [Bt, T, D] and the final states [Nseq, D, N]; arguments as in the registered op."""
+    modes, carried, size = _prepare(x, delta, A, B, C, initial_state, cu_seqlens)
+    skip = None if D is None else D.to(modes.dtype)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for rows, start, end in documents(cu_seqlens, *x.shape[:2]):
+        state = carried[rows]
+        for begin in range(start, end, size):
+            stop = min(begin + size, end)
+            chunk = _run((x, delta, B, C), modes, state, begin, stop)
+            y_ = _contract_states(chunk.C, chunk.states)
+            if skip is not None:
+                y_.addcmul_(chunk.x.flatten(2), skip)
+            y[:, begin:stop] = y_
+            state = chunk.states[:, -1]
+        carried[rows] = state
+    return y, _to_public(carried)
+
+
+def selective_backward(x, delta, A, B, C, D, initial_state, cu_seqlens, dy, dfinal) -> tuple[Tensor, ...]:
+    """Gradients to x, delta, A, B, C, D (empty without it) and the initial states."""
+    modes, carried, size = _prepare(x, delta, A, B, C, initial_state, cu_seqlens)
+    skip = None if D is None else D.to(modes.dtype)
+    dmodes, groups = torch.zeros_like(modes), B.shape[2]
+    dskip = modes.new_zeros(0 if D is None else D.shape)
+    dx, ddelta, dB, dC = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x, delta, B, C))
+    dcarried = torch.zeros_like(carried) if dfinal is None else _to_internal(dfinal, groups, modes.dtype)
+    for rows, start, end in documents(cu_seqlens, *x.shape[:2]):
+        state, entering = carried[rows], []
+        for begin in range(start, end, size):
+            entering.append((begin, min(begin + size, end), state))
+            if begin + size < end:
+                state = _run((x, delta, B, C), modes, state, begin, begin + size).states[:, -1].clone()
+        met = dcarried[rows]
+        for begin, stop, state in reversed(entering):
+            chunk = _run((x, delta, B, C), modes, state, begin, stop)
+            dy_ = _load(dy, begin, stop, groups, modes.dtype)
+            dC[:, begin:stop] = _contract_channels(chunk.states, dy_)
+            g = _adjoint(chunk, dy_, met)
+            written = chunk.delta * chunk.x
+            dB[:, begin:stop] = _contract_channels(g, written)
+            read = _contract_states(chunk.B, g)
+            # From here on `decay` holds a g, then its product with the state before.
+            product = chunk.decay.mul_(g)
+            met = product[:, 0].clone()
+            product[:, 1:] *= chunk.states[:, :-1]
+            product[:, 0] *= state
+            dx_ = chunk.delta.flatten(2) * read
+            if skip is not None:
+                dy_ = dy_.flatten(2)
+                dx_.addcmul_(dy_, skip)
+                dskip += (dy_ * chunk.x.flatten(2)).sum((0, 1))
+            dx[:, begin:stop] = dx_
+            torch.mul(product, modes, out=g)
+            ddelta[:, begin:stop] = g.sum(3).flatten(2).addcmul_(chunk.x.flatten(2), read)
+            torch.mul(product, chunk.delta, out=g)
+            dmodes += g.sum((0, 1))
+        dcarried[rows] = met
+    dA = dmodes.mT.flatten(0, 1).to(A.dtype).contiguous()
+    return dx, ddelta, dA, dB, dC, dskip if D is None else dskip.to(D.dtype), _to_public(dcarried)
+
+
+def _prepare(x, delta, A, B, C, initial_state, cu_seqlens) -> tuple[Tensor, Tensor, int]:
+    """A as [G, N, D / G], the states to carry along [Nseq, G, N, D / G], and the tokens of a chunk."""
+    dtype, groups = state_dtype(x, delta, A, B, C), B.shape[2]
+    modes = A.to(dtype).unflatten(0, (groups, -1)).mT.contiguous()
+    if initial_state is None:
+        carried = modes.new_zeros(count_states(cu_seqlens, x.shape[0]), *modes.shape)
+    else:
+        carried = _to_internal(initial_state, groups, dtype)
+    return modes, carried, chunk_length(x.shape[0], *A.shape, x.device.type == "cpu")
+
+
+def _run(inputs, modes, state, begin, stop) -> Chunk:
+    groups, dtype = modes.shape[0], modes.dtype
+    x, delta = (_load(y, begin, stop, groups, dtype) for y in inputs[:2])
+    B, C = (y[:, begin:stop].to(dtype).contiguous().unsqueeze(-1) for y in inputs[2:])
+    decay, states = (x.new_empty(*x.shape[:2], *modes.shape) for _ in range(2))
+    torch.mul(delta, modes, out=decay).exp_()
+    torch.mul(delta * x, B, out=states)
+    recur(decay.flatten(2), states.flatten(2), state.flatten(1), states.flatten(2))
+    return Chunk(x, delta, B, C, decay, states)
+
+
+def _adjoint(chunk: Chunk, dy: Tensor, after: Tensor) -> Tensor:
+    """g of each token; `after` is what the tokens after the chunk give to its last state."""
+    g = torch.mul(chunk.C, dy, out=torch.empty_like(chunk.states))
+    g[:, -1] += after
+    flat = g.flatten(2)
+    recur(chunk.decay.flatten(2)[:, 1:], flat[:, :-1], flat[:, -1], flat[:, :-1], reverse=True)
+    return g
+
+
+def _load(x, begin, stop, groups, dtype) -> Tensor:
+    """[Bt, T, D] -> [Bt, C, G, 1, D / G]."""
+    return x[:, begin:stop].to(dtype).contiguous().unflatten(2, (groups, 1, -1))
+
+
+def _contract_states(weight: Tensor, states: Tensor) -> Tensor:
+    """sum_n weight [Bt, C, G, N, 1] states [Bt, C, G, N, D / G], as [Bt, C, D]."""
+    return torch.bmm(weight.flatten(0, 2).mT, states.flatten(0, 2)).view(*states.shape[:2], -1)
+
+
+def _contract_channels(states: Tensor, weight: Tensor) -> Tensor:
+    """sum_d states [Bt, C, G, N, D / G] weight [Bt, C, G, 1, D / G], as [Bt, C, G, N]."""
+    return torch.bmm(states.flatten(0, 2), weight.flatten(0, 2).mT).view(states.shape[:4])
+
+
+def _to_internal(state: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """A copy of [Nseq, D, N] as [Nseq, G, N, D / G]."""
+    view = state.unflatten(1, (groups, -1)).mT
+    return view.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _to_public(state: Tensor) -> Tensor:
+    return state.mT.flatten(1, 2).contiguous()

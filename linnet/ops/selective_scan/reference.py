@@ -1,0 +1,42 @@
+"""The selective scan, the definition: token by token, differentiated by autograd."""
+
+import torch
+from torch import Tensor
+
+from linnet.ops.chunks import state_dtype
+from linnet.ops.documents import count_states, documents
+
+
+def selective_reference(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """s_t = exp(delta_t A) s_{t-1} + delta_t B_t x_t,  y_t = C_t s_t + D x_t (Mamba, as paper 004 recalls it).
+
+    Shapes as in `selective_scan`, with B and C [Bt, T, G, N]: G groups of channels.
+    """
+    dtype = state_dtype(x, delta, A, B, C)
+    batch, length, channels = x.shape
+    per_group = channels // B.shape[2]
+    values, delta, A = x.to(dtype), delta.to(dtype), A.to(dtype)
+    B, C = (y.to(dtype).repeat_interleave(per_group, 2) for y in (B, C))  # [Bt, T, D, N]
+    if initial_state is None:
+        initial_state = values.new_zeros(count_states(cu_seqlens, batch), *A.shape)
+    outputs, finals = [], []
+    for rows, start, end in documents(cu_seqlens, batch, length):
+        state = initial_state[rows]
+        for t in range(start, end):
+            decay = (delta[:, t, :, None] * A).exp()
+            state = decay * state + (delta[:, t] * values[:, t])[..., None] * B[:, t]
+            outputs.append((state * C[:, t]).sum(-1))
+        finals.append(state)
+    y = torch.stack(outputs, 1)
+    if D is not None:
+        y = y + D.to(dtype) * values
+    return y.to(x.dtype), torch.cat(finals)
