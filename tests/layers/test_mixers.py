@@ -19,6 +19,7 @@ FORMS = {
     "hgrn": [{}, {"complex": True}, {"norm_first": True}],
     "hgrn2": [{}, {"lower_bound": "exclusive"}, {"lower_bound": "none", "output_activation": "none"}],
     "lightnet": [{}, {"lrpe": False}],
+    "mamba": [{}, {"expand": 1, "state": 3, "dt_rank": 5, "conv_width": 2}],
     "tnl": [
         {},
         {"lrpe": "all_layers", "gate": "full", "gate_activation": "none"},
@@ -158,7 +159,7 @@ def test_a_window_keeps_the_cache_small():
     assert build("attention").state_spec(1, 1000)["k"].shape == (1, 1000, 2, 12)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name != "hgrn"])
+@pytest.mark.parametrize("name", [name for name in FORMS if "num_heads" in MIXERS[name].Config.model_fields])
 def test_heads_that_do_not_divide_the_width_are_refused(name):
     with pytest.raises(ValueError, match=rf"{name}.num_heads: 5 does not divide d_model 24; . does"):
         MIXERS[name](parse(MIXERS[name].Config, {"num_heads": 5}), LayerContext(d_model=24))

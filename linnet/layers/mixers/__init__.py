@@ -1,5 +1,5 @@
 """Token mixers: one file each. Importing this package registers all of them."""
 
-from linnet.layers.mixers import attention, cosformer2, gla, hgrn, hgrn2, lightnet, tnl
+from linnet.layers.mixers import attention, cosformer2, gla, hgrn, hgrn2, lightnet, mamba, tnl
 
-__all__ = ["attention", "cosformer2", "gla", "hgrn", "hgrn2", "lightnet", "tnl"]
+__all__ = ["attention", "cosformer2", "gla", "hgrn", "hgrn2", "lightnet", "mamba", "tnl"]

@@ -1,6 +1,18 @@
 """Named models. One file a family, with the paper, its sizes and every departure; importing registers all of them."""
 
-from linnet.models.recipes import cosformer2, gla, hgrn, lightnet, llama, tnl
+from linnet.models.recipes import cosformer2, gla, hgrn, lightnet, llama, mamba, tnl
 from linnet.models.recipes.registry import FAMILIES, RECIPES, family, get_recipe
 
-__all__ = ["FAMILIES", "RECIPES", "cosformer2", "family", "get_recipe", "gla", "hgrn", "lightnet", "llama", "tnl"]
+__all__ = [
+    "FAMILIES",
+    "RECIPES",
+    "cosformer2",
+    "family",
+    "get_recipe",
+    "gla",
+    "hgrn",
+    "lightnet",
+    "llama",
+    "mamba",
+    "tnl",
+]

@@ -1,0 +1,107 @@
+"""Mamba, the selective state space S6 (Gu and Dao 2023, arXiv:2312.00752), as the MAD benchmark has it (paper 004).
+
+[x, z] = u W_in; x = silu(conv4(x)), a causal convolution of each channel; (dt, B, C) = x W_x;
+delta = softplus(W_dt dt + b_dt), A = -exp(A_log); s_t = exp(delta A) s_{t-1} + delta B x, y = C s_t + D x;
+out = (y * silu(z)) W_out. No bias but b_dt, neither in the projections nor in the convolution.
+
+Only the three large projections and W_x are linear layers, which a model draws anew: W_dt and b_dt keep their own
+initialisation, b_dt = softplus^-1(exp(U(ln 1e-3, ln 1e-1))), without which all channels would forget at one rate.
+"""
+
+import math
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linnet.config import Config
+from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.short_conv import ShortConv
+from linnet.ops import selective_scan, selective_step
+
+SHORTEST_STEP, LONGEST_STEP, SMALLEST_STEP = 1e-3, 1e-1, 1e-4  # of delta at initialisation, before the input acts
+
+
+class MambaConfig(Config):
+    expand: int = Field(2, ge=1, description="channels of the recurrence over the model width")
+    state: int = Field(16, ge=1, description="states a channel (MAD: 4)")
+    dt_rank: int = Field(0, ge=0, description="rank of the projection to delta; 0 is d_model / 16, rounded up")
+    conv_width: int = Field(4, ge=2, description="tokens that the convolution sees")
+
+
+@register_mixer("mamba", MambaConfig)
+class Mamba(Mixer):
+    def __init__(self, config: MambaConfig, context: LayerContext):
+        super().__init__()
+        self.config, self.d_model = config, context.d_model
+        self.channels = config.expand * context.d_model
+        self.dt_rank = config.dt_rank or math.ceil(context.d_model / 16)
+        self.in_proj = nn.Linear(context.d_model, self.channels, bias=False)
+        self.gate_proj = nn.Linear(context.d_model, self.channels, bias=False)
+        self.conv = ShortConv(self.channels, config.conv_width)
+        self.select_proj = nn.Linear(self.channels, self.dt_rank + 2 * config.state, bias=False)
+        self.dt_weight = nn.Parameter(torch.empty(self.channels, self.dt_rank))
+        self.dt_bias = nn.Parameter(torch.empty(self.channels))
+        self.A_log = nn.Parameter(torch.arange(1, config.state + 1).float().log().repeat(self.channels, 1))
+        self.skip = nn.Parameter(torch.ones(self.channels))
+        self.out_proj = nn.Linear(self.channels, context.d_model, bias=False)
+        self.out_proj.ends_residual = True
+        self.reset_steps()
+
+    @torch.no_grad()
+    def reset_steps(self) -> None:
+        """Draws W_dt from U(-rank^-1/2, rank^-1/2), and b_dt so that delta is log-uniform in [1e-3, 1e-1]."""
+        self.dt_weight.uniform_(-(self.dt_rank**-0.5), self.dt_rank**-0.5)
+        step = self.dt_bias.uniform_(math.log(SHORTEST_STEP), math.log(LONGEST_STEP)).exp().clamp(min=SMALLEST_STEP)
+        self.dt_bias.copy_(step + (-torch.expm1(-step)).log())
+
+    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+        z = self.gate_proj(x)
+        x, inputs = self.conv(self.in_proj(x), None if state is None else state["conv"], cu_seqlens)
+        x = F.silu(x)
+        y, states = selective_scan(
+            x,
+            *self._select(x),
+            self.skip,
+            initial_state=None if state is None else state["ssm"],
+            output_final_state=state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        return self.out_proj(y * F.silu(z)), None if state is None else {"conv": inputs, "ssm": states}
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        z = self.gate_proj(x)
+        x = F.silu(self.conv.step(self.in_proj(x), state["conv"]))
+        y = selective_step(x, *self._select(x), self.skip, state["ssm"])
+        return self.out_proj(y * F.silu(z)), state
+
+    def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
+        return {
+            "conv": TensorSpec((batch, self.config.conv_width - 1, self.channels)),
+            "ssm": TensorSpec((batch, self.channels, self.config.state)),
+        }
+
+    def flops_paper(self, seq_len: int) -> float:
+        """Paper 004, C.4, with E = expand, S = state and R = dt_rank, in the order of the equations above:
+
+        4 L D^2 E + 6 L D E + 2 L D E (R + 2 S) + 2 L D E R + 2 L D E S + 2 L D^2 E
+        """
+        width, state, rank = self.channels, self.config.state, self.dt_rank
+        return 2.0 * seq_len * width * (3 * self.d_model + 3 + (rank + 2 * state) + rank + state)
+
+    def flops(self, seq_len: int) -> float:
+        """The convolution, 2 a weight and token: no matrix product and no registered op."""
+        return 2.0 * seq_len * self.conv.weight.numel()
+
+    def tp_plan(self) -> dict[str, str]:
+        """By channel of the recurrence, which splits the convolution and all parameters of a channel with it."""
+        split = dict.fromkeys(("in_proj", "gate_proj"), "colwise")
+        return split | dict.fromkeys(("select_proj", "out_proj"), "rowwise")
+
+    def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """delta, A, B, C of the tokens x [..., channels]; delta and A at least in float32, as exponents are."""
+        dt, B, C = self.select_proj(x).split([self.dt_rank, self.config.state, self.config.state], -1)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        delta = F.softplus(F.linear(dt, self.dt_weight).to(dtype) + self.dt_bias.to(dtype))
+        return delta, -self.A_log.to(dtype).exp(), B, C

@@ -1,0 +1,66 @@
+"""The short causal convolution of each channel that Mamba and Hyena put before their recurrence."""
+
+import torch
+from torch import Tensor, nn
+
+from linnet.layers.positions.angles import token_positions
+
+
+class ShortConv(nn.Module):
+    """y_t = sum_j w_j x_{t - (width - 1) + j}, each channel with weights of its own and no bias.
+
+    Its state [N, width - 1, channels] is its last inputs, oldest first; zeros before the first token.
+    """
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        self.channels, self.width = channels, width
+        self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-(width**-0.5), width**-0.5))
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}, width={self.width}"
+
+    def forward(self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None):
+        """x [B, T, channels] -> y of the same shape, and the state after the last token (None if none was given).
+
+        Args:
+            state: after the token before the first, one a sequence or document; None for zeros.
+            cu_seqlens: int32 [N+1] with B = 1: document boundaries, where nothing is seen of what was before.
+        """
+        if cu_seqlens is not None:
+            return self._documents(x, state, cu_seqlens)
+        length, before = x.shape[1], self.width - 1
+        past = x.new_zeros(x.shape[0], before, self.channels) if state is None else state.to(x.dtype)
+        line = torch.cat([past, x], 1)
+        y = x * self.weight[:, -1]
+        for j in range(before):
+            y = torch.addcmul(y, line[:, j : j + length], self.weight[:, j])
+        return y, None if state is None else line[:, length:].to(state.dtype)
+
+    def step(self, x: Tensor, state: Tensor) -> Tensor:
+        """One token, x [B, channels]; the state is updated in place."""
+        line = torch.cat([state.to(x.dtype), x[:, None]], 1)
+        state.copy_(line[:, 1:])
+        return (line * self.weight.mT).sum(1)
+
+    def _documents(self, x, state, cu_seqlens):
+        before, index = self.width - 1, torch.arange(x.shape[1], device=x.device)
+        position = token_positions(x, cu_seqlens=cu_seqlens)[0]
+        document = torch.searchsorted(cu_seqlens[1:].to(index.dtype), index, right=True)
+        y = x * self.weight[:, -1]
+        for lag in range(1, self.width):
+            inside = (position >= lag)[:, None]
+            seen = x[:, (index - lag).clamp(min=0)]
+            past = 0.0
+            if state is not None:
+                past = state.to(x.dtype)[document, (before + position - lag).clamp(max=before - 1)]
+            y = torch.addcmul(y, torch.where(inside, seen, past), self.weight[:, before - lag])
+        if state is None:
+            return y, None
+        # What a document leaves: its last tokens, and where it is shorter than that, the end of what it was given.
+        start, end = cu_seqlens[:-1, None].to(index.dtype), cu_seqlens[1:, None].to(index.dtype)
+        place = end - before + torch.arange(before, device=x.device)
+        kept = (place - start + before).clamp(0, before - 1)
+        old = state.gather(1, kept[..., None].expand(-1, -1, self.channels))
+        new = x[0, place.clamp(min=0)].to(state.dtype)
+        return y, torch.where((place >= start)[..., None], new, old)
