@@ -20,7 +20,7 @@ from linnet.ops.scan.chunked import recur
 
 # Elements of one tensor of a chunk: on a CPU the few that a chunk has stay near the outer cache, elsewhere large
 # enough that launches do not count.
-CPU_ELEMENTS, DEVICE_ELEMENTS = 2**19, 2**24
+CPU_ELEMENTS, DEVICE_ELEMENTS = 2**20, 2**24
 SHORTEST, LONGEST = 16, 256  # tokens
 
 
