@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
+from linnet.cli.mad_run import run
+
 mad = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     help="Score an architecture by its skills: six synthetic tasks (paper 004, MAD), and MQAR.",
 )
+mad.command("run")(run)
 
 Spec = Annotated[
     str,

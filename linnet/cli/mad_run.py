@@ -1,0 +1,181 @@
+"""`linnet mad run`: the skill score of architectures."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def run(
+    layouts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Recipes, or quoted layouts such as 'tnl+swiglu x2' (two blocks of width 128).",
+            metavar="LAYOUT...",
+            show_default=False,
+        ),
+    ] = None,
+    mixer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A token mixer from a file of your own, in two blocks with swiglu; may be given again.",
+            metavar="FILE.py:CLASS",
+            show_default=False,
+        ),
+    ] = None,
+    budget: Annotated[
+        str,
+        typer.Option(
+            help="smoke only shows that it learns; [bold]linnet mad list[/] counts.", metavar="smoke|core|full"
+        ),
+    ] = "smoke",
+    tasks: Annotated[
+        str, typer.Option(help="Only these tasks, with commas between.", metavar="TASK,...", show_default="all")
+    ] = "",
+    settings: Annotated[
+        str,
+        typer.Option(
+            help="Only these settings, as in [bold]linnet mad list[/].", metavar="SETTING,...", show_default="all"
+        ),
+    ] = "",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change every model: --set options.tnl.num_heads=4.", metavar="KEY=VALUE"),
+    ] = None,
+    spec: Annotated[str, typer.Option(help="Distributions of the tasks.", metavar="paper|mad-lab")] = "paper",
+    seed: Annotated[
+        str, typer.Option(help="Of data, weights and order; several (0,1,2) give a spread.", metavar="N,...")
+    ] = "0",
+    device: Annotated[str, typer.Option(help="auto is the GPU where there is one.", metavar="auto|cpu|cuda")] = "auto",
+    executor: Annotated[
+        str,
+        typer.Option(help="inline: this process; local: a process a GPU or core.", metavar="inline|local|ray"),
+    ] = "local",
+    workers: Annotated[
+        int | None, typer.Option(help="Bundles at the same time.", min=1, show_default="one a GPU or core")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Of a Ray cluster; --out must be on storage that all machines see.")
+    ] = None,
+    bundle: Annotated[
+        int | None, typer.Option(help="Most models to train together.", min=1, show_default="24, on a CPU 1")
+    ] = None,
+    compile_: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the runs, of one budget.", show_default="mad/<budget>")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the scores as one JSON object.")] = False,
+) -> None:
+    """Score architectures by six synthetic tasks (paper 004, MAD).
+
+    Every setting of a task is trained at several learning rates and weight
+    decays; the best by a validation split counts, with its accuracy on the
+    test split. The same command goes on where it was stopped, and another
+    architecture joins the table of the folder.
+
+    [bold]linnet mad run "tnl+swiglu x2" "attention+swiglu x2"[/]
+
+    [bold]linnet mad run --mixer examples/my_mixer.py:MyMixer --budget core --tasks fuzzy_recall[/]
+    """
+    from rich.console import Console
+
+    from linnet.config import ConfigError, parse
+    from linnet.study.executors import ExecutorConfig
+    from linnet.study.mad.architectures import state_size
+    from linnet.study.mad.run import run_mad
+    from linnet.study.mad.settings import BUDGETS
+
+    models = _models(layouts or [], mixer or [], set_ or [])
+    problems = []
+    if device not in ("auto", "cpu", "cuda"):
+        problems.append(f"--device {device!r} is unknown; use auto, cpu or cuda")
+    if not all(part.strip().isdigit() for part in seed.split(",")):
+        problems.append(f"--seed {seed!r}: write numbers with commas between, such as 0,1,2")
+    if problems:
+        raise ConfigError(problems, "command line")
+    where = parse(ExecutorConfig, {"kind": executor, "workers": workers, "address": address, "retries": 1}, "executor")
+    console = Console(stderr=as_json, soft_wrap=True, highlight=False)
+    for name, model in models.items():
+        layout = "" if model.layout == name else f" {model.layout},"
+        console.print(f"{name}:{layout} width {model.d_model}, state {state_size(model):,}", markup=False)
+    result = run_mad(
+        models,
+        out or Path("mad") / (budget if spec == "paper" else f"{budget}-{spec}"),
+        budget=budget,
+        tasks=_names(tasks),
+        settings=_names(settings),
+        spec=spec,
+        seeds=list(dict.fromkeys(int(part) for part in seed.split(","))),
+        device=device,
+        executor=where,
+        bundle=bundle,
+        compile=compile_,
+        plugins=mixer or [],
+        console=console,
+    )
+    if as_json:
+        rows = result.scores.to_rows() if result.scores is not None else []
+        about = {"folder": str(result.folder), "budget": budget, "comparable": BUDGETS[budget].comparable}
+        typer.echo(json.dumps(about | {"scores": rows, "failed": result.failed}, indent=1))
+    elif result.scores is not None:
+        print_scores(result.scores, console)
+        console.print(f"in {result.folder}", markup=False)
+    if result.failed:
+        console.print(f"[red]{len(result.failed)} runs failed[/]: error.txt in their folders says why")
+        raise typer.Exit(1)
+
+
+def print_scores(scores, console) -> None:
+    """A row for each architecture: its tasks, its score, and what it is made of."""
+    from rich.box import SIMPLE
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, pad_edge=False)
+    table.add_column("architecture", overflow="fold")
+    for task in scores.tasks:
+        table.add_column(task.replace("_", "\n"), justify="right")
+    for column in ("score", "parameters", "state"):
+        table.add_column(column, justify="right")
+    for name, one in scores.items():
+        cells = [f"{one.tasks[task].score:.3f}" if task in one.tasks else "-" for task in scores.tasks]
+        spread = "" if one.spread is None else f" ± {one.spread:.3f}"
+        state = "-" if one.state_size is None else f"{one.state_size:,}"
+        table.add_row(escape(name), *cells, f"[bold]{one.score:.3f}[/]{spread}", f"{one.parameters:,}", state)
+    console.print(table)
+    reasons: dict[str, list[str]] = {}
+    for name, one in scores.items():
+        for reason in one.reasons:
+            reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        of = "" if len(names) == len(scores) else f" ({', '.join(names)})"
+        console.print(f"[yellow]not comparable[/]{escape(of)}: {escape(reason)}")
+    for name, reason in scores.unscored.items():
+        console.print(f"{name}: no score, {reason}", markup=False)
+
+
+def _models(layouts: list[str], mixers: list[str], assignments: list[str]):
+    """Name -> model, all problems at once."""
+    from linnet.config import ConfigError, override
+    from linnet.layers.base import load_plugin
+    from linnet.study.mad.architectures import architecture
+
+    names = [*layouts, *(f"{load_plugin(mixer)}+swiglu x2" for mixer in mixers)]
+    if not names:
+        raise ConfigError(
+            ["LAYOUT: give a layout ('tnl+swiglu x2') or recipe, or --mixer FILE.py:Class"], "command line"
+        )
+    changes, problems, models = override({}, assignments), [], {}
+    for name in names:
+        try:
+            models[name] = architecture(name, changes)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems, "MAD")
+    return models
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

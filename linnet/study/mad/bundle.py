@@ -1,0 +1,189 @@
+"""A bundle: runs of one shape that are trained together, in whatever process this is called.
+
+Runs share a bundle where model, length, number of samples, epochs and batch size are the same: the points of the grid
+at one setting, its seeds, and settings that differ in their data alone. If memory runs out, the bundle is halved.
+"""
+
+import gc
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linnet.config import ConfigError, parse
+from linnet.data.order import shuffled
+from linnet.data.synthetic import Task, find_task, generate
+from linnet.layers.base import load_plugin
+from linnet.models import ModelConfig, build_model, flops_exact
+from linnet.runs import RunFolder
+from linnet.runs.files import FULL
+from linnet.study.executors import Job, is_out_of_memory
+from linnet.train.ensemble import Ensemble, Score, cosine
+from linnet.train.stop import Stop, graceful_stop
+
+DONE, DIVERGED = "done", "diverged"
+SHAPE = ("architecture", "model", "autoencoder", "input_length", "train_samples", "held_out", "epochs", "batch_size")
+
+
+def train_bundle(job: Job) -> str:
+    """Trains the runs of `job.payload["runs"]` (resolved configurations of one `SHAPE`) that have no result yet.
+
+    Each gets a run folder in `root`, with a row an epoch in metrics.jsonl, and a result.json once it is done.
+
+    Raises:
+        ConfigError: one model alone does not fit into memory, or the disk is full.
+    """
+    payload = job.payload
+    for plugin in payload["plugins"]:
+        load_plugin(plugin)
+    waiting = [payload["runs"]]
+    while waiting:
+        runs = waiting.pop(0)
+        runs = [run for run in runs if not _folder(payload, run).done]
+        if not runs or _trained(runs, payload):
+            continue
+        # Here the exception is gone, and with it what it kept alive.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if len(runs) == 1:
+            one = runs[0]
+            problem = (
+                f"{one['architecture']}, {one['setting']}: out of memory with one model at a batch of "
+                f"{one['batch_size']} x {one['input_length']} tokens; use a larger device, or leave the setting out"
+            )
+            raise ConfigError([problem], "MAD")
+        half = len(runs) // 2
+        waiting[:0] = [runs[:half], runs[half:]]
+    return DONE
+
+
+def run_flops(run: Mapping[str, Any]) -> float:
+    """Training FLOPs of one run, its model's backbone and head."""
+    config = ModelConfig.model_validate(run["model"])
+    rows = run["epochs"] * run["train_samples"]
+    return rows * flops_exact(config, run["input_length"])
+
+
+def build(run: Mapping[str, Any]):
+    """The model of a run with its first weights, which depend on the seed and the names of parameters alone."""
+    config = parse(ModelConfig, run["model"])
+    if run["autoencoder"]:
+        from linnet.models.autoencoder import build_autoencoder
+
+        return build_autoencoder(config, run["input_length"], seed=run["seed"])
+    return build_model(config, seed=run["seed"])
+
+
+def _trained(runs: list[dict], payload: Mapping[str, Any]) -> bool:
+    """Trains runs together and keeps their results; False where that takes more memory than there is."""
+    try:
+        with graceful_stop() as stop:
+            _train(runs, payload, stop)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return False
+        raise
+    return True
+
+
+def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
+    first, device = runs[0], torch.device(payload["device"])
+    epochs, samples, batch_size = first["epochs"], first["train_samples"], first["batch_size"]
+    steps = epochs * -(-samples // batch_size)
+    models = {run["seed"]: build(run) for run in runs}
+    ensemble = Ensemble(
+        [models[run["seed"]] for run in runs],
+        [run["learning_rate"] for run in runs],
+        [run["weight_decay"] for run in runs],
+        steps,
+        device=device,
+        precision=payload["precision"],
+        compile=payload["compile"],
+    )
+    train, *held_out = (_Data(runs, split, device) for split in ("train", "validation", "test"))
+    flops = run_flops(first)
+    folders = [RunFolder.create(payload["root"], run) for run in runs]
+    try:
+        records = [folder.record(keep=0) for folder in folders]
+        for epoch in range(epochs):
+            losses = torch.zeros(len(runs), device=device)
+            for rows in _batches(runs, epoch, samples, batch_size, device):
+                losses += ensemble.step(*train.take(rows)) * rows.shape[-1] / samples
+                if stop.signal is not None:
+                    stop.end()
+            row = {"epoch": epoch + 1, "flops": flops * (epoch + 1) / epochs, "factor": cosine(epoch, epochs)}
+            for record, loss in zip(records, losses.tolist(), strict=True):
+                record.write(row | {"loss": loss})
+            if not bool(ensemble.alive.any()):
+                break
+        scores = zip(*(ensemble.score(*split.whole(), batch_size) for split in held_out), strict=True)
+        diverged, parameters = ensemble.diverged_at(), sum(p.numel() for p in models[first["seed"]].parameters())
+        shared = {"parameters": parameters, "steps": steps, "bundle": len(runs)}
+        for run, folder, pair, step in zip(runs, folders, scores, diverged, strict=True):
+            folder.write_result(_result(run, *pair, step) | shared | payload["common"])
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        problem = f"{payload['root']}: the disk is full; free some space and run the same command again to go on"
+        raise ConfigError([problem], "MAD") from None
+
+
+def _result(run: dict, validation: Score, test: Score, diverged_at: int | None) -> dict:
+    keys = ("architecture", "task", "setting", "varied", "learning_rate", "weight_decay", "seed")
+    numbers = {
+        "accuracy": test.accuracy,
+        "macro_batch": test.macro_batch,
+        "validation_accuracy": validation.accuracy,
+        "loss": test.loss,
+        "validation_loss": validation.loss,
+    }
+    lost = diverged_at is not None or not (math.isfinite(test.loss) and math.isfinite(validation.loss))
+    status = {"status": DIVERGED if lost else DONE, "diverged_at": diverged_at, "spec": run["options"]["spec"]}
+    return {key: run[key] for key in keys} | (dict.fromkeys(numbers) if lost else numbers) | status
+
+
+class _Data:
+    """A split of each member's task on the device; members with the same data share it."""
+
+    def __init__(self, runs: list[dict], split: str, device: torch.device):
+        count = runs[0]["train_samples" if split == "train" else "held_out"]
+        found: dict[tuple[Task, int], int] = {}
+        owners = [found.setdefault((_task(run), run["seed"]), len(found)) for run in runs]
+        drawn = [generate(task, split, count, seed=seed) for task, seed in found]
+        self.tensors = [torch.from_numpy(np.stack(arrays)).to(device) for arrays in zip(*drawn, strict=True)]
+        self.owners = torch.tensor(owners, device=device) if len(found) > 1 else None
+
+    def take(self, rows: Tensor) -> list[Tensor]:
+        """Inputs and targets of the rows [B] or [M, B]: [B, T] where all members have the same, else [M, B, T]."""
+        if self.owners is None:
+            return [x[0, rows] for x in self.tensors]
+        return [x[self.owners[:, None], rows] for x in self.tensors]
+
+    def whole(self) -> list[Tensor]:
+        """Inputs and targets of all rows: [N, T], or [M, N, T]."""
+        return [x[0] if self.owners is None else x[self.owners] for x in self.tensors]
+
+
+def _task(run: Mapping[str, Any]) -> Task:
+    kind = find_task(run["task"])
+    return parse(kind, run["options"], kind.name)
+
+
+def _batches(runs: list[dict], epoch: int, samples: int, batch_size: int, device: torch.device) -> Sequence[Tensor]:
+    """Rows of the batches of an epoch, the last one perhaps smaller: [B], or [M, B] where seeds differ."""
+    places = np.arange(samples) + epoch * samples
+    orders = {run["seed"]: shuffled(places, samples, run["seed"]) for run in runs}
+    if len(orders) == 1:
+        rows = next(iter(orders.values()))
+    else:
+        rows = np.stack([orders[run["seed"]] for run in runs])
+    return torch.from_numpy(rows).to(device).split(batch_size, dim=-1)
+
+
+def _folder(payload: Mapping[str, Any], run: dict) -> RunFolder:
+    return RunFolder(Path(payload["root"]) / RunFolder.name(run))
