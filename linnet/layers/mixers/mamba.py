@@ -78,7 +78,7 @@ class Mamba(Mixer):
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         return {
-            "conv": TensorSpec((batch, self.config.conv_width - 1, self.channels)),
+            "conv": TensorSpec((batch, self.config.conv_width - 1, self.channels), counted=0),
             "ssm": TensorSpec((batch, self.channels, self.config.state)),
         }
 
