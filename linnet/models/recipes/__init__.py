@@ -1,6 +1,6 @@
 """Named models. One file a family, with the paper, its sizes and every departure; importing registers all of them."""
 
-from linnet.models.recipes import cosformer2, gla, hgrn, lightnet, llama, mamba, tnl
+from linnet.models.recipes import cosformer2, gla, hgrn, lightnet, llama, mad, mamba, tnl
 from linnet.models.recipes.registry import FAMILIES, RECIPES, family, get_recipe
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "hgrn",
     "lightnet",
     "llama",
+    "mad",
     "mamba",
     "tnl",
 ]

@@ -1,0 +1,79 @@
+"""The 21 architectures of MAD (paper 004, section 3.2 and appendix B.3): two blocks, four layers, width 128.
+
+Ten are uniform (five token mixers, each with SwiGLU or experts, twice), Mamba fills its four layers alone, and ten are
+striped: a block of another mixer (or two layers of Mamba), then a block of attention. `mad-hyena-swiglu` is uniform,
+`mad-hyena-attention-swiglu` striped. RMSNorm, untied embeddings, no positions but attention's RoPE.
+
+State: 2,048 numbers a block (1,024 a layer of Mamba), 4,096 a model without attention: Hyena 128 channels of 16 modes,
+multi-head Hyena 16 heads of 8 x 8 with 2 modes, Hyena experts 8 of 16 channels with 16 modes, GLA 8 heads of 16 x 16,
+Mamba 256 channels of 4 states. Departures: the head has no bias, as everywhere here; SwiGLU is 512 wide, as the paper
+says (the published implementation: 352). Its parameter counts otherwise follow from the layers.
+"""
+
+from linnet.models.config import ModelConfig
+from linnet.models.layout import parse_layout
+from linnet.models.recipes.registry import register_recipe
+
+WIDTH = 128
+
+# What the paper gives for each layer; `mad_model` takes it for the layers that a layout names.
+OPTIONS: dict[str, dict] = {
+    "attention": {"num_heads": 16},
+    "gla": {"num_heads": 8},
+    "hyena": {"num_modes": 16},
+    "hyena_experts": {"num_experts": 8, "num_active": 2, "num_modes": 16},
+    "mamba": {"expand": 2, "state": 4, "conv_width": 4},
+    "mh_hyena": {"num_heads": 16, "num_modes": 2},
+    "moe": {"num_experts": 8, "num_active": 2, "inner": 16},
+    "swiglu": {"inner": 512},
+}
+
+_MIXERS = ("hyena", "mh_hyena", "hyena_experts", "gla", "attention")
+_CHANNELS = ("swiglu", "moe")
+
+
+def _architectures() -> dict[str, str]:
+    found = {f"mad-{m}-{c}": f"{m}+{c} x2" for m in _MIXERS for c in _CHANNELS}
+    found["mad-mamba"] = "mamba x4"
+    found |= {
+        f"mad-{m}-attention-{c}": f"{m}+{c} attention+{c}" for m in _MIXERS if m != "attention" for c in _CHANNELS
+    }
+    found |= {f"mad-mamba-attention-{c}": f"mamba x2 attention+{c}" for c in _CHANNELS}
+    return {name.replace("_", "-"): layout for name, layout in found.items()}
+
+
+ARCHITECTURES = _architectures()  # name -> layout
+
+
+def mad_model(layout: str, vocab_size: int = 16, aliases: dict[str, str] | None = None) -> ModelConfig:
+    """The model of MAD with a layout: width 128, and the paper's options for each layer that it has options for.
+
+    Args:
+        layout: of any layers, or the name of one of `ARCHITECTURES`.
+
+    Raises:
+        ValueError: a layout that does not parse.
+    """
+    layout = ARCHITECTURES.get(layout, layout)
+    used = {name for block in parse_layout(layout, aliases) for name in block if name}
+    return ModelConfig(
+        d_model=WIDTH,
+        layout=layout,
+        aliases=aliases or {},
+        vocab_size=vocab_size,
+        options={name: OPTIONS[name] for name in sorted(used & set(OPTIONS))},
+        norm="rmsnorm",
+        tie_embeddings=False,
+    )
+
+
+def _has_layers(layout: str) -> bool:
+    try:
+        return bool(parse_layout(layout))
+    except ValueError:
+        return False
+
+
+for recipe, stack in ARCHITECTURES.items():
+    if _has_layers(stack):  # an architecture is a recipe as soon as its mixers are registered
+        register_recipe(recipe, lambda name=recipe: mad_model(name))

@@ -1,0 +1,75 @@
+"""The 21 architectures of MAD: their layouts, and parameters against the published implementation where forms agree."""
+
+import pytest
+
+from linnet.layers import MIXERS
+from linnet.models import RECIPES, ModelConfig, count_parameters, get_recipe
+from linnet.models.recipes.mad import ARCHITECTURES, OPTIONS, mad_model
+
+BUILT = [name for name in ARCHITECTURES if name in RECIPES]
+
+# Parameters of one layer of the published implementation (width 128), and what it has besides ours.
+PUBLISHED_LAYERS = {
+    "gla": (86_160, 0),
+    "attention": (66_048, 4 * 128),  # biases; the paper: none
+    "mamba": (107_264, 256),  # the bias of its convolution; the paper: none
+}
+PUBLISHED_SWIGLU = 135_168  # 352 wide; the paper: 512
+PUBLISHED_MODELS = {
+    "mad-gla-swiglu": 447_408,
+    "mad-attention-swiglu": 407_184,
+    "mad-mamba": 433_808,
+    "mad-gla-attention-swiglu": 427_296,
+    "mad-mamba-attention-swiglu": 420_496,
+}
+HEAD_BIAS = 16
+
+
+def test_there_are_21():
+    assert len(ARCHITECTURES) == len(set(ARCHITECTURES.values())) == 21
+    assert sum(" attention+" in layout for layout in ARCHITECTURES.values()) == 10
+    assert ARCHITECTURES["mad-hyena-swiglu"] == "hyena+swiglu x2"
+    assert ARCHITECTURES["mad-mh-hyena-attention-moe"] == "mh_hyena+moe attention+moe"
+    assert ARCHITECTURES["mad-mamba-attention-moe"] == "mamba x2 attention+moe"
+
+
+def test_each_is_a_recipe_as_soon_as_its_mixers_exist():
+    for name, layout in ARCHITECTURES.items():
+        used = {block.partition("+")[0] for block in layout.split()} - {"x2", "x4"}
+        assert (name in RECIPES) == (used <= set(MIXERS))
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_four_layers_of_width_128(name):
+    config = get_recipe(name)
+    assert (config.d_model, config.vocab_size, config.tie_embeddings) == (128, 16, False)
+    assert sum(part is not None for block in config.blocks for part in block) == 4
+
+
+@pytest.mark.parametrize("name", PUBLISHED_MODELS)
+def test_parameters_are_the_published_ones_where_forms_agree(name):
+    narrow = mad_model(name)
+    options = {**narrow.options, **({"swiglu": {"inner": 352}} if "swiglu" in narrow.options else {})}
+    total, _ = count_parameters(ModelConfig(**{**narrow.model_dump(), "options": options}))
+    besides = sum(PUBLISHED_LAYERS[block.mixer][1] for block in narrow.blocks)
+    assert total == PUBLISHED_MODELS[name] - HEAD_BIAS - besides
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_parameters_add_up_from_the_layers(name):
+    """2 x 16 x 128 of embedding and head, five norms; SwiGLU 3 x 128 x 512; experts 3 x 128 x 16 x 8 and a router."""
+    config = get_recipe(name)
+    layers = {"swiglu": 196_608, "moe": 50_176} | {mixer: a - b for mixer, (a, b) in PUBLISHED_LAYERS.items()}
+    parts = [part for block in config.blocks for part in block if part]
+    if all(part in layers for part in parts):
+        assert count_parameters(config)[0] == sum(layers[part] for part in parts) + 4096 + 5 * 128
+
+
+def test_any_layout_gets_the_paper_s_options_for_what_it_names():
+    config = mad_model("(gla+moe A) x2", 32, {"A": "attention"})
+    assert config.vocab_size == 32 and config.num_layers == 4
+    assert config.options["gla"]["num_heads"] == OPTIONS["gla"]["num_heads"] == 8
+    assert config.options["moe"] == {"num_experts": 8, "num_active": 2, "inner": 16}
+    assert mad_model("tnl+sglu").options["sglu"] == {"inner": 0}
+    with pytest.raises(ValueError, match="did you mean 'gla'"):
+        mad_model("glaa+moe")
