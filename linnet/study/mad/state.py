@@ -1,0 +1,161 @@
+"""The fixed state of a model, and its normalisation to the 4,096 numbers of paper 004 (section 3.2, appendix B.3).
+
+Counted is what a layer carries whatever the context: recurrent states, a complex number once, neither caches of keys
+and values nor the few inputs that a short convolution looks back to. The layers say all of this in their `state_spec`.
+
+The paper normalises architectures without attention to 4,096 in four layers. Each layer of a block (its mixer, its
+channel mixer) so stands for 1,024, and `hyena+swiglu` for 2,048, as much as two layers of Mamba; in a hybrid the blocks
+with a cache are left out.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from linnet.config import ConfigError, parse
+from linnet.layers.base import LayerContext, TensorSpec, find_mixer
+from linnet.models import ModelConfig
+from linnet.models.costs import meta_model
+
+TOTAL = 4096
+_FAR = 1 << 20  # a context length at which a cache shows
+
+
+class BlockState(NamedTuple):
+    """What block `index` carries.
+
+    Attributes:
+        size, bytes: of its fixed state, in numbers (complex ones count once) and in float32.
+        grows: whether it also has a cache that depends on the context length.
+        share: numbers it should have, 0 where all that it carries is a cache or nothing.
+    """
+
+    index: int
+    mixer: str | None
+    size: int
+    bytes: int
+    grows: bool
+    share: float
+
+
+def block_states(config: ModelConfig, total: int = TOTAL) -> list[BlockState]:
+    """The state of each block, with the share of `total` that is its part."""
+    backbone, specs = meta_model(config.model_dump_json()).backbone, config.blocks
+    layers = sum(len([part for part in spec if part]) for spec in specs)
+    found = []
+    for index, (block, spec) in enumerate(zip(backbone.blocks, specs, strict=True)):
+        fixed, grows = _fixed(block)
+        size = sum(tensor.size for tensor in fixed)
+        share = total * len([part for part in spec if part]) / layers if size else 0.0
+        found.append(BlockState(index, spec.mixer, size, sum(t.bytes for t in fixed if t.size), grows, share))
+    return found
+
+
+def state_size(config: ModelConfig) -> int:
+    """Numbers of fixed state in the whole model, the input layer TPE included; 0 for attention alone."""
+    return sum(block.size for block in block_states(config)) + sum(spec.size for spec in _tpe(config))
+
+
+def fixed_state_bytes(config: ModelConfig) -> int:
+    """Bytes of the numbers that `state_size` counts, for one sequence."""
+    return sum(block.bytes for block in block_states(config)) + sum(spec.bytes for spec in _tpe(config))
+
+
+def target_size(config: ModelConfig, total: int = TOTAL) -> int:
+    """What `state_size` should be: `total`, less the shares of blocks without a fixed state."""
+    return round(sum(block.share for block in block_states(config, total)))
+
+
+def check_state(config: ModelConfig, total: int = TOTAL) -> None:
+    """Raises ConfigError where the state of the model is not its part of `total`, naming what can be changed."""
+    size, target = state_size(config), target_size(config, total)
+    if size != target:
+        problems = [_advice(config, block) for block in _wrong(config, total)]
+        if config.tpe is not None:
+            problems.append(f"tpe: adds {sum(spec.size for spec in _tpe(config)):,}; set it to null")
+        raise ConfigError(problems, f"a fixed state of {size:,}, where {target:,} is asked for")
+
+
+def normalise(config: ModelConfig, total: int = TOTAL) -> ModelConfig:
+    """The model with one option of each mixer changed so that its state is its part of `total`.
+
+    As in the paper, the shape of a layer is kept as far as possible: the size of the state goes before expansion
+    factors, and these before the number of heads. A model that is normalised already is given back as it is.
+
+    Raises:
+        ConfigError: no option reaches the size; says which sizes can be reached and how.
+    """
+    options = dict(config.options)
+    for block in _wrong(config, total):
+        for key, value, size in _choices(config, block):
+            if size == block.share:
+                options[block.mixer] = {**config.options[block.mixer], key: value}
+                break
+    changed = config if options == config.options else ModelConfig(**{**config.model_dump(), "options": options})
+    check_state(changed, total)
+    return changed
+
+
+def _fixed(layer) -> tuple[list[TensorSpec], bool]:
+    """Tensors of a layer that do not depend on the context length, and whether there are others."""
+    near, far = layer.state_spec(1, 1), layer.state_spec(1, _FAR)
+    return [far[name] for name in far if near[name] == far[name]], near != far
+
+
+def _tpe(config: ModelConfig) -> list[TensorSpec]:
+    if config.tpe is None:
+        return []
+    return list(meta_model(config.model_dump_json()).backbone.tpe.state_spec(1, _FAR).values())
+
+
+def _wrong(config: ModelConfig, total: int) -> list[BlockState]:
+    """One block of each kind of mixer whose state is not its share."""
+    wrong = {block.mixer: block for block in block_states(config, total) if block.size != block.share}
+    return list(wrong.values())
+
+
+def _choices(config: ModelConfig, block: BlockState) -> list[tuple[str, Any, int]]:
+    """(option, value, size) for each option of a mixer that changes its state; the best to change come first."""
+    given = config.options[block.mixer]
+    found = []
+    for key, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        tried = [value * 2.0**k for k in (-1, 1, -2, 2, -3, 3, -4, 4, -5, 5, -6, 6)] if value else []
+        for other in tried:
+            if isinstance(value, int) and not other.is_integer():
+                continue
+            other = type(value)(other)
+            size = _size_with(config, block.mixer, {**given, key: other})
+            if size is not None and size != block.size:
+                found.append((key, other, size))
+    return sorted(found, key=lambda choice: _rank(choice[0]))
+
+
+def _rank(key: str) -> int:
+    if "state" in key or "mode" in key:
+        return 0
+    return 2 if "head" in key or "expert" in key else 1
+
+
+def _size_with(config: ModelConfig, mixer: str, options: dict) -> int | None:
+    """The state of a layer with other options; None where it cannot be built."""
+    try:
+        cls = find_mixer(mixer)
+        with torch.device("meta"):
+            layer = cls(parse(cls.Config, options), LayerContext(d_model=config.d_model, norm=config.norm))
+    except ValueError:
+        return None
+    return sum(spec.size for spec in _fixed(layer)[0])
+
+
+def _advice(config: ModelConfig, block: BlockState) -> str:
+    where = f"{block.mixer}: a layer has {block.size:,} and should have {block.share:,.10g}"
+    choices = _choices(config, block)
+    if not choices:
+        return f"{where}; none of its options changes it: change d_model ({config.d_model}) or the layout"
+    closest: dict[str, list] = {}
+    for choice in sorted(choices, key=lambda choice: abs(choice[2] - block.share)):
+        closest.setdefault(choice[0], []).append(choice)
+    ways = [f"{key}={value} gives {size:,}" for best in closest.values() for key, value, size in best[:2]]
+    return f"{where}; of its options {', '.join(ways)}; or change d_model ({config.d_model}) or the layout"
