@@ -2,7 +2,7 @@
 
 Files: `units` (numbers as people read them), `style` (colours, axes, themes), `records` (the study folder, read once),
 `laws` (what is asked of the fits), `marks` (pieces that figures share), `figures` and `run_figures`, `tables`,
-`findings` (the headlines in words), `page` (with page.css and page.js).
+`findings` (the headlines in words), `page` (what stands on it), `shell` (with page.css and page.js).
 """
 
 from linnet.report.page import write_report

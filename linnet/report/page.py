@@ -1,17 +1,11 @@
-"""The report of a study: one HTML page that needs no network, and a PNG and an SVG file of each figure beside it."""
+"""The report of a study: what stands on its page."""
 
-import functools
-import json
-import re
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 
 import yaml
 
-import linnet
-from linnet.config import ConfigError
-from linnet.report import style, tables
+from linnet.report import shell, tables
 from linnet.report.figures import draw
 from linnet.report.findings import findings, summary
 from linnet.report.marks import Figure
@@ -36,103 +30,31 @@ def write_report(
     Raises:
         ConfigError: the folder or its table is not there or unusable, or the extra `study` is not installed.
     """
-    _check_extra()
+    shell.check_extra()
     study = read_study(study_folder, fit, bootstrap)
-    page = Path(out) if out is not None else Path(study_folder) / "report" / "index.html"
-    if page.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError([f"--out {str(page)!r}: name a page, for example {str(page / 'index.html')!r}"], "report")
-    page.parent.mkdir(parents=True, exist_ok=True)
+    page = shell.page_path(study_folder, out)
     figures = draw(study)
     for figure in figures:
-        _write_pictures(page.parent, figure)
+        shell.write_pictures(page.parent, figure)
     page.write_text(_page(study, figures, page.parent), encoding="utf-8")
     return page
 
 
-def _check_extra() -> None:
-    missing = []
-    for module in ("altair", "vl_convert", "pandas", "scipy"):
-        try:
-            __import__(module)
-        except ImportError:
-            missing.append(module)
-    if missing:
-        fix = "the report needs the extra `study`: pip install 'linnet[study]'"
-        raise ConfigError([f"{name}: not installed; {fix}" for name in missing], "report")
-
-
-def _write_pictures(folder: Path, figure: Figure) -> None:
-    import vl_convert
-
-    themed = figure.spec | {"config": style.theme(font=style.PICTURE_FONT), "padding": 12}
-    svg = vl_convert.vegalite_to_svg(themed, vl_version=_vegalite())
-    svg = re.sub(r'(id="clip|url\(#clip)(\d+)', _Renumber(), svg)  # counted through the process by vega
-    (folder / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
-    (folder / f"{figure.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=2))
-
-
-class _Renumber:
-    """Counts ids from 0 in each file, so that the same figure is the same file."""
-
-    def __init__(self):
-        self.known: dict[str, int] = {}
-
-    def __call__(self, match: re.Match) -> str:
-        return match[1] + str(self.known.setdefault(match[2], len(self.known)))
-
-
-@functools.cache
-def _bundle() -> str:
-    """vega, vega-lite and vega-embed as one script."""
-    import vl_convert
-
-    return vl_convert.javascript_bundle(vl_version=_vegalite())
-
-
-def _vegalite() -> str:
-    """The vega-lite release that Altair writes for, as vl-convert names it: 6.4."""
-    import altair as alt
-
-    return ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
-
-
 def _page(study: Study, figures: list[Figure], folder: Path) -> str:
     command = f"linnet report {study.folder.name}"
-    title = f"Scaling laws: {study.name}"
-    themes = {"light": style.theme(), "dark": style.theme(dark=True)}
     parts = [
-        "<!DOCTYPE html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title>",
-        f"<style>{_resource('page.css')}</style></head><body><main>",
-        f"<h1>{escape(title)}</h1>",
         f'<p class="lead">{summary(study)}</p>',
         *(f'<p class="notice">{escape(problem)}.</p>' for problem in study.problems),
         "<h2>What was found</h2>",
         f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in findings(study))}</ul>',
-        _key(study),
+        shell.key(study.architectures),
         *_laws(study),
-        *(_figure(figure, command) for figure in figures),
+        *(shell.section(figure, command) for figure in figures),
         *_conventions(study),
         *_runs(study, folder),
         *_making(study, command),
-        "</main>",
-        f'<script type="application/json" id="themes">{_json(themes)}</script>',
-        f"<script>{_bundle()}</script>",
-        f"<script>{_resource('page.js')}</script>",
-        "</body></html>\n",
     ]
-    return "\n".join(parts)
-
-
-def _key(study: Study) -> str:
-    """The sticky bar that names the colours and brings one architecture forward in all figures."""
-    buttons = "".join(
-        f'<button type="button" aria-pressed="false" data-name="{escape(name)}">{tables.swatch(study, name)}</button>'
-        for name in study.architectures
-    )
-    return f'<div class="key"><span>Bring forward</span>{buttons}</div>'
+    return shell.document(f"Scaling laws: {study.name}", parts)
 
 
 def _laws(study: Study) -> list[str]:
@@ -156,18 +78,6 @@ _METHODS = {
     "envelope": "envelope of the training curves",
     "parametric": "parametric surface L(N, D)",
 }
-
-
-def _figure(figure: Figure, command: str) -> str:
-    return (
-        f"<section><h2>{escape(figure.title)}</h2>"
-        f'<p class="caption">{escape(figure.caption)}</p>'
-        f'<div class="figure" id="{figure.name}"></div>'
-        f'<noscript><img src="{figure.name}.svg" alt="{escape(figure.title)}" width="1080"></noscript>'
-        f'<script type="application/json" id="spec-{figure.name}">{_json(figure.spec)}</script>'
-        f'<p class="files"><a href="{figure.name}.png">PNG</a> · <a href="{figure.name}.svg">SVG</a> · '
-        f"redrawn by <code>{escape(command)}</code></p></section>"
-    )
 
 
 def _conventions(study: Study) -> list[str]:
@@ -198,29 +108,18 @@ def _runs(study: Study, folder: Path) -> list[str]:
 
 
 def _making(study: Study, command: str) -> list[str]:
-    import altair
-    import vl_convert
-
-    versions = {"altair": altair.__version__, "vega-lite": _vegalite(), "vl-convert": vl_convert.__version__}
-    versions = {"linnet": linnet.__version__, **versions}
     facts = {
         "Redraw": f"<code>{escape(command)}</code>, from study.yaml, table.csv and the run folders alone",
         "Seeds": escape(", ".join(str(seed) for seed in study.seeds)),
-        "Trained with": escape(_pairs({name: " or ".join(values) for name, values in study.environments.items()})),
-        "Drawn with": escape(_pairs(versions)),
+        "Trained with": escape(shell.pairs({name: " or ".join(v) for name, v in study.environments.items()})),
+        "Drawn with": escape(shell.drawn_with()),
         "Intervals": escape(_bootstrap(study)),
     }
-    facts = {name: text for name, text in facts.items() if text}
-    items = "".join(f"<dt>{escape(name)}</dt><dd>{text}</dd>" for name, text in facts.items())
-    parts = ["<h2>How this was made</h2>", f"<dl>{items}</dl>"]
+    parts = ["<h2>How this was made</h2>", shell.facts(facts)]
     if study.config:
         text = yaml.safe_dump(study.config, sort_keys=False, allow_unicode=True, width=100)
         parts.append(f"<details><summary>study.yaml</summary><pre>{escape(text)}</pre></details>")
     return parts
-
-
-def _pairs(values: dict[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _bootstrap(study: Study) -> str:
@@ -228,12 +127,3 @@ def _bootstrap(study: Study) -> str:
     if not made:
         return ""
     return f"{made[0].resamples} bootstrap resamples ({made[0].scheme}), seed {made[0].seed}"
-
-
-def _json(value) -> str:
-    """JSON that may stand inside a script element."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("</", "<\\/")
-
-
-def _resource(name: str) -> str:
-    return files("linnet.report").joinpath(name).read_text(encoding="utf-8")

@@ -5,16 +5,10 @@ import os
 from html import escape
 from pathlib import Path
 
-from linnet.report import style, units
+from linnet.report import shell, units
 from linnet.report.laws import coefficient_interval, exponent_interval, through_optima
 from linnet.report.records import Study
 from linnet.runs import RunFolder
-
-
-def swatch(study: Study, name: str) -> str:
-    """An architecture's name with its colour."""
-    colour = style.colours(study.architectures)[name]
-    return f'<span class="arch"><i style="background:{colour}"></i>{escape(name)}</span>'
 
 
 def law_table(study: Study) -> str:
@@ -31,7 +25,7 @@ def law_table(study: Study) -> str:
         edge = "" if fit.L.refused or through_optima(fit) else '<div class="fine">through the lowest losses seen</div>'
         constant = "" if common or fit.L.refused or fit.L.constant is not None else _with_constant(fit.L_irreducible)
         cells = (
-            f"<th>{swatch(study, name)}</th>",
+            f"<th>{shell.swatch(study.architectures, name)}</th>",
             f"<td>{_law(fit.L, 'β', 'α', 'L', _loss)}{edge}{constant}</td>",
             f"<td>{_law(fit.N_opt, 'k', 'a', 'N', units.count)}</td>",
             f"<td>{_law(fit.D_opt, 'k', 'b', 'D', units.count)}</td>",
@@ -44,7 +38,7 @@ def law_table(study: Study) -> str:
         if common
         else ""
     )
-    return _table("laws", head, rows) + note
+    return shell.table("laws", head, rows) + note
 
 
 def convention_table(study: Study) -> str:
@@ -57,7 +51,7 @@ def convention_table(study: Study) -> str:
             cells = "".join(f'<td class="n">{number}</td>' for number in numbers)
             reason = escape("; ".join(convention.refused))
             any_refused = any_refused or bool(reason)
-            first = f"<th>{swatch(study, name) if index == 0 else ''}</th>"
+            first = f"<th>{shell.swatch(study.architectures, name) if index == 0 else ''}</th>"
             flops = "exact" if convention.flops == "exact" else "6ND"
             rows.append(f'<tr>{first}<td>{count}</td><td>{flops}</td>{cells}<td class="why">{reason}</td></tr>')
     if not rows:
@@ -67,7 +61,7 @@ def convention_table(study: Study) -> str:
         '<th class="n">a of N<sub>opt</sub></th><th class="n">b of D<sub>opt</sub></th>'
         f"<th>{'Refused because' if any_refused else ''}</th>"
     )
-    return _table("conventions", head, rows)
+    return shell.table("conventions", head, rows)
 
 
 def left_out_table(study: Study, page_folder: Path) -> str:
@@ -75,14 +69,15 @@ def left_out_table(study: Study, page_folder: Path) -> str:
     rows = []
     for _, row in study.table[~study.table["usable"]].iterrows():
         status = "no finite loss" if row["status"] == "done" else str(row["status"])
+        name = shell.swatch(study.architectures, row["architecture"])
         cells = (
-            f"<td>{_link(study, row, page_folder)}</td><td>{swatch(study, row['architecture'])}</td>",
+            f"<td>{_link(study, row, page_folder)}</td><td>{name}</td>",
             f'<td>{units.flops(row["budget"])}</td><td class="bad">{escape(status)}</td>',
             f'<td class="why">{escape(_error(study, row))}</td>',
         )
         rows.append(f"<tr>{''.join(cells)}</tr>")
     head = "<th>Run</th><th>Architecture</th><th>Budget</th><th>Status</th><th>Last words</th>"
-    return _table("left-out", head, rows) if rows else ""
+    return shell.table("left-out", head, rows) if rows else ""
 
 
 RUN_COLUMNS = (
@@ -104,19 +99,15 @@ def run_table(study: Study, page_folder: Path) -> str:
     titles = "".join(f'<th class="n">{title}</th>' for _, title, _ in RUN_COLUMNS)
     rows = []
     for _, row in study.table.iterrows():
-        cells = [f"<td>{_link(study, row, page_folder)}</td><td>{swatch(study, row['architecture'])}</td>"]
+        swatch = shell.swatch(study.architectures, row["architecture"])
+        cells = [f"<td>{_link(study, row, page_folder)}</td><td>{swatch}</td>"]
         for name, _, shown in RUN_COLUMNS:
             exact = "" if math.isnan(row[name]) else f"{row[name]:.10g}"
             cells.append(f'<td class="n" data-v="{exact}" title="{exact}">{shown(row[name])}</td>')
         kind = "" if row["usable"] else ' class="bad"'
         cells.append(f"<td{kind}>{escape(str(row['status']))}</td>")
         rows.append(f'<tr id="run-{escape(row["run"])}">{"".join(cells)}</tr>')
-    return _table("runs", f"<th>Run</th><th>Architecture</th>{titles}<th>Status</th>", rows, "sortable")
-
-
-def _table(name: str, head: str, rows: list[str], kind: str = "") -> str:
-    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
-    return f'<div class="scroll"><table id="{name}" class="{kind}">{body}</table></div>'
+    return shell.table("runs", f"<th>Run</th><th>Architecture</th>{titles}<th>Status</th>", rows, "sortable")
 
 
 def _law(law, coefficient: str, exponent: str, quantity: str, shown) -> str:

@@ -84,7 +84,7 @@ def quick_fits(monkeypatch):
 @pytest.fixture
 def write(monkeypatch, quick_fits):
     """Writes the page of a folder, without the pictures."""
-    monkeypatch.setattr("linnet.report.page._write_pictures", lambda folder, figure: None)
+    monkeypatch.setattr("linnet.report.shell.write_pictures", lambda folder, figure: None)
     return lambda folder, **options: Page(write_report(folder, **options))
 
 

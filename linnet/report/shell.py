@@ -1,0 +1,153 @@
+"""What every report is put into: one HTML page that needs no network, and a PNG and an SVG file of each figure."""
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+import linnet
+from linnet.config import ConfigError
+from linnet.report import style
+from linnet.report.marks import Figure
+
+
+def check_extra(modules: Sequence[str] = ("altair", "vl_convert", "pandas", "scipy")) -> None:
+    """Raises ConfigError where a module that a report needs is not installed."""
+    missing = []
+    for module in modules:
+        try:
+            __import__(module)
+        except ImportError:
+            missing.append(module)
+    if missing:
+        fix = "the report needs the extra `study`: pip install 'linnet[study]'"
+        raise ConfigError([f"{name}: not installed; {fix}" for name in missing], "report")
+
+
+def page_path(folder: str | Path, out: str | Path | None) -> Path:
+    """Where a page goes: `out`, or report/index.html in the folder that it is about; makes the folder of it."""
+    page = Path(out) if out is not None else Path(folder) / "report" / "index.html"
+    if page.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError([f"--out {str(page)!r}: name a page, for example {str(page / 'index.html')!r}"], "report")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    return page
+
+
+def write_pictures(folder: Path, figure: Figure) -> None:
+    import vl_convert
+
+    themed = figure.spec | {"config": style.theme(font=style.PICTURE_FONT), "padding": 12}
+    svg = vl_convert.vegalite_to_svg(themed, vl_version=_vegalite())
+    svg = re.sub(r'(id="clip|url\(#clip)(\d+)', _Renumber(), svg)  # counted through the process by vega
+    (folder / f"{figure.name}.svg").write_text(svg, encoding="utf-8")
+    (folder / f"{figure.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=2))
+
+
+class _Renumber:
+    """Counts ids from 0 in each file, so that the same figure is the same file."""
+
+    def __init__(self):
+        self.known: dict[str, int] = {}
+
+    def __call__(self, match: re.Match) -> str:
+        return match[1] + str(self.known.setdefault(match[2], len(self.known)))
+
+
+@functools.cache
+def _bundle() -> str:
+    """vega, vega-lite and vega-embed as one script."""
+    import vl_convert
+
+    return vl_convert.javascript_bundle(vl_version=_vegalite())
+
+
+def _vegalite() -> str:
+    """The vega-lite release that Altair writes for, as vl-convert names it: 6.4."""
+    import altair as alt
+
+    return ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    """The page: `parts` are HTML, in order."""
+    themes = {"light": style.theme(), "dark": style.theme(dark=True)}
+    whole = [
+        "<!DOCTYPE html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{_resource('page.css')}</style></head><body><main>",
+        f"<h1>{escape(title)}</h1>",
+        *parts,
+        "</main>",
+        f'<script type="application/json" id="themes">{_json(themes)}</script>',
+        f"<script>{_bundle()}</script>",
+        f"<script>{_resource('page.js')}</script>",
+        "</body></html>\n",
+    ]
+    return "\n".join(whole)
+
+
+def swatch(architectures: Sequence[str], name: str) -> str:
+    """An architecture's name with its colour."""
+    colour = style.colours(architectures)[name]
+    return f'<span class="arch"><i style="background:{colour}"></i>{escape(name)}</span>'
+
+
+def key(architectures: Sequence[str]) -> str:
+    """The sticky bar that names the colours and brings one architecture forward in all figures."""
+    buttons = "".join(
+        f'<button type="button" aria-pressed="false" data-name="{escape(name)}">{swatch(architectures, name)}</button>'
+        for name in architectures
+    )
+    return f'<div class="key"><span>Bring forward</span>{buttons}</div>'
+
+
+def section(figure: Figure, command: str) -> str:
+    """A figure with its caption, its files, and the command that redraws it."""
+    return (
+        f"<section><h2>{escape(figure.title)}</h2>"
+        f'<p class="caption">{escape(figure.caption)}</p>'
+        f'<div class="figure" id="{figure.name}"></div>'
+        f'<noscript><img src="{figure.name}.svg" alt="{escape(figure.title)}" width="1080"></noscript>'
+        f'<script type="application/json" id="spec-{figure.name}">{_json(figure.spec)}</script>'
+        f'<p class="files"><a href="{figure.name}.png">PNG</a> · <a href="{figure.name}.svg">SVG</a> · '
+        f"redrawn by <code>{escape(command)}</code></p></section>"
+    )
+
+
+def facts(values: dict[str, str]) -> str:
+    """Names and HTML texts as a list; empty texts are left out."""
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{text}</dd>" for name, text in values.items() if text)
+    return f"<dl>{items}</dl>"
+
+
+def drawn_with() -> str:
+    """The versions of what draws."""
+    import altair
+    import vl_convert
+
+    versions = {"linnet": linnet.__version__, "altair": altair.__version__, "vega-lite": _vegalite()}
+    return pairs(versions | {"vl-convert": vl_convert.__version__})
+
+
+def pairs(values: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def table(name: str, head: str, rows: Sequence[str], kind: str = "") -> str:
+    """A table of HTML rows that scrolls sideways where it is too wide."""
+    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    return f'<div class="scroll"><table id="{name}" class="{kind}">{body}</table></div>'
+
+
+def _json(value) -> str:
+    """JSON that may stand inside a script element."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("</", "<\\/")
+
+
+def _resource(name: str) -> str:
+    return files("linnet.report").joinpath(name).read_text(encoding="utf-8")
