@@ -4,7 +4,7 @@ import pytest
 
 from linnet.layers import MIXERS
 from linnet.models import RECIPES, ModelConfig, count_parameters, get_recipe
-from linnet.models.recipes.mad import ARCHITECTURES, OPTIONS, mad_model
+from linnet.models.recipes.mad import ARCHITECTURES, OPTIONS, fit_length, mad_model
 
 BUILT = [name for name in ARCHITECTURES if name in RECIPES]
 
@@ -14,7 +14,13 @@ PUBLISHED_LAYERS = {
     "attention": (66_048, 4 * 128),  # biases; the paper: none
     "mamba": (107_264, 256),  # the bias of its convolution; the paper: none
 }
-PUBLISHED_SWIGLU = 135_168  # 352 wide; the paper: 512
+# Of another form there (filters of a network, tied projections): three projections of 16,640 weights and biases with
+# short convolutions of 384, their output, and filters of 4 numbers a mode and a skip.
+HYENA = {
+    "hyena": 3 * (16_640 + 384) + 16_512 + 128 * (4 * 16 + 1),
+    "mh_hyena": 3 * (16_640 + 384) + 16_512 + 16 * (4 * 2 + 1),
+    "hyena_experts": 3 * (16_640 + 384) + 2_176 + 1_024 + 128 * (4 * 16 + 1),
+}
 PUBLISHED_MODELS = {
     "mad-gla-swiglu": 447_408,
     "mad-attention-swiglu": 407_184,
@@ -57,12 +63,22 @@ def test_parameters_are_the_published_ones_where_forms_agree(name):
 
 @pytest.mark.parametrize("name", BUILT)
 def test_parameters_add_up_from_the_layers(name):
-    """2 x 16 x 128 of embedding and head, five norms; SwiGLU 3 x 128 x 512; experts 3 x 128 x 16 x 8 and a router."""
+    """And 2 x 16 x 128 of embedding and head, a norm a layer and one more; SwiGLU is 3 x 128 x 512."""
     config = get_recipe(name)
     layers = {"swiglu": 196_608, "moe": 50_176} | {mixer: a - b for mixer, (a, b) in PUBLISHED_LAYERS.items()}
-    parts = [part for block in config.blocks for part in block if part]
-    if all(part in layers for part in parts):
-        assert count_parameters(config)[0] == sum(layers[part] for part in parts) + 4096 + 5 * 128
+    parts = sum((layers | HYENA)[part] for block in config.blocks for part in block if part)
+    norms = 128 * (1 + sum(part is not None for block in config.blocks for part in block))
+    assert count_parameters(config)[0] == parts + 4096 + norms
+
+
+def test_filters_start_as_long_as_the_sequences():
+    config = fit_length(mad_model("mad-gla-moe"), 256)
+    assert config == mad_model("mad-gla-moe")
+    if "hyena" in MIXERS:
+        config = mad_model("hyena+moe gla+moe")
+        assert fit_length(config, 256).options["hyena"] == {**config.options["hyena"], "max_time_constant": 256}
+        own = ModelConfig(**{**config.model_dump(), "options": {"hyena": {"max_time_constant": 9}}})
+        assert fit_length(own, 256) is own
 
 
 def test_any_layout_gets_the_paper_s_options_for_what_it_names():

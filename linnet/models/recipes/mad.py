@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict] = {
     "attention": {"num_heads": 16},
     "gla": {"num_heads": 8},
     "hyena": {"num_modes": 16},
-    "hyena_experts": {"num_experts": 8, "num_active": 2, "num_modes": 16},
+    "hyena_experts": {"num_experts": 8, "num_active": 2, "expert_width": 16, "num_modes": 16},
     "mamba": {"expand": 2, "state": 4, "conv_width": 4},
     "mh_hyena": {"num_heads": 16, "num_modes": 2},
     "moe": {"num_experts": 8, "num_active": 2, "inner": 16},
@@ -65,6 +65,22 @@ def mad_model(layout: str, vocab_size: int = 16, aliases: dict[str, str] | None 
         norm="rmsnorm",
         tie_embeddings=False,
     )
+
+
+def fit_length(config: ModelConfig, length: int) -> ModelConfig:
+    """The model for sequences of one length: long filters start with time constants up to it.
+
+    That is the option `max_time_constant` of the layers that have it, where it is at its default.
+    """
+    options = {}
+    for name in config.options:
+        given = config.layer_options(name)
+        field = type(given).model_fields.get("max_time_constant")
+        if field is not None and given.max_time_constant == field.default:
+            options[name] = {**config.options[name], "max_time_constant": max(length, 2)}
+    if not options:
+        return config
+    return ModelConfig(**{**config.model_dump(), "options": {**config.options, **options}})
 
 
 def _has_layers(layout: str) -> bool:
