@@ -18,8 +18,11 @@ FORMS = {
     "gla": [{}, {"expand_k": 0.5}],
     "hgrn": [{}, {"complex": True}, {"norm_first": True}],
     "hgrn2": [{}, {"lower_bound": "exclusive"}, {"lower_bound": "none", "output_activation": "none"}],
+    "hyena": [{}, {"num_modes": 3, "conv_width": 4}],
+    "hyena_experts": [{}, {"num_experts": 3, "num_active": 3, "expert_width": 5}],
     "lightnet": [{}, {"lrpe": False}],
     "mamba": [{}, {"expand": 1, "state": 3, "dt_rank": 5, "conv_width": 2}],
+    "mh_hyena": [{}, {"num_modes": 5}],
     "tnl": [
         {},
         {"lrpe": "all_layers", "gate": "full", "gate_activation": "none"},

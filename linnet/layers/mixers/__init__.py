@@ -1,5 +1,29 @@
 """Token mixers: one file each. Importing this package registers all of them."""
 
-from linnet.layers.mixers import attention, cosformer2, gla, hgrn, hgrn2, lightnet, mamba, tnl
+from linnet.layers.mixers import (
+    attention,
+    cosformer2,
+    gla,
+    hgrn,
+    hgrn2,
+    hyena,
+    hyena_experts,
+    lightnet,
+    mamba,
+    mh_hyena,
+    tnl,
+)
 
-__all__ = ["attention", "cosformer2", "gla", "hgrn", "hgrn2", "lightnet", "mamba", "tnl"]
+__all__ = [
+    "attention",
+    "cosformer2",
+    "gla",
+    "hgrn",
+    "hgrn2",
+    "hyena",
+    "hyena_experts",
+    "lightnet",
+    "mamba",
+    "mh_hyena",
+    "tnl",
+]

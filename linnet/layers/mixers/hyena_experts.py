@@ -1,0 +1,85 @@
+"""Hyena experts (paper 004, section 3.2): small Hyena mixers, of which a router lets a few speak for each token.
+
+E experts of width w: each is a `hyena` of w channels without an output projection, y_e. With the softmax s_t over the k
+largest of x_t W_g (`linnet.layers.routing`), the output is (sum_e s_te y_te) W_o, W_o from w to D.
+
+"Only a subset of the total state is used to compose the output at each time step" (paper): an expert that is silent now
+must still hear, because later tokens will ask what it has heard. So all experts convolve in the parallel form, where
+masking k of E outputs is cheaper than gathering them; a decoding step writes all states and reads, weighs and gates the
+chosen ones only. (The published implementation gives all experts weight; see `linnet.layers.routing`.)
+"""
+
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from linnet.layers.base import LayerContext, State, register_mixer
+from linnet.layers.hyena import long_flops_paper
+from linnet.layers.mixers.hyena import HyenaFilterConfig, HyenaMixer
+from linnet.layers.routing import Routing, top_k_routing
+from linnet.ops import long_convolution_step
+
+
+class HyenaExpertsConfig(HyenaFilterConfig):
+    num_experts: int = Field(8, ge=1)
+    num_active: int = Field(2, ge=1, description="experts of a token")
+    expert_width: int = Field(0, ge=0, description="channels of an expert; 0 shares the model width among the experts")
+
+    @model_validator(mode="after")
+    def _check(self) -> "HyenaExpertsConfig":
+        if self.num_active > self.num_experts:
+            raise ValueError(
+                f"num_active: {self.num_active} experts of a token are more than num_experts {self.num_experts}; "
+                "lower the first or raise the second"
+            )
+        return self
+
+
+@register_mixer("hyena_experts", HyenaExpertsConfig)
+class HyenaExperts(HyenaMixer):
+    def __init__(self, config: HyenaExpertsConfig, context: LayerContext):
+        d_model, experts = context.d_model, config.num_experts
+        width = config.expert_width or d_model // experts
+        if not width:
+            raise ValueError(
+                f"hyena_experts.num_experts: {experts} experts share a width of {d_model}; give expert_width"
+            )
+        channels = experts * width
+        super().__init__(config, d_model, channels=channels, filters=channels, conv_channels=channels)
+        self.experts = (experts, width)
+        self.router = nn.Linear(d_model, experts, bias=False)
+        self.out_proj = nn.Linear(width, d_model)
+        self.out_proj.ends_residual = True
+
+    def route(self, x: Tensor) -> Routing:
+        """Which experts each token of x [..., D] hears, and how much of each; `.load()` is their load."""
+        return top_k_routing(self.router(x), self.config.num_active)
+
+    def signal(self, k: Tensor, v: Tensor) -> Tensor:
+        return k * v
+
+    def read(self, y: Tensor, q: Tensor, x: Tensor) -> Tensor:
+        weights = self.route(x).dense_weights().to(y.dtype)
+        return self.out_proj(((q * y).unflatten(-1, self.experts) * weights[..., None]).sum(-2))
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        routing, width = self.route(x), self.experts[1]
+        q = self.q_proj.step(x, state["q"])
+        k, v = self.k_proj.step(x, state["k"]), self.v_proj.step(x, state["v"])
+        chosen = (routing.experts[..., None] * width + routing.experts.new_tensor(range(width))).flatten(1)
+        y = long_convolution_step(self.signal(k, v), self.filter(), state["modes"], channels=chosen)
+        outputs = (q.gather(1, chosen) * y).unflatten(1, (-1, width))
+        return self.out_proj((outputs * routing.weights[..., None].to(y.dtype)).sum(1)), state
+
+    def flops_paper(self, seq_len: int) -> float:
+        """L D A + 6 L D^2 + 18 L D + S L W G + 10 L log2(L) W G + 4 L W G + 2 L W D (paper 004, C.4.8).
+
+        A experts of width W, G of them active, S modes; the D^2 are the projections to all A W channels.
+        """
+        d, (experts, width), channels = self.d_model, self.experts, self.channels
+        active = self.config.num_active * width
+        dense = seq_len * (d * experts + 6.0 * d * channels + 18.0 * channels + 2.0 * width * d)
+        return dense + long_flops_paper(seq_len, self.config.num_modes, active, active)
+
+    def tp_plan(self) -> dict[str, str]:
+        """By channel within an expert: every device holds a part of each, and the routes."""
+        return super().tp_plan() | {"router": "replicate"}

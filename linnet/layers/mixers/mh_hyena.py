@@ -1,0 +1,49 @@
+"""Multi-head Hyena (Massaroli et al. 2023, arXiv:2310.18780; paper 004, section 3.2), with a modal filter a head.
+
+q, k, v as in `hyena`, in H heads of width m: z_t = k_t (x) v_t, Z = h conv z with one filter for the m^2 products of a
+head, y_t = q_t Z_t, the output projection of all heads. It is linear attention whose decay is a learned filter.
+
+Paper: 16 heads of width 8 at a width of 128. Its published implementation has 8 heads of width 16, twice the state.
+"""
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from linnet.layers.base import LayerContext, register_mixer
+from linnet.layers.hyena import long_flops_paper
+from linnet.layers.mixers.hyena import HyenaFilterConfig, HyenaMixer
+from linnet.layers.output import split_heads
+
+
+class MhHyenaConfig(HyenaFilterConfig):
+    num_heads: int = Field(16, ge=1)
+    num_modes: int = Field(2, ge=1, description="complex modes of a filter; the state is this times D^2 / num_heads")
+
+
+@register_mixer("mh_hyena", MhHyenaConfig)
+class MhHyena(HyenaMixer):
+    def __init__(self, config: MhHyenaConfig, context: LayerContext):
+        d_model, heads = context.d_model, config.num_heads
+        head_dim = split_heads(d_model, heads, "mh_hyena")
+        super().__init__(config, d_model, channels=d_model, filters=heads, conv_channels=d_model * head_dim)
+        self.heads = (heads, head_dim)
+        self.out_proj = nn.Linear(d_model, d_model)
+        self.out_proj.ends_residual = True
+
+    def signal(self, k: Tensor, v: Tensor) -> Tensor:
+        k, v = k.unflatten(-1, self.heads), v.unflatten(-1, self.heads)
+        return (k[..., :, None] * v[..., None, :]).flatten(-3)
+
+    def read(self, y: Tensor, q: Tensor, x: Tensor) -> Tensor:
+        matrices = y.unflatten(-1, (*self.heads, self.heads[1]))
+        return self.out_proj((q.unflatten(-1, self.heads)[..., None] * matrices).sum(-2).flatten(-2))
+
+    def flops_paper(self, seq_len: int) -> float:
+        """6 L D^2 + 18 L D + S L H + 10 L log2(L) D^2/H + 4 L D^2/H + 2 L D^2 (paper 004, C.4; S modes)."""
+        d, heads = self.d_model, self.heads[0]
+        long = long_flops_paper(seq_len, self.config.num_modes, heads, d**2 / heads)
+        return seq_len * (8.0 * d**2 + 18.0 * d) + long
+
+    def flops(self, seq_len: int) -> float:
+        """The short convolutions; the products k (x) v and q Z, which are element-wise work here, 3 a product."""
+        return super().flops(seq_len) + 3.0 * seq_len * self.conv_channels
