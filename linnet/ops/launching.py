@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 
@@ -13,7 +14,8 @@ class Launcher:
     Triton looks at every argument of every call to find the variant to run, some microseconds each; from the second
     call on this goes straight to the variant. Keep one (`functools.lru_cache` over what it was made from) for each set
     of shapes, dtypes, integer arguments, absent tensors and device, call it with that device the current one, and pass
-    what the caller gave through `align`: the variant of the first call may count on its alignment.
+    what the caller gave through `align`: the variant of the first call may count on its alignment. A float must be one
+    in every call: of an integer 1, Triton makes a constant.
 
     Args:
         kernel: a function under `triton.jit`, whose last parameters are `constants`.
@@ -43,7 +45,26 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def align(x: Tensor) -> Tensor:
-    """x, contiguous and from an address that is a multiple of 16 bytes; a copy only where it is not."""
+def align(x: Tensor | None) -> Tensor | None:
+    """x, contiguous and from an address that is a multiple of 16 bytes; a copy only where it is not. None stays."""
+    if x is None:
+        return None
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
+
+
+def pad(width: int) -> int:
+    """The power of two, at least 16, that a product of matrices takes for a width."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def choose_operands(dtype: torch.dtype) -> tuple[tl.dtype, str]:
+    """The operands of products: bfloat16, or float32 (float16 states could overflow) in one or three tf32 passes."""
+    if dtype == torch.bfloat16:
+        return tl.bfloat16, "tf32"
+    return tl.float32, "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def count_processors(device: torch.device, interpreted: int = 8) -> int:
+    """The multiprocessors of a GPU; as many as `interpreted` in Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else interpreted

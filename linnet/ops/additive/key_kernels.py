@@ -6,7 +6,6 @@ Names are those of `linnet.ops.additive.kernels`; tiles of keys and queries are 
 import triton
 import triton.language as tl
 
-from linnet.ops.additive.angles import cosine_sine
 from linnet.ops.additive.kernels import (
     LOG2_E,
     NOTHING,
@@ -19,6 +18,7 @@ from linnet.ops.additive.kernels import (
     start,
     weigh,
 )
+from linnet.ops.angles import cosine_sine
 
 
 @triton.jit

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
@@ -12,6 +11,7 @@ from linnet.ops.additive.kernels import edges_kernel, link_kernel, values_kernel
 from linnet.ops.additive.key_kernels import keys_kernel
 from linnet.ops.additive.whole_kernels import combine_kernel, sum_products_kernel, use_keys_kernel, use_values_kernel
 from linnet.ops.documents import count_states, documents
+from linnet.ops.launching import choose_operands, count_processors, pad
 
 
 class Tiles(NamedTuple):
@@ -72,8 +72,8 @@ class Call(NamedTuple):
         return self.q.shape[3] * (1 if self.theta is None else 2), self.v.shape[3]
 
     def tiles(self, kind: str) -> Tiles:
-        rows, columns = (_pad(x) for x in self.state_shape)
-        outer = _pad(self.q.shape[3]) if kind in ("dq", "dk", "use keys") else columns
+        rows, columns = (pad(x) for x in self.state_shape)
+        outer = pad(self.q.shape[3]) if kind in ("dq", "dk", "use keys") else columns
         return choose_tiles(max(rows, columns), outer, self.q.dtype, kind)
 
     def count_segments(self, kind: str, fill: int = RESIDENT, least: int = 16) -> int:
@@ -81,7 +81,7 @@ class Call(NamedTuple):
         B, T, H, K = self.q.shape
         tiles = self.tiles(kind)
         blocks = triton.cdiv(self.v.shape[3] if kind != "dq" else K, tiles.columns)
-        places = fill * _count_processors(self.q.device)
+        places = fill * count_processors(self.q.device)
         return max(1, min(places // (self.states * H * blocks), B * T // self.states // (least * tiles.chunk)))
 
     def empty_state(self, *segments: int) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ class Call(NamedTuple):
         chunk = self.tiles(kind).chunk
         edges = self.blank.new_empty(B * T // chunk + self.states * (1 + segments), H, 2, K)
         ends = self.blank.new_empty(self.states, H, segments, K) if segments > 1 else self.blank
-        columns = min(64, _pad(K))
+        columns = min(64, pad(K))
         edges_kernel[(triton.cdiv(K, columns) * self.states * H * segments,)](
             self.k, edges, ends, self._pick(z), self._pick(self.cu_seqlens), T, self.states, segments, H, K, chunk,
             columns, z is not None, self.cu_seqlens is not None, self.cu_seqlens is None and T % chunk == 0,
@@ -108,7 +108,7 @@ class Call(NamedTuple):
         T, H, K = self.q.shape[1:]
         link_kernel[(self.states * H * segments,)](
             edges, ends, self._pick(z), self._pick(self.cu_seqlens), T, self.states, segments, H, K,
-            self.tiles(kind).chunk, _pad(K), 16, z is not None, self.cu_seqlens is not None,
+            self.tiles(kind).chunk, pad(K), 16, z is not None, self.cu_seqlens is not None,
         )  # fmt: skip
 
     def empty_slopes(self, segments: int) -> Tensor:
@@ -152,10 +152,10 @@ class Call(NamedTuple):
         values_kernel[(blocks * self.states * H * (segments if count is None else count),)](
             self.q, self.k, do if reverse else self.v, pick(out), pick(dq), pick(entry[0]), pick(entry[1]),
             pick(leave[0]), pick(leave[1]), pick(sums[0]), pick(sums[1]), pick(edges), pick(self.theta),
-            pick(self.positions), pick(self.cu_seqlens), self.scale, T, self.states, segments, H, K, V, chunk, _pad(K),
+            pick(self.positions), pick(self.cu_seqlens), self.scale, T, self.states, segments, H, K, V, chunk, pad(K),
             columns, reverse, summary, self.theta is not None, self.positions is not None, entry[0] is not None,
             leave[0] is not None, self.cu_seqlens is not None, self.cu_seqlens is None and T % chunk == 0,
-            segments > 1, *_arithmetic(self.q.dtype), stages, self.q.is_cuda, num_warps=warps,
+            segments > 1, *choose_operands(self.q.dtype), stages, self.q.is_cuda, num_warps=warps,
         )  # fmt: skip
 
     def keys(
@@ -170,10 +170,10 @@ class Call(NamedTuple):
         keys_kernel[(triton.cdiv(K, columns) * self.states * H * segments,)](
             self.q, self.k, self.k, self.v, do, dq, out, pick(entry[0]), pick(entry[1]), pick(end), pick(leave[0]),
             pick(leave[1]), pick(sums[0]), pick(sums[1]), edges, pick(self.theta), dtheta, pick(self.positions),
-            pick(self.cu_seqlens), self.scale, T, self.states, segments, H, K, V, chunk, _pad(V), columns,
+            pick(self.cu_seqlens), self.scale, T, self.states, segments, H, K, V, chunk, pad(V), columns,
             kind == "dk", self.theta is not None, self.positions is not None, entry[0] is not None,
             leave[0] is not None, self.cu_seqlens is not None, self.cu_seqlens is None and T % chunk == 0,
-            segments > 1, *_arithmetic(self.q.dtype), stages, self.q.is_cuda, num_warps=warps,
+            segments > 1, *choose_operands(self.q.dtype), stages, self.q.is_cuda, num_warps=warps,
         )  # fmt: skip
 
     def combine(self, segments: int, sums: tuple[Tensor, Tensor | None], S=None, entry=None) -> tuple[Tensor, Tensor]:
@@ -183,7 +183,7 @@ class Call(NamedTuple):
         pick, (dS, dz) = self._pick, entry or (None, None)
         rows = 16
         combine_kernel[(triton.cdiv(K, rows) * self.states * self.q.shape[2],)](
-            sums[0], pick(sums[1]), pick(S), self.blank, pick(dS), pick(dz), out, out_z, segments, K, V, rows, _pad(V),
+            sums[0], pick(sums[1]), pick(S), self.blank, pick(dS), pick(dz), out, out_z, segments, K, V, rows, pad(V),
             self.theta is not None, S is not None, dS is not None,
         )  # fmt: skip
         return out, out_z
@@ -196,7 +196,7 @@ class Call(NamedTuple):
         sums, _ = self.empty_state(segments)
         sum_products_kernel[(triton.cdiv(V, columns) * self.states * H * segments,)](
             self.q, do, sums, self._pick(self.theta), self._pick(self.positions), self._pick(self.cu_seqlens),
-            self.scale, T, self.states, segments, H, K, V, chunk, _pad(K), columns, *self._flags(chunk), stages,
+            self.scale, T, self.states, segments, H, K, V, chunk, pad(K), columns, *self._flags(chunk), stages,
             self.q.is_cuda, num_warps=warps,
         )  # fmt: skip
         return sums
@@ -209,7 +209,7 @@ class Call(NamedTuple):
         use_values_kernel[(triton.cdiv(V, columns) * self.states * H * segments,)](
             self.q, self.k, out, S, self._pick(z), self._pick(self.theta), self._pick(self.positions),
             self._pick(self.cu_seqlens), self.scale if z is None else 1.0, T, self.states, segments, H, K, V, chunk,
-            _pad(K), columns, z is not None, *self._flags(chunk), stages, self.q.is_cuda, num_warps=warps,
+            pad(K), columns, z is not None, *self._flags(chunk), stages, self.q.is_cuda, num_warps=warps,
         )  # fmt: skip
 
     def use_keys(self, segments: int, x: Tensor, out: Tensor, S: Tensor, z, decline, dtheta: Tensor) -> None:
@@ -220,31 +220,14 @@ class Call(NamedTuple):
         use_keys_kernel[(triton.cdiv(K, columns) * self.states * H * segments,)](
             x, self.q if z is None else self.k, out, S, self._pick(z), self._pick(decline), self._pick(self.theta),
             dtheta, self._pick(self.positions), self._pick(self.cu_seqlens), self.scale if z is None else 1.0, T,
-            self.states, segments, H, K, V, chunk, _pad(V), columns, z is not None, *self._flags(chunk), stages,
+            self.states, segments, H, K, V, chunk, pad(V), columns, z is not None, *self._flags(chunk), stages,
             self.q.is_cuda, num_warps=warps,
         )  # fmt: skip
 
     def _flags(self, chunk: int) -> tuple:
         even = self.cu_seqlens is None and self.q.shape[1] % chunk == 0
         turns = (self.theta is not None, self.positions is not None)
-        return *turns, self.cu_seqlens is not None, even, *_arithmetic(self.q.dtype)
+        return *turns, self.cu_seqlens is not None, even, *choose_operands(self.q.dtype)
 
     def _pick(self, x: Tensor | None) -> Tensor:
         return self.blank if x is None else x.contiguous()
-
-
-def _pad(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
-
-
-def _count_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 8  # the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _arithmetic(dtype: torch.dtype) -> tuple[tl.dtype, str]:
-    """The operands of products: bfloat16, or float32 (float16 states could overflow) in one or three tf32 passes."""
-    if dtype == torch.bfloat16:
-        return tl.bfloat16, "tf32"
-    return tl.float32, "tf32x3" if dtype == torch.float32 else "tf32"

@@ -8,8 +8,8 @@ of the logits. Names are those of `linnet.ops.additive.kernels`.
 import triton
 import triton.language as tl
 
-from linnet.ops.additive.angles import cosine_sine
 from linnet.ops.additive.kernels import LOG2_E, NOTHING, load_tile, span
+from linnet.ops.angles import cosine_sine
 
 
 @triton.jit

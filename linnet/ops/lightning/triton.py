@@ -24,12 +24,11 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.documents import count_states, documents
-from linnet.ops.launching import Launcher, align
+from linnet.ops.launching import Launcher, align, choose_operands, count_processors, pad
 from linnet.ops.lightning import chunked
 from linnet.ops.lightning.kernels import summarise_kernel, sweep_kernel
 
@@ -81,10 +80,10 @@ def lightning_forward(
     if not _supports(q, k, v):
         return chunked.lightning_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale)
     _check_offsets(q, cu_seqlens)
-    q, k, v = _contiguous(q), _contiguous(k), _contiguous(v)
+    q, k, v = align(q), align(k), align(v)
     o = torch.empty_like(v)
     final = _empty_state(q, v, cu_seqlens) if wants_final else None
-    forward = Sweep(q, k, v, o, _contiguous(initial_state), final, (k, v))
+    forward = Sweep(q, k, v, o, align(initial_state), final, (k, v))
     _run([forward], log_decay, cu_seqlens, scale)
     return o, final
 
@@ -104,8 +103,8 @@ def lightning_backward(
     if not _supports(q, k, v, do):
         return chunked.lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
     _check_offsets(q, cu_seqlens)
-    q, k, v, do = _contiguous(q), _contiguous(k), _contiguous(v), _contiguous(do)
-    initial_state, dfinal = _contiguous(initial_state), _contiguous(dfinal)
+    q, k, v, do = align(q), align(k), align(v), align(do)
+    initial_state, dfinal = align(initial_state), align(dfinal)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dinitial = None if initial_state is None else _empty_state(q, v, cu_seqlens)
     sweeps = [
@@ -163,10 +162,6 @@ def _supports(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None) -> bool
     return alike and 8 <= K <= 256 and K % 8 == 0 and 8 <= V <= 256 and V % 8 == 0
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else align(x)
-
-
 def _check_offsets(q: Tensor, cu_seqlens: Tensor | None) -> None:
     if backend.debugging():
         documents(cu_seqlens, *q.shape[:2])
@@ -184,7 +179,7 @@ def _run(sweeps: list[Sweep], rates: Tensor | None, cu_seqlens: Tensor | None, s
     if a.is_cuda and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return _run(sweeps, rates, cu_seqlens, scale)
-    rates, cu_seqlens = _contiguous(rates), _contiguous(cu_seqlens)
+    rates, cu_seqlens = align(rates), align(cu_seqlens)
     states = count_states(cu_seqlens, a.shape[0])
     plan = _plan(
         a.shape, c.shape[3], states, a.dtype, None if rates is None else rates.dtype, cu_seqlens is not None, device,
@@ -250,7 +245,7 @@ def _plan(
 def _count_segments(shape: Shape, forms: list[Form]) -> int:
     """As many as let each sweep fill the GPU, but of at least 16 chunks on average. Documents are cut alike."""
     programs = shape.states * shape.heads
-    places = _count_processors(shape.device)
+    places = count_processors(shape.device)
     if _suits_hopper(shape, forms):
         # Programs of all columns, one a multiprocessor; where they are half as many, those of 64 columns each fill it.
         if programs >= 0.45 * places:
@@ -263,12 +258,6 @@ def _count_segments(shape: Shape, forms: list[Form]) -> int:
     return max(1, min(places // programs, shape.batch * shape.length // shape.states // (16 * chunk)))
 
 
-def _count_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 8  # the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 @functools.cache
 def _blank(device: torch.device) -> Tensor:
     """In the place of a state that is not there."""
@@ -276,11 +265,7 @@ def _blank(device: torch.device) -> Tensor:
 
 
 def _tiles(form: Form, dtype: torch.dtype) -> Tiles:
-    return choose_tiles(_pad(form.inner), _pad(form.outer), dtype)
-
-
-def _pad(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
+    return choose_tiles(pad(form.inner), pad(form.outer), dtype)
 
 
 def _prepare_summary(shape: Shape, form: Form, segments: int, hopper: bool) -> Launcher:
@@ -289,12 +274,12 @@ def _prepare_summary(shape: Shape, form: Form, segments: int, hopper: bool) -> L
     if hopper:
         tiles = tiles._replace(chunk=HOPPER_CHUNK, stages=3)  # the sweeps cut segments in whole chunks
     K, V = (form.outer, form.inner) if form.flip else (form.inner, form.outer)
-    columns = min(tiles.columns, _pad(V))
+    columns = min(tiles.columns, pad(V))
     programs = triton.cdiv(V, columns) * shape.states * shape.heads * (segments - 1)
     constants = (
         shape.length, shape.states, segments, shape.heads,
-        K, V, tiles.chunk, _pad(K), columns, form.reverse, shape.rates, shape.documents,
-        not shape.documents and shape.length % tiles.chunk == 0, *_arithmetic(shape.dtype), tiles.stages,
+        K, V, tiles.chunk, pad(K), columns, form.reverse, shape.rates, shape.documents,
+        not shape.documents and shape.length % tiles.chunk == 0, *choose_operands(shape.dtype), tiles.stages,
     )  # fmt: skip
     return Launcher(summarise_kernel, programs, constants, num_warps=tiles.warps)
 
@@ -305,10 +290,10 @@ def _prepare_sweeps(shape: Shape, group: list[Form], segments: int) -> Launcher:
     programs = triton.cdiv(first.outer, tiles.columns) * len(group) * shape.states * shape.heads * segments
     constants = (
         shape.length, shape.states, segments, shape.heads,
-        first.inner, first.outer, tiles.chunk, _pad(first.inner), tiles.columns, len(group), first.reverse, first.flip,
+        first.inner, first.outer, tiles.chunk, pad(first.inner), tiles.columns, len(group), first.reverse, first.flip,
         shape.rates, first.entry, last.entry, last.leave,
         shape.documents, not shape.documents and shape.length % tiles.chunk == 0, segments > 1,
-        *_arithmetic(shape.dtype), tiles.stages, tiles.turned,
+        *choose_operands(shape.dtype), tiles.stages, tiles.turned,
     )  # fmt: skip
     return Launcher(sweep_kernel, programs, constants, num_warps=tiles.warps)
 
@@ -337,7 +322,7 @@ def choose_hopper_tiles(inner: int, outer: int, programs: int, processors: int) 
 def _prepare_hopper(shape: Shape, group: list[Form], segments: int) -> Launcher:
     first, last = group[0], group[-1]
     programs = shape.states * shape.heads * segments
-    columns, stages = choose_hopper_tiles(first.inner, first.outer, programs, _count_processors(shape.device))
+    columns, stages = choose_hopper_tiles(first.inner, first.outer, programs, count_processors(shape.device))
     constants = (
         shape.length, shape.states, segments, shape.heads,
         first.inner, first.outer, HOPPER_CHUNK, columns, len(group), first.reverse, first.flip,
@@ -347,10 +332,3 @@ def _prepare_hopper(shape: Shape, group: list[Form], segments: int) -> Launcher:
     return Launcher(
         hopper_kernel, programs, constants, scratch=True, num_warps=columns // 16 * (1 + (first.inner == 256))
     )
-
-
-def _arithmetic(dtype: torch.dtype) -> tuple[tl.dtype, str]:
-    """The operands of products: bfloat16, or float32 (float16 states could overflow) in one or three tf32 passes."""
-    if dtype == torch.bfloat16:
-        return tl.bfloat16, "tf32"
-    return tl.float32, "tf32x3" if dtype == torch.float32 else "tf32"

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.launching import Launcher, align
+from linnet.ops.launching import Launcher, align, count_processors
 
 WIDEST = 16_384  # of a row that a program holds
 
@@ -51,7 +51,7 @@ def norm_forward(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """y in `dtype` and h = x + residual (x itself without one)."""
-    x, weight, gate, residual = _aligned(x, weight, gate, residual)
+    x, weight, gate, residual = map(align, (x, weight, gate, residual))
     h = x if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     y = torch.empty_like(x, dtype=dtype)
     launch = _plan_forward(x.shape[-1], x.numel(), *_dtypes(x, residual, weight, gate, y), gate_activation, x.device)
@@ -71,7 +71,7 @@ def norm_backward(
     needs_weight: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of h, weight and gate from those of y and (with a residual) of h as an output."""
-    h, weight, gate, dy, dh = _aligned(h, weight, gate, dy, dh)
+    h, weight, gate, dy, dh = map(align, (h, weight, gate, dy, dh))
     dx = torch.empty_like(h)
     dgate = None if gate is None else torch.empty_like(gate)
     needs_weight = needs_weight and weight is not None
@@ -102,24 +102,14 @@ def _plan_backward(
     programs, stages = triton.cdiv(numel // width, rows), 1
     if needs_weight:
         walkers, stages = choose_walk(rows * columns, sum(t.itemsize for t in (h, gate, dy, dh) if t is not None))
-        programs = min(programs, walkers * _count_processors(device))
+        programs = min(programs, walkers * count_processors(device, interpreted=1))
     kind = "absent" if gate is None else gate_activation
     constants = (width, columns, rows, weight is not None, kind, dh is not None, needs_weight, stages)
     return Launcher(backward_kernel, programs, constants, num_warps=warps), programs
 
 
-def _aligned(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(None if t is None else align(t) for t in tensors)
-
-
 def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
     return tuple(None if t is None else t.dtype for t in tensors)
-
-
-def _count_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

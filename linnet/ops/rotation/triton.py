@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.additive.angles import cosine_sine
-from linnet.ops.launching import Launcher, align
+from linnet.ops.angles import cosine_sine
+from linnet.ops.launching import Launcher, align, count_processors
 
 WALKERS = 8  # programs that walk over the tokens, a multiprocessor
 
@@ -60,7 +60,7 @@ def rotate_backward(
     launch, walkers = _plan(backward_kernel, *key, needs_theta)
     partial = dy.new_empty(walkers, heads, theta.shape[1], dtype=torch.float32) if needs_theta else None
     with torch.cuda.device_of(dy):
-        launch(None if x is None else align(x), positions, theta, dy, dx, partial, *layout)
+        launch(align(x), positions, theta, dy, dx, partial, *layout)
     if partial is None:
         return dx, None
     dtheta = partial.sum((0, 1))[None] if theta.shape[0] == 1 else partial.sum(0)
@@ -85,19 +85,13 @@ def _plan(
     columns, rows, warps = choose_tile(heads * frequencies)
     walkers, blocks = triton.cdiv(layout[0], rows), triton.cdiv(heads * frequencies, columns)
     if needs_theta:
-        walkers = min(walkers, triton.cdiv(WALKERS * _count_processors(device), blocks))
+        walkers = min(walkers, triton.cdiv(WALKERS * count_processors(device, interpreted=1), blocks))
     backward = (needs_theta,) if kernel is backward_kernel else ()
     constants = (
         *(heads, frequencies, theta_shape[0] == 1, doubling, activation == "silu", *backward),
         *(device.type == "cuda", columns, rows),
     )
     return Launcher(kernel, walkers * blocks, constants, num_warps=warps), walkers
-
-
-def _count_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

@@ -55,7 +55,7 @@ def scan_forward(
     if torch.float64 in (x.dtype, log_decay.dtype):
         return chunked.scan_forward(x, log_decay, theta, initial_state, cu_seqlens)
     _check_offsets(log_decay, cu_seqlens)
-    x, log_decay, theta, initial_state = (_align(y) for y in (x, log_decay, theta, initial_state))
+    x, log_decay, theta, initial_state = (align(y) for y in (x, log_decay, theta, initial_state))
     h, final = torch.empty_like(x), _empty_state(x, cu_seqlens)
     with torch.cuda.device_of(x):
         plan = _plan(False, x.dtype, *_describe(log_decay, theta, cu_seqlens), (initial_state is not None,))
@@ -77,8 +77,8 @@ def scan_backward(
     """Gradients to x, log_decay, theta (empty without it) and the initial state; `h` is the forward's output."""
     if torch.float64 in (x.dtype, log_decay.dtype):
         return chunked.scan_backward(x, log_decay, theta, initial_state, cu_seqlens, h, dh, dfinal)
-    log_decay, theta, initial_state = (_align(y) for y in (log_decay, theta, initial_state))
-    h, dh, dfinal = (_align(y) for y in (h, dh, dfinal))
+    log_decay, theta, initial_state = (align(y) for y in (log_decay, theta, initial_state))
+    h, dh, dfinal = (align(y) for y in (h, dh, dfinal))
     dx, dlog_decay, dinitial = torch.empty_like(h), torch.empty_like(log_decay), _empty_state(x, cu_seqlens)
     with torch.cuda.device_of(x):
         given = initial_state is not None, dfinal is not None
@@ -155,10 +155,6 @@ def _mark(
 def _check_offsets(log_decay: Tensor, cu_seqlens: Tensor | None) -> None:
     if backend.debugging():
         documents(cu_seqlens, *log_decay.shape[:2])
-
-
-def _align(x: Tensor | None) -> Tensor | None:
-    return None if x is None else align(x)
 
 
 def _empty_state(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
