@@ -108,6 +108,15 @@ def test_float64_is_chunked():
     assert_agrees(1, 100, 7, 3, dtype=torch.float64)
 
 
+def test_more_sequences_than_a_grid_takes_are_chunked():
+    from linnet.ops.modal.triton import _supports
+
+    modes = torch.empty(1, 1)
+    assert _supports(torch.empty(65_535, 1, 1), modes, modes, None)
+    assert not _supports(torch.empty(65_536, 1, 1), modes, modes, None)
+    assert not _supports(torch.empty(1, 1, 1), modes, modes, torch.empty(65_537))
+
+
 @gpu
 def test_through_autograd_and_compile():
     (x, rates, weight, state, _), _ = make(2, 700, 64, 16, dtype=torch.bfloat16)

@@ -9,7 +9,7 @@ a segment starts from the sums before it. The backward is the sweep in reverse, 
 derivative of every mode by its decay (a mode of the modes), which gives the gradients of log_decay and weight for each
 segment, to be added up in a fixed order.
 
-float64 and more than 64 modes run in the chunked form.
+float64, more than 64 modes and more than 65,535 sequences run in the chunked form.
 """
 
 import torch
@@ -18,10 +18,13 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.documents import count_states, documents
+from linnet.ops.launching import count_processors
 from linnet.ops.modal import chunked
 from linnet.ops.modal.kernels import BD, UNIT, learn_kernel, summarise_kernel, sweep_kernel
 
 MOST_MODES = 64
+# What CUDA allows in the second axis of a grid; segments are many only where sequences are few.
+MOST_SEQUENCES = 65_535
 # Modes of a program that learns, and so has five numbers a mode.
 LEARNT = 32
 
@@ -30,7 +33,7 @@ def modal_forward(
     x: Tensor, log_decay: Tensor, weight: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, D] and the final modes; arguments as in `modal_convolution`."""
-    if not _supports(x, log_decay, weight):
+    if not _supports(x, log_decay, weight, cu_seqlens):
         return chunked.modal_forward(x, log_decay, weight, initial_state, cu_seqlens)
     x, log_decay, weight = x.contiguous(), log_decay.contiguous(), weight.contiguous()
     y, final = torch.empty_like(x), _empty_state(x, log_decay, cu_seqlens)
@@ -51,7 +54,7 @@ def modal_backward(
     dfinal: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients to x, log_decay, weight and the initial state."""
-    if not _supports(x, log_decay, weight):
+    if not _supports(x, log_decay, weight, cu_seqlens):
         return chunked.modal_backward(x, log_decay, weight, initial_state, cu_seqlens, dy, dfinal)
     x, log_decay, weight, dy = x.contiguous(), log_decay.contiguous(), weight.contiguous(), dy.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
@@ -123,13 +126,13 @@ class Call:
 
 def count_segments(states: int, tokens: int, channels: int, modes: int, device: torch.device) -> int:
     """As many as fill the GPU within its registers, of at least 64 tokens on average. Documents are cut alike."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    places = processors * (8 if modes > 32 else 16)
+    places = count_processors(device, interpreted=1) * (8 if modes > 32 else 16)
     return max(1, min(places // (states * triton.cdiv(channels, BD.value)), tokens // states // (2 * UNIT.value)))
 
 
-def _supports(x: Tensor, log_decay: Tensor, weight: Tensor) -> bool:
-    return log_decay.shape[1] <= MOST_MODES and all(y.dtype != torch.float64 for y in (x, log_decay, weight))
+def _supports(x: Tensor, log_decay: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> bool:
+    fits = log_decay.shape[1] <= MOST_MODES and count_states(cu_seqlens, x.shape[0]) <= MOST_SEQUENCES
+    return fits and all(y.dtype != torch.float64 for y in (x, log_decay, weight))
 
 
 def _empty_state(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> Tensor:
