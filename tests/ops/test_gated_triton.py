@@ -34,7 +34,7 @@ def make(B, T, K, V, *, decay="mild", forget=False, state=True, offsets=None, dt
     state_dtype = torch.promote_types(dtype, torch.float32)
     q, k, v, do = normal(B, T, 2, K), normal(B, T, 2, K), normal(B, T, 2, V), normal(B, T, 2, V)
     states = [normal(N, 2, K, V, to=state_dtype) if state else None for _ in range(2)]
-    cuts = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device=device)
+    cuts = None if offsets is None else torch.tensor([offsets] * 2, dtype=torch.int32, device=device).T[:, 0]  # strided
     if forget:
         gate = normal(B, T, 2, K) * DECAYS[decay]
         bound = normal(2, K, to=state_dtype).sigmoid() if decay == "mild" else None

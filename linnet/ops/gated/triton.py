@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
@@ -29,6 +28,7 @@ from linnet.ops.documents import count_states, documents
 from linnet.ops.gated import chunked
 from linnet.ops.gated.gradient_kernel import gradients_kernel, gradients_strong_kernel
 from linnet.ops.gated.kernels import prepare_kernel, prepare_strong_kernel, sweep_kernel
+from linnet.ops.launching import choose_operands, count_processors, pad
 
 
 class Tiles(NamedTuple):
@@ -114,18 +114,17 @@ class Call:
         self.k = None if k is None else k.contiguous()
         self.bound = None if bound is None else bound.contiguous()
         self.initial_state = None if initial_state is None else initial_state.contiguous()
-        self.cu_seqlens, self.scale = cu_seqlens, scale
+        self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+        self.scale = scale
         self.B, self.T, self.H, self.K = q.shape
         self.V = v.shape[-1]
         self.states = count_states(cu_seqlens, self.B)
-        self.PK, self.PV = (max(16, triton.next_power_of_2(width)) for width in (self.K, self.V))
+        self.PK, self.PV = pad(self.K), pad(self.V)
         self.tiles = choose_tiles(self.PK, self.PV, q.dtype)
         C = self.tiles.chunk
         self.slots = self.B * triton.cdiv(self.T, C) if cu_seqlens is None else self.T // C + self.states
-        # Operands of products: bfloat16, or float32 (float16 states could overflow) in one or three passes of tf32.
+        self.arithmetic = choose_operands(q.dtype)
         self.operand = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-        operand = tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float32
-        self.arithmetic = operand, "tf32x3" if q.dtype == torch.float32 else "tf32"
         self.limit = 100.0 if q.dtype == torch.bfloat16 else 30.0
         self.shape_flags = cu_seqlens is not None, cu_seqlens is None and self.T % C == 0
 
@@ -245,11 +244,5 @@ def _gradients(call: Call, do: Tensor, entries: Tensor, exits: Tensor, strong: T
 
 def _count_segments(call: Call, blocks: int) -> int:
     """As many as let a sweep fill the GPU, but of at least 16 chunks on average. Documents are cut alike."""
-    places = RESIDENT * _count_processors(call.q.device)
+    places = RESIDENT * count_processors(call.q.device)
     return max(1, min(places // (blocks * call.states * call.H), call.slots // (16 * call.states)))
-
-
-def _count_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 8  # the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
