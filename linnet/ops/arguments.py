@@ -8,30 +8,42 @@ from linnet.ops.documents import check_documents, count_states
 
 
 def check_matrix_state(
-    op: str, q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    key: str = "k",
 ) -> None:
-    """Raises ValueError unless q, k [B, T, H, K], v [B, T, H, V] and the state [N, H, K, V] go together."""
+    """Raises ValueError unless q, k [B, T, H, K], v [B, T, H, V] and the state [N, H, K, V] go together.
+
+    `key` is what the op calls k.
+    """
     if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or v.shape[:3] != q.shape[:3]:
         raise ValueError(
-            f"{op}: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; give q and k [B, T, H, K], v [B, T, H, V]"
+            f"{op}: q {list(q.shape)}, {key} {list(k.shape)}, v {list(v.shape)}; give q and {key} [B, T, H, K], "
+            "v [B, T, H, V]"
         )
     if 0 in q.shape or 0 in v.shape:
         raise ValueError(f"{op}: q {list(q.shape)}, v {list(v.shape)}; every size must be at least 1")
     if not all(x.is_floating_point() for x in (q, k, v)):
-        raise ValueError(f"{op}: q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; give floating-point tensors")
-    check_devices(op, q, k=k, v=v, initial_state=initial_state, cu_seqlens=cu_seqlens)
+        raise ValueError(f"{op}: q, {key}, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; give floating-point tensors")
+    check_devices(op, q=q, **{key: k}, v=v, initial_state=initial_state, cu_seqlens=cu_seqlens)
     check_documents(cu_seqlens, q.shape[0])
     check_state(
         op, initial_state, (count_states(cu_seqlens, q.shape[0]), *q.shape[2:], v.shape[-1]), state_dtype(q, k, v)
     )
 
 
-def check_devices(op: str, q: Tensor, **others: Tensor | None) -> None:
-    """Raises ValueError unless all tensors are where q is."""
-    device = q.device
-    for name, x in others.items():
+def check_devices(op: str, **tensors: Tensor | None) -> None:
+    """Raises ValueError unless all tensors are where the first one is."""
+    first, device = next((name, x.device) for name, x in tensors.items())
+    for name, x in tensors.items():
         if x is not None and x.device != device:
-            raise ValueError(f"{op}: {name} is on {x.device}, but q on {device}; move it: {name}.to({str(device)!r})")
+            raise ValueError(
+                f"{op}: {name} is on {x.device}, but {first} on {device}; move it: {name}.to({str(device)!r})"
+            )
 
 
 def check_state(op: str, state: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -33,12 +33,16 @@ def shorten(op: CustomOpDef, setup_context: Callable | None = None, backward: Ca
             itself, which goes through the registered op (and is refused there) when its own gradient is asked for.
     """
     implementation = op._init_fn
+    mutated = [i for i, x in enumerate(op._opoverload._schema.arguments) if x.alias_info and x.alias_info.is_write]
     function = None if backward is None else _make_function(op, implementation, setup_context, backward)
 
     def call(*arguments):
         if not is_plain(arguments):
             return op(*arguments)
         if not torch.is_grad_enabled() or not _wants_gradient(arguments):
+            for i in mutated:  # as the registered op does, lest a graph that saved the tensor takes it for unchanged
+                if not arguments[i].is_inference():
+                    torch.autograd.graph.increment_version(arguments[i])
             return implementation(*arguments)
         return op(*arguments) if function is None else function.apply(*arguments)
 

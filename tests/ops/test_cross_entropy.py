@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from linnet.models import causal_lm
 from linnet.models.causal_lm import build_model
 from linnet.models.recipes.registry import family
-from linnet.ops import cross_entropy, use_backend
+from linnet.ops import cross_entropy, debug, use_backend
 from linnet.ops.cross_entropy import chunked, cross_entropy_reference, linear_cross_entropy
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -137,13 +137,40 @@ def test_shapes_that_do_not_go_together():
         linear_cross_entropy(x, weight.T, targets)
 
 
+def test_targets_of_a_wrong_kind():
+    x, weight, targets = make()
+    with pytest.raises(ValueError, match=r"dtype torch.int32; give int64"):
+        linear_cross_entropy(x, weight, targets.int())
+    with pytest.raises(ValueError, match="targets is on meta, but x on cpu"):
+        linear_cross_entropy(x, weight, targets.to("meta"))
+    targets[1, 0] = 37
+    with debug(), pytest.raises(ValueError, match="targets hold 37; give 0 to 36, or -100 to ignore one"):
+        linear_cross_entropy(x, weight, targets)
+
+
+def check_impossible_tokens(device):
+    """Logits of -inf, also where a lane of the kernel has no other."""
+    from linnet.ops.cross_entropy.triton import softmax_in_place
+
+    logits, targets = torch.randn(3, 37), torch.tensor([1, -100, 36])
+    logits[:, ::2], logits[2, 36] = -float("inf"), 0.0
+    expected = chunked.softmax_in_place(logits, targets, -100, True)
+    for a, e in zip(softmax_in_place(logits.to(device), targets.to(device), -100, True), expected, strict=True):
+        torch.testing.assert_close(a.cpu(), e)
+
+
+@gpu
+def test_impossible_tokens():
+    check_impossible_tokens("cuda")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel itself is tested")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_interpreted():
     root = str(Path(__file__).parents[2])
     settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("agrees") == 2, done.stdout + done.stderr[-3000:]
+    assert done.returncode == 0 and done.stdout.count("agrees") == 3, done.stdout + done.stderr[-3000:]
 
 
 if __name__ == "__main__":
@@ -152,3 +179,5 @@ if __name__ == "__main__":
         for vocab in (37, 5003):
             assert_agrees(torch.float32, vocab=vocab)
             print(vocab, "agrees")
+    check_impossible_tokens("cpu")
+    print("-inf agrees")

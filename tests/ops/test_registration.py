@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.ops import gated_linear_attention, lightning_attention
+from linnet.ops.direct import shorten
 from linnet.ops.gated import gated
 from linnet.ops.lightning import lightning
 
@@ -201,6 +202,33 @@ def test_second_derivatives_are_refused(op):
     (dq,) = torch.autograd.grad(function(**call)[0].square().sum(), call["q"], create_graph=True)
     with pytest.raises(RuntimeError, match="linnet"):
         torch.autograd.grad(dq.sum(), call["k"])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_whole_scale_reaches_the_op_as_a_float(op, monkeypatch):
+    """Triton makes a constant of an integer 1, and a planned launch would keep it for every other scale."""
+    call, found = make(op) | {"scale": 1}, []
+    monkeypatch.setattr(f"linnet.ops.{op}._direct", lambda *arguments: found.extend(arguments) or (None, None))
+    OPS[op][0](**call)
+    assert [x for x in found if not isinstance(x, torch.Tensor | None | bool)] == [1.0]
+    assert not any(type(x) is int for x in found)
+
+
+def test_eager_calls_of_a_step_say_what_they_changed():
+    @torch.library.custom_op("linnet_test::advance", mutates_args=("state",))
+    def advance(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        state.detach().numpy()[:] += 1  # behind PyTorch's back, as a kernel does
+        return x.clone()
+
+    state = torch.zeros(2)
+    kept = torch.ones(2, requires_grad=True)
+    product = kept * state
+    shorten(advance)(torch.ones(2), state)
+    assert state.tolist() == [1.0, 1.0]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    with torch.inference_mode():
+        shorten(advance)(torch.ones(2), torch.zeros(2))
 
 
 def test_eager_calls_skip_the_dispatcher_until_somebody_looks_on():

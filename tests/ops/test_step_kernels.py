@@ -48,7 +48,7 @@ class Case:
         T, op, scale = self.tokens, self.op, 0.7
         q, k, v = self.normal(B, T, H, K), self.normal(B, T, H, K), self.normal(B, T, H, V)
         if op == "lightning":
-            constants = {"log_decay": self.decays(H)}
+            constants = {"log_decay": self.decays(2 * H)[::2]}
             streams, states = (q, k, v), (self.normal(B, H, K, V, dtype=torch.float32),)
             parallel, step = ops.lightning_attention, ops.lightning_step
         elif op == "gated":

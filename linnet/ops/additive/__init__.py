@@ -10,7 +10,7 @@ from linnet.ops import backend
 from linnet.ops.additive import chunked
 from linnet.ops.additive.reference import reference
 from linnet.ops.additive.step import additive_step
-from linnet.ops.arguments import check_matrix_state, check_state
+from linnet.ops.arguments import check_devices, check_matrix_state, check_state
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.direct import shorten
 from linnet.ops.documents import count_states
@@ -236,10 +236,12 @@ def _check(q, k, v, theta, positions, causal, initial_state, cu_seqlens) -> None
             f"{OP}: positions must be integers [B, T] = [{batch}, {length}]; "
             f"given {positions.dtype} {list(positions.shape)}"
         )
+    S, z = (None, None) if initial_state is None else initial_state
+    check_devices(OP, q=q, theta=theta, positions=positions, S=S, z=z)
     if initial_state is None:
         return
     if not causal:
         raise ValueError(f"{OP}: initial_state needs causal=True: without causality no token comes before another")
     states, dtype = count_states(cu_seqlens, batch), state_dtype(q, k, v)
-    check_state(OP, initial_state[0], (states, heads, key_dim * (1 if theta is None else 2), v.shape[3]), dtype)
-    check_state(OP, initial_state[1], (states, heads, key_dim), dtype)
+    check_state(OP, S, (states, heads, key_dim * (1 if theta is None else 2), v.shape[3]), dtype)
+    check_state(OP, z, (states, heads, key_dim), dtype)

@@ -43,7 +43,7 @@ def additive_step(
     S, z = state
     _check(q, k, v, S, z, theta, positions)
     if z.is_contiguous() and use_kernel("additive", S, q, k, v, z, theta):
-        return _kernel(q, k, v, S, z, theta, positions, scale)
+        return _kernel(q, k, v, S, z, theta, positions, float(scale))
     logit = k.to(z.dtype)
     z_next = torch.logaddexp(z, logit)
     key = (logit - z_next.masked_fill(z_next == -torch.inf, 0.0)).exp()

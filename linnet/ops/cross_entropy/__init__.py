@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
+from linnet.ops.arguments import check_devices
 from linnet.ops.chunks import exact
 from linnet.ops.cross_entropy import chunked
 from linnet.ops.cross_entropy.reference import cross_entropy_reference
@@ -33,13 +34,19 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
         A scalar, float32 (float64 for float64 inputs), with gradients to x and weight.
 
     Raises:
-        ValueError: shapes that do not go together.
+        ValueError: shapes, dtypes or devices that do not go together; in `linnet.ops.debug()` also a target outside the
+            vocabulary, which a GPU does not see.
     """
     if weight.ndim != 2 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
         raise ValueError(
             f"linear_cross_entropy: x has shape {list(x.shape)}, weight {list(weight.shape)} and targets "
             f"{list(targets.shape)}; give [..., D], [V, D] and [...]"
         )
+    if targets.dtype != torch.int64:
+        raise ValueError(f"linear_cross_entropy: targets have dtype {targets.dtype}; give int64: targets.long()")
+    check_devices("linear_cross_entropy", x=x, weight=weight, targets=targets)
+    if backend.debugging():
+        _check_targets(targets, weight.shape[0], ignore_index)
     compiling = torch.compiler.is_compiling()
     transformed = not compiling and torch._C._are_functorch_transforms_active()
     if x.is_meta or transformed or targets.numel() * weight.shape[0] <= FEW_LOGITS or backend.use_reference():
@@ -51,6 +58,15 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
     needs_gradients = torch.is_grad_enabled() and (compiling or x.requires_grad or weight.requires_grad)
     total, _, _ = cross_entropy(x.flatten(0, -2), weight, targets.flatten(), ignore_index, dtype, needs_gradients)
     return total
+
+
+def _check_targets(targets: Tensor, vocab: int, ignore_index: int) -> None:
+    wrong = targets[((targets < 0) | (targets >= vocab)) & (targets != ignore_index)]
+    if wrong.numel():
+        raise ValueError(
+            f"linear_cross_entropy: targets hold {wrong[0].item()}; give 0 to {vocab - 1}, or {ignore_index} to ignore "
+            "one"
+        )
 
 
 def is_whole(weight: Tensor) -> bool:

@@ -57,12 +57,12 @@ def softmax_in_place(
     kept = targets != ignore_index
     index = targets.where(kept, 0)[:, None]
     logs = torch.log_softmax(logits, -1, dtype=dtype)
-    nll = -logs.gather(-1, index)[:, 0] * kept
+    nll = -logs.gather(-1, index)[:, 0].where(kept, 0.0)  # not a product: an ignored row may have no finite loss
     if not needs_gradients:
         return nll, None
     share = logs.exp_()
     share.scatter_add_(-1, index, share.new_full(index.shape, -1.0))
-    return nll, share.mul_(kept[:, None]).to(logits.dtype)
+    return nll, share.masked_fill_(~kept[:, None], 0.0).to(logits.dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -35,10 +35,10 @@ def softmax_kernel(logits, targets, nll, vocab, ignore_index, NEEDS_GRADIENTS: t
                 tl.store(logits + start + column, zero, mask=start + column < vocab)
     else:
         # Each lane keeps its own running maximum and sum, so that the loop has no reduction over the block.
-        most = tl.full([BLOCK], -float("inf"), tl.float32)
+        most = tl.full([BLOCK], -1e30, tl.float32)  # finite, so that a logit of -inf counts for nothing
         total = tl.zeros([BLOCK], tl.float32)
         for start in range(0, vocab, BLOCK):
-            x = tl.load(logits + start + column, mask=start + column < vocab, other=-1e30).to(tl.float32)
+            x = tl.load(logits + start + column, mask=start + column < vocab, other=-float("inf")).to(tl.float32)
             higher = tl.maximum(most, x)
             total = total * tl.exp(most - higher) + tl.exp(x - higher)
             most = higher

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
-from linnet.ops.arguments import check_decay_values, check_matrix_state
+from linnet.ops.arguments import check_decay_values, check_devices, check_matrix_state
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.direct import shorten
 from linnet.ops.documents import count_states
@@ -59,10 +59,11 @@ def gated_linear_attention(
             f"gated_linear_attention: log_decay has shape {list(log_decay.shape)} and dtype {log_decay.dtype}; "
             f"give floating-point {list(q.shape)}, one a channel of the key"
         )
+    check_devices("gated_linear_attention", q=q, log_decay=log_decay)
     if backend.debugging():
         check_decay_values("gated_linear_attention", log_decay)
     form = gated_reference if backend.use_reference() else _direct
-    o, final_state = form(q, k, v, log_decay, initial_state, cu_seqlens, scale)
+    o, final_state = form(q, k, v, log_decay, initial_state, cu_seqlens, float(scale))
     return o, final_state if output_final_state else None
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
-from linnet.ops.arguments import check_matrix_state
+from linnet.ops.arguments import check_devices, check_matrix_state
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.direct import shorten
 from linnet.ops.documents import count_states
@@ -67,17 +67,18 @@ def forget_gated_attention(
     Raises:
         ValueError: shapes or dtypes that do not go together, offsets that do not rise from 0 to T.
     """
-    check_matrix_state("forget_gated_attention", q, x, v, initial_state, cu_seqlens)
+    check_matrix_state("forget_gated_attention", q, x, v, initial_state, cu_seqlens, key="x")
     if lower_bound is not None and (lower_bound.shape != q.shape[2:] or not lower_bound.is_floating_point()):
         raise ValueError(
             f"forget_gated_attention: lower_bound has shape {list(lower_bound.shape)} and dtype {lower_bound.dtype}; "
             f"give floating-point {list(q.shape[2:])}, one a channel of the key, or None"
         )
+    check_devices("forget_gated_attention", q=q, lower_bound=lower_bound)
     if backend.use_reference():
         log_decay, k = forget_gate(x, lower_bound)
         o, final_state = gated_reference(q, k, v, log_decay, initial_state, cu_seqlens, scale)
     else:
-        o, final_state = _direct(q, x, v, lower_bound, initial_state, cu_seqlens, scale)
+        o, final_state = _direct(q, x, v, lower_bound, initial_state, cu_seqlens, float(scale))
     return o, final_state if output_final_state else None
 
 

@@ -32,7 +32,7 @@ def gated_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
             f"state {list(state.shape)}; give q, k and log_decay [B, H, K], v [B, H, V] and the state [B, H, K, V]"
         )
     if use_kernel("gated", state, q, k, v, log_decay):
-        return _kernel(q, k, v, log_decay, None, state, scale)
+        return _kernel(q, k, v, log_decay, None, state, float(scale))
     with exact(q):
         state.mul_(log_decay.to(state.dtype).exp()[..., None])
         state.addcmul_(k.to(state.dtype)[..., None], v.to(state.dtype)[..., None, :])
@@ -65,7 +65,7 @@ def forget_gated_step(
     if lower_bound is not None and lower_bound.shape != (H, K):
         raise ValueError(f"forget_gated_step: lower_bound has shape {list(lower_bound.shape)}; give [{H}, {K}]")
     if use_kernel("gated", state, q, x, v, lower_bound):
-        return _kernel(q, None, v, x, lower_bound, state, scale)
+        return _kernel(q, None, v, x, lower_bound, state, float(scale))
     log_decay, k = forget_gate(x, lower_bound)
     return gated_step(q, k.to(q.dtype), v, log_decay, state, scale=scale)
 

@@ -59,10 +59,10 @@ def lightning_attention(
             f"lightning_attention: log_decay has shape {list(log_decay.shape)} and "
             f"requires_grad={log_decay.requires_grad}; give a constant [{q.shape[2]}], one a head"
         )
-    check_devices("lightning_attention", q, log_decay=log_decay)
+    check_devices("lightning_attention", q=q, log_decay=log_decay)
     if backend.debugging():
         check_decay_values("lightning_attention", log_decay)
-    arguments = (q, k, v, log_decay, initial_state, cu_seqlens, scale)
+    arguments = (q, k, v, log_decay, initial_state, cu_seqlens, float(scale))
     if backend.use_reference():
         o, final_state = lightning_reference(*arguments)
     else:

@@ -25,7 +25,7 @@ def lightning_step(
         o [B, H, V] in the dtype of v.
 
     Raises:
-        ValueError: the state has another shape than the token needs.
+        ValueError: shapes that do not go together.
     """
     B, H, K = q.shape
     if k.shape != q.shape or v.shape[:-1] != (B, H) or state.shape != (B, H, K, v.shape[-1]):
@@ -33,8 +33,10 @@ def lightning_step(
             f"lightning_step: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, state {list(state.shape)}; "
             "give q and k [B, H, K], v [B, H, V] and the state [B, H, K, V]"
         )
+    if log_decay is not None and log_decay.shape != (H,):
+        raise ValueError(f"lightning_step: log_decay has shape {list(log_decay.shape)}; give [{H}], one a head")
     if use_kernel("lightning", state, q, k, v, log_decay):
-        return _kernel(q, k, v, state, log_decay, scale)
+        return _kernel(q, k, v, state, log_decay, float(scale))
     with exact(q):
         if log_decay is not None:
             state.mul_(log_decay.to(state.dtype).exp()[:, None, None])

@@ -12,6 +12,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | Non
     """As `lightning_step`: q, k [B, H, K], v [B, H, V], the state [B, H, K, V] float32, in one piece."""
     (B, H, K), V = q.shape, v.shape[2]
     q, k, v = as_heads(q), as_heads(k), as_heads(v)
+    log_decay = None if log_decay is None else log_decay.contiguous()
     o = torch.empty((B, H, V), dtype=v.dtype, device=v.device)
     rows, columns, blocks, warps = choose_columns(K, V, B * H)
     even = rows == K and columns * blocks == V

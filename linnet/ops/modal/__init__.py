@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
-from linnet.ops.arguments import check_decay_values, check_state
+from linnet.ops.arguments import check_decay_values, check_devices, check_state
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.direct import shorten
 from linnet.ops.documents import check_documents, count_states
@@ -184,6 +184,7 @@ def _check(x, log_decay, weight, initial_state, cu_seqlens) -> None:
             f"{OP}: x, log_decay, weight have dtypes {x.dtype}, {log_decay.dtype}, {weight.dtype}; "
             "give floating-point tensors"
         )
+    check_devices(OP, x=x, log_decay=log_decay, weight=weight, initial_state=initial_state, cu_seqlens=cu_seqlens)
     check_documents(cu_seqlens, x.shape[0])
     shape = (count_states(cu_seqlens, x.shape[0]), *log_decay.shape)
     check_state(OP, initial_state, shape, state_dtype(x, log_decay, weight))

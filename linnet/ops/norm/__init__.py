@@ -47,7 +47,7 @@ def rms_norm(
     if dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     if _has_kernel(x, weight, gate, residual):
-        y, h = _RmsNorm.apply(x, weight, gate, residual, eps, gate_activation, dtype)
+        y, h = _RmsNorm.apply(x, weight, gate, residual, float(eps), gate_activation, dtype)
     else:
         y, h = rms_norm_reference(x, weight, eps, gate, gate_activation, residual, dtype)
     return y if residual is None else (y, h)

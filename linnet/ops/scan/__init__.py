@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
-from linnet.ops.arguments import check_decay_values, check_state
+from linnet.ops.arguments import check_decay_values, check_devices, check_state
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.direct import shorten
 from linnet.ops.documents import check_documents, count_states
@@ -187,6 +187,7 @@ def _check(x, log_decay, theta, initial_state, cu_seqlens) -> None:
         raise ValueError(f"{OP}: x and log_decay have dtypes {x.dtype}, {log_decay.dtype}; give floating-point tensors")
     if theta is not None and theta.shape != log_decay.shape[2:]:
         raise ValueError(f"{OP}: theta has shape {list(theta.shape)}; give [{log_decay.shape[2]}]")
+    check_devices(OP, x=x, log_decay=log_decay, theta=theta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     check_documents(cu_seqlens, x.shape[0])
     shape = (count_states(cu_seqlens, x.shape[0]), *x.shape[2:])
     check_state(OP, initial_state, shape, state_dtype(x, log_decay))

@@ -1,0 +1,42 @@
+"""What all ops refuse alike: tensors on another device than their first one, by name and with the fix."""
+
+import pytest
+import torch
+
+from linnet import ops
+
+
+def call_of(op):
+    """The op and its arguments by name, of which all but the first may be on another device."""
+    q, k, v, decays = torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 2, 4), -torch.ones(1, 4, 2, 4)
+    match op:
+        case "lightning":
+            return ops.lightning_attention, {"q": q, "k": k, "v": v, "log_decay": torch.zeros(2)}
+        case "gated":
+            return ops.gated_linear_attention, {"q": q, "k": k, "v": v, "log_decay": decays}
+        case "forget":
+            return ops.forget_gated_attention, {"q": q, "x": k, "v": v, "lower_bound": torch.full((2, 4), 0.5)}
+        case "additive":
+            positions = torch.zeros(1, 4, dtype=torch.int64)
+            return ops.additive_attention, {"q": q, "k": k, "v": v, "theta": torch.ones(2, 4), "positions": positions}
+        case "scan":
+            x = torch.zeros(1, 4, 8, 2)
+            return ops.diagonal_scan, {"x": x, "log_decay": x[..., 0], "theta": torch.ones(8), "initial_state": x[:, 0]}
+    x, modes = torch.zeros(1, 4, 8), torch.zeros(8, 3)
+    return ops.modal_convolution, {"x": x, "log_decay": modes, "weight": modes, "initial_state": modes[None]}
+
+
+@pytest.mark.parametrize("op", ["lightning", "gated", "forget", "additive", "scan", "modal"])
+def test_tensors_elsewhere_are_refused_by_name(op):
+    function, call = call_of(op)
+    function(**call)
+    first, *others = call
+    for name in others:
+        with pytest.raises(ValueError, match=rf"{name} is on meta, but {first} on cpu; move it: {name}.to\('cpu'\)"):
+            function(**call | {name: call[name].to("meta")})
+
+
+def test_step_refuses_a_decay_of_another_size():
+    q = torch.zeros(1, 2, 4)
+    with pytest.raises(ValueError, match=r"log_decay has shape \[1\]; give \[2\], one a head"):
+        ops.lightning_step(q, q, q, torch.zeros(1, 2, 4, 4), log_decay=torch.zeros(1))
