@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from linnet.config import Config
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.norm import build_norm, norm_and_gate
 from linnet.layers.output import split_heads
 from linnet.ops import gated_linear_attention, gated_step
 
@@ -42,7 +43,7 @@ class Gla(Mixer):
         self.decay_down = nn.Linear(d_model, config.gate_rank, bias=False)
         self.decay_up = nn.Linear(config.gate_rank, key_width, bias=True)
         self.gate_proj = nn.Linear(d_model, d_model, bias=False)
-        self.norm = nn.RMSNorm(self.value_dim, eps=1e-5)
+        self.norm = build_norm("rmsnorm", self.value_dim, 1e-5)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
         self.out_proj.ends_residual = True
 
@@ -89,4 +90,5 @@ class Gla(Mixer):
         )
 
     def _read(self, o: Tensor, x: Tensor) -> Tensor:
-        return self.out_proj(self.norm(o).flatten(-2) * F.silu(self.gate_proj(x)))
+        gate = self.gate_proj(x).unflatten(-1, (self.num_heads, self.value_dim))
+        return self.out_proj(norm_and_gate(self.norm, o, gate, "silu").flatten(-2))
