@@ -44,7 +44,9 @@ def lightning(shape: Shape, op: str = "lightning") -> Case:
                 q, k, v, log_decay=rates.to(state.dtype), initial_state=state, output_final_state=True
             )
 
-        return compare(call, [*draw_qkv(shape.short()), draw_state(shape.short())])
+        # The kernel for Hopper GPUs takes whole chunks alone.
+        lengths = (shape.short(), shape.short()._replace(length=min(shape.length, 4096)))
+        return max(compare(call, [*draw_qkv(at), draw_state(at)]) for at in lengths)
 
     return Case(op, shape._asdict(), lambda: draw_qkv(shape), run, attention_cost(shape), check)
 
