@@ -43,6 +43,12 @@ def run(
         list[str] | None,
         typer.Option("--set", help="Change every model: --set options.tnl.num_heads=4.", metavar="KEY=VALUE"),
     ] = None,
+    state: Annotated[
+        int,
+        typer.Option(
+            help="Numbers of fixed state in a model without attention; 0 takes the options as they are.", min=0
+        ),
+    ] = 4096,
     spec: Annotated[str, typer.Option(help="Distributions of the tasks.", metavar="paper|mad-lab")] = "paper",
     seed: Annotated[
         str, typer.Option(help="Of data, weights and order; several (0,1,2) give a spread.", metavar="N,...")
@@ -65,6 +71,7 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs, of one budget.", show_default="mad/<budget>")
     ] = None,
+    report: Annotated[bool, typer.Option(help="Write the report page at the end.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as one JSON object.")] = False,
 ) -> None:
     """Score architectures by six synthetic tasks (paper 004, MAD).
@@ -82,11 +89,11 @@ def run(
 
     from linnet.config import ConfigError, parse
     from linnet.study.executors import ExecutorConfig
-    from linnet.study.mad.architectures import state_size
     from linnet.study.mad.run import run_mad
     from linnet.study.mad.settings import BUDGETS
+    from linnet.study.mad.state import state_size
 
-    models = _models(layouts or [], mixer or [], set_ or [])
+    models = _models(layouts or [], mixer or [], set_ or [], state)
     problems = []
     if device not in ("auto", "cpu", "cuda"):
         problems.append(f"--device {device!r} is unknown; use auto, cpu or cuda")
@@ -120,7 +127,8 @@ def run(
         typer.echo(json.dumps(about | {"scores": rows, "failed": result.failed}, indent=1))
     elif result.scores is not None:
         print_scores(result.scores, console)
-        console.print(f"in {result.folder}", markup=False)
+        page = _page(result.folder) if report else None
+        console.print(f"in {result.folder}" if page is None else f"report: {page}", markup=False)
     if result.failed:
         console.print(f"[red]{len(result.failed)} runs failed[/]: error.txt in their folders says why")
         raise typer.Exit(1)
@@ -155,7 +163,18 @@ def print_scores(scores, console) -> None:
         console.print(f"{name}: no score, {reason}", markup=False)
 
 
-def _models(layouts: list[str], mixers: list[str], assignments: list[str]):
+def _page(folder: Path) -> Path | None:
+    """The report of a folder, None where the extra that draws it is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec("altair") is None or find_spec("vl_convert") is None:
+        return None
+    from linnet.report.mad import write_mad_report
+
+    return write_mad_report(folder)
+
+
+def _models(layouts: list[str], mixers: list[str], assignments: list[str], state: int):
     """Name -> model, all problems at once."""
     from linnet.config import ConfigError, override
     from linnet.layers.base import load_plugin
@@ -169,11 +188,14 @@ def _models(layouts: list[str], mixers: list[str], assignments: list[str]):
     changes, problems, models = override({}, assignments), [], {}
     for name in names:
         try:
-            models[name] = architecture(name, changes)
+            models[name] = architecture(name, changes, state)
         except ConfigError as error:
-            problems += error.problems
+            problems += [f"{name}: {problem}" for problem in error.problems]
     if problems:
-        raise ConfigError(problems, "MAD")
+        raise ConfigError(
+            problems,
+            f"models with a fixed state of {state:,} (--state 0 takes them as they are)" if state else "models",
+        )
     return models
 
 

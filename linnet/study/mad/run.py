@@ -27,11 +27,11 @@ from linnet.models import ModelConfig
 from linnet.runs import LockedError, RunFolder
 from linnet.runs.files import write_atomic
 from linnet.study.executors import ExecutorConfig, Job, Outcome, make_executor
-from linnet.study.mad.architectures import state_size
 from linnet.study.mad.bundle import DIVERGED, SHAPE, run_flops, train_bundle
 from linnet.study.mad.results import TABLE, read_results
 from linnet.study.mad.scores import Scores, score, write_scores
 from linnet.study.mad.settings import BUDGETS, plan
+from linnet.study.mad.state import state_size
 from linnet.study.progress import StudyProgress, duration
 from linnet.train import device as devices
 

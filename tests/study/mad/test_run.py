@@ -1,0 +1,179 @@
+"""The protocol of MAD: bundles, what is on disk after a stop, and what memory and disks do to it."""
+
+import csv
+import errno
+import io
+import json
+import math
+
+import pytest
+import torch
+from rich.console import Console
+
+from linnet.config import ConfigError
+from linnet.runs import RunFolder
+from linnet.study.executors import ExecutorConfig
+from linnet.study.mad.architectures import architecture
+from linnet.study.mad.run import bundles, mad_runs, run_mad
+from linnet.study.mad.settings import BUDGETS, Budget, GridPoint
+from linnet.study.mad.state import state_size
+from linnet.train.ensemble import Ensemble
+
+INLINE = ExecutorConfig(kind="inline", retries=0)
+SMALL = {"d_model": 16, "options": {"tnl": {"num_heads": 2}, "swiglu": {"inner": 16}}}
+TASKS = ("memorization", "compression")
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """The smoke budget of two epochs of 40 samples, at four points."""
+    grid = tuple(GridPoint(rate, decay) for rate in (1e-3, 1e-2) for decay in (0.0, 0.1))
+    small = Budget("smoke", "tiny", True, False, grid=grid, epochs=2, batch_size=16, max_samples=40, held_out=32)
+    monkeypatch.setitem(BUDGETS, "smoke", small)
+
+
+@pytest.fixture
+def models():
+    return {"tnl+swiglu": architecture("tnl+swiglu", SMALL, state=0)}
+
+
+def go(models, folder, **options):
+    options = {"budget": "smoke", "tasks": TASKS, "executor": INLINE, "device": "cpu", **options}
+    return run_mad(models, folder, **options)
+
+
+def results(folder):
+    return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("runs/*/result.json")}
+
+
+def test_every_run_is_trained_once_and_scored(models, tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    result = go(models, tmp_path, bundle=8, console=console)
+    found = results(tmp_path)
+    assert len(found) == 8 and not result.failed
+    for name, one in found.items():
+        assert one["status"] == "done" and one["bundle"] == 4 and one["steps"] == 6
+        assert 0 <= one["accuracy"] <= 1 and 0 <= one["macro_batch"] <= 1 and 0 < one["loss"] < 10
+        assert one["state_size"] == state_size(models["tnl+swiglu"]) == 128
+        assert one["budget"] == "smoke" and one["varied"] == "" and one["seed"] == 0
+        run = RunFolder(tmp_path / "runs" / name)
+        curve = run.metrics()
+        assert [row["epoch"] for row in curve] == [1, 2] and curve[-1]["loss"] == pytest.approx(one["train_loss"])
+        assert run.config["learning_rate"] == one["learning_rate"]
+    for task in TASKS:
+        own = [one for one in found.values() if one["task"] == task]
+        highest = max(one["validation_accuracy"] for one in own)
+        best = {one["accuracy"] for one in own if one["validation_accuracy"] == highest}
+        assert result.scores["tnl+swiglu"].tasks[task].score in best
+    assert not result.scores["tnl+swiglu"].comparable
+    with open(tmp_path / "mad.csv", newline="") as file:
+        assert {row["run"] for row in csv.DictReader(file)} == set(found)
+    assert (tmp_path / "scores.csv").is_file() and "8/8" in console.file.getvalue()
+
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/result.json")}
+    wider = models | {"tnl+swiglu x2": architecture("tnl+swiglu x2", SMALL, state=0)}
+    assert set(go(wider, tmp_path, tasks=["memorization"]).scores) == set(wider)
+    assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
+    assert len(results(tmp_path)) == 12
+
+
+def test_a_bundle_gives_what_single_runs_give(models, tmp_path):
+    go(models, tmp_path / "one", bundle=1)
+    go(models, tmp_path / "all", bundle=8, seeds=[0, 1])
+    single, together = results(tmp_path / "one"), results(tmp_path / "all")
+    assert len(together) == 16 and {one["bundle"] for one in together.values()} == {8}
+    for name, one in single.items():
+        assert together[name]["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert together[name]["train_loss"] == pytest.approx(one["train_loss"], rel=1e-4)
+
+
+def test_bundles_hold_one_shape_and_the_largest_come_first(models):
+    runs = mad_runs(models, "full", tasks=["noisy_recall"])
+    groups = bundles(runs, 24)
+    assert sum(map(len, groups)) == len(runs) == 84 and all(len({run.shape for run in group}) == 1 for group in groups)
+    work = [sum(run.flops for run in group) for group in groups]
+    assert work == sorted(work, reverse=True) and groups[0][0].config["setting"] == "noisy_recall/seq_len=1024"
+    noise = [group for group in groups if any("frac_noise" in run.config["setting"] for run in group)]
+    assert [len(group) for group in noise] == [24], "settings that differ in their data share a bundle"
+
+
+def test_memory_that_runs_out_halves_the_bundle(models, tmp_path, monkeypatch):
+    sizes, step = [], Ensemble.step
+
+    def limited(self, tokens, targets):
+        sizes.append(self.size)
+        if self.size > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(self, tokens, targets)
+
+    monkeypatch.setattr(Ensemble, "step", limited)
+    assert not go(models, tmp_path, tasks=["memorization"], bundle=4).failed
+    assert list(dict.fromkeys(sizes)) == [4, 2, 1] and len(results(tmp_path)) == 4
+
+    def never(self, tokens, targets):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Ensemble, "step", never)
+    result = go(models, tmp_path, tasks=["compression"], bundle=4)
+    assert len(result.failed) == 4 and "use a larger device" in next(iter(result.failed.values()))
+    name = next(iter(result.failed))
+    assert "out of memory with one model" in (tmp_path / "runs" / name / "error.txt").read_text()
+    assert len(results(tmp_path)) == 4
+
+
+def test_a_stop_and_a_full_disk_keep_what_has_ended(models, tmp_path, monkeypatch):
+    write = RunFolder.write_result
+
+    def fails_at(number, error):
+        def limited(self, result):
+            if len(results(tmp_path)) == number:
+                raise error
+            write(self, result)
+
+        monkeypatch.setattr(RunFolder, "write_result", limited)
+
+    fails_at(3, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        go(models, tmp_path)
+    assert len(results(tmp_path)) == 3
+    with open(tmp_path / "mad.csv", newline="") as file:
+        assert len(list(csv.DictReader(file))) == 3
+
+    fails_at(5, OSError(errno.ENOSPC, "No space left on device"))
+    failed = go(models, tmp_path, bundle=4).failed
+    assert len(results(tmp_path)) == 5 and len(failed) == 3
+    assert "the disk is full" in next(iter(failed.values()))
+
+    monkeypatch.setattr(RunFolder, "write_result", write)
+    assert not go(models, tmp_path).failed and len(results(tmp_path)) == 8
+    assert not list(tmp_path.rglob("error.txt"))
+
+
+def test_a_run_that_diverges_is_recorded(models, tmp_path, monkeypatch):
+    grid = (GridPoint(1e-3, 0.0), GridPoint(1e30, 0.0))
+    monkeypatch.setitem(
+        BUDGETS, "smoke", Budget("smoke", "", True, False, grid, epochs=2, batch_size=16, max_samples=40, held_out=32)
+    )
+    result = go(models, tmp_path, tasks=["memorization"], bundle=2)
+    by_rate = {one["learning_rate"]: one for one in results(tmp_path).values()}
+    assert by_rate[1e30]["status"] == "diverged" and by_rate[1e30]["accuracy"] is None
+    assert 0 < by_rate[1e30]["diverged_at"] < 6
+    assert by_rate[1e-3]["status"] == "done" and math.isfinite(by_rate[1e-3]["loss"])
+    assert result.scores["tnl+swiglu"].tasks["memorization"].score == by_rate[1e-3]["accuracy"]
+
+
+def test_a_folder_is_of_one_budget_and_one_process(models, tmp_path):
+    go(models, tmp_path, tasks=["memorization"])
+    with pytest.raises(ConfigError, match="holds runs of budget smoke, not core"):
+        go(models, tmp_path, budget="core", tasks=["memorization"])
+    with RunFolder(tmp_path).lock(), pytest.raises(ConfigError, match="another linnet mad run"):
+        go(models, tmp_path, tasks=["memorization"])
+
+
+def test_states_are_normalised_or_refused_with_a_way_out():
+    assert state_size(architecture("gla+swiglu x2")) == 4096
+    assert state_size(architecture("gla+swiglu x2", {"options": {"gla": {"num_heads": 4}}}, state=0)) == 8192
+    with pytest.raises(ConfigError, match="gla: a layer has 4,096 and should have 2,048.*num_heads=8 gives 2,048"):
+        architecture("gla+swiglu x2", {"options": {"gla": {"num_heads": 4}}})
+    with pytest.raises(ConfigError, match="did you mean 'swiglu'"):
+        architecture("gla+swigl x2")

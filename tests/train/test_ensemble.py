@@ -1,0 +1,177 @@
+"""Models trained together are the same models trained alone."""
+
+import math
+
+import pytest
+import torch
+
+from linnet.models import ModelConfig, build_model
+from linnet.models.autoencoder import build_autoencoder
+from linnet.train.ensemble import Ensemble, cosine
+
+STEPS = 6
+POINTS = [(1e-3, 0.0), (3e-3, 0.1), (1e-2, 0.5)]
+LAYOUTS = [
+    "attention+swiglu",
+    "tnl+swiglu",
+    "hgrn2+sglu attention",
+    "gla+moe",
+    "mamba",
+    "hgrn",
+    "lightnet",
+    "cosformer2",
+]
+
+
+def model_of(layout, seed=0):
+    options = {"moe": {"num_experts": 4, "inner": 8}} if "moe" in layout else {}
+    config = ModelConfig(d_model=32, layout=layout, vocab_size=12, tie_embeddings=False, options=options)
+    return build_model(config, seed=seed)
+
+
+def batches(count=STEPS, members=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (count, 4, 16) if members is None else (count, members, 4, 16)
+    tokens = torch.randint(12, shape, generator=generator)
+    targets = torch.randint(12, shape, generator=generator)
+    targets[torch.rand(shape, generator=generator) < 0.5] = -100
+    return list(zip(tokens, targets, strict=True))
+
+
+def alone(model, rate, decay, data):
+    """The same run with PyTorch's own AdamW and schedule: losses and final parameters."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay, betas=(0.9, 0.98), eps=1e-8)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(data))
+    losses = []
+    for tokens, targets in data:
+        total, count = model.loss(tokens, targets)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        schedule.step()
+        losses.append((total / count).item())
+    return losses, dict(model.named_parameters())
+
+
+def together(models, data, points=POINTS, **options):
+    ensemble = Ensemble(models, *zip(*points, strict=True), len(data), **options)
+    losses = torch.stack([ensemble.step(*batch) for batch in data], dim=1)
+    return ensemble, losses
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_member_is_the_run_alone(layout):
+    data = batches()
+    ensemble, losses = together([model_of(layout) for _ in POINTS], data)
+    assert ensemble.vectorised and ensemble.alive.all() and ensemble.diverged_at() == [None] * 3
+    for index, point in enumerate(POINTS):
+        expected, parameters = alone(model_of(layout), *point, data)
+        torch.testing.assert_close(losses[index], torch.tensor(expected), rtol=1e-4, atol=1e-5)
+        member = ensemble.member(index)
+        assert list(member) == list(parameters)
+        # Adam divides by the size of the gradient, so where that is rounding alone an update is, too.
+        differences = torch.cat([(member[name] - p).detach().flatten().abs() for name, p in parameters.items()])
+        assert differences.quantile(0.99) < 1e-5 * (1 + 100 * point[0])
+
+
+def test_members_may_have_data_and_weights_of_their_own():
+    data = batches(members=3)
+    ensemble, losses = together([model_of("tnl+swiglu", seed) for seed in range(3)], data)
+    scores = ensemble.score(*data[0], batch_size=3)
+    for index, point in enumerate(POINTS):
+        own = [(tokens[index], targets[index]) for tokens, targets in data]
+        model = model_of("tnl+swiglu", index)
+        expected, _ = alone(model, *point, own)
+        torch.testing.assert_close(losses[index], torch.tensor(expected), rtol=1e-4, atol=1e-5)
+        total, count = model.loss(*own[0])
+        assert scores[index].loss == pytest.approx((total / count).item(), rel=1e-4)
+
+
+def test_an_autoencoder_and_a_loop_in_place_of_vmap():
+    config = ModelConfig(d_model=32, layout="gla+mlp", vocab_size=12)
+    data = batches()
+    ensembles = [
+        together([build_autoencoder(config, 16, seed=0) for _ in POINTS], data, vectorised=choice)
+        for choice in (True, False)
+    ]
+    assert [ensemble.vectorised for ensemble, _ in ensembles] == [True, False]
+    torch.testing.assert_close(ensembles[0][1], ensembles[1][1], rtol=1e-4, atol=1e-5)
+
+
+def test_what_vmap_does_not_go_through_runs_one_by_one():
+    class Reads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model_of("tnl+swiglu")
+
+        def loss(self, tokens, targets):
+            total, count = self.inner.loss(tokens, targets)
+            return total * (1.0 if total.item() > 0 else 0.5), count
+
+    data = batches()
+    ensemble, losses = together([Reads() for _ in POINTS], data)
+    assert not ensemble.vectorised
+    expected, _ = alone(Reads(), *POINTS[1], data)
+    torch.testing.assert_close(losses[1], torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("vectorised", [True, False])
+def test_a_diverging_member_is_masked_and_the_others_go_on(vectorised):
+    data = batches(10)
+    points = [(1e-3, 0.0), (1e30, 0.0), (3e-3, 0.1)]
+    ensemble, losses = together([model_of("tnl+swiglu") for _ in points], data, points, vectorised=vectorised)
+    assert ensemble.alive.tolist() == [True, False, True]
+    first, second, third = ensemble.diverged_at()
+    assert first is None and third is None and 0 < second < 10
+    assert losses[1, :second].isfinite().all() and not losses[1, second].isfinite()
+    for index in (0, 2):
+        expected, _ = alone(model_of("tnl+swiglu"), *points[index], data)
+        torch.testing.assert_close(losses[index], torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    before = ensemble.member(1)
+    ensemble.step(*data[0])
+    for name, p in ensemble.member(1).items():
+        torch.testing.assert_close(p, before[name], equal_nan=True)
+
+
+def test_scores_count_tokens_and_classes():
+    class Fixed(torch.nn.Module):
+        """Always answers the token it reads."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.eye(4))
+
+        def forward(self, tokens):
+            return self.weight[tokens], None
+
+        def loss(self, tokens, targets):
+            return self.weight.sum(), (targets != -100).sum()
+
+    ensemble = Ensemble([Fixed(), Fixed()], [1e-3] * 2, [0.0] * 2, 1)
+    tokens = torch.tensor([[0, 0, 1, 2], [0, 1, 1, 3], [2, 2, 2, 3]])
+    targets = torch.tensor([[0, 1, 1, -100], [0, 1, 1, -100], [2, 2, 0, -100]])
+    for score in ensemble.score(tokens, targets, batch_size=2):
+        assert score.accuracy == pytest.approx(7 / 9)
+        # First batch: class 0 is right 2 of 2, class 1 is right 3 of 4. Second: class 2 2 of 2, class 0 0 of 1.
+        assert score.macro_batch == pytest.approx((2 * (1 + 3 / 4) / 2 + (1 + 0) / 2) / 3)
+        wrong, right = -math.log(1 / (math.e + 3)), -math.log(math.e / (math.e + 3))
+        assert score.loss == pytest.approx((7 * right + 2 * wrong) / 9)
+
+
+def test_bfloat16_is_near_float32():
+    data = batches()
+    _, losses = together([model_of("tnl+swiglu") for _ in POINTS], data, precision="bfloat16")
+    expected, _ = alone(model_of("tnl+swiglu"), *POINTS[0], data)
+    torch.testing.assert_close(losses[0], torch.tensor(expected), rtol=0, atol=0.05)
+
+
+def test_models_that_do_not_go_together_are_refused():
+    with pytest.raises(ValueError, match="different parameters"):
+        Ensemble([model_of("tnl"), model_of("gla")], [1e-3] * 2, [0.0] * 2, 3)
+    with pytest.raises(ValueError, match="give as many of each"):
+        Ensemble([model_of("tnl")], [1e-3] * 2, [0.0] * 2, 3)
+
+
+def test_the_rate_falls_to_zero():
+    assert cosine(0, 10) == 1.0 and cosine(5, 10) == pytest.approx(0.5) and cosine(9, 10) < 0.03
