@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from linnet.cli.mad_report import correlate, report
 from linnet.cli.mad_run import run
 
 mad = typer.Typer(
@@ -15,6 +16,8 @@ mad = typer.Typer(
     help="Score an architecture by its skills: six synthetic tasks (paper 004, MAD), and MQAR.",
 )
 mad.command("run")(run)
+mad.command("report")(report)
+mad.command("correlate")(correlate)
 
 Spec = Annotated[
     str,

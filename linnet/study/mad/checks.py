@@ -148,7 +148,7 @@ def _every_striped(scores: Scores, kinds: dict[str, Traits]) -> list[str]:
         return []
     best = max(uniform, key=lambda name: scores[name].score)
     above = sum(scores[name].score > scores[best].score for name in striped)
-    return [f"{above} of {len(striped)} striped architectures score above the best uniform one, {best}"]
+    return [f"above the best uniform architecture, {best}, score {above} of the {len(striped)} striped ones"]
 
 
 _FINDINGS = (

@@ -176,7 +176,7 @@ def test_findings_compare_pairs_that_differ_in_one_thing(tmp_path):
     }
     assert striped.verdict == HOLDS and striped.gain == pytest.approx(0.13, abs=0.01)
     assert striped.interval[0] < striped.gain < striped.interval[1]
-    assert "3 of 5 striped" not in striped.notes[0] and "the best uniform one, mad-attention-swiglu" in striped.notes[0]
+    assert striped.notes == ["above the best uniform architecture, mad-attention-swiglu, score 1 of the 4 striped ones"]
     assert len(heads.pairs) == 3 and heads.gain == pytest.approx((0.04 + 0.03 + 0.04) / 3, abs=0.01)
     assert len(moe.pairs) == 3 and moe.gain == pytest.approx(0.02, abs=0.01)
     assert set(moe.pairs[0].tasks) == set(score(read_results(tmp_path)).tasks)

@@ -1,0 +1,182 @@
+"""`linnet mad report` and `linnet mad correlate`: what the scores of a MAD folder say."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Folder = Annotated[Path, typer.Argument(help="The folder that linnet mad run made.", show_default=False)]
+Metric = Annotated[
+    str,
+    typer.Option(help="What a run is scored by, on the test split.", metavar="accuracy|macro_batch"),
+]
+Legacy = Annotated[
+    bool,
+    typer.Option("--legacy", help="Select runs on the test split, as the published implementation did."),
+]
+
+
+def report(
+    folder: Folder,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The page; the pictures go beside it. Default: FOLDER/report/index.html.", show_default=False
+        ),
+    ] = None,
+    metric: Metric = "accuracy",
+    legacy: Legacy = False,
+    open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+) -> None:
+    """Write the report of MAD scores: one page that needs no network, and a PNG and an SVG of each figure.
+
+    It shows the heatmap of architectures and tasks, how each task gets harder, score against state and parameters, and
+    the paper's findings (stripes, heads, experts) as checks with numbers. Nothing is trained.
+
+    [bold]linnet mad report mad/core --open[/]
+    """
+    import webbrowser
+    from contextlib import nullcontext
+
+    from rich.console import Console
+
+    from linnet.report.mad import write_mad_report
+
+    console = Console(stderr=True)
+    with console.status("drawing the figures") if console.is_terminal else nullcontext():
+        page = write_mad_report(folder, out, metric=metric, legacy=legacy)
+    typer.echo(page)
+    if open_:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def correlate(
+    folder: Folder,
+    study: Annotated[
+        Path,
+        typer.Option(help="The folder that linnet study made, of the same architectures.", show_default=False),
+    ],
+    at: Annotated[
+        float | None,
+        typer.Option(
+            help="FLOPs at which losses are compared. Default: the largest that all laws were fitted to.",
+            show_default=False,
+        ),
+    ] = None,
+    pair: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where the study calls an architecture by another name: --pair mad-gla-swiglu=gla (repeatable).",
+            metavar="SCORED=STUDIED",
+        ),
+    ] = None,
+    metric: Metric = "accuracy",
+    legacy: Legacy = False,
+    bootstrap: Annotated[int, typer.Option(help="Resamples for the 95 % intervals; 0 for none.", min=0)] = 1000,
+    seed: Annotated[int, typer.Option(help="Of the resampling.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, in full precision.")] = False,
+) -> None:
+    """Correlate MAD scores with the compute-optimal loss of a study: do the scores tell how architectures scale?
+
+    Linear (Pearson) and rank (Spearman) correlation over all architectures, inside families and between them, and of
+    each task alone. Near -1 the scores tell: the higher the score, the lower the loss.
+
+    [bold]linnet mad correlate mad/core --study studies/ladder --at 1e12[/]
+    """
+    import json
+    from contextlib import nullcontext
+
+    from rich.console import Console
+
+    from linnet.study.mad.correlate import correlate as compute
+
+    names = _names(pair or [])
+    _check_extra()
+    console = Console(stderr=True)
+    with console.status("fitting the laws") if console.is_terminal else nullcontext() as status:
+        found = compute(
+            folder,
+            study,
+            compute=at,
+            names=names,
+            metric=metric,
+            legacy=legacy,
+            resamples=bootstrap,
+            seed=seed,
+            progress=(lambda line: status.update(f"fitting {line}")) if status is not None else None,
+        )
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=1, allow_nan=False))
+    else:
+        _print(found)
+
+
+def _check_extra() -> None:
+    from importlib.util import find_spec
+
+    from linnet.config import ConfigError
+
+    missing = [name for name in ("pandas", "scipy") if find_spec(name) is None]
+    if missing:
+        fix = "install the extra `study`: pip install 'linnet[study]'"
+        raise ConfigError([f"{name}: not installed; {fix}" for name in missing], "correlate")
+
+
+def _names(pairs: list[str]) -> dict[str, str]:
+    from linnet.config import ConfigError
+
+    found, problems = {}, []
+    for text in pairs:
+        scored, equals, studied = (part.strip() for part in text.partition("="))
+        if not (scored and equals and studied):
+            problems.append(f"--pair {text!r}: write SCORED=STUDIED, such as mad-gla-swiglu=gla")
+        elif scored in found:
+            problems.append(f"--pair {text!r}: {scored} is paired with {found[scored]} already")
+        else:
+            found[scored] = studied
+    if problems:
+        raise ConfigError(problems, "command line")
+    return found
+
+
+def _print(found) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from linnet.report import units
+
+    console = Console(soft_wrap=True, highlight=False)
+    where = units.flops(found.compute)
+    points = Table(box=SIMPLE, pad_edge=False, title=f"MAD score and compute-optimal loss at {where}", title_style="")
+    for column in ("architecture", "family", "score", "loss", "95 %"):
+        points.add_column(column, justify="left" if column in ("architecture", "family") else "right", no_wrap=True)
+    for point in sorted(found.points, key=lambda point: point.loss):
+        named = point.architecture
+        named += f" = {point.study_name}" if point.study_name != point.architecture else ""
+        span = " to ".join(units.loss(end) for end in point.loss_interval) if point.loss_interval else units.MISSING
+        points.add_row(named, point.family, f"{100 * point.score:.1f}", units.loss(point.loss), span)
+    console.print(points)
+    table = Table(box=SIMPLE, pad_edge=False)
+    for column in ("correlation", "n", "rank", "95 %", "linear", "95 %"):
+        table.add_column(column, justify="left" if column == "correlation" else "right", no_wrap=True)
+    for group in (found.overall, found.tasks):
+        for one in group.values():
+            _add(table, one)
+        table.add_section()
+    console.print(table)
+    console.print("Near -1: the higher the score, the lower the loss. Few architectures make wide intervals.")
+    refused = [f"{one.group}: {one.refused}" for one in found.overall.values() if one.refused]
+    for note in [*refused, *found.notes]:
+        console.print(f"note: {note}", markup=False, style="yellow")
+
+
+def _add(table, one) -> None:
+    name = one.group.replace("_", " ")
+    if one.refused:
+        table.add_row(name, str(one.architectures), "–", "–", "–", "–")
+        return
+    spans = [
+        f"{span[0]:+.2f} to {span[1]:+.2f}" if span else "–" for span in (one.spearman_interval, one.pearson_interval)
+    ]
+    table.add_row(name, str(one.architectures), f"{one.spearman:+.3f}", spans[0], f"{one.pearson:+.3f}", spans[1])

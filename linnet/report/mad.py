@@ -1,0 +1,237 @@
+"""The report of MAD scores: `write_mad_report(folder)` writes one offline page from the runs' records alone."""
+
+from html import escape
+from pathlib import Path
+
+from linnet.report import shell, units
+from linnet.report.mad_figures import Records, draw, points, task_name
+from linnet.study.mad.checks import NOT_ENOUGH, Check, checks
+from linnet.study.mad.results import DONE, read_results
+from linnet.study.mad.scores import Score, score, write_scores
+from linnet.study.mad.settings import MAD_TASKS
+
+CLOSE = 0.01  # scores within this of the highest count as close to it
+
+
+def write_mad_report(
+    folder: str | Path, out: str | Path | None = None, *, metric: str = "accuracy", legacy: bool = False
+) -> Path:
+    """Writes the report of a MAD folder; nothing is trained.
+
+    Args:
+        folder: of `linnet mad run`: mad.csv, or run folders with a result.json.
+        out: the page; default `report/index.html` in the folder. Figures and scores.csv go beside it.
+        metric, legacy: as in `linnet.study.mad.scores.score`.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ConfigError: the folder holds no runs or unusable ones, or the extra `study` is not installed.
+    """
+    shell.check_extra(("altair", "vl_convert"))
+    results = read_results(folder)
+    scores = score(results, metric=metric, legacy=legacy)
+    records = Records(Path(folder), results, scores, checks(scores))
+    page = shell.page_path(folder, out)
+    figures = draw(records) if records.architectures else []
+    for figure in figures:
+        shell.write_pictures(page.parent, figure)
+    write_scores(page.parent, scores)
+    page.write_text(_page(records, figures), encoding="utf-8")
+    return page
+
+
+def _page(records: Records, figures: list) -> str:
+    name = records.folder.resolve().name
+    command = f"linnet mad report {name}"
+    command += "" if records.scores.metric == "accuracy" else f" --metric {records.scores.metric}"
+    command += " --legacy" if records.scores.legacy else ""
+    lines = "".join(f"<li>{line}</li>" for line in findings(records))
+    parts = [
+        f'<p class="lead">{_summary(records)}</p>',
+        *(f'<p class="notice">{escape(line)}.</p>' for line in notices(records)),
+        "<h2>What was found</h2>",
+        f'<ul class="findings">{lines}</ul>',
+    ]
+    if records.architectures:
+        parts += [shell.key(records.architectures), *(shell.section(figure, command) for figure in figures)]
+        parts += [*_scores(records), *_pairs(records)]
+    facts = {
+        "Redraw": f"<code>{escape(command)}</code>, from the result rows alone",
+        "Score": "the mean over tasks of the mean over settings of the best run at each setting",
+        "Selection": f"best run by the {'test split itself (legacy)' if records.scores.legacy else 'validation split'}",
+        "Drawn with": escape(shell.drawn_with()),
+    }
+    parts += ["<h2>How this was made</h2>", shell.facts(facts)]
+    return shell.document(f"MAD scores: {name}", parts)
+
+
+def _summary(records: Records) -> str:
+    results = records.results
+    settings = len({result.setting for result in results})
+    names = len({result.architecture for result in results})
+    text = f"{units.plural(len(results), 'run')} of {units.plural(names, 'architecture')} at "
+    text += f"{units.plural(settings, 'setting')} of {units.plural(len({r.task for r in results}), 'task')}"
+    seeds = len({result.seed for result in results})
+    return escape(f"{text}, {units.plural(seeds, 'seed')}.")
+
+
+def notices(records: Records) -> list[str]:
+    """What to know before reading a score, in plain words."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for one in records.scores.values():
+        if not one.comparable:
+            found.setdefault(one.reasons, []).append(one.architecture)
+    everyone = len(records.scores)
+    lines = []
+    for reasons, names in found.items():
+        who = "Not comparable with other scores" if len(names) == everyone else f"Not comparable: {', '.join(names)}"
+        lines.append(f"{who} ({'; '.join(reasons)})")
+    missing = [task_name(task) for task in MAD_TASKS if task not in records.scores.tasks]
+    if missing and records.architectures:
+        lines.append(f"The scores leave out {units.listed(missing)}")
+    lines += [f"{name} has no score: {reason}" for name, reason in records.scores.unscored.items()]
+    if records.scores.legacy:
+        lines.append("Runs were selected on the test split, as in the published implementation, which flatters scores")
+    return lines
+
+
+def findings(records: Records) -> list[str]:
+    """The headlines as HTML: the highest score, who leads each task, the paper's findings, what diverged."""
+    lines = [_highest(records), _leaders(records), *map(_finding, records.checks), _curves(records), _lost(records)]
+    return [line for line in lines if line]
+
+
+def _strong(name: str) -> str:
+    return f"<b>{escape(name)}</b>"
+
+
+def _share(one: Score) -> str:
+    return points(one.score) + (f" ± {points(one.spread)}" if one.spread is not None else "") + f"{units.SPACE}%"
+
+
+def _highest(records: Records) -> str:
+    order = list(records.scores.values())
+    if not order:
+        return "No run trained to its end, so there is nothing to compare."
+    first = order[0]
+    if len(order) == 1:
+        return f"{_strong(first.architecture)} scores <b>{_share(first)}</b>."
+    text = f"{_strong(first.architecture)} has the highest score: <b>{_share(first)}</b>"
+    close = [one for one in order[1:] if first.score - one.score <= CLOSE]
+    if close:
+        names = units.listed([_strong(one.architecture) for one in close])
+        text += f", with {names} within {points(CLOSE)} points of it"
+    else:
+        text += f", {points(first.score - order[1].score)} points above {_strong(order[1].architecture)}"
+    last = order[-1]
+    text += f". The lowest is that of {_strong(last.architecture)}, {_share(last)}."
+    if first.spread is None:
+        text += " From one seed: differences of a point or two may be chance."
+    return text
+
+
+def _leaders(records: Records) -> str:
+    if len(records.scores) < 2:
+        return ""
+    leaders: dict[str, list[str]] = {}
+    for task in records.scores.tasks:
+        known = {name: one.tasks[task].score for name, one in records.scores.items() if task in one.tasks}
+        best = max(known, key=known.get)
+        leaders.setdefault(best, []).append(f"{task_name(task)} ({points(known[best])}{units.SPACE}%)")
+    parts = [f"{_strong(name)} at {units.listed(tasks)}" for name, tasks in leaders.items()]
+    return f"The highest on each task: {'; '.join(parts)}."
+
+
+def _finding(check: Check) -> str:
+    claim = f"{escape(check.claim)}"
+    paper = f"paper 004: {points(check.paper_gain)} points"
+    if check.verdict == NOT_ENOUGH:
+        return f"{claim}: <b>{NOT_ENOUGH}</b>. It {escape(check.needed)} ({paper})."
+    better = sum(pair.gain > 0 for pair in check.pairs)
+    text = f"{claim}: <b>{check.verdict}</b>. The mean gain of {units.plural(len(check.pairs), 'pair')} is "
+    text += f"{points(check.gain)} points"
+    if check.interval:
+        text += f" (95{units.SPACE}%: {points(check.interval[0])} to {points(check.interval[1])})"
+    text += f", above zero in {better} of {len(check.pairs)}; {paper}."
+    return text + "".join(f" {escape(note[0].upper() + note[1:])}." for note in check.notes)
+
+
+def _curves(records: Records) -> str:
+    varied = any(setting.varied for one in records.scores.values() for setting in one.settings.values())
+    if varied or not records.architectures:
+        return ""
+    return "Only baselines were run, so there are no difficulty curves; <code>--budget full</code> has the settings."
+
+
+def _lost(records: Records) -> str:
+    counts: dict[str, int] = {}
+    for result in records.results:
+        if not result.ended:
+            status = result.status if result.status != DONE else "without a finite accuracy"
+            counts[status] = counts.get(status, 0) + 1
+    if not counts:
+        return ""
+    shown = units.listed([f"{number} {escape(status)}" for status, number in counts.items()])
+    return f"{sum(counts.values())} of {units.plural(len(records.results), 'run')} took no part ({shown})."
+
+
+def _scores(records: Records) -> list[str]:
+    tasks = records.scores.tasks
+    titles = ["Score", "Spread", "Seeds", *(task_name(task).capitalize() for task in tasks)]
+    titles += ["Settings", "Parameters", "State"]
+    head = "<th>Architecture</th>" + "".join(f'<th class="n">{title}</th>' for title in titles)
+    head += "<th>Budget</th><th>Comparable</th>"
+    rows = []
+    for name, one in records.scores.items():
+        cells = [_number(one.score, points), _number(one.spread, points), _number(len(one.seeds), str)]
+        for task in tasks:
+            cells.append(_number(one.tasks[task].score if task in one.tasks else None, points))
+        cells += [_number(len(one.settings), str), _number(one.parameters, units.count)]
+        cells.append(_number(one.state_size, lambda value: f"{value:,}" if value else "none"))
+        cells.append(f"<td>{escape(one.budget or units.MISSING)}</td>")
+        cells.append("<td>yes</td>" if one.comparable else '<td class="bad">no</td>')
+        swatch = shell.swatch(records.architectures, name)
+        rows.append(f'<tr id="run-{escape(name)}"><td>{swatch}</td>{"".join(cells)}</tr>')
+    caption = (
+        "Accuracy in per cent, spread as one standard deviation over seeds. Parameters are those of the model at the "
+        "baseline of the first task (larger vocabularies need more); the state is what a sequence carries from token "
+        "to token whatever its length, a complex mode counting as one. Clicking a column sorts, and "
+        '<a href="scores.csv">scores.csv</a> has all digits.'
+    )
+    table = shell.table("runs", head, rows, "sortable")
+    return ["<h2>All scores</h2>", f'<p class="caption">{caption}</p>', table]
+
+
+def _number(value, shown) -> str:
+    if value is None:
+        return f'<td class="n" data-v="">{units.MISSING}</td>'
+    return f'<td class="n" data-v="{value:.10g}" title="{value:.10g}">{shown(value)}</td>'
+
+
+def _pairs(records: Records) -> list[str]:
+    tasks = records.scores.tasks
+    rows = []
+    for check in records.checks:
+        for index, pair in enumerate(check.pairs):
+            first = f"<td>{escape(check.claim) if index == 0 else ''}</td>"
+            names = f"<td>{escape(pair.first)}</td><td>{escape(pair.second)}</td>"
+            gains = [pair.gain, *(pair.tasks.get(task) for task in tasks)]
+            cells = "".join(_number(gain, _signed) for gain in gains)
+            rows.append(f"<tr>{first}{names}{cells}{_number(pair.settings, str)}</tr>")
+    if not rows:
+        return []
+    titles = ["Gain", *(task_name(task).capitalize() for task in tasks), "Settings"]
+    head = "<th>Finding of paper 004</th><th>With</th><th>Without</th>"
+    head += "".join(f'<th class="n">{title}</th>' for title in titles)
+    caption = (
+        "Pairs of architectures that differ in one thing, on the settings that both have: the gain in points of "
+        "accuracy, as the mean over tasks and of each task."
+    )
+    return ["<h2>The pairs behind the findings</h2>", f'<p class="caption">{caption}</p>',
+            shell.table("pairs", head, rows)]  # fmt: skip
+
+
+def _signed(gain: float) -> str:
+    return ("+" if gain > 0 else "") + points(gain)

@@ -1,0 +1,133 @@
+"""`linnet mad report` and `linnet mad correlate`: what they write and print, and what they say about bad input."""
+
+import json
+import webbrowser
+
+import pytest
+from mad_folders import rows, write_mad, write_rows
+from typer.testing import CliRunner
+
+from linnet.cli import app
+
+LEVELS = {
+    "mad-hyena-swiglu": 0.50,
+    "mad-mh-hyena-swiglu": 0.56,
+    "mad-hyena-attention-swiglu": 0.62,
+    "mad-mamba": 0.60,
+    "mad-mamba-attention-swiglu": 0.72,
+}
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, ["mad", *map(str, arguments)])
+
+
+@pytest.fixture
+def scored(tmp_path):
+    return write_mad(tmp_path / "scored", LEVELS)
+
+
+@pytest.fixture
+def studied(tmp_path):
+    """The table of a study, in which two architectures have other names and one has no score."""
+    lines = ["run,architecture,params_non_embedding,tokens,flops,loss"]
+    for name, level in {**LEVELS, "tnl": 0.5}.items():
+        name = name.removeprefix("mad-") if "mamba" in name else name
+        for budget in (1e12, 3e12, 9e12, 2.7e13):
+            for n in (5e3, 1e4, 2e4, 4e4, 8e4, 1.6e5, 3.2e5):
+                d = budget / (6 * n)
+                loss = 1.5 - level + 30 / n**0.35 + 200 / d**0.37
+                lines.append(f"{name}-{n:g}-{budget:g},{name},{n},{d},{budget},{loss}")
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "table.csv").write_text("\n".join(lines) + "\n")
+    return tmp_path / "study"
+
+
+PAIRS = ("--pair", "mad-mamba=mamba", "--pair", "mad-mamba-attention-swiglu = mamba-attention-swiglu")
+
+
+def test_report_prints_the_path_of_the_page(scored, monkeypatch):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    result = call("report", scored, "--open")
+    page = scored / "report" / "index.html"
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip() == str(page) and opened == [page.resolve().as_uri()]
+    assert "mad-mamba-attention-swiglu" in page.read_text()
+
+
+def test_report_elsewhere_and_as_the_published_implementation(scored, tmp_path):
+    page = tmp_path / "elsewhere" / "scores.html"
+    result = call("report", scored, "--out", page, "--legacy", "--metric", "macro_batch")
+    assert result.exit_code == 0, result.output
+    assert "linnet mad report scored --metric macro_batch --legacy" in page.read_text()
+    assert (page.parent / "scores.png").is_file() and not (scored / "report").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (("nowhere",), "there is no such folder"),
+        ((".", "--metric", "acuracy"), "did you mean 'accuracy'"),
+        ((".", "--out", "page"), "page/index.html"),
+    ],
+)
+def test_report_of_what_is_no_folder(scored, monkeypatch, arguments, problem):
+    monkeypatch.chdir(scored)
+    result = call("report", *arguments)
+    assert result.exit_code == 2 and problem in result.output and "Traceback" not in result.output
+
+
+def test_correlate_prints_tables(scored, studied):
+    result = call("correlate", scored, "--study", studied, "--bootstrap", 30, *PAIRS)
+    assert result.exit_code == 0, result.output
+    assert "compute-optimal loss at 2.7×10¹³" in result.stdout
+    assert "mad-mamba = mamba" in result.stdout
+    for group in ("all", "within families", "between families", "hyena", "fuzzy recall", "memorization"):
+        assert group in result.stdout
+    assert "note: between families: 2 families; 3 are needed" in result.stdout
+
+
+def test_correlate_as_json(scored, studied):
+    result = call("correlate", scored, "--study", studied, "--at", "1e13", "--bootstrap", 0, "--json", *PAIRS)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["compute"] == 1e13 and len(found["points"]) == 5
+    assert found["overall"]["all"]["spearman"] == pytest.approx(-1) and found["overall"]["all"]["pearson"] < -0.99
+    assert found["overall"]["all"]["pearson_interval"] is None
+    assert set(found["tasks"]) >= {"compression", "fuzzy_recall"}
+
+
+def test_correlate_with_too_few_common_architectures(scored, studied):
+    write_rows(scored, [row for row in rows(LEVELS) if "hyena-attention" not in row["architecture"]])
+    result = call("correlate", scored, "--study", studied)
+    assert result.exit_code == 2 and "Traceback" not in result.output
+    assert "2 architectures have both a score and a law" in result.output
+    assert "the study" in result.output and "mad-mamba-attention-swiglu, mad-mamba\n" in result.output
+    assert "mad-hyena-attention-swiglu, mamba, mamba-attention-swiglu, tnl" in result.output
+    assert "--pair SCORED=STUDIED" in result.output
+
+
+@pytest.mark.parametrize(
+    "pairs, problem",
+    [
+        (("--pair", "mad-mamba"), "write SCORED=STUDIED"),
+        (("--pair", "mad-mamba=a", "--pair", "mad-mamba=b"), "is paired with a already"),
+        (("--pair", "mad-mamb=mamba"), "did you mean 'mad-mamba'"),
+        (("--pair", "mad-mamba=mambo"), "did you mean 'mamba'"),
+    ],
+)
+def test_correlate_with_bad_pairs(scored, studied, pairs, problem):
+    result = call("correlate", scored, "--study", studied, *pairs)
+    assert result.exit_code == 2 and problem in result.output and "Traceback" not in result.output
+
+
+def test_correlate_without_a_study(scored, tmp_path):
+    result = call("correlate", scored, "--study", tmp_path / "nowhere")
+    assert result.exit_code == 2 and "nowhere" in result.output and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("verb, words", [("report", "linnet mad report mad/core"), ("correlate", "--study")])
+def test_help_teaches(verb, words):
+    result = call(verb, "--help")
+    assert result.exit_code == 0 and words in result.output
