@@ -2,11 +2,8 @@
 
 import pytest
 
-from linnet.layers import MIXERS
-from linnet.models import RECIPES, ModelConfig, count_parameters, get_recipe
+from linnet.models import ModelConfig, count_parameters, get_recipe
 from linnet.models.recipes.mad import ARCHITECTURES, OPTIONS, fit_length, mad_model
-
-BUILT = [name for name in ARCHITECTURES if name in RECIPES]
 
 # Parameters of one layer of the published implementation (width 128), and what it has besides ours.
 PUBLISHED_LAYERS = {
@@ -39,13 +36,7 @@ def test_there_are_21():
     assert ARCHITECTURES["mad-mamba-attention-moe"] == "mamba x2 attention+moe"
 
 
-def test_each_is_a_recipe_as_soon_as_its_mixers_exist():
-    for name, layout in ARCHITECTURES.items():
-        used = {block.partition("+")[0] for block in layout.split()} - {"x2", "x4"}
-        assert (name in RECIPES) == (used <= set(MIXERS))
-
-
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_four_layers_of_width_128(name):
     config = get_recipe(name)
     assert (config.d_model, config.vocab_size, config.tie_embeddings) == (128, 16, False)
@@ -61,7 +52,7 @@ def test_parameters_are_the_published_ones_where_forms_agree(name):
     assert total == PUBLISHED_MODELS[name] - HEAD_BIAS - besides
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_parameters_add_up_from_the_layers(name):
     """And 2 x 16 x 128 of embedding and head, a norm a layer and one more; SwiGLU is 3 x 128 x 512."""
     config = get_recipe(name)
@@ -74,11 +65,10 @@ def test_parameters_add_up_from_the_layers(name):
 def test_filters_start_as_long_as_the_sequences():
     config = fit_length(mad_model("mad-gla-moe"), 256)
     assert config == mad_model("mad-gla-moe")
-    if "hyena" in MIXERS:
-        config = mad_model("hyena+moe gla+moe")
-        assert fit_length(config, 256).options["hyena"] == {**config.options["hyena"], "max_time_constant": 256}
-        own = ModelConfig(**{**config.model_dump(), "options": {"hyena": {"max_time_constant": 9}}})
-        assert fit_length(own, 256) is own
+    config = mad_model("hyena+moe gla+moe")
+    assert fit_length(config, 256).options["hyena"] == {**config.options["hyena"], "max_time_constant": 256}
+    own = ModelConfig(**{**config.model_dump(), "options": {"hyena": {"max_time_constant": 9}}})
+    assert fit_length(own, 256) is own
 
 
 def test_any_layout_gets_the_paper_s_options_for_what_it_names():

@@ -83,13 +83,5 @@ def fit_length(config: ModelConfig, length: int) -> ModelConfig:
     return ModelConfig(**{**config.model_dump(), "options": {**config.options, **options}})
 
 
-def _has_layers(layout: str) -> bool:
-    try:
-        return bool(parse_layout(layout))
-    except ValueError:
-        return False
-
-
-for recipe, stack in ARCHITECTURES.items():
-    if _has_layers(stack):  # an architecture is a recipe as soon as its mixers are registered
-        register_recipe(recipe, lambda name=recipe: mad_model(name))
+for recipe in ARCHITECTURES:
+    register_recipe(recipe, lambda name=recipe: mad_model(name))

@@ -24,6 +24,7 @@ from rich.markup import escape
 
 from linnet.config import ConfigError, parse
 from linnet.models import ModelConfig
+from linnet.models.recipes.mad import fit_length
 from linnet.runs import LockedError, RunFolder
 from linnet.runs.files import write_atomic
 from linnet.study.executors import ExecutorConfig, Job, Outcome, make_executor
@@ -86,6 +87,7 @@ def mad_runs(
         for one in planned:
             task = one.setting.task
             config = parse(ModelConfig, model.model_dump() | {"vocab_size": task.num_tokens}, name)
+            config = fit_length(config, task.input_length)
             shape = {
                 "model": config.model_dump(mode="json"),
                 **one.setting.to_dict(),

@@ -4,14 +4,12 @@ import pytest
 
 from linnet.config import ConfigError
 from linnet.layers.positions.tpe import TpeConfig
-from linnet.models import RECIPES, ModelConfig, state_bytes
+from linnet.models import ModelConfig, state_bytes
 from linnet.models.recipes.mad import ARCHITECTURES, mad_model
 from linnet.study.mad.state import block_states, check_state, fixed_state_bytes, normalise, state_size, target_size
 
-BUILT = [name for name in ARCHITECTURES if name in RECIPES]
 
-
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_all_architectures_of_the_paper_are_normalised(name):
     config = mad_model(name)
     expected = 0 if name.startswith("mad-attention") else 2048 if "attention" in name else 4096
