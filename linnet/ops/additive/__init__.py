@@ -14,7 +14,7 @@ from linnet.ops.arguments import check_devices, check_matrix_state, check_state
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.direct import shorten
 from linnet.ops.documents import count_states
-from linnet.ops.folding import fold, unfold
+from linnet.ops.folding import fold_all, unfold
 from linnet.ops.looping import each
 
 __all__ = ["additive_attention", "additive_step"]
@@ -173,7 +173,7 @@ def _(info, in_dims, *args):
     if in_dims[9] is not None or (by_heads and in_dims[4] is not None):
         return each(_forward, size, in_dims, args)
     axes = (2, 2, 2, 0, None, 1, 1) if by_heads else (0, 0, 0, None, 0, 0, 0)
-    outputs = _forward(*_folded(args[:7], in_dims, size, axes), *args[7:])
+    outputs = _forward(*fold_all(args[:7], in_dims, size, axes), *args[7:])
     outs = (2, 1, 1) if by_heads else (0, 0, 0)
     return tuple(unfold(x, size, axis) for x, axis in zip(outputs, outs, strict=True)), outs
 
@@ -185,17 +185,13 @@ def _(info, in_dims, *args):
     if in_dims[13] is not None or (by_heads and in_dims[7] is not None):
         return each(_backward, size, in_dims, args)
     axes = (2, 1, 1, 2, 2, 2, 0, None, 1, 1, 1) if by_heads else (0, 0, 0, 0, 0, 0, None, 0, 0, 0, 0)
-    dq, dk, dv, dtheta, dS, dz = _backward(*_folded(args[:11], in_dims, size, axes), *args[11:])
+    dq, dk, dv, dtheta, dS, dz = _backward(*fold_all(args[:11], in_dims, size, axes), *args[11:])
     outs = (2, 2, 2, 0, 1, 1) if by_heads else (0, 0, 0, None, 0, 0)
     grads = [
         x if axis is None or x.numel() == 0 and x.ndim == 1 else unfold(x, size, axis)
         for x, axis in zip((dq, dk, dv, dtheta, dS, dz), outs, strict=True)
     ]
     return tuple(grads), outs[:3] + (None if theta is None else 0,) + outs[4:]
-
-
-def _folded(args, in_dims, size, axes):
-    return [x if axis is None else fold(x, dim, size, axis) for x, dim, axis in zip(args, in_dims, axes, strict=False)]
 
 
 # FLOPs: 2 a multiply-add, matrix products of the chunked form only, in chunks of 64 whatever form runs; the empty half

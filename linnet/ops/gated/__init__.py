@@ -11,7 +11,7 @@ from linnet.ops.arguments import check_decay_values, check_devices, check_matrix
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.direct import shorten
 from linnet.ops.documents import count_states
-from linnet.ops.folding import fold, unfold
+from linnet.ops.folding import fold_all, unfold
 from linnet.ops.gated import chunked
 from linnet.ops.gated.flops import gated_backward_flops, gated_flops
 from linnet.ops.gated.forget import forget_gate, forget_gated_attention
@@ -144,11 +144,7 @@ _HEAD_AXES = (2, 2, 2, 2, 1, None, 2, 1)
 def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], bool]:
     """q, k, v, log_decay, initial_state, cu_seqlens and perhaps do, dfinal of all models as those of one."""
     heads = tensors[5] is not None
-    folded = [
-        x if axis is None else fold(x, dim, size, axis)
-        for x, dim, axis in zip(tensors, dims, _HEAD_AXES if heads else _BATCH_AXES, strict=False)
-    ]
-    return folded, heads
+    return fold_all(tensors, dims, size, _HEAD_AXES if heads else _BATCH_AXES), heads
 
 
 @gated.register_vmap

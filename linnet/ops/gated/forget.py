@@ -15,7 +15,7 @@ from linnet.ops.arguments import check_devices, check_matrix_state
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.direct import shorten
 from linnet.ops.documents import count_states
-from linnet.ops.folding import fold, unfold
+from linnet.ops.folding import fold_all, unfold
 from linnet.ops.gated import chunked
 from linnet.ops.gated.flops import gated_backward_flops, gated_flops
 from linnet.ops.gated.reference import gated_reference
@@ -192,11 +192,7 @@ _HEAD_AXES = (2, 2, 2, 0, 1, None, 2, 1)
 def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], bool]:
     """q, x, v, lower_bound, initial_state, cu_seqlens and perhaps do, dfinal of all models as those of one."""
     heads = tensors[3] is not None or tensors[5] is not None
-    folded = [
-        x if axis is None else fold(x, dim, size, axis)
-        for x, dim, axis in zip(tensors, dims, _HEAD_AXES if heads else _BATCH_AXES, strict=False)
-    ]
-    return folded, heads
+    return fold_all(tensors, dims, size, _HEAD_AXES if heads else _BATCH_AXES), heads
 
 
 @forget_gated.register_vmap

@@ -11,7 +11,7 @@ from linnet.ops.arguments import check_decay_values, check_devices, check_state
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.direct import shorten
 from linnet.ops.documents import check_documents, count_states
-from linnet.ops.folding import fold, unfold
+from linnet.ops.folding import fold_all, unfold
 from linnet.ops.looping import each
 from linnet.ops.modal import chunked
 from linnet.ops.modal.reference import modal_reference
@@ -143,7 +143,7 @@ def _(info, in_dims, *tensors):
 
 def _fold(size: int, dims: tuple, tensors: tuple, by_channel: bool) -> list[Tensor | None]:
     axes = (2, 0, 0, 1, None, 2, 1) if by_channel else (0, None, None, 0, None)
-    return [x if axis is None else fold(x, dim, size, axis) for x, dim, axis in zip(tensors, dims, axes, strict=False)]
+    return fold_all(tensors, dims, size, axes)
 
 
 # FLOPs: 2 a multiply-add, matrix products of the chunked form only, in chunks of 32 whatever form runs; the empty half

@@ -11,7 +11,7 @@ from linnet.ops.arguments import check_decay_values, check_devices, check_state
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.direct import shorten
 from linnet.ops.documents import check_documents, count_states
-from linnet.ops.folding import fold, unfold
+from linnet.ops.folding import fold_all, unfold
 from linnet.ops.looping import each
 from linnet.ops.scan import chunked
 from linnet.ops.scan.reference import scan_reference
@@ -129,10 +129,7 @@ def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], 
     """Folds the models into the batch, or into the channels where there is theta or documents are packed (B = 1)."""
     by_channel = tensors[2] is not None or tensors[4] is not None
     axes = (2, 2, 0, 1, None, 2, 2, 1) if by_channel else (0, 0, None, 0, None, 0, 0, 0)
-    folded = [
-        x if axis is None else fold(x, dim, size, axis) for x, dim, axis in zip(tensors, dims, axes, strict=False)
-    ]
-    return folded, by_channel
+    return fold_all(tensors, dims, size, axes), by_channel
 
 
 @scan.register_vmap
