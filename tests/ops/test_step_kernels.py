@@ -129,6 +129,7 @@ class Case:
                 outputs.append(self.step(t, token, self.constants, tuple(x for x, _ in held)))
         for actual, wanted in zip([torch.stack(outputs, 1), *(x for x, _ in held)], expected, strict=True):
             tolerance = TOLERANCE[self.dtype] if actual.dtype == self.dtype else TOLERANCE[torch.float32]
+            assert torch.equal(actual.isfinite(), wanted.isfinite()) and not actual.isnan().any()
             error = rms(actual.double() - wanted) / max(rms(wanted), 1e-30)
             assert error <= tolerance, f"{self.op} {self.shape}: {error}"
         assert all(around[:8].isnan().all() and around[-8:].isnan().all() for _, around in held)
