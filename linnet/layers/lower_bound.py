@@ -23,20 +23,23 @@ class LowerBounds(nn.Module):
     def __init__(self, num_layers: int, d_model: int):
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(num_layers, d_model))
-        self._kept: tuple[tuple, dict] = ((), {})
+        self._kept: tuple[Tensor | None, tuple, dict] = (None, (), {})
 
     def forward(self, index: int, form: Literal["inclusive", "exclusive"]) -> Tensor:
         share = self.gamma.float().softmax(dim=0) if self.gamma.dtype != torch.float64 else self.gamma.softmax(dim=0)
         return share[1 : index + 1].sum(dim=0) if form == "inclusive" else share[:index].sum(dim=0)
 
     def constant(self, index: int, form: Literal["inclusive", "exclusive"]) -> Tensor:
-        """As `forward`, for decoding: kept until gamma changes, since a token would compute the same in every layer."""
+        """As `forward`, for decoding: kept until gamma changes, since a token would compute the same in every layer.
+
+        A write through `gamma.data` is not seen; and a CUDA graph goes on reading what was kept before its capture.
+        """
         if torch.is_grad_enabled() or not is_plain((self.gamma,)) or self.gamma.is_inference():
             return self.forward(index, form)
         version = (self.gamma.data_ptr(), self.gamma._version, self.gamma.dtype, self.gamma.device)
-        if self._kept[0] != version:
-            self._kept = (version, {})
-        kept = self._kept[1]
+        if self._kept[0] is not self.gamma or self._kept[1] != version:  # an address alone may serve again
+            self._kept = (self.gamma, version, {})
+        kept = self._kept[2]
         if (index, form) not in kept:
             beta = self.forward(index, form)
             if self.gamma.is_cuda and torch.cuda.is_current_stream_capturing():

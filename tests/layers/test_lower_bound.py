@@ -19,5 +19,9 @@ def test_kept_until_gamma_changes():
         other = copy.deepcopy(bounds)
         other.load_state_dict({"gamma": torch.randn(4, 8)})
         assert torch.equal(other.constant(3, "inclusive"), other(3, "inclusive"))
+        kept = bounds.constant(1, "inclusive")
+        bounds.gamma = torch.nn.Parameter(bounds.gamma.detach().clone())
+        assert bounds.constant(1, "inclusive") is not kept
+        assert copy.deepcopy(bounds).state_dict().keys() == {"gamma"}
         assert bounds.double().constant(1, "inclusive").dtype == torch.float64
     assert bounds.constant(2, "inclusive").requires_grad
