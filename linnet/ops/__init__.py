@@ -1,4 +1,5 @@
-"""Functions on tensors, each registered once with `torch.library`: fake, autograd, vmap and FLOP formula.
+"""Functions on tensors, each registered once with `torch.library`: fake, autograd, vmap and FLOP formula. Norms, gated
+activations and rotations are not: where no kernel of theirs runs, they are PyTorch's own.
 
 Layout [B, T, H, D]; an op returns (o, final_state or None) and has a `step` for one token, which updates the state in
 place. `use_backend` chooses the form that runs, `debug` turns on checks of values.
