@@ -1,0 +1,215 @@
+"""The page of MAD scores: what it says and holds, that it needs no network, and that a browser draws it."""
+
+import csv
+import json
+import math
+import re
+import shutil
+import subprocess
+
+import pytest
+from mad_folders import rows, write_mad, write_rows
+
+from linnet.config import ConfigError
+from linnet.report.mad import write_mad_report
+from linnet.study.mad.results import read_results
+from linnet.study.mad.scores import score
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --virtual-time-budget=20000 "
+    "--window-size=1280,3000 --enable-logging=stderr"
+).split()
+TASKS = "in-context-recall fuzzy-recall noisy-recall selective-copying compression memorization".split()
+FIGURES = {"scores", "score-against-size", *(f"difficulty-{task}" for task in TASKS)}
+SIX = (
+    "mad-attention-swiglu",
+    "mad-hyena-swiglu",
+    "mad-hyena-attention-swiglu",
+    "mad-mh-hyena-swiglu",
+    "mad-mamba",
+    "mad-gla-swiglu",
+)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    """Six architectures at all 66 settings with two seeds, one run of which diverged: (folder, page)."""
+    folder = tmp_path_factory.mktemp("mad") / "full"
+    found = rows(SIX, "full", seeds=(0, 1))
+    found[1] |= {"status": "diverged", "accuracy": math.nan, "validation_accuracy": math.nan, "macro_batch": math.nan}
+    return folder, write_mad_report(write_rows(folder, found))
+
+
+@pytest.fixture
+def write(monkeypatch):
+    """Writes the page of a folder without the pictures, and returns its text and its specifications."""
+    monkeypatch.setattr("linnet.report.shell.write_pictures", lambda folder, figure: None)
+    return lambda folder, **options: read(write_mad_report(folder, **options))
+
+
+def read(path):
+    """The words of a page (without tags, entities in place) and the specifications of its figures."""
+    source = path.read_text(encoding="utf-8")
+    specs = re.findall(r'<script type="application/json" id="spec-([^"]+)">(.*?)</script>', source, re.S)
+    words = re.sub(r"<(script|style)\b.*?</\1>", " ", source, flags=re.S)
+    words = re.sub(r"</?(b|code|i|a|span)\b[^>]*>", "", words)
+    words = " ".join(re.sub(r"<[^>]*>", " ", words).replace("\N{NO-BREAK SPACE}", " ").split())
+    return words, {name: json.loads(text.replace("<\\/", "</")) for name, text in specs}
+
+
+def data(spec):
+    return [row for part in spec["datasets"].values() for row in part]
+
+
+def test_page_and_pictures_are_where_they_were_promised(full):
+    folder, page = full
+    assert page == folder / "report" / "index.html" and page.stat().st_size < 2_500_000
+    assert set(read(page)[1]) == FIGURES
+    for name in FIGURES:
+        assert (page.parent / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (page.parent / f"{name}.svg").read_text().startswith("<svg")
+
+
+def test_page_needs_no_network(full):
+    source = re.sub(r"<script.*?</script>", "", full[1].read_text(), flags=re.S)
+    assert not re.search(r'(src|href)="(https?:)?//', source) and "@import" not in source and "url(" not in source
+
+
+def test_numbers_on_the_page_are_the_scores(full):
+    folder, page = full
+    scores = score(read_results(folder))
+    words, specs = read(page)
+    cells = data(specs["scores"])
+    assert len(cells) == len(SIX) * 7
+    for row in cells:
+        one = scores[row["architecture"]]
+        task = row["task"].replace("-", "_").replace(" ", "_")
+        assert row["value"] == pytest.approx(one.score if task == "score" else one.tasks[task].score, rel=1e-5)
+    first = next(iter(scores.values()))
+    assert f"{first.architecture} has the highest score: {100 * first.score:.1f} ± {100 * first.spread:.1f} %" in words
+    assert "4,752 runs of 6 architectures at 66 settings of 6 tasks, 2 seeds" in words
+    assert "1 of 4,752 runs took no part (1 diverged)" in words and "Not comparable" not in words
+    with open(page.parent / "scores.csv", newline="") as file:
+        assert {row["architecture"] for row in csv.DictReader(file)} == set(SIX)
+
+
+def test_findings_have_numbers_or_say_what_is_missing(full):
+    words, _ = read(full[1])
+    assert "Striped architectures outperform uniform ones: too few pairs to tell. The mean gain of 1 pair is" in words
+    assert re.search(r"is 1[234]\.\d points, above zero in 1 of 1; paper 004: 8\.1 points", words)
+    assert "Sparse mixtures of experts outperform SwiGLU: not enough runs. It needs an architecture with moe" in words
+
+
+def test_difficulty_goes_from_easy_to_hard_with_the_baseline_first(full):
+    specs = read(full[1])[1]
+    spec = specs["difficulty-noisy-recall"]
+    assert len(spec["concat"]) == 4
+    orders = [panel["layer"][0]["encoding"]["x"]["sort"] for panel in spec["concat"]]
+    assert ["16", "32", "64", "128"] in orders and ["128", "256", "512", "1,024"] in orders
+    assert ["12,800", "6,400", "3,200", "1,600", "800"] in orders and ["0.2", "0.4", "0.6", "0.8"] in orders
+    assert all("setting" in row and "learning rate" in row for row in data(spec))
+    assert len(specs["difficulty-memorization"]["concat"]) == 1
+
+
+def test_attention_alone_has_no_fixed_state(full):
+    spec = read(full[1])[1]["score-against-size"]
+    panels = spec["hconcat"]
+    names = [panel["layer"][-1]["data"]["name"] for panel in panels]
+    left, right = ({row["architecture"] for row in spec["datasets"][name]} for name in names)
+    assert right - left == {"mad-attention-swiglu"}
+    assert "so not on the left: mad-attention-swiglu" in read(full[1])[0]
+
+
+def test_same_rows_give_the_same_bytes(tmp_path):
+    first, second = (write_mad(tmp_path / part / "mad", SIX[:2]) for part in "ab")
+    one, two = write_mad_report(first).parent, write_mad_report(second).parent
+    assert {path.name for path in one.iterdir()} == {path.name for path in two.iterdir()}
+    for path in one.iterdir():
+        assert path.read_bytes() == (two / path.name).read_bytes(), path.name
+
+
+def test_smoke_is_labelled_not_comparable(tmp_path, write):
+    words, specs = write(write_mad(tmp_path / "smoke", SIX[:3], "smoke"))
+    assert "Not comparable with other scores (a smoke score says only whether a model learns at all)" in words
+    assert "A score with an asterisk is not comparable" in words
+    assert "there are no difficulty curves" in words and set(specs) == {"scores", "score-against-size"}
+    assert "Heads outperform none at the same state: not enough runs" in words
+    totals = [row["text"] for row in data(specs["scores"]) if row["task"] == "score"]
+    assert all(text.endswith("*") for text in totals)
+
+
+def test_one_architecture_with_some_tasks_and_a_name_that_is_a_layout(tmp_path, write):
+    name = "<b>+swiglu x2"
+    found = rows({name: 0.5}, "core", tasks=["compression"])
+    words, specs = write(write_rows(tmp_path / "one", found), out=tmp_path / "page" / "one.html")
+    assert (
+        re.search(r"&lt;b&gt;\+swiglu x2 scores (29|30)\.\d %\.", words)
+        and "5 of 6 settings have no run that trained to the end" in words
+    )
+    assert "The scores leave out in-context recall, fuzzy recall, noisy recall, selective copying and memor" in words
+    assert {row["architecture"] for row in data(specs["scores"])} == {name}
+
+
+def test_nothing_trained_to_its_end(tmp_path, write):
+    found = [row | {"status": "diverged", "accuracy": math.nan} for row in rows(["mad-mamba"], "smoke")]
+    words, specs = write(write_rows(tmp_path / "lost", found))
+    assert "No run trained to its end" in words and "mad-mamba has no score: none of its 12 runs" in words
+    assert specs == {}
+
+
+def test_legacy_is_told(tmp_path, write):
+    words, _ = write(write_mad(tmp_path / "mad", SIX[:2]), legacy=True, metric="macro_batch")
+    assert "Runs were selected on the test split" in words and "mean over classes and batches" in words
+
+
+def test_no_folder(tmp_path):
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        write_mad_report(tmp_path / "nowhere")
+    assert list(tmp_path.iterdir()) == []
+
+
+PROBE = """
+<script>
+const timer = setInterval(async () => {
+  if (document.body.dataset.drawn === undefined) return;
+  clearInterval(timer);
+  const pause = () => new Promise((resolve) => setTimeout(resolve, 300));
+  const cells = () => [...document.querySelectorAll("#scores .mark-rect.role-mark path")];
+  const strong = () => cells().filter((p) => Number(p.getAttribute("fill-opacity") ?? 1) > 0.5).length;
+  const seen = {drawn: Number(document.body.dataset.drawn), cells: cells().length, before: strong()};
+  const wide = (figure) => figure.scrollWidth - figure.clientWidth;
+  seen.width = Math.max(...[...document.querySelectorAll(".figure")].map(wide));
+  const fire = (type) => cells()[0].dispatchEvent(new PointerEvent(type, {bubbles: true, clientX: 1, clientY: 1}));
+  fire("pointermove"); await pause();
+  seen.tooltip = document.getElementById("vg-tooltip-element").textContent;
+  fire("click"); await pause();
+  seen.found = document.querySelector("tr.found")?.id;
+  document.querySelector('.key button[data-name="mad-mamba"]').click(); await pause();
+  seen.after = strong();
+  const report = document.createElement("pre");
+  report.id = "probe";
+  report.textContent = JSON.stringify(seen);
+  document.body.append(report);
+}, 50);
+</script>
+"""
+
+
+def test_a_browser_draws_it(full, tmp_path):
+    if CHROMIUM is None:
+        pytest.skip("no chromium here: install it to see the report drawn (apt-get install chromium)")
+    body, _, end = full[1].read_text().rpartition("</body>")
+    (tmp_path / "index.html").write_text(f"{body}{PROBE}</body>{end}")
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    done = subprocess.run(
+        [*command, (tmp_path / "index.html").as_uri()], capture_output=True, text=True, timeout=120, check=False
+    )
+    probe = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.S)
+    assert probe, done.stderr[-2000:]
+    seen = json.loads(probe[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    assert seen["drawn"] == len(FIGURES) and seen["cells"] == seen["before"] == len(SIX) * 7
+    assert seen["after"] == 7 and seen["width"] <= 1
+    assert seen["found"] == f"run-{SIX[0]}" and "accuracy" in seen["tooltip"]
