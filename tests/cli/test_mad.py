@@ -97,3 +97,43 @@ def test_samples_of_the_docs():
 def test_help_needs_no_torch():
     code = "import sys, linnet.cli; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_run_scores_layouts_and_a_mixer_file(tmp_path):
+    """The tiny runs of the example in the documentation's form; the second call only adds the outside mixer."""
+    out, mixer = tmp_path / "mad", Path(__file__).parents[2] / "examples" / "my_mixer.py:MyMixer"
+    small = ["--tasks", "memorization", "--settings", "baseline", "--set", "d_model=32", "--set"]
+    common = [*small, "options={swiglu: {inner: 16}}", "--state", 0, "--out", out, "--executor", "inline"]
+    first = call("run", "attention+swiglu", "mad-gla-swiglu", *common)
+    assert first.exit_code == 0, first.output
+    assert "mad-gla-swiglu: gla+swiglu x2, width 32, state 256" in first.stdout
+    assert "not comparable: a smoke score" in first.stdout and "memorization" in first.stdout
+    stamps = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/result.json")}
+    assert len(stamps) == 4
+    second = call("run", "attention+swiglu", "--mixer", mixer, *common, "--json")
+    assert second.exit_code == 0, second.output
+    found = json.loads(second.stdout)
+    assert found["comparable"] is False and found["failed"] == {}
+    assert {row["architecture"] for row in found["scores"]} == {
+        "attention+swiglu",
+        "mad-gla-swiglu",
+        "my_mixer+swiglu x2",
+    }
+    assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
+    assert (out / "scores.csv").is_file() and (out / "mad.csv").is_file()
+
+
+def test_what_cannot_run_is_said_before_anything_is(tmp_path):
+    def problems(*arguments):
+        result = call("run", *arguments, "--out", tmp_path / "mad")
+        assert result.exit_code == 2 and not (tmp_path / "mad").exists()
+        return " ".join(result.stderr.split())
+
+    found = problems("tnl+swigl x2", "hgrn+swiglu x2")
+    assert "did you mean 'swiglu'?" in found and "hgrn: a layer has 128 and should have 2,048" in found
+    assert "--state 0" in found
+    assert "give a layout" in problems()
+    assert "--seed 'a'" in problems("tnl+swiglu x2", "--seed", "a")
+    assert "did you mean 'smoke'?" in problems("tnl+swiglu x2", "--budget", "smok")
+    assert "--device 'tpu' is unknown" in problems("tnl+swiglu x2", "--device", "tpu")
+    assert "write path/to/file.py:ClassName" in problems("--mixer", "nothing")

@@ -104,6 +104,7 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
         device=device,
         precision=payload["precision"],
         compile=payload["compile"],
+        vectorised=len(runs) > 1,
     )
     train, *held_out = (_Data(runs, split, device) for split in ("train", "validation", "test"))
     flops = run_flops(first)
