@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
-from linnet.ops.arguments import check_decay_values, check_state
+from linnet.ops.arguments import check_decay_values, check_devices, check_state
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.direct import shorten
 from linnet.ops.documents import check_documents, count_states
@@ -219,6 +219,8 @@ def _check(x, filter, initial_state, output_final_state, cu_seqlens) -> None:
         )
     if not (x.is_floating_point() and first.is_floating_point()):
         raise ValueError(f"{OP}: x and filter have dtypes {x.dtype}, {first.dtype}; give floating-point tensors")
+    parts = {"filter": filter} if isinstance(filter, Tensor) else filter._asdict()
+    check_devices(OP, x=x, **parts, initial_state=initial_state, cu_seqlens=cu_seqlens)
     check_documents(cu_seqlens, x.shape[0])
     if isinstance(filter, Tensor):
         if initial_state is not None or output_final_state:
