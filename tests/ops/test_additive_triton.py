@@ -40,7 +40,8 @@ def logits(u, kind):
 
 
 def make(B, T, K, V, *, kind="plain", theta=False, positions=False, state=True, causal=True, offsets=None,
-         dtype=torch.bfloat16, device="cuda", H=2):  # fmt: skip
+         final="Sz", dtype=torch.bfloat16, device="cuda", H=2):  # fmt: skip
+    """Arguments of the form's forward, and gradients of its results: of the final state those that `final` names."""
     generator = torch.Generator().manual_seed(T)
 
     def normal(*shape, to=dtype):
@@ -54,6 +55,7 @@ def make(B, T, K, V, *, kind="plain", theta=False, positions=False, state=True, 
     places = torch.randint(0, 100_000, (B, T), generator=generator).to(device) if positions else None
     S, z = (normal(N, H, rows, V, to=exact), normal(N, H, K, to=exact)) if state else (None, None)
     dS, dz = normal(N, H, rows, V, to=exact), normal(N, H, K, to=exact)
+    dS, dz = dS if "S" in final else None, dz if "z" in final else None
     cuts = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device=device)
     return (q, k, v, frequencies, places, S, z, 0.7, causal, cuts), (do, dS, dz)
 
@@ -143,6 +145,15 @@ def test_segments(segments, offsets, theta, monkeypatch):
 
 
 @gpu
+@pytest.mark.parametrize("final", ["", "S", "z"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_final_states_that_nobody_differentiates(final, causal):
+    for theta in (False, True):
+        assert_agrees(2, 700, 64, 64, theta=theta, causal=causal, state=causal, final=final)
+        assert_agrees(1, 4096, 64, 64, theta=theta, causal=causal, state=False, final=final)
+
+
+@gpu
 def test_positions():
     assert_agrees(2, 500, 64, 64, theta=True, positions=True)
     assert_agrees(2, 500, 64, 64, theta=True, positions=True, dtype=torch.float32)
@@ -199,6 +210,9 @@ INTERPRETED = [
     ((1, 150, 16, 16), {"offsets": [0, 0, 70, 71, 150, 150], "kind": "masked", "theta": True, "positions": True}),
     ((1, 1024, 16, 16), {"H": 1, "state": False}),  # in two segments
     ((1, 300, 16, 24), {"causal": False, "state": False, "theta": True, "kind": "masked"}),
+    ((1, 40, 16, 16), {"state": False, "final": "", "theta": True}),
+    ((1, 50, 16, 16), {"final": "z"}),
+    ((1, 50, 16, 16), {"final": "", "causal": False, "state": False}),
 ]
 
 
