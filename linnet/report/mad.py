@@ -179,17 +179,17 @@ def _lost(records: Records) -> str:
 
 def _scores(records: Records) -> list[str]:
     tasks = records.scores.tasks
-    titles = ["Score", "Spread", "Seeds", *(task_name(task).capitalize() for task in tasks)]
-    titles += ["Settings", "Parameters", "State"]
+    titles = ["Score", "Spread", "Seeds", "Settings", "Parameters", "State"]
+    titles += [task_name(task).capitalize() for task in tasks]
     head = "<th>Architecture</th>" + "".join(f'<th class="n">{title}</th>' for title in titles)
     head += "<th>Budget</th><th>Comparable</th>"
     rows = []
     for name, one in records.scores.items():
         cells = [_number(one.score, points), _number(one.spread, points), _number(len(one.seeds), str)]
-        for task in tasks:
-            cells.append(_number(one.tasks[task].score if task in one.tasks else None, points))
         cells += [_number(len(one.settings), str), _number(one.parameters, units.count)]
         cells.append(_number(one.state_size, lambda value: f"{value:,}" if value else "none"))
+        for task in tasks:
+            cells.append(_number(one.tasks[task].score if task in one.tasks else None, points))
         cells.append(f"<td>{escape(one.budget or units.MISSING)}</td>")
         cells.append("<td>yes</td>" if one.comparable else '<td class="bad">no</td>')
         swatch = shell.swatch(records.architectures, name)
@@ -210,20 +210,24 @@ def _number(value, shown) -> str:
     return f'<td class="n" data-v="{value:.10g}" title="{value:.10g}">{shown(value)}</td>'
 
 
+_DIFFERENCES = {"striped": "Attention", "heads": "Heads", "moe": "Experts"}
+
+
 def _pairs(records: Records) -> list[str]:
     tasks = records.scores.tasks
     rows = []
     for check in records.checks:
         for index, pair in enumerate(check.pairs):
-            first = f"<td>{escape(check.claim) if index == 0 else ''}</td>"
-            names = f"<td>{escape(pair.first)}</td><td>{escape(pair.second)}</td>"
+            first = f"<td>{_DIFFERENCES[check.name] if index == 0 else ''}</td>"
+            swatches = [shell.swatch(records.architectures, name) for name in (pair.first, pair.second)]
+            names = "".join(f"<td>{swatch}</td>" for swatch in swatches)
             gains = [pair.gain, *(pair.tasks.get(task) for task in tasks)]
             cells = "".join(_number(gain, _signed) for gain in gains)
             rows.append(f"<tr>{first}{names}{cells}{_number(pair.settings, str)}</tr>")
     if not rows:
         return []
     titles = ["Gain", *(task_name(task).capitalize() for task in tasks), "Settings"]
-    head = "<th>Finding of paper 004</th><th>With</th><th>Without</th>"
+    head = "<th>Differ in</th><th>With</th><th>Without</th>"
     head += "".join(f'<th class="n">{title}</th>' for title in titles)
     caption = (
         "Pairs of architectures that differ in one thing, on the settings that both have: the gain in points of "
