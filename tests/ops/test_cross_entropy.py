@@ -148,6 +148,14 @@ def test_targets_of_a_wrong_kind():
         linear_cross_entropy(x, weight, targets)
 
 
+@pytest.mark.parametrize("few", [0, 2**25])
+def test_one_token(few, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "FEW_LOGITS", few)
+    x, weight, targets = make()
+    found = linear_cross_entropy(x[1, 2], weight, targets[1, 2])
+    torch.testing.assert_close(found, -(weight @ x[1, 2]).log_softmax(0)[targets[1, 2]])
+
+
 def check_impossible_tokens(device):
     """Logits of -inf, also where a lane of the kernel has no other."""
     from linnet.ops.cross_entropy.triton import softmax_in_place

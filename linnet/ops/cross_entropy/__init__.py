@@ -56,7 +56,9 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
         dtype = torch.get_autocast_dtype(x.device.type)
     # What a compiler shows of a tensor under vmap does not say whether it needs a gradient.
     needs_gradients = torch.is_grad_enabled() and (compiling or x.requires_grad or weight.requires_grad)
-    total, _, _ = cross_entropy(x.flatten(0, -2), weight, targets.flatten(), ignore_index, dtype, needs_gradients)
+    total, _, _ = cross_entropy(
+        x.reshape(-1, x.shape[-1]), weight, targets.flatten(), ignore_index, dtype, needs_gradients
+    )
     return total
 
 
