@@ -166,6 +166,15 @@ def test_bfloat16_is_near_float32():
     torch.testing.assert_close(losses[0], torch.tensor(expected), rtol=0, atol=0.05)
 
 
+def test_a_compiled_bundle_is_one_graph(monkeypatch):
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compiler(function, fullgraph=True, backend="aot_eager"))
+    data = batches(3)
+    ensemble, losses = together([model_of("tnl+swiglu") for _ in POINTS], data, compile=True)
+    assert ensemble.vectorised
+    torch.testing.assert_close(losses, together([model_of("tnl+swiglu") for _ in POINTS], data)[1])
+
+
 def test_models_that_do_not_go_together_are_refused():
     with pytest.raises(ValueError, match="different parameters"):
         Ensemble([model_of("tnl"), model_of("gla")], [1e-3] * 2, [0.0] * 2, 3)

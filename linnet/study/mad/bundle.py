@@ -125,6 +125,8 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
         scores = zip(*(ensemble.score(*split.whole(), batch_size) for split in held_out), strict=True)
         diverged, parameters = ensemble.diverged_at(), sum(p.numel() for p in models[first["seed"]].parameters())
         shared = {"parameters": parameters, "steps": steps, "bundle": len(runs)} | payload["common"]
+        for record in records:
+            record.close()
         for run, folder, pair, step, loss in zip(runs, folders, scores, diverged, losses.tolist(), strict=True):
             folder.write_result(_result(run, *pair, step) | {"train_loss": loss} | shared)
     except OSError as error:
