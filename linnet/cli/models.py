@@ -47,12 +47,14 @@ def _print_table(rows: list[dict], context: int) -> None:
     table = Table(
         box=SIMPLE,
         pad_edge=False,
+        padding=(0, 1, 0, 0),
         caption="L layers, d width, h heads, g GLU width; millions of parameters without embeddings;\n"
         f"PFLOPs a training step of 480 x 8192 tokens; state of one sequence at {context:,} tokens.",
         caption_justify="left",
     )
     for column in ("model", "L", "d", "h", "g", "params M", "paper", "exact", "state"):
-        table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
+        first = column == "model"  # a long name goes on in a second line rather than squeezing the numbers out
+        table.add_column(column, justify="left" if first else "right", no_wrap=not first, overflow="fold")
     family = None
     for row in rows:
         if family not in (None, row["name"].partition("-")[0]):
@@ -64,12 +66,17 @@ def _print_table(rows: list[dict], context: int) -> None:
             str(row["d_model"]),
             "-" if row["num_heads"] is None else str(row["num_heads"]),
             "-" if row["glu_width"] is None else str(row["glu_width"]),
-            f"{row['params_non_embedding'] / 1e6:,.1f}",
-            f"{row['pflops_per_step']:,.1f}",
-            f"{row['pflops_per_step_exact']:,.1f}",
+            _number(row["params_non_embedding"] / 1e6),
+            _number(row["pflops_per_step"]),
+            _number(row["pflops_per_step_exact"]),
             _bytes(row["state_bytes"]),
         )
     Console().print(table)
+
+
+def _number(value: float) -> str:
+    """One decimal, but two digits of what is below 0.1."""
+    return f"{value:,.1f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def _bytes(count: float) -> str:

@@ -10,8 +10,9 @@ token, each with its own three matrices.
 A token is computed by its experts alone: the choices are sorted by expert, and each expert's tokens fill blocks of one
 size, each multiplied by the weights of its expert. No choice is dropped, no shape depends on the data, nothing waits
 for a GPU, and there are no atomics. E blocks more than the choices fill are multiplied, an eighth of the work at most;
-`flops_exact` counts them. Under transforms of functorch (bundles of small models) all experts compute all tokens and
-the weights of the others are zero: the same result, in three matrix products that batch well.
+`flops_exact` counts them. Each block has a copy of its expert's weights, up to 17 of each expert however many tokens
+there are. Under transforms of functorch (bundles of small models) all experts compute all tokens and the weights of the
+others are zero: the same result, in three matrix products that batch well.
 """
 
 import torch
