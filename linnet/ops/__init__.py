@@ -9,7 +9,7 @@ from linnet.ops.additive import additive_attention, additive_step
 from linnet.ops.backend import debug, use_backend
 from linnet.ops.gated import forget_gate, forget_gated_attention, forget_gated_step, gated_linear_attention, gated_step
 from linnet.ops.lightning import lightning_attention, lightning_step
-from linnet.ops.longconv import ModalFilter, long_convolution, long_convolution_step
+from linnet.ops.longconv import ModalFilter, filtered_attention, long_convolution, long_convolution_step
 from linnet.ops.modal import modal_convolution, modal_step
 from linnet.ops.scan import diagonal_scan, diagonal_step
 from linnet.ops.selective_scan import selective_scan, selective_step
@@ -21,6 +21,7 @@ __all__ = [
     "debug",
     "diagonal_scan",
     "diagonal_step",
+    "filtered_attention",
     "forget_gate",
     "forget_gated_attention",
     "forget_gated_step",

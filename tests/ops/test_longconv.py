@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from linnet.ops import ModalFilter, backend, long_convolution, long_convolution_step
-from linnet.ops.longconv import chunked
+from linnet.ops import ModalFilter, backend, filtered_attention, long_convolution, long_convolution_step
+from linnet.ops.longconv import chunked, heads
 
 
 def make(B=2, T=37, F=3, P=2, N=4, *, state=False, documents=None, dtype=torch.float64, seed=0):
@@ -237,6 +237,25 @@ def test_vmap_of_the_backward(documents):
         assert_same([x[i] for x in together], expected)
 
 
+@settings(max_examples=20, deadline=None)
+@given(T=st.integers(1, 100), N=st.integers(1, 3), D=st.integers(1, 4), chunk=st.sampled_from([1, 4, 32]))
+def test_attention_with_a_filter_is_the_convolution_of_the_products(T, N, D, chunk):
+    call = make(B=1, T=1, F=3, N=N, seed=T)
+    filter = [call[name] for name in ModalFilter._fields]
+    generator = torch.Generator().manual_seed(T)
+    q, k, v = (torch.randn(2, T, 3, D, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3))
+    products, _ = long_convolution((k[..., :, None] * v[..., None, :]).flatten(2), ModalFilter(*filter))
+    expected = (q[..., None] * products.view(2, T, 3, D, D)).sum(-2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads, "CHUNK", chunk)
+        actual = filtered_attention(q, k, v, ModalFilter(*filter))
+    with backend.use_backend("reference"):
+        assert_same([filtered_attention(q, k, v, ModalFilter(*filter))], [expected])
+    assert_same([actual], [expected])
+    inputs = [q, k, v, *filter]
+    assert_same(*(torch.autograd.grad(y.sin().sum(), inputs, retain_graph=True) for y in (actual, expected)))
+
+
 def test_flops_are_counted_on_the_meta_device():
     def count(T, backward):
         x = torch.empty(64, T, 6, device="meta", requires_grad=True)
@@ -265,5 +284,7 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="initial_state"):
         run(call | {"initial_state": torch.zeros(2, 6, 4)})
     filter = ModalFilter(*(call[name] for name in ModalFilter._fields))
+    with pytest.raises(ValueError, match="a filter a head"):
+        filtered_attention(*torch.zeros(3, 2, 5, 4, 6), filter)
     with pytest.raises(ValueError, match="long_convolution_step"):
         long_convolution_step(torch.zeros(2, 6), filter, torch.zeros(2, 6, 4))

@@ -1,7 +1,8 @@
 """Multi-head Hyena (Massaroli et al. 2023, arXiv:2310.18780; paper 004, section 3.2), with a modal filter a head.
 
 q, k, v as in `hyena`, in H heads of width m: z_t = k_t (x) v_t, Z = h conv z with one filter for the m^2 products of a
-head, y_t = q_t Z_t, the output projection of all heads. It is linear attention whose decay is a learned filter.
+head, y_t = q_t Z_t, the output projection of all heads. It is linear attention whose decay is a learned filter, and in
+training runs as such, without forming z (`linnet.ops.filtered_attention`).
 
 Paper: 16 heads of width 8 at a width of 128. Its published implementation has 8 heads of width 16, twice the state.
 """
@@ -9,10 +10,11 @@ Paper: 16 heads of width 8 at a width of 128. Its published implementation has 8
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.layers.base import LayerContext, register_mixer
+from linnet.layers.base import LayerContext, State, register_mixer
 from linnet.layers.hyena import long_flops_paper
 from linnet.layers.mixers.hyena import HyenaFilterConfig, HyenaMixer
 from linnet.layers.output import split_heads
+from linnet.ops import filtered_attention
 
 
 class MhHyenaConfig(HyenaFilterConfig):
@@ -30,6 +32,13 @@ class MhHyena(HyenaMixer):
         self.out_proj = nn.Linear(d_model, d_model)
         self.out_proj.ends_residual = True
 
+    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+        if state is not None or cu_seqlens is not None:
+            return super().forward(x, state, cu_seqlens)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (projection(x)[0].unflatten(-1, self.heads) for projection in projections)
+        return self.out_proj(filtered_attention(q, k, v, self.filter()).flatten(-2)), None
+
     def signal(self, k: Tensor, v: Tensor) -> Tensor:
         k, v = k.unflatten(-1, self.heads), v.unflatten(-1, self.heads)
         return (k[..., :, None] * v[..., None, :]).flatten(-3)
@@ -43,7 +52,3 @@ class MhHyena(HyenaMixer):
         d, heads = self.d_model, self.heads[0]
         long = long_flops_paper(seq_len, self.config.num_modes, heads, d**2 / heads)
         return seq_len * (8.0 * d**2 + 18.0 * d) + long
-
-    def flops(self, seq_len: int) -> float:
-        """The short convolutions; the products k (x) v and q Z, which are element-wise work here, 3 a product."""
-        return super().flops(seq_len) + 3.0 * seq_len * self.conv_channels

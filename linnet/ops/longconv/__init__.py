@@ -15,11 +15,12 @@ from linnet.ops.documents import check_documents, count_states
 from linnet.ops.folding import fold, unfold
 from linnet.ops.longconv import chunked
 from linnet.ops.longconv.filter import ModalFilter, kernel_of, powers, read_table, turn, write_table
+from linnet.ops.longconv.heads import filtered_attention
 from linnet.ops.longconv.reference import kernel_reference, modal_reference
 from linnet.ops.longconv.step import long_convolution_step
 from linnet.ops.looping import each
 
-__all__ = ["ModalFilter", "long_convolution", "long_convolution_step"]
+__all__ = ["ModalFilter", "filtered_attention", "long_convolution", "long_convolution_step"]
 
 OP = "long_convolution"
 
