@@ -19,7 +19,7 @@ from linnet.ops.longconv.filter import ModalFilter, kernel_of, powers, read_tabl
 from linnet.ops.longconv.reference import modal_reference
 
 # Forward and backward of a layer (width 128, 16 heads, 4,096 tokens) on one CPU core, in ms at T = 32, 128, 256, 1024:
-# 167, 117, 180, 1353 where the products are formed; 49, 101, 102, 219 in chunks of 32; 49, 123, 133, 277 in chunks of 64.
+# 167, 117, 180, 1353 where products are formed; 49, 101, 102, 219 in chunks of 32; 49, 123, 133, 277 in chunks of 64.
 CHUNK = 32
 
 
