@@ -125,8 +125,9 @@ def _highest(records: Records) -> str:
         text += f", with {names} within {points(CLOSE)} points of it"
     else:
         text += f", {points(first.score - order[1].score)} points above {_strong(order[1].architecture)}"
-    last = order[-1]
-    text += f". The lowest is that of {_strong(last.architecture)}, {_share(last)}."
+    text += "."
+    if len(order) > 2:
+        text += f" The lowest is that of {_strong(order[-1].architecture)}, {_share(order[-1])}."
     if first.spread is None:
         text += " From one seed: differences of a point or two may be chance."
     return text
