@@ -6,6 +6,16 @@ from typing import Annotated
 
 import typer
 
+# Columns of a table that fits 80 characters.
+_SHORT = {
+    "in_context_recall": "recall",
+    "fuzzy_recall": "fuzzy",
+    "noisy_recall": "noisy",
+    "selective_copying": "copying",
+    "compression": "compr.",
+    "memorization": "memor.",
+}
+
 
 def run(
     layouts: Annotated[
@@ -140,17 +150,18 @@ def print_scores(scores, console) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(box=SIMPLE, pad_edge=False)
-    table.add_column("architecture", overflow="fold")
-    for task in scores.tasks:
-        table.add_column(task.replace("_", "\n"), justify="right")
-    for column in ("score", "parameters", "state"):
-        table.add_column(column, justify="right")
+    from linnet.study.progress import count
+
+    table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
+    table.add_column("architecture", overflow="fold", min_width=12)
+    for column in (*(_SHORT.get(task, task) for task in scores.tasks), "score", "params", "state"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, one in scores.items():
         cells = [f"{one.tasks[task].score:.3f}" if task in one.tasks else "-" for task in scores.tasks]
         spread = "" if one.spread is None else f" ± {one.spread:.3f}"
+        parameters = "-" if one.parameters is None else count(one.parameters)
         state = "-" if one.state_size is None else f"{one.state_size:,}"
-        table.add_row(escape(name), *cells, f"[bold]{one.score:.3f}[/]{spread}", f"{one.parameters:,}", state)
+        table.add_row(escape(name), *cells, f"[bold]{one.score:.3f}[/]{spread}", parameters, state)
     console.print(table)
     reasons: dict[str, list[str]] = {}
     for name, one in scores.items():
