@@ -20,6 +20,9 @@ LAYOUTS = [
     "hgrn",
     "lightnet",
     "cosformer2",
+    "hyena",
+    "mh_hyena",
+    "hyena_experts",
 ]
 
 
