@@ -13,6 +13,7 @@ AdamW: I. Loshchilov and F. Hutter, arXiv:1711.05101; cosine to zero, no warm-up
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -168,9 +169,11 @@ class Ensemble:
                 return function()
             except torch.OutOfMemoryError:
                 raise
-            except (RuntimeError, NotImplementedError) as error:
+            except RuntimeError as error:
                 if "vmap" not in str(error) and "functorch" not in str(error):
                     raise
+                reason = str(error).strip().splitlines()[0]
+                warnings.warn(f"vmap does not go through a layer, so members run one by one: {reason}", stacklevel=4)
                 self.vectorised, self._losses = False, self._map_losses
                 return function()
 

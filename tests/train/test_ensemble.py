@@ -113,7 +113,8 @@ def test_what_vmap_does_not_go_through_runs_one_by_one():
             return total * (1.0 if total.item() > 0 else 0.5), count
 
     data = batches()
-    ensemble, losses = together([Reads() for _ in POINTS], data)
+    with pytest.warns(UserWarning, match="members run one by one"):
+        ensemble, losses = together([Reads() for _ in POINTS], data)
     assert not ensemble.vectorised
     expected, _ = alone(Reads(), *POINTS[1], data)
     torch.testing.assert_close(losses[1], torch.tensor(expected), rtol=1e-4, atol=1e-5)
