@@ -66,9 +66,11 @@ class HyenaMixer(Mixer):
         return self.read(y, q, x), state
 
     def signal(self, k: Tensor, v: Tensor) -> Tensor:
+        """What is convolved, from keys and values: [..., channels of the filter's input]."""
         raise NotImplementedError
 
     def read(self, y: Tensor, q: Tensor, x: Tensor) -> Tensor:
+        """The mixer's output [..., D] from the convolution, the queries and the mixer's input."""
         raise NotImplementedError
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
