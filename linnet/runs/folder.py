@@ -2,6 +2,7 @@
 
 <root>/<label>-<hash12>/
     config.yaml      the whole resolved configuration; its digest is the hash in the name
+    tokenizer.json   what turns text into the model's tokens
     metrics.jsonl    one row a log interval, validation and event (linnet.runs.record)
     checkpoints/     the last few (linnet.runs.checkpoint)
     result.json      written last and atomically: where it is there, the run is done

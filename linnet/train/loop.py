@@ -20,6 +20,8 @@ from linnet.data import prepare, validation_batches
 from linnet.evaluate import score
 from linnet.models import count_parameters, flops_exact, flops_paper, state_bytes
 from linnet.runs import RunFolder, checkpoint
+from linnet.runs.files import write_atomic
+from linnet.runs.model import TOKENIZER
 from linnet.train import device as devices
 from linnet.train.clock import Clock
 from linnet.train.config import TrainConfig, check_vocabulary, resolve
@@ -113,6 +115,8 @@ class Run:
         """Takes the last good checkpoint, or starts anew."""
         torch.manual_seed(self.config.seed)  # not before: how often set-up draws depends on what is cached
         self.folder.clean()
+        if not (self.folder.path / TOKENIZER).is_file():  # so that the folder alone holds all that the model needs
+            write_atomic(self.folder.path / TOKENIZER, self.corpus.tokenizer.to_json())
         path, tensors, meta, problems = checkpoint.latest_good(self.folder.checkpoint_folder)
         checkpoint.set_aside_after(self.folder.checkpoint_folder, path)
         if path is not None:

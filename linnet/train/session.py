@@ -15,6 +15,7 @@ from linnet.data import Batches, Corpus
 from linnet.models import CausalLM, build_model
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
+from linnet.runs.model import mismatches
 from linnet.train import recompute
 from linnet.train.config import TrainConfig
 from linnet.train.feed import Feed
@@ -153,13 +154,10 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 def load_model(model: torch.nn.Module, tensors: dict[str, Tensor], where: str = "checkpoint") -> None:
     """Copies saved tensors into `model`. Raises `ConfigError` that lists every name and shape that differs."""
     own = model_tensors(model)
-    problems = [f"{name}: is not in the checkpoint" for name in own if name not in tensors]
-    problems += [f"{name}: is not in the model" for name in tensors if name not in own]
-    problems += [
-        f"{name}: shape {list(tensors[name].shape)} in the checkpoint, {list(own[name].shape)} in the model"
-        for name in own
-        if name in tensors and own[name].shape != tensors[name].shape
-    ]
+    problems = mismatches(
+        {name: tuple(tensor.shape) for name, tensor in own.items()},
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+    )
     if problems:
         raise ConfigError(problems, where)
     with torch.no_grad():

@@ -1,0 +1,171 @@
+"""A trained model from its folder, to generate with or to export.
+
+Two kinds of folder hold one: a run (its last good checkpoint counts), and a model folder, which is what is left of a
+run without its history, and what `linnet convert` writes:
+
+    config.yaml          the model's configuration under `model`, as in a run's; `plugins` where its mixers need them
+    model.safetensors    its weights
+    tokenizer.json       its tokenizer, as `linnet.data.load_tokenizer` reads it, if there is one
+"""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from linnet.config import ConfigError, parse
+from linnet.data import ByteTokenizer, Tokenizer, load_tokenizer
+from linnet.layers.base import load_plugin
+from linnet.models import CausalLM, ModelConfig
+from linnet.runs import checkpoint
+from linnet.runs.checkpoint import CheckpointError
+from linnet.runs.files import write_atomic
+from linnet.runs.folder import RunFolder
+
+TOKENIZER, WEIGHTS = "tokenizer.json", "model.safetensors"
+
+
+def load_model(
+    path: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> tuple[CausalLM, Tokenizer | None]:
+    """The model of a run or model folder, in evaluation mode, and its tokenizer (None where the folder has none).
+
+    Args:
+        device: where to put it; None is the CPU.
+        dtype: of its parameters; None leaves them as they are stored. Fixed tables (decays, RoPE) stay float32.
+
+    Raises:
+        ConfigError: the folder holds no model, or names everything in it that does not fit together.
+    """
+    folder = RunFolder.open(path)
+    config = read_config(folder)
+    tokenizer = read_tokenizer(folder)
+    model = empty_model(config)
+    assign_weights(model, _read_weights(folder), str(path), dtype)
+    return model.eval().to(device or "cpu"), tokenizer
+
+
+def read_config(folder: RunFolder) -> ModelConfig:
+    """The configuration of the folder's model, its plugins imported. Raises ConfigError where there is none."""
+    values = folder.config
+    if "model" not in values:
+        raise ConfigError([f"{folder.path}/config.yaml: has no `model`, so this is no run of one model"], "model")
+    for plugin in values.get("plugins", []):
+        load_plugin(plugin)
+    return parse(ModelConfig, values["model"], f"{folder.path}/config.yaml")
+
+
+def read_tokenizer(folder: RunFolder) -> Tokenizer | None:
+    """The folder's tokenizer. Runs from before they kept one have it if it is of bytes or a file that is still there.
+
+    Raises:
+        ConfigError: the tokenizer is damaged, or was learned for this run and is only in the cache of its corpus.
+    """
+    if (folder.path / TOKENIZER).is_file():
+        return load_tokenizer(folder.path / TOKENIZER)
+    match folder.config.get("data", {}).get("tokenizer"):
+        case {"kind": "byte"}:
+            return ByteTokenizer()
+        case {"kind": "file", "path": path, **rest}:
+            return load_tokenizer(path, rest.get("end_of_document"))
+        case {"kind": "bpe"}:
+            message = f"{folder.path}: has no {TOKENIZER}; copy it from the folder of its corpus in the data cache"
+            raise ConfigError([message], "tokenizer")
+    return None
+
+
+def save_model(
+    path: str | Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    tokenizer: Tokenizer | None = None,
+    plugins: list[str] | None = None,
+) -> Path:
+    """Writes a model folder, which `load_model` reads. The configuration comes last, so that a torn folder has none.
+
+    Raises:
+        ConfigError: there is something at `path` already, or it cannot be written.
+    """
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise ConfigError([f"{path}: is not empty; choose a new folder"], "model folder")
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path / WEIGHTS)
+        if tokenizer is not None:
+            tokenizer.save(path / TOKENIZER)
+        values = {"model": config.model_dump(mode="json")} | ({"plugins": plugins} if plugins else {})
+        write_atomic(path / "config.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    except (OSError, SafetensorError) as error:
+        raise ConfigError([f"{path}: cannot be written ({error})"], "model folder") from error
+    return path
+
+
+def empty_model(config: ModelConfig) -> CausalLM:
+    """A model whose parameters hold anything at all, for weights that are assigned next; its fixed tables are right.
+
+    Nothing is drawn, so no memory is touched that the weights will not need.
+    """
+    with torch.device("cpu"), _NoDraws():
+        return CausalLM(config)
+
+
+def assign_weights(
+    model: CausalLM, tensors: Mapping[str, Tensor], where: str, dtype: torch.dtype | None = None
+) -> None:
+    """Gives `model` saved tensors instead of its own. Raises ConfigError with all names and shapes that differ."""
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    problems = mismatches(own, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    if problems:
+        raise ConfigError(problems, where)
+    given = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in tensors.items()}
+    model.load_state_dict(given, assign=True)
+
+
+def mismatches(own: Mapping[str, tuple], given: Mapping[str, tuple]) -> list[str]:
+    """What keeps tensors of shapes `given` from being the weights of a model whose tensors have shapes `own`."""
+    problems = [f"{name}: is not in the checkpoint" for name in own if name not in given]
+    problems += [f"{name}: is not in the model" for name in given if name not in own]
+    problems += [
+        f"{name}: shape {list(given[name])} in the checkpoint, {list(own[name])} in the model"
+        for name in own
+        if name in given and tuple(own[name]) != tuple(given[name])
+    ]
+    return problems
+
+
+def _read_weights(folder: RunFolder) -> dict[str, Tensor]:
+    file = folder.path / WEIGHTS
+    if file.is_file():
+        try:
+            return load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError([f"{file}: is damaged ({error}); convert or copy it again"], "model") from None
+    problems = []
+    for path in reversed(folder.checkpoints()):
+        try:
+            tensors, _ = checkpoint.load(path, ["model"])
+        except CheckpointError as error:
+            problems += error.problems
+            continue
+        if problems:
+            warnings.warn(f"{'; '.join(problems)}; using {path}", stacklevel=3)
+        return tensors["model"]
+    raise ConfigError(problems or [f"{folder.path}: has neither {WEIGHTS} nor a checkpoint"], "model")
+
+
+class _NoDraws(TorchFunctionMode):
+    """Leaves tensors as they are where they would be initialised or filled with random numbers."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.uniform_, torch.Tensor.normal_):
+            return args[0]
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,118 @@
+"""A model comes back from its folder as it was: weights, fixed tables, tokenizer; and what does not fit is named."""
+
+import argparse
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from linnet.config import ConfigError, parse
+from linnet.data import load_tokenizer
+from linnet.models import build_model, family
+from linnet.runs import load_model, save_model
+from linnet.runs.model import assign_weights, empty_model
+from linnet.train import TrainConfig, train
+
+
+@pytest.fixture(scope="module", params=["byte", "bpe:300"])
+def run(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    values = {
+        "data": {"tokenizer": request.param, "source": [str(folder / "text.txt")]},
+        "model": {
+            "d_model": 16,
+            "layout": "tnl+sglu attention+swiglu",
+            "vocab_size": 320,
+            "options": {"tnl": {"num_heads": 2}, "attention": {"num_heads": 2}},
+        },
+        "steps": 2,
+        "seq_len": 16,
+        "batch_size": 2,
+        "evaluate_tokens": 64,
+        "device": "cpu",
+    }
+    (folder / "text.txt").write_text(open(argparse.__file__, encoding="utf-8").read() * 2, encoding="utf-8")
+    return train(parse(TrainConfig, values), folder / "out", folder / "cache").path
+
+
+def test_a_run_gives_its_model_and_tokenizer(run, tmp_path):
+    model, tokenizer = load_model(run)
+    saved = load_file(sorted((run / "checkpoints").iterdir())[-1] / "model.safetensors")
+    assert not model.training and {n: t.dtype for n, t in model.state_dict().items()} == {
+        n: t.dtype for n, t in saved.items()
+    }
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+    fresh = build_model(model.config)
+    for (name, mine), (_, its) in zip(model.named_buffers(), fresh.named_buffers(), strict=True):
+        assert torch.equal(mine, its), name
+    assert tokenizer.decode(tokenizer.encode("def main(): pass")) == "def main(): pass"
+
+    copy = save_model(tmp_path / "copy", model.config, model.state_dict(), tokenizer)
+    again, its_tokenizer = load_model(copy)
+    tokens = torch.from_numpy(tokenizer.encode("import sys"))[None]
+    assert torch.equal(again(tokens)[0], model(tokens)[0])
+    assert its_tokenizer.digest == tokenizer.digest
+
+
+def test_parameters_take_a_dtype_and_fixed_tables_keep_theirs(run):
+    model, _ = load_model(run, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in model.buffers()} == {torch.float32}
+    assert model(torch.ones(1, 5, dtype=torch.int64))[0].dtype == torch.bfloat16
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    last = sorted((copy / "checkpoints").iterdir())[-1]
+    (last / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(ConfigError, match="2 bytes, but"):
+        load_model(copy)
+    shutil.copytree(sorted((run / "checkpoints").iterdir())[-1], copy / "checkpoints" / "step-00000001")
+    with pytest.warns(UserWarning, match="2 bytes, but .*step-00000001"):
+        load_model(copy)
+
+
+def test_everything_that_does_not_fit_is_named(tmp_path):
+    config = family("tnl")(16, 1, num_heads=2)
+    tensors = dict(build_model(config).state_dict())
+    folder = save_model(tmp_path / "model", config, tensors)
+    assert load_model(folder)[1] is None
+    name = "backbone.blocks.0.mixer.q_proj.weight"
+    tensors["extra"] = tensors.pop("backbone.blocks.0.mixer.k_proj.weight")
+    tensors[name] = tensors[name][:3].clone()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError) as error:
+        load_model(folder)
+    assert len(error.value.problems) == 3 and "extra: is not in the model" in str(error.value)
+    (folder / "model.safetensors").write_bytes(b"12")
+    with pytest.raises(ConfigError, match="is damaged"):
+        load_model(folder)
+    with pytest.raises(ConfigError, match="is not empty"):
+        save_model(folder, config, tensors)
+    with pytest.raises(ConfigError, match="not a run folder"):
+        load_model(tmp_path)
+
+
+def test_a_run_from_before_tokenizers_were_kept(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    kept = load_tokenizer(copy / "tokenizer.json")
+    (copy / "tokenizer.json").unlink()
+    if kept.name == "byte":
+        assert load_model(copy)[1].name == "byte"
+    else:
+        with pytest.raises(ConfigError, match="copy it from the folder of its corpus"):
+            load_model(copy)
+
+
+def test_an_empty_model_draws_nothing_and_takes_any_weights():
+    for name in ("tnl", "mamba", "cosformer2", "hgrn2"):
+        config = family(name)(16, 2, num_heads=2)
+        random = torch.get_rng_state()
+        model, source = empty_model(config), build_model(config, seed=3)
+        assert torch.equal(torch.get_rng_state(), random)
+        assign_weights(model, source.state_dict(), "here")
+        tokens = torch.arange(7)[None]
+        assert torch.equal(model(tokens)[0], source(tokens)[0])
