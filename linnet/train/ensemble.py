@@ -14,7 +14,7 @@ AdamW: I. Loshchilov and F. Hutter, arXiv:1711.05101; cosine to zero, no warm-up
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,16 +63,21 @@ class Ensemble:
         precision: Literal["float32", "bfloat16"] = "float32",
         compile: bool = False,
         vectorised: bool = True,
+        betas: tuple[float, float] = BETAS,
+        constant: bool = False,
+        spared: Collection[str] = (),
     ):
         """Takes copies of the models' weights.
 
         Args:
             models: each with `loss(tokens, targets) -> (sum in nats, number of targets)`, and logits from a call.
-            learning_rates, weight_decays: one for each; the decay acts on every parameter.
+            learning_rates, weight_decays: one for each; the decay acts on every parameter but `spared`.
             steps: of the whole run, over which the learning rates go to zero.
             precision: bfloat16 is autocast; parameters and AdamW's moments are float32 in both.
             compile: the forward and backward with `torch.compile`.
             vectorised: False runs members one after another.
+            betas: of AdamW. constant: learning rates stay as they are, in place of the cosine.
+            spared: names of parameters of a model that do not decay.
 
         Raises:
             ValueError: no models, models of different shapes, or not as many rates and decays as models.
@@ -86,6 +91,7 @@ class Ensemble:
         if any(shape != shapes[0] for shape in shapes):
             raise ValueError("ensemble: the models have different parameters; give models of one configuration")
         self.size, self.steps, self.device = len(models), steps, torch.device(device)
+        self.betas, self.constant = betas, constant
         self.step_number = 0
         self.vectorised = vectorised
         parameters, buffers = stack_module_state([_Call(model) for model in models])
@@ -96,6 +102,7 @@ class Ensemble:
         self._shared = {name: b[0].to(self.device) for name, b in buffers.items() if bool((b == b[:1]).all())}
         self._buffers = {name: b.to(self.device) for name, b in buffers.items() if name not in self._shared}
         self._call = _Call(models[0]).to(self.device)
+        self._decayed = [name.removeprefix("model.") not in spared for name in self._parameters]
         self._first = [torch.zeros_like(p) for p in self._parameters.values()]
         self._second = [torch.zeros_like(p) for p in self._parameters.values()]
         self._rates = torch.tensor(learning_rates, dtype=torch.float32, device=self.device)
@@ -199,21 +206,22 @@ class Ensemble:
         used = [i for i, gradient in enumerate(gradients) if gradient is not None]  # as AdamW: no gradient, no update
         if not used:
             return
-        leaves, gradients = [leaves[i] for i in used], [gradients[i] for i in used]
+        leaves, gradients, decayed = ([x[i] for i in used] for x in (leaves, gradients, self._decayed))
         first, second = [self._first[i] for i in used], [self._second[i] for i in used]
         t = self.step_number + 1
-        torch._foreach_lerp_(first, gradients, 1 - BETAS[0])
-        torch._foreach_mul_(second, BETAS[1])
-        torch._foreach_addcmul_(second, gradients, gradients, value=1 - BETAS[1])
+        torch._foreach_lerp_(first, gradients, 1 - self.betas[0])
+        torch._foreach_mul_(second, self.betas[1])
+        torch._foreach_addcmul_(second, gradients, gradients, value=1 - self.betas[1])
         scale = torch._foreach_sqrt(second)
-        torch._foreach_div_(scale, math.sqrt(1 - BETAS[1] ** t))
+        torch._foreach_div_(scale, math.sqrt(1 - self.betas[1] ** t))
         torch._foreach_add_(scale, EPS)
         updates = torch._foreach_div(first, scale)
-        rates = self._rates * cosine(self.step_number, self.steps)
-        kept, moved = 1 - rates * self._decays, rates / (1 - BETAS[0] ** t)
-        for p, update in zip(leaves, updates, strict=True):
+        rates = self._rates if self.constant else self._rates * cosine(self.step_number, self.steps)
+        kept, moved = 1 - rates * self._decays, rates / (1 - self.betas[0] ** t)
+        for p, update, decays in zip(leaves, updates, decayed, strict=True):
             shape = (-1,) + (1,) * (p.ndim - 1)
-            after = torch.addcmul(p * kept.view(shape), moved.view(shape), update, value=-1)
+            before = p * kept.view(shape) if decays else p
+            after = torch.addcmul(before, moved.view(shape), update, value=-1)
             p.copy_(torch.where(self.alive.view(shape), after, p))
 
 
