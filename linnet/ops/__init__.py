@@ -5,12 +5,16 @@ Layout [B, T, H, D]; an op returns (o, final_state or None) and has a `step` for
 place. `use_backend` chooses the form that runs, `debug` turns on checks of values.
 """
 
+from linnet.ops.activation import gated_activation
 from linnet.ops.additive import additive_attention, additive_step
 from linnet.ops.backend import debug, use_backend
+from linnet.ops.cross_entropy import linear_cross_entropy
 from linnet.ops.gated import forget_gate, forget_gated_attention, forget_gated_step, gated_linear_attention, gated_step
 from linnet.ops.lightning import lightning_attention, lightning_step
 from linnet.ops.longconv import ModalFilter, filtered_attention, long_convolution, long_convolution_step
 from linnet.ops.modal import modal_convolution, modal_step
+from linnet.ops.norm import rms_norm
+from linnet.ops.rotation import rotate
 from linnet.ops.scan import diagonal_scan, diagonal_step
 from linnet.ops.selective_scan import selective_scan, selective_step
 
@@ -25,14 +29,18 @@ __all__ = [
     "forget_gate",
     "forget_gated_attention",
     "forget_gated_step",
+    "gated_activation",
     "gated_linear_attention",
     "gated_step",
     "lightning_attention",
     "lightning_step",
+    "linear_cross_entropy",
     "long_convolution",
     "long_convolution_step",
     "modal_convolution",
     "modal_step",
+    "rms_norm",
+    "rotate",
     "selective_scan",
     "selective_step",
     "use_backend",

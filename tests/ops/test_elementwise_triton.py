@@ -173,7 +173,7 @@ def test_compiles_and_vmaps():
 
 
 @gpu
-@pytest.mark.parametrize("name", ["llama", "tnl", "tnl1", "cosformer2", "hgrn2"])
+@pytest.mark.parametrize("name", ["llama", "tnl", "tnl1", "cosformer2", "lightnet", "hgrn", "hgrn2", "gla"])
 def test_models_train_alike_in_both_forms(name):
     model = build_model(family(name)(64, 2, vocab_size=128), device="cuda")
     tokens = torch.randint(0, 128, (2, 200), device="cuda")
