@@ -114,6 +114,17 @@ def test_flops_are_those_of_the_plain_way(training):
     assert counts[0] == counts[1] == (3 if training else 1) * 2 * 93 * 37 * 16
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_operand_costs_no_gradient(frozen):
+    arguments = make()
+    expected = torch.autograd.grad(plain(*arguments), arguments[1 - frozen])
+    arguments[frozen].requires_grad_(False)
+    with FlopCounterMode(display=False) as counter:
+        found = torch.autograd.grad(linear_cross_entropy(*arguments), arguments[1 - frozen])
+    torch.testing.assert_close(found, expected)
+    assert counter.get_total_flops() == 2 * 2 * 93 * 37 * 16
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_s_loss_is_the_plain_one_of_its_logits(tied, monkeypatch):
     config = family("llama")(32, 1, vocab_size=37).model_copy(update={"tie_embeddings": tied})

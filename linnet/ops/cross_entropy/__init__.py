@@ -55,10 +55,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
     if dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     # What a compiler shows of a tensor under vmap does not say whether it needs a gradient.
-    needs_gradients = torch.is_grad_enabled() and (compiling or x.requires_grad or weight.requires_grad)
-    total, _, _ = cross_entropy(
-        x.reshape(-1, x.shape[-1]), weight, targets.flatten(), ignore_index, dtype, needs_gradients
-    )
+    needed = [torch.is_grad_enabled() and (compiling or tensor.requires_grad) for tensor in (x, weight)]
+    total, _, _ = cross_entropy(x.reshape(-1, x.shape[-1]), weight, targets.flatten(), ignore_index, dtype, *needed)
     return total
 
 
@@ -78,23 +76,28 @@ def is_whole(weight: Tensor) -> bool:
 
 @torch.library.custom_op("linnet::linear_cross_entropy", mutates_args=())
 def cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, dtype: torch.dtype, needs_gradients: bool
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    dtype: torch.dtype,
+    x_gradient: bool,
+    weight_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     form = chunked
     if backend.use_triton("cross_entropy", x.is_cuda) and dtype != torch.float64:
         form = importlib.import_module("linnet.ops.cross_entropy.triton")
     with exact(x):
         return chunked.cross_entropy_blocks(
-            x, weight, targets, ignore_index, dtype, needs_gradients, form.softmax_in_place
+            x, weight, targets, ignore_index, dtype, x_gradient, weight_gradient, form.softmax_in_place
         )
 
 
 @cross_entropy.register_fake
-def _(x, weight, targets, ignore_index, dtype, needs_gradients):
+def _(x, weight, targets, ignore_index, dtype, x_gradient, weight_gradient):
     total = x.new_empty((), dtype=torch.promote_types(dtype, torch.float32))
-    if not needs_gradients:
-        return total, x.new_empty(0), weight.new_empty(0)
-    return total, torch.empty_like(x), torch.empty_like(weight)
+    dx = torch.empty_like(x) if x_gradient else x.new_empty(0)
+    return total, dx, torch.empty_like(weight) if weight_gradient else weight.new_empty(0)
 
 
 def _setup_context(ctx, inputs, output):
@@ -104,9 +107,9 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dtotal, *_):
     if dtotal is None:
-        return None, None, None, None, None, None
-    dx, dweight = ctx.saved_tensors
-    return dx * dtotal, dweight * dtotal, None, None, None, None
+        return (None,) * 7
+    found = [gradient * dtotal if gradient.numel() else None for gradient in ctx.saved_tensors]
+    return *found, None, None, None, None, None
 
 
 cross_entropy.register_autograd(_backward, setup_context=_setup_context)
@@ -118,6 +121,8 @@ def _(info, in_dims, *arguments):
 
 
 @register_flop_formula(torch.ops.linnet.linear_cross_entropy)
-def cross_entropy_flops(x_shape, weight_shape, targets_shape, ignore_index, dtype, needs_gradients, **_) -> int:
-    """2 D V a token for the logits, and with gradients as many for that of x and of W."""
-    return (3 if needs_gradients else 1) * 2 * x_shape[0] * weight_shape[0] * weight_shape[1]
+def cross_entropy_flops(
+    x_shape, weight_shape, targets_shape, ignore_index, dtype, x_gradient, weight_gradient, **_
+) -> int:
+    """2 D V a token for the logits, and as many for the gradient of x and for that of W."""
+    return (1 + x_gradient + weight_gradient) * 2 * x_shape[0] * weight_shape[0] * weight_shape[1]

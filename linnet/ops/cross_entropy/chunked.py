@@ -20,13 +20,15 @@ def cross_entropy_blocks(
     targets: Tensor,
     ignore_index: int,
     dtype: torch.dtype,
-    needs_gradients: bool,
+    x_gradient: bool,
+    weight_gradient: bool,
     softmax: Callable,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of the negative log-likelihoods, and its gradients with respect to x and weight (empty if not needed).
 
     Args:
         x: [N, D]. weight: [V, D]. targets: int64 [N].
+        x_gradient, weight_gradient: what is needed; a frozen head costs no gradient of its own.
         dtype: of the products' operands and of the logits.
         softmax: (logits, targets, ignore_index, needs_gradients) -> nll [N], and what to put in place of the logits.
     """
@@ -36,14 +38,15 @@ def cross_entropy_blocks(
     rows = max(1, BLOCK_LOGITS // vocab)
     rows = rows - rows % 128 if rows >= 128 else rows
     nll = x.new_empty(x.shape[0], dtype=total_dtype)
-    dx = torch.empty_like(x) if needs_gradients else x.new_empty(0)
-    dweight = x.new_zeros(weight.shape if needs_gradients else 0, dtype=total_dtype)
+    dx = torch.empty_like(x) if x_gradient else x.new_empty(0)
+    dweight = x.new_zeros(weight.shape if weight_gradient else 0, dtype=total_dtype)
     for start in range(0, x.shape[0], rows):
         block = slice(start, start + rows)
         tokens = x[block].to(dtype)
-        nll[block], dlogits = softmax(tokens @ narrow.T, targets[block], ignore_index, needs_gradients)
-        if needs_gradients:
+        nll[block], dlogits = softmax(tokens @ narrow.T, targets[block], ignore_index, x_gradient or weight_gradient)
+        if x_gradient:
             dx[block] = dlogits @ narrow
+        if weight_gradient:
             _add_product(dweight, dlogits.T, tokens)
         del dlogits  # before the next block's logits are made
     return nll.sum(), dx, dweight.to(weight.dtype)
