@@ -70,6 +70,7 @@ class Mixer(nn.Module):
     `forward` without a state is training: it returns `(y, None)`. With a state (from `init_state` or an earlier call)
     it continues from it and returns the state after the last token. `step` is `forward` for one token.
     Output projections that end a residual branch carry the attribute `ends_residual = True` (depth-scaled init).
+    Any module of a layer may name parameters in `full_precision`: they stay float32 where a model is cast to serve it.
     """
 
     name: str

@@ -38,6 +38,8 @@ class LongFilter(nn.Module):
     parts of R are N(0, 1/N), the skip N(0, 1).
     """
 
+    full_precision = ("log_rate", "theta", "residue", "skip")
+
     def __init__(self, filters: int, modes: int, max_time_constant: int):
         super().__init__()
         self.log_rate = nn.Parameter(-math.log(max_time_constant) * torch.rand(filters, modes))

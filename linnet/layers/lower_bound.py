@@ -20,6 +20,8 @@ __all__ = ["LowerBounds", "forget_gate", "shared_lower_bounds"]
 class LowerBounds(nn.Module):
     """gamma [L, D], one row for each layer that has this mixer; starts at ones, so that beta = l / L."""
 
+    full_precision = ("gamma",)
+
     def __init__(self, num_layers: int, d_model: int):
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(num_layers, d_model))

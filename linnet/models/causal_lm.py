@@ -59,6 +59,11 @@ class CausalLM(nn.Module):
         x, states = self.backbone.step(self._embed(tokens), states)
         return self._logits(x), states
 
+    def prefill(self, tokens: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
+        """`forward` from states on where only what comes next matters: logits [B, vocab] of the last token alone."""
+        x, states = self.backbone(self._embed(tokens), states)
+        return self._logits(x[:, -1]), states
+
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> ModelState:
         """States before the first token. Only layers with a KV cache use `context_length` (its capacity in tokens)."""
         return self.backbone.init_state(batch, context_length, device, dtype)

@@ -72,8 +72,19 @@ class Attention(Mixer):
         return self.out_proj(o.flatten(-2)), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        y, state = self.forward(x[:, None], state)
-        return y[:, 0], state
+        """One token. The ring is written in place, and all of it is read, so that a CUDA graph can hold the step."""
+        positions = state["position"][:, None]
+        q, k, v = self._project(x, state["position"])
+        rows = torch.arange(x.shape[0], device=x.device)[:, None]
+        slot = (rows, positions % state["k"].shape[1])
+        state["k"].index_put_(slot, k[:, None].to(state["k"].dtype))
+        state["v"].index_put_(slot, v[:, None].to(state["v"].dtype))
+        state["key_position"].index_put_(slot, positions + 1)
+        key_positions = state["key_position"] - 1
+        visible = self._visible(positions, key_positions) & (key_positions >= 0)[:, None, :]
+        o = self._attend(q[:, None], state["k"].to(q.dtype), state["v"].to(q.dtype), visible[:, None])
+        state["position"] += 1
+        return self.out_proj(o[:, 0].flatten(-2)), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         slots = min(context_length, self.config.window) if self.config.window else context_length
@@ -96,6 +107,7 @@ class Attention(Mixer):
         return {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "out_proj": "rowwise"}
 
     def _project(self, x: Tensor, positions: Tensor):
+        """q, k, v [..., H, d] of x [B, T, D] at positions [B, T], or of one token [B, D] at [B]."""
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))

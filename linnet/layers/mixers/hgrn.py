@@ -26,6 +26,8 @@ class HgrnConfig(Config):
 
 @register_mixer("hgrn", HgrnConfig)
 class Hgrn(Mixer):
+    full_precision = ("theta",)
+
     def __init__(self, config: HgrnConfig, context: LayerContext):
         super().__init__()
         d_model = context.d_model

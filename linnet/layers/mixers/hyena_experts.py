@@ -9,6 +9,7 @@ masking k of E outputs is cheaper than gathering them; a decoding step writes al
 chosen ones only. (The published implementation gives all experts weight; see `linnet.layers.routing`.)
 """
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
@@ -65,7 +66,7 @@ class HyenaExperts(HyenaMixer):
         routing, width = self.route(x), self.experts[1]
         q = self.q_proj.step(x, state["q"])
         k, v = self.k_proj.step(x, state["k"]), self.v_proj.step(x, state["v"])
-        chosen = (routing.experts[..., None] * width + routing.experts.new_tensor(range(width))).flatten(1)
+        chosen = (routing.experts[..., None] * width + torch.arange(width, device=x.device)).flatten(1)
         y = long_convolution_step(self.signal(k, v), self.filter(), state["modes"], channels=chosen)
         outputs = (q.gather(1, chosen) * y).unflatten(1, (-1, width))
         return self.out_proj((outputs * routing.weights[..., None].to(y.dtype)).sum(1)), state

@@ -32,6 +32,8 @@ class MambaConfig(Config):
 
 @register_mixer("mamba", MambaConfig)
 class Mamba(Mixer):
+    full_precision = ("dt_bias", "A_log", "skip")
+
     def __init__(self, config: MambaConfig, context: LayerContext):
         super().__init__()
         self.config, self.d_model = config, context.d_model

@@ -21,6 +21,8 @@ class Lrpe(nn.Module):
     released TransNormerLLM); True: one theta [1, .] with exponents -2i/d_h for all heads.
     """
 
+    full_precision = ("theta",)  # times a position
+
     def __init__(
         self, num_heads: int, head_dim: int, form: Literal["complex", "real"] = "complex", shared_heads: bool = False
     ):

@@ -29,6 +29,8 @@ class TpeConfig(Config):
 class Tpe(nn.Module):
     """An input layer of the model: x [B, T, D] -> [B, T, D], causal, with state u [B, D, E]."""
 
+    full_precision = ("log_rate", "weight")
+
     def __init__(self, config: TpeConfig, d_model: int):
         super().__init__()
         self.config, self.d_model = config, d_model
