@@ -1,0 +1,60 @@
+"""The configuration that transformers keeps beside the weights: Linnet's own, whole, under one key."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from linnet.config import parse
+from linnet.models import ModelConfig
+
+
+class LinnetConfig(PreTrainedConfig):
+    """config.json of an exported model.
+
+    Attributes:
+        model: the values of a `linnet.models.ModelConfig`, or a recipe's name; what is left out has its default.
+        use_cache: whether generation carries states from token to token.
+        tie_word_embeddings: follows `model`.
+
+    `vocab_size`, `hidden_size` and `num_hidden_layers` are read from `model`, for programs that ask by these names.
+
+    Raises:
+        ConfigError: `model` is no configuration of a model, or names a mixer from outside the package whose file was
+            not imported before.
+    """
+
+    model_type = "linnet"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    model: dict[str, Any] | str = "tnl-10m"
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs):
+        values = {"recipe": self.model} if isinstance(self.model, str) else self.model
+        self.model = parse(ModelConfig, values, "model of config.json").model_dump(mode="json")
+        self.tie_word_embeddings = self.model["tie_embeddings"]
+        super().__post_init__(**kwargs)
+
+    def linnet(self) -> ModelConfig:
+        """The configuration that Linnet builds the model from."""
+        return parse(ModelConfig, self.model, "model of config.json")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model["vocab_size"]
+
+    @vocab_size.setter
+    def vocab_size(self, rows: int) -> None:  # transformers sets it where it resizes the embeddings
+        self.model = {**self.model, "vocab_size": int(rows)}
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model["d_model"]
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.linnet().num_layers

@@ -1,0 +1,54 @@
+"""A run or model folder as a folder that transformers loads."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig
+
+from linnet.config import ConfigError
+from linnet.hf.config import LinnetConfig
+from linnet.hf.model import LinnetForCausalLM
+from linnet.hf.tokenizer import to_transformers
+from linnet.models import CausalLM
+from linnet.runs import load_model
+
+TEMPLATE = "chat_template.jinja"
+
+
+def export(path: str | Path, out: str | Path) -> Path:
+    """Writes the model of a run or model folder as config.json, model.safetensors and the tokenizer's files.
+
+    Args:
+        path: a run or model folder.
+        out: a new or empty folder.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ConfigError: there is no model at `path`, or `out` is not empty.
+    """
+    path, out = Path(path), Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError([f"{out}: is not an empty folder; choose a new one with --out"], "export")
+    causal, tokenizer = load_model(path)
+    end = None if tokenizer is None else tokenizer.end_of_document
+    config = LinnetConfig(model=causal.config.model_dump(mode="json"), eos_token_id=end, pad_token_id=end)
+    config.architectures = [LinnetForCausalLM.__name__]
+    model = wrap(causal, config)
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end)
+    model.save_pretrained(out)
+    if tokenizer is not None:
+        to_transformers(tokenizer).save_pretrained(out)
+    if (path / TEMPLATE).is_file():
+        shutil.copy(path / TEMPLATE, out / TEMPLATE)
+    return out
+
+
+def wrap(causal: CausalLM, config: LinnetConfig) -> LinnetForCausalLM:
+    """The transformers model around a Linnet model, which it shares."""
+    with torch.device("meta"):
+        model = LinnetForCausalLM(config)
+    model.model = causal
+    return model.eval()

@@ -1,0 +1,154 @@
+"""A Linnet model as a transformers model: from_pretrained, generate, pipeline, Trainer, PEFT."""
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel, initialization
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from linnet.hf.cache import LinnetCache
+from linnet.hf.config import LinnetConfig
+from linnet.models import CausalLM, build_model
+from linnet.runs.model import empty_model
+
+
+class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
+    """`model` is the `linnet.models.CausalLM`; parameters have its names behind `model.`.
+
+    Padding, on either side or in between, is left out of the computation, so that a sequence gives what it gives alone.
+    Weights that a checkpoint lacks are drawn as `linnet.models.build_model` draws them, and transformers names them.
+    """
+
+    config_class = LinnetConfig
+    base_model_prefix = "model"
+    accepts_loss_kwargs = True  # forward takes num_items_in_batch
+    _no_split_modules = ["Block"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _is_stateful = True  # so that generation with an assistant, which takes tokens back, is refused
+
+    def __init__(self, config: LinnetConfig):
+        super().__init__(config)
+        self.model = CausalLM(config.linnet())
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # generate leaves the cache to forward
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Fills what no checkpoint filled: missing parameters, and the fixed tables, which are in no checkpoint."""
+        missing = [p for p in self.model.parameters() if not getattr(p, "_is_hf_initialized", False)]
+        config = self.config.linnet()
+        source = build_model(config, torch.initial_seed() % 2**31) if missing else empty_model(config)
+        for own, its in zip(self.model.parameters(), source.parameters(), strict=True):
+            initialization.copy_(own, its)
+        for own, its in zip(self.model.buffers(), source.buffers(), strict=True):
+            initialization.copy_(own, its)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The head, or None where the embedding is the head."""
+        return self.model.head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.model.head = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: LinnetCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple:
+        """Logits, the loss where labels are given, and the cache after the last token.
+
+        Args:
+            input_ids: int64 [B, T]; or inputs_embeds [B, T, D], what the embedding would give.
+            attention_mask: [B, T], or with a cache also [B, all columns so far]; 0 is padding.
+            past_key_values: from an earlier call, to go on from.
+            labels: int64 [B, T], shifted here; -100 does not count.
+            use_cache: default: as the configuration says, and not in training.
+            logits_to_keep: only the last so many positions (0: all), or the positions.
+
+        Raises:
+            ValueError: what Linnet's models do not have (attention weights, hidden states), a mask of other than two
+                dimensions, or a cache of another class or batch size.
+        """
+        if output_attentions or output_hidden_states:
+            raise ValueError("Linnet's models give neither attention weights nor hidden states; leave both options off")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, one of the two")
+        x = self.model._embed(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if past_key_values is not None and not isinstance(past_key_values, LinnetCache):
+            name = type(past_key_values).__name__
+            raise ValueError(f"past_key_values is a {name}; use linnet.hf.LinnetCache, or none to begin with")
+        cache = past_key_values if past_key_values is not None else LinnetCache() if use_cache else None
+        mask = self._mask(attention_mask, x, 0 if cache is None else cache.seen)
+        if cache is not None:
+            cache.reserve(self.model, *x.shape[:2], x.device)
+        x = self._whole(x, cache) if mask is None else self._padded(x, mask, cache)
+        if cache is not None:
+            cache.seen += x.shape[1]
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.model._logits(x[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
+            )
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return output if return_dict is not False and self.config.return_dict else output.to_tuple()
+
+    def _mask(self, mask: Tensor | None, x: Tensor, seen: int) -> Tensor | None:
+        """Which of the tokens x [B, T, D] are no padding, bool [B, T]; None where that makes no difference."""
+        if mask is None:
+            return None
+        batch, length = x.shape[:2]
+        if mask.ndim != 2 or mask.shape[0] != batch or mask.shape[1] not in (length, seen + length):
+            raise ValueError(
+                f"attention_mask has shape {list(mask.shape)}; give [{batch}, {seen + length}], 0 for padding"
+            )
+        mask = mask[:, -length:].to(x.device).bool()
+        return None if mask.all() else mask
+
+    def _whole(self, x: Tensor, cache: LinnetCache | None) -> Tensor:
+        """The backbone over x [B, T, D] without padding."""
+        if cache is None:
+            return self.model.backbone(x)[0]
+        if x.shape[1] == 1 and not torch.is_grad_enabled():  # a step writes its states in place
+            x, cache.states = self.model.backbone.step(x[:, 0], cache.states)
+            return x[:, None]
+        x, cache.states = self.model.backbone(x, cache.states)
+        return x
+
+    def _padded(self, x: Tensor, mask: Tensor, cache: LinnetCache | None) -> Tensor:
+        """The backbone over the tokens of x [B, T, D] that `mask` keeps, rows of one length together; else zeros."""
+        if cache is None and not (mask[:, 1:] & ~mask[:, :-1]).any():
+            return self.model.backbone(x)[0]  # padding behind all tokens changes none of them
+        counts = mask.sum(1)
+        y = torch.zeros_like(x)
+        for count in counts.unique().tolist():
+            if count == 0:
+                continue
+            rows = (counts == count).nonzero()[:, 0]
+            places = mask[rows].nonzero()[:, 1].view(len(rows), count)
+            part = x[rows[:, None], places]
+            part, states = self.model.backbone(part, None if cache is None else cache.take(rows))
+            y = y.index_put((rows[:, None], places), part)
+            if cache is not None:
+                cache.put(rows, states)
+        return y

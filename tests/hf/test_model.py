@@ -1,0 +1,144 @@
+"""An exported model is the run's: logits, greedy tokens, beams, samples; padding changes nothing."""
+
+import pytest
+import torch
+from hf_models import ARCHITECTURES, small
+
+from linnet.data import ByteTokenizer
+from linnet.models import build_model
+from linnet.runs import save_model
+
+transformers = pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'linnet[hf]'")
+hf = pytest.importorskip("linnet.hf")
+
+PROMPT, NEW = 9, 70  # together beyond the 64 columns that a cache begins with
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def pair(request, tmp_path_factory):
+    """The Linnet model, and what transformers makes of its export."""
+    folder = tmp_path_factory.mktemp("hf")
+    config = small(request.param)
+    model = build_model(config, seed=1).eval()
+    save_model(folder / "model", config, model.state_dict(), ByteTokenizer())
+    hf.export(folder / "model", folder / "hf")
+    return model, transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
+
+
+@pytest.fixture
+def prompt():
+    return torch.randint(1, 256, (3, PROMPT), generator=torch.Generator().manual_seed(0))
+
+
+def greedy(model, prompt, steps):
+    """Token by token from the first, with CausalLM.step alone."""
+    states = model.init_state(len(prompt), prompt.shape[1] + steps)
+    tokens = [*prompt.T]
+    with torch.no_grad():
+        for place in range(prompt.shape[1] + steps - 1):
+            logits, states = model.step(tokens[place], states)
+            if place >= prompt.shape[1] - 1:
+                tokens.append(logits.argmax(-1))
+    return torch.stack(tokens, 1)
+
+
+def free(**options):
+    """Options of generate without an end."""
+    return {"eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NEW, **options}
+
+
+def test_logits_are_the_models_own(pair, prompt):
+    model, exported = pair
+    assert isinstance(exported, hf.LinnetForCausalLM)
+    with torch.no_grad():
+        expected, out = model(prompt)[0], exported(prompt, labels=prompt)
+    assert (out.logits - expected).abs().max() <= 1e-6 * expected.abs().max()
+    loss = torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1), prompt[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, loss)
+    kept = exported(prompt, logits_to_keep=2).logits
+    torch.testing.assert_close(kept, expected[:, -2:], rtol=1e-5, atol=1e-5)
+
+
+def test_greedy_generation_is_the_recurrence_token_for_token(pair, prompt):
+    model, exported = pair
+    assert torch.equal(
+        exported.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **free()),
+        greedy(model, prompt, NEW),
+    )
+
+
+def test_padding_changes_nothing(pair, prompt):
+    _, exported = pair
+    mask = torch.ones_like(prompt)
+    mask[1, :4] = 0
+    mask[2, :7] = 0
+    padded = prompt * mask
+    out = exported.generate(padded, attention_mask=mask, do_sample=False, **free(max_new_tokens=8))
+    for row, begin in enumerate((0, 4, 7)):
+        alone = prompt[row : row + 1, begin:]
+        expected = exported.generate(
+            alone, attention_mask=torch.ones_like(alone), do_sample=False, **free(max_new_tokens=8)
+        )
+        assert torch.equal(out[row, begin:], expected[0])
+    # The parallel form, with padding on the left, on the right and in between.
+    mask[1] = torch.tensor([1] * 5 + [0] * 4)
+    mask[2] = torch.tensor([0, 1, 1, 0, 0, 1, 1, 1, 0])
+    with torch.no_grad():
+        logits = exported(prompt, attention_mask=mask).logits
+        for row in range(3):
+            kept = mask[row].bool()
+            alone = exported(prompt[row : row + 1, kept]).logits[0]
+            torch.testing.assert_close(logits[row, kept], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_beams_and_samples_are_those_without_a_cache(pair, prompt):
+    _, exported = pair
+    mask = torch.ones_like(prompt)
+    mask[1, :3] = 0
+    for options in ({"num_beams": 3, "do_sample": False}, {"do_sample": True, "top_k": 20, "num_return_sequences": 2}):
+        found = []
+        for use_cache in (True, False):
+            torch.manual_seed(5)
+            found.append(
+                exported.generate(
+                    prompt * mask, attention_mask=mask, use_cache=use_cache, **options, **free(max_new_tokens=8)
+                )
+            )
+        assert torch.equal(*found)
+
+
+def test_a_cache_goes_on_where_it_was(pair, prompt):
+    _, exported = pair
+    whole = exported(prompt).logits
+    with torch.no_grad():
+        cache = hf.LinnetCache()
+        first = exported(prompt[:, :5], past_key_values=cache)
+        second = exported(prompt[:, 5:], past_key_values=first.past_key_values)
+    assert second.past_key_values is cache and cache.get_seq_length() == PROMPT
+    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_saved_again_it_is_the_same(pair, prompt, tmp_path):
+    _, exported = pair
+    exported.save_pretrained(tmp_path)
+    again, report = hf.LinnetForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert torch.equal(again(prompt).logits, exported(prompt).logits)
+
+
+def test_every_parameter_gets_a_gradient(pair, prompt):
+    _, exported = pair
+    exported.train()
+    exported(prompt, labels=prompt).loss.backward()
+    without = [name for name, p in exported.named_parameters() if p.grad is None]
+    exported.zero_grad()
+    exported.eval()
+    assert not without
+
+
+def test_a_new_model_is_drawn_as_linnet_draws(prompt):
+    config = hf.LinnetConfig(model=small("mamba").model_dump(mode="json"))
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    expected = build_model(small("mamba"), seed=7)
+    assert all(torch.equal(a, b) for a, b in zip(model.model.parameters(), expected.parameters(), strict=True))
