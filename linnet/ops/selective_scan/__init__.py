@@ -1,18 +1,21 @@
 """The selective scan: the recurrence of Mamba (paper 004, C.4), with decays and writes that depend on the token."""
 
+import importlib
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
-from linnet.ops.arguments import check_state
+from linnet.ops.arguments import check_devices, check_state
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.direct import shorten
 from linnet.ops.documents import check_documents, count_states
-from linnet.ops.folding import fold, unfold
+from linnet.ops.folding import fold_all, unfold
 from linnet.ops.looping import each
 from linnet.ops.selective_scan import chunked
 from linnet.ops.selective_scan.reference import selective_reference
+from linnet.ops.selective_scan.shapes import Shape, runs_in_kernels
 from linnet.ops.selective_scan.step import selective_step
 
 __all__ = ["selective_scan", "selective_step"]
@@ -34,8 +37,8 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor | None]:
     """s_t = exp(delta_t A) s_{t-1} + delta_t B_t x_t,  y_t = C_t s_t + D x_t, with N states a channel.
 
-    Time is linear in T, and states exist for a chunk of tokens at a time. Computes in float32 (float64 for float64
-    inputs). There is no Triton form yet: a GPU runs the chunked form in PyTorch.
+    Time is linear in T, and states exist for a chunk of tokens at a time; on a GPU one in 8 is kept for the backward.
+    Computes in float32 (float64 for float64 inputs).
 
     Args:
         x, delta: [Bt, T, D]; delta at least 0, the step of each channel (after its softplus).
@@ -59,15 +62,15 @@ def selective_scan(
     if backend.debugging():
         _check_values(delta, A)
     if backend.use_reference():
-        form = selective_reference
+        y, final_state = selective_reference(x, delta, A, B, C, D, initial_state, cu_seqlens)
     else:
-        backend.use_triton(OP, False)  # refuses the form that is not there
-        form = _direct
-    y, final_state = form(x, delta, A, B.unsqueeze(2), C.unsqueeze(2), D, initial_state, cu_seqlens)
+        skip = None if D is None else D[None]
+        y, final_state, _ = _direct(x, delta, A[None], B, C, skip, initial_state, cu_seqlens)
     return y, final_state if output_final_state else None
 
 
-# The registered op has B and C in G groups, [Bt, T, G, N], each for D / G neighbouring channels: models under vmap.
+# The registered op has an axis of models before those of A [M, D, N] and D [M, D], for vmap: the rows of x [R, T, D]
+# (with documents M rows) belong to the models in turn, R / M each. `starts` is what its backward wants of the forward.
 
 
 @torch.library.custom_op("linnet::selective", mutates_args=())
@@ -80,9 +83,9 @@ def selective(
     D: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     with exact(x):
-        return chunked.selective_forward(x, delta, A, B, C, D, initial_state, cu_seqlens)
+        return _form(x).selective_forward(x, delta, A, B, C, D, initial_state, cu_seqlens)
 
 
 @torch.library.custom_op("linnet::selective_backward", mutates_args=())
@@ -95,36 +98,45 @@ def selective_backward(
     D: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    starts: Tensor,
     dy: Tensor,
     dfinal: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     with exact(x):
-        return chunked.selective_backward(x, delta, A, B, C, D, initial_state, cu_seqlens, dy, dfinal)
+        return _form(x).selective_backward(x, delta, A, B, C, D, initial_state, cu_seqlens, starts, dy, dfinal)
+
+
+def _form(x: Tensor):
+    return importlib.import_module(f"linnet.ops.{OP}.triton") if backend.use_triton(OP, x.is_cuda) else chunked
 
 
 @selective.register_fake
 def _(x, delta, A, B, C, D, initial_state, cu_seqlens):
-    return x.new_empty(x.shape), _empty_state(x, delta, A, B, C, cu_seqlens)
+    in_kernels = backend.use_triton(OP, x.is_cuda) and runs_in_kernels(x, delta, A, B, C)
+    starts = Shape.of(x, A, cu_seqlens).starts() if in_kernels else (0,)
+    final = _empty_state(x, delta, A, B, C, cu_seqlens)
+    return x.new_empty(x.shape), final, final.new_empty(starts)
 
 
 @selective_backward.register_fake
-def _(x, delta, A, B, C, D, initial_state, cu_seqlens, dy, dfinal):
+def _(x, delta, A, B, C, D, initial_state, cu_seqlens, starts, dy, dfinal):
     dinitial = _empty_state(x, delta, A, B, C, cu_seqlens)
     dD = dinitial.new_empty(0) if D is None else D.new_empty(D.shape)
     return *(y.new_empty(y.shape) for y in (x, delta, A, B, C)), dD, dinitial
 
 
 def _empty_state(x, delta, A, B, C, cu_seqlens) -> Tensor:
-    return x.new_empty((count_states(cu_seqlens, x.shape[0]), *A.shape), dtype=state_dtype(x, delta, A, B, C))
+    shape = (Shape.of(x, A, cu_seqlens).sequences, *A.shape[1:])
+    return x.new_empty(shape, dtype=state_dtype(x, delta, A, B, C))
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs, output[2])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dy, dfinal):
-    x, *_, D, initial_state, _ = inputs = ctx.saved_tensors
+def _backward(ctx, dy, dfinal, _):
+    x, *_, D, initial_state, _, _ = inputs = ctx.saved_tensors
     dy = torch.zeros_like(x) if dy is None else dy
     *grads, dD, dinitial = _direct_backward(*inputs, dy, dfinal)
     return *grads, None if D is None else dD, None if initial_state is None else dinitial, None
@@ -134,30 +146,26 @@ selective.register_autograd(_backward, setup_context=_setup_context)
 _direct = shorten(selective, _setup_context, _backward)
 _direct_backward = shorten(selective_backward)
 
-# Models are folded into the channels, and B and C into groups, so that each model keeps its own A.
-_AXES = (2, 2, 0, 2, 2, 0, 1, None, 2, 1)
-
-
-def _fold(size: int, dims: tuple, tensors: tuple) -> list[Tensor | None]:
-    return [x if axis is None else fold(x, dim, size, axis) for x, dim, axis in zip(tensors, dims, _AXES, strict=False)]
+# Of models under vmap: theirs come first in all axes, which copies nothing.
+_AXES = (0, 0, 0, 0, 0, 0, 0, None, 0, 0, 0)
 
 
 @selective.register_vmap
 def _(info, in_dims, *tensors):
     if in_dims[7] is not None:
         return each(selective, info.batch_size, in_dims, tensors)
-    outputs, axes = selective(*_fold(info.batch_size, in_dims, tensors)), (2, 1)
-    return tuple(unfold(x, info.batch_size, axis) for x, axis in zip(outputs, axes, strict=True)), axes
+    outputs = selective(*fold_all(tensors, in_dims, info.batch_size, _AXES))
+    return tuple(unfold(x, info.batch_size, 0) for x in outputs), (0, 0, 0)
 
 
 @selective_backward.register_vmap
 def _(info, in_dims, *tensors):
     if in_dims[7] is not None:
         return each(selective_backward, info.batch_size, in_dims, tensors)
-    grads = selective_backward(*_fold(info.batch_size, in_dims, tensors))
-    axes = (2, 2, 0, 2, 2, None if tensors[5] is None else 0, 1)
+    grads = selective_backward(*fold_all(tensors, in_dims, info.batch_size, _AXES))
+    axes = tuple(0 if i != 5 or tensors[5] is not None else None for i in range(7))
     return tuple(
-        x if axis is None else unfold(x, info.batch_size, axis) for x, axis in zip(grads, axes, strict=True)
+        x if axis is None else unfold(x, info.batch_size, 0) for x, axis in zip(grads, axes, strict=True)
     ), axes
 
 
@@ -168,14 +176,14 @@ def _(info, in_dims, *tensors):
 def selective_flops(x_shape, delta_shape, A_shape, *_, **__) -> int:
     """6: delta A, delta x B, a s + u, C s."""
     B, T, D = x_shape
-    return 6 * B * T * D * A_shape[1]
+    return 6 * B * T * D * A_shape[2]
 
 
 @register_flop_formula(torch.ops.linnet.selective_backward)
 def selective_backward_flops(x_shape, delta_shape, A_shape, *_, **__) -> int:
     """23: the states twice again (4 each), g (3), dB, dC, B g (2 each), l (2), its sums with A and delta (2 each)."""
     B, T, D = x_shape
-    return 23 * B * T * D * A_shape[1]
+    return 23 * B * T * D * A_shape[2]
 
 
 def _check(x, delta, A, B, C, D, initial_state, cu_seqlens) -> None:
@@ -198,6 +206,7 @@ def _check(x, delta, A, B, C, D, initial_state, cu_seqlens) -> None:
     if not all(y.is_floating_point() for y in inputs.values()):
         dtypes = ", ".join(f"{name} {y.dtype}" for name, y in inputs.items())
         raise ValueError(f"{OP}: dtypes are {dtypes}; give floating-point tensors")
+    check_devices(OP, **inputs, initial_state=initial_state, cu_seqlens=cu_seqlens)
     check_documents(cu_seqlens, x.shape[0])
     shape = (count_states(cu_seqlens, x.shape[0]), *A.shape)
     check_state(OP, initial_state, shape, state_dtype(x, delta, A, B, C))

@@ -1,7 +1,7 @@
 """The selective scan on any device, with a hand-written backward: states are spread out for a chunk at a time.
 
 Every state has its own decay at every token, so no matrix product spans tokens: a chunk is the diagonal recurrence
-over [Bt, C, G, N, D / G] (channels last, where they are most), and C keeps that small beside [Bt, T, D] or in the
+over [Bt, C, N, D] (channels last, where they are most), and C keeps that small beside [Bt, T, D] or in the
 cache. Decays are only ever multiplied, so nothing overflows and one that underflows to 0 is a reset. The forward keeps
 nothing but its inputs; the backward runs the states once more for what enters each chunk and again inside it, and then
 
@@ -33,21 +33,20 @@ def chunk_length(batch: int, channels: int, states: int, is_cpu: bool) -> int:
 class Chunk(NamedTuple):
     """C tokens in the dtype of states, in shapes that broadcast."""
 
-    x: Tensor  # [Bt, C, G, 1, D / G]
+    x: Tensor  # [Bt, C, 1, D]
     delta: Tensor
-    B: Tensor  # [Bt, C, G, N, 1]
+    B: Tensor  # [Bt, C, N, 1]
     C: Tensor
-    decay: Tensor  # [Bt, C, G, N, D / G]
+    decay: Tensor  # [Bt, C, N, D]
     states: Tensor  # after each token
 
 
-def selective_forward(x, delta, A, B, C, D, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
-    """y [Bt, T, D] and the final states [Nseq, D, N]; arguments as in the registered op."""
-    modes, carried, size = _prepare(x, delta, A, B, C, initial_state, cu_seqlens)
-    skip = None if D is None else D.to(modes.dtype)
+def selective_forward(x, delta, A, B, C, D, initial_state, cu_seqlens) -> tuple[Tensor, Tensor, Tensor]:
+    """y [Bt, T, D], the final states [Nseq, D, N] and nothing for the backward; arguments as in the registered op."""
+    modes, skip, carried, size = _prepare(x, delta, A, B, C, D, initial_state, cu_seqlens)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for rows, start, end in documents(cu_seqlens, *x.shape[:2]):
-        state = carried[rows]
+    for rows, start, end in documents(cu_seqlens, x.shape[0] // A.shape[0], x.shape[1]):
+        state = carried[:, rows].flatten(0, 1).clone()
         for begin in range(start, end, size):
             stop = min(begin + size, end)
             chunk = _run((x, delta, B, C), modes, state, begin, stop)
@@ -56,28 +55,27 @@ def selective_forward(x, delta, A, B, C, D, initial_state, cu_seqlens) -> tuple[
                 y_.addcmul_(chunk.x.flatten(2), skip)
             y[:, begin:stop] = y_
             state = chunk.states[:, -1]
-        carried[rows] = state
-    return y, _to_public(carried)
+        carried[:, rows] = state.unflatten(0, (A.shape[0], -1))
+    return y, _to_public(carried), modes.new_empty(0)
 
 
-def selective_backward(x, delta, A, B, C, D, initial_state, cu_seqlens, dy, dfinal) -> tuple[Tensor, ...]:
+def selective_backward(x, delta, A, B, C, D, initial_state, cu_seqlens, starts, dy, dfinal) -> tuple[Tensor, ...]:
     """Gradients to x, delta, A, B, C, D (empty without it) and the initial states."""
-    modes, carried, size = _prepare(x, delta, A, B, C, initial_state, cu_seqlens)
-    skip = None if D is None else D.to(modes.dtype)
-    dmodes, groups = torch.zeros_like(modes), B.shape[2]
-    dskip = modes.new_zeros(0 if D is None else D.shape)
+    modes, skip, carried, size = _prepare(x, delta, A, B, C, D, initial_state, cu_seqlens)
+    dmodes = modes.new_zeros(x.shape[0], *modes.shape[2:])
+    dskip = modes.new_zeros(x.shape[0], x.shape[2])
     dx, ddelta, dB, dC = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x, delta, B, C))
-    dcarried = torch.zeros_like(carried) if dfinal is None else _to_internal(dfinal, groups, modes.dtype)
-    for rows, start, end in documents(cu_seqlens, *x.shape[:2]):
-        state, entering = carried[rows], []
+    dcarried = torch.zeros_like(carried) if dfinal is None else _to_internal(dfinal, A.shape[0], modes.dtype)
+    for rows, start, end in documents(cu_seqlens, x.shape[0] // A.shape[0], x.shape[1]):
+        state, entering = carried[:, rows].flatten(0, 1).clone(), []
         for begin in range(start, end, size):
             entering.append((begin, min(begin + size, end), state))
             if begin + size < end:
                 state = _run((x, delta, B, C), modes, state, begin, begin + size).states[:, -1].clone()
-        met = dcarried[rows]
+        met = dcarried[:, rows].flatten(0, 1).clone()
         for begin, stop, state in reversed(entering):
             chunk = _run((x, delta, B, C), modes, state, begin, stop)
-            dy_ = _load(dy, begin, stop, groups, modes.dtype)
+            dy_ = _load(dy, begin, stop, modes.dtype)
             dC[:, begin:stop] = _contract_channels(chunk.states, dy_)
             g = _adjoint(chunk, dy_, met)
             written = chunk.delta * chunk.x
@@ -92,33 +90,38 @@ def selective_backward(x, delta, A, B, C, D, initial_state, cu_seqlens, dy, dfin
             if skip is not None:
                 dy_ = dy_.flatten(2)
                 dx_.addcmul_(dy_, skip)
-                dskip += (dy_ * chunk.x.flatten(2)).sum((0, 1))
+                dskip += (dy_ * chunk.x.flatten(2)).sum(1)
             dx[:, begin:stop] = dx_
             torch.mul(product, modes, out=g)
-            ddelta[:, begin:stop] = g.sum(3).flatten(2).addcmul_(chunk.x.flatten(2), read)
+            ddelta[:, begin:stop] = g.sum(2).addcmul_(chunk.x.flatten(2), read)
             torch.mul(product, chunk.delta, out=g)
-            dmodes += g.sum((0, 1))
-        dcarried[rows] = met
-    dA = dmodes.mT.flatten(0, 1).to(A.dtype).contiguous()
-    return dx, ddelta, dA, dB, dC, dskip if D is None else dskip.to(D.dtype), _to_public(dcarried)
+            dmodes += g.sum(1)
+        dcarried[:, rows] = met.unflatten(0, (A.shape[0], -1))
+    of_model = (A.shape[0], -1)
+    dA = dmodes.unflatten(0, of_model).sum(1).mT.to(A.dtype).contiguous()
+    dD = dskip.new_empty(0) if D is None else dskip.unflatten(0, of_model).sum(1).to(D.dtype)
+    return dx, ddelta, dA, dB, dC, dD, _to_public(dcarried)
 
 
-def _prepare(x, delta, A, B, C, initial_state, cu_seqlens) -> tuple[Tensor, Tensor, int]:
-    """A as [G, N, D / G], the states to carry along [Nseq, G, N, D / G], and the tokens of a chunk."""
-    dtype, groups = state_dtype(x, delta, A, B, C), B.shape[2]
-    modes = A.to(dtype).unflatten(0, (groups, -1)).mT.contiguous()
+def _prepare(x, delta, A, B, C, D, initial_state, cu_seqlens) -> tuple[Tensor, Tensor | None, Tensor, int]:
+    """A as [1 or Bt, 1, N, D], D as [1 or Bt, 1, D], the states to carry along [M, Nseq / M, N, D], and the tokens of
+    a chunk."""
+    dtype, models = state_dtype(x, delta, A, B, C), A.shape[0]
+    modes, skip = A.to(dtype).mT.contiguous()[:, None], None if D is None else D.to(dtype)[:, None]
     if initial_state is None:
-        carried = modes.new_zeros(count_states(cu_seqlens, x.shape[0]), *modes.shape)
+        carried = modes.new_zeros(models, count_states(cu_seqlens, x.shape[0] // models), *modes.shape[2:])
     else:
-        carried = _to_internal(initial_state, groups, dtype)
-    return modes, carried, chunk_length(x.shape[0], *A.shape, x.device.type == "cpu")
+        carried = _to_internal(initial_state, models, dtype)
+    if models > 1:
+        modes, skip = (None if y is None else y.repeat_interleave(x.shape[0] // models, 0) for y in (modes, skip))
+    return modes, skip, carried, chunk_length(x.shape[0], *A.shape[1:], x.device.type == "cpu")
 
 
 def _run(inputs, modes, state, begin, stop) -> Chunk:
-    groups, dtype = modes.shape[0], modes.dtype
-    x, delta = (_load(y, begin, stop, groups, dtype) for y in inputs[:2])
+    dtype = modes.dtype
+    x, delta = (_load(y, begin, stop, dtype) for y in inputs[:2])
     B, C = (y[:, begin:stop].to(dtype).contiguous().unsqueeze(-1) for y in inputs[2:])
-    decay, states = (x.new_empty(*x.shape[:2], *modes.shape) for _ in range(2))
+    decay, states = (x.new_empty(*x.shape[:2], *modes.shape[2:]) for _ in range(2))
     torch.mul(delta, modes, out=decay).exp_()
     torch.mul(delta * x, B, out=states)
     recur(decay.flatten(2), states.flatten(2), state.flatten(1), states.flatten(2))
@@ -134,26 +137,26 @@ def _adjoint(chunk: Chunk, dy: Tensor, after: Tensor) -> Tensor:
     return g
 
 
-def _load(x, begin, stop, groups, dtype) -> Tensor:
-    """[Bt, T, D] -> [Bt, C, G, 1, D / G]."""
-    return x[:, begin:stop].to(dtype).contiguous().unflatten(2, (groups, 1, -1))
+def _load(x, begin, stop, dtype) -> Tensor:
+    """[Bt, T, D] -> [Bt, C, 1, D]."""
+    return x[:, begin:stop].to(dtype).contiguous().unsqueeze(2)
 
 
 def _contract_states(weight: Tensor, states: Tensor) -> Tensor:
-    """sum_n weight [Bt, C, G, N, 1] states [Bt, C, G, N, D / G], as [Bt, C, D]."""
-    return torch.bmm(weight.flatten(0, 2).mT, states.flatten(0, 2)).view(*states.shape[:2], -1)
+    """sum_n weight [Bt, C, N, 1] states [Bt, C, N, D], as [Bt, C, D]."""
+    return torch.bmm(weight.flatten(0, 1).mT, states.flatten(0, 1)).view(*states.shape[:2], -1)
 
 
 def _contract_channels(states: Tensor, weight: Tensor) -> Tensor:
-    """sum_d states [Bt, C, G, N, D / G] weight [Bt, C, G, 1, D / G], as [Bt, C, G, N]."""
-    return torch.bmm(states.flatten(0, 2), weight.flatten(0, 2).mT).view(states.shape[:4])
+    """sum_d states [Bt, C, N, D] weight [Bt, C, 1, D], as [Bt, C, N]."""
+    return torch.bmm(states.flatten(0, 1), weight.flatten(0, 1).mT).view(states.shape[:3])
 
 
-def _to_internal(state: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """A copy of [Nseq, D, N] as [Nseq, G, N, D / G]."""
-    view = state.unflatten(1, (groups, -1)).mT
+def _to_internal(state: Tensor, models: int, dtype: torch.dtype) -> Tensor:
+    """A copy of [Nseq, D, N] as [M, Nseq / M, N, D]."""
+    view = state.mT.unflatten(0, (models, -1))
     return view.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _to_public(state: Tensor) -> Tensor:
-    return state.mT.flatten(1, 2).contiguous()
+    return state.flatten(0, 1).mT.contiguous()

@@ -19,13 +19,12 @@ def selective_reference(
 ) -> tuple[Tensor, Tensor]:
     """s_t = exp(delta_t A) s_{t-1} + delta_t B_t x_t,  y_t = C_t s_t + D x_t (Mamba, as paper 004 recalls it).
 
-    Shapes as in `selective_scan`, with B and C [Bt, T, G, N]: G groups of channels.
+    Shapes as in `selective_scan`.
     """
     dtype = state_dtype(x, delta, A, B, C)
-    batch, length, channels = x.shape
-    per_group = channels // B.shape[2]
+    batch, length, _ = x.shape
     values, delta, A = x.to(dtype), delta.to(dtype), A.to(dtype)
-    B, C = (y.to(dtype).repeat_interleave(per_group, 2) for y in (B, C))  # [Bt, T, D, N]
+    B, C = (y.to(dtype).unsqueeze(2) for y in (B, C))
     if initial_state is None:
         initial_state = values.new_zeros(count_states(cu_seqlens, batch), *A.shape)
     outputs, finals = [], []

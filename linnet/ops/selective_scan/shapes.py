@@ -1,0 +1,39 @@
+"""What the registered op and its kernels must agree on: the sizes of a call, and the states kept for the backward."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST_STATES = 64  # of a channel, in the kernels
+CHUNK = 8  # tokens between the states that are kept: with 8 states a thread it holds those and their decays
+
+
+class Shape(NamedTuple):
+    """Rows of [R, T, D], their tokens and channels; states a channel, models, and documents a row (0 without)."""
+
+    rows: int
+    length: int
+    channels: int
+    states: int
+    models: int
+    documents: int
+
+    @classmethod
+    def of(cls, x: Tensor, A: Tensor, cu_seqlens: Tensor | None) -> "Shape":
+        documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return cls(*x.shape, A.shape[2], A.shape[0], documents)
+
+    @property
+    def sequences(self) -> int:
+        """That have a state of their own."""
+        return self.rows * max(1, self.documents)
+
+    def starts(self) -> tuple[int, int, int]:
+        """[slots, N, D]: the states before every CHUNK tokens of each sequence; each row has the same number."""
+        slots = self.length // CHUNK + self.documents if self.documents else -(-self.length // CHUNK)
+        return self.rows * slots, self.states, self.channels
+
+
+def runs_in_kernels(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> bool:
+    return A.shape[2] <= MOST_STATES and all(y.dtype != torch.float64 for y in (x, delta, A, B, C))

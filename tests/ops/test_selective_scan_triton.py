@@ -1,0 +1,193 @@
+"""The Triton form of the selective scan against float64: on a GPU, and small shapes in Triton's interpreter."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linnet.ops import debug, selective_scan, use_backend
+from linnet.ops.selective_scan import chunked
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def make(R, T, D, N, *, models=1, skip=True, state=True, offsets=None, decay="mixed", dtype=torch.float32,
+         device="cuda"):  # fmt: skip
+    """Arguments of the registered op, and gradients of y and the final state."""
+    generator = torch.Generator().manual_seed(T)
+
+    def normal(*shape, to=dtype):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, to)
+
+    wide = torch.promote_types(dtype, torch.float32)
+    sequences = R * (1 if offsets is None else len(offsets) - 1)
+    delta, A = normal(R, T, D, to=wide).exp() / 3, -normal(models, D, N, to=wide).exp()
+    if decay == "slow":
+        delta *= 1e-3
+    elif decay == "extreme":
+        delta[:, ::3], delta[:, 1::5] = 0.0, 1e6
+        A[:, ::4], A[:, 1::4] = 0.0, -1e30
+    states = [normal(sequences, D, N, to=wide) if state else None for _ in range(2)]
+    cuts = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device=device)
+    B, C = normal(R, T, N), normal(R, T, N)
+    if decay == "extreme":
+        B[:, 1::5] = 0.0  # what is written there would drown the rest
+    weight = normal(models, D, to=torch.float32) if skip else None
+    return (normal(R, T, D), delta, A, B, C, weight, states[0], cuts), (normal(R, T, D), states[1])
+
+
+def call(form, inputs, gradients):
+    y, final, starts = form.selective_forward(*inputs)
+    dx, ddelta, dA, dB, dC, dD, dinitial = form.selective_backward(*inputs, starts, *gradients)
+    return [y, final, dx, ddelta, dA, dB, dC, dD, dinitial]
+
+
+def assert_agrees(*sizes, **options):
+    from linnet.ops.selective_scan import triton
+
+    inputs, gradients = make(*sizes, **options)
+
+    def exact(arguments):
+        return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments]
+
+    expected = call(chunked, exact(inputs), exact(gradients))
+    for x in expected:  # leaves NaN in the memory that the results will get, for what is not written
+        torch.full_like(x, float("nan"), dtype=inputs[0].dtype), torch.full_like(x, float("nan"), dtype=torch.float32)
+    found = call(triton, inputs, gradients)
+    errors = [
+        ((a.double() - e).norm() / e.norm().clamp(min=1e-30)).item() for a, e in zip(found, expected, strict=True)
+    ]
+    # Over thousands of tokens the errors of a float32 exponential, the same for each token, add up.
+    tolerance = 1e-4 if options.get("decay") == "slow" and inputs[0].dtype == torch.float32 else None
+    assert all(x <= (tolerance or TOLERANCE[inputs[0].dtype]) for x in errors), errors
+
+
+def use_segments(monkeypatch, count):
+    from linnet.ops.selective_scan import triton
+
+    monkeypatch.setattr(triton, "count_segments", lambda *_: count)
+
+
+@gpu
+@pytest.mark.parametrize("N", [1, 2, 3, 4, 8, 16, 23, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_widths(N, dtype):
+    for D in (1, 100, 256):
+        assert_agrees(2, 133, D, N, dtype=dtype)
+
+
+@gpu
+@pytest.mark.parametrize("decay", ["slow", "mixed", "extreme"])
+@pytest.mark.parametrize("T", [1, 7, 8, 64, 129, 1024, 4097])
+def test_lengths(T, decay):
+    assert_agrees(1, T, 128, 16, decay=decay)
+    assert_agrees(3, T, 64, 4, decay=decay, state=False, skip=False, dtype=torch.bfloat16)
+
+
+@gpu
+@pytest.mark.parametrize("models", [1, 3])
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("offsets", [[0, 2100], [0, 0, 1, 64, 65, 700, 2100, 2100], [0, 128, 2099, 2100]])
+def test_documents(offsets, state, models):
+    assert_agrees(models, 2100, 96, 4, offsets=offsets, state=state, models=models)
+
+
+@gpu
+@pytest.mark.parametrize("segments", [1, 2, 5, 16])
+def test_segments(segments, monkeypatch):
+    use_segments(monkeypatch, segments)
+    assert_agrees(2, 1000, 64, 16, decay="slow")
+    assert_agrees(1, 1000, 64, 4, offsets=[0, 300, 301, 301, 1000], decay="slow")
+
+
+@gpu
+def test_models_of_their_own_in_one_batch():
+    assert_agrees(24 * 16, 128, 256, 4, models=24, state=False, dtype=torch.bfloat16)
+    assert_agrees(6, 100, 40, 4, models=3)
+
+
+@gpu
+def test_long_sequence():
+    assert_agrees(1, 65_536, 64, 16, decay="slow")
+
+
+@gpu
+def test_what_the_kernels_do_not_take_is_chunked():
+    assert_agrees(1, 100, 7, 4, dtype=torch.float64)
+    assert_agrees(1, 100, 7, 65)
+
+
+@gpu
+def test_through_autograd_and_compile():
+    (x, delta, A, B, C, D, state, _), _ = make(2, 3000, 128, 16, dtype=torch.bfloat16)
+    call = dict(x=x, delta=delta, A=A[0], B=B, C=C, D=D[0], initial_state=state)
+    leaves = [y.requires_grad_() for y in call.values()]
+
+    def run():
+        return selective_scan(**call, output_final_state=True)
+
+    def everything(form):
+        y, final = form()
+        return [y, final, *torch.autograd.grad(y.float().sum() + final.square().sum(), leaves)]
+
+    plain, again = everything(run), everything(run)
+    with use_backend("chunked"):
+        expected = everything(run)
+    for a, b, c, e in zip(plain, again, everything(torch.compile(run, fullgraph=True)), expected, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)  # deterministic, compiled or not
+        assert (a.double() - e.double()).norm() <= 5e-3 * e.double().norm()
+
+
+@gpu
+def test_strided_inputs():
+    (x, delta, A, B, C, *_), _ = make(2, 100, 64, 4)
+    expected, _ = selective_scan(x, delta, A[0], B, C)
+    B, C = torch.cat([B, C], -1).split(4, -1)
+    x, delta = torch.stack([x, delta], 2).unbind(2)
+    assert torch.equal(selective_scan(x, delta, A[0], B, C)[0], expected)
+
+
+@gpu
+def test_debug_looks_at_offsets():
+    (x, delta, A, B, C, *_), _ = make(1, 37, 16, 4)
+    cuts = torch.tensor([0, 20, 10, 37], dtype=torch.int32, device="cuda")
+    with debug(), pytest.raises(ValueError, match="must start at 0, never fall"):
+        selective_scan(x, delta, A[0], B, C, cu_seqlens=cuts)
+
+
+# The interpreter cuts bfloat16 off instead of rounding it.
+INTERPRETED = [
+    ((2, 19, 5, 4), {"decay": "extreme"}, 1),
+    ((1, 16, 64, 4), {"state": False, "skip": False}, 1),
+    ((1, 40, 3, 16), {}, 3),
+    ((2, 9, 130, 2), {"dtype": "float16"}, 1),
+    ((4, 11, 3, 1), {"models": 2}, 2),
+    ((1, 9, 5, 23), {}, 1),
+    ((1, 30, 5, 8), {"offsets": [0, 0, 10, 11, 30, 30]}, 2),
+    ((2, 22, 5, 3), {"offsets": [0, 8, 22], "models": 2}, 1),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
+def test_interpreted():
+    root = str(Path(__file__).parents[2])
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("agrees") == len(INTERPRETED), done.stdout + done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    for sizes, options, segments in INTERPRETED:
+        options = options | {"dtype": getattr(torch, options.get("dtype", "float32")), "device": "cpu"}
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            use_segments(monkeypatch, segments)
+            assert_agrees(*sizes, **options)
+        print(*sizes, "agrees")
