@@ -51,7 +51,7 @@ class LayerContext:
         d_model: width D of the residual stream.
         layer_index, num_layers: place of the block in the whole stack, and the stack's depth.
         mixer_index, mixer_count: the same among the blocks that have this kind of mixer.
-        norm: kind of the model's norms, for a mixer that has one.
+        norm, norm_eps: kind of the model's norms and their epsilon (None: the kind's own), for a mixer that has one.
         shared: modules owned by the model and shared across layers (HGRN's lower bounds), by name.
     """
 
@@ -61,6 +61,7 @@ class LayerContext:
     mixer_index: int = 0
     mixer_count: int = 1
     norm: str = "rmsnorm"
+    norm_eps: float | None = None
     shared: nn.ModuleDict = field(default_factory=nn.ModuleDict)
 
 

@@ -16,10 +16,12 @@ class Block(nn.Module):
         if mixer is not None:
             self.mixer = find_mixer(mixer[0])(mixer[1], context)
             owns_norm = self.mixer.owns_input_norm
-            self.mixer_norm = nn.Identity() if owns_norm else build_norm(context.norm, context.d_model)
+            self.mixer_norm = (
+                nn.Identity() if owns_norm else build_norm(context.norm, context.d_model, context.norm_eps)
+            )
         if channel is not None:
             self.channel = find_channel(channel[0])(channel[1], context)
-            self.channel_norm = build_norm(context.norm, context.d_model)
+            self.channel_norm = build_norm(context.norm, context.d_model, context.norm_eps)
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         """x [B, T, D] -> (x [B, T, D], state after the last token or None)."""

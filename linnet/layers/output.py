@@ -17,6 +17,7 @@ from linnet.ops.activation import gated_activation
 
 class GatedOutputConfig(Config):
     norm: NormKind = Field("srmsnorm", description="norm of the concatenated heads, over the full width")
+    norm_eps: float | None = Field(None, gt=0, description="null is the norm's own")
     gate: Literal["low_rank", "full", "none"] = Field("low_rank", description="full is TNL v1; none is its ablation")
     gate_rank: int = Field(0, ge=0, description="rank of the low-rank gate; 0 means the head width")
     gate_activation: Literal["sigmoid", "silu", "none"] = Field("sigmoid", description="on the gate")
@@ -29,7 +30,7 @@ class GatedOutput(nn.Module):
     def __init__(self, config: GatedOutputConfig, d_model: int, head_dim: int):
         super().__init__()
         self.config = config
-        self.norm = build_norm(config.norm, d_model)
+        self.norm = build_norm(config.norm, d_model, config.norm_eps)
         if config.gate == "low_rank":
             rank = config.gate_rank or head_dim
             self.gate_down = nn.Linear(d_model, rank, bias=False)

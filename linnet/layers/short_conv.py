@@ -7,15 +7,16 @@ from linnet.layers.positions.angles import token_positions
 
 
 class ShortConv(nn.Module):
-    """y_t = sum_j w_j x_{t - (width - 1) + j}, each channel with weights of its own and no bias.
+    """y_t = sum_j w_j x_{t - (width - 1) + j} (+ b), each channel with weights of its own.
 
     Its state [N, width - 1, channels] is its last inputs, oldest first; zeros before the first token.
     """
 
-    def __init__(self, channels: int, width: int):
+    def __init__(self, channels: int, width: int, bias: bool = False):
         super().__init__()
         self.channels, self.width = channels, width
         self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-(width**-0.5), width**-0.5))
+        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
 
     def extra_repr(self) -> str:
         return f"channels={self.channels}, width={self.width}"
@@ -32,7 +33,7 @@ class ShortConv(nn.Module):
         length, before = x.shape[1], self.width - 1
         past = x.new_zeros(x.shape[0], before, self.channels) if state is None else state.to(x.dtype)
         line = torch.cat([past, x], 1)
-        y = x * self.weight[:, -1]
+        y = self._last(x)
         for j in range(before):
             y = torch.addcmul(y, line[:, j : j + length], self.weight[:, j])
         return y, None if state is None else line[:, length:].to(state.dtype)
@@ -41,13 +42,19 @@ class ShortConv(nn.Module):
         """One token, x [B, channels]; the state is updated in place."""
         line = torch.cat([state.to(x.dtype), x[:, None]], 1)
         state.copy_(line[:, 1:])
-        return (line * self.weight.mT).sum(1)
+        y = (line * self.weight.mT).sum(1)
+        return y if self.bias is None else y + self.bias
+
+    def _last(self, x: Tensor) -> Tensor:
+        """What the newest token adds, with the bias."""
+        weight = self.weight[:, -1]
+        return x * weight if self.bias is None else torch.addcmul(self.bias, x, weight)
 
     def _documents(self, x, state, cu_seqlens):
         before, index = self.width - 1, torch.arange(x.shape[1], device=x.device)
         position = token_positions(x, cu_seqlens=cu_seqlens)[0]
         document = torch.searchsorted(cu_seqlens[1:].to(index.dtype), index, right=True)
-        y = x * self.weight[:, -1]
+        y = self._last(x)
         for lag in range(1, self.width):
             inside = (position >= lag)[:, None]
             seen = x[:, (index - lag).clamp(min=0)]

@@ -33,13 +33,14 @@ class Backbone(nn.Module):
                 mixer_index=seen[spec.mixer],
                 mixer_count=counts[spec.mixer],
                 norm=config.norm,
+                norm_eps=config.norm_eps,
                 shared=self.shared,
             )
             seen[spec.mixer] += 1
             mixer = (spec.mixer, options[spec.mixer]) if spec.mixer else None
             channel = (spec.channel, options[spec.channel]) if spec.channel else None
             self.blocks.append(Block(mixer, channel, context))
-        self.norm = build_norm(config.norm, config.d_model)
+        self.norm = build_norm(config.norm, config.d_model, config.norm_eps)
 
     def forward(self, x: Tensor, states: ModelState | None = None, cu_seqlens: Tensor | None = None):
         after: ModelState | None = None if states is None else {}

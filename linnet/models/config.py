@@ -36,6 +36,9 @@ class ModelConfig(Config):
     options: dict[str, dict[str, Any]] = Field({}, description="options of each kind of layer, by its name")
     aliases: dict[str, str] = Field({}, description="short names for blocks, used in the layout")
     norm: NormKind = "rmsnorm"
+    norm_eps: float | None = Field(
+        None, gt=0, description="of the model's norms; null is the kind's own (1e-6, LayerNorm 1e-5)"
+    )
     tpe: TpeConfig | None = Field(None, description="Toeplitz position encoding after the embedding; null for none")
     tie_embeddings: bool = True
     embedding_scale: float = Field(1.0, gt=0, description="TNL v1 uses sqrt(d_model)")

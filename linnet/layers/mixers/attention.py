@@ -13,7 +13,7 @@ from linnet.config import Config
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.output import split_heads
 from linnet.layers.positions.angles import token_positions
-from linnet.layers.positions.rope import Rope
+from linnet.layers.positions.rope import Rope, RopeScalingConfig
 
 
 class AttentionConfig(Config):
@@ -21,6 +21,7 @@ class AttentionConfig(Config):
     num_kv_heads: int = Field(0, ge=0, description="grouped-query attention; 0 means num_heads")
     rope: bool = True
     rope_base: float = Field(10000.0, gt=0)
+    rope_scaling: RopeScalingConfig | None = Field(None, description="lower frequencies, for longer contexts")
     window: int = Field(0, ge=0, description="tokens each one sees, itself included; 0 means all before it")
 
 
@@ -42,7 +43,7 @@ class Attention(Mixer):
         self.v_proj = nn.Linear(d_model, kv_dim, bias=False)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
         self.out_proj.ends_residual = True
-        self.rope = Rope(self.head_dim, config.rope_base) if config.rope else None
+        self.rope = Rope(self.head_dim, config.rope_base, config.rope_scaling) if config.rope else None
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         start = None if state is None else state["position"]

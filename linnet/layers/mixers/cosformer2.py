@@ -34,7 +34,7 @@ class Cosformer2(Mixer):
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
         self.head_dim = split_heads(d_model, config.num_heads, self.name)
         self.owns_input_norm = config.gate_input == "residual"
-        self.input_norm = build_norm(context.norm, d_model) if self.owns_input_norm else None
+        self.input_norm = build_norm(context.norm, d_model, context.norm_eps) if self.owns_input_norm else None
         self.q_proj = nn.Linear(d_model, d_model, bias=False)
         self.k_proj = nn.Linear(d_model, d_model, bias=False)
         self.v_proj = nn.Linear(d_model, d_model, bias=False)

@@ -21,6 +21,7 @@ class GlaConfig(Config):
     expand_k: float = Field(1.0, gt=0, description="key width over model width (the GLA paper uses 0.5)")
     gate_rank: int = Field(16, ge=1, description="rank of the decay's projection")
     gate_temperature: float = Field(16.0, gt=0, description="log-decays are divided by it")
+    norm_eps: float = Field(1e-5, gt=0, description="of the norm in each head")
 
 
 @register_mixer("gla", GlaConfig)
@@ -43,7 +44,7 @@ class Gla(Mixer):
         self.decay_down = nn.Linear(d_model, config.gate_rank, bias=False)
         self.decay_up = nn.Linear(config.gate_rank, key_width, bias=True)
         self.gate_proj = nn.Linear(d_model, d_model, bias=False)
-        self.norm = build_norm("rmsnorm", self.value_dim, 1e-5)
+        self.norm = build_norm("rmsnorm", self.value_dim, config.norm_eps)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
         self.out_proj.ends_residual = True
 

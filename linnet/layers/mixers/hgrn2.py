@@ -25,6 +25,7 @@ from linnet.ops import forget_gated_attention, forget_gated_step
 class Hgrn2Config(Config):
     num_heads: int = Field(8, ge=1, description="paper 002 calls d_model / num_heads the expansion, 128 by default")
     norm: NormKind = "srmsnorm"
+    norm_eps: float | None = Field(None, gt=0, description="null is the norm's own")
     output_activation: Literal["silu", "sigmoid", "none"] = "silu"
     value_activation: Literal["none", "silu"] = "none"
     lower_bound: Literal["inclusive", "exclusive", "none"] = "inclusive"
@@ -41,7 +42,7 @@ class Hgrn2(Mixer):
         self.q_proj = nn.Linear(d_model, d_model, bias=False)
         self.f_proj = nn.Linear(d_model, d_model, bias=False)
         self.i_proj = nn.Linear(d_model, d_model, bias=False)
-        self.norm = build_norm(config.norm, d_model)
+        self.norm = build_norm(config.norm, d_model, config.norm_eps)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
         self.out_proj.ends_residual = True
         # In a tuple, so that the table stays the model's parameter and does not become this layer's too.

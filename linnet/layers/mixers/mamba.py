@@ -2,7 +2,7 @@
 
 [x, z] = u W_in; x = silu(conv4(x)), a causal convolution of each channel; (dt, B, C) = x W_x;
 delta = softplus(W_dt dt + b_dt), A = -exp(A_log); s_t = exp(delta A) s_{t-1} + delta B x, y = C s_t + D x;
-out = (y * silu(z)) W_out. No bias but b_dt, neither in the projections nor in the convolution.
+out = (y * silu(z)) W_out. No bias but b_dt, neither in the projections nor, by default, in the convolution.
 
 Only the three large projections and W_x are linear layers, which a model draws anew: W_dt and b_dt keep their own
 initialisation, b_dt = softplus^-1(exp(U(ln 1e-3, ln 1e-1))), without which all channels would forget at one rate.
@@ -28,6 +28,7 @@ class MambaConfig(Config):
     state: int = Field(16, ge=1, description="states a channel (MAD: 4)")
     dt_rank: int = Field(0, ge=0, description="rank of the projection to delta; 0 is d_model / 16, rounded up")
     conv_width: int = Field(4, ge=2, description="tokens that the convolution sees")
+    conv_bias: bool = Field(False, description="a bias after the convolution, as in the models of the Mamba paper")
 
 
 @register_mixer("mamba", MambaConfig)
@@ -41,7 +42,7 @@ class Mamba(Mixer):
         self.dt_rank = config.dt_rank or math.ceil(context.d_model / 16)
         self.in_proj = nn.Linear(context.d_model, self.channels, bias=False)
         self.gate_proj = nn.Linear(context.d_model, self.channels, bias=False)
-        self.conv = ShortConv(self.channels, config.conv_width)
+        self.conv = ShortConv(self.channels, config.conv_width, config.conv_bias)
         self.select_proj = nn.Linear(self.channels, self.dt_rank + 2 * config.state, bias=False)
         self.dt_weight = nn.Parameter(torch.empty(self.channels, self.dt_rank))
         self.dt_bias = nn.Parameter(torch.empty(self.channels))

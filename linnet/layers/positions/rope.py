@@ -3,21 +3,59 @@
 Features i and i + d/2 form a pair (the half-split order of released LLaMA weights).
 """
 
+import math
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 
+from linnet.config import Config
 from linnet.layers.positions.angles import geometric_frequencies
 from linnet.ops.rotation import rotate
+
+
+class RopeScalingConfig(Config):
+    """How frequencies are lowered for contexts longer than those of the first training.
+
+    `linear` divides all of them by `factor` (position interpolation, arXiv:2306.15595). `llama3` divides those that
+    turn fewer than `low` times over `length` tokens, keeps those that turn more than `high` times, and goes from one to
+    the other linearly in between (Llama 3.1, arXiv:2407.21783).
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float = Field(gt=0)
+    low: float = Field(1.0, gt=0, description="turns over `length`; llama3 only, as are the next two")
+    high: float = Field(4.0, gt=0)
+    length: int = Field(8192, ge=1, description="context of the first training, in tokens")
+
+    @field_validator("high")
+    @classmethod
+    def _above(cls, high: float, info: ValidationInfo) -> float:
+        if "low" in info.data and high <= info.data["low"]:
+            raise ValueError(f"{high} must be above low, which is {info.data['low']}")
+        return high
 
 
 class Rope(nn.Module):
     """Rotates queries and keys [B, T, H, d] (or [B, H, d] in a step) by position times a fixed frequency."""
 
-    def __init__(self, head_dim: int, base: float = 10000.0):
+    def __init__(self, head_dim: int, base: float = 10000.0, scaling: RopeScalingConfig | None = None):
         super().__init__()
         if head_dim % 2:
             raise ValueError(f"RoPE needs an even head width, not {head_dim}; change num_heads or set rope: false")
         frequencies = geometric_frequencies(head_dim // 2, base**0.5)  # base^(-2i/d) for i < d/2
+        if scaling is not None:
+            frequencies = scale_frequencies(frequencies, scaling)
         self.register_buffer("theta", frequencies[None], persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         return rotate(x, positions, self.theta)
+
+
+def scale_frequencies(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
+    """Frequencies [F] in radians a token, lowered as `RopeScalingConfig` says."""
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    turns = scaling.length * frequencies / (2.0 * math.pi)
+    kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)
