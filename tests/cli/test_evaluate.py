@@ -1,0 +1,80 @@
+"""`linnet evaluate`: scores texts with a saved model, keeps the result, and says what is wrong."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from linnet.cli import app
+from linnet.data import ByteTokenizer
+from linnet.evaluate.text import Document, score_text
+from linnet.models import build_model, family
+from linnet.runs import load_model
+from linnet.runs.model import save_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models")
+    for name in ("tnl", "llama"):
+        config = family(name)(32, 2, vocab_size=256)
+        save_model(path / name, config, build_model(config).state_dict(), ByteTokenizer())
+    (path / "a.txt").write_text("a first document, of one line\n" * 9)
+    (path / "b.jsonl").write_text('{"text": "two [small]"}\n{"text": "ones"}\n')
+    return path
+
+
+def call(*arguments) -> object:
+    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
+
+
+def test_json_is_what_the_function_gives_and_is_kept(folder):
+    result = call(folder / "tnl", "--text", folder / "a.txt", "--text", folder / "b.jsonl", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    model, tokenizer = load_model(folder / "tnl")
+    texts = [(folder / "a.txt").read_text(), "two [small]", "ones"]
+    expected = score_text(model, [Document.of_text("x", text, tokenizer) for text in texts])
+    assert found["bits_per_byte"] == pytest.approx(expected.bits_per_byte)
+    assert found["bits_per_byte_interval"][0] <= found["bits_per_byte"] <= found["bits_per_byte_interval"][1]
+    assert [d["name"].rpartition("/")[2] for d in found["documents"]] == ["a.txt", "b.jsonl:1", "b.jsonl:2"]
+    assert (found["method"], found["window"]) == ("carried", None)
+    [kept] = (folder / "tnl" / "evaluations").glob("text-*.json")
+    assert json.loads(kept.read_text()) == found
+
+
+def test_attention_reads_in_windows_unless_asked_otherwise(folder):
+    numbers = {}
+    for method in ("auto", "carried"):
+        arguments = ["--window", 64, "--method", method, "--precision", "float64", "--json"]
+        found = json.loads(call(folder / "llama", "--text", folder / "a.txt", *arguments).stdout)
+        numbers[found["method"]] = found["loss"]
+        assert found["stride"] == (32 if method == "auto" else None)
+    assert numbers.keys() == {"windowed", "carried"} and len(set(numbers.values())) == 2
+
+
+def test_what_a_person_sees(folder):
+    result = call(folder / "tnl", "--text", folder / "b.jsonl")
+    assert result.exit_code == 0
+    for part in ("tnl: 2 documents by the carried state", "bits per byte", "by word", "8 to 15", "95 % interval"):
+        assert part in result.stdout
+
+
+def test_what_cannot_be_done(folder, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    config = family("tnl")(32, 2, vocab_size=256)
+    save_model(tmp_path / "mute", config, build_model(config).state_dict())
+    for arguments, message in {
+        (folder, "--text", folder / "a.txt"): "is not a run folder",
+        (folder / "tnl", "--text", folder / "none.txt"): "none.txt",
+        (folder / "tnl", "--text", tmp_path / "empty.txt"): "is an empty file",
+        (tmp_path / "mute", "--text", folder / "a.txt"): "has no tokenizer.json",
+        (folder / "tnl", "--text", folder / "a.txt", "--window", 8, "--stride", 8): "stride: is 8",
+        (folder / "tnl", "--text", folder / "b.jsonl", "--text-key", "body"): "body",
+    }.items():
+        result = call(*arguments)
+        assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output
+    if not torch.cuda.is_available():
+        result = call(folder / "tnl", "--text", folder / "a.txt", "--device", "cuda")
+        assert result.exit_code == 2 and "device: 'cuda' was asked for" in result.output
