@@ -37,7 +37,8 @@ def run(
     budget: Annotated[
         str,
         typer.Option(
-            help="smoke only shows that it learns; [bold]linnet mad list[/] counts.", metavar="smoke|core|full"
+            help="smoke only shows that it learns; mqar is beside the score; [bold]linnet mad list[/] counts.",
+            metavar="smoke|core|full|mqar|mqar-short",
         ),
     ] = "smoke",
     tasks: Annotated[
@@ -78,6 +79,9 @@ def run(
         int | None, typer.Option(help="Most models to train together.", min=1, show_default="24, on a CPU 1")
     ] = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
+    spare_decay: Annotated[
+        bool, typer.Option("--spare-decay", help="No weight decay on norms, biases, embeddings and state parameters.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs, of one budget.", show_default="mad/<budget>")
     ] = None,
@@ -94,16 +98,19 @@ def run(
     [bold]linnet mad run "tnl+swiglu x2" "attention+swiglu x2"[/]
 
     [bold]linnet mad run --mixer examples/my_mixer.py:MyMixer --budget core --tasks fuzzy_recall[/]
+
+    [bold]linnet mad run hgrn2 hgrn --budget mqar[/] (token mixers, in two layers)
     """
     from rich.console import Console
 
     from linnet.config import ConfigError, parse
     from linnet.study.executors import ExecutorConfig
     from linnet.study.mad.run import run_mad
-    from linnet.study.mad.settings import BUDGETS
+    from linnet.study.mad.settings import BUDGETS, MQAR_WIDTHS
     from linnet.study.mad.state import state_size
 
-    models = _models(layouts or [], mixer or [], set_ or [], state)
+    mqar = budget in BUDGETS and BUDGETS[budget].mqar
+    models = _models(layouts or [], mixer or [], set_ or [], None if mqar else state)
     problems = []
     if device not in ("auto", "cpu", "cuda"):
         problems.append(f"--device {device!r} is unknown; use auto, cpu or cuda")
@@ -115,7 +122,9 @@ def run(
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
     for name, model in models.items():
         layout = "" if model.layout == name else f" {model.layout},"
-        console.print(f"{name}:{layout} width {model.d_model}, state {state_size(model):,}", markup=False)
+        widths = MQAR_WIDTHS if mqar else (model.d_model,)
+        sizes = [f"width {width}, state {state_size(_at(model, width)):,}" for width in widths]
+        console.print(f"{name}:{layout} {'; '.join(sizes)}", markup=False)
     result = run_mad(
         models,
         out or Path("mad") / (budget if spec == "paper" else f"{budget}-{spec}"),
@@ -129,6 +138,7 @@ def run(
         bundle=bundle,
         compile=compile_,
         plugins=mixer or [],
+        spare_decay=spare_decay,
         console=console,
     )
     if as_json:
@@ -185,13 +195,21 @@ def _page(folder: Path) -> Path | None:
     return write_mad_report(folder)
 
 
-def _models(layouts: list[str], mixers: list[str], assignments: list[str], state: int):
-    """Name -> model, all problems at once."""
+def _at(model, width: int):
+    """The model at another width."""
+    from linnet.models import ModelConfig
+
+    return ModelConfig.model_validate(model.model_dump() | {"d_model": width})
+
+
+def _models(layouts: list[str], mixers: list[str], assignments: list[str], state: int | None):
+    """Name -> model, all problems at once; `state` is None for the models of MQAR."""
     from linnet.config import ConfigError, override
     from linnet.layers.base import load_plugin
-    from linnet.study.mad.architectures import architecture
+    from linnet.study.mad.architectures import architecture, mqar_architecture
 
-    names = [*layouts, *(f"{load_plugin(mixer)}+swiglu x2" for mixer in mixers)]
+    form = "{}" if state is None else "{}+swiglu x2"
+    names = [*layouts, *(form.format(load_plugin(mixer)) for mixer in mixers)]
     if not names:
         raise ConfigError(
             ["LAYOUT: give a layout ('tnl+swiglu x2') or recipe, or --mixer FILE.py:Class"], "command line"
@@ -199,7 +217,8 @@ def _models(layouts: list[str], mixers: list[str], assignments: list[str], state
     changes, problems, models = override({}, assignments), [], {}
     for name in names:
         try:
-            models[name] = architecture(name, changes, state)
+            one = mqar_architecture(name, changes) if state is None else architecture(name, changes, state)
+            models[name] = one
         except ConfigError as error:
             problems += [f"{name}: {problem}" for problem in error.problems]
     if problems:

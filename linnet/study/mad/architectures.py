@@ -1,11 +1,19 @@
-"""Architectures by what a person types: a recipe such as mad-hyena-swiglu, or a layout such as `tnl+swiglu x2`."""
+"""Architectures by what a person types: a recipe such as mad-hyena-swiglu, or a layout such as `tnl+swiglu x2`.
+
+Those of MQAR are what zoology's Figure 2 and section 4.1 of paper 002 compare: a token mixer in two layers, without
+channel mixers; LayerNorm, tied embeddings, one head (paper 002: an expansion of 128, or all of a narrower width).
+Departures from zoology: its blocks add their normalised input once more in place of a channel mixer; attention has
+RoPE here and learned positions there; there is no dropout here.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from linnet.config import ConfigError, parse
+from linnet.layers.base import CHANNELS, MIXERS
 from linnet.models import RECIPES, ModelConfig, get_recipe, parse_layout
 from linnet.models.recipes.mad import mad_model
+from linnet.study.mad.settings import MQAR_WIDTHS
 from linnet.study.mad.state import TOTAL, check_state, normalise
 
 
@@ -23,10 +31,7 @@ def architecture(name: str, changes: Mapping[str, Any] | None = None, state: int
     if name in RECIPES:
         base = get_recipe(name)
     else:
-        try:
-            parse_layout(name)
-        except ValueError as error:
-            raise ConfigError([str(error)], name) from None
+        _check(name)
         base = mad_model(name)
     values = base.model_dump() | changes
     own = changes.get("options", {})
@@ -40,3 +45,33 @@ def architecture(name: str, changes: Mapping[str, Any] | None = None, state: int
     if any(found.options[layer] != config.options[layer] for layer in own):
         check_state(config, state)  # says so: what was asked for is not changed
     return found
+
+
+def mqar_architecture(name: str, changes: Mapping[str, Any] | None = None) -> ModelConfig:
+    """The model of a token mixer (`hgrn2`), in two layers, or of a layout; at the smallest width of MQAR.
+
+    Args:
+        changes: keys of `ModelConfig` in place of what zoology has.
+
+    Raises:
+        ConfigError: an unknown layer, a recipe, or options that a layer refuses.
+    """
+    if name in RECIPES:
+        raise ConfigError([f"{name} is a recipe with a width of its own; give a token mixer or a layout"], name)
+    _check(name)
+    changes = dict(changes or {})
+    layout = f"{name} x2" if name in MIXERS else name
+    used = {layer for block in parse_layout(layout, changes.get("aliases")) for layer in block if layer}
+    heads = [layer for layer in used if "num_heads" in {**MIXERS, **CHANNELS}[layer].Config.model_fields]
+    options = {layer: {"num_heads": 1} for layer in heads}
+    own = changes.pop("options", {})
+    options = {layer: {**options.get(layer, {}), **own.get(layer, {})} for layer in {**options, **own}}
+    values = {"d_model": min(MQAR_WIDTHS), "layout": layout, "norm": "layernorm", "options": options}
+    return parse(ModelConfig, values | changes, name)
+
+
+def _check(layout: str) -> None:
+    try:
+        parse_layout(layout)
+    except ValueError as error:
+        raise ConfigError([str(error)], layout) from None

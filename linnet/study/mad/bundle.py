@@ -8,25 +8,30 @@ import gc
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linnet.config import ConfigError, parse
 from linnet.data.order import shuffled
-from linnet.data.synthetic import Task, find_task, generate
+from linnet.data.synthetic import Split, Task, find_task, generate
 from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig, build_model, flops_exact
 from linnet.runs import RunFolder
 from linnet.runs.files import FULL
 from linnet.study.executors import Job, is_out_of_memory
-from linnet.train.ensemble import Ensemble, Score, cosine
+from linnet.study.mad.loads import expert_loads, is_routed
+from linnet.study.mad.training import Counted, Training, Watch
+from linnet.train import optim
+from linnet.train.ensemble import Ensemble, cosine
 from linnet.train.stop import Stop, graceful_stop
 
 DONE, DIVERGED = "done", "diverged"
-SHAPE = ("architecture", "model", "autoencoder", "input_length", "train_samples", "held_out", "epochs", "batch_size")
+SHAPE = (
+    "architecture model autoencoder answers input_length train_samples held_out epochs batch_size training".split()
+)  # keys of a run's configuration; those that it does not have count as one
 
 
 def train_bundle(job: Job) -> str:
@@ -65,8 +70,9 @@ def train_bundle(job: Job) -> str:
 def run_flops(run: Mapping[str, Any]) -> float:
     """Training FLOPs of one run, its model's backbone and head."""
     config = ModelConfig.model_validate(run["model"])
-    rows = run["epochs"] * run["train_samples"]
-    return rows * flops_exact(config, run["input_length"])
+    unasked = run["input_length"] - run["answers"] if "answers" in run else 0  # their logits are not computed
+    head = 6.0 * unasked * config.d_model * config.vocab_size
+    return run["epochs"] * run["train_samples"] * (flops_exact(config, run["input_length"]) - head)
 
 
 def build(run: Mapping[str, Any]):
@@ -76,6 +82,10 @@ def build(run: Mapping[str, Any]):
         from linnet.models.autoencoder import build_autoencoder
 
         return build_autoencoder(config, run["input_length"], seed=run["seed"])
+    if "answers" in run:
+        from linnet.models.recall import build_recall
+
+        return build_recall(config, run["answers"], seed=run["seed"])
     return build_model(config, seed=run["seed"])
 
 
@@ -95,7 +105,8 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
     first, device = runs[0], torch.device(payload["device"])
     epochs, samples, batch_size = first["epochs"], first["train_samples"], first["batch_size"]
     steps = epochs * -(-samples // batch_size)
-    models = {run["seed"]: build(run) for run in runs}
+    models, form = {run["seed"]: build(run) for run in runs}, Training.of(first)
+    model = models[first["seed"]]
     ensemble = Ensemble(
         [models[run["seed"]] for run in runs],
         [run["learning_rate"] for run in runs],
@@ -105,8 +116,12 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
         precision=payload["precision"],
         compile=payload["compile"],
         vectorised=len(runs) > 1,
+        betas=form.betas,
+        constant=form.constant,
+        spared=_spared(model) if form.spare else (),
     )
-    train, *held_out = (_Data(runs, split, device) for split in ("train", "validation", "test"))
+    data = {split: _Data(runs, split, device) for split in get_args(Split)}
+    watch = Watch(runs, lambda split: ensemble.score(*data[split].whole(), batch_size), lambda: ensemble.alive.tolist())
     flops = run_flops(first)
     folders = [RunFolder.create(payload["root"], run) for run in runs]
     try:
@@ -114,21 +129,26 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
         for epoch in range(epochs):
             losses = torch.zeros(len(runs), device=device)
             for rows in _batches(runs, epoch, samples, batch_size, device):
-                losses += ensemble.step(*train.take(rows)) * rows.shape[-1] / samples
+                losses += ensemble.step(*data["train"].take(rows)) * rows.shape[-1] / samples
                 if stop.signal is not None:
                     stop.end()
-            row = {"epoch": epoch + 1, "flops": flops * (epoch + 1) / epochs, "factor": cosine(epoch, epochs)}
+            factor = 1.0 if form.constant else cosine(epoch, epochs)
+            row = {"epoch": epoch + 1, "flops": flops * (epoch + 1) / epochs, "factor": factor}
             for record, loss in zip(records, losses.tolist(), strict=True):
                 record.write(row | {"loss": loss})
-            if not bool(ensemble.alive.any()):
+            if watch.look(epoch + 1) or not bool(ensemble.alive.any()):
                 break
-        scores = zip(*(ensemble.score(*split.whole(), batch_size) for split in held_out), strict=True)
-        diverged, parameters = ensemble.diverged_at(), sum(p.numel() for p in models[first["seed"]].parameters())
-        shared = {"parameters": parameters, "steps": steps, "bundle": len(runs)} | payload["common"]
+        counted, diverged = watch.end(epoch + 1), ensemble.diverged_at()
+        shared = {"parameters": sum(p.numel() for p in model.parameters()), "steps": steps, "bundle": len(runs)}
+        shared |= payload["common"]
+        own = [{"train_loss": loss} for loss in losses.tolist()]
+        if is_routed(model):
+            loads = expert_loads(ensemble, model, data["test"].whole()[0], batch_size, payload["precision"])
+            own = [one | {"loads": shares} for one, shares in zip(own, loads, strict=True)]
         for record in records:
             record.close()
-        for run, folder, pair, step, loss in zip(runs, folders, scores, diverged, losses.tolist(), strict=True):
-            folder.write_result(_result(run, *pair, step) | {"train_loss": loss} | shared)
+        for run, folder, found, step, more in zip(runs, folders, counted, diverged, own, strict=True):
+            folder.write_result(_result(run, found, step) | more | shared)
     except OSError as error:
         if error.errno not in FULL:
             raise
@@ -136,18 +156,23 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
         raise ConfigError([problem], "MAD") from None
 
 
-def _result(run: dict, validation: Score, test: Score, diverged_at: int | None) -> dict:
+def _result(run: dict, found: Counted | None, diverged_at: int | None) -> dict:
     keys = ("architecture", "task", "setting", "varied", "learning_rate", "weight_decay", "seed")
-    numbers = {
-        "accuracy": test.accuracy,
-        "macro_batch": test.macro_batch,
-        "validation_accuracy": validation.accuracy,
-        "loss": test.loss,
-        "validation_loss": validation.loss,
-    }
-    lost = diverged_at is not None or not (math.isfinite(test.loss) and math.isfinite(validation.loss))
+    numbers = dict.fromkeys("accuracy macro_batch validation_accuracy loss validation_loss epoch".split())
+    lost = found is None or not (math.isfinite(found.test.loss) and math.isfinite(found.validation.loss))
+    if not lost:
+        numbers |= {"accuracy": found.test.accuracy, "macro_batch": found.test.macro_batch, "loss": found.test.loss}
+        numbers |= {"validation_accuracy": found.validation.accuracy, "validation_loss": found.validation.loss}
+        numbers["epoch"] = found.epoch
     status = {"status": DIVERGED if lost else DONE, "diverged_at": diverged_at, "spec": run["options"]["spec"]}
-    return {key: run[key] for key in keys} | (dict.fromkeys(numbers) if lost else numbers) | status
+    decay = "matrices" if Training.of(run).spare else "all"
+    return {key: run[key] for key in keys} | numbers | status | {"decay": decay}
+
+
+def _spared(model: nn.Module) -> set[str]:
+    """Names of the parameters that are no matrix of a linear layer."""
+    rest = {id(p) for p in optim.split(model)[2]}
+    return {name for name, p in model.named_parameters() if id(p) in rest}
 
 
 class _Data:

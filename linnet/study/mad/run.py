@@ -15,7 +15,7 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +33,8 @@ from linnet.study.mad.results import TABLE, read_results
 from linnet.study.mad.scores import Scores, score, write_scores
 from linnet.study.mad.settings import BUDGETS, plan
 from linnet.study.mad.state import state_size
-from linnet.study.progress import StudyProgress, duration
+from linnet.study.mad.training import MAD_LAB, MQAR, PAPER, Training
+from linnet.study.progress import StudyProgress, count, duration
 from linnet.train import device as devices
 
 PLAN, RUNS = "plan.json", "runs"
@@ -41,7 +42,7 @@ LARGEST_BUNDLE = 24
 
 COLUMNS = (
     "architecture task setting varied learning_rate weight_decay seed accuracy macro_batch validation_accuracy loss "
-    "validation_loss train_loss parameters state_size status diverged_at steps budget spec run"
+    "validation_loss train_loss epoch parameters state_size status diverged_at steps budget spec decay loads run"
 ).split()
 
 
@@ -57,9 +58,14 @@ class MadRun:
         return RunFolder.name(self.config)
 
     @property
+    def steps(self) -> int:
+        """Updates, if it goes to its end."""
+        return self.config["epochs"] * -(-self.config["train_samples"] // self.config["batch_size"])
+
+    @property
     def shape(self) -> str:
         """The same for runs that can be trained together."""
-        return json.dumps([self.config[key] for key in SHAPE], sort_keys=True)
+        return json.dumps([self.config.get(key) for key in SHAPE], sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -79,14 +85,18 @@ def mad_runs(
     settings: Sequence[str] = (),
     spec: str = "paper",
     seeds: Sequence[int] = (0,),
+    spare_decay: bool = False,
 ) -> list[MadRun]:
     """Every run of a budget. Raises `ConfigError` as `plan` does, and where a model cannot have a task's tokens."""
+    form = MQAR if budget in BUDGETS and BUDGETS[budget].mqar else MAD_LAB if spec == "mad-lab" else PAPER
+    form = replace(form, spare=spare_decay)
     planned = plan(budget, tasks=tasks, settings=settings, spec=spec)
     runs, costs = [], {}
     for name, model in architectures.items():
         for one in planned:
             task = one.setting.task
-            config = parse(ModelConfig, model.model_dump() | {"vocab_size": task.num_tokens}, name)
+            changes = {"vocab_size": task.num_tokens, "d_model": one.setting.width or model.d_model}
+            config = parse(ModelConfig, model.model_dump() | changes, name)
             config = fit_length(config, task.input_length)
             shape = {
                 "model": config.model_dump(mode="json"),
@@ -96,6 +106,10 @@ def mad_runs(
                 "epochs": one.epochs,
                 "batch_size": one.batch_size,
             }
+            if form != PAPER:
+                shape["training"] = form.to_dict()
+            if task.name == "mqar":
+                shape["answers"] = task.num_pairs
             key = name, one.setting
             costs[key] = costs[key] if key in costs else run_flops(shape)
             point = {"learning_rate": one.point.learning_rate, "weight_decay": one.point.weight_decay}
@@ -128,6 +142,7 @@ def run_mad(
     bundle: int | None = None,
     compile: bool = False,
     plugins: Sequence[str] = (),
+    spare_decay: bool = False,
     console: Console | None = None,
 ) -> MadResult:
     """Trains what is missing of a budget and scores what is there. Float32 on a CPU, bfloat16 autocast on a GPU.
@@ -139,6 +154,7 @@ def run_mad(
         bundle: most runs to train together; None is 24 on a GPU, and 1 on a CPU, which a single model keeps busy.
         compile: bundles with `torch.compile`.
         plugins: files of mixers, as `linnet.layers.base.load_plugin` takes them.
+        spare_decay: weight decay acts on the matrices of linear layers alone.
 
     Raises:
         ConfigError: nothing to run, a folder of another budget, or one that another process works in; before any run.
@@ -147,9 +163,12 @@ def run_mad(
     folder, console = Path(folder), console or Console(quiet=True)
     kind = devices.choose(device).type
     precision = "bfloat16" if kind == "cuda" else "float32"
-    runs = mad_runs(architectures, budget, tasks=tasks, settings=settings, spec=spec, seeds=seeds)
+    runs = mad_runs(
+        architectures, budget, tasks=tasks, settings=settings, spec=spec, seeds=seeds, spare_decay=spare_decay
+    )
     with _alone(folder):
-        _check_plan(folder, {"budget": budget, "spec": spec, "precision": precision}, runs)
+        about = {"budget": budget, "spec": spec, "precision": precision, "spare_decay": spare_decay}
+        _check_plan(folder, about, runs)
         missing = [run for run in runs if not RunFolder(folder / RUNS / run.run).done]
         if len(missing) < len(runs):
             console.print(f"{len(runs) - len(missing)} of {len(runs)} runs are done; {len(missing)} to go")
@@ -158,15 +177,9 @@ def run_mad(
             if missing:
                 common = {"root": str(folder / RUNS), "device": kind, "precision": precision, "compile": compile}
                 common["plugins"] = list(plugins)
-                sizes = {name: state_size(model) for name, model in architectures.items()}
-                size = bundle or (LARGEST_BUNDLE if kind == "cuda" else 1)
-                jobs = [
-                    _job(
-                        group,
-                        common | {"common": {"state_size": sizes[group[0].config["architecture"]], "budget": budget}},
-                    )
-                    for group in bundles(missing, size)
-                ]
+                groups = bundles(missing, bundle or (LARGEST_BUNDLE if kind == "cuda" else 1))
+                console.print(_cost(missing, len(groups)))
+                jobs = [_job(group, common | {"common": _known(group[0].config, budget)}) for group in groups]
                 failed = _train(missing, jobs, folder, executor or ExecutorConfig(retries=1), console)
         finally:
             rows = collect(folder)  # so that the table is right whatever stopped the runs
@@ -188,6 +201,19 @@ def collect(folder: Path) -> list[dict[str, Any]]:
     writer.writerows(rows)
     write_atomic(folder / TABLE, text.getvalue())
     return rows
+
+
+def _cost(runs: Sequence[MadRun], groups: int) -> str:
+    """What is ahead: model-steps and FLOPs, at most where runs may end early."""
+    steps = sum(run.steps for run in runs)
+    most = "at most " if any(Training.of(run.config).watch for run in runs) else ""
+    work = f"{most}{count(steps)} model-steps and {sum(run.flops for run in runs):.2g} FLOPs"
+    return f"{len(runs)} runs in {groups} bundles: {work}"
+
+
+def _known(run: Mapping[str, Any], budget: str) -> dict[str, Any]:
+    """What stands in the results of a bundle besides what training gives."""
+    return {"state_size": state_size(ModelConfig.model_validate(run["model"])), "budget": budget}
 
 
 def _job(group: list[MadRun], payload: dict[str, Any]) -> Job:

@@ -2,6 +2,8 @@
 
 A setting is a task at one difficulty. From the baseline of a task one variable changes at a time (004, appendix B.2):
 66 settings. Each is trained at the six points of `GRID`, and the best of the six counts.
+
+MQAR has budgets of its own: it takes no part in the score (section 4.1 of paper 002, after Figure 2 of zoology).
 """
 
 from collections.abc import Sequence
@@ -32,15 +34,20 @@ class Setting:
         task: with the variables of the setting.
         train_samples, held_out: samples to train on, and samples each to select by and to score.
         varied: the variable that differs from the baseline of the task, "" in the baseline itself.
+        width, batch_size: of the models, where the setting fixes them.
     """
 
     task: Task
     train_samples: int
     held_out: int = HELD_OUT
     varied: str = ""
+    width: int | None = None
+    batch_size: int | None = None
 
     @property
     def short_name(self) -> str:
+        if self.width:
+            return f"seq_len={self.task.seq_len},num_pairs={self.task.num_pairs},width={self.width}"
         if not self.varied:
             return "baseline"
         value = self.train_samples if self.varied == "samples" else getattr(self.task, self.varied)
@@ -61,7 +68,7 @@ class Setting:
             "num_tokens": self.task.num_tokens,
             "train_samples": self.train_samples,
             "held_out": self.held_out,
-        }
+        } | ({"width": self.width} if self.width else {})
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,7 @@ class Budget:
         comparable: whether scores can stand beside those of a full run on the same settings.
         max_samples: at most so many training samples, None for those of the setting.
         held_out: samples each to select by and to score.
+        mqar: the settings are those of MQAR, not of the benchmark.
     """
 
     name: str
@@ -84,6 +92,11 @@ class Budget:
     batch_size: int = BATCH
     max_samples: int | None = None
     held_out: int = HELD_OUT
+    mqar: bool = False
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return ("mqar",) if self.mqar else MAD_TASKS
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"grid": [point._asdict() for point in self.grid]}
@@ -124,6 +137,27 @@ BUDGETS = {
         ),
         Budget("core", "the six baselines, whole", baselines_only=True, comparable=True),
         Budget("full", "every setting", baselines_only=False, comparable=True),
+        Budget(
+            "mqar",
+            "beside the score: MQAR at two widths and four lengths, as zoology trains it",
+            baselines_only=False,
+            comparable=True,
+            grid=tuple(GridPoint(rate, 0.1) for rate in (1e-4, 4.6e-4, 2.2e-3, 1e-2)),
+            epochs=64,
+            held_out=3000,
+            mqar=True,
+        ),
+        Budget(
+            "mqar-short",
+            "MQAR with fewer samples, epochs and rates; not comparable with published accuracies",
+            baselines_only=False,
+            comparable=False,
+            grid=tuple(GridPoint(rate, 0.1) for rate in (1e-3, 3e-3, 1e-2)),
+            epochs=16,
+            max_samples=20_000,
+            held_out=1000,
+            mqar=True,
+        ),
     )
 }
 
@@ -165,6 +199,17 @@ MQAR_SETTINGS = tuple(
     Setting(TASKS["mqar"](seq_len=length, num_pairs=pairs), train_samples=100_000, held_out=3000, varied="seq_len")
     for length, pairs in ((64, 4), (128, 8), (256, 16), (512, 64))
 )
+MQAR_WIDTHS = (64, 128)
+_MQAR_BATCHES = {64: 512, 128: 512, 256: 256, 512: 128}
+
+
+def mqar_settings() -> tuple[Setting, ...]:
+    """The eight settings of MQAR: four lengths, with models of both widths."""
+    return tuple(
+        replace(setting, width=width, batch_size=_MQAR_BATCHES[setting.task.seq_len])
+        for width in MQAR_WIDTHS
+        for setting in MQAR_SETTINGS
+    )
 
 
 def mad_settings(spec: str = "paper") -> tuple[Setting, ...]:
@@ -210,14 +255,19 @@ def plan(
     problems = []
     if chosen is None:
         problems.append(f"budget {budget!r} is unknown; {nearest(budget, BUDGETS)}")
+    known = chosen.tasks if chosen is not None else MAD_TASKS
     for task in tasks:
-        if task not in MAD_TASKS:
-            problems.append(f"tasks: {task!r} is not a task of MAD; {nearest(task, MAD_TASKS)}")
+        if task == "mqar" and task not in known:
+            problems.append(f"tasks: mqar is not in budget {budget}; it has budgets of its own: mqar, mqar-short")
+        elif task not in known:
+            problems.append(f"tasks: {task!r} is not a task of {_benchmark(chosen)}; {nearest(task, known)}")
     if spec not in ("paper", "mad-lab"):
         problems.append(f"spec {spec!r} is unknown; use paper or mad-lab")
+    elif chosen is not None and chosen.mqar and spec != "paper":
+        problems.append(f"spec {spec!r}: MQAR has one form only; leave spec at paper")
     if problems:
         raise ConfigError(problems, "MAD")
-    every = mad_settings(spec)
+    every = mqar_settings() if chosen.mqar else mad_settings(spec)
     names = {name for setting in every for name in _names(setting)}
     problems = [
         f"settings: {name!r} is not a setting; {nearest(name, names)}" for name in settings if name not in names
@@ -242,7 +292,7 @@ def plan(
             replace(setting, train_samples=min(setting.train_samples, most), held_out=chosen.held_out),
             point,
             chosen.epochs,
-            chosen.batch_size,
+            setting.batch_size or chosen.batch_size,
         )
         for setting in kept
         for point in chosen.grid
@@ -250,4 +300,9 @@ def plan(
 
 
 def _names(setting: Setting) -> set[str]:
-    return {setting.name, setting.short_name, setting.varied or "baseline"}
+    parts = setting.short_name.split(",")  # of MQAR a length or a width alone says which
+    return {setting.name, setting.short_name, setting.varied or "baseline", *parts}
+
+
+def _benchmark(budget: Budget | None) -> str:
+    return "MQAR" if budget is not None and budget.mqar else "MAD"

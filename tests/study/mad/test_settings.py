@@ -59,7 +59,7 @@ def test_runs_of_budgets():
     assert sum(run.steps for run in full) == 5_384_400 and sum(run.steps for run in core) == 602_400
     assert {run.setting.short_name for run in core + smoke} == {"baseline"}
     assert len(full) == len({run.name for run in full})
-    assert [name for name, budget in BUDGETS.items() if not budget.comparable] == ["smoke"]
+    assert [name for name, budget in BUDGETS.items() if not budget.comparable] == ["smoke", "mqar-short"]
     assert sum(run.steps for run in smoke) < 3000 and max(run.setting.train_samples for run in smoke) == 800
     assert {run.setting.held_out for run in smoke} == {320}
 
@@ -96,3 +96,26 @@ def test_wrong_names_come_together():
 def test_mqar_settings():
     assert [(s.task.seq_len, s.task.num_pairs) for s in MQAR_SETTINGS] == [(64, 4), (128, 8), (256, 16), (512, 64)]
     assert {(s.train_samples, s.held_out) for s in MQAR_SETTINGS} == {(100_000, 3000)}
+
+
+def test_mqar_has_budgets_of_its_own():
+    """Zoology's Figure 2: 64 epochs of 100,000 samples, batches of 512, 512, 256 and 128, four rates."""
+    runs = plan("mqar")
+    assert len(runs) == 2 * 4 * 4 and len({run.name for run in runs}) == 32
+    assert {(run.setting.task.seq_len, run.batch_size) for run in runs} == {
+        (64, 512),
+        (128, 512),
+        (256, 256),
+        (512, 128),
+    }
+    assert {run.setting.width for run in runs} == {64, 128} and {run.point.weight_decay for run in runs} == {0.1}
+    assert sum(run.steps for run in runs) == 2 * 4 * 64 * (196 + 196 + 391 + 782)
+    assert "mqar/seq_len=512,num_pairs=64,width=128" in {run.setting.name for run in runs}
+    assert len(plan("mqar", settings=["width=64"])) == 16 and len(plan("mqar", settings=["seq_len=64"])) == 8
+    assert len(plan("mqar-short", tasks=["mqar"])) == 8 * len(BUDGETS["mqar-short"].grid)
+    with pytest.raises(ConfigError, match="mqar is not in budget core; it has budgets of its own: mqar, mqar-short"):
+        plan("core", tasks=["mqar"])
+    with pytest.raises(ConfigError, match="'compression' is not a task of MQAR"):
+        plan("mqar", tasks=["compression"])
+    with pytest.raises(ConfigError, match="MQAR has one form only"):
+        plan("mqar", spec="mad-lab")

@@ -1,0 +1,118 @@
+"""How the runs of a benchmark are trained, and which of their epochs counts.
+
+- `paper` (004, appendix B): AdamW (0.9, 0.98), a cosine to zero, no stop: the last epoch counts.
+- `mad-lab`: what the published implementation does. AdamW (0.9, 0.999) at a constant rate. The test split is looked at
+  after each epoch; the epoch with its lowest loss counts, and a run ends when its accuracy (`macro_batch`) there passes
+  99.9 %. (There: the lowest mean over batches of the perplexity.)
+- `mqar`: zoology's Figure 2. AdamW (0.9, 0.999), a cosine to zero; a run ends when its accuracy on the validation split
+  passes 99 %. The best of a setting's rates counts, so here the rates of a bundle end together, with the first.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from linnet.train.ensemble import Score
+
+
+@dataclass(frozen=True)
+class Training:
+    """A form of training.
+
+    Attributes:
+        betas: of AdamW. constant: the learning rate stays as it is, in place of a cosine to zero.
+        spare: weight decay acts on the matrices of linear layers alone: not on norms, biases, embeddings and the
+            layers' own parameters (decays, filters).
+        watch: the split that is looked at after each epoch, "" for none. enough: accuracy there that ends a run.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.98)
+    constant: bool = False
+    spare: bool = False
+    watch: Literal["", "validation", "test"] = ""
+    enough: float = 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"betas": list(self.betas)}
+
+    @classmethod
+    def of(cls, run: Mapping[str, Any]) -> "Training":
+        """That of a run's configuration, which names it where it is not the paper's."""
+        given = run.get("training", {})
+        return cls(**given | {"betas": tuple(given.get("betas", PAPER.betas))})
+
+
+PAPER = Training()
+MAD_LAB = Training((0.9, 0.999), constant=True, watch="test", enough=0.999)
+MQAR = Training((0.9, 0.999), watch="validation", enough=0.99)
+
+
+class Counted(NamedTuple):
+    """What counts of a run: its scores on both splits, and the epoch after which they were taken."""
+
+    validation: Score
+    test: Score
+    epoch: int
+
+
+class Watch:
+    """The epochs that count of the runs of a bundle.
+
+    Args:
+        runs: configurations of the members, in order.
+        score: the scores of all members on a split, "validation" or "test".
+        alive: which members have not diverged.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Mapping[str, Any]],
+        score: Callable[[str], list[Score]],
+        alive: Callable[[], list[bool]],
+    ):
+        self.form = Training.of(runs[0])
+        self._score, self._alive = score, alive
+        self._groups = [(run["setting"], run["seed"]) for run in runs]
+        self._open = set(range(len(runs)))
+        self._counted: dict[int, Counted] = {}
+
+    def look(self, epoch: int) -> bool:
+        """After an epoch; whether all runs have ended."""
+        if not self.form.watch:
+            return False
+        return self._best(epoch) if self.form.watch == "test" else self._solved(epoch)
+
+    def end(self, epoch: int) -> list[Counted | None]:
+        """What counts of each member after the last epoch; None of one that diverged before anything did."""
+        self._take(sorted(self._living() - self._counted.keys()), epoch)
+        return [self._counted.get(index) for index in range(len(self._groups))]
+
+    def _best(self, epoch: int) -> bool:
+        living = sorted(self._living())
+        if not living:
+            return True
+        validation, test = self._score("validation"), self._score("test")
+        for index in living:
+            if index not in self._counted or test[index].loss < self._counted[index].test.loss:
+                self._counted[index] = Counted(validation[index], test[index], epoch)
+            if test[index].macro_batch > self.form.enough:
+                self._open.discard(index)
+        return not self._open
+
+    def _solved(self, epoch: int) -> bool:
+        seen = self._score("validation")
+        living = self._living()
+        passed = {self._groups[index] for index in living if seen[index].accuracy > self.form.enough}
+        ended = [index for index in self._open if self._groups[index] in passed]
+        self._take(sorted(living.intersection(ended)), epoch, seen)
+        self._open.difference_update(ended)
+        return not self._open
+
+    def _take(self, members: Sequence[int], epoch: int, validation: list[Score] | None = None) -> None:
+        if members:
+            validation, test = validation or self._score("validation"), self._score("test")
+            self._counted |= {index: Counted(validation[index], test[index], epoch) for index in members}
+
+    def _living(self) -> set[int]:
+        """Members that are still trained and have not diverged."""
+        return {index for index, lives in enumerate(self._alive()) if lives and index in self._open}

@@ -1,0 +1,70 @@
+"""Which epoch of a run counts: the last, the one with the lowest test loss, or the first that is good enough."""
+
+from linnet.study.mad.training import MAD_LAB, MQAR, PAPER, Counted, Training, Watch
+from linnet.train.ensemble import Score
+
+
+def runs_of(form, members=3, seeds=None):
+    own = {} if form == PAPER else {"training": form.to_dict()}
+    return [{"setting": "s", "seed": 0 if seeds is None else seeds[i], **own} for i in range(members)]
+
+
+def watch(form, curves, alive=None, seeds=None):
+    """Goes through epochs: `curves` are the members' (validation accuracy, test accuracy, test loss) by epoch."""
+    epoch = 0
+    asked = []
+
+    def score(split):
+        asked.append((epoch, split))
+        values = [curve[epoch - 1] for curve in curves]
+        return [Score(loss=v[2], accuracy=v[split == "test"], macro_batch=v[split == "test"]) for v in values]
+
+    def living():
+        return [True] * len(curves) if alive is None else alive[epoch - 1]
+
+    one = Watch(runs_of(form, len(curves), seeds), score, living)
+    for epoch in range(1, len(curves[0]) + 1):  # noqa: B007  (read by score)
+        if one.look(epoch):
+            break
+    return one.end(epoch), epoch, asked
+
+
+def test_forms_are_told_by_a_configuration():
+    for form in (PAPER, MAD_LAB, MQAR, Training(spare=True)):
+        assert Training.of(runs_of(form)[0]) == form
+    assert (PAPER.betas, PAPER.constant, MAD_LAB.betas, MAD_LAB.constant) == ((0.9, 0.98), False, (0.9, 0.999), True)
+
+
+def test_in_the_paper_the_last_epoch_counts():
+    found, last, asked = watch(PAPER, [[(0.5, 0.5, 1.0), (0.4, 0.3, 2.0)], [(1, 1, 0.1), (1, 1, 0.1)]])
+    assert last == 2 and [one.epoch for one in found] == [2, 2] and found[0].test.accuracy == 0.3
+    assert asked == [(2, "validation"), (2, "test")]
+
+
+def test_a_diverged_run_counts_for_nothing_unless_an_epoch_did_before():
+    curves = [[(0.5, 0.5, 1.0), (0.6, 0.6, 0.9)]] * 2
+    alive = [[True, True], [True, False]]
+    found, _, _ = watch(PAPER, curves, alive)
+    assert found[1] is None and found[0].epoch == 2
+    found, _, _ = watch(MAD_LAB, curves, alive)
+    assert [one.epoch for one in found] == [2, 1]
+    assert watch(MQAR, curves, alive)[0][1] is None
+
+
+def test_mad_lab_takes_the_lowest_test_loss_and_stops_at_the_top():
+    curves = [[(0.1, 0.2, 2.0), (0.3, 0.4, 1.0), (0.5, 0.6, 1.5)], [(0.9, 0.9995, 0.2), (0, 0, 0.1), (0, 0, 0.05)]]
+    found, last, _ = watch(MAD_LAB, curves)
+    assert last == 3 and [one.epoch for one in found] == [2, 1]
+    assert isinstance(found[0], Counted) and found[0].validation.accuracy == 0.3 and found[0].test.loss == 1.0
+    both = [[(0.9, 0.9995, 0.2), (0, 0, 9)]] * 2
+    assert watch(MAD_LAB, both)[1] == 1
+
+
+def test_mqar_ends_the_rates_of_a_setting_with_the_first_that_is_good_enough():
+    curves = [[(0.2, 0.3, 1), (0.3, 0.4, 1), (0.9, 0.9, 1)], [(0.5, 0.6, 1), (0.995, 0.98, 1), (0.1, 0.1, 1)]]
+    found, last, asked = watch(MQAR, curves)
+    assert last == 2 and [one.epoch for one in found] == [2, 2] and found[0].test.accuracy == 0.4
+    assert found[1].validation.accuracy == 0.995 and found[1].test.accuracy == 0.98
+    assert asked == [(1, "validation"), (2, "validation"), (2, "test")]
+    found, last, _ = watch(MQAR, curves, seeds=[0, 1])
+    assert last == 3 and [one.epoch for one in found] == [3, 2], "another seed goes on"
