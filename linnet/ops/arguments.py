@@ -20,27 +20,32 @@ def check_matrix_state(
 
     `key` is what the op calls k.
     """
-    if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or v.shape[:3] != q.shape[:3]:
+    shape, values = q.shape, v.shape
+    if len(shape) != 4 or k.shape != shape or len(values) != 4 or values[:3] != shape[:3]:
         raise ValueError(
             f"{op}: q {list(q.shape)}, {key} {list(k.shape)}, v {list(v.shape)}; give q and {key} [B, T, H, K], "
             "v [B, T, H, V]"
         )
-    if 0 in q.shape or 0 in v.shape:
+    if 0 in shape or 0 in values:
         raise ValueError(f"{op}: q {list(q.shape)}, v {list(v.shape)}; every size must be at least 1")
-    if not all(x.is_floating_point() for x in (q, k, v)):
+    if not (q.is_floating_point() and k.is_floating_point() and v.is_floating_point()):
         raise ValueError(f"{op}: q, {key}, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; give floating-point tensors")
     check_devices(op, q=q, **{key: k}, v=v, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    check_documents(cu_seqlens, q.shape[0])
-    check_state(
-        op, initial_state, (count_states(cu_seqlens, q.shape[0]), *q.shape[2:], v.shape[-1]), state_dtype(q, k, v)
-    )
+    check_documents(cu_seqlens, shape[0])
+    if initial_state is not None:
+        states = count_states(cu_seqlens, shape[0]), *shape[2:], values[3]
+        check_state(op, initial_state, states, state_dtype(q, k, v))
 
 
 def check_devices(op: str, **tensors: Tensor | None) -> None:
     """Raises ValueError unless all tensors are where the first one is."""
-    first, device = next((name, x.device) for name, x in tensors.items())
+    first, device = "", None
     for name, x in tensors.items():
-        if x is not None and x.device != device:
+        if x is None:
+            continue
+        if device is None:
+            first, device = name, x.device
+        elif x.device != device:
             raise ValueError(
                 f"{op}: {name} is on {x.device}, but {first} on {device}; move it: {name}.to({str(device)!r})"
             )

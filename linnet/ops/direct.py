@@ -18,9 +18,15 @@ from torch.nn import Parameter
 
 _TENSORS = frozenset((Tensor, Parameter))
 _OTHERS = frozenset((type(None), bool, int, float, str))
+_is_legacy, _is_wrapped = torch._C._functorch.is_legacy_batchedtensor, torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def shorten(op: CustomOpDef, setup_context: Callable | None = None, backward: Callable | None = None) -> Callable:
+def shorten(
+    op: CustomOpDef,
+    setup_context: Callable | None = None,
+    backward: Callable | None = None,
+    implementation: Callable | None = None,
+) -> Callable:
     """`op` as a function of the same positional arguments, fast where nobody could tell the difference.
 
     It calls the registered op where a compiler, a transform of functorch, forward-mode differentiation or a dispatch or
@@ -31,20 +37,22 @@ def shorten(op: CustomOpDef, setup_context: Callable | None = None, backward: Ca
         op: what `torch.library.custom_op` returned. Its tensors are arguments of their own, not in lists.
         setup_context, backward: as given to `op.register_autograd`; None for an op that has no gradient, as a backward
             itself, which goes through the registered op (and is refused there) when its own gradient is asked for.
+        implementation: what to call in the op's place; it may return None where the op, which returns tensors, returns
+            an empty one.
     """
-    implementation = op._init_fn
+    implementation = implementation or op._init_fn
     mutated = [i for i, x in enumerate(op._opoverload._schema.arguments) if x.alias_info and x.alias_info.is_write]
-    function = None if backward is None else _make_function(op, implementation, setup_context, backward)
+    apply = None if backward is None else _make_apply(op, implementation, setup_context, backward)
 
     def call(*arguments):
         if not is_plain(arguments):
             return op(*arguments)
-        if not torch.is_grad_enabled() or not _wants_gradient(arguments):
-            for i in mutated:  # as the registered op does, lest a graph that saved the tensor takes it for unchanged
-                if not arguments[i].is_inference():
-                    torch.autograd.graph.increment_version(arguments[i])
-            return implementation(*arguments)
-        return op(*arguments) if function is None else function.apply(*arguments)
+        if torch.is_grad_enabled() and _wants_gradient(arguments):
+            return op(*arguments) if apply is None else apply(*arguments)
+        for i in mutated:  # as the registered op does, lest a graph that saved the tensor takes it for unchanged
+            if not arguments[i].is_inference():
+                torch.autograd.graph.increment_version(arguments[i])
+        return implementation(*arguments)
 
     return call
 
@@ -59,19 +67,26 @@ def is_plain(arguments: tuple) -> bool:
         or forward_ad._current_level >= 0
     ):
         return False
-    return all(_is_concrete(x) if type(x) in _TENSORS else type(x) in _OTHERS for x in arguments)
-
-
-def _is_concrete(x: Tensor) -> bool:
-    # The vmap of `torch.autograd.grad(..., is_grads_batched=True)` is an older one, which shows in its tensors alone.
-    return not (x.is_meta or torch._C._functorch.is_legacy_batchedtensor(x))
+    for x in arguments:  # a loop, since a generator takes half as long again
+        kind = type(x)
+        if kind in _TENSORS:
+            # The vmap of `torch.autograd.grad(..., is_grads_batched=True)` is an older one, which shows in its tensors
+            # alone; and a tensor of a transform may outlive it.
+            if x.is_meta or _is_legacy(x) or _is_wrapped(x):
+                return False
+        elif kind not in _OTHERS:
+            return False
+    return True
 
 
 def _wants_gradient(arguments: tuple) -> bool:
-    return any(type(x) in _TENSORS and x.requires_grad for x in arguments)
+    for x in arguments:  # noqa: SIM110  as above
+        if type(x) in _TENSORS and x.requires_grad:
+            return True
+    return False
 
 
-def _make_function(op: CustomOpDef, implementation: Callable, setup_context: Callable, backward: Callable) -> type:
+def _make_apply(op: CustomOpDef, implementation: Callable, setup_context: Callable, backward: Callable) -> Callable:
     # One `forward` with the context in it: given a `setup_context` apart, PyTorch inspects signatures on every call.
     def forward(ctx, *arguments):
         output = implementation(*arguments)
@@ -79,4 +94,5 @@ def _make_function(op: CustomOpDef, implementation: Callable, setup_context: Cal
         return output
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(f"Direct_{op._name}", (torch.autograd.Function,), members)
+    function = type(f"Direct_{op._name}", (torch.autograd.Function,), members)
+    return super(torch.autograd.Function, function).apply  # past its handling of transforms, which `is_plain` ruled out

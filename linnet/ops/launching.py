@@ -11,11 +11,12 @@ from torch import Tensor
 class Launcher:
     """A kernel with its grid and constants, for calls that differ in addresses and floats alone.
 
-    Triton looks at every argument of every call to find the variant to run, some microseconds each; from the second
-    call on this goes straight to the variant. Keep one (`functools.lru_cache` over what it was made from) for each set
-    of shapes, dtypes, integer arguments, absent tensors and device, call it with that device the current one, and pass
-    what the caller gave through `align`: the variant of the first call may count on its alignment. A float must be one
-    in every call: of an integer 1, Triton makes a constant.
+    Triton looks at every argument of every call to find the variant to run, some microseconds each, and the driver at
+    every tensor; from the second call on this goes straight to the variant, with addresses. Keep one
+    (`functools.lru_cache` over what it was made from) for each set of shapes, dtypes, integer arguments, absent tensors
+    and device, call it with that device the current one, and pass what the caller gave through `align`: the variant of
+    the first call may count on its alignment. A float must be one in every call: of an integer 1, Triton makes a
+    constant.
 
     Args:
         kernel: a function under `triton.jit`, whose last parameters are `constants`.
@@ -26,19 +27,22 @@ class Launcher:
     def __init__(
         self, kernel: Callable, programs: int, constants: tuple, scratch: bool = False, **options: int
     ) -> None:
-        self.kernel, self.grid, self.constants, self.options = kernel, (programs, 1, 1), constants, options
+        self.kernel, self.programs, self.constants, self.options = kernel, programs, constants, options
         self.scratch = scratch
-        self._run = None
+        self._compiled = None
 
     def __call__(self, *arguments) -> None:
         if self.scratch:
             triton.set_allocator(_allocate)  # each time: a thread, such as that of the backward, has its own
-        if self._run is not None:
-            self._run(*arguments, *self.constants)
-            return
-        compiled = self.kernel[self.grid](*arguments, *self.constants, **self.options)
-        if compiled is not None:  # None in the interpreter
-            self._run = compiled[self.grid]
+        compiled, hooks = self._compiled, triton.knobs.runtime
+        if compiled is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler looks on
+            self._compiled = self.kernel[(self.programs,)](*arguments, *self.constants, **self.options)
+            return  # _compiled is still None in the interpreter
+        compiled.run(
+            self.programs, 1, 1, torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()),
+            compiled.function, compiled.packed_metadata, None, None, None,
+            *[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments], *self.constants,
+        )  # fmt: skip
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:

@@ -81,8 +81,7 @@ def lightning(
     scale: float,
     wants_final: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    with exact(q):
-        o, final = _form(q).lightning_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale, wants_final)
+    o, final = _forward(q, k, v, log_decay, initial_state, cu_seqlens, scale, wants_final)
     return o, final if wants_final else _no_state(q)
 
 
@@ -98,9 +97,18 @@ def lightning_backward(
     do: Tensor,
     dfinal: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dinitial = _gradients(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
+    return dq, dk, dv, _no_state(q) if initial_state is None else dinitial
+
+
+def _forward(q, *arguments):
     with exact(q):
-        *grads, dinitial = _form(q).lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
-    return *grads, _no_state(q) if initial_state is None else dinitial
+        return _form(q).lightning_forward(q, *arguments)
+
+
+def _gradients(q, *arguments):
+    with exact(q):
+        return _form(q).lightning_backward(q, *arguments)
 
 
 def _no_state(q: Tensor) -> Tensor:
@@ -148,8 +156,8 @@ def _backward(ctx, do, dfinal):
 
 
 lightning.register_autograd(_backward, setup_context=_setup_context)
-_direct = shorten(lightning, _setup_context, _backward)
-_direct_backward = shorten(lightning_backward)
+_direct = shorten(lightning, _setup_context, _backward, implementation=_forward)
+_direct_backward = shorten(lightning_backward, implementation=_gradients)
 
 
 # Under vmap the models fold into the batch; where decays differ by model or documents are packed (B = 1), into heads.

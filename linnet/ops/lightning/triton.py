@@ -77,14 +77,13 @@ def lightning_forward(
     wants_final: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, H, V] and the final state [N, H, K, V], None if not wanted; arguments as `lightning_attention`."""
-    if not _supports(q, k, v):
+    plan = _find_plan(q, k, v, None, log_decay, cu_seqlens, initial_state is not None, False, wants_final)
+    if plan is None:
         return chunked.lightning_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale)
-    _check_offsets(q, cu_seqlens)
-    q, k, v = align(q), align(k), align(v)
+    q, k, v, initial_state = align(q), align(k), align(v), align(initial_state)
     o = torch.empty_like(v)
     final = _empty_state(q, v, cu_seqlens) if wants_final else None
-    forward = Sweep(q, k, v, o, align(initial_state), final, (k, v))
-    _run([forward], log_decay, cu_seqlens, scale)
+    _run(plan, (q, k, v, o), [(k, v)], initial_state, None, final, log_decay, cu_seqlens, scale)
     return o, final
 
 
@@ -100,35 +99,16 @@ def lightning_backward(
     dfinal: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and of the initial state if there is one, from those of o and of the final state."""
-    if not _supports(q, k, v, do):
+    has_state = initial_state is not None
+    plan = _find_plan(q, k, v, do, log_decay, cu_seqlens, has_state, dfinal is not None, has_state)
+    if plan is None:
         return chunked.lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
-    _check_offsets(q, cu_seqlens)
-    q, k, v, do = align(q), align(k), align(v), align(do)
-    initial_state, dfinal = align(initial_state), align(dfinal)
+    q, k, v, do, initial_state, dfinal = align(q), align(k), align(v), align(do), align(initial_state), align(dfinal)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dinitial = None if initial_state is None else _empty_state(q, v, cu_seqlens)
-    sweeps = [
-        Sweep(do, v, k, dq, initial_state, None, (k, v)),
-        Sweep(v, do, q, dk, dfinal, None, (q, do)),
-        Sweep(k, q, do, dv, dfinal, dinitial, (q, do)),
-    ]
-    _run(sweeps, log_decay, cu_seqlens, scale)
+    dinitial = _empty_state(q, v, cu_seqlens) if has_state else None
+    sweeps = (do, v, k, dq, v, do, q, dk, k, q, do, dv)
+    _run(plan, sweeps, [(k, v), (q, do)], initial_state, dfinal, dinitial, log_decay, cu_seqlens, scale)
     return dq, dk, dv, dinitial
-
-
-class Sweep(NamedTuple):
-    """The tensors of out = LA(a, b, c) from the state `entry` (or zero) to `leave`, if wanted.
-
-    `summary` are the two whose products sum a segment up, in the order that the states of the op have.
-    """
-
-    a: Tensor
-    b: Tensor
-    c: Tensor
-    out: Tensor
-    entry: Tensor | None
-    leave: Tensor | None
-    summary: tuple[Tensor, Tensor]
 
 
 class Shape(NamedTuple):
@@ -155,51 +135,54 @@ class Form(NamedTuple):
     leave: bool
 
 
-def _supports(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None = None) -> bool:
-    dtype = q.dtype
-    alike = k.dtype == dtype and v.dtype == dtype and (do is None or do.dtype == dtype) and dtype != torch.float64
-    K, V = q.shape[-1], v.shape[-1]
-    return alike and 8 <= K <= 256 and K % 8 == 0 and 8 <= V <= 256 and V % 8 == 0
-
-
-def _check_offsets(q: Tensor, cu_seqlens: Tensor | None) -> None:
-    if backend.debugging():
-        documents(cu_seqlens, *q.shape[:2])
-
-
 def _empty_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     shape = (count_states(cu_seqlens, q.shape[0]), *q.shape[2:], v.shape[-1])
     return q.new_empty(shape, dtype=torch.float32)
 
 
-def _run(sweeps: list[Sweep], rates: Tensor | None, cu_seqlens: Tensor | None, scale: float) -> None:
-    """Fills what the sweeps write: in one launch where all states are square, and before it the segments' summaries."""
-    first, last = sweeps[0], sweeps[-1]
-    a, c, device = first.a, first.c, first.a.device
-    if a.is_cuda and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _run(sweeps, rates, cu_seqlens, scale)
+def _run(
+    plan: "Plan",
+    sweeps: tuple[Tensor, ...],
+    summaries: list[tuple[Tensor, Tensor]],
+    entry: Tensor | None,
+    last_entry: Tensor | None,
+    leave: Tensor | None,
+    rates: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> None:
+    """Fills what the sweeps write: in one launch where all states are square, and before it the segments' summaries.
+
+    Args:
+        sweeps: a, b, c and out of out = LA(a, b, c), four tensors for each sweep.
+        summaries: for each direction the two whose products sum a segment up, in the order that states have.
+        entry, last_entry: the states (None for zero) that the first sweep and the reversed ones start from.
+        leave: what the last sweep leaves, if wanted.
+    """
+    a = sweeps[0]
+    if a.is_cuda and a.device.index != torch.cuda.current_device():
+        with torch.cuda.device(a.device):
+            return _run(plan, sweeps, summaries, entry, last_entry, leave, rates, cu_seqlens, scale)
     rates, cu_seqlens = align(rates), align(cu_seqlens)
-    states = count_states(cu_seqlens, a.shape[0])
-    plan = _plan(
-        a.shape, c.shape[3], states, a.dtype, None if rates is None else rates.dtype, cu_seqlens is not None, device,
-        len(sweeps) > 1, first.entry is not None, last.entry is not None, last.leave is not None,
-    )  # fmt: skip
     sums = [None, None]
     for i, summarise in enumerate(plan.summarise):
-        b, c = sweeps[i].summary
-        sums[i] = b.new_empty(states, b.shape[2], plan.segments - 1, b.shape[3], c.shape[3], dtype=torch.float32)
+        b, c = summaries[i]
+        sums[i] = b.new_empty(plan.states, b.shape[2], plan.segments - 1, b.shape[3], c.shape[3], dtype=torch.float32)
         summarise(b, c, sums[i], rates, cu_seqlens, scale)
-    entry, last_entry = first.entry, last.entry
-    if len(plan.launches) == len(sweeps):
-        for i, (sweep, launch) in enumerate(zip(sweeps, plan.launches, strict=True)):
-            launch(*sweep[:4], *_NONE, sweep.entry, None, sweep.leave, sums[i > 0], None, rates, cu_seqlens, scale)
+    if len(plan.launches) == 3:
+        for i, launch in enumerate(plan.launches):
+            leaves = leave if i == 2 else None
+            launch(
+                *sweeps[4 * i : 4 * i + 4], *_NONE, last_entry if i else entry, None, leaves, sums[i > 0], None,
+                rates, cu_seqlens, scale,
+            )  # fmt: skip
+    elif len(sweeps) == 4:
+        plan.launches[0](*sweeps, *_NONE, entry, None, leave, *sums, rates, cu_seqlens, scale)
     else:
         # Of two pointers of which a sweep takes one, neither may be absent if the other is not.
         if (entry is None) != (last_entry is None):
-            entry, last_entry = (_blank(device) if x is None else x for x in (entry, last_entry))
-        tensors = sweeps[0][:4] + sweeps[1][:4] + sweeps[2][:4]
-        plan.launches[0](*tensors, entry, last_entry, last.leave, *sums, rates, cu_seqlens, scale)
+            entry, last_entry = (_blank(a.device) if x is None else x for x in (entry, last_entry))
+        plan.launches[0](*sweeps, entry, last_entry, leave, *sums, rates, cu_seqlens, scale)
     return None
 
 
@@ -209,26 +192,54 @@ _NONE = (None,) * 8  # the tensors of two more sweeps
 class Plan(NamedTuple):
     """The launches of a forward or backward: what sums segments up, for each direction, then the sweeps."""
 
+    states: int
     segments: int
     summarise: list[Launcher]
     launches: list[Launcher]
 
 
-@functools.lru_cache(1024)
-def _plan(
-    a: torch.Size,
-    outer: int,
-    states: int,
-    dtype: torch.dtype,
-    rates: torch.dtype | None,
-    documents: bool,
-    device: torch.device,
-    backward: bool,
+def _find_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor | None,
+    rates: Tensor | None,
+    cu_seqlens: Tensor | None,
     entry: bool,
     last_entry: bool,
     leave: bool,
-) -> Plan:
-    B, T, H, inner = a
+) -> Plan | None:
+    """None for what the kernels do not take: float64, mixed dtypes, widths that are no multiple of 8 or above 256."""
+    if backend.debugging():
+        documents(cu_seqlens, *q.shape[:2])
+    dtypes = (q.dtype, k.dtype, v.dtype) if do is None else (q.dtype, k.dtype, v.dtype, do.dtype)
+    return _plan(
+        q.shape, v.shape[3], dtypes, None if rates is None else rates.dtype, cu_seqlens is not None,
+        count_states(cu_seqlens, q.shape[0]), q.device, entry, last_entry, leave,
+    )  # fmt: skip
+
+
+@functools.lru_cache(1024)
+def _plan(
+    sizes: torch.Size,
+    outer: int,
+    dtypes: tuple[torch.dtype, ...],
+    rates: torch.dtype | None,
+    documents: bool,
+    states: int,
+    device: torch.device,
+    entry: bool,
+    last_entry: bool,
+    leave: bool,
+) -> Plan | None:
+    B, T, H, inner = sizes
+    dtype = dtypes[0]
+    if len(set(dtypes)) > 1 or dtype == torch.float64 or any(D % 8 or not 8 <= D <= 256 for D in (inner, outer)):
+        return None
+    backward = len(dtypes) > 3
+    if backward:
+        # The first sweep, do with v and k, has a's width of the values.
+        inner, outer = outer, inner
     shape = Shape(B, T, H, states, dtype, rates is not None, documents, device)
     forms = [Form(inner, outer, False, backward, entry, leave and not backward)]
     if backward:
@@ -239,7 +250,7 @@ def _plan(
     prepare = _prepare_hopper if hopper else _prepare_sweeps
     summarise = [_prepare_summary(shape, form, segments, hopper) for form in forms[:2]] if segments > 1 else []
     groups = [forms] if inner == outer else [[form] for form in forms]
-    return Plan(segments, summarise, [prepare(shape, group, segments) for group in groups])
+    return Plan(states, segments, summarise, [prepare(shape, group, segments) for group in groups])
 
 
 def _count_segments(shape: Shape, forms: list[Form]) -> int:
