@@ -7,14 +7,16 @@ and data if wanted, and equals the same model trained alone, up to rounding.
 
 A member whose loss is no longer finite is masked: its parameters stay, the others go on.
 
+Nothing of a step is decided on the host, the learning rate and the masks included, so on a GPU it is one CUDA graph.
 Where a layer has no rule for vmap (it reads values, say), members run one after another, with the same results.
 AdamW: I. Loshchilov and F. Hutter, arXiv:1711.05101; cosine to zero, no warm-up (paper 004, appendix B).
 """
 
 import contextlib
+import copy
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,9 +25,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 from torch.nn import functional as F
 
+from linnet.train.capture import Captured
+
 BETAS = (0.9, 0.98)
 EPS = 1e-8
 IGNORE = -100
+FEW_TOKENS = 512  # ids of an embedding that is read by a product of matrices on a GPU
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Ensemble:
     Attributes:
         alive: bool [M] on the device, False from the first loss that was not finite.
         vectorised: False once a layer turned out to have no rule for vmap.
+        compiled: False once `torch.compile` turned out not to take the models.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class Ensemble:
         device: torch.device | str = "cpu",
         precision: Literal["float32", "bfloat16"] = "float32",
         compile: bool = False,
+        capture: bool = True,
         vectorised: bool = True,
         betas: tuple[float, float] = BETAS,
         constant: bool = False,
@@ -74,7 +81,8 @@ class Ensemble:
             learning_rates, weight_decays: one for each; the decay acts on every parameter but `spared`.
             steps: of the whole run, over which the learning rates go to zero.
             precision: bfloat16 is autocast; parameters and AdamW's moments are float32 in both.
-            compile: the forward and backward with `torch.compile`.
+            compile: with `torch.compile`, for batches of the size of the first; smaller ones run as they are.
+            capture: a step as one CUDA graph, on a GPU.
             vectorised: False runs members one after another.
             betas: of AdamW. constant: learning rates stay as they are, in place of the cosine.
             spared: names of parameters of a model that do not decay.
@@ -93,24 +101,27 @@ class Ensemble:
         self.size, self.steps, self.device = len(models), steps, torch.device(device)
         self.betas, self.constant = betas, constant
         self.step_number = 0
-        self.vectorised = vectorised
-        parameters, buffers = stack_module_state([_Call(model) for model in models])
-        self._parameters = {
-            name: p.detach().to(self.device).contiguous().requires_grad_() for name, p in parameters.items()
-        }
-        # What is the same in all members stays one tensor, so that ops may treat it as one.
-        self._shared = {name: b[0].to(self.device) for name, b in buffers.items() if bool((b == b[:1]).all())}
-        self._buffers = {name: b.to(self.device) for name, b in buffers.items() if name not in self._shared}
-        self._call = _Call(models[0]).to(self.device)
-        self._decayed = [name.removeprefix("model.") not in spared for name in self._parameters]
-        self._first = [torch.zeros_like(p) for p in self._parameters.values()]
-        self._second = [torch.zeros_like(p) for p in self._parameters.values()]
-        self._rates = torch.tensor(learning_rates, dtype=torch.float32, device=self.device)
-        self._decays = torch.tensor(weight_decays, dtype=torch.float32, device=self.device)
+        self.vectorised, self.compiled = vectorised, compile
+        self._autocast = precision == "bfloat16"
+        self._take_weights(models)
+        self._rates, self._decays = (
+            torch.tensor(x, dtype=torch.float32, device=self.device)[:, None] for x in (learning_rates, weight_decays)
+        )
+        if spared:
+            self._decays = self._decays * self._spread(
+                [name.removeprefix("model.") not in spared for name in shapes[0]]
+            )
+        self._used: Tensor | None = None
         self.alive = torch.ones(self.size, dtype=torch.bool, device=self.device)
         self._last_step = torch.full((self.size,), -1, device=self.device)
-        self._autocast = precision == "bfloat16"
-        self._losses = torch.compile(self._map_losses) if compile else self._map_losses
+        self._steps_made = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._compiled_losses, self._compiled_update = self._map_losses, _adamw
+        self._batch_shape: torch.Size | None = None
+        if compile:
+            torch.compiler.reset()  # PyTorch compiles a function a few times only, those of earlier ensembles included
+            self._compiled_losses, self._compiled_update = map(torch.compile, (self._map_losses, _adamw))
+        capture = capture and self.device.type == "cuda"
+        self._advance = Captured(self._step, self.device) if capture else self._step
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """One update of every living member on the mean loss of its batch.
@@ -121,16 +132,34 @@ class Ensemble:
         Returns:
             The losses before the update, nats a target, [M] on the device. Nothing is waited for.
         """
-        leaves = list(self._parameters.values())
-        losses = self._run(lambda: self._losses(tokens, targets))
-        gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-        losses = losses.detach()
-        self.alive &= losses.isfinite()
-        self._last_step = torch.where(self.alive, self.step_number, self._last_step)
-        with torch.no_grad():
-            self._update(leaves, gradients)
+        losses = self._advance(tokens, targets)
         self.step_number += 1
         return losses
+
+    def state(self) -> dict[str, Tensor]:
+        """All that steps change but `step_number`, by name, on the device: not copies."""
+        return {
+            "parameters": self._values,
+            "first_moments": self._first,
+            "second_moments": self._second,
+            "alive": self.alive,
+            "last_step": self._last_step,
+            "steps_made": self._steps_made,
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on from the `state` of an ensemble of the same models. Waits.
+
+        Raises:
+            ValueError: a state of other names or shapes.
+        """
+        own = self.state()
+        if {name: x.shape for name, x in state.items()} != {name: x.shape for name, x in own.items()}:
+            raise ValueError("ensemble: the state is of other models; give one that an ensemble of the same models had")
+        for name, x in own.items():
+            x.copy_(state[name])
+        self.step_number = int(self._steps_made)
 
     def diverged_at(self) -> list[int | None]:
         """Of each member the step whose loss was the first not to be finite, None for those that live. Waits."""
@@ -162,14 +191,86 @@ class Ensemble:
         table = torch.stack([nll / asked, right / asked, macro / rows], dim=1).tolist()
         return [Score(*row) for row in table]
 
+    def _take_weights(self, models: Sequence[nn.Module]) -> None:
+        """Lays the parameters of a member out in a row of one tensor, as AdamW and checkpoints see them."""
+        parameters, buffers = stack_module_state([_Call(model) for model in models])
+        self._widths = [p[0].numel() for p in parameters.values()]
+        self._values = torch.cat([p.detach().flatten(1) for p in parameters.values()], 1).to(self.device)
+        self._first, self._second = torch.zeros_like(self._values), torch.zeros_like(self._values)
+        parts = zip(parameters.items(), self._values.split(self._widths, 1), strict=True)
+        self._parameters = {name: x.view(p.shape).detach().requires_grad_() for (name, p), x in parts}
+        # What is the same in all members stays one tensor, so that ops may treat it as one.
+        self._shared = {name: b[0].to(self.device) for name, b in buffers.items() if bool((b == b[:1]).all())}
+        self._buffers = {name: b.to(self.device) for name, b in buffers.items() if name not in self._shared}
+        template = copy.deepcopy(models[0])
+        if self.device.type == "cuda":
+            multiply_embeddings(template)
+        self._call = _Call(template).to(self.device)
+
+    def _spread(self, flags: Sequence[bool]) -> Tensor:
+        """A flag a parameter as one a number, [P]."""
+        return torch.tensor(flags).repeat_interleave(torch.tensor(self._widths)).to(self.device)
+
+    def _step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """A whole step on the device; what it changes, it changes in place."""
+        losses, gradients = self._compiled_or(self._differentiate_compiled, self._differentiate, tokens, targets)
+        with torch.no_grad():
+            self.alive &= losses.isfinite()
+            torch.where(self.alive, self._steps_made.long(), self._last_step, out=self._last_step)
+            moves = self.alive[:, None]
+            if any(gradient is None for gradient in gradients):  # as AdamW: no gradient, no update
+                if self._used is None:
+                    self._used = self._spread([gradient is not None for gradient in gradients])
+                moves = moves & self._used
+            leaves = self._parameters.values()
+            given = (torch.zeros_like(p) if g is None else g for p, g in zip(leaves, gradients, strict=True))
+            gradient = torch.cat([g.reshape(self.size, -1) for g in given], 1)
+            factor = 1.0 if self.constant else 0.5 * (1 + torch.cos(self._steps_made * (math.pi / self.steps)))
+            self._steps_made += 1
+            self._compiled_or(
+                self._compiled_update, _adamw, self._values, self._first, self._second, gradient, self._rates * factor,
+                self._decays, moves, self._steps_made, self.betas,
+            )  # fmt: skip
+        return losses
+
+    def _compiled_or(self, compiled: Callable, plain: Callable, *arguments):
+        """What the compiled function gives, or, from its first failure on, the plain one."""
+        if self.compiled:
+            try:
+                return compiled(*arguments)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # of Dynamo, of Inductor, of Triton
+                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                warnings.warn(f"torch.compile does not take the models, so they run without it: {reason}", stacklevel=5)
+                self.compiled = False
+        return plain(*arguments)
+
+    def _differentiate_compiled(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
+        if self._batch_shape is None:
+            self._batch_shape = tokens.shape
+        if tokens.shape != self._batch_shape:
+            return self._differentiate(tokens, targets)
+        with self._context():
+            losses = self._compiled_losses(tokens, targets)
+        return self._gradients(losses)
+
+    def _differentiate(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
+        return self._gradients(self._run(lambda: self._map_losses(tokens, targets)))
+
+    def _gradients(self, losses: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
+        leaves = list(self._parameters.values())
+        return losses.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+
     def _map_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self._map(_mean_loss, tokens, targets)
 
+    def _context(self) -> contextlib.AbstractContextManager:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self._autocast else contextlib.nullcontext()
+
     def _run(self, function: Callable[[], Tensor]) -> Tensor:
         """Calls under autocast; where vmap does not go through a layer, once more without it, and so from then on."""
-        kind = self.device.type
-        context = torch.autocast(kind, dtype=torch.bfloat16) if self._autocast else contextlib.nullcontext()
-        with context:
+        with self._context():
             if not self.vectorised:
                 return function()
             try:
@@ -181,7 +282,7 @@ class Ensemble:
                     raise
                 reason = str(error).strip().splitlines()[0]
                 warnings.warn(f"vmap does not go through a layer, so members run one by one: {reason}", stacklevel=4)
-                self.vectorised, self._losses = False, self._map_losses
+                self.vectorised = False
                 return function()
 
     def _map(self, function: Callable[..., Tensor], *data: Tensor) -> Tensor:
@@ -201,28 +302,49 @@ class Ensemble:
             outputs.append(one(parameters, {name: b[m] for name, b in self._buffers.items()}, *own))
         return torch.stack(outputs)
 
-    def _update(self, leaves: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """AdamW. All but the last line is the same for every member, so it runs over all tensors at once."""
-        used = [i for i, gradient in enumerate(gradients) if gradient is not None]  # as AdamW: no gradient, no update
-        if not used:
-            return
-        leaves, gradients, decayed = ([x[i] for i in used] for x in (leaves, gradients, self._decayed))
-        first, second = [self._first[i] for i in used], [self._second[i] for i in used]
-        t = self.step_number + 1
-        torch._foreach_lerp_(first, gradients, 1 - self.betas[0])
-        torch._foreach_mul_(second, self.betas[1])
-        torch._foreach_addcmul_(second, gradients, gradients, value=1 - self.betas[1])
-        scale = torch._foreach_sqrt(second)
-        torch._foreach_div_(scale, math.sqrt(1 - self.betas[1] ** t))
-        torch._foreach_add_(scale, EPS)
-        updates = torch._foreach_div(first, scale)
-        rates = self._rates if self.constant else self._rates * cosine(self.step_number, self.steps)
-        kept, moved = 1 - rates * self._decays, rates / (1 - self.betas[0] ** t)
-        for p, update, decays in zip(leaves, updates, decayed, strict=True):
-            shape = (-1,) + (1,) * (p.ndim - 1)
-            before = p * kept.view(shape) if decays else p
-            after = torch.addcmul(before, moved.view(shape), update, value=-1)
-            p.copy_(torch.where(self.alive.view(shape), after, p))
+
+def _adamw(
+    values: Tensor,
+    first: Tensor,
+    second: Tensor,
+    gradient: Tensor,
+    rates: Tensor,
+    decays: Tensor,
+    moves: Tensor,
+    step: Tensor,
+    betas: tuple[float, float],
+) -> None:
+    """Step number `step` (the first is 1) of AdamW on all members, [M, P] each, with `rates` [M, 1], `decays` [M, 1] or
+    [M, P]; where `moves` is False, the values stay."""
+    first.lerp_(gradient, 1 - betas[0])
+    second.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    scale = second.sqrt().div_((1 - betas[1] ** step).sqrt()).add_(EPS)
+    after = torch.addcmul(values * (1 - rates * decays), rates / (1 - betas[0] ** step), first / scale, value=-1)
+    values.copy_(torch.where(moves, after, values))
+
+
+class _Multiplied(nn.Embedding):
+    """An embedding read by a product with the tokens as one-hot rows.
+
+    Its gradient is a product as well: with a few ids every row of the table gets a sum over thousands of tokens, for
+    which a look-up's gradient sorts them or makes them wait for one another.
+    """
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        ids = torch.arange(self.num_embeddings, device=tokens.device)
+        rows = (tokens.flatten()[:, None] == ids).to(self.weight.dtype)
+        pieces = math.gcd(len(rows), 16)  # of the sum over tokens, for more of the GPU to be busy
+        with torch.autocast(tokens.device.type, enabled=False):
+            x = torch.bmm(rows.unflatten(0, (pieces, -1)), self.weight.expand(pieces, -1, -1))
+        return x.view(*tokens.shape, -1)
+
+
+def multiply_embeddings(model: nn.Module) -> None:
+    """Has the plain embeddings of few ids in a model read by products of matrices, with the same results."""
+    for module in model.modules():
+        plain = type(module) is nn.Embedding and module.padding_idx is None and module.max_norm is None
+        if plain and module.num_embeddings <= FEW_TOKENS:
+            module.__class__ = _Multiplied
 
 
 class _Call(nn.Module):

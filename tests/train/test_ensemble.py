@@ -7,7 +7,7 @@ import torch
 
 from linnet.models import ModelConfig, build_model
 from linnet.models.autoencoder import build_autoencoder
-from linnet.train.ensemble import Ensemble, cosine
+from linnet.train.ensemble import Ensemble, cosine, multiply_embeddings
 
 STEPS = 6
 POINTS = [(1e-3, 0.0), (3e-3, 0.1), (1e-2, 0.5)]
@@ -207,3 +207,111 @@ def test_other_momenta_a_constant_rate_and_parameters_without_decay():
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(ensemble.member(1)[name], parameter, rtol=1e-3, atol=1e-4)
     assert spared and rest and kept
+
+
+def test_an_ensemble_goes_on_from_its_state_as_if_nothing_had_been():
+    data = batches()
+    whole, losses = together([model_of("gla+swiglu") for _ in POINTS], data)
+    first = Ensemble([model_of("gla+swiglu") for _ in POINTS], *zip(*POINTS, strict=True), len(data))
+    for batch in data[:3]:
+        first.step(*batch)
+    state = {name: x.clone() for name, x in first.state().items()}
+    second = Ensemble([model_of("gla+swiglu", seed=5) for _ in POINTS], *zip(*POINTS, strict=True), len(data))
+    second.load_state(state)
+    assert second.step_number == 3
+    for index in range(3, len(data)):
+        assert torch.equal(second.step(*data[index]), losses[:, index])
+    for name, x in whole.state().items():
+        assert torch.equal(x, second.state()[name])
+    with pytest.raises(ValueError, match="of other models"):
+        second.load_state(together([model_of("tnl")], data[:1], POINTS[:1])[0].state())
+
+
+def test_parameters_without_a_gradient_stay():
+    class Idle(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.idle = model_of("tnl"), torch.nn.Parameter(torch.ones(3))
+
+        def loss(self, tokens, targets):
+            return self.inner.loss(tokens, targets)
+
+    ensemble, losses = together([Idle() for _ in POINTS], batches())
+    expected, _ = alone(model_of("tnl"), *POINTS[2], batches())
+    torch.testing.assert_close(losses[2], torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    assert torch.equal(ensemble.member(2)["idle"], torch.ones(3))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_embeddings_as_products_are_look_ups(together):
+    """With and without vmap, with tokens that members share or have for themselves; with their gradients."""
+    table = torch.nn.Embedding(7, 6)
+    holder = torch.nn.ModuleList([torch.nn.Embedding(7, 6), torch.nn.Embedding(1000, 2)])
+    multiply_embeddings(holder)
+    assert type(holder[0]) is not torch.nn.Embedding and type(holder[1]) is torch.nn.Embedding
+    weights = torch.randn(3, 7, 6, requires_grad=True)
+    tokens = torch.randint(7, (4, 8) if together else (3, 4, 8))
+
+    def read(layer):
+        def one(weight, ids):
+            return torch.func.functional_call(layer, {"weight": weight}, (ids,))
+
+        y = torch.vmap(one, (0, None if together else 0))(weights, tokens)
+        return y, torch.autograd.grad((y * torch.arange(y.numel()).view(y.shape)).sum(), weights)[0]
+
+    (y, gradient), (expected, expected_gradient) = read(holder[0]), read(table)
+    assert torch.equal(y, expected)
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_where_the_compiler_fails_a_bundle_runs_without_it(monkeypatch):
+    def broken(function):
+        def call(*arguments):
+            raise RuntimeError("no compiler\nand more")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    data = batches(3)
+    with pytest.warns(UserWarning, match="run without it: no compiler$"):
+        ensemble, losses = together([model_of("tnl") for _ in POINTS], data, compile=True)
+    assert not ensemble.compiled
+    assert torch.equal(losses, together([model_of("tnl") for _ in POINTS], data)[1])
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("layout", ["attention+swiglu", "tnl+swiglu", "hgrn2+swiglu", "gla+moe", "hyena", "mh_hyena"])
+def test_a_captured_step_is_the_step(layout):
+    """Over batches of two sizes, the second of which comes now and then, and with a member that diverges."""
+    data = [tuple(x.cuda() for x in batch) for batch in batches(24)]
+    data = [tuple(x[:3] for x in batch) if i % 3 == 2 else batch for i, batch in enumerate(data)]
+    points = [*POINTS, (1e30, 0.0)]
+    models = [model_of(layout) for _ in points]
+    ensemble, losses = together(models, data, points, device="cuda")
+    assert ensemble.vectorised and ensemble._advance.graphs == 2
+    plain, expected = together(models, data, points, device="cuda", capture=False)
+    torch.testing.assert_close(losses[:3], expected[:3], rtol=1e-4, atol=1e-5)
+    assert ensemble.alive.tolist() == plain.alive.tolist() == [True, True, True, False]
+    assert ensemble.diverged_at() == plain.diverged_at()
+
+
+@needs_gpu
+def test_what_cannot_be_captured_runs_as_it_is():
+    class Reads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model_of("tnl+swiglu")
+
+        def loss(self, tokens, targets):
+            total, count = self.inner.loss(tokens, targets)
+            return total * (1.0 if total.item() > 0 else 0.5), count
+
+    data = [tuple(x.cuda() for x in batch) for batch in batches(6)]
+    with pytest.warns(UserWarning, match="cannot be a CUDA graph"):
+        ensemble, losses = together([Reads() for _ in POINTS], data, device="cuda")
+    assert not ensemble.vectorised and ensemble._advance.failed
+    expected, _ = alone(Reads().cuda(), *POINTS[1], data)
+    torch.testing.assert_close(losses[1].cpu(), torch.tensor(expected), rtol=1e-3, atol=1e-4)
