@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from linnet.ops import debug, selective_scan, use_backend
+from linnet.ops import debug, selective_scan, selective_step, use_backend
 from linnet.ops.selective_scan import chunked
 
 if importlib.util.find_spec("triton") is None:
@@ -68,6 +68,24 @@ def assert_agrees(*sizes, **options):
     # Over thousands of tokens the errors of a float32 exponential, the same for each token, add up.
     tolerance = 1e-4 if options.get("decay") == "slow" and inputs[0].dtype == torch.float32 else None
     assert all(x <= (tolerance or TOLERANCE[inputs[0].dtype]) for x in errors), errors
+
+
+def assert_steps_agree(R, T, D, N, **options):
+    """Tokens in a row against the parallel form, with B and C slices of one row."""
+    (x, delta, A, B, C, skip, state, _), _ = make(R, T, D, N, **options)
+    skip = None if skip is None else skip[0]
+    exact = [None if y is None else y.double() for y in (x, delta, A[0], B, C, skip)]
+    with use_backend("chunked"):
+        expected = selective_scan(*exact, initial_state=state.double(), output_final_state=True)
+    B, C = torch.cat([B, C], -1).split(N, -1)
+    outputs = []
+    for t in range(T):
+        torch.full((R, D), float("nan"), dtype=x.dtype, device=x.device)  # the memory that y will get
+        with use_backend("triton"):
+            outputs.append(selective_step(x[:, t], delta[:, t], A[0], B[:, t], C[:, t], skip, state))
+    for actual, wanted in zip([torch.stack(outputs, 1), state], expected, strict=True):
+        error = (actual.double() - wanted).norm() / wanted.norm()
+        assert error <= TOLERANCE[actual.dtype], error
 
 
 def use_segments(monkeypatch, count):
@@ -163,6 +181,29 @@ def test_debug_looks_at_offsets():
         selective_scan(x, delta, A[0], B, C, cu_seqlens=cuts)
 
 
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_steps(dtype):
+    for sizes, options in [((3, 9, 256, 4), {}), ((2, 9, 37, 5), {"skip": False}), ((2, 9, 1500, 16), {})]:
+        assert_steps_agree(*sizes, dtype=dtype, **options)
+    assert_steps_agree(2, 9, 64, 16, decay="extreme", dtype=dtype)
+
+
+@gpu
+def test_a_step_in_a_graph():
+    (x, delta, A, B, C, skip, state, _), _ = make(2, 1, 64, 4)
+    token = x[:, 0], delta[:, 0], A[0], B[:, 0], C[:, 0], skip[0]
+    eager, graphed = state.clone(), state.clone()
+    outputs = [selective_step(*token, eager) for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = selective_step(*token, graphed)
+    for expected in outputs:
+        graph.replay()
+        assert torch.equal(y, expected)
+    assert torch.equal(eager, graphed)
+
+
 # The interpreter cuts bfloat16 off instead of rounding it.
 INTERPRETED = [
     ((2, 19, 5, 4), {"decay": "extreme"}, 1),
@@ -181,7 +222,9 @@ def test_interpreted():
     root = str(Path(__file__).parents[2])
     settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("agrees") == len(INTERPRETED), done.stdout + done.stderr[-3000:]
+    assert done.returncode == 0 and done.stdout.count("agrees") == len(INTERPRETED) + 2, (
+        done.stdout + done.stderr[-3000:]
+    )
 
 
 if __name__ == "__main__":
@@ -190,4 +233,7 @@ if __name__ == "__main__":
         with pytest.MonkeyPatch.context() as monkeypatch:
             use_segments(monkeypatch, segments)
             assert_agrees(*sizes, **options)
+        print(*sizes, "agrees")
+    for sizes in ((2, 3, 5, 3), (1, 3, 300, 4)):
+        assert_steps_agree(*sizes, device="cpu", decay="extreme")
         print(*sizes, "agrees")
