@@ -1,0 +1,125 @@
+"""A model's step on memory that stays where it is: a pool of state slots, their next logits, and CUDA graphs.
+
+The shape never changes: all slots take a step, whoever is in them. So a row is computed by the same kernels in the same
+order whatever its neighbours are, and one graph serves all the time.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from linnet.inference.sampling import Chosen, Knobs, choose, choose_greedy
+from linnet.models import CausalLM, ModelState
+
+PLAIN, SAMPLED, TOLD = "plain", "sampled", "told"  # what `choose` has to do: the likeliest, as asked, with logprobs
+
+
+class Decoder:
+    """Slots of states, their logits, and the choice of their tokens.
+
+    Attributes:
+        slots, vocab: their number, and how many tokens may be chosen.
+        states: of all slots. logits [slots, vocab]: of each slot's next token. tokens [slots]: the last ones chosen.
+        knobs: how each slot's token is chosen.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        slots: int,
+        vocab: int,
+        context_length: int,
+        device: torch.device,
+        graphs: bool = True,
+        compile: bool = False,
+    ):
+        self.slots, self.vocab, self.device = slots, vocab, device
+        self.states = model.init_state(slots, context_length, device)
+        self._names = [(layer, name) for layer, state in self.states.items() for name in state]
+        self._pool = self._tensors(self.states)
+        if any(x.shape[0] != slots for x in self._pool):
+            raise ValueError("state_spec: the first dimension of every tensor of a state must be the batch")
+        self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.logits = torch.zeros(slots, vocab, dtype=model.embedding.weight.dtype, device=device)
+        self.knobs = Knobs.empty(slots, vocab, device)
+        self._model_step = torch.compile(model.step, dynamic=False) if compile else model.step
+        self._graphs = graphs and device.type == "cuda"
+        self._memory = torch.cuda.graph_pool_handle() if self._graphs else None
+        self._choices: dict[str, Callable[[], None]] = {}
+        self._chosen: dict[str, Chosen] = {}
+        self._host: dict[str, tuple[Tensor | None, ...]] = {}
+        self.advance = self._captured(self._advance)
+
+    def insert(self, slot: int, states: ModelState, logits: Tensor) -> None:
+        """Puts a sequence into a slot: its states (a batch of one) and the logits [vocab] of its next token."""
+        for pool, state in zip(self._pool, self._tensors(states), strict=True):
+            pool[slot].copy_(state[0])
+        self.logits[slot].copy_(logits[: self.vocab])
+
+    def choose(self, kind: str) -> Callable[[], tuple[list, ...]]:
+        """Chooses a token for every slot; the result waits for them and returns what `Chosen` holds, as lists."""
+        if kind not in self._choices:
+            # Drawing counts tokens, and a capture is preceded by a rehearsal: the counts must not see it.
+            before = [self.knobs.drawn.clone(), self.knobs.seen.clone()]
+            self._choices[kind] = self._captured(lambda: self._choose(kind))
+            for now, then in zip((self.knobs.drawn, self.knobs.seen), before, strict=True):
+                now.copy_(then)
+        self._choices[kind]()
+        chosen = self._chosen[kind]
+        if self.device.type != "cuda":
+            return lambda: tuple(None if x is None else x.tolist() for x in chosen)
+        if kind not in self._host:
+            self._host[kind] = tuple(
+                None if x is None else torch.empty_like(x, device="cpu").pin_memory() for x in chosen
+            )
+        host = self._host[kind]
+        for to, x in zip(host, chosen, strict=True):
+            if x is not None:
+                to.copy_(x, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def wait() -> tuple[list, ...]:
+            arrived.synchronize()
+            return tuple(None if x is None else x.tolist() for x in host)
+
+        return wait
+
+    def _choose(self, kind: str) -> None:
+        chosen = choose_greedy(self.logits) if kind == PLAIN else choose(self.logits, self.knobs, kind == TOLD)
+        self._chosen[kind] = chosen
+        self.tokens.copy_(chosen.tokens)
+
+    def _advance(self) -> None:
+        logits, after = self._model_step(self.tokens, self.states)
+        for pool, new in zip(self._pool, self._tensors(after), strict=True):
+            if new is not pool:  # a layer that does not write its state in place
+                pool.copy_(new)
+        self.logits.copy_(logits[:, : self.vocab])
+
+    def _tensors(self, states: ModelState) -> list[Tensor]:
+        return [states[layer][name] for layer, name in self._names]
+
+    def _captured(self, call: Callable[[], None]) -> Callable[[], None]:
+        """`call` as a CUDA graph, if there may be graphs and it can be one."""
+        if not self._graphs:
+            return call
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # so that all is compiled and all handles are made
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                call()
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            warnings.warn(f"no CUDA graph of this model's step ({error}); decoding goes on without", stacklevel=4)
+            self._graphs = False
+            return call
+        return graph.replay

@@ -1,0 +1,404 @@
+"""The engine: prompts go in by the parallel form, tokens come out by the step, and memory does not grow.
+
+A request waits, is read in chunks (its states alone, a batch of one), gets a slot of the decoder, and gives one token a
+round until it ends; then the slot is the next one's. All slots cost the same memory however long their contexts are, so
+there is nothing to page. What a request gets depends on its prompt, its settings and its seed, never on when it came or
+who was there: its chunks are its own, and every round computes every slot in the same way.
+"""
+
+import secrets
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from linnet.config import ConfigError
+from linnet.data import Tokenizer
+from linnet.inference.decoder import PLAIN, SAMPLED, TOLD, Decoder
+from linnet.inference.merging import merge_projections
+from linnet.inference.precision import lower_precision
+from linnet.inference.prefix import Prefix, load_prefix, weights_digest
+from linnet.inference.request import Completion, Piece, Request
+from linnet.inference.sampling import Sampling
+from linnet.models import CausalLM, ModelState
+from linnet.runs import load_model
+
+CONTEXT_LENGTH = 4096  # of layers with a KV cache, where none is given
+_LONG = 1 << 40  # a context length that no window and no recurrence minds
+
+
+@dataclass
+class Counters:
+    """What the engine has done: requests taken, and finished by how they ended; tokens read and written; rounds."""
+
+    requests: int = 0
+    finished: Counter = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    rounds: int = 0
+
+
+@dataclass
+class _Reading:
+    """A prompt that is being read."""
+
+    request: Request
+    slot: int
+    states: ModelState
+    logits: torch.Tensor | None
+    seen: torch.Tensor
+    done: int = 0
+
+
+class Engine:
+    """Generates for many requests at once. One thread calls `advance`; any may call `submit` and `cancel`.
+
+    Attributes:
+        limit: most tokens of a prompt and its completion together; None where no layer has a KV cache that grows.
+        counters: what was done so far.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Tokenizer | None = None,
+        *,
+        name: str = "model",
+        slots: int = 8,
+        context_length: int | None = None,
+        prefill_chunk: int | None = None,
+        device: str = "auto",
+        dtype: torch.dtype | None = None,
+        compile: bool = False,
+        graphs: bool = True,
+        merge: bool = True,
+    ):
+        """Takes the model over: it is moved, cast and changed.
+
+        Args:
+            slots: most requests that are decoded at once; each round computes all of them.
+            context_length: capacity of KV caches in tokens; layers without one do not need it.
+            prefill_chunk: tokens of a prompt that are read at a time; they bound the memory that a prompt takes.
+                Default: 2048 on a GPU, 256 on a CPU.
+            device: auto, cpu or cuda.
+            dtype: default bfloat16 on a GPU, float32 on a CPU. States are float32 in any case.
+            compile: torch.compile the step (some seconds to a minute at the start).
+            graphs: decode through a CUDA graph, on a GPU.
+            merge: one matrix product where layers read the same input.
+
+        Raises:
+            ConfigError: settings that make no sense.
+        """
+        _check_settings(slots, context_length, prefill_chunk, device)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device, self.name, self.tokenizer = torch.device(device), name, tokenizer
+        gpu = self.device.type == "cuda"
+        self.prefill_chunk = prefill_chunk or (2048 if gpu else 256)
+        backbone = model.backbone
+        grows = backbone.state_bytes(_LONG) != backbone.state_bytes(2 * _LONG)
+        self.limit = (context_length or CONTEXT_LENGTH) if grows else None
+        self._context = self.limit or _LONG
+        self.vocab = model.config.vocab_size
+        if tokenizer is not None:
+            if tokenizer.vocab_size > self.vocab:
+                message = (
+                    f"tokenizer: its {tokenizer.vocab_size} tokens are more than the model's {self.vocab}; use its own"
+                )
+                raise ConfigError([message], "engine")
+            self.vocab = tokenizer.vocab_size  # rows beyond are padding, which nobody may draw
+        model.eval().requires_grad_(False)
+        lower_precision(model, dtype or (torch.bfloat16 if gpu else torch.float32))
+        self.model = model.to(self.device)
+        with torch.no_grad():
+            if merge:
+                merge_projections(self.model)
+            self._decoder = Decoder(self.model, slots, self.vocab, self._context, self.device, graphs, compile)
+        self.counters = Counters()
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[Request, Prefix | None]] = deque()
+        self._slots: list[Request | None] = [None] * slots
+        self._reading: _Reading | None = None
+        self._mail: dict[Request, deque[Piece]] = {}  # of callers of `stream` and `generate`
+
+    @classmethod
+    def of_run(cls, path: str | Path, **settings) -> "Engine":
+        """The engine of a run or model folder. Raises `ConfigError` where it holds no model."""
+        path = Path(path)
+        if not path.exists():
+            raise ConfigError([f"{path}: there is no such folder; `linnet train` prints the folder of its run"], "run")
+        model, tokenizer = load_model(path)
+        return cls(model, tokenizer, **{"name": path.resolve().name, **settings})
+
+    def submit(
+        self, prompt: str | Sequence[int], sampling: Sampling | None = None, prefix: Prefix | None = None
+    ) -> Request:
+        """Puts a request into the queue.
+
+        Args:
+            prompt: text, or token ids.
+            prefix: what the prompt goes on from; then it may be empty.
+
+        Raises:
+            ConfigError: lists all that is wrong with it.
+        """
+        request = self.check(prompt, sampling or Sampling(), prefix)
+        with self._lock:
+            self.counters.requests += 1
+            self._queue.append((request, prefix))
+        return request
+
+    def check(self, prompt: str | Sequence[int], sampling: Sampling, prefix: Prefix | None = None) -> Request:
+        """The request that `submit` would take. Raises `ConfigError` as it does."""
+        problems: list[str] = []
+        tokens = self._encode(prompt, problems)
+        total = len(tokens) + (0 if prefix is None else prefix.tokens)
+        if not problems and total == 0:
+            problems.append("prompt: is empty; give at least one token")
+        if sampling.stop and self.tokenizer is None:
+            problems.append(f"stop: {sampling.stop!r} needs a tokenizer, and this model has none; use stop_tokens")
+        wrong = [token for token in sampling.stop_tokens if not 0 <= token < self.vocab]
+        if wrong:
+            problems.append(f"stop_tokens: {wrong} are no tokens; use numbers from 0 to {self.vocab - 1}")
+        most = sampling.max_tokens
+        if self.limit is not None:
+            if total >= self.limit:
+                problems.append(
+                    f"prompt: {total} tokens are too many; at most {self.limit - 1}, one less than context_length"
+                )
+            elif "max_tokens" not in sampling.model_fields_set or most is None:
+                most = min(most or self.limit, self.limit - total)
+            elif total + most > self.limit:
+                problems.append(
+                    f"max_tokens: {most} behind {total} tokens of prompt pass the {self.limit} of context_length; at most "
+                    f"{self.limit - total}"
+                )
+        if prefix is not None and prefix.digest != self.digest:
+            problems.append(f"prefix: belongs to the model {prefix.digest}, not to this one ({self.digest})")
+        if problems:
+            raise ConfigError(problems, "request")
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        return Request(tokens, total, sampling, seed, most, self.tokenizer)
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request in the next round, wherever it is; a finished one stays as it is."""
+        request.cancelled = True
+
+    @torch.no_grad()
+    def advance(self) -> list[tuple[Request, Piece]]:
+        """One round: at most one chunk of a prompt is read, and every slot in use gives a token."""
+        events = self._drop_cancelled()
+        self.counters.rounds += 1
+        self._read()
+        events += self._decode()
+        for _, piece in events:
+            if piece.finish is not None:
+                self.counters.finished[piece.finish] += 1
+        return events
+
+    def fail(self, error: str) -> list[tuple[Request, Piece]]:
+        """Ends every request with an error; the engine can go on with others."""
+        with self._lock:
+            left = [request for request, _ in self._queue]
+            self._queue.clear()
+        left += [request for request in self._slots if request is not None]
+        self._slots = [None] * len(self._slots)
+        self._reading = None
+        self.counters.finished["error"] += len(left)
+        return [(request, Piece(None, finish="error", error=error)) for request in left]
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue)
+
+    @property
+    def active(self) -> int:
+        """Requests in slots, one that is being read among them."""
+        return sum(request is not None for request in self._slots)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._queue) or self.active > 0
+
+    def stream(
+        self, prompt: str | Sequence[int], sampling: Sampling | None = None, prefix: Prefix | None = None
+    ) -> Iterator[Piece]:
+        """The pieces of one request as they come; leaving the loop early cancels it."""
+        request = self.submit(prompt, sampling, prefix)
+        mail = self._mail[request] = deque()
+        ended = False
+        try:
+            while not ended:
+                while not mail:
+                    self._deliver()
+                piece = mail.popleft()
+                ended = piece.finish is not None
+                yield piece
+        finally:
+            del self._mail[request]
+            if not ended:
+                self.cancel(request)
+                self._deliver()
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> list[Completion]:
+        """Completions of many prompts, in their order. Raises `ConfigError` before any work where one is wrong."""
+        each = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"sampling: {len(each)} settings for {len(prompts)} prompts; give one, or one each")
+        for prompt, settings in zip(prompts, each, strict=True):
+            self.check(prompt, settings)
+        requests = [self.submit(prompt, settings) for prompt, settings in zip(prompts, each, strict=True)]
+        mail: dict[Request, deque[Piece]] = {request: deque() for request in requests}
+        self._mail.update(mail)
+        while any(not pieces or pieces[-1].finish is None for pieces in mail.values()):
+            self._deliver()
+        for request in requests:
+            del self._mail[request]
+        return [Completion.of(request, pieces) for request, pieces in mail.items()]
+
+    @torch.no_grad()
+    def prefix(self, prompt: str | Sequence[int], prefix: Prefix | None = None) -> Prefix:
+        """Reads a prompt, from the states of another prefix on if one is given, for requests that go on from it."""
+        request = self.check(prompt, Sampling(max_tokens=1), prefix)
+        reading = self._begin(request, 0, prefix)
+        while reading.done < len(request.prompt):
+            self._read_chunk(reading)
+        return Prefix(self.digest, request.prompt_tokens, reading.states, reading.logits, reading.seen)
+
+    def load_prefix(self, path: str | Path) -> Prefix:
+        """Reads a saved prefix. Raises `ConfigError` where it is none of this model."""
+        like = self.model.init_state(1, self._context, "meta")
+        return load_prefix(path, self.digest, like, self.vocab, self.device)
+
+    @cached_property
+    def digest(self) -> str:
+        """Stands for the model and its weights as they are served."""
+        return weights_digest(self.model, self.model.config.model_dump_json())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that one slot carries between tokens."""
+        return self.model.backbone.state_bytes(self._context)
+
+    def _deliver(self) -> None:
+        """One round, whose pieces go to whoever waits for them."""
+        for request, piece in self.advance():
+            if request in self._mail:
+                self._mail[request].append(piece)
+
+    def _encode(self, prompt: str | Sequence[int], problems: list[str]) -> np.ndarray:
+        """Token ids, int64; or none, and why."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                problems.append("prompt: is text, but the model has no tokenizer here; give token ids")
+                return np.zeros(0, np.int64)
+            try:
+                return self.tokenizer.encode(prompt)
+            except ValueError as error:
+                problems.append(f"prompt: {error}")
+                return np.zeros(0, np.int64)
+        tokens = np.asarray(prompt)
+        if tokens.size == 0:
+            return np.zeros(0, np.int64)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            problems.append("prompt: give text, or a list of whole numbers")
+            return np.zeros(0, np.int64)
+        tokens = tokens.astype(np.int64)
+        if outside := tokens[(tokens < 0) | (tokens >= self.vocab)][:3].tolist():
+            problems.append(f"prompt: {outside} are no tokens; use numbers from 0 to {self.vocab - 1}")
+        return tokens
+
+    def _drop_cancelled(self) -> list[tuple[Request, Piece]]:
+        with self._lock:
+            gone = [request for request, _ in self._queue if request.cancelled]
+            if gone:
+                self._queue = deque(entry for entry in self._queue if not entry[0].cancelled)
+        for slot, request in enumerate(self._slots):
+            if request is not None and request.cancelled:
+                gone.append(request)
+                self._slots[slot] = None
+                if self._reading is not None and self._reading.request is request:
+                    self._reading = None
+        return [(request, Piece(None, finish="cancelled")) for request in gone]
+
+    def _read(self) -> None:
+        """Reads a chunk of the prompt whose turn it is; behind its end the request begins to decode."""
+        if self._reading is None:
+            with self._lock:
+                if not self._queue or None not in self._slots:
+                    return
+                request, prefix = self._queue.popleft()
+            slot = self._slots.index(None)
+            self._slots[slot] = request
+            self._reading = self._begin(request, slot, prefix)
+        reading = self._reading
+        if reading.done < len(reading.request.prompt):
+            self._read_chunk(reading)
+        if reading.done == len(reading.request.prompt):
+            self._decoder.insert(reading.slot, reading.states, reading.logits)
+            self._decoder.knobs.set(reading.slot, reading.request.sampling, reading.request.seed, reading.seen)
+            self._reading = None
+
+    def _begin(self, request: Request, slot: int, prefix: Prefix | None) -> _Reading:
+        if prefix is None:
+            seen = torch.zeros(self.vocab, dtype=torch.bool, device=self.device)
+            return _Reading(request, slot, self.model.init_state(1, self._context, self.device), None, seen)
+        return _Reading(request, slot, _copy(prefix.states), prefix.logits, prefix.seen.clone())
+
+    def _read_chunk(self, reading: _Reading) -> None:
+        prompt = reading.request.prompt[reading.done : reading.done + self.prefill_chunk]
+        tokens = torch.from_numpy(prompt).to(self.device)
+        logits, reading.states = self.model.prefill(tokens[None], reading.states)
+        reading.logits = logits[0, : self.vocab]
+        reading.seen[tokens] = True
+        reading.done += len(prompt)
+        self.counters.prompt_tokens += len(prompt)
+
+    def _decode(self) -> list[tuple[Request, Piece]]:
+        reading = None if self._reading is None else self._reading.request
+        live = [(i, r) for i, r in enumerate(self._slots) if r is not None and r is not reading]
+        if not live:
+            return []
+        told = any(request.sampling.logprobs is not None for _, request in live)
+        kind = TOLD if told else PLAIN if all(request.sampling.plain for _, request in live) else SAMPLED
+        wait = self._decoder.choose(kind)
+        # The next step runs on the GPU while the tokens of this one are looked at here; for a request that turns out
+        # to have ended it was in vain.
+        if not all(request.on_last_token for _, request in live):
+            self._decoder.advance()
+        tokens, logprobs, top_tokens, top_logprobs = wait()
+        events = []
+        for slot, request in live:
+            if (count := request.sampling.logprobs) is None:
+                piece = request.accept(tokens[slot])
+            else:
+                top = tuple(zip(top_tokens[slot][:count], top_logprobs[slot][:count], strict=True))
+                piece = request.accept(tokens[slot], logprobs[slot], top)
+            events.append((request, piece))
+            if piece.finish is not None:
+                self._slots[slot] = None
+        self.counters.generated_tokens += len(events)
+        return events
+
+
+def _check_settings(slots: int, context_length: int | None, prefill_chunk: int | None, device: str) -> None:
+    whole = {"slots": slots, "context_length": context_length, "prefill_chunk": prefill_chunk}
+    problems = [f"{key}: {value} is not above 0" for key, value in whole.items() if value is not None and value < 1]
+    if device not in ("auto", "cpu", "cuda"):
+        problems.append(f"device: {device!r} is unknown; use auto, cpu or cuda")
+    elif device == "cuda" and not torch.cuda.is_available():
+        problems.append("device: there is no CUDA GPU here; use cpu")
+    if problems:
+        raise ConfigError(problems, "engine")
+
+
+def _copy(states: ModelState) -> ModelState:
+    return {layer: {name: x.clone() for name, x in state.items()} for layer, state in states.items()}

@@ -1,0 +1,80 @@
+"""One matrix product where several linear layers read the same token: q, k, v and a gate; gate and up.
+
+A decoding step is bound by the weights that it reads and by the launches that read them, so fewer and larger products
+are faster. Which layers share an input is seen in one step of the model, so it holds for every mixer, those from
+outside the package too, and no layer says it twice. The weights keep their names: they become rows of one matrix.
+"""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Product:
+    """The product of one token's activations with the rows of several linear layers, kept until all have taken theirs."""
+
+    def __init__(self, linears: list[nn.Linear]):
+        self.weight = torch.cat([linear.weight.detach() for linear in linears])
+        biased = linears[0].bias is not None
+        self.bias = torch.cat([linear.bias.detach() for linear in linears]) if biased else None
+        self.sizes = [linear.out_features for linear in linears]
+        self._x: Tensor | None = None
+        self._parts: list[Tensor | None] = []
+
+    def take(self, index: int, x: Tensor) -> Tensor:
+        if x is not self._x or self._parts[index] is None:
+            self._parts = list(F.linear(x, self.weight, self.bias).split(self.sizes, -1))
+            self._x = x
+        part, self._parts[index] = self._parts[index], None
+        if not any(part is not None for part in self._parts):
+            self._x = None
+        return part
+
+
+class Part(nn.Linear):
+    """A linear layer whose weight is some rows of a `Product`; a single token [B, D] goes through the whole of it."""
+
+    def __init__(self, product: Product, index: int):
+        nn.Module.__init__(self)
+        start, size = sum(product.sizes[:index]), product.sizes[index]
+        self.in_features, self.out_features = product.weight.shape[1], size
+        self.weight = nn.Parameter(product.weight[start : start + size], requires_grad=False)
+        bias = None if product.bias is None else nn.Parameter(product.bias[start : start + size], requires_grad=False)
+        self.register_parameter("bias", bias)
+        self._product, self._index = product, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Parts of a wider row are no contiguous tensors, which the parallel forms over many tokens would copy.
+        return F.linear(x, self.weight, self.bias) if x.ndim != 2 else self._product.take(self._index, x)
+
+
+@torch.no_grad()
+def merge_projections(model: nn.Module) -> int:
+    """Merges the linear layers of a `CausalLM` that read the same token; returns how many products were saved."""
+    device = next(model.parameters()).device
+    inputs: list[tuple[nn.Linear, Tensor]] = []  # holds the tensors, so that no two of them have one identity
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    handles = [module.register_forward_pre_hook(lambda m, args: inputs.append((m, args[0]))) for module in linears]
+    try:
+        model.step(torch.zeros(1, dtype=torch.int64, device=device), model.init_state(1, 1, device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    readers: dict[tuple, list[nn.Linear]] = defaultdict(list)
+    calls = [module for module, _ in inputs]
+    for module, x in inputs:
+        if calls.count(module) == 1:
+            readers[id(x), module.bias is None, module.weight.dtype].append(module)
+    parts: dict[nn.Module, Part] = {}
+    for group in readers.values():
+        if len(group) > 1:
+            product = Product(group)
+            parts.update((module, Part(product, index)) for index, module in enumerate(group))
+    products = {id(part._product) for part in parts.values()}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child in parts:
+                setattr(parent, name, parts[child])
+    return len(parts) - len(products)

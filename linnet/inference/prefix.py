@@ -1,0 +1,99 @@
+"""A prompt's prefix as a file of constant size: the states behind it, instead of its text.
+
+A safetensors file: `state.<layer>.<name>` (a batch of one), `logits` of the next token, `seen` (which tokens occurred),
+and in its metadata the digest of the model, the number of tokens and the format.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from linnet.config import ConfigError
+from linnet.models import ModelState
+
+_FORMAT = "1"
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What a model carries behind some tokens.
+
+    Attributes:
+        digest: of the model (`weights_digest`).
+        tokens: how many there were.
+        states: a batch of one. logits [vocab]: of the next token. seen [vocab]: bool, the tokens that occurred.
+    """
+
+    digest: str
+    tokens: int
+    states: ModelState
+    logits: Tensor
+    seen: Tensor
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file. Raises `ConfigError` where that fails."""
+        named = {f"state.{layer}.{name}": x for layer, state in self.states.items() for name, x in state.items()}
+        named |= {"logits": self.logits, "seen": self.seen}
+        metadata = {"format": _FORMAT, "digest": self.digest, "tokens": str(self.tokens)}
+        try:
+            save_file({name: x.contiguous().cpu() for name, x in named.items()}, path, metadata)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError([f"{path}: cannot be written ({error})"], "prefix") from None
+
+
+def load_prefix(path: str | Path, digest: str, like: ModelState, vocab: int, device: torch.device) -> Prefix:
+    """Reads what `Prefix.save` wrote.
+
+    Args:
+        digest: of the model that will go on from it.
+        like: states of a batch of one, whose shapes and dtypes it must have.
+
+    Raises:
+        ConfigError: no such file, not a prefix, or one of another model or another context length.
+    """
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: there is no such file"], "prefix") from None
+    except (OSError, SafetensorError) as error:
+        raise ConfigError([f"{path}: is not a saved prefix ({error})"], "prefix") from None
+    if metadata.get("format") != _FORMAT or "digest" not in metadata:
+        raise ConfigError([f"{path}: is not a saved prefix (its metadata has no format {_FORMAT})"], "prefix")
+    if metadata["digest"] != digest:
+        message = (
+            f"{path}: belongs to the model {metadata['digest']}, not to this one ({digest}); its weights, its precision "
+            "or its configuration differ. Make the prefix again with this model"
+        )
+        raise ConfigError([message], "prefix")
+    expected = {f"state.{layer}.{name}": x for layer, state in like.items() for name, x in state.items()}
+    problems = [f"{path}: {name} is missing" for name in (*expected, "logits", "seen") if name not in named]
+    problems += [
+        f"{path}: {name} has shape {list(named[name].shape)}, here {list(x.shape)}; use the same context_length"
+        for name, x in expected.items()
+        if name in named and (named[name].shape != x.shape or named[name].dtype != x.dtype)
+    ]
+    problems += [f"{path}: {name} is not [{vocab}]" for name in ("logits", "seen") if _width(named.get(name)) != vocab]
+    if problems:
+        raise ConfigError(problems, "prefix")
+    states = {layer: {name: named[f"state.{layer}.{name}"] for name in state} for layer, state in like.items()}
+    return Prefix(digest, int(metadata["tokens"]), states, named["logits"], named["seen"])
+
+
+def weights_digest(model: nn.Module, config: str) -> str:
+    """12 hexadecimal digits that stand for a configuration, and names, dtypes and values of the weights."""
+    total = hashlib.sha256(config.encode())
+    for name, tensor in sorted(model.named_parameters()):
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return total.hexdigest()[:12]
+
+
+def _width(x: Tensor | None) -> int | None:
+    return None if x is None or x.ndim != 1 else x.shape[0]

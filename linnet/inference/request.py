@@ -1,0 +1,110 @@
+"""What goes into the engine and what comes out: requests, pieces, completions."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from linnet.data import Tokenizer
+from linnet.inference.sampling import Sampling
+from linnet.inference.text import Detokenizer, StopFilter
+
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token of a request, or its end without one.
+
+    Attributes:
+        token: None where the request was cancelled or failed.
+        text: what the token made certain; "" where it is held back for a stop string or the rest of a character.
+        logprob: of the token, in nats, if asked for; `top_logprobs` are (token, logprob), the likeliest first.
+        finish: None but in the last piece: "stop" (a stop string or token, or the end of a document), "length",
+            "cancelled" or "error".
+        error: what failed.
+    """
+
+    token: int | None
+    text: str = ""
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    finish: str | None = None
+    error: str = ""
+
+
+class Request:
+    """A prompt on its way through the engine, as `Engine.submit` returns it.
+
+    Attributes:
+        id: a number of its own in this process.
+        prompt: token ids, behind those of a prefix. prompt_tokens: how many with the prefix.
+        sampling, seed: how tokens are chosen; the seed that was drawn where none was given.
+        max_tokens: most tokens of the completion, None for no limit.
+        generated: tokens so far.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        prompt_tokens: int,
+        sampling: Sampling,
+        seed: int,
+        max_tokens: int | None,
+        tokenizer: Tokenizer | None,
+    ):
+        self.id = next(_numbers)
+        self.prompt, self.prompt_tokens, self.sampling, self.seed = prompt, prompt_tokens, sampling, seed
+        self.max_tokens, self.generated = max_tokens, 0
+        self.cancelled = False
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
+        self._filter = StopFilter(sampling.stop) if sampling.stop else None
+        self._ends = set(sampling.stop_tokens)
+        if tokenizer is not None and not sampling.ignore_end:
+            self._ends.add(tokenizer.end_of_document)
+
+    @property
+    def on_last_token(self) -> bool:
+        """Whether the next token is the last one whatever it is."""
+        return self.max_tokens is not None and self.generated + 1 >= self.max_tokens
+
+    def accept(self, token: int, logprob: float | None = None, top: tuple[tuple[int, float], ...] = ()) -> Piece:
+        """Takes the next token."""
+        self.generated += 1
+        ended = token in self._ends
+        text = "" if ended or self._detokenizer is None else self._detokenizer.push(token)
+        last = ended or (self.max_tokens is not None and self.generated >= self.max_tokens)
+        if last and self._detokenizer is not None:
+            text += self._detokenizer.flush()
+        stopped = False
+        if self._filter is not None:
+            text, stopped = self._filter.push(text)
+            if last and not stopped:
+                text += self._filter.flush()
+        finish = "stop" if stopped or ended else "length" if last else None
+        return Piece(token, text, logprob, top, finish)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """All that came of a request. `tokens` holds the end token too, `text` does not."""
+
+    request: Request
+    tokens: list[int]
+    text: str
+    finish: str
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, request: Request, pieces: Iterable[Piece]) -> "Completion":
+        """Gathers the pieces of a finished request."""
+        pieces = list(pieces)
+        told = [piece for piece in pieces if piece.logprob is not None]
+        return cls(
+            request,
+            [piece.token for piece in pieces if piece.token is not None],
+            "".join(piece.text for piece in pieces),
+            pieces[-1].finish,
+            [piece.logprob for piece in told],
+            [piece.top_logprobs for piece in told],
+        )

@@ -1,0 +1,235 @@
+"""The engine against the full forward pass, for every recipe (shrunk); and that no request sees another."""
+
+import itertools
+import random
+import re
+
+import pytest
+import torch
+
+from linnet.config import ConfigError
+from linnet.data import ByteTokenizer
+from linnet.inference import Engine, Sampling
+from linnet.models import RECIPES, ModelConfig, build_model, family, get_recipe
+
+VOCAB = 67
+SMALL = {"num_heads": 4, "inner": 96}
+
+
+def shrunk(name: str) -> ModelConfig:
+    """The recipe's own layout and options at a size for a test."""
+    config = get_recipe(name)
+    options = {
+        layer: {key: SMALL.get(key, value) for key, value in values.items()} for layer, values in config.options.items()
+    }
+    layout = re.sub(r"x\d+$", f"x{min(config.num_layers, 3)}", config.layout)
+    changes = {"d_model": 64, "vocab_size": VOCAB, "options": options, "layout": layout, "init_std": 0.3}
+    return config.model_copy(update=changes)
+
+
+SHRUNK = {shrunk(name).model_dump_json(): name for name in reversed(RECIPES)}
+
+
+def lively(config: ModelConfig):
+    """A model that does not say the same token again and again: its layers outweigh the embedding."""
+    model = build_model(config, seed=1)
+    with torch.no_grad():
+        model.embedding.weight.mul_(0.02)
+    return model
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+@torch.no_grad()
+def greedy(model, prompt: list[int], count: int) -> list[int]:
+    """Greedy decoding with nothing carried: the whole text through the parallel form for each token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(model(torch.tensor([tokens]))[0][0, -1].argmax().item())
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    config = ModelConfig(
+        d_model=64,
+        layout="(tnl+sglu attention+swiglu) x2",
+        vocab_size=256,
+        options={"attention": {"num_heads": 4, "num_kv_heads": 2}, "tnl": {"num_heads": 4}},
+        init_std=0.3,
+    )
+    return lambda **settings: Engine(lively(config), ByteTokenizer(), **settings)
+
+
+@pytest.mark.parametrize("name", SHRUNK.values())
+def test_greedy_output_is_that_of_the_full_forward_pass(name):
+    model = lively(shrunk(name))
+    prompts = random_prompts(1, 5, 13, 20)
+    expected = [greedy(model, prompt, 12) for prompt in prompts]
+    assert len(set(itertools.chain(*expected))) > 4  # a model that says one thing would prove little
+    engine = Engine(model, slots=3, prefill_chunk=7, context_length=40)
+    assert [completion.tokens for completion in engine.generate(prompts, Sampling(max_tokens=12))] == expected
+
+
+@pytest.mark.parametrize("name", ["mamba-10m", "llama-10m", "hgrn2-70m", "mad-hyena-experts-moe", "lightnet-150m"])
+def test_bfloat16_stays_close_to_float32(name):
+    """Relative error of the logits of decoding steps: rounding alone, some percent."""
+    logits = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build_model(shrunk(name).model_copy(update={"init_std": 0.05}), seed=1)
+        engine = Engine(model, slots=1, dtype=dtype, context_length=40)
+        engine.generate([[1, 2, 3]], Sampling(max_tokens=2))
+        tokens, states = torch.tensor([5]), engine.model.init_state(1, 40)
+        with torch.no_grad():
+            for token in range(20):
+                out, states = engine.model.step(tokens + token, states)
+        logits.append(out.double())
+    assert ((logits[1] - logits[0]).norm() / logits[0].norm()).item() < 0.05
+
+
+def settings_of(index: int) -> Sampling:
+    kinds = [
+        Sampling(max_tokens=9),
+        Sampling(max_tokens=14, temperature=0.9, seed=index),
+        Sampling(max_tokens=11, temperature=1.3, top_k=7, top_p=0.8, seed=index),
+        Sampling(max_tokens=6, temperature=0.7, min_p=0.05, repetition_penalty=1.4, seed=index, logprobs=3),
+        Sampling(max_tokens=17, repetition_penalty=2.0),
+    ]
+    return kinds[index % len(kinds)]
+
+
+def test_a_request_gets_the_same_tokens_in_any_company_and_order(hybrid):
+    prompts = random_prompts(*(1 + 7 * i % 23 for i in range(15)))
+    alone = []
+    for index, prompt in enumerate(prompts):
+        [completion] = hybrid(slots=4, prefill_chunk=5).generate([prompt], settings_of(index))
+        alone.append((completion.tokens, completion.logprobs))
+    for seed in range(3):
+        engine, order = hybrid(slots=4, prefill_chunk=5), list(range(15))
+        random.Random(seed).shuffle(order)
+        found, requests = {}, {}
+        pieces = {index: [] for index in order}
+        arrivals = random.Random(seed + 100)
+        while order or engine.busy:
+            while order and arrivals.random() < 0.4:
+                index = order.pop()
+                requests[engine.submit(prompts[index], settings_of(index))] = index
+            for request, piece in engine.advance():
+                pieces[requests[request]].append(piece)
+        for index, got in pieces.items():
+            found[index] = [p.token for p in got], [p.logprob for p in got if p.logprob is not None]
+        assert [found[index] for index in range(15)] == alone
+
+
+def test_cancelled_requests_end_and_leave_their_slot(hybrid):
+    engine = hybrid(slots=2, prefill_chunk=4, context_length=64)
+    long = Sampling(max_tokens=50, ignore_end=True)
+    requests = [engine.submit(list(range(1, 12)), long) for _ in range(5)]
+    for _ in range(6):
+        engine.advance()
+    assert engine.active == 2 and engine.waiting == 3
+    for request in (requests[0], requests[1], requests[3]):
+        engine.cancel(request)
+    events = engine.advance()
+    gone = {request for request, piece in events if piece.finish == "cancelled"}
+    assert gone == {requests[0], requests[1], requests[3]}
+    left = {request: [] for request in requests}
+    while engine.busy:
+        for request, piece in engine.advance():
+            left[request].append(piece)
+    assert [len(left[request]) for request in requests] == [0, 0, 50, 0, 50]
+    assert engine.counters.finished == {"cancelled": 3, "length": 2} and engine.counters.requests == 5
+
+
+def test_streams_can_be_read_beside_each_other_and_left_early(hybrid):
+    engine = hybrid(slots=2)
+    long = Sampling(max_tokens=12, ignore_end=True)
+    both = list(zip(engine.stream([1, 2], long), engine.stream([3, 4], long), strict=True))
+    first, second = ([piece.token for piece in pieces] for pieces in zip(*both, strict=True))
+    assert first == engine.generate([[1, 2]], long)[0].tokens and second == engine.generate([[3, 4]], long)[0].tokens
+    for _ in engine.stream([1, 2], long):
+        break
+    assert not engine.busy and engine.counters.finished["cancelled"] == 1
+
+
+def test_chunks_do_not_change_the_states(hybrid):
+    [prompt] = random_prompts(41)
+    tokens = [hybrid(prefill_chunk=n).generate([prompt], Sampling(max_tokens=16))[0].tokens for n in (1, 3, 40, 64)]
+    assert all(found == tokens[0] for found in tokens)
+
+
+def test_limits_of_models_with_a_growing_cache(hybrid):
+    engine = hybrid(slots=1, context_length=20)
+    [completion] = engine.generate([[1] * 15], Sampling(max_tokens=None, ignore_end=True))
+    assert len(completion.tokens) == 5 and completion.finish == "length"
+    with pytest.raises(ConfigError, match="prompt: 20 tokens are too many; at most 19"):
+        engine.submit([1] * 20)
+    with pytest.raises(ConfigError, match="max_tokens: 6 behind 15 tokens of prompt pass the 20 .* at most 5"):
+        engine.submit([1] * 15, Sampling(max_tokens=6))
+    recurrent = Engine(build_model(family("tnl")(32, 2, vocab_size=VOCAB)))
+    windowed = ModelConfig(
+        d_model=32, layout="attention+swiglu", options={"attention": {"num_heads": 2, "window": 8}}, vocab_size=VOCAB
+    )
+    assert recurrent.limit is None and Engine(build_model(windowed)).limit is None
+
+
+def test_a_window_slides_over_its_ring():
+    config = ModelConfig(
+        d_model=64,
+        layout="attention+swiglu x2",
+        options={"attention": {"num_heads": 4, "window": 8}},
+        vocab_size=VOCAB,
+        init_std=0.3,
+    )
+    model = lively(config)
+    prompts = random_prompts(3, 21)
+    expected = [greedy(model, prompt, 25) for prompt in prompts]
+    engine = Engine(model, slots=2, prefill_chunk=6)
+    assert [c.tokens for c in engine.generate(prompts, Sampling(max_tokens=25))] == expected
+
+
+def test_what_is_wrong_with_a_request_is_said_at_once(hybrid):
+    engine = hybrid(context_length=32)
+    for prompt, message in [
+        ("", "prompt: is empty"),
+        ([], "prompt: is empty"),
+        ([1, 256, -1], r"prompt: \[256, -1\] are no tokens; use numbers from 0 to 255"),
+        ([0.5], "whole numbers"),
+        ([[1]], "whole numbers"),
+        ("a\0b", "character 1 is NUL"),
+        ("\ud800", "surrogates not allowed"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            engine.submit(prompt)
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*stop_tokens: \[999\].*max_tokens: 1000"):
+        engine.submit("abc", Sampling(max_tokens=1000, stop_tokens=[999]))
+    assert not engine.busy
+    bare = Engine(build_model(family("tnl")(32, 1, vocab_size=VOCAB)))
+    with pytest.raises(ConfigError, match="prompt: is text, but the model has no tokenizer"):
+        bare.submit("abc")
+    with pytest.raises(ConfigError, match="stop: .*needs a tokenizer"):
+        bare.submit([1], Sampling(stop=["x"]))
+
+
+def test_what_is_wrong_with_an_engine_is_said_at_once(tmp_path):
+    model = build_model(family("tnl")(32, 1, vocab_size=VOCAB))
+    with pytest.raises(ConfigError, match="(?s)slots: 0 .*prefill_chunk: -1 .*device: 'gpu' is unknown"):
+        Engine(model, slots=0, prefill_chunk=-1, device="gpu")
+    with pytest.raises(ConfigError, match="its 256 tokens are more than the model's 67"):
+        Engine(model, ByteTokenizer())
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        Engine.of_run(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="config.yaml"):
+        Engine.of_run(tmp_path)
+
+
+def test_an_error_ends_all_requests_and_not_the_engine(hybrid):
+    engine = hybrid(slots=1)
+    requests = [engine.submit("ab"), engine.submit("cd")]
+    engine.advance()
+    assert {request: piece.finish for request, piece in engine.fail("lost")} == dict.fromkeys(requests, "error")
+    assert not engine.busy
+    assert engine.generate(["ab"], Sampling(max_tokens=3))[0].tokens

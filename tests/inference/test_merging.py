@@ -1,0 +1,98 @@
+"""Merged projections: the same step, fewer products, the same weights by name."""
+
+import pytest
+import torch
+from torch import nn
+
+from linnet.inference.merging import Part, merge_projections
+from linnet.models import ModelConfig, build_model, family
+
+OPTIONS = {"hyena_experts": {"num_experts": 4}, "moe": {"num_experts": 4}, "mh_hyena": {"num_heads": 4}}
+# Products of a block before and after: what the mixer and the channel have of linear layers that are called.
+COUNTS = {
+    "tnl+sglu": (9, 5),  # [q k v gate_down] gate_up out, [gate up] down
+    "hgrn2+swiglu": (7, 4),
+    "cosformer2+sglu": (9, 5),
+    "gla+swiglu": (10, 5),
+    "attention+swiglu": (7, 4),
+    "mamba": (4, 3),
+    "hyena+moe": (5, 3),
+}
+
+
+def called(model) -> int:
+    """Products of a step: linear layers that are called, those that share one counted once."""
+    seen = set()
+    handles = [
+        module.register_forward_pre_hook(lambda m, _: seen.add(getattr(m, "_product", m)))
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    ]
+    model.step(torch.zeros(1, dtype=torch.int64), model.init_state(1, 4))
+    for handle in handles:
+        handle.remove()
+    return len(seen)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", [*COUNTS, "lightnet+sglu", "hgrn+glu", "mh_hyena+mlp", "hyena_experts+moe"])
+def test_steps_and_forward_are_the_same(layout):
+    used = {name: options for name, options in OPTIONS.items() if name in layout}
+    model = build_model(ModelConfig(d_model=48, layout=layout, vocab_size=31, options=used), seed=1)
+    other = build_model(model.config, seed=1)
+    before = called(model)
+    saved = merge_projections(model)
+    assert called(model) == before - saved and saved > 0
+    if layout in COUNTS:
+        assert (before, before - saved) == COUNTS[layout]
+    tokens = torch.randint(0, 31, (3, 9), generator=torch.Generator().manual_seed(0))
+    states, expected_states = model.init_state(3, 9), other.init_state(3, 9)
+    for t in range(9):
+        logits, states = model.step(tokens[:, t], states)
+        expected, expected_states = other.step(tokens[:, t], expected_states)
+        torch.testing.assert_close(logits, expected)
+    torch.testing.assert_close(states, expected_states)
+    torch.testing.assert_close(model(tokens)[0], other(tokens)[0])
+    assert merge_projections(model) == 0  # there is nothing left to merge
+
+
+def test_weights_keep_their_names_and_are_stored_once():
+    model = build_model(family("tnl")(32, 2), seed=1)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    merge_projections(model)
+    found = model.state_dict()
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].equal(tensor)
+    parts = [module for module in model.modules() if isinstance(module, Part)]
+    assert len(parts) == 2 * (4 + 2)
+    for part in parts:
+        assert part.weight.untyped_storage().data_ptr() == part._product.weight.untyped_storage().data_ptr()
+
+
+def test_products_hold_no_activations_between_steps():
+    model = build_model(family("tnl")(32, 1), seed=1)
+    merge_projections(model)
+    with torch.no_grad():
+        model.step(torch.zeros(2, dtype=torch.int64), model.init_state(2, 1))
+    products = {module._product for module in model.modules() if isinstance(module, Part)}
+    assert products and all(product._x is None and not any(product._parts) for product in products)
+
+
+def test_a_layer_read_twice_and_one_with_another_bias_stay_alone():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+
+        def step(self, tokens, states):
+            x = torch.ones(1, 4)
+            return self.a(x) + self.b(x) + self.b(2 * x) + self.c(x), states
+
+        def init_state(self, *_):
+            return {}
+
+    model = Twice()
+    expected = model.step(None, None)[0]
+    assert merge_projections(model) == 0
+    torch.testing.assert_close(model.step(None, None)[0], expected)

@@ -1,0 +1,69 @@
+"""A saved prefix is the prompt that it was made of, and belongs to one model."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from linnet.config import ConfigError
+from linnet.data import ByteTokenizer
+from linnet.inference import Engine, Sampling
+from linnet.models import ModelConfig, build_model, family
+
+SAMPLING = Sampling(max_tokens=12, temperature=0.8, repetition_penalty=1.5, seed=4, ignore_end=True)
+
+
+def make(seed=0, layout="tnl+sglu attention+swiglu", **settings):
+    config = ModelConfig(d_model=32, layout=layout, init_std=0.3, options={})
+    return Engine(build_model(config, seed=seed), ByteTokenizer(), slots=2, prefill_chunk=8, **settings)
+
+
+def test_a_prefix_from_a_file_continues_like_the_whole_prompt(tmp_path):
+    text = "a prompt of more than one chunk, "
+    whole = make().generate([text + "and its rest"], SAMPLING)[0]
+    engine = make()
+    engine.prefix(text).save(tmp_path / "prefix.safetensors")
+    again = make()
+    prefix = again.load_prefix(tmp_path / "prefix.safetensors")
+    assert prefix.tokens == len(text)
+    for _ in range(2):  # it can be used again
+        pieces = list(again.stream("and its rest", SAMPLING, prefix))
+        assert [piece.token for piece in pieces] == whole.tokens
+    extended = again.prefix("and its rest", prefix)
+    assert [piece.token for piece in again.stream("", SAMPLING, extended)] == whole.tokens
+
+
+def test_a_recurrent_prefix_has_a_constant_size(tmp_path):
+    engine = Engine(build_model(family("tnl")(32, 2)), ByteTokenizer())
+    sizes = []
+    for length in (10, 1000):
+        engine.prefix("x" * length).save(tmp_path / "p")
+        sizes.append((tmp_path / "p").stat().st_size)
+    assert abs(sizes[1] - sizes[0]) < 16  # the number of tokens has two digits more
+    with pytest.raises(ConfigError, match="cannot be written"):
+        engine.prefix("x").save(tmp_path / "none" / "p")
+
+
+def test_a_prefix_of_something_else_is_refused(tmp_path):
+    engine, file = make(), tmp_path / "p.safetensors"
+    with pytest.raises(ConfigError, match="there is no such file"):
+        engine.load_prefix(file)
+    file.write_bytes(b"not a prefix")
+    with pytest.raises(ConfigError, match="is not a saved prefix"):
+        engine.load_prefix(file)
+    save_file({"logits": torch.zeros(3)}, file)
+    with pytest.raises(ConfigError, match="is not a saved prefix"):
+        engine.load_prefix(file)
+    other = make(seed=1).prefix("abc")
+    other.save(file)
+    with pytest.raises(ConfigError, match="belongs to the model .* not to this one"):
+        engine.load_prefix(file)
+    with pytest.raises(ConfigError, match="prefix: belongs to the model"):
+        engine.submit("d", SAMPLING, other)
+    engine.prefix("abc").save(file)
+    with pytest.raises(ConfigError, match="use the same context_length"):
+        make(context_length=64).load_prefix(file)
+    with pytest.raises(ConfigError, match="belongs to the model"):
+        make(dtype=torch.bfloat16).load_prefix(file)
+    with pytest.raises(ConfigError, match="prompt: 65 tokens are too many"):
+        small = make(context_length=64)
+        small.submit("x" * 5, SAMPLING, small.prefix("x" * 60))

@@ -1,0 +1,86 @@
+"""Text that comes token by token: whole characters, and nothing of a stop string."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from linnet.data import ByteTokenizer, train_bpe
+from linnet.inference.text import Detokenizer, StopFilter
+
+TEXTS = ["plain", "naïve café, 12 €", "日本語のテキスト", "👩‍🚀🎉 done", "tab\tand\nline", "\ufffd kept \ufffd"]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe(["the cat sat on the mat and the hat " * 20, "日本 café " * 20], 280)
+
+
+def stream(tokenizer, tokens, prompt=()):
+    detokenizer = Detokenizer(tokenizer, prompt)
+    return [detokenizer.push(token) for token in tokens] + [detokenizer.flush()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_join_to_the_text_and_hold_whole_characters(text, bpe):
+    for tokenizer in (ByteTokenizer(), bpe):
+        tokens = tokenizer.encode(text).tolist()
+        pieces = stream(tokenizer, tokens)
+        assert "".join(pieces) == text
+        if "\ufffd" not in text:
+            assert not any("\ufffd" in piece for piece in pieces)
+        for cut in range(len(text)):
+            before, after = tokenizer.encode(text[:cut]).tolist(), tokenizer.encode(text[cut:]).tolist()
+            assert "".join(stream(tokenizer, after, before)) == text[cut:]
+
+
+@given(st.binary(min_size=1, max_size=80).map(lambda data: data.replace(b"\0", b"")))
+def test_any_bytes_become_the_text_that_decoding_at_once_gives(data):
+    tokenizer = ByteTokenizer()
+    pieces = stream(tokenizer, list(data))
+    assert "".join(pieces) == tokenizer.decode(list(data))
+
+
+def test_text_is_not_held_for_long(bpe):
+    tokens = [random.Random(0).randrange(0x80, 0xC0) for _ in range(100)]  # bytes that begin no character
+    pieces = stream(ByteTokenizer(), tokens)
+    assert max(len(piece) for piece in pieces) < 20 and sum(bool(piece) for piece in pieces) > 8
+
+
+def filtered(stops, parts):
+    stop_filter, shown = StopFilter(stops), []
+    for part in parts:
+        text, stopped = stop_filter.push(part)
+        shown.append(text)
+        if stopped:
+            return "".join(shown), True
+    return "".join(shown) + stop_filter.flush(), False
+
+
+def test_stop_strings_across_pieces():
+    assert filtered(["END"], ["abE", "N", "D and more"]) == ("ab", True)
+    assert filtered(["END"], ["abE", "N", "C"]) == ("abENC", False)
+    assert filtered(["aab"], ["a", "a", "a", "b", "c"]) == ("a", True)
+    assert filtered(["xyz", "y"], ["ax", "y", "z"]) == ("ax", True)
+    assert filtered(["END"], ["no", "E"]) == ("noE", False)
+    held = StopFilter(["\n\n"])
+    assert held.push("line\n") == ("line", False) and held.push("next") == ("\nnext", False)
+
+
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.randoms(use_true_random=False),
+)
+def test_stop_strings_cut_where_the_whole_text_has_them(text, stops, rng):
+    cuts = sorted(rng.randrange(len(text) + 1) for _ in range(5))
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    shown, stopped = filtered(stops, parts)
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    assert stopped == bool(ends)
+    assert text.startswith(shown)
+    if not stopped:
+        assert shown == text
+    else:  # one of the stop strings stands behind it
+        assert any(text[len(shown) :].startswith(stop) for stop in stops)
