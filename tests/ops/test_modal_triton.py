@@ -57,12 +57,12 @@ def errors(forward, backward, inputs, gradients):
     return [((a.double() - e).norm() / e.norm().clamp(min=1e-30)).item() for a, e in zip(actual, expected, strict=True)]
 
 
-def assert_agrees(*call, **options):
+def assert_agrees(*call, tolerance=None, **options):
     from linnet.ops.modal.triton import modal_backward, modal_forward
 
     inputs, gradients = make(*call, **options)
     found = errors(modal_forward, modal_backward, inputs, gradients)
-    assert all(x <= TOLERANCE[inputs[0].dtype] for x in found), found
+    assert all(x <= (tolerance or TOLERANCE[inputs[0].dtype]) for x in found), found
 
 
 @gpu
@@ -94,8 +94,10 @@ def test_segments(segments, offsets, monkeypatch):
     from linnet.ops.modal import triton
 
     monkeypatch.setattr(triton, "count_segments", lambda *_: segments)
-    assert_agrees(1, 2100, 40, 36, offsets=offsets, decay="slow")
-    assert_agrees(1, 2100, 40, 16, offsets=offsets, decay="extreme")
+    # A decay near 1 in float32 is off by up to 2^-25 or so, which counts once a token of a segment: at most 6e-5.
+    assert_agrees(1, 2100, 40, 36, offsets=offsets, decay="slow", tolerance=6e-5)
+    assert_agrees(1, 2100, 40, 16, offsets=offsets, decay="extreme", tolerance=6e-5)
+    assert_agrees(1, 2100, 40, 16, offsets=offsets)
 
 
 @gpu
