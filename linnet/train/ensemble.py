@@ -136,6 +136,11 @@ class Ensemble:
         self.step_number += 1
         return losses
 
+    @property
+    def captured(self) -> bool:
+        """Whether some step is a CUDA graph by now."""
+        return isinstance(self._advance, Captured) and self._advance.graphs > 0 and not self._advance.failed
+
     def state(self) -> dict[str, Tensor]:
         """All that steps change but `step_number`, by name, on the device: not copies."""
         return {
