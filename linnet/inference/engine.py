@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from linnet.config import ConfigError
 from linnet.data import Tokenizer
+from linnet.inference.checks import check_settings, encode
 from linnet.inference.decoder import PLAIN, SAMPLED, TOLD, Decoder
 from linnet.inference.merging import merge_projections
 from linnet.inference.precision import lower_precision
@@ -94,7 +94,7 @@ class Engine:
         Raises:
             ConfigError: settings that make no sense.
         """
-        _check_settings(slots, context_length, prefill_chunk, device)
+        check_settings(slots, context_length, prefill_chunk, device)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device, self.name, self.tokenizer = torch.device(device), name, tokenizer
@@ -156,7 +156,7 @@ class Engine:
     def check(self, prompt: str | Sequence[int], sampling: Sampling, prefix: Prefix | None = None) -> Request:
         """The request that `submit` would take. Raises `ConfigError` as it does."""
         problems: list[str] = []
-        tokens = self._encode(prompt, problems)
+        tokens = encode(prompt, self.tokenizer, self.vocab, problems)
         total = len(tokens) + (0 if prefix is None else prefix.tokens)
         if not problems and total == 0:
             problems.append("prompt: is empty; give at least one token")
@@ -175,8 +175,8 @@ class Engine:
                 most = min(most or self.limit, self.limit - total)
             elif total + most > self.limit:
                 problems.append(
-                    f"max_tokens: {most} behind {total} tokens of prompt pass the {self.limit} of context_length; at most "
-                    f"{self.limit - total}"
+                    f"max_tokens: {most} behind {total} tokens of prompt pass the {self.limit} of context_length; "
+                    f"at most {self.limit - total}"
                 )
         if prefix is not None and prefix.digest != self.digest:
             problems.append(f"prefix: belongs to the model {prefix.digest}, not to this one ({self.digest})")
@@ -294,28 +294,6 @@ class Engine:
             if request in self._mail:
                 self._mail[request].append(piece)
 
-    def _encode(self, prompt: str | Sequence[int], problems: list[str]) -> np.ndarray:
-        """Token ids, int64; or none, and why."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                problems.append("prompt: is text, but the model has no tokenizer here; give token ids")
-                return np.zeros(0, np.int64)
-            try:
-                return self.tokenizer.encode(prompt)
-            except ValueError as error:
-                problems.append(f"prompt: {error}")
-                return np.zeros(0, np.int64)
-        tokens = np.asarray(prompt)
-        if tokens.size == 0:
-            return np.zeros(0, np.int64)
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            problems.append("prompt: give text, or a list of whole numbers")
-            return np.zeros(0, np.int64)
-        tokens = tokens.astype(np.int64)
-        if outside := tokens[(tokens < 0) | (tokens >= self.vocab)][:3].tolist():
-            problems.append(f"prompt: {outside} are no tokens; use numbers from 0 to {self.vocab - 1}")
-        return tokens
-
     def _drop_cancelled(self) -> list[tuple[Request, Piece]]:
         with self._lock:
             gone = [request for request, _ in self._queue if request.cancelled]
@@ -387,17 +365,6 @@ class Engine:
                 self._slots[slot] = None
         self.counters.generated_tokens += len(events)
         return events
-
-
-def _check_settings(slots: int, context_length: int | None, prefill_chunk: int | None, device: str) -> None:
-    whole = {"slots": slots, "context_length": context_length, "prefill_chunk": prefill_chunk}
-    problems = [f"{key}: {value} is not above 0" for key, value in whole.items() if value is not None and value < 1]
-    if device not in ("auto", "cpu", "cuda"):
-        problems.append(f"device: {device!r} is unknown; use auto, cpu or cuda")
-    elif device == "cuda" and not torch.cuda.is_available():
-        problems.append("device: there is no CUDA GPU here; use cpu")
-    if problems:
-        raise ConfigError(problems, "engine")
 
 
 def _copy(states: ModelState) -> ModelState:

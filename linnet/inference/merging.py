@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 
 class Product:
-    """The product of one token's activations with the rows of several linear layers, kept until all have taken theirs."""
+    """One token's activations times the rows of several linear layers, kept until each of these has taken its part."""
 
     def __init__(self, linears: list[nn.Linear]):
         self.weight = torch.cat([linear.weight.detach() for linear in linears])

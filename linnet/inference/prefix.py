@@ -68,8 +68,8 @@ def load_prefix(path: str | Path, digest: str, like: ModelState, vocab: int, dev
         raise ConfigError([f"{path}: is not a saved prefix (its metadata has no format {_FORMAT})"], "prefix")
     if metadata["digest"] != digest:
         message = (
-            f"{path}: belongs to the model {metadata['digest']}, not to this one ({digest}); its weights, its precision "
-            "or its configuration differ. Make the prefix again with this model"
+            f"{path}: belongs to the model {metadata['digest']}, not to this one ({digest}); weights, precision or "
+            "configuration differ. Make the prefix again with this model"
         )
         raise ConfigError([message], "prefix")
     expected = {f"state.{layer}.{name}": x for layer, state in like.items() for name, x in state.items()}
