@@ -14,7 +14,7 @@ from linnet.study.mad.settings import plan
 
 COLUMNS = (
     "architecture task setting varied learning_rate weight_decay seed accuracy macro_batch validation_accuracy loss "
-    "parameters state_size status budget spec"
+    "parameters state_size status budget spec epoch loads"
 ).split()
 LEVELS = {
     "mad-attention-swiglu": 0.80,
@@ -68,6 +68,7 @@ def rows(architectures=LEVELS, budget="core", seeds=(0,), spec="paper", tasks=()
                         "status": "done",
                         "budget": budget,
                         "spec": spec,
+                        "epoch": run.epochs,
                     }
                 )
     return found

@@ -82,7 +82,7 @@ def data(
 @mad.command("list")
 def list_settings(
     budget: Annotated[
-        str, typer.Option(help="What to run of it.", metavar="smoke|core|full", show_default="full")
+        str, typer.Option(help="What to run of it.", metavar="smoke|core|full|mqar|mqar-short", show_default="full")
     ] = "full",
     tasks: Annotated[
         str, typer.Option(help="Only these tasks, with commas between.", metavar="TASK,...", show_default="all")
@@ -167,8 +167,7 @@ def _print_settings(runs, budget: str, spec: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from linnet.data.synthetic import TASKS
-    from linnet.study.mad.settings import BUDGETS, MQAR_SETTINGS, plan
+    from linnet.study.mad.settings import BUDGETS, plan
 
     table = Table(box=SIMPLE, pad_edge=False)
     for column in ("setting", "tokens", "length", "samples", "runs", "steps"):
@@ -198,6 +197,5 @@ def _print_settings(runs, budget: str, spec: str) -> None:
         f"{steps:,} steps an architecture; spec {spec}"
     )
     for name, other in BUDGETS.items():
-        console.print(f"  --budget {name:<6}{len(plan(name, spec=spec)):>4} runs: {other.summary}")
-    shapes = ", ".join(f"{setting.task.seq_len} with {setting.task.num_pairs}" for setting in MQAR_SETTINGS)
-    console.print(f"beside the score: mqar, {TASKS['mqar'].summary}; length and pairs {shapes}")
+        form = "paper" if other.mqar else spec
+        console.print(f"  --budget {name:<10}{len(plan(name, spec=form)):>4} runs: {other.summary}")

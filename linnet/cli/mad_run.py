@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from linnet.cli.mad_mqar import bar, print_recall
+
 # Columns of a table that fits 80 characters.
 _SHORT = {
     "in_context_recall": "recall",
@@ -144,6 +146,8 @@ def run(
     if as_json:
         rows = result.scores.to_rows() if result.scores is not None else []
         about = {"folder": str(result.folder), "budget": budget, "comparable": BUDGETS[budget].comparable}
+        if mqar and result.scores is not None:
+            about["bar"] = bar(result.scores)
         typer.echo(json.dumps(about | {"scores": rows, "failed": result.failed}, indent=1))
     elif result.scores is not None:
         print_scores(result.scores, console)
@@ -155,7 +159,30 @@ def run(
 
 
 def print_scores(scores, console) -> None:
-    """A row for each architecture: its tasks, its score, and what it is made of."""
+    """What the scores are made of, and why they are not comparable where they are not."""
+    from rich.markup import escape
+
+    from linnet.study.mad.mqar import is_mqar
+
+    if is_mqar(scores):
+        print_recall(scores, console)
+        if line := bar(scores):
+            console.print(line, markup=False, style="bold")
+    else:
+        _print_table(scores, console)
+    reasons: dict[str, list[str]] = {}
+    for name, one in scores.items():
+        for reason in one.reasons:
+            reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        of = "" if len(names) == len(scores) else f" ({', '.join(names)})"
+        console.print(f"[yellow]not comparable[/]{escape(of)}: {escape(reason)}")
+    for name, reason in scores.unscored.items():
+        console.print(f"{name}: no score, {reason}", markup=False)
+
+
+def _print_table(scores, console) -> None:
+    """A row for each architecture: its tasks and its score."""
     from rich.box import SIMPLE
     from rich.markup import escape
     from rich.table import Table
@@ -173,15 +200,6 @@ def print_scores(scores, console) -> None:
         state = "-" if one.state_size is None else f"{one.state_size:,}"
         table.add_row(escape(name), *cells, f"[bold]{one.score:.3f}[/]{spread}", parameters, state)
     console.print(table)
-    reasons: dict[str, list[str]] = {}
-    for name, one in scores.items():
-        for reason in one.reasons:
-            reasons.setdefault(reason, []).append(name)
-    for reason, names in reasons.items():
-        of = "" if len(names) == len(scores) else f" ({', '.join(names)})"
-        console.print(f"[yellow]not comparable[/]{escape(of)}: {escape(reason)}")
-    for name, reason in scores.unscored.items():
-        console.print(f"{name}: no score, {reason}", markup=False)
 
 
 def _page(folder: Path) -> Path | None:

@@ -3,9 +3,10 @@
 from html import escape
 from pathlib import Path
 
-from linnet.report import shell, units
+from linnet.report import mad_mqar, shell, units
 from linnet.report.mad_figures import Records, draw, points, task_name
 from linnet.study.mad.checks import NOT_ENOUGH, Check, checks
+from linnet.study.mad.mqar import is_mqar
 from linnet.study.mad.results import DONE, read_results
 from linnet.study.mad.scores import Score, score, write_scores
 from linnet.study.mad.settings import MAD_TASKS
@@ -34,7 +35,9 @@ def write_mad_report(
     scores = score(results, metric=metric, legacy=legacy)
     records = Records(Path(folder), results, scores, checks(scores))
     page = shell.page_path(folder, out)
-    figures = draw(records) if records.architectures else []
+    figures = []
+    if records.architectures:
+        figures = [mad_mqar.recall(records)] if is_mqar(scores) else draw(records)
     for figure in figures:
         shell.write_pictures(page.parent, figure)
     write_scores(page.parent, scores)
@@ -56,15 +59,16 @@ def _page(records: Records, figures: list) -> str:
     ]
     if records.architectures:
         parts += [shell.key(records.architectures), *(shell.section(figure, command) for figure in figures)]
-        parts += [*_scores(records), *_pairs(records)]
+        parts += mad_mqar.tables(records) if is_mqar(records.scores) else [*_scores(records), *_pairs(records)]
+    meaning = "the mean over tasks of the mean over settings of the best run at each setting"
     facts = {
         "Redraw": f"<code>{escape(command)}</code>, from the result rows alone",
-        "Score": "the mean over tasks of the mean over settings of the best run at each setting",
+        "Score": "" if is_mqar(records.scores) else meaning,
         "Selection": f"best run by the {'test split itself (legacy)' if records.scores.legacy else 'validation split'}",
         "Drawn with": escape(shell.drawn_with()),
     }
     parts += ["<h2>How this was made</h2>", shell.facts(facts)]
-    return shell.document(f"MAD scores: {name}", parts)
+    return shell.document(f"{'MQAR' if is_mqar(records.scores) else 'MAD scores'}: {name}", parts)
 
 
 def _summary(records: Records) -> str:
@@ -89,7 +93,7 @@ def notices(records: Records) -> list[str]:
         who = "Not comparable with other scores" if len(names) == everyone else f"Not comparable: {', '.join(names)}"
         lines.append(f"{who} ({'; '.join(reasons)})")
     missing = [task_name(task) for task in MAD_TASKS if task not in records.scores.tasks]
-    if missing and records.architectures:
+    if missing and records.architectures and not is_mqar(records.scores):
         lines.append(f"The scores leave out {units.listed(missing)}")
     lines += [f"{name} has no score: {reason}" for name, reason in records.scores.unscored.items()]
     if records.scores.legacy:
@@ -99,6 +103,8 @@ def notices(records: Records) -> list[str]:
 
 def findings(records: Records) -> list[str]:
     """The headlines as HTML: the highest score, who leads each task, the paper's findings, what diverged."""
+    if is_mqar(records.scores):
+        return [line for line in (*mad_mqar.lines(records), _lost(records)) if line]
     lines = [_highest(records), _leaders(records), *map(_finding, records.checks), _curves(records), _lost(records)]
     return [line for line in lines if line]
 

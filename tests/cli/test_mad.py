@@ -71,7 +71,7 @@ def test_list():
     result = call("list")
     assert result.exit_code == 0
     assert "full: 66 settings x 6 (learning rate, weight decay) = 396 runs" in result.stdout
-    assert "--budget core    36 runs" in result.stdout and "not comparable" in result.stdout
+    assert "--budget core        36 runs" in result.stdout and "not comparable" in result.stdout
     assert max(map(len, result.stdout.split("full: 66")[0].splitlines())) <= 80
 
     found = json.loads(call("list", "--json").stdout)

@@ -3,7 +3,7 @@
 import csv
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ from linnet.config import ConfigError
 
 TABLE = "mad.csv"
 DONE = "done"
-_TEXTS = ("architecture", "task", "setting", "varied", "status", "budget", "spec")
-_COUNTS = ("seed", "parameters", "state_size")
+_TEXTS = ("architecture", "task", "setting", "varied", "status", "budget", "spec", "decay")
+_COUNTS = ("seed", "parameters", "state_size", "epoch")
 _REQUIRED = ("architecture", "task", "setting", "learning_rate", "weight_decay", "accuracy", "status")
 _SHARES = ("accuracy", "macro_batch", "validation_accuracy")
 
@@ -28,6 +28,8 @@ class Result:
         parameters, state_size: of the model; None where not recorded.
         status: "done", or what became of the run. Numbers that are not known are NaN.
         budget, spec: what the run belongs to; "" where not recorded.
+        epoch: whose weights were scored. decay: "all" parameters decay, or "matrices" alone.
+        loads: of each layer with experts the share of the tokens' choices that each expert got on the test split.
     """
 
     architecture: str
@@ -46,6 +48,9 @@ class Result:
     state_size: int | None = None
     budget: str = ""
     spec: str = ""
+    epoch: int | None = None
+    decay: str = ""
+    loads: dict[str, list[float]] = field(default_factory=dict, hash=False)
 
     @property
     def key(self) -> tuple:
@@ -108,17 +113,19 @@ def _rows(folder: Path, problems: list[str]):
 
 def _result(values: dict[str, Any]) -> Result:
     known: dict[str, Any] = {}
-    for field in fields(Result):
-        value = values.get(field.name)
-        if field.name in _TEXTS:
-            known[field.name] = str(value) if value is not None else ""
-        elif field.name in _COUNTS:
-            known[field.name] = int(float(value)) if value not in (None, "") else None
+    for name in (one.name for one in fields(Result)):
+        value = values.get(name)
+        if name in _TEXTS:
+            known[name] = str(value) if value is not None else ""
+        elif name in _COUNTS:
+            known[name] = int(float(value)) if value not in (None, "") else None
+        elif name == "loads":
+            known[name] = _loads(value)
         else:
             try:
-                known[field.name] = float(value) if value not in (None, "") else math.nan
+                known[name] = float(value) if value not in (None, "") else math.nan
             except ValueError:
-                raise ValueError(f"{field.name} is not a number: {value!r}") from None
+                raise ValueError(f"{name} is not a number: {value!r}") from None
     known["seed"] = known["seed"] or 0
     if "/" not in known["setting"]:
         known["setting"] = f"{known['task']}/{known['setting'] or 'baseline'}"
@@ -126,3 +133,12 @@ def _result(values: dict[str, Any]) -> Result:
         if not (math.isnan(known[name]) or 0 <= known[name] <= 1):
             raise ValueError(f"{name} is a share from 0 to 1, not {known[name]}")
     return Result(**known)
+
+
+def _loads(value: Any) -> dict[str, list[float]]:
+    """As a record has them, or as the JSON text that stands in a table."""
+    try:
+        found = json.loads(value) if isinstance(value, str) and value else value or {}
+        return {str(layer): [float(share) for share in shares] for layer, shares in found.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(f"loads are not shares by layer: {value!r}") from None

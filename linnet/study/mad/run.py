@@ -198,7 +198,7 @@ def collect(folder: Path) -> list[dict[str, Any]]:
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(row | {"loads": json.dumps(row["loads"]) if row.get("loads") else ""} for row in rows)
     write_atomic(folder / TABLE, text.getvalue())
     return rows
 

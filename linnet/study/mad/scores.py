@@ -255,12 +255,14 @@ def _reasons(runs: list[Result], settings: list[SettingScore], budgets: list[str
         return ["its runs are of both specifications, paper and mad-lab"]
     budget = BUDGETS[budgets[0]]
     if not budget.comparable:
-        return [f"a {budget.name} score says only whether a model learns at all"]
+        return [budget.caution]
     expected = _expected(budget.name, specs.pop())
     have = {setting.name: setting for setting in settings}
     missing = [name for name in expected if name not in have]
     few = [name for name in expected if name in have and _points(runs, name) < len(budget.grid)]
     reasons = []
+    if any(run.decay == "matrices" for run in runs):
+        reasons.append("weight decay spares norms, biases, embeddings and state parameters in its runs")
     if missing:
         reasons.append(
             f"{len(missing)} of {len(expected)} settings have no run that trained to the end: {_some(missing)}"

@@ -47,7 +47,7 @@ class Setting:
     @property
     def short_name(self) -> str:
         if self.width:
-            return f"seq_len={self.task.seq_len},num_pairs={self.task.num_pairs},width={self.width}"
+            return f"{self.task.seq_len}x{self.task.num_pairs},width={self.width}"
         if not self.varied:
             return "baseline"
         value = self.train_samples if self.varied == "samples" else getattr(self.task, self.varied)
@@ -81,6 +81,7 @@ class Budget:
         max_samples: at most so many training samples, None for those of the setting.
         held_out: samples each to select by and to score.
         mqar: the settings are those of MQAR, not of the benchmark.
+        caution: of a budget that is not comparable, what its scores say.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Budget:
     max_samples: int | None = None
     held_out: int = HELD_OUT
     mqar: bool = False
+    caution: str = "a smoke score says only whether a model learns at all"
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -157,6 +159,7 @@ BUDGETS = {
             max_samples=20_000,
             held_out=1000,
             mqar=True,
+            caution="mqar-short trains on fewer samples, epochs and rates than zoology",
         ),
     )
 }
@@ -300,7 +303,7 @@ def plan(
 
 
 def _names(setting: Setting) -> set[str]:
-    parts = setting.short_name.split(",")  # of MQAR a length or a width alone says which
+    parts = setting.short_name.split(",")  # of MQAR 512x64 or width=64 alone says which
     return {setting.name, setting.short_name, setting.varied or "baseline", *parts}
 
 

@@ -10,8 +10,11 @@ from linnet.models.costs import flops_exact
 from linnet.study.executors import ExecutorConfig
 from linnet.study.mad.architectures import mqar_architecture
 from linnet.study.mad.bundle import build, run_flops
+from linnet.study.mad.mqar import HARDER, Place, compare, is_mqar, place_of
+from linnet.study.mad.results import Result
 from linnet.study.mad.run import bundles, mad_runs, run_mad
-from linnet.study.mad.settings import BUDGETS, Budget, GridPoint
+from linnet.study.mad.scores import score
+from linnet.study.mad.settings import BUDGETS, MQAR_WIDTHS, Budget, GridPoint, plan
 
 
 def test_models_are_two_layers_of_a_mixer_with_one_head():
@@ -35,7 +38,7 @@ def test_runs_have_the_width_of_their_setting_and_logits_for_the_questions_alone
         assert config["width"] == config["model"]["d_model"] and config["answers"] == config["options"]["num_pairs"]
         assert config["training"]["betas"] == [0.9, 0.999] and config["training"]["enough"] == 0.99
     assert [len(group) for group in bundles(runs, 24)] == [4] * 8, "the rates of a setting are one bundle"
-    assert bundles(runs, 24)[0][0].config["setting"] == "mqar/seq_len=512,num_pairs=64,width=128"
+    assert bundles(runs, 24)[0][0].config["setting"] == "mqar/512x64,width=128"
 
     first = runs[0].config
     assert build(first).answers == 4
@@ -54,7 +57,7 @@ def tiny(monkeypatch):
 
 def test_a_run_is_trained_bundled_and_resumed(tiny, tmp_path):
     models = {name: mqar_architecture(name) for name in ("hgrn2", "hgrn")}
-    options = {"budget": "mqar", "settings": ["seq_len=64"], "device": "cpu", "bundle": 4}
+    options = {"budget": "mqar", "settings": ["64x4"], "device": "cpu", "bundle": 4}
     options["executor"] = ExecutorConfig(kind="inline", retries=0)
     result = run_mad({"hgrn2": models["hgrn2"]}, tmp_path, **options)
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/result.json")}
@@ -70,3 +73,37 @@ def test_a_run_is_trained_bundled_and_resumed(tiny, tmp_path):
         assert one["parameters"] > 8192 * width
     assert set(result.scores) == set(models) and not result.scores["hgrn"].comparable
     assert "6 of 8 settings" in result.scores["hgrn"].reasons[0]
+
+
+def scores_of(**levels):
+    """Scores of a whole budget: `levels` of each architecture in the eight settings, by width and then length."""
+    found = []
+    for name, accuracies in levels.items():
+        for run in plan("mqar"):
+            place = place_of(run.setting.name)
+            level = accuracies[4 * MQAR_WIDTHS.index(place.width) + HARDER.index((place.length, place.pairs))]
+            own = {"learning_rate": run.point.learning_rate, "weight_decay": run.point.weight_decay, "status": "done"}
+            own |= {"accuracy": level, "validation_accuracy": level - run.point.learning_rate, "budget": "mqar"}
+            found.append(Result(name, "mqar", run.setting.name, varied="seq_len", **own))
+    return score(found)
+
+
+def test_the_bar_of_paper_002():
+    good = (1.0, 0.9, 0.8, 0.7, 0.995, 0.97, 0.9, 0.8)
+    low = (0.991, 0.8, 0.5, 0.1, 0.999, 0.96, 0.5, 0.2)
+    found = compare(scores_of(hgrn2=good, hgrn=low))
+    assert found.verdict == "holds" and not found.wrong and not found.missing and len(found.accuracies) == 8
+    assert found.accuracies[Place(64, 512, 64)] == (0.7, 0.1)
+
+    # 0.995 below 0.999 is no loss, since training ends at 0.99; 0.985 below 0.999 is one, and 0.9 is not above 0.9.
+    worse = compare(scores_of(hgrn2=(*good[:4], 0.985, *good[5:]), hgrn=(*low[:1], 0.9, *low[2:])))
+    assert worse.verdict == "does not hold"
+    assert worse.wrong == {Place(64, 128, 8): "not above", Place(128, 64, 4): "below"}
+
+    same = compare(scores_of(hgrn2=(0.96,) * 8, hgrn=(0.96,) * 8))
+    assert same.verdict == "holds", "neither below, and HGRN is above 95 %"
+    partly = compare(scores_of(hgrn2=good))
+    assert partly.verdict == "not enough runs" and len(partly.missing) == 8
+    assert is_mqar(scores_of(hgrn=low)) and scores_of(hgrn=low)["hgrn"].comparable
+    with pytest.raises(ValueError, match="not a setting of MQAR"):
+        place_of("mqar/64")

@@ -110,8 +110,8 @@ def test_mqar_has_budgets_of_its_own():
     }
     assert {run.setting.width for run in runs} == {64, 128} and {run.point.weight_decay for run in runs} == {0.1}
     assert sum(run.steps for run in runs) == 2 * 4 * 64 * (196 + 196 + 391 + 782)
-    assert "mqar/seq_len=512,num_pairs=64,width=128" in {run.setting.name for run in runs}
-    assert len(plan("mqar", settings=["width=64"])) == 16 and len(plan("mqar", settings=["seq_len=64"])) == 8
+    assert "mqar/512x64,width=128" in {run.setting.name for run in runs}
+    assert len(plan("mqar", settings=["width=64"])) == 16 and len(plan("mqar", settings=["64x4"])) == 8
     assert len(plan("mqar-short", tasks=["mqar"])) == 8 * len(BUDGETS["mqar-short"].grid)
     with pytest.raises(ConfigError, match="mqar is not in budget core; it has budgets of its own: mqar, mqar-short"):
         plan("core", tasks=["mqar"])

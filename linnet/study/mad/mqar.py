@@ -1,0 +1,90 @@
+"""What runs of MQAR say: accuracy by length, pairs and width, and whether HGRN2 recalls more than HGRN.
+
+Section 4.1 and Figure 4 of paper 002: the expanded state of HGRN2 recalls what HGRN, with one number a channel, cannot.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from linnet.study.mad.checks import FAILS, HOLDS, NOT_ENOUGH
+from linnet.study.mad.scores import Scores, SettingScore
+from linnet.study.mad.settings import MQAR_SETTINGS, MQAR_WIDTHS
+from linnet.study.mad.training import MQAR
+
+TASK = "mqar"
+SOLVED = MQAR.enough  # where training ends: accuracies above it are as good as each other
+OPEN = 0.95  # what is below it leaves room for another
+HARDER = tuple((setting.task.seq_len, setting.task.num_pairs) for setting in MQAR_SETTINGS)
+_NAME = re.compile(r"mqar/(\d+)x(\d+),width=(\d+)")
+
+
+class Place(NamedTuple):
+    """A setting of MQAR."""
+
+    width: int
+    length: int
+    pairs: int
+
+    def __str__(self) -> str:
+        return f"{self.length} with {self.pairs} pairs at width {self.width}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`first` against `second` where both have runs.
+
+    Attributes:
+        verdict: "holds" where the first is nowhere below the second, and above it wherever that stays under `OPEN`;
+            "not enough runs" where a setting lacks one of the two.
+        wrong: setting -> what is wrong there. missing: settings without both.
+    """
+
+    first: str
+    second: str
+    verdict: str
+    accuracies: dict[Place, tuple[float, float]]
+    wrong: dict[Place, str] = field(default_factory=dict)
+    missing: tuple[Place, ...] = ()
+
+    @property
+    def claim(self) -> str:
+        return f"{self.first} never below {self.second}, and above it wherever that stays under {OPEN:.0%}"
+
+
+def is_mqar(scores: Scores) -> bool:
+    """Whether the scores are of MQAR alone."""
+    return scores.tasks == [TASK]
+
+
+def settings_of(scores: Scores, architecture: str) -> dict[Place, SettingScore]:
+    """The settings that an architecture has, by width, then from easy to hard."""
+    one = scores[architecture].tasks.get(TASK)
+    found = {place_of(setting.name): setting for setting in one.settings.values()} if one is not None else {}
+    return dict(sorted(found.items()))
+
+
+def place_of(name: str) -> Place:
+    """Reads the name of a setting. Raises ValueError where it is none of MQAR."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is not a setting of MQAR such as mqar/64x4,width=64")
+    length, pairs, width = map(int, match.groups())
+    return Place(width, length, pairs)
+
+
+def compare(scores: Scores, first: str = "hgrn2", second: str = "hgrn") -> Comparison:
+    """Checks the bar: see `Comparison.verdict`. Where both pass `SOLVED` they count as equal."""
+    one, two = (settings_of(scores, name) if name in scores else {} for name in (first, second))
+    every = [Place(width, *shape) for width in MQAR_WIDTHS for shape in HARDER]
+    missing = tuple(place for place in every if place not in one or place not in two)
+    accuracies, wrong = {}, {}
+    for place in sorted(one.keys() & two.keys()):
+        high, low = one[place].score, two[place].score
+        accuracies[place] = high, low
+        if high < low and not min(high, low) >= SOLVED:
+            wrong[place] = "below"
+        elif low < OPEN and not high > low:
+            wrong[place] = "not above"
+    verdict = FAILS if wrong else NOT_ENOUGH if missing else HOLDS
+    return Comparison(first, second, verdict, accuracies, wrong, missing)
