@@ -4,16 +4,22 @@
 `window` slots with a sliding window, so a windowed layer has constant memory too.
 """
 
+from contextlib import nullcontext
+
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from linnet.config import Config
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.output import split_heads
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.rope import Rope, RopeScalingConfig
+
+# Of scaled_dot_product_attention, all but cuDNN's.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class AttentionConfig(Config):
@@ -124,14 +130,16 @@ class Attention(Mixer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """[B, T, H, d] in and out; no mask means causal."""
-        o = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=self.num_kv_heads != self.num_heads,
-        )
+        # cuDNN, which PyTorch prefers on a Hopper GPU, gives NaN for heads of 8.
+        with sdpa_kernel(BACKENDS) if q.is_cuda and self.head_dim < 16 else nullcontext():
+            o = F.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                attn_mask=mask,
+                is_causal=mask is None,
+                enable_gqa=self.num_kv_heads != self.num_heads,
+            )
         return o.transpose(1, 2)
 
     def _write(self, state: State, k: Tensor, v: Tensor, positions: Tensor) -> State:
