@@ -9,6 +9,7 @@ from rich.markup import escape
 from linnet.cli.data import data
 from linnet.cli.evaluate import evaluate
 from linnet.cli.fit import fit
+from linnet.cli.generate import generate
 from linnet.cli.mad import mad
 from linnet.cli.models import models
 from linnet.cli.report import report
@@ -42,7 +43,7 @@ app = typer.Typer(
     epilog="Start with [bold]linnet models[/], then [bold]linnet study configs/demo.yaml --plan[/].",
 )
 
-for verb in (models, data, train, evaluate, study, fit, report):
+for verb in (models, data, train, generate, evaluate, study, fit, report):
     app.command(name=verb.__name__)(verb)
 app.add_typer(mad, name="mad")
 

@@ -247,15 +247,18 @@ class Engine:
                 self._deliver()
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        prefix: Prefix | None = None,
     ) -> list[Completion]:
         """Completions of many prompts, in their order. Raises `ConfigError` before any work where one is wrong."""
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"sampling: {len(each)} settings for {len(prompts)} prompts; give one, or one each")
         for prompt, settings in zip(prompts, each, strict=True):
-            self.check(prompt, settings)
-        requests = [self.submit(prompt, settings) for prompt, settings in zip(prompts, each, strict=True)]
+            self.check(prompt, settings, prefix)
+        requests = [self.submit(prompt, settings, prefix) for prompt, settings in zip(prompts, each, strict=True)]
         mail: dict[Request, deque[Piece]] = {request: deque() for request in requests}
         self._mail.update(mail)
         while any(not pieces or pieces[-1].finish is None for pieces in mail.values()):

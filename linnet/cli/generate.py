@@ -1,0 +1,158 @@
+"""`linnet generate`: text from a trained run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(help="A run folder, as [bold]linnet train[/] prints it.", show_default=False)],
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to go on from; - reads it from the standard input.", show_default=False)
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="Read the prompt from a file (UTF-8), however long.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from so many of the likeliest tokens; 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens that hold this share.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Draw from tokens with this share of the likeliest's probability.")
+    ] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the completion (repeatable).", show_default=False)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draws; the same seed gives the same text.")] = None,
+    samples: Annotated[int, typer.Option(help="Completions of the same prompt, with seeds one after another.")] = 1,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: log-probabilities, and those of so many likelier tokens.")
+    ] = None,
+    from_state: Annotated[
+        Path | None, typer.Option(help="Go on from a state that --save-state wrote.", show_default=False)
+    ] = None,
+    save_state: Annotated[
+        Path | None,
+        typer.Option(help="Save the state behind the prompt (a file of constant size) and stop.", show_default=False),
+    ] = None,
+    context_length: Annotated[
+        int | None, typer.Option(help="Capacity of KV caches, for layers that have one.", show_default="4096")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto (the GPU where there is one), cpu or cuda.")] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16.", show_default="bfloat16 on a GPU, else float32")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print a list of completions as JSON.")] = False,
+) -> None:
+    """Generate text with a trained model.
+
+    The text comes as it is made; memory does not grow with its length (but for
+    models with full attention, whose cache --context-length bounds).
+
+    [bold]linnet generate runs/tnl-10m-0123456789ab "def main("[/]
+    [bold]linnet generate RUN "Once" --temperature 0.8 --top-p 0.95 --seed 1[/]
+    [bold]linnet generate RUN --prompt-file book.txt --save-state book.state[/]
+    [bold]linnet generate RUN "And then" --from-state book.state[/]
+    """
+    import json
+
+    from linnet.config import ConfigError, parse
+
+    values = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop": stop or [],
+        "seed": seed,
+        "logprobs": logprobs,
+    }
+    problems, text = [], ""
+    try:
+        text = _read_prompt(prompt, prompt_file, from_state is not None)
+    except ConfigError as error:
+        problems += error.problems
+    if samples < 1:
+        problems.append(f"--samples: {samples} is not above 0")
+    if dtype not in (None, "float32", "bfloat16"):
+        problems.append(f"--dtype: {dtype!r} is unknown; use float32 or bfloat16")
+    from linnet.inference.sampling import Sampling
+
+    try:
+        sampling = parse(Sampling, values)
+    except ConfigError as error:
+        problems += [
+            "--" + problem.replace("_", "-", problem.partition(":")[0].count("_")) for problem in error.problems
+        ]
+    if problems:
+        raise ConfigError(problems, "command line")
+
+    import torch
+
+    from linnet.inference import Engine
+
+    engine = Engine.of_run(
+        run,
+        slots=min(samples, 8),
+        context_length=context_length,
+        device=device,
+        dtype=None if dtype is None else getattr(torch, dtype),
+    )
+    prefix = None if from_state is None else engine.load_prefix(from_state)
+    if save_state is not None:
+        found = engine.prefix(text, prefix)
+        found.save(save_state)
+        typer.echo(f"{found.tokens} tokens in {save_state} ({save_state.stat().st_size:,} bytes)", err=True)
+        return
+    if samples == 1 and not json_:
+        for piece in engine.stream(text, sampling, prefix):
+            typer.echo(piece.text, nl=False)
+        typer.echo()
+        return
+    first = engine.check(text, sampling, prefix).seed
+    settings = [sampling.model_copy(update={"seed": (first + i) % (1 << 63)}) for i in range(samples)]
+    completions = engine.generate([text] * samples, settings, prefix)
+    if json_:
+        typer.echo(json.dumps([_plain(completion) for completion in completions], indent=1, ensure_ascii=False))
+    else:
+        for number, completion in enumerate(completions, 1):
+            typer.echo(f"--- {number}, seed {completion.request.seed}\n{completion.text}")
+
+
+def _read_prompt(prompt: str | None, file: Path | None, may_be_empty: bool) -> str:
+    import sys
+
+    from linnet.config import ConfigError
+
+    if prompt is not None and file is not None:
+        raise ConfigError(["PROMPT and --prompt-file are both given; drop one"])
+    if prompt is None and file is None:
+        if may_be_empty:
+            return ""
+        raise ConfigError(["PROMPT: give a text, - for the standard input, or --prompt-file"])
+    try:
+        if file is not None:
+            return file.read_text(encoding="utf-8")
+        return sys.stdin.buffer.read().decode() if prompt == "-" else prompt
+    except OSError as error:
+        raise ConfigError([f"--prompt-file {file}: cannot be read ({error.strerror})"]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"the prompt is not UTF-8 (byte {error.start}); convert it first"]) from None
+
+
+def _plain(completion) -> dict:
+    plain = {
+        "text": completion.text,
+        "finish": completion.finish,
+        "seed": completion.request.seed,
+        "prompt_tokens": completion.request.prompt_tokens,
+        "tokens": completion.tokens,
+    }
+    if completion.logprobs:
+        plain["logprobs"] = completion.logprobs
+        plain["top_logprobs"] = [[list(pair) for pair in top] for top in completion.top_logprobs]
+    return plain

@@ -1,0 +1,111 @@
+"""`linnet generate` as a person uses it."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from linnet.cli import app
+from linnet.data import DataConfig
+from linnet.train import TrainConfig, train
+
+PROMPT = "def parse"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generate")
+    config = TrainConfig(
+        model={"d_model": 16, "layout": "tnl+sglu x2", "options": {"tnl": {"num_heads": 2}}},
+        data=DataConfig(source=[argparse.__file__], tokenizer={"kind": "bpe", "vocab_size": 400}),
+        seq_len=32,
+        batch_size=4,
+        steps=5,
+        evaluate_tokens=256,
+    )
+    return train(config, folder / "runs", folder / "cache").path
+
+
+@pytest.fixture
+def linnet(trained, tmp_path, monkeypatch):
+    """linnet(*arguments) runs `linnet generate RUN` in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments, **rest: CliRunner().invoke(app, ["generate", str(trained), *map(str, arguments)], **rest)
+
+
+def generated(linnet, *arguments):
+    done = linnet(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_streams_the_text_that_the_json_has(linnet):
+    [found] = generated(linnet, PROMPT, "--max-tokens", 12)
+    assert len(found["tokens"]) == 12 and found["finish"] == "length" and found["prompt_tokens"] > 1
+    done = linnet(PROMPT, "--max-tokens", 12)
+    assert done.exit_code == 0 and done.stdout == found["text"] + "\n"
+    assert linnet("-", "--max-tokens", 12, input=PROMPT).stdout == done.stdout
+    Path("prompt.txt").write_text(PROMPT)
+    assert linnet("--prompt-file", "prompt.txt", "--max-tokens", 12).stdout == done.stdout
+
+
+def test_samples_have_seeds_and_logprobs(linnet):
+    options = (PROMPT, "--max-tokens", 8, "--temperature", 1.0, "--top-p", 0.9, "--samples", 3, "--logprobs", 2)
+    found = generated(linnet, *options, "--seed", 7)
+    assert [sample["seed"] for sample in found] == [7, 8, 9] and len({sample["text"] for sample in found}) == 3
+    assert generated(linnet, *options, "--seed", 7) == found
+    for sample in found:
+        assert len(sample["logprobs"]) == len(sample["tokens"]) == len(sample["top_logprobs"])
+        assert all(len(top) == 2 and top[0][1] >= top[1][1] for top in sample["top_logprobs"])
+        assert all(x <= 0 and math.isfinite(x) for x in sample["logprobs"])
+    shown = linnet(*options, "--seed", 7)
+    assert shown.exit_code == 0 and "--- 2, seed 8" in shown.stdout
+
+
+def test_a_state_goes_on_where_it_was_saved(linnet):
+    [whole] = generated(linnet, PROMPT + "_args(self", "--max-tokens", 10)
+    done = linnet(PROMPT, "--save-state", "parse.state")
+    assert done.exit_code == 0 and "parse.state" in done.output
+    [rest] = generated(linnet, "_args(self", "--from-state", "parse.state", "--max-tokens", 10)
+    assert rest["tokens"] == whole["tokens"]
+    assert linnet("--from-state", "parse.state", "--max-tokens", 3).exit_code == 0
+
+
+def test_stop_strings_end_the_text(linnet):
+    text = generated(linnet, PROMPT, "--max-tokens", 40)[0]["text"]
+    stop = text[10:14]
+    [found] = generated(linnet, PROMPT, "--max-tokens", 40, "--stop", stop)
+    assert found["finish"] == "stop" and found["text"] == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        ((PROMPT, "--temperature", "nan", "--max-tokens", "-3"), ("--temperature: ", "--max-tokens: ", "given -3")),
+        ((PROMPT, "--top-p", "0", "--dtype", "int8"), ("--top-p: ", "--dtype: 'int8' is unknown")),
+        ((), ("PROMPT: give a text",)),
+        (("",), ("prompt: is empty",)),
+        ((PROMPT, "--prompt-file", "x"), ("both given",)),
+        (("--prompt-file", "missing.txt"), ("missing.txt: cannot be read",)),
+        ((PROMPT, "--from-state", "missing.state"), ("missing.state: there is no such file",)),
+        ((PROMPT, "--device", "gpu"), ("device: 'gpu' is unknown",)),
+        ((PROMPT, "--samples", "0"), ("--samples: 0 is not above 0",)),
+    ],
+)
+def test_what_is_wrong_is_said_without_a_traceback(linnet, arguments, messages):
+    done = linnet(*arguments)
+    assert done.exit_code == 2 and "Traceback" not in done.output
+    for message in messages:
+        assert message in done.output
+
+
+def test_an_unknown_run_is_named(tmp_path):
+    done = CliRunner().invoke(app, ["generate", str(tmp_path / "none"), "x"])
+    assert done.exit_code == 2 and "there is no such folder" in done.output
+    broken = tmp_path / "broken.txt"
+    broken.write_bytes(b"ok \xff")
+    done = CliRunner().invoke(app, ["generate", str(tmp_path), "--prompt-file", str(broken)])
+    assert done.exit_code == 2 and "not UTF-8 (byte 3)" in done.output
