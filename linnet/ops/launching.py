@@ -14,9 +14,8 @@ class Launcher:
     Triton looks at every argument of every call to find the variant to run, some microseconds each, and the driver at
     every tensor; from the second call on this goes straight to the variant, with addresses. Keep one
     (`functools.lru_cache` over what it was made from) for each set of shapes, dtypes, integer arguments, absent tensors
-    and device, call it with that device the current one, and pass what the caller gave through `align`: the variant of
-    the first call may count on its alignment. A float must be one in every call: of an integer 1, Triton makes a
-    constant.
+    and device, and pass what the caller gave through `align`: the variant of the first call may count on its alignment.
+    A float must be one in every call: of an integer 1, Triton makes a constant.
 
     Args:
         kernel: a function under `triton.jit`, whose last parameters are `constants`.
@@ -29,17 +28,22 @@ class Launcher:
     ) -> None:
         self.kernel, self.programs, self.constants, self.options = kernel, programs, constants, options
         self.scratch = scratch
-        self._compiled = None
+        self._compiled = self._device = None
 
     def __call__(self, *arguments) -> None:
         if self.scratch:
             triton.set_allocator(_allocate)  # each time: a thread, such as that of the backward, has its own
         compiled, hooks = self._compiled, triton.knobs.runtime
         if compiled is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler looks on
-            self._compiled = self.kernel[(self.programs,)](*arguments, *self.constants, **self.options)
+            self._device = next(x.get_device() for x in arguments if isinstance(x, Tensor))  # -1 in the interpreter
+            with torch.cuda.device(self._device):
+                self._compiled = self.kernel[(self.programs,)](*arguments, *self.constants, **self.options)
             return  # _compiled is still None in the interpreter
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                return self(*arguments)
         compiled.run(
-            self.programs, 1, 1, torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()),
+            self.programs, 1, 1, torch._C._cuda_getCurrentRawStream(self._device),
             compiled.function, compiled.packed_metadata, None, None, None,
             *[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments], *self.constants,
         )  # fmt: skip

@@ -24,8 +24,7 @@ def gated_forward(gate: Tensor, x: Tensor, activation: str) -> Tensor:
     gate, x = align(gate), align(x)
     y = torch.empty_like(x)
     launch = _plan(forward_kernel, x.numel(), x.dtype, None, activation, x.device)
-    with torch.cuda.device_of(x):
-        launch(gate, x, y, x.numel())
+    launch(gate, x, y, x.numel())
     return y
 
 
@@ -34,8 +33,7 @@ def gated_backward(gate: Tensor, x: Tensor, dy: Tensor, activation: str) -> tupl
     gate, x, dy = align(gate), align(x), align(dy)
     dgate, dx = torch.empty_like(gate), torch.empty_like(x)
     launch = _plan(backward_kernel, x.numel(), x.dtype, dy.dtype, activation, x.device)
-    with torch.cuda.device_of(x):
-        launch(gate, x, dy, dgate, dx, x.numel())
+    launch(gate, x, dy, dgate, dx, x.numel())
     return dgate, dx
 
 

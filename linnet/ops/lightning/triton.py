@@ -159,10 +159,6 @@ def _run(
         entry, last_entry: the states (None for zero) that the first sweep and the reversed ones start from.
         leave: what the last sweep leaves, if wanted.
     """
-    a = sweeps[0]
-    if a.is_cuda and a.device.index != torch.cuda.current_device():
-        with torch.cuda.device(a.device):
-            return _run(plan, sweeps, summaries, entry, last_entry, leave, rates, cu_seqlens, scale)
     rates, cu_seqlens = align(rates), align(cu_seqlens)
     sums = [None, None]
     for i, summarise in enumerate(plan.summarise):
@@ -181,9 +177,8 @@ def _run(
     else:
         # Of two pointers of which a sweep takes one, neither may be absent if the other is not.
         if (entry is None) != (last_entry is None):
-            entry, last_entry = (_blank(a.device) if x is None else x for x in (entry, last_entry))
+            entry, last_entry = (_blank(sweeps[0].device) if x is None else x for x in (entry, last_entry))
         plan.launches[0](*sweeps, entry, last_entry, leave, *sums, rates, cu_seqlens, scale)
-    return None
 
 
 _NONE = (None,) * 8  # the tensors of two more sweeps
@@ -340,6 +335,5 @@ def _prepare_hopper(shape: Shape, group: list[Form], segments: int) -> Launcher:
         shape.rates, first.entry, last.entry, last.leave, segments > 1, stages,
     )  # fmt: skip
     programs *= first.outer // columns * len(group)
-    return Launcher(
-        hopper_kernel, programs, constants, scratch=True, num_warps=columns // 16 * (1 + (first.inner == 256))
-    )
+    warps = columns // 16 * (1 + (first.inner == 256))
+    return Launcher(hopper_kernel, programs, constants, scratch=True, num_warps=warps)

@@ -50,13 +50,14 @@ def norm_forward(
     gate_activation: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """y in `dtype` and h = x + residual (x itself without one)."""
+    """y in `dtype` and h = x + residual (x itself without one). A weight [G, D] has a gain for each of the G equal parts
+    of the rows."""
     x, weight, gate, residual = map(align, (x, weight, gate, residual))
     h = x if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     y = torch.empty_like(x, dtype=dtype)
-    launch = _plan_forward(x.shape[-1], x.numel(), *_dtypes(x, residual, weight, gate, y), gate_activation, x.device)
-    with torch.cuda.device_of(x):
-        launch(x, residual, weight, gate, y, h, x.numel() // x.shape[-1], eps)
+    dtypes = _dtypes(x, residual, weight, gate, y)
+    launch = _plan_forward(x.shape[-1], x.numel(), *dtypes, gate_activation, x.device, _count_gains(weight))
+    launch(x, residual, weight, gate, y, h, x.numel() // x.shape[-1], eps)
     return y, h
 
 
@@ -75,36 +76,44 @@ def norm_backward(
     dx = torch.empty_like(h)
     dgate = None if gate is None else torch.empty_like(gate)
     needs_weight = needs_weight and weight is not None
-    width, dtypes = h.shape[-1], _dtypes(h, weight, gate, dy, dh)
-    launch, programs = _plan_backward(width, h.numel(), *dtypes, gate_activation, needs_weight, h.device)
+    width, dtypes, gains = h.shape[-1], _dtypes(h, weight, gate, dy, dh), _count_gains(weight)
+    launch, programs = _plan_backward(width, h.numel(), *dtypes, gate_activation, needs_weight, h.device, gains)
     partial = h.new_empty(programs, width, dtype=torch.float32) if needs_weight else None
-    with torch.cuda.device_of(h):
-        launch(h, weight, gate, dy, dh, dx, dgate, partial, h.numel() // width, eps)
-    return dx, partial.sum(0).to(weight.dtype) if needs_weight else None, dgate
+    launch(h, weight, gate, dy, dh, dx, dgate, partial, h.numel() // width, eps)
+    if not needs_weight:
+        return dx, None, dgate
+    return dx, partial.view(*weight.shape[:-1], -1, width).sum(-2).to(weight.dtype), dgate
+
+
+def _count_gains(weight: Tensor | None) -> int:
+    return 1 if weight is None or weight.ndim == 1 else weight.shape[0]
 
 
 # Launches are planned once for each shape, with the dtypes (None for what is absent) that choose a compiled variant.
 
 
 @functools.lru_cache(1024)
-def _plan_forward(width, numel, x, residual, weight, gate, y, gate_activation, device) -> Launcher:
+def _plan_forward(width, numel, x, residual, weight, gate, y, gate_activation, device, gains) -> Launcher:
     columns, rows, warps = choose_tile(width)
     kind = "absent" if gate is None else gate_activation
-    constants = (width, columns, rows, residual is not None, weight is not None, kind)
+    part = 0 if gains == 1 else numel // width // gains
+    constants = (width, columns, rows, residual is not None, weight is not None, kind, part)
     return Launcher(forward_kernel, triton.cdiv(numel // width, rows), constants, num_warps=warps)
 
 
 @functools.lru_cache(1024)
 def _plan_backward(
-    width, numel, h, weight, gate, dy, dh, gate_activation, needs_weight, device
+    width, numel, h, weight, gate, dy, dh, gate_activation, needs_weight, device, gains
 ) -> tuple[Launcher, int]:
     columns, rows, warps = choose_tile(width, gain=needs_weight)
-    programs, stages = triton.cdiv(numel // width, rows), 1
+    part = numel // width // gains
+    programs, stages = triton.cdiv(part, rows), 1  # programs of a part
     if needs_weight:
         walkers, stages = choose_walk(rows * columns, sum(t.itemsize for t in (h, gate, dy, dh) if t is not None))
-        programs = min(programs, walkers * count_processors(device, interpreted=1))
+        programs = min(programs, triton.cdiv(walkers * count_processors(device, interpreted=1), gains))
     kind = "absent" if gate is None else gate_activation
-    constants = (width, columns, rows, weight is not None, kind, dh is not None, needs_weight, stages)
+    part = 0 if gains == 1 else part
+    constants = (width, columns, rows, weight is not None, kind, dh is not None, needs_weight, stages, part, gains)
     return Launcher(backward_kernel, programs, constants, num_warps=warps), programs
 
 
@@ -116,7 +125,7 @@ def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
 def forward_kernel(
     x, residual, weight, gate, y, h, count, eps,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -130,7 +139,11 @@ def forward_kernel(
         th = rounded.to(tl.float32)  # what the backward will read
     ty = th * tl.rsqrt(tl.sum(th * th, 1) / WIDTH + eps)[:, None]
     if HAS_WEIGHT:
-        ty *= tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+        if PART == 0:
+            ty *= tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+        else:  # rows of a part have a gain of their own
+            own = (row // PART)[:, None] * WIDTH + column[None, :]
+            ty *= tl.load(weight + own, mask=mask, other=0.0).to(tl.float32)
     if GATE != "absent":
         tg = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
         if GATE == "sigmoid":
@@ -145,17 +158,24 @@ def forward_kernel(
 def backward_kernel(
     h, weight, gate, dy, dh, dx, dgate, partial, count, eps,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr,
-    HAS_DH: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, STAGES: tl.constexpr,
+    HAS_DH: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, STAGES: tl.constexpr, PART: tl.constexpr, GAINS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
+    walker, walkers, before = pid, tl.num_programs(0), 0
+    if PART > 0:  # the programs of a part walk over its rows
+        walkers = tl.num_programs(0) // GAINS
+        walker, before = pid % walkers, (pid // walkers).to(tl.int64) * PART
+        weight += pid // walkers * WIDTH
+        count = PART
     if HAS_WEIGHT:
         tw = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     if NEEDS_WEIGHT:
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for block in tl.range(pid, tl.cdiv(count, ROWS), tl.num_programs(0), num_stages=STAGES):
+    for block in tl.range(walker, tl.cdiv(count, ROWS), walkers, num_stages=STAGES):
         row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         mask = (row < count)[:, None] & (column < WIDTH)[None, :]
+        row += before
         at = row[:, None] * WIDTH + column[None, :]
         th = tl.load(h + at, mask=mask, other=0.0).to(tl.float32)
         td = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)

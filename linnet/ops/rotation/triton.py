@@ -37,8 +37,7 @@ def rotate_forward(x: Tensor, positions: Tensor, theta: Tensor, doubling: bool, 
     layout = _layout(positions)
     key = (x.shape, theta.shape, layout, x.dtype, theta.dtype, positions.dtype, doubling, activation, x.device)
     launch, _ = _plan(forward_kernel, *key, False)
-    with torch.cuda.device_of(x):
-        launch(x, positions, theta, y, *layout)
+    launch(x, positions, theta, y, *layout)
     return y
 
 
@@ -59,8 +58,7 @@ def rotate_backward(
     key = (dx.shape, theta.shape, layout, dy.dtype, theta.dtype, positions.dtype, doubling, activation, dy.device)
     launch, walkers = _plan(backward_kernel, *key, needs_theta)
     partial = dy.new_empty(walkers, heads, theta.shape[1], dtype=torch.float32) if needs_theta else None
-    with torch.cuda.device_of(dy):
-        launch(align(x), positions, theta, dy, dx, partial, *layout)
+    launch(align(x), positions, theta, dy, dx, partial, *layout)
     if partial is None:
         return dx, None
     dtheta = partial.sum((0, 1))[None] if theta.shape[0] == 1 else partial.sum(0)

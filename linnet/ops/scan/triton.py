@@ -57,10 +57,9 @@ def scan_forward(
     _check_offsets(log_decay, cu_seqlens)
     x, log_decay, theta, initial_state = (align(y) for y in (x, log_decay, theta, initial_state))
     h, final = torch.empty_like(x), _empty_state(x, cu_seqlens)
-    with torch.cuda.device_of(x):
-        plan = _plan(False, x.dtype, *_describe(log_decay, theta, cu_seqlens), (initial_state is not None,))
-        marks = _mark(log_decay, initial_state, final, cu_seqlens)
-        plan.launch(x, log_decay, theta, h, initial_state, final, _make_slots(x, plan), *marks)
+    plan = _plan(False, x.dtype, *_describe(log_decay, theta, cu_seqlens), (initial_state is not None,))
+    marks = _mark(log_decay, initial_state, final, cu_seqlens)
+    plan.launch(x, log_decay, theta, h, initial_state, final, _make_slots(x, plan), *marks)
     return h, final
 
 
@@ -80,15 +79,14 @@ def scan_backward(
     log_decay, theta, initial_state = (align(y) for y in (log_decay, theta, initial_state))
     h, dh, dfinal = (align(y) for y in (h, dh, dfinal))
     dx, dlog_decay, dinitial = torch.empty_like(h), torch.empty_like(log_decay), _empty_state(x, cu_seqlens)
-    with torch.cuda.device_of(x):
-        given = initial_state is not None, dfinal is not None
-        plan = _plan(True, x.dtype, *_describe(log_decay, theta, cu_seqlens), given)
-        marks = _mark(log_decay, dfinal, dinitial, cu_seqlens)
-        turns = None if theta is None else x.new_empty(plan.tiles, *log_decay.shape[::2], dtype=torch.float32)
-        plan.launch(
-            log_decay, theta, h, dh, dx, dlog_decay, turns, initial_state, dfinal, dinitial, _make_slots(x, plan),
-            *marks,
-        )  # fmt: skip
+    given = initial_state is not None, dfinal is not None
+    plan = _plan(True, x.dtype, *_describe(log_decay, theta, cu_seqlens), given)
+    marks = _mark(log_decay, dfinal, dinitial, cu_seqlens)
+    turns = None if theta is None else x.new_empty(plan.tiles, *log_decay.shape[::2], dtype=torch.float32)
+    plan.launch(
+        log_decay, theta, h, dh, dx, dlog_decay, turns, initial_state, dfinal, dinitial, _make_slots(x, plan),
+        *marks,
+    )  # fmt: skip
     dtheta = dinitial.new_empty(0) if theta is None else turns.sum((0, 1)).to(theta.dtype)
     return dx, dlog_decay, dtheta, dinitial
 
