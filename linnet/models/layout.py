@@ -9,12 +9,15 @@ alias repeats the alias, and `:` separates like a space.
 """
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from linnet.config import nearest
 from linnet.layers.base import CHANNELS, MIXERS
 
-_TOKEN = re.compile(r"\s*([()]|[^\s():]+)[\s:]*")
+_TOKEN = re.compile(r"[()]|[^\s():]+")
+_SHOWN = 100  # characters of a layout in a message
+_INDENT = " " * 6
 
 
 class LayerSpec(NamedTuple):
@@ -24,66 +27,109 @@ class LayerSpec(NamedTuple):
     channel: str | None
 
 
-def parse_layout(layout: str, aliases: dict[str, str] | None = None) -> list[LayerSpec]:
+class LayoutError(ValueError):
+    """A layout that does not parse.
+
+    Attributes:
+        layout: the text. marks: (start, end, what is wrong there), in order.
+    """
+
+    def __init__(self, layout: str, marks: list[tuple[int, int, str]], alias: str = ""):
+        self.layout, self.marks = layout, sorted(marks)
+        where = f"layout, alias {alias!r}" if alias else "layout"
+        super().__init__(
+            f"{where}: {'; '.join(what for *_, what in self.marks).replace('?;', '?')}\n{_excerpt(layout, self.marks)}"
+        )
+
+
+def parse_layout(layout: str, aliases: Mapping[str, str] | None = None) -> list[LayerSpec]:
     """The blocks that a layout string names, first to last.
 
     Raises:
-        ValueError: an unknown layer (with the nearest known one), a parenthesis left open, or a misplaced `xN`.
+        LayoutError: unknown layers (with the nearest known ones), a parenthesis left open, or a misplaced `xN`; the
+            message shows the layout with the wrong places marked, all unknown layers at once.
     """
-    tokens = _TOKEN.findall(layout)
-    if not tokens:
-        raise ValueError("the layout is empty; write for example 'tnl+sglu x6'")
-    blocks, rest = _sequence(tokens, aliases or {}, layout)
-    if rest:
-        raise ValueError(f"layout {layout!r}: ')' without '('")
-    return blocks
+    return _Parser(layout, aliases or {}).parse()
 
 
-def _sequence(tokens: list[str], aliases: dict[str, str], layout: str) -> tuple[list[LayerSpec], list[str]]:
-    blocks: list[LayerSpec] = []
-    group: list[LayerSpec] | None = None  # what a following xN repeats
-    while tokens and tokens[0] != ")":
-        token, *tokens = tokens
-        if repeat := re.fullmatch(r"[x*](\d+)", token):
-            if group is None or int(repeat[1]) < 1:
-                raise ValueError(
-                    f"layout {layout!r}: {token!r} needs a block or group before it and a count of at least 1"
-                )
-            blocks += group * (int(repeat[1]) - 1)
-            group = None
-            continue
-        if token == "(":
-            group, tokens = _sequence(tokens, aliases, layout)
-            if not tokens:
-                raise ValueError(f"layout {layout!r}: '(' is never closed")
-            tokens = tokens[1:]
-            if not group:
-                raise ValueError(f"layout {layout!r}: '()' holds no block")
-        else:
-            group = _item(token, aliases, layout)
-        blocks += group
-    return blocks, tokens
+class _Parser:
+    def __init__(self, layout: str, aliases: Mapping[str, str], alias: str = ""):
+        self.layout, self.aliases, self.alias = layout, aliases, alias
+        self.tokens = list(_TOKEN.finditer(layout))
+        self.marks: list[tuple[int, int, str]] = []
 
+    def parse(self) -> list[LayerSpec]:
+        if not self.tokens:
+            raise self._error(0, 1, "it is empty; write for example 'tnl+sglu x6'")
+        blocks, at = self._sequence(0)
+        if at < len(self.tokens):
+            raise self._error(*self.tokens[at].span(), "')' without '('")
+        if self.marks:
+            raise LayoutError(self.layout, self.marks, self.alias)
+        return blocks
 
-def _item(token: str, aliases: dict[str, str], layout: str) -> list[LayerSpec]:
-    counted = re.fullmatch(r"(\d+)(\D.*)", token)
-    count, name = (int(counted[1]), counted[2]) if counted else (1, token)
-    if name in aliases:
-        return parse_layout(aliases[name], {k: v for k, v in aliases.items() if k != name}) * count
-    return [_block(name, aliases, layout)] * count
+    def _sequence(self, at: int) -> tuple[list[LayerSpec], int]:
+        """Blocks from token `at` to the end or an unopened ')', and the place of what ended them."""
+        blocks: list[LayerSpec] = []
+        group: list[LayerSpec] | None = None  # what a following xN repeats
+        while at < len(self.tokens) and self.tokens[at][0] != ")":
+            token, opened = self.tokens[at], at
+            at += 1
+            if repeat := re.fullmatch(r"[x*](\d+)", token[0]):
+                if group is None or int(repeat[1]) < 1:
+                    what = f"{token[0]!r} needs a block or group before it and a count of at least 1"
+                    raise self._error(*token.span(), what)
+                blocks += group * (int(repeat[1]) - 1)
+                group = None
+                continue
+            if token[0] == "(":
+                group, at = self._sequence(at)
+                if at == len(self.tokens):
+                    raise self._error(*token.span(), "'(' is never closed")
+                at += 1
+                if at == opened + 2:
+                    raise self._error(token.start(), self.tokens[at - 1].end(), "'()' holds no block")
+            else:
+                group = self._item(token[0], token.start())
+            blocks += group
+        return blocks, at
 
+    def _item(self, token: str, start: int) -> list[LayerSpec]:
+        counted = re.fullmatch(r"(\d+)(\D.*)", token)
+        count, name = (int(counted[1]), counted[2]) if counted else (1, token)
+        if name in self.aliases:
+            rest = {key: value for key, value in self.aliases.items() if key != name}
+            return _Parser(self.aliases[name], rest, name).parse() * count
+        return [self._block(name, start + len(token) - len(name))] * count
 
-def _block(name: str, aliases: dict[str, str], layout: str) -> LayerSpec:
-    mixer, plus, channel = name.partition("+")
-    known = {**MIXERS, **CHANNELS, **aliases}
-    if plus:
-        if mixer not in MIXERS:
-            raise ValueError(f"layout {layout!r}: token mixer {mixer!r} is unknown; {nearest(mixer, MIXERS)}")
-        if channel not in CHANNELS:
-            raise ValueError(f"layout {layout!r}: channel mixer {channel!r} is unknown; {nearest(channel, CHANNELS)}")
-        return LayerSpec(mixer, channel)
-    if mixer in MIXERS:
+    def _block(self, name: str, start: int) -> LayerSpec:
+        mixer, plus, channel = name.partition("+")
+        if plus:
+            self._check(mixer, start, "token mixer", MIXERS)
+            self._check(channel, start + len(mixer) + 1, "channel mixer", CHANNELS)
+            return LayerSpec(mixer, channel)
+        if mixer in CHANNELS and mixer not in MIXERS:
+            return LayerSpec(None, mixer)
+        self._check(mixer, start, "layer", {**MIXERS, **CHANNELS, **self.aliases})
         return LayerSpec(mixer, None)
-    if mixer in CHANNELS:
-        return LayerSpec(None, mixer)
-    raise ValueError(f"layout {layout!r}: layer {mixer!r} is unknown; {nearest(mixer, known)}")
+
+    def _check(self, name: str, start: int, kind: str, known: Mapping) -> None:
+        if not name:
+            self.marks.append((start, start + 1, f"a {kind} is missing; {nearest(name, known)}"))
+        elif name not in known:
+            self.marks.append((start, start + len(name), f"{kind} {name!r} is unknown; {nearest(name, known)}"))
+
+    def _error(self, start: int, end: int, what: str) -> LayoutError:
+        return LayoutError(self.layout, [*self.marks, (start, end, what)], self.alias)
+
+
+def _excerpt(layout: str, marks: list[tuple[int, int, str]]) -> str:
+    """The layout and, under it, carets at the marks; of a long layout the part around the first."""
+    under = [" "] * (max(len(layout), *(end for _, end, _ in marks)) + 1)
+    for start, end, _ in marks:
+        under[start:end] = "^" * (end - start)
+    first = 0 if len(layout) <= _SHOWN else max(0, marks[0][0] - _SHOWN // 2)
+    part = re.sub(r"\s", " ", layout[first : first + _SHOWN])
+    before, after = ("..." if cut else "" for cut in (first > 0, first + _SHOWN < len(layout)))
+    carets = " " * len(before) + "".join(under[first : first + _SHOWN + 1]).rstrip()
+    return f"{_INDENT}{before}{part}{after}\n{_INDENT}{carets}"

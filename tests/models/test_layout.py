@@ -1,0 +1,58 @@
+"""What is wrong in a layout is marked where it stands."""
+
+import pytest
+from typer.testing import CliRunner
+
+from linnet.cli import app
+from linnet.config import ConfigError, parse
+from linnet.models import ModelConfig
+from linnet.models.layout import LayoutError, parse_layout
+
+ALIASES = {"H": "hyena+swiglu", "A": "attentoin+swiglu"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "marked"),
+    [
+        ("tnl+swigl x2", "    ^^^^^"),
+        ("tnk+sglu", "^^^"),
+        ("(tnl+sglu gla) x2 (tnl+sglu", "                  ^"),
+        ("tnl+sglu) x2", "        ^"),
+        ("tnl x0", "    ^^"),
+        ("tnl+sglu () x2", "         ^^"),
+        ("tnl+ x2", "    ^"),
+        ("tnl 2Q", "     ^"),
+        ("tnln+sglu (gla hgrm2) x4", "^^^^           ^^^^^"),
+        ("tnl\n hyenaa", "     ^^^^^^"),
+    ],
+)
+def test_the_wrong_place_is_marked(layout, marked):
+    with pytest.raises(LayoutError) as caught:
+        parse_layout(layout)
+    _, shown, carets = str(caught.value).rsplit("\n", 2)
+    assert shown == "      " + layout.replace("\n", " ") and carets == "      " + marked
+    assert len(caught.value.marks) == marked.count(" ^") + marked.startswith("^")
+
+
+def test_in_an_alias_the_text_of_the_alias_is_marked():
+    with pytest.raises(LayoutError, match="alias 'A': token mixer 'attentoin' is unknown; did you mean 'attention'"):
+        parse_layout("2H:4A", ALIASES)
+    with pytest.raises(LayoutError) as caught:
+        parse_layout("2H:4A", ALIASES)
+    assert str(caught.value).splitlines()[1:] == ["      attentoin+swiglu", "      ^^^^^^^^^"]
+
+
+def test_a_long_layout_is_shown_around_the_place():
+    with pytest.raises(LayoutError) as caught:
+        parse_layout("tnl+sglu " * 30 + "tnl+sgl " + "tnl+sglu " * 30)
+    _, shown, carets = str(caught.value).splitlines()
+    place = carets.index("^")
+    assert shown[place : place + 4] == "sgl " and carets.count("^") == 3 and len(shown) < 120
+    assert shown.lstrip().startswith("...") and shown.endswith("...")
+
+
+def test_commands_and_configurations_show_it():
+    result = CliRunner().invoke(app, ["mad", "run", "tnl+swiglu x2", "gla+swigl x2"])
+    assert result.exit_code == 2 and "\n      gla+swigl x2\n          ^^^^^\n" in result.stderr
+    with pytest.raises(ConfigError, match=r"did you mean 'hyena'\?\n      \(hyenaa gla\) x2\n       \^{6}"):
+        parse(ModelConfig, {"d_model": 64, "layout": "(hyenaa gla) x2"})
