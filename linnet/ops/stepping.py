@@ -17,8 +17,11 @@ def use_kernel(op: str, state: Tensor, *inputs: Tensor | None) -> bool:
         return False
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (state, *inputs)):
         return False
-    # Triton kernels are no secret to torch.compile; transforms and dispatch modes get operations that they know.
-    return torch.compiler.is_compiling() or is_plain((state, *inputs))
+    # Triton kernels are no secret to torch.compile; transforms (compiled or not) and dispatch modes get operations that
+    # they know.
+    if torch.compiler.is_compiling():
+        return not torch._C._are_functorch_transforms_active()
+    return is_plain((state, *inputs))
 
 
 def as_heads(x: Tensor) -> Tensor:

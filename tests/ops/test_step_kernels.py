@@ -204,6 +204,26 @@ def test_compiled_in_one_graph():
     assert torch.equal(plain, compiled)
 
 
+@pytest.mark.parametrize("op", [*MATRIX_OPS, "scan", "modal"])
+def test_compiled_under_vmap(op):
+    """A compiler may see the steps of many models at once, which PyTorch's operations take; no kernel is run."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    case = Case(op, {"scan": (3, 64), "modal": (3, 64, 8)}.get(op, (3, 2, 8, 8)), torch.float32, device, tokens=1)
+    token = [torch.stack([x[:, 0], 0.5 * x[:, 0]]) for x in case.streams]
+    states = [torch.stack([x, -x]) for x in case.states]
+
+    def run(token, states):
+        # Not in place on what vmap maps, and so the same in both forms.
+        states = [x.clone() for x in states]
+        return case.step(0, token, case.constants, tuple(states)), states
+
+    with ops.use_backend("triton"):
+        compiled = torch.compile(torch.vmap(run), backend="eager", fullgraph=True)(token, states)
+    with ops.use_backend("chunked"):
+        expected = torch.vmap(run)(token, states)
+    torch.testing.assert_close(compiled, expected)
+
+
 @gpu
 def test_what_has_no_kernel():
     """A gradient, a state of float64 and one that is not in one piece go through the plain form."""
