@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -28,6 +29,42 @@ def fold_all(
     return [x if axis is None else fold(x, dim, size, axis) for x, dim, axis in pairs]
 
 
+def lead(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """The model axis of x as the first one, a view; `dim` is where it is, or None when all models share x."""
+    if x is None:
+        return None
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
 def unfold(x: Tensor, size: int, axis: int) -> Tensor:
     """The inverse of `fold` for a result: splits the merged axis, leaving the model axis at `axis` (its out-dim)."""
     return x.unflatten(axis, (size, x.shape[axis] // size))
+
+
+def is_mapped(*tensors: Tensor | None) -> bool:
+    """Whether a call is under one `torch.vmap` and nothing else looks on, so that `Mapped` can take it."""
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() != 1:
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    return any(x is not None and torch._C._functorch.is_batchedtensor(x) for x in tensors)
+
+
+class Mapped(torch.autograd.Function):
+    """For a function of PyTorch's operations that has a kernel for plain tensors: how vmap comes to that kernel.
+
+    `Mapped.apply(rule, *arguments)`, where `is_mapped`, gives what `rule(size, dims, *arguments)` gives for all models
+    at once: outputs and their dims. The rule calls plain functions, which have gradients of their own.
+    """
+
+    @staticmethod
+    def forward(rule, *arguments):
+        raise RuntimeError("Mapped is for arguments under vmap")
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def vmap(info, in_dims, rule, *arguments):
+        return rule(info.batch_size, in_dims[1:], *arguments)

@@ -8,6 +8,7 @@ from torch import Tensor
 from linnet.ops import backend
 from linnet.ops.activation.reference import ACTIVATIONS, gated_activation_reference
 from linnet.ops.direct import is_plain
+from linnet.ops.folding import Mapped, is_mapped, lead
 
 __all__ = ["ACTIVATIONS", "gated_activation"]
 
@@ -33,7 +34,13 @@ def gated_activation(gate: Tensor, x: Tensor, activation: str = "none") -> Tenso
         kernels = importlib.import_module("linnet.ops.activation.triton")
         if kernels.supports(gate, x, activation):
             return _GatedActivation.apply(gate, x, activation)
+    if is_mapped(gate, x) and backend.use_triton("activation", x.is_cuda):
+        return Mapped.apply(_rule, gate, x, activation)
     return gated_activation_reference(gate, x, activation)
+
+
+def _rule(size, dims, gate, x, activation):
+    return gated_activation(lead(gate, dims[0], size), lead(x, dims[1], size), activation), 0
 
 
 class _GatedActivation(torch.autograd.Function):

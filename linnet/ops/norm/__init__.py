@@ -7,6 +7,7 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.direct import is_plain
+from linnet.ops.folding import Mapped, is_mapped, lead
 from linnet.ops.norm.reference import rms_norm_reference
 
 __all__ = ["rms_norm"]
@@ -46,17 +47,28 @@ def rms_norm(
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     if dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-    if _has_kernel(x, weight, gate, residual):
+    tensors = x, weight, gate, residual
+    if is_plain(tensors) and _has_kernel(*tensors):
         y, h = _RmsNorm.apply(x, weight, gate, residual, float(eps), gate_activation, dtype)
+    elif is_mapped(*tensors) and _has_kernel(*tensors):
+        y, h = Mapped.apply(_rule, x, weight, gate, residual, float(eps), gate_activation, dtype)
     else:
         y, h = rms_norm_reference(x, weight, eps, gate, gate_activation, residual, dtype)
     return y if residual is None else (y, h)
 
 
 def _has_kernel(*tensors: Tensor | None) -> bool:
-    if not is_plain(tensors) or not backend.use_triton("norm", tensors[0].is_cuda):
+    if not backend.use_triton("norm", tensors[0].is_cuda):
         return False
     return importlib.import_module("linnet.ops.norm.triton").supports(*tensors)
+
+
+def _rule(size, dims, x, weight, gate, residual, *constants):
+    """Models are the first axis, and a gain [models, D] has its part of the rows."""
+    x, gate, residual = (lead(t, dims[i], size) for i, t in ((0, x), (2, gate), (3, residual)))
+    weight = weight if dims[1] is None else lead(weight, dims[1], size)
+    outputs = _RmsNorm.apply(x, weight, gate, residual, *constants)
+    return outputs, (0, None if residual is None else 0)
 
 
 def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None, gate_activation: str, residual: Tensor | None):

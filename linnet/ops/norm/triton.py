@@ -50,8 +50,8 @@ def norm_forward(
     gate_activation: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """y in `dtype` and h = x + residual (x itself without one). A weight [G, D] has a gain for each of the G equal parts
-    of the rows."""
+    """y in `dtype` and h = x + residual (x itself without one). A weight [G, D] has a gain for each of G equal
+    parts of the rows."""
     x, weight, gate, residual = map(align, (x, weight, gate, residual))
     h = x if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     y = torch.empty_like(x, dtype=dtype)
@@ -114,7 +114,7 @@ def _plan_backward(
     kind = "absent" if gate is None else gate_activation
     part = 0 if gains == 1 else part
     constants = (width, columns, rows, weight is not None, kind, dh is not None, needs_weight, stages, part, gains)
-    return Launcher(backward_kernel, programs, constants, num_warps=warps), programs
+    return Launcher(backward_kernel, gains * programs, constants, num_warps=warps), gains * programs
 
 
 def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.direct import is_plain
+from linnet.ops.folding import Mapped, fold, is_mapped, unfold
 from linnet.ops.rotation.reference import rotate_reference
 
 __all__ = ["rotate"]
@@ -44,7 +45,14 @@ def rotate(x: Tensor, positions: Tensor, theta: Tensor, *, doubling: bool = Fals
         kernels = importlib.import_module("linnet.ops.rotation.triton")
         if kernels.supports(x, positions, theta):
             return _Rotate.apply(x, positions, theta, doubling, activation)
+    if is_mapped(x, positions) and not is_mapped(theta) and backend.use_triton("rotation", x.is_cuda):
+        return Mapped.apply(_rule, x, positions, theta, doubling, activation)
     return rotate_reference(x, positions, theta, doubling, activation)
+
+
+def _rule(size, dims, x, positions, *others):
+    x, positions = (fold(t, dim, size, 0) for t, dim in zip((x, positions), dims, strict=False))
+    return unfold(rotate(x, positions, others[0], doubling=others[1], activation=others[2]), size, 0), 0
 
 
 class _Rotate(torch.autograd.Function):

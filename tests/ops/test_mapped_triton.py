@@ -1,0 +1,97 @@
+"""Norms, gated activations and rotations under `torch.vmap` reach their Triton kernels, and give what PyTorch gives."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linnet.ops import use_backend
+from linnet.ops.activation import gated_activation
+from linnet.ops.norm import rms_norm
+from linnet.ops.rotation import rotate
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+MODELS = 3
+
+
+def check(device, function, arguments, dims):
+    found = []
+    for form in ("chunked", "triton"):
+        leaves = [x.to(device, copy=True) for x in arguments]
+        wanted = [x.requires_grad_() for x in leaves if x.is_floating_point()]
+        with use_backend(form):
+            outputs = torch.vmap(function, tuple(dims))(*leaves)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            generator = torch.Generator().manual_seed(1)
+            weights = [torch.randn(y.shape, generator=generator).to(device) for y in outputs]
+            found.append([*outputs, *torch.autograd.grad(outputs, wanted, weights)])
+        assert (form == "triton") == reaches_kernel(outputs[0])
+    for expected, actual in zip(*found, strict=True):
+        assert torch.allclose(expected, actual, rtol=2e-5, atol=2e-5)
+
+
+def reaches_kernel(x):
+    """Whether a kernel's autograd function is behind a tensor."""
+    waiting = [x.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node.name().startswith(("_RmsNorm", "_GatedActivation", "_Rotate")):
+            return True
+        waiting += [parent for parent, _ in node.next_functions if parent is not None]
+    return False
+
+
+def check_norms(device):
+    randn = torch.randn
+    for width, rows in ((24, (2, 5)), (128, (3, 70)), (16, (2, 40, 3)), (8, ())):
+        arguments = (randn(MODELS, *rows, width), randn(MODELS, width))
+        check(device, rms_norm, arguments, (0, 0))
+        gate, residual = randn(MODELS, *rows, width), randn(*rows, width)
+        check(
+            device,
+            lambda x, w, g, r: rms_norm(x, w, gate=g, gate_activation="silu", residual=r),
+            (*arguments, gate, residual),
+            (0, 0, 0, None),
+        )
+    check(device, rms_norm, (randn(4, MODELS, 24),), (1,))
+    check(device, rms_norm, (randn(4, MODELS, 24), randn(24)), (1, None))
+    check(device, rms_norm, (randn(4, 24), randn(MODELS, 24)), (None, 0))
+
+
+def check_activations(device):
+    arguments = (torch.randn(MODELS, 4, 50), torch.randn(4, 50))
+    check(device, lambda gate, x: gated_activation(gate, x, "silu"), arguments, (0, None))
+
+
+def check_rotations(device):
+    places = torch.arange(7).expand(4, 7)
+    check(device, rotate, (torch.randn(4, MODELS, 7, 3, 8), places, torch.randn(1, 4)), (1, None, None))
+
+
+CHECKS = (check_norms, check_activations, check_rotations)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("check_op", CHECKS)
+def test_on_a_gpu(check_op):
+    check_op("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
+def test_interpreted():
+    root = str(Path(__file__).parents[2])
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("agrees") == len(CHECKS), done.stdout + done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    for check_op in CHECKS:
+        check_op("cpu")
+        print(check_op.__name__, "agrees")
