@@ -16,16 +16,14 @@ class ShortProjection(nn.Module):
     def __init__(self, d_model: int, channels: int, width: int):
         super().__init__()
         self.linear = nn.Linear(d_model, channels)
-        self.conv = ShortConv(channels, width)
-        self.bias = nn.Parameter(torch.zeros(channels))
+        self.conv = ShortConv(channels, width, bias=True)
 
     def forward(self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None):
         """x [B, T, D] -> [B, T, channels] and the state after the last token, as `ShortConv`."""
-        y, state = self.conv(self.linear(x), state, cu_seqlens)
-        return y + self.bias, state
+        return self.conv(self.linear(x), state, cu_seqlens)
 
     def step(self, x: Tensor, state: Tensor) -> Tensor:
-        return self.conv.step(self.linear(x), state) + self.bias
+        return self.conv.step(self.linear(x), state)
 
     def state_spec(self, batch: int) -> TensorSpec:
         return TensorSpec((batch, self.conv.width - 1, self.conv.channels), counted=0)

@@ -2,19 +2,21 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from linnet.layers.positions.angles import token_positions
+from linnet.ops import short_convolution
 
 
 class ShortConv(nn.Module):
-    """y_t = sum_j w_j x_{t - (width - 1) + j} (+ b), each channel with weights of its own.
+    """y_t = act(sum_j w_j x_{t - (width - 1) + j} (+ b)), each channel with weights of its own; act is none or SiLU.
 
     Its state [N, width - 1, channels] is its last inputs, oldest first; zeros before the first token.
     """
 
-    def __init__(self, channels: int, width: int, bias: bool = False):
+    def __init__(self, channels: int, width: int, bias: bool = False, silu: bool = False):
         super().__init__()
-        self.channels, self.width = channels, width
+        self.channels, self.width, self.silu = channels, width, silu
         self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-(width**-0.5), width**-0.5))
         self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
 
@@ -29,21 +31,24 @@ class ShortConv(nn.Module):
             cu_seqlens: int32 [N+1] with B = 1: document boundaries, where nothing is seen of what was before.
         """
         if cu_seqlens is not None:
-            return self._documents(x, state, cu_seqlens)
-        length, before = x.shape[1], self.width - 1
-        past = x.new_zeros(x.shape[0], before, self.channels) if state is None else state.to(x.dtype)
-        line = torch.cat([past, x], 1)
-        y = self._last(x)
-        for j in range(before):
-            y = torch.addcmul(y, line[:, j : j + length], self.weight[:, j])
-        return y, None if state is None else line[:, length:].to(state.dtype)
+            y, state = self._documents(x, state, cu_seqlens)
+            return self._activate(y).to(x.dtype), state
+        if state is None:
+            return short_convolution(x, self.weight, self.bias, silu=self.silu), None
+        before = self.width - 1
+        line = torch.cat([state.to(x.dtype), x], 1)
+        y = short_convolution(line, self.weight, self.bias, silu=self.silu)
+        return y[:, before:], line[:, x.shape[1] :].to(state.dtype)
 
     def step(self, x: Tensor, state: Tensor) -> Tensor:
         """One token, x [B, channels]; the state is updated in place."""
         line = torch.cat([state.to(x.dtype), x[:, None]], 1)
         state.copy_(line[:, 1:])
         y = (line * self.weight.mT).sum(1)
-        return y if self.bias is None else y + self.bias
+        return self._activate(y if self.bias is None else y + self.bias).to(x.dtype)
+
+    def _activate(self, y: Tensor) -> Tensor:
+        return F.silu(y) if self.silu else y
 
     def _last(self, x: Tensor) -> Tensor:
         """What the newest token adds, with the bias."""

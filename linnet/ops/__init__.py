@@ -17,6 +17,7 @@ from linnet.ops.norm import rms_norm
 from linnet.ops.rotation import rotate
 from linnet.ops.scan import diagonal_scan, diagonal_step
 from linnet.ops.selective_scan import selective_scan, selective_step
+from linnet.ops.shortconv import short_convolution
 
 __all__ = [
     "ModalFilter",
@@ -43,5 +44,6 @@ __all__ = [
     "rotate",
     "selective_scan",
     "selective_step",
+    "short_convolution",
     "use_backend",
 ]

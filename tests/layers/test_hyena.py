@@ -30,7 +30,7 @@ def short(projection, x):
     """conv1d over zeros and the projected tokens."""
     y = projection.linear(x).mT
     width, channels = projection.conv.width, projection.conv.channels
-    y = F.conv1d(F.pad(y, (width - 1, 0)), projection.conv.weight[:, None], projection.bias, groups=channels)
+    y = F.conv1d(F.pad(y, (width - 1, 0)), projection.conv.weight[:, None], projection.conv.bias, groups=channels)
     return y.mT
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from linnet.config import Config
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.short_conv import ShortConv
-from linnet.ops import selective_scan, selective_step
+from linnet.ops import gated_activation, selective_scan, selective_step
 
 SHORTEST_STEP, LONGEST_STEP, SMALLEST_STEP = 1e-3, 1e-1, 1e-4  # of delta at initialisation, before the input acts
 
@@ -42,7 +42,7 @@ class Mamba(Mixer):
         self.dt_rank = config.dt_rank or math.ceil(context.d_model / 16)
         self.in_proj = nn.Linear(context.d_model, self.channels, bias=False)
         self.gate_proj = nn.Linear(context.d_model, self.channels, bias=False)
-        self.conv = ShortConv(self.channels, config.conv_width, config.conv_bias)
+        self.conv = ShortConv(self.channels, config.conv_width, config.conv_bias, silu=True)
         self.select_proj = nn.Linear(self.channels, self.dt_rank + 2 * config.state, bias=False)
         self.dt_weight = nn.Parameter(torch.empty(self.channels, self.dt_rank))
         self.dt_bias = nn.Parameter(torch.empty(self.channels))
@@ -62,7 +62,6 @@ class Mamba(Mixer):
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         z = self.gate_proj(x)
         x, inputs = self.conv(self.in_proj(x), None if state is None else state["conv"], cu_seqlens)
-        x = F.silu(x)
         y, states = selective_scan(
             x,
             *self._select(x),
@@ -71,13 +70,13 @@ class Mamba(Mixer):
             output_final_state=state is not None,
             cu_seqlens=cu_seqlens,
         )
-        return self.out_proj(y * F.silu(z)), None if state is None else {"conv": inputs, "ssm": states}
+        return self.out_proj(gated_activation(z, y, "silu")), None if state is None else {"conv": inputs, "ssm": states}
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         z = self.gate_proj(x)
-        x = F.silu(self.conv.step(self.in_proj(x), state["conv"]))
+        x = self.conv.step(self.in_proj(x), state["conv"])
         y = selective_step(x, *self._select(x), self.skip, state["ssm"])
-        return self.out_proj(y * F.silu(z)), state
+        return self.out_proj(gated_activation(z, y, "silu")), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         return {

@@ -1,0 +1,43 @@
+"""The short convolution on any device: the sequence shifted once a tap, with a hand-written backward."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from linnet.ops.chunks import state_dtype
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """y [R, T, D]; arguments as in the registered op."""
+    z, _, _ = _before_activation(x, weight, bias)
+    return (F.silu(z) if silu else z).to(x.dtype).contiguous()
+
+
+def backward(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, silu: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients to x, weight and bias (of the weight's dtype, whether there is one or not)."""
+    z, line, taps = _before_activation(x, weight, bias)
+    length, width = x.shape[1], weight.shape[2]
+    dz = dy.to(z.dtype)
+    if silu:
+        gate = z.sigmoid()
+        dz = dz * (gate * (1 + z * (1 - gate)))
+    dline = torch.zeros_like(line)
+    dweight = weight.new_empty(weight.shape, dtype=z.dtype)
+    of_model = (weight.shape[0], -1)
+    for j in range(width):
+        dline[:, j : j + length].addcmul_(dz, taps[:, None, :, j])
+        dweight[..., j] = (dz * line[:, j : j + length]).sum(1).unflatten(0, of_model).sum(1)
+    dbias = dz.sum(1).unflatten(0, of_model).sum(1)
+    return dline[:, width - 1 :].to(x.dtype).contiguous(), dweight.to(weight.dtype), dbias.to(weight.dtype)
+
+
+def _before_activation(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum, x with the zeros before it, and the taps of each row [R, D, W]."""
+    dtype, each = state_dtype(x, weight), x.shape[0] // weight.shape[0]
+    taps, line = weight.to(dtype).repeat_interleave(each, 0), F.pad(x.to(dtype), (0, 0, weight.shape[2] - 1, 0))
+    z = torch.zeros_like(x, dtype=dtype)
+    if bias is not None:
+        z += bias.to(dtype).repeat_interleave(each, 0)[:, None]
+    for j in range(weight.shape[2]):
+        z.addcmul_(line[:, j : j + x.shape[1]], taps[:, None, :, j])
+    return z, line, taps

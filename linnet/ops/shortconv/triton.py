@@ -1,0 +1,69 @@
+"""The short convolution on a GPU: everything is read once and written once.
+
+A program is a warp that owns some channels of a segment of one sequence. The backward walks from the last token to the
+first with the last few gradients before the activation in registers, so that each is found once; what a segment gives
+to the parameters is a partial sum, added up in a fixed order.
+
+float64 and more than 8 taps run in the chunked form.
+"""
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+
+from linnet.ops.launching import Launcher, align
+from linnet.ops.shortconv import chunked
+from linnet.ops.shortconv.kernels import backward_kernel, forward_kernel
+
+MOST_TAPS = 8
+CHANNELS, READ_AHEAD = 128, 8  # of a program, 4 a thread; and tokens read at a time
+SEGMENT = 128  # tokens of a program
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """y [R, T, D]; arguments as in the registered op."""
+    if not _supports(x, weight):
+        return chunked.forward(x, weight, bias, silu)
+    x, weight, bias = align(x), align(weight), align(bias)
+    y = torch.empty_like(x)
+    with torch.cuda.device_of(x):
+        _plan(forward_kernel, x.shape, weight.shape, *_dtypes(x, weight, bias), silu, x.device)(x, weight, bias, y)
+    return y
+
+
+def backward(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, silu: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients to x, weight and bias (of the weight's dtype, whether there is one or not)."""
+    if not _supports(x, weight):
+        return chunked.backward(x, weight, bias, dy, silu)
+    x, weight, bias, dy = align(x), align(weight), align(bias), align(dy)
+    (models, channels, width), segments = weight.shape, triton.cdiv(x.shape[1], SEGMENT)
+    dx = torch.empty_like(x)
+    sums = x.new_empty(models, x.shape[0] // models * segments, width + 1, channels, dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        plan = _plan(backward_kernel, x.shape, weight.shape, *_dtypes(x, weight, bias), silu, x.device)
+        plan(x, weight, bias, dy, dx, sums)
+    total = sums.sum(1)
+    return dx, total[:, :width].mT.to(weight.dtype).contiguous(), total[:, width].to(weight.dtype, copy=True)
+
+
+def _supports(x: Tensor, weight: Tensor) -> bool:
+    return torch.float64 not in (x.dtype, weight.dtype) and weight.shape[2] <= MOST_TAPS
+
+
+def _dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
+    return x.dtype, weight.dtype, None if bias is None else bias.dtype
+
+
+@functools.lru_cache(1024)
+def _plan(kernel, shape, weight_shape, dtype, weight_dtype, bias_dtype, silu: bool, device: torch.device) -> Launcher:
+    (rows, length, channels), (models, _, width) = shape, weight_shape
+    block = min(CHANNELS, max(32, triton.next_power_of_2(channels)))
+    segments = triton.cdiv(length, SEGMENT)
+    even = channels % block == 0 and length % READ_AHEAD == 0
+    constants = (
+        length, segments, rows // models, channels, width, block, READ_AHEAD, SEGMENT, silu, bias_dtype is not None,
+        not even,
+    )  # fmt: skip
+    return Launcher(kernel, rows * segments * triton.cdiv(channels, block), constants, num_warps=1)

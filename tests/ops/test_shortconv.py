@@ -1,0 +1,150 @@
+"""The short convolution: PyTorch's own against the plain form and, on a GPU or in the interpreter, the kernels."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linnet.ops import short_convolution, use_backend
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def make(B=2, T=19, D=5, W=4, *, bias=True, dtype=torch.float64, device="cpu", models=()):
+    generator = torch.Generator().manual_seed(T)
+
+    def normal(*shape, to=dtype):
+        x = torch.randn(*models, *shape, generator=generator, dtype=torch.float64).to(device, to)
+        return x.requires_grad_()
+
+    wide = torch.promote_types(dtype, torch.float32)
+    return [normal(B, T, D), normal(D, W, to=wide), *([normal(D, to=wide)] if bias else [])]
+
+
+def everything(inputs, form, silu, function=short_convolution):
+    with use_backend(form):
+        y = function(*inputs, silu=silu)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).bfloat16().to(y)  # the same in all dtypes
+    return [y, *torch.autograd.grad(y, inputs, dy)]
+
+
+def assert_agrees(form, *sizes, silu=True, **options):
+    inputs = make(*sizes, **options)
+    expected = everything([x.detach().double().requires_grad_() for x in inputs], "reference", silu)
+    for x in expected:  # leaves NaN in the memory that the results will get, for what is not written
+        torch.full_like(x, float("nan"), dtype=inputs[0].dtype), torch.full_like(x, float("nan"), dtype=torch.float32)
+    found = everything(inputs, form, silu)
+    assert [x.dtype for x in found] == [inputs[0].dtype, *(x.dtype for x in inputs)]
+    errors = [((a.double() - e).norm() / e.norm()).item() for a, e in zip(found, expected, strict=True)]
+    assert all(x <= TOLERANCE[inputs[0].dtype] for x in errors), errors
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("sizes", [(2, 19, 5, 4), (1, 1, 1, 4), (3, 2, 2, 3), (1, 9, 3, 1)])
+def test_the_plain_form(sizes, silu):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        assert_agrees("chunked", *sizes, silu=silu, dtype=dtype)
+    assert_agrees("chunked", *sizes, silu=silu, bias=False)
+
+
+def test_autocast_leaves_the_arithmetic_alone():
+    inputs = make(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = short_convolution(*inputs)
+    assert torch.equal(actual, short_convolution(*inputs))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_operator_registration(bias):
+    x, weight, *rest = make(bias=bias, models=(2,))
+    arguments = (x.detach().flatten(0, 1).requires_grad_(), weight, rest[0] if bias else None, True)
+    torch.library.opcheck(torch.ops.linnet.short_convolution.default, arguments)
+
+
+def test_compiles_whole_and_gives_the_same():
+    inputs = make()
+    compiled = torch.compile(short_convolution, fullgraph=True, backend="aot_eager")
+    for a, e in zip(everything(inputs, "auto", True, compiled), everything(inputs, "auto", True), strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shared", ["nothing", "x", "weight"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_vmap_equals_one_model_at_a_time(shared, bias):
+    inputs, dims = make(bias=bias, models=(3,)), [0] * (2 + bias)
+    if shared != "nothing":
+        i = ("x", "weight").index(shared)
+        inputs[i], dims[i] = inputs[i][0].detach().requires_grad_(), None
+    together = torch.vmap(short_convolution, tuple(dims))(*inputs)
+    apart = [
+        short_convolution(*(x if dim is None else x[m] for x, dim in zip(inputs, dims, strict=True))) for m in range(3)
+    ]
+    torch.testing.assert_close(together, torch.stack(apart))
+    grads = (torch.autograd.grad(y.sin().sum(), inputs) for y in (together, torch.stack(apart)))
+    for a, e in zip(*grads, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_no_tokens():
+    x, weight, bias = make(T=1)
+    assert short_convolution(x[:, :0], weight, bias).shape == (2, 0, 5)
+
+
+def test_wrong_arguments_are_named():
+    x, weight, bias = make()
+    for call in ((x[0], weight), (x, weight.mT), (x, weight, bias[1:]), (x, weight[:, :0]), (x.long(), weight)):
+        with pytest.raises(ValueError, match="short_convolution: x .* give floating-point x"):
+            short_convolution(*call)
+
+
+@gpu
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("T", [1, 2, 127, 128, 129, 1000])
+def test_kernels(T, dtype, silu):
+    for D, W in ((1, 4), (100, 3), (256, 4), (64, 8), (64, 9)):
+        assert_agrees("triton", 3, T, D, W, silu=silu, dtype=dtype, device="cuda", bias=D != 100)
+
+
+@gpu
+def test_kernels_with_models_of_their_own_are_deterministic():
+    inputs = make(16, 128, 256, 4, models=(24,), dtype=torch.bfloat16, device="cuda")
+    call = torch.vmap(lambda *inputs: short_convolution(*inputs, silu=True))
+
+    def run(form):
+        with use_backend(form):
+            y = call(*inputs)
+        return [y, *torch.autograd.grad(y.float().square().sum(), inputs)]
+
+    first, again, plain = run("triton"), run("triton"), run("chunked")
+    for a, b, e in zip(first, again, plain, strict=True):
+        assert torch.equal(a, b) and (a.double() - e.double()).norm() <= 5e-3 * e.double().norm()
+
+
+INTERPRETED = [
+    ((2, 19, 5, 4), {}),
+    ((1, 16, 128, 3), {"bias": False, "silu": False}),
+    ((1, 140, 3, 4), {}),
+    ((2, 3, 33, 8), {"silu": False}),
+    ((1, 2, 2, 1), {}),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_interpreted():
+    root = str(Path(__file__).parents[2])
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("agrees") == len(INTERPRETED), done.stdout + done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    for sizes, options in INTERPRETED:
+        assert_agrees("triton", *sizes, dtype=torch.float32, **options)
+        print(*sizes, "agrees")
