@@ -22,13 +22,13 @@ def convolve_forward(x: Tensor, kernel: Tensor, cu_seqlens: Tensor | None) -> Te
     dtype, y = state_dtype(x, kernel), torch.empty_like(x, memory_format=torch.contiguous_format)
     kernel = kernel.to(dtype)
     pieces, columns = _pieces(x, cu_seqlens), x.shape[1] * x.shape[4]
-    matrix = _toeplitz(kernel, pieces, columns)
+    matrix = _toeplitz(kernel.to(_operand(x, dtype)), pieces, columns)
     for start, end in pieces:
-        x_, length = x[:, :, start:end].to(dtype), end - start
+        x_, length = x[:, :, start:end], end - start
         if is_short(length, columns):
-            y_ = _columns_back(torch.bmm(matrix[:, :length, :length], _columns(x_)), x_.shape)
+            y_ = _columns_back(torch.bmm(matrix[:, :length, :length], _columns(x_.to(matrix.dtype))), x_.shape)
         else:
-            size = fft_size(length)
+            x_, size = x_.to(dtype), fft_size(length)
             y_ = _back(_spectrum(x_, size) * _spectrum(kernel[..., :length].mT[:, None, :, :, None], size), length)
         y[:, :, start:end] = y_
     return y
@@ -40,15 +40,16 @@ def convolve_backward(x: Tensor, kernel: Tensor, cu_seqlens: Tensor | None, dy: 
     values = kernel.to(dtype)
     dkernel = torch.zeros_like(values, memory_format=torch.contiguous_format)
     pieces, columns = _pieces(x, cu_seqlens), x.shape[1] * x.shape[4]
-    matrix = _toeplitz(values, pieces, columns)
+    matrix = _toeplitz(values.to(_operand(x, dtype)), pieces, columns)
     for start, end in pieces:
-        x_, dy_, length = x[:, :, start:end].to(dtype), dy[:, :, start:end].to(dtype), end - start
+        x_, dy_, length = x[:, :, start:end], dy[:, :, start:end], end - start
         if is_short(length, columns):
-            grads = _columns(dy_)
+            grads = _columns(dy_.to(matrix.dtype))
             dx_ = _columns_back(torch.bmm(matrix[:, :length, :length].mT, grads), x_.shape)
-            found = _sum_diagonals(torch.bmm(grads, _columns(x_).mT)).unflatten(0, kernel.shape[:2])
+            pairs = torch.bmm(grads, _columns(x_.to(matrix.dtype)).mT)
+            found = _sum_diagonals(pairs, dtype).unflatten(0, kernel.shape[:2])
         else:
-            size = fft_size(length)
+            x_, dy_, size = x_.to(dtype), dy_.to(dtype), fft_size(length)
             grads = _spectrum(dy_, size)
             dx_ = _back(grads * _spectrum(values[..., :length].mT[:, None, :, :, None], size).conj(), length)
             grads.mul_(_spectrum(x_, size).conj())
@@ -83,13 +84,18 @@ def _toeplitz(kernel: Tensor, pieces: list[tuple[int, int]], columns: int) -> Te
     return pad(rows, (0, size - 1)).unfold(1, size, 1).flip(1)
 
 
-def _sum_diagonals(matrix: Tensor) -> Tensor:
+def _operand(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Of Toeplitz products: on a GPU bfloat16 for bfloat16 inputs, which rounds the filter and nothing else."""
+    return x.dtype if x.is_cuda and x.dtype == torch.bfloat16 else dtype
+
+
+def _sum_diagonals(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """[G, C, C] -> [G, C]: the sum over t of (t, t - j) for each lag j."""
     length = matrix.shape[1]
     # With C zeros before each row, a row step of one column more walks along a diagonal.
     rows = pad(matrix, (length, 0)).contiguous()
     skewed = rows.as_strided((rows.shape[0], length, length), (2 * length**2, 2 * length + 1, 1), 1)
-    return skewed.sum(1).flip(1)
+    return skewed.sum(1, dtype=dtype).flip(1)
 
 
 def _columns(x: Tensor) -> Tensor:

@@ -47,8 +47,8 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
     ):
         shapes = ", ".join(f"{name} {list(y.shape)} {y.dtype}" for name, y in parts.items())
         raise ValueError(
-            f"short_convolution: {shapes}; give floating-point x [B, T, D], weight [D, W] and bias [D] or None, with at "
-            "least one channel and tap"
+            f"short_convolution: {shapes}; give floating-point x [B, T, D], weight [D, W] and bias [D] or None, with "
+            "at least one channel and tap"
         )
     check_devices("short_convolution", **parts)
     if x.numel() == 0:
