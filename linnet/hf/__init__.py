@@ -11,6 +11,7 @@ except ImportError as error:
 
 from linnet.hf.cache import LinnetCache
 from linnet.hf.config import LinnetConfig
+from linnet.hf.convert import Converted, convert
 from linnet.hf.export import export
 from linnet.hf.model import LinnetForCausalLM
 from linnet.hf.tokenizer import to_transformers
@@ -18,4 +19,12 @@ from linnet.hf.tokenizer import to_transformers
 transformers.AutoConfig.register("linnet", LinnetConfig, exist_ok=True)
 transformers.AutoModelForCausalLM.register(LinnetConfig, LinnetForCausalLM, exist_ok=True)
 
-__all__ = ["LinnetCache", "LinnetConfig", "LinnetForCausalLM", "export", "to_transformers"]
+__all__ = [
+    "Converted",
+    "LinnetCache",
+    "LinnetConfig",
+    "LinnetForCausalLM",
+    "convert",
+    "export",
+    "to_transformers",
+]

@@ -1,0 +1,144 @@
+"""Other projects' checkpoints as Linnet model folders, which `linnet.runs.load_model` and `linnet generate` open."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.config import ConfigError, nearest
+from linnet.data import Tokenizer, load_tokenizer
+from linnet.hf.export import TEMPLATE
+from linnet.hf.layouts import HEAD, LAYOUTS, Plan, Settings
+from linnet.hf.source import Source, open_source
+from linnet.models import CausalLM
+from linnet.runs import save_model
+from linnet.runs.model import TOKENIZER
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What came of a conversion: the folder, what was read, and what a person should know about it."""
+
+    path: Path
+    layout: str
+    model: Any
+    notes: tuple[str, ...]
+
+
+def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Converted:
+    """Reads a checkpoint folder (config.json and weights) into a model folder; weights keep their dtype.
+
+    The layout is found by `model_type` (`linnet.hf.layouts.LAYOUTS`).
+
+    Args:
+        path: the folder.
+        out: a new or empty folder.
+        allow_pickle: also read pytorch_model.bin, with `weights_only`.
+
+    Raises:
+        ConfigError: everything in config.json that Linnet's layers cannot express, or all tensors that are missing,
+            left over or of another shape than config.json says; nothing was written.
+    """
+    source = open_source(path, allow_pickle)
+    kind = source.config.get("model_type")
+    if not isinstance(kind, str) or kind not in LAYOUTS:
+        raise ConfigError(
+            [f"model_type: {kind!r} is not a layout that Linnet reads; {nearest(str(kind), LAYOUTS)}"], str(path)
+        )
+    name, read, embedding = LAYOUTS[kind]
+    settings = Settings(source.config, tied=_tied(source, embedding))
+    settings.only("quantization_config", None, why="quantised weights are not read")
+    plan = read(settings)
+    _check_tensors(plan, source)
+    notes: list[str] = []
+    if settings.tied and HEAD in source.shapes and not _equal(source, embedding):
+        notes.append(f"{HEAD} differs from the embedding and was left out, because tie_word_embeddings is true")
+    tokenizer = _tokenizer(source, plan, notes)
+    out = save_model(out, plan.model, {name: _take(plan, source, name) for name in plan.parts}, tokenizer)
+    template = _template(source)
+    if template is not None:
+        (out / TEMPLATE).write_text(template, encoding="utf-8")
+    return Converted(out, name, plan.model, tuple(notes))
+
+
+def _tied(source: Source, embedding: str) -> bool:
+    """Whether the embedding is the head. Where config.json does not say, the weights do."""
+    given = source.config.get("tie_word_embeddings")
+    if isinstance(given, bool):
+        return given
+    return HEAD not in source.shapes or _equal(source, embedding)
+
+
+def _equal(source: Source, embedding: str) -> bool:
+    if source.shapes.get(embedding) != source.shapes[HEAD]:
+        return False
+    return torch.equal(source.read(embedding), source.read(HEAD))
+
+
+def _check_tensors(plan: Plan, source: Source) -> None:
+    with torch.device("meta"):
+        own = {name: tuple(tensor.shape) for name, tensor in CausalLM(plan.model).state_dict().items()}
+    assert own.keys() == plan.parts.keys(), own.keys() ^ plan.parts.keys()
+    problems, used = {}, set()
+    for name, part in plan.parts.items():
+        used.add(part.name)
+        wanted, given = part.shape(own[name]), source.shapes.get(part.name)
+        if given is None:
+            problems[part.name] = f"{part.name}: is missing; its shape must be {list(wanted)}"
+        elif given != wanted:
+            problems[part.name] = f"{part.name}: has shape {list(given)}, and config.json means {list(wanted)}"
+        elif part.name in source.integers:
+            problems[part.name] = f"{part.name}: holds integers; quantised weights are not read"
+    left = [name for name in source.shapes if name not in used and not plan.ignores(name)]
+    tied = plan.model.tie_embeddings
+    problems |= {name: f"{name}: nothing in Linnet's model takes it" for name in left if not (tied and name == HEAD)}
+    if problems:
+        raise ConfigError(list(problems.values()), f"weights of {source.path}")
+
+
+def _take(plan: Plan, source: Source, name: str) -> Tensor:
+    part = plan.parts[name]
+    tensor = source.read(part.name)
+    if part.of > 1:
+        tensor = tensor.chunk(part.of)[part.index].clone()
+    return tensor.squeeze(1) if part.squeeze else tensor
+
+
+def _tokenizer(source: Source, plan: Plan, notes: list[str]) -> Tokenizer | None:
+    file = source.path / TOKENIZER
+    if not file.is_file():
+        notes.append(f"there is no {TOKENIZER} beside the weights, so the model folder has no tokenizer")
+        return None
+    end = _extra(source).get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end
+    try:
+        tokenizer = load_tokenizer(file, end if isinstance(end, str) else None)
+    except ConfigError as error:
+        notes.append(f"the tokenizer was left out: {'; '.join(error.problems)}")
+        return None
+    if tokenizer.vocab_size > plan.model.vocab_size:
+        notes.append(
+            f"the tokenizer was left out: it has {tokenizer.vocab_size} tokens, the model {plan.model.vocab_size} rows"
+        )
+        return None
+    return tokenizer
+
+
+def _template(source: Source) -> str | None:
+    """The chat template: a file of its own since transformers 5, a key of tokenizer_config.json before."""
+    if (source.path / TEMPLATE).is_file():
+        return (source.path / TEMPLATE).read_text(encoding="utf-8")
+    template = _extra(source).get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def _extra(source: Source) -> dict[str, Any]:
+    file = source.path / "tokenizer_config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,18 @@
+"""Checkpoint layouts that Linnet reads, by the `model_type` of config.json."""
+
+from linnet.hf.layouts import fla, linnet, llama, mamba, transnormer
+from linnet.hf.layouts.base import HEAD, Part, Plan, Reader, Settings
+
+# model_type -> (what a person calls it, reader, name of the embedding)
+LAYOUTS: dict[str, tuple[str, Reader, str]] = {
+    "gla": ("GLA of flash-linear-attention", fla.read_gla, fla.EMBEDDING),
+    "hgrn2": ("HGRN2 of flash-linear-attention", fla.read_hgrn2, fla.EMBEDDING),
+    "lightnet": ("LightNet of flash-linear-attention", fla.read_lightnet, fla.EMBEDDING),
+    "linnet": ("Linnet", linnet.read, "model.embedding.weight"),
+    "llama": ("Llama", llama.read, llama.EMBEDDING),
+    "mamba": ("Mamba", mamba.read, mamba.EMBEDDING),
+    "transformer": ("Transformer of flash-linear-attention", fla.read_transformer, fla.EMBEDDING),
+    "transnormer": ("TransNormerLLM", transnormer.read, transnormer.EMBEDDING),
+}
+
+__all__ = ["HEAD", "LAYOUTS", "Part", "Plan", "Settings"]

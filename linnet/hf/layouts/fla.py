@@ -1,0 +1,147 @@
+"""HGRN2, GLA, LightNet and the Transformer as flash-linear-attention saves them (version 0.6).
+
+All have RMSNorm and SwiGLU. Its kernels multiply queries by K^(-1/2) where Linnet's HGRN2 and LightNet multiply by one.
+A norm follows, so this is the same as an epsilon K times as large. The norms inside HGRN2 and LightNet do not take
+`norm_eps`: they run with 1e-5 and 1e-6.
+"""
+
+from linnet.config import parse
+from linnet.hf.layouts.base import BLOCK, GLU, LARGEST, Part, Plan, Settings, ends, stack
+from linnet.models import ModelConfig
+
+EMBEDDING = "model.embeddings.weight"
+LAYER = "model.layers.{}"
+NORMS = {"mixer_norm.weight": "attn_norm.weight", "channel_norm.weight": "mlp_norm.weight"}
+OUT = {"mixer.out_proj.weight": "attn.o_proj.weight"}
+QKV = {f"mixer.{name}.weight": f"attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj")}
+HGRN2_EPS, LIGHTNET_EPS = 1e-5, 1e-6
+
+
+def read_hgrn2(settings: Settings) -> Plan:
+    width, key = _head(settings, ratio_wins=True)
+    bounded = settings.flag("use_lower_bound", True)
+    mixer = {
+        "num_heads": width // key,
+        "norm": "rmsnorm",
+        "norm_eps": HGRN2_EPS * key,
+        "lower_bound": "inclusive" if bounded else "none",
+    }
+    names = {
+        **{f"mixer.{name}.weight": f"attn.{name}.weight" for name in ("q_proj", "f_proj", "i_proj")},
+        "mixer.norm.weight": "attn.g_norm.weight",
+    }
+    plan = _plan(settings, "hgrn2", mixer, names | OUT)
+    if bounded:
+        plan.parts["backbone.shared.hgrn2.gamma"] = Part("model.lower_bounds")
+    return plan
+
+
+def read_lightnet(settings: Settings) -> Plan:
+    width, key = _head(settings, ratio_wins=False)
+    mixer = {
+        "num_heads": width // key,
+        "norm": "rmsnorm",
+        "norm_eps": LIGHTNET_EPS * key,
+        "lrpe": False,
+        "gate_rank": settings.integer("gate_low_rank_dim", 128),
+        "gate_activation": "silu",
+    }
+    names = {
+        **QKV,
+        "mixer.output.gate_down.weight": "attn.g_proj.0.weight",
+        "mixer.output.gate_up.weight": "attn.g_proj.1.weight",
+        "mixer.output.norm.weight": "attn.g_norm.weight",
+        "mixer.output.out_proj.weight": "attn.o_proj.weight",
+    }
+    return _plan(settings, "lightnet", mixer, names)
+
+
+def read_gla(settings: Settings) -> Plan:
+    heads = settings.integer("num_heads", 4)
+    fused = settings.flag("fuse_norm", True)  # it changes a name, nothing else
+    mixer = {
+        "num_heads": heads,
+        "expand_k": settings.number("expand_k", 0.5),
+        "norm_eps": settings.number("norm_eps", 1e-6),
+        "gate_rank": 16,
+        "gate_temperature": 16.0,
+    }
+    settings.only("expand_v", 1.0, 1, why="Linnet's values have the model's width")
+    settings.only("num_kv_heads", None, heads, why="Linnet's GLA does not share keys and values among heads")
+    settings.only("feature_map", None, why="Linnet's GLA has no feature map")
+    settings.only("use_output_gate", True, why="Linnet's GLA has an output gate")
+    settings.only("clamp_min", None, why="Linnet's GLA does not clamp its decays")
+    names = {
+        **QKV,
+        **OUT,
+        "mixer.decay_down.weight": "attn.gk_proj.0.weight",
+        "mixer.decay_up.weight": "attn.gk_proj.1.weight",
+        "mixer.decay_up.bias": "attn.gk_proj.1.bias",
+        "mixer.gate_proj.weight": "attn.g_proj.weight",
+        "mixer.norm.weight": "attn.g_norm_swish_gate.weight" if fused else "attn.g_norm.weight",
+    }
+    return _plan(settings, "gla", mixer, names)
+
+
+def read_transformer(settings: Settings) -> Plan:
+    heads = settings.integer("num_heads", 32)
+    window = settings.values.get("window_size")
+    mixer = {
+        "num_heads": heads,
+        "num_kv_heads": settings.integer("num_kv_heads", heads),
+        "rope_base": settings.number("rope_theta", 10000.0),
+        "window": 0 if window is None else settings.integer("window_size", None),
+    }
+    settings.only("qkv_bias", False, why="Linnet's attention has no biases")
+    settings.only("qk_norm", False, why="Linnet's attention does not normalise queries and keys")
+    return _plan(settings, "attention", mixer, QKV | OUT)
+
+
+def _head(settings: Settings, ratio_wins: bool) -> tuple[int, int]:
+    """Width of the model and of a key, from `expand_ratio` or `num_heads`; the source's HGRN2 heeds the first alone."""
+    width = settings.integer("hidden_size", 2048)
+    ratio, heads = settings.values.get("expand_ratio", 128), settings.values.get("num_heads")
+    if ratio is None:
+        ratio = width // settings.integer("num_heads", None)
+    else:
+        ratio = settings.integer("expand_ratio", 128)
+        heads = None if ratio_wins else heads
+    if ratio < 1 or width % ratio or (heads is not None and heads != width // ratio):
+        settings.problems.append(
+            f"expand_ratio: {ratio} with num_heads {heads!r} does not cut hidden_size {width} into heads that are as "
+            "wide for keys as for values, which Linnet's layer needs"
+        )
+        ratio = width
+    return width, ratio
+
+
+def _plan(settings: Settings, mixer: str, options: dict, names: dict) -> Plan:
+    """What the models have in common; `options` and `names` are those of the token mixer."""
+    width = settings.integer("hidden_size", 2048)
+    layers = settings.integer("num_hidden_layers", 24, LARGEST["layers"])
+    ratio = settings.integer("hidden_ratio", 4)
+    ideal = 256 * -(-int(width * ratio * 2 / 3) // 256)
+    inner = settings.integer("intermediate_size", ideal)
+    vocabulary = settings.integer("vocab_size", 32000, LARGEST["vocabulary"])
+    eps = settings.number("norm_eps", 1e-6)
+    settings.only("hidden_act", "swish", "silu", why="Linnet's swiglu gates with SiLU")
+    settings.only("use_short_conv", False, why=f"Linnet's {mixer} has no short convolutions")
+    settings.only("elementwise_affine", True, why="the norms must have gains")
+    settings.only("attn", None, why="hybrids of this layout are not read")
+    settings.only("attnres_block_size", None, why="Linnet's residual stream is a plain sum")
+    settings.check()
+    model = parse(
+        ModelConfig,
+        {
+            "d_model": width,
+            "layout": f"{mixer}+swiglu x{layers}",
+            "vocab_size": vocabulary,
+            "options": {mixer: options, "swiglu": {"inner": inner}},
+            "norm": "rmsnorm",
+            "norm_eps": eps,
+            "tie_embeddings": settings.tied,
+        },
+        "config.json",
+    )
+    parts = ends(settings, EMBEDDING, "model.norm.weight") | stack(layers, BLOCK, LAYER, NORMS | names | GLU)
+    return Plan(model, parts, (r"model\.layers\.\d+\.attn\.rotary\.inv_freq",))

@@ -1,0 +1,86 @@
+"""TransNormerLLM as its authors released it in 385M, 1B and 7B (paper 001, section 4): TNL v1.
+
+One projection gives queries, keys, values and the output gate, in this order. Norms have no gain, the slopes are
+ALiBi's, later layers decay slower, and embeddings are multiplied by sqrt(d). The released code leaves the attention's
+length, the residual dtype and the backend to its caller, so nothing else of config.json changes the model.
+"""
+
+from linnet.config import parse
+from linnet.hf.layouts.base import BLOCK, LARGEST, Part, Plan, Settings, ends, stack
+from linnet.models import ModelConfig
+
+EMBEDDING = "model.embed_tokens.weight"
+LAYER = "model.layers.{}"
+NAMES = {
+    "mixer.q_proj.weight": Part("token_mixer.qkvu_proj.weight", 0, 4),
+    "mixer.k_proj.weight": Part("token_mixer.qkvu_proj.weight", 1, 4),
+    "mixer.v_proj.weight": Part("token_mixer.qkvu_proj.weight", 2, 4),
+    "mixer.output.gate_up.weight": Part("token_mixer.qkvu_proj.weight", 3, 4),
+    "mixer.output.out_proj.weight": "token_mixer.out_proj.weight",
+    "channel.gate_proj.weight": "channel_mixer.l1.weight",
+    "channel.up_proj.weight": "channel_mixer.l2.weight",
+    "channel.down_proj.weight": "channel_mixer.l3.weight",
+}
+
+
+def read(settings: Settings) -> Plan:
+    width = settings.integer("decoder_embed_dim", 1024)
+    layers = settings.integer("decoder_layers", 24, LARGEST["layers"])
+    heads = settings.integer("decoder_attention_heads", 8)
+    vocabulary = settings.integer("vocab_size", 64000, LARGEST["vocabulary"])
+    inner = width if settings.values.get("glu_dim") == -1 else settings.integer("glu_dim", 2816)
+    activation = settings.choice(
+        "linear_act_fun", "silu", {"silu": "silu", "swish": "silu", "1+elu": "elu1", "none": "none"}
+    )
+    scaled = not settings.flag("no_scale_embedding", False)
+    lrpe = _lrpe(settings, layers)
+    settings.only("hidden_dim", width, why="Linnet's heads share the model's width")
+    settings.only("norm_type", "simplermsnorm", why="the released models have norms without a gain")
+    settings.only("bias", False, why="Linnet's layers have no biases")
+    settings.check()
+    tnl = {
+        "num_heads": heads,
+        "qk_activation": activation,
+        "gate": "full",
+        "gate_activation": "none",
+        "lrpe": lrpe,
+    }
+    model = parse(
+        ModelConfig,
+        {
+            "d_model": width,
+            "layout": f"tnl+sglu x{layers}",
+            "vocab_size": vocabulary,
+            "options": {"tnl": tnl, "sglu": {"inner": inner}},
+            "norm": "srmsnorm",
+            "embedding_scale": float(width) ** 0.5 if scaled else 1.0,
+            "tie_embeddings": settings.tied,
+        },
+        "config.json",
+    )
+    parts = ends(settings, EMBEDDING, None) | stack(layers, BLOCK, LAYER, NAMES)
+    rotated = {"none": 0, "first_layer": 1, "all_layers": layers}[lrpe]
+    parts |= stack(rotated, BLOCK, LAYER, {"mixer.lrpe.theta": Part("token_mixer.lrpe.theta", squeeze=True)})
+    return Plan(model, parts)
+
+
+def _lrpe(settings: Settings, layers: int) -> str:
+    """Which layers have LRPE: a list of one flag a layer, or, where that is empty, one flag for all."""
+    flags = settings.values.get("linear_use_lrpe_list") or []
+    if not flags:
+        return "all_layers" if settings.flag("linear_use_lrpe", False) else "none"
+    if not isinstance(flags, list) or len(flags) != layers or any(flag not in (0, 1) for flag in flags):
+        settings.problems.append(
+            f"linear_use_lrpe_list: must hold 0 or 1 for each of {layers} layers (given {flags!r})"
+        )
+        return "none"
+    if not any(flags):
+        return "none"
+    if flags[0] and not any(flags[1:]):
+        return "first_layer"
+    if all(flags):
+        return "all_layers"
+    settings.problems.append(
+        f"linear_use_lrpe_list: Linnet has LRPE in the first layer, in all or in none (given {flags!r})"
+    )
+    return "none"

@@ -1,0 +1,133 @@
+"""A checkpoint folder of another project: its config.json, and its tensors, read one at a time.
+
+safetensors files hold nothing but tensors. Pickles can hold code: they are refused unless asked for, and then read by
+PyTorch's restricted unpickler (`weights_only`).
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from linnet.config import ConfigError
+
+SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
+
+
+@dataclass
+class Source:
+    """A folder that was looked through.
+
+    Attributes:
+        config: what config.json says.
+        shapes: of all tensors, by name.
+        integers: names of tensors that are not of floating point.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    integers: set[str] = field(default_factory=set)
+    _files: dict[str, Path] = field(default_factory=dict)
+    _loaded: dict[str, Tensor] = field(default_factory=dict)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU and as it is stored."""
+        if name in self._loaded:
+            return self._loaded[name]
+        with safe_open(self._files[name], "pt") as file:
+            return file.get_tensor(name)
+
+
+def open_source(path: str | Path, allow_pickle: bool = False) -> Source:
+    """Looks through a folder with config.json and weights in one file or many (`*.index.json`).
+
+    Raises:
+        ConfigError: names all files that are missing or damaged; or weights are pickles and `allow_pickle` is not set.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ConfigError([f"{path}: is not a folder; give the folder with config.json and the weights"], "convert")
+    source = Source(path, _read_json(path / "config.json"))
+    problems: list[str] = []
+    files = _weight_files(path, SAFE, problems)
+    if files:
+        for file in files:
+            _scan(source, file, problems)
+    else:
+        files = _weight_files(path, PICKLED, problems)
+        if files and not allow_pickle:
+            problems.append(
+                f"{files[0]}: is a pickle, which can run code when it is read; take safetensors, or pass "
+                "--allow-pickle if you trust where it comes from"
+            )
+        elif not files and not problems:
+            problems.append(f"{path}: has no {SAFE} (nor {SAFE}.index.json)")
+        for file in files if allow_pickle else []:
+            _unpickle(source, file, problems)
+    if problems:
+        raise ConfigError(problems, str(path))
+    return source
+
+
+def _weight_files(path: Path, name: str, problems: list[str]) -> list[Path]:
+    """The files that hold the weights: one, or those that an index names; none if there is neither."""
+    if (path / name).is_file():
+        return [path / name]
+    index = path / f"{name}.index.json"
+    if not index.is_file():
+        return []
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        problems.append(f"{index}: has no weight_map from tensors to files")
+        return []
+    files = sorted(set(names.values()))
+    outside = [file for file in files if Path(file).name != file]
+    missing = [file for file in files if file not in outside and not (path / file).is_file()]
+    problems += [f"{index}: names {file!r}, which is not a file of this folder" for file in outside]
+    problems += [f"{path / file}: is missing, though {index.name} names it" for file in missing]
+    return [path / file for file in files if file not in outside + missing]
+
+
+def _scan(source: Source, file: Path, problems: list[str]) -> None:
+    try:
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                view = tensors.get_slice(name)
+                source.shapes[name], source._files[name] = tuple(view.get_shape()), file
+                if not view.get_dtype().startswith(("F", "BF")):
+                    source.integers.add(name)
+    except (OSError, SafetensorError) as error:
+        problems.append(f"{file}: is damaged, or no safetensors file ({error})")
+
+
+def _unpickle(source: Source, file: Path, problems: list[str]) -> None:
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle raises anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        problems.append(f"{file}: is damaged, or holds more than tensors ({reason})")
+        return
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        problems.append(f"{file}: does not hold tensors by name")
+        return
+    for name, tensor in tensors.items():
+        source.shapes[name], source._loaded[name] = tuple(tensor.shape), tensor
+        if not tensor.is_floating_point():
+            source.integers.add(name)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: is missing"], "convert") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"{path}: is not JSON ({error})"], "convert") from None
+    if not isinstance(values, dict):
+        raise ConfigError([f"{path}: must hold an object, not {type(values).__name__}"], "convert")
+    return values

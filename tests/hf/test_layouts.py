@@ -1,0 +1,191 @@
+"""Llama and Mamba checkpoints of transformers, against transformers' own models; files in all their forms."""
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from hf_folders import relative, write_folder
+
+from linnet.config import ConfigError
+from linnet.runs import load_model
+
+transformers = pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'linnet[hf]'")
+hf = pytest.importorskip("linnet.hf")
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}
+LLAMA = {**SMALL, "num_attention_heads": 4, "intermediate_size": 48, "initializer_range": 0.2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+CASES = {
+    "llama": lambda: transformers.LlamaConfig(**LLAMA),
+    "llama-grouped-tied": lambda: transformers.LlamaConfig(
+        **LLAMA, num_key_value_heads=2, tie_word_embeddings=True, rms_norm_eps=1e-2
+    ),
+    "llama-3.1": lambda: transformers.LlamaConfig(**LLAMA, num_key_value_heads=1, rope_parameters=LLAMA3),
+    "llama-linear": lambda: transformers.LlamaConfig(
+        **LLAMA, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    ),
+    "mamba": lambda: transformers.MambaConfig(**SMALL, state_size=8, initializer_range=0.2, layer_norm_epsilon=1e-3),
+    "mamba-plain": lambda: transformers.MambaConfig(
+        **SMALL, use_conv_bias=False, time_step_rank=5, expand=3, conv_kernel=3, tie_word_embeddings=False
+    ),
+}
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def build(name):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CASES[name]()).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that gains and biases show
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def logits(model, tokens):
+    with torch.no_grad():
+        return model(tokens)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_transformers(name, tokens, tmp_path):
+    theirs = build(name)
+    theirs.save_pretrained(tmp_path / "source")
+    found = hf.convert(tmp_path / "source", tmp_path / "out")
+    model, tokenizer = load_model(found.path)
+    assert tokenizer is None and "no tokenizer.json" in found.notes[0]
+    assert model.config.tie_embeddings == theirs.config.tie_word_embeddings
+    assert relative(logits(model, tokens), theirs(tokens).logits) < 2e-5
+    states = model.init_state(2, 40)
+    with torch.no_grad():
+        for place in range(40):
+            last, states = model.step(tokens[:, place], states)
+    assert relative(last, theirs(tokens).logits[:, -1]) < 2e-5
+
+
+def test_mamba_of_flash_linear_attention_has_the_same_tensors(tokens, tmp_path):
+    theirs = build("mamba-plain")
+    config = {**SMALL, "model_type": "mamba", "use_conv_bias": False, "dt_rank": 5, "expand": 3, "conv_kernel": 3}
+    write_folder(tmp_path / "source", {**config, "norm_eps": 1e-5}, theirs.state_dict())
+    model, _ = load_model(hf.convert(tmp_path / "source", tmp_path / "out").path)
+    assert relative(logits(model, tokens), theirs(tokens).logits) < 2e-5
+
+
+def test_shards_and_half_precision(tokens, tmp_path):
+    theirs = build("llama").to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "source", max_shard_size="8KB")
+    shards = sorted((tmp_path / "source").glob("model-*.safetensors"))
+    assert len(shards) > 3
+    model, _ = load_model(hf.convert(tmp_path / "source", tmp_path / "out").path)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
+    expected = again(tokens).logits
+    assert relative(logits(load_model(tmp_path / "out", dtype=torch.float32)[0], tokens), expected) < 2e-5
+
+    shards[0].unlink()
+    shards[1].write_bytes(b"broken")
+    index = tmp_path / "source" / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    values["weight_map"]["extra"] = "../elsewhere.safetensors"
+    index.write_text(json.dumps(values))
+    with pytest.raises(ConfigError) as error:
+        hf.convert(tmp_path / "source", tmp_path / "again")
+    assert len(error.value.problems) == 3
+    assert "is missing" in str(error.value) and "is damaged" in str(error.value) and "not a file of" in str(error.value)
+
+
+def test_pickles_only_when_asked_for(tokens, tmp_path):
+    theirs = build("llama-grouped-tied")
+    source = tmp_path / "source"
+    theirs.save_pretrained(source)
+    (source / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="has no model.safetensors"):
+        hf.convert(source, tmp_path / "out")
+    torch.save(theirs.state_dict(), source / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="--allow-pickle"):
+        hf.convert(source, tmp_path / "out")
+    model, _ = load_model(hf.convert(source, tmp_path / "out", allow_pickle=True).path)
+    assert relative(logits(model, tokens), theirs(tokens).logits) < 2e-5
+
+
+class Harm:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_never_runs_code(tmp_path):
+    source = tmp_path / "source"
+    build("llama").save_pretrained(source)
+    (source / "model.safetensors").unlink()
+    for content in (pickle.dumps({"norm": Harm(tmp_path / "harmed")}, 2), pickle.dumps([1], 2), b"", b"\x80"):
+        (source / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(ConfigError, match="pytorch_model.bin"):
+            hf.convert(source, tmp_path / "out", allow_pickle=True)
+    assert not (tmp_path / "harmed").exists() and not (tmp_path / "out").exists()
+
+
+def test_an_untied_head_that_is_the_embedding_and_a_stale_one(tokens, tmp_path):
+    theirs = build("llama-grouped-tied")
+    config = {k: v for k, v in theirs.config.to_dict().items() if k != "tie_word_embeddings"}
+    tensors = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    write_folder(tmp_path / "source", config, tensors)
+    model, _ = load_model(hf.convert(tmp_path / "source", tmp_path / "silent").path)
+    assert model.config.tie_embeddings
+    tensors["lm_head.weight"] += 1.0
+    write_folder(tmp_path / "source", {**config, "tie_word_embeddings": True}, tensors)
+    found = hf.convert(tmp_path / "source", tmp_path / "stale")
+    assert "differs from the embedding" in found.notes[0]
+    assert relative(logits(load_model(found.path)[0], tokens), theirs(tokens).logits) < 2e-5
+    write_folder(tmp_path / "source", config, tensors)
+    assert not load_model(hf.convert(tmp_path / "source", tmp_path / "other").path)[0].config.tie_embeddings
+
+
+def test_tokenizer_and_chat_template_come_along(tmp_path):
+    from linnet.data import train_bpe
+
+    tokenizer = train_bpe(["the cat sat on the mat; the dog sat on the log. " * 20], 260)
+    source = tmp_path / "source"
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA, "vocab_size": 300})).save_pretrained(source)
+    wrapped = hf.to_transformers(tokenizer)
+    wrapped.chat_template = "{{ messages[0]['content'] }}"
+    wrapped.save_pretrained(source)
+    found = hf.convert(source, tmp_path / "out")
+    _, its = load_model(found.path)
+    assert not found.notes and its.encode("the cat").tolist() == tokenizer.encode("the cat").tolist()
+    assert its.end_of_document == tokenizer.end_of_document
+    assert (found.path / "chat_template.jinja").read_text() == wrapped.chat_template
+    (source / "tokenizer.json").write_text("{}")
+    assert "the tokenizer was left out" in hf.convert(source, tmp_path / "without").notes[0]
+
+
+def test_an_export_comes_back(tmp_path):
+    from hf_models import small
+
+    from linnet.data import ByteTokenizer
+    from linnet.models import build_model
+    from linnet.runs import save_model
+
+    for name in ("hgrn2", "hyenas"):
+        config = small(name)
+        model = build_model(config).eval()
+        save_model(tmp_path / name, config, model.state_dict(), ByteTokenizer())
+        hf.export(tmp_path / name, tmp_path / f"{name}-hf")
+        again, _ = load_model(hf.convert(tmp_path / f"{name}-hf", tmp_path / f"{name}-back").path)
+        assert again.config == config
+        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))

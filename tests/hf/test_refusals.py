@@ -1,0 +1,110 @@
+"""What cannot be read is refused before anything is written, all of it at once, by name."""
+
+import json
+
+import pytest
+import torch
+from hf_folders import random_tensors, write_folder
+
+from linnet.config import ConfigError
+
+pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'linnet[hf]'")
+hf = pytest.importorskip("linnet.hf")
+
+CONFIGS = {
+    "llama": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "num_attention_heads": 2},
+    "mamba": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20},
+    "transnormer": {"decoder_embed_dim": 16, "hidden_dim": 16, "decoder_layers": 3, "vocab_size": 20},
+    "hgrn2": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "expand_ratio": 8},
+    "lightnet": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "expand_ratio": 8},
+    "gla": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "num_heads": 2},
+    "transformer": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "num_heads": 2},
+}
+REFUSED = {
+    "llama": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "hidden_act": "gelu",
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "yarn"},
+        "quantization_config": {"bits": 4},
+    },
+    "mamba": {"use_bias": True, "hidden_act": "relu", "intermediate_size": 7},
+    "transnormer": {
+        "hidden_dim": 32,
+        "norm_type": "layernorm",
+        "bias": True,
+        "linear_act_fun": "relu",
+        "linear_use_lrpe_list": [0, 1, 0],
+    },
+    "hgrn2": {"use_short_conv": True, "elementwise_affine": False, "attn": {"layers": [0]}, "expand_ratio": 5},
+    "lightnet": {"use_short_conv": True, "num_heads": 7, "hidden_act": "powlu"},
+    "gla": {"num_kv_heads": 1, "feature_map": "relu", "clamp_min": -1.0, "expand_v": 2, "use_output_gate": False},
+    "transformer": {"qkv_bias": True, "qk_norm": True, "attnres_block_size": 2},
+}
+
+
+def folder(path, kind, changes, tensors=None):
+    return write_folder(path, {"model_type": kind, **CONFIGS[kind], **changes}, tensors or {"x": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_settings_that_layers_cannot_express_are_named_together(kind, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        hf.convert(folder(tmp_path / "source", kind, REFUSED[kind]), tmp_path / "out")
+    named = {problem.partition(":")[0].partition(".")[0] for problem in error.value.problems}
+    assert named == {"expand_ratio" if key == "num_heads" else key for key in REFUSED[kind]}
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("value", [0, -3, 1 << 40, "large", 1.5, True, [1], {}])
+def test_wrong_values_are_named(kind, value, tmp_path):
+    key = "decoder_embed_dim" if kind == "transnormer" else "hidden_size"
+    with pytest.raises(ConfigError, match=key):
+        hf.convert(folder(tmp_path / "source", kind, {key: value}), tmp_path / "out")
+    layers = "decoder_layers" if kind == "transnormer" else "num_hidden_layers"
+    with pytest.raises(ConfigError, match=layers):
+        hf.convert(folder(tmp_path / "source", kind, {layers: value}), tmp_path / "out")
+
+
+def test_tensors_that_do_not_fit_are_named_together(tmp_path):
+    config = {**CONFIGS["transnormer"], "decoder_layers": 1, "decoder_attention_heads": 2, "glu_dim": -1}
+    good = {
+        "model.embed_tokens.weight": (20, 16),
+        "lm_head.weight": (20, 16),
+        "model.layers.0.token_mixer.qkvu_proj.weight": (64, 16),
+        "model.layers.0.token_mixer.out_proj.weight": (16, 16),
+        **{f"model.layers.0.channel_mixer.l{i}.weight": (16, 16) for i in (1, 2, 3)},
+    }
+    hf.convert(folder(tmp_path / "good", "transnormer", config, random_tensors(good)), tmp_path / "fine")
+    bad = dict(good)
+    bad["model.layers.0.token_mixer.qkvu_proj.weight"] = (48, 16)
+    bad["model.layers.0.token_mixer.qkvu_proj.bias"] = bad.pop("model.layers.0.token_mixer.out_proj.weight")
+    tensors = random_tensors(bad)
+    tensors["model.layers.0.channel_mixer.l1.weight"] = torch.zeros(16, 16, dtype=torch.int8)
+    with pytest.raises(ConfigError) as error:
+        hf.convert(folder(tmp_path / "bad", "transnormer", config, tensors), tmp_path / "out")
+    text = str(error.value)
+    assert len(error.value.problems) == 4 and not (tmp_path / "out").exists()
+    assert "qkvu_proj.weight: has shape [48, 16], and config.json means [64, 16]" in text
+    assert "out_proj.weight: is missing; its shape must be [16, 16]" in text
+    assert "qkvu_proj.bias: nothing in Linnet's model takes it" in text
+    assert "l1.weight: holds integers" in text
+
+
+def test_folders_that_are_none(tmp_path):
+    with pytest.raises(ConfigError, match="is not a folder"):
+        hf.convert(tmp_path / "none", tmp_path / "out")
+    (tmp_path / "source").mkdir()
+    with pytest.raises(ConfigError, match="config.json: is missing"):
+        hf.convert(tmp_path / "source", tmp_path / "out")
+    for text in ("[1]", "{", "\0", ""):
+        (tmp_path / "source" / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match="config.json"):
+            hf.convert(tmp_path / "source", tmp_path / "out")
+    (tmp_path / "source" / "config.json").write_text(json.dumps({"model_type": "llamas"}))
+    with pytest.raises(ConfigError, match="has no model.safetensors"):
+        hf.convert(tmp_path / "source", tmp_path / "out")
+    with pytest.raises(ConfigError, match="did you mean 'llama'"):
+        hf.convert(write_folder(tmp_path / "typo", {"model_type": "llamas"}, {"x": torch.zeros(1)}), tmp_path / "out")
