@@ -28,7 +28,7 @@ def _fetch(da, db, dc, row, i, j, sa, sb, sc, barriers, slot, wanted, BYTES: gl.
 
 @gluon.jit
 def hopper_kernel(
-    a, b, c, o, a1, b1, c1, o1, a2, b2, c2, o2, entry, entry2, leave, sums, sums2, rates, offsets,
+    a, b, c, o, a1, b1, c1, o1, a2, b2, c2, o2, entry, entry2, leave, sums, rates, offsets,
     scale, T, N, G, H: gl.constexpr,
     DA: gl.constexpr, DC: gl.constexpr, C: gl.constexpr, BC: gl.constexpr, ROLES: gl.constexpr,
     REVERSE: gl.constexpr, FLIP: gl.constexpr, HAS_DECAY: gl.constexpr, HAS_ENTRY: gl.constexpr,
@@ -49,9 +49,6 @@ def hopper_kernel(
         if HAS_ENTRY or HAS_ENTRY2:
             if role > 0:
                 entry = entry2
-        if SPLIT:
-            if role > 0:
-                sums = sums2
         reverse = (role > 0).to(gl.int32)
         flip = role < 2
         has_entry = (HAS_ENTRY & (role == 0)) | (HAS_ENTRY2 & (role > 0))
@@ -121,7 +118,8 @@ def hopper_kernel(
     if SPLIT:
         whole = gl.exp2(rate * per * C)
         for before in range(0, g):
-            state = state * whole + gl.load(sums + (nh.to(gl.int64) * (G - 1) + before) * (DA * DC) + place)
+            summary = sums + ((reverse * (N * H) + nh).to(gl.int64) * (G - 1) + before) * (DA * DC)
+            state = state * whole + gl.load(summary + place)
 
     # Positions in the order of the sweep, in each layout that a product has them in.
     rj = gl.arange(0, C, gl.SliceLayout(1, SCORES))

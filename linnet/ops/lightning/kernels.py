@@ -69,29 +69,34 @@ def _load_state(pointer, i, j, flip, DA: tl.constexpr, DC: tl.constexpr, TURNED:
 
 @triton.jit
 def summarise_kernel(
-    b, c, summaries, rates, offsets, scale, T, N, G, H: tl.constexpr,
-    DA: tl.constexpr, DC: tl.constexpr, C: tl.constexpr, PA: tl.constexpr, BC: tl.constexpr, REVERSE: tl.constexpr,
+    b, c, b1, c1, sums, rates, offsets, scale, T, N, G, H: tl.constexpr,
+    DA: tl.constexpr, DC: tl.constexpr, C: tl.constexpr, PA: tl.constexpr, BC: tl.constexpr, ROLES: tl.constexpr,
     HAS_DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """[ROLES, N, H, G - 1, DA, DC]: of b and c from the first token on, of b1 and c1 from the last."""
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = (DC + BC - 1) // BC
     block = pid % BLOCKS
-    nh = (pid // BLOCKS) % (N * H)
-    g = pid // (BLOCKS * N * H)
+    reverse = (pid // BLOCKS) % ROLES
+    nh = (pid // (BLOCKS * ROLES)) % (N * H)
+    g = pid // (BLOCKS * ROLES * N * H)
     n, h = nh // H, nh % H
-    row, length = _span(offsets, n, T, C, DOCUMENTS, REVERSE)
+    if ROLES == 2:
+        if reverse > 0:
+            b, c = b1, c1
+    row, length = _span(offsets, n, T, C, DOCUMENTS, reverse > 0)
     rate = _rate(rates, h, HAS_DECAY)
     r, i, j = tl.arange(0, C), tl.arange(0, PA), block * BC + tl.arange(0, BC)
     b += (row * H + h) * DA
     c += (row * H + h) * DC
     b_tile = r[:, None] * (H * DA) + i[None, :]
     c_tile = r[:, None] * (H * DC) + j[None, :]
-    if REVERSE:
-        r = C - 1 - r
+    r = tl.where(reverse > 0, C - 1 - r, r)
+    key = tl.exp2(rate * (C - 1 - r + reverse)) * tl.where(reverse > 0, scale, 1.0)
     chunks = tl.cdiv(length, C)
     per = tl.cdiv(chunks, G)
-    hop = row * 0 + (1 - 2 * REVERSE) * (H * C)
+    hop = row * 0 + (1 - 2 * reverse) * (H * C)
     state = tl.zeros([PA, BC], tl.float32)
     # A segment that another follows is of whole chunks; the others' summaries are read by none.
     for x in tl.range(g * per, tl.minimum((g + 1) * per, chunks), num_stages=STAGES):
@@ -99,18 +104,15 @@ def summarise_kernel(
         left = length - x * C
         tb = _load_tile(b + move * DA, b_tile, r, i, left, DA, PA != DA, EVEN, OPERAND)
         tc = _load_tile(c + move * DC, c_tile, r, j, left, DC, DC % BC != 0, EVEN, OPERAND)
-        key = tl.exp2(rate * (C - 1 - r + REVERSE))
-        if REVERSE:
-            key *= scale
         tc = (tc * key[:, None]).to(OPERAND)
         state = tl.dot(tl.trans(tb), tc, state * tl.exp2(rate * C), input_precision=PRECISION)
-    to = summaries + (nh.to(tl.int64) * (G - 1) + g) * DA * DC
+    to = sums + ((reverse * (N * H) + nh).to(tl.int64) * (G - 1) + g) * (DA * DC)
     tl.store(to + i[:, None] * DC + j[None, :], state, mask=(i < DA)[:, None] & (j < DC)[None, :])
 
 
 @triton.jit
 def sweep_kernel(
-    a, b, c, o, a1, b1, c1, o1, a2, b2, c2, o2, entry, entry2, leave, sums, sums2, rates, offsets,
+    a, b, c, o, a1, b1, c1, o1, a2, b2, c2, o2, entry, entry2, leave, sums, rates, offsets,
     scale, T, N, G, H: tl.constexpr,
     DA: tl.constexpr, DC: tl.constexpr, C: tl.constexpr, PA: tl.constexpr, BC: tl.constexpr, ROLES: tl.constexpr,
     REVERSE: tl.constexpr, FLIP: tl.constexpr, HAS_DECAY: tl.constexpr, HAS_ENTRY: tl.constexpr,
@@ -133,9 +135,6 @@ def sweep_kernel(
         if HAS_ENTRY or HAS_ENTRY2:
             if role > 0:
                 entry = entry2
-        if SPLIT:
-            if role > 0:
-                sums = sums2
         reverse = (role > 0).to(tl.int32)
         flip = role < 2
         has_entry = (HAS_ENTRY & (role == 0)) | (HAS_ENTRY2 & (role > 0))
@@ -171,7 +170,7 @@ def sweep_kernel(
     if SPLIT:
         whole = tl.exp2(rate * per * C)
         for before in tl.range(0, g):
-            summary = sums + (nh.to(tl.int64) * (G - 1) + before) * (DA * DC)
+            summary = sums + ((reverse * (N * H) + nh).to(tl.int64) * (G - 1) + before) * (DA * DC)
             state = state * whole + _load_state(summary, i, j, flip, DA, DC, TURNED)
 
     # The scale belongs to o or to do: to what leaves the state in a plain sweep, to what enters it in a reversed one.

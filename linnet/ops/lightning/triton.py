@@ -160,36 +160,37 @@ def _run(
         leave: what the last sweep leaves, if wanted.
     """
     rates, cu_seqlens = align(rates), align(cu_seqlens)
-    sums = [None, None]
-    for i, summarise in enumerate(plan.summarise):
-        b, c = summaries[i]
-        sums[i] = b.new_empty(plan.states, b.shape[2], plan.segments - 1, b.shape[3], c.shape[3], dtype=torch.float32)
-        summarise(b, c, sums[i], rates, cu_seqlens, scale)
+    sums = None
+    if plan.segments > 1:
+        (b, c), last = summaries[0], summaries[-1] if len(summaries) > 1 else (None, None)
+        shape = len(summaries), plan.states, b.shape[2], plan.segments - 1, b.shape[3], c.shape[3]
+        sums = b.new_empty(shape, dtype=torch.float32)
+        plan.summarise(b, c, *last, sums, rates, cu_seqlens, scale)
     if len(plan.launches) == 3:
         for i, launch in enumerate(plan.launches):
             leaves = leave if i == 2 else None
             launch(
-                *sweeps[4 * i : 4 * i + 4], *_NONE, last_entry if i else entry, None, leaves, sums[i > 0], None,
-                rates, cu_seqlens, scale,
+                *sweeps[4 * i : 4 * i + 4], *_NONE, last_entry if i else entry, None, leaves, sums, rates, cu_seqlens,
+                scale,
             )  # fmt: skip
     elif len(sweeps) == 4:
-        plan.launches[0](*sweeps, *_NONE, entry, None, leave, *sums, rates, cu_seqlens, scale)
+        plan.launches[0](*sweeps, *_NONE, entry, None, leave, sums, rates, cu_seqlens, scale)
     else:
         # Of two pointers of which a sweep takes one, neither may be absent if the other is not.
         if (entry is None) != (last_entry is None):
             entry, last_entry = (_blank(sweeps[0].device) if x is None else x for x in (entry, last_entry))
-        plan.launches[0](*sweeps, entry, last_entry, leave, *sums, rates, cu_seqlens, scale)
+        plan.launches[0](*sweeps, entry, last_entry, leave, sums, rates, cu_seqlens, scale)
 
 
 _NONE = (None,) * 8  # the tensors of two more sweeps
 
 
 class Plan(NamedTuple):
-    """The launches of a forward or backward: what sums segments up, for each direction, then the sweeps."""
+    """The launches of a forward or backward: what sums segments up, if there are more than one, then the sweeps."""
 
     states: int
     segments: int
-    summarise: list[Launcher]
+    summarise: Launcher | None
     launches: list[Launcher]
 
 
@@ -243,7 +244,7 @@ def _plan(
     segments = _count_segments(shape, forms)
     hopper = _suits_hopper(shape, forms)
     prepare = _prepare_hopper if hopper else _prepare_sweeps
-    summarise = [_prepare_summary(shape, form, segments, hopper) for form in forms[:2]] if segments > 1 else []
+    summarise = _prepare_summary(shape, forms, segments, hopper) if segments > 1 else None
     groups = [forms] if inner == outer else [[form] for form in forms]
     return Plan(states, segments, summarise, [prepare(shape, group, segments) for group in groups])
 
@@ -274,17 +275,18 @@ def _tiles(form: Form, dtype: torch.dtype) -> Tiles:
     return choose_tiles(pad(form.inner), pad(form.outer), dtype)
 
 
-def _prepare_summary(shape: Shape, form: Form, segments: int, hopper: bool) -> Launcher:
-    """[N, H, segments - 1, K, V]: the state of every segment but the last in the order of the sweep, from zero."""
-    tiles = _tiles(form, shape.dtype)
+def _prepare_summary(shape: Shape, forms: list[Form], segments: int, hopper: bool) -> Launcher:
+    """[directions, N, H, segments - 1, K, V]: the state of every segment but the last, in order, from zero."""
+    first, directions = forms[0], min(2, len(forms))
+    tiles = _tiles(first, shape.dtype)
     if hopper:
         tiles = tiles._replace(chunk=HOPPER_CHUNK, stages=3)  # the sweeps cut segments in whole chunks
-    K, V = (form.outer, form.inner) if form.flip else (form.inner, form.outer)
+    K, V = (first.outer, first.inner) if first.flip else (first.inner, first.outer)
     columns = min(tiles.columns, pad(V))
-    programs = triton.cdiv(V, columns) * shape.states * shape.heads * (segments - 1)
+    programs = triton.cdiv(V, columns) * directions * shape.states * shape.heads * (segments - 1)
     constants = (
         shape.length, shape.states, segments, shape.heads,
-        K, V, tiles.chunk, pad(K), columns, form.reverse, shape.rates, shape.documents,
+        K, V, tiles.chunk, pad(K), columns, directions, shape.rates, shape.documents,
         not shape.documents and shape.length % tiles.chunk == 0, *choose_operands(shape.dtype), tiles.stages,
     )  # fmt: skip
     return Launcher(summarise_kernel, programs, constants, num_warps=tiles.warps)
