@@ -20,7 +20,7 @@ from linnet.config import ConfigError
 from linnet.data import Tokenizer
 from linnet.inference.checks import check_settings, encode
 from linnet.inference.decoder import PLAIN, SAMPLED, TOLD, Decoder
-from linnet.inference.merging import merge_projections
+from linnet.inference.merging import merge_projections, serve_rows
 from linnet.inference.precision import lower_precision
 from linnet.inference.prefix import Prefix, load_prefix, weights_digest
 from linnet.inference.request import Completion, Piece, Request
@@ -118,6 +118,8 @@ class Engine:
         with torch.no_grad():
             if merge:
                 merge_projections(self.model)
+            if slots == 1:
+                serve_rows(self.model)
             self._decoder = Decoder(self.model, slots, self.vocab, self._context, self.device, graphs, compile)
         self.counters = Counters()
         self._lock = threading.Lock()
@@ -221,6 +223,11 @@ class Engine:
     def active(self) -> int:
         """Requests in slots, one that is being read among them."""
         return sum(request is not None for request in self._slots)
+
+    @property
+    def slots(self) -> int:
+        """Most requests that are decoded at once."""
+        return len(self._slots)
 
     @property
     def busy(self) -> bool:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from linnet.ops.matvec import linear
+
 
 class Product:
     """One token's activations times the rows of several linear layers, kept until each of these has taken its part."""
@@ -20,17 +22,26 @@ class Product:
         biased = linears[0].bias is not None
         self.bias = torch.cat([linear.bias.detach() for linear in linears]) if biased else None
         self.sizes = [linear.out_features for linear in linears]
+        self._stack: Tensor | None = None  # [parts, K, N] where all parts have one size
+        if not biased and len(set(self.sizes)) == 1:
+            self._stack = self.weight.view(len(linears), self.sizes[0], -1).transpose(1, 2)
         self._x: Tensor | None = None
         self._parts: list[Tensor | None] = []
 
     def take(self, index: int, x: Tensor) -> Tensor:
+        """The part of layer `index` for x [B, K]."""
         if x is not self._x or self._parts[index] is None:
-            self._parts = list(F.linear(x, self.weight, self.bias).split(self.sizes, -1))
-            self._x = x
+            self._parts, self._x = self._compute(x), x
         part, self._parts[index] = self._parts[index], None
         if not any(part is not None for part in self._parts):
             self._x = None
         return part
+
+    def _compute(self, x: Tensor) -> list[Tensor | None]:
+        if x.is_cuda and x.shape[0] > 1 and self._stack is not None:
+            # As many tensors in one piece: slices of wider rows would be copied by the kernels that read them.
+            return list(torch.bmm(x.expand(len(self.sizes), *x.shape), self._stack).unbind(0))
+        return list(linear(x, self.weight, self.bias).split(self.sizes, -1))
 
 
 class Part(nn.Linear):
@@ -50,9 +61,16 @@ class Part(nn.Linear):
         return F.linear(x, self.weight, self.bias) if x.ndim != 2 else self._product.take(self._index, x)
 
 
+class Row(nn.Linear):
+    """A linear layer that has a kernel for a single row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
 @torch.no_grad()
 def merge_projections(model: nn.Module) -> int:
-    """Merges the linear layers of a `CausalLM` that read the same token; returns how many products were saved."""
+    """Merges the linear layers of a `CausalLM` that read the same token; returns how many products that saves."""
     device = next(model.parameters()).device
     inputs: list[tuple[nn.Linear, Tensor]] = []  # holds the tensors, so that no two of them have one identity
     linears = [module for module in model.modules() if type(module) is nn.Linear]
@@ -67,14 +85,20 @@ def merge_projections(model: nn.Module) -> int:
     for module, x in inputs:
         if calls.count(module) == 1:
             readers[id(x), module.bias is None, module.weight.dtype].append(module)
+    groups = [group for group in readers.values() if len(group) > 1]
     parts: dict[nn.Module, Part] = {}
-    for group in readers.values():
-        if len(group) > 1:
-            product = Product(group)
-            parts.update((module, Part(product, index)) for index, module in enumerate(group))
-    products = {id(part._product) for part in parts.values()}
+    for group in groups:
+        product = Product(group)
+        parts.update((module, Part(product, index)) for index, module in enumerate(group))
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child in parts:
                 setattr(parent, name, parts[child])
-    return len(parts) - len(products)
+    return len(parts) - len(groups)
+
+
+def serve_rows(model: nn.Module) -> None:
+    """Makes the linear layers that were not merged ready for batches of one."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Row

@@ -7,11 +7,11 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from linnet.models.backbone import Backbone, ModelState
 from linnet.models.config import ModelConfig
 from linnet.ops.cross_entropy import cross_entropy_reference, is_whole, linear_cross_entropy
+from linnet.ops.matvec import linear
 
 IGNORE = -100  # a target that does not count
 M = TypeVar("M", bound=nn.Module)
@@ -73,7 +73,7 @@ class CausalLM(nn.Module):
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
     def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        return linear(x, self.embedding.weight) if self.head is None else self.head(x)
 
 
 def build_model(config: ModelConfig, seed: int = 0, device: torch.device | str | None = None) -> CausalLM:

@@ -61,7 +61,7 @@ def hybrid():
         options={"attention": {"num_heads": 4, "num_kv_heads": 2}, "tnl": {"num_heads": 4}},
         init_std=0.3,
     )
-    return lambda **settings: Engine(lively(config), ByteTokenizer(), **settings)
+    return lambda **settings: Engine(lively(config), ByteTokenizer(), device="cpu", **settings)
 
 
 @pytest.mark.parametrize("name", SHRUNK.values())
@@ -70,7 +70,7 @@ def test_greedy_output_is_that_of_the_full_forward_pass(name):
     prompts = random_prompts(1, 5, 13, 20)
     expected = [greedy(model, prompt, 12) for prompt in prompts]
     assert len(set(itertools.chain(*expected))) > 4  # a model that says one thing would prove little
-    engine = Engine(model, slots=3, prefill_chunk=7, context_length=40)
+    engine = Engine(model, slots=3, prefill_chunk=7, context_length=40, device="cpu")
     assert [completion.tokens for completion in engine.generate(prompts, Sampling(max_tokens=12))] == expected
 
 
@@ -80,7 +80,7 @@ def test_bfloat16_stays_close_to_float32(name):
     logits = []
     for dtype in (torch.float32, torch.bfloat16):
         model = build_model(shrunk(name).model_copy(update={"init_std": 0.05}), seed=1)
-        engine = Engine(model, slots=1, dtype=dtype, context_length=40)
+        engine = Engine(model, slots=1, dtype=dtype, context_length=40, device="cpu")
         engine.generate([[1, 2, 3]], Sampling(max_tokens=2))
         tokens, states = torch.tensor([5]), engine.model.init_state(1, 40)
         with torch.no_grad():
@@ -187,7 +187,7 @@ def test_a_window_slides_over_its_ring():
     model = lively(config)
     prompts = random_prompts(3, 21)
     expected = [greedy(model, prompt, 25) for prompt in prompts]
-    engine = Engine(model, slots=2, prefill_chunk=6)
+    engine = Engine(model, slots=2, prefill_chunk=6, device="cpu")
     assert [c.tokens for c in engine.generate(prompts, Sampling(max_tokens=25))] == expected
 
 

@@ -14,7 +14,7 @@ SAMPLING = Sampling(max_tokens=12, temperature=0.8, repetition_penalty=1.5, seed
 
 def make(seed=0, layout="tnl+sglu attention+swiglu", **settings):
     config = ModelConfig(d_model=32, layout=layout, init_std=0.3, options={})
-    return Engine(build_model(config, seed=seed), ByteTokenizer(), slots=2, prefill_chunk=8, **settings)
+    return Engine(build_model(config, seed=seed), ByteTokenizer(), slots=2, prefill_chunk=8, device="cpu", **settings)
 
 
 def test_a_prefix_from_a_file_continues_like_the_whole_prompt(tmp_path):
@@ -33,7 +33,7 @@ def test_a_prefix_from_a_file_continues_like_the_whole_prompt(tmp_path):
 
 
 def test_a_recurrent_prefix_has_a_constant_size(tmp_path):
-    engine = Engine(build_model(family("tnl")(32, 2)), ByteTokenizer())
+    engine = Engine(build_model(family("tnl")(32, 2)), ByteTokenizer(), device="cpu")
     sizes = []
     for length in (10, 1000):
         engine.prefix("x" * length).save(tmp_path / "p")

@@ -16,7 +16,7 @@ LONG = Sampling(max_tokens=100_000, ignore_end=True)
 @pytest.fixture
 def worker():
     model = build_model(family("tnl")(32, 1))
-    worker = Worker(Engine(model, ByteTokenizer(), slots=3))
+    worker = Worker(Engine(model, ByteTokenizer(), slots=3, device="cpu"))
     yield worker
     worker.close()
     assert not worker.alive
@@ -43,7 +43,9 @@ def test_callers_in_threads_get_their_own_completions(worker):
     for thread in threads:
         thread.join(60)
     model = build_model(family("tnl")(32, 1))
-    expected = Engine(model, ByteTokenizer(), slots=3).generate([f"caller {i}" for i in range(12)], settings)
+    expected = Engine(model, ByteTokenizer(), slots=3, device="cpu").generate(
+        [f"caller {i}" for i in range(12)], settings
+    )
     assert [found[i].tokens for i in range(12)] == [completion.tokens for completion in expected]
     assert worker.engine.counters.finished == {"length": 12} and not worker.engine.busy
 
