@@ -23,6 +23,7 @@ from linnet.runs import RunFolder
 from linnet.runs.files import FULL
 from linnet.study.executors import Job, is_out_of_memory
 from linnet.study.mad.loads import expert_loads, is_routed
+from linnet.study.mad.resume import BundleCheckpoint
 from linnet.study.mad.training import Counted, Training, Watch
 from linnet.train import optim
 from linnet.train.ensemble import Ensemble, cosine
@@ -125,8 +126,10 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
     flops = run_flops(first)
     folders = [RunFolder.create(payload["root"], run) for run in runs]
     try:
-        records = [folder.record(keep=0) for folder in folders]
-        for epoch in range(epochs):
+        checkpoint = BundleCheckpoint(folders, ensemble, watch)
+        begin = checkpoint.load()
+        records = [folder.record(keep=begin) for folder in folders]
+        for epoch in range(begin, epochs):
             losses = torch.zeros(len(runs), device=device)
             for rows in _batches(runs, epoch, samples, batch_size, device):
                 losses += ensemble.step(*data["train"].take(rows)) * rows.shape[-1] / samples
@@ -138,6 +141,8 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
                 record.write(row | {"loss": loss})
             if watch.look(epoch + 1) or not bool(ensemble.alive.any()):
                 break
+            if epoch + 1 < epochs:
+                checkpoint.keep(epoch + 1)
         counted, diverged = watch.end(epoch + 1), ensemble.diverged_at()
         shared = {"parameters": sum(p.numel() for p in model.parameters()), "steps": steps, "bundle": len(runs)}
         shared |= payload["common"]
@@ -149,6 +154,7 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
             record.close()
         for run, folder, found, step, more in zip(runs, folders, counted, diverged, own, strict=True):
             folder.write_result(_result(run, found, step) | more | shared)
+        checkpoint.remove()
     except OSError as error:
         if error.errno not in FULL:
             raise

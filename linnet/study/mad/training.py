@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
+import torch
+from torch import Tensor
+
 from linnet.train.ensemble import Score
 
 
@@ -86,6 +89,22 @@ class Watch:
         """What counts of each member after the last epoch; None of one that diverged before anything did."""
         self._take(sorted(self._living() - self._counted.keys()), epoch)
         return [self._counted.get(index) for index in range(len(self._groups))]
+
+    def state(self) -> dict[str, Tensor]:
+        """Which members are trained on, and what counts of the others, for a checkpoint."""
+        rows = [
+            (index, found.epoch, *asdict(found.validation).values(), *asdict(found.test).values())
+            for index, found in self._counted.items()
+        ]
+        counted = torch.tensor(rows, dtype=torch.float64).view(len(rows), 8)
+        return {"open": torch.tensor(sorted(self._open), dtype=torch.int64), "counted": counted}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `state` gave for the same runs."""
+        self._open = set(state["open"].tolist())
+        self._counted = {
+            int(row[0]): Counted(Score(*row[2:5]), Score(*row[5:]), int(row[1])) for row in state["counted"].tolist()
+        }
 
     def _best(self, epoch: int) -> bool:
         living = sorted(self._living())

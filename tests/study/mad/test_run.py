@@ -1,6 +1,8 @@
 """The protocol of MAD: bundles, what is on disk after a stop, and what memory and disks do to it."""
 
+import contextlib
 import csv
+import dataclasses
 import errno
 import io
 import json
@@ -13,6 +15,7 @@ from rich.console import Console
 from linnet.config import ConfigError
 from linnet.runs import RunFolder
 from linnet.study.executors import ExecutorConfig
+from linnet.study.mad import resume
 from linnet.study.mad.architectures import architecture
 from linnet.study.mad.run import bundles, mad_runs, run_mad
 from linnet.study.mad.settings import BUDGETS, Budget, GridPoint
@@ -119,6 +122,38 @@ def test_memory_that_runs_out_halves_the_bundle(models, tmp_path, monkeypatch):
     name = next(iter(result.failed))
     assert "out of memory with one model" in (tmp_path / "runs" / name / "error.txt").read_text()
     assert len(results(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_killed_bundle_goes_on_from_its_checkpoint_exactly(models, tmp_path, monkeypatch, epochs):
+    """Killed after `epochs` epochs and the checkpoint behind them, and once more in the middle of the next one."""
+    monkeypatch.setitem(BUDGETS, "smoke", dataclasses.replace(BUDGETS["smoke"], epochs=4))
+    go(models, tmp_path / "whole", tasks=["memorization"], bundle=4)
+    monkeypatch.setattr(resume, "SECONDS", 0.0)
+    step, made = Ensemble.step, []
+
+    def limited(self, tokens, targets):
+        if len(made) == 3 * epochs + 1:  # three steps an epoch
+            raise KeyboardInterrupt
+        made.append(self.step_number)
+        return step(self, tokens, targets)
+
+    monkeypatch.setattr(Ensemble, "step", limited)
+    with pytest.raises(KeyboardInterrupt):
+        go(models, tmp_path / "killed", tasks=["memorization"], bundle=4)
+    assert len(list(tmp_path.glob("killed/runs/*/checkpoints/step-*"))) == 1
+    del made[:]
+    with pytest.raises(KeyboardInterrupt) if epochs == 1 else contextlib.nullcontext():
+        go(models, tmp_path / "killed", tasks=["memorization"], bundle=4)
+    assert made[0] == 3 * epochs
+    monkeypatch.setattr(Ensemble, "step", step)
+    go(models, tmp_path / "killed", tasks=["memorization"], bundle=4)
+    assert results(tmp_path / "killed") == results(tmp_path / "whole")
+    assert not list(tmp_path.glob("killed/runs/*/checkpoints"))
+    for path in (tmp_path / "whole" / "runs").iterdir():
+        assert (tmp_path / "killed" / "runs" / path.name / "metrics.jsonl").read_text() == (
+            path / "metrics.jsonl"
+        ).read_text()
 
 
 def test_a_stop_and_a_full_disk_keep_what_has_ended(models, tmp_path, monkeypatch):

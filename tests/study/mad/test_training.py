@@ -68,3 +68,22 @@ def test_mqar_ends_the_rates_of_a_setting_with_the_first_that_is_good_enough():
     assert asked == [(1, "validation"), (2, "validation"), (2, "test")]
     found, last, _ = watch(MQAR, curves, seeds=[0, 1])
     assert last == 3 and [one.epoch for one in found] == [3, 2], "another seed goes on"
+
+
+def test_a_watch_goes_on_from_its_state():
+    runs = [{"setting": "a", "seed": seed, "training": MAD_LAB.to_dict()} for seed in range(3)]
+    looks = iter(range(100))
+
+    def score(split):
+        look = next(looks)
+        return [
+            Score(1.0 / (look + member + 1), 0.5, 1.0 if member == 0 and split == "test" else 0.1)
+            for member in range(3)
+        ]
+
+    first = Watch(runs, score, lambda: [True, True, False])
+    assert not first.look(1)
+    second = Watch(runs, score, lambda: [True, True, False])
+    second.load_state(first.state())
+    assert second.state()["open"].tolist() == [1, 2] and len(second.state()["counted"]) == 2
+    assert second.end(2) == first.end(2) and second.end(2)[0].epoch == 1
