@@ -1,9 +1,12 @@
 """How an op obeys `torch.vmap`: the axis of models is folded into an axis the op already has, and the op runs once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
+
+from linnet.ops.looping import each
 
 
 def fold(x: Tensor | None, dim: int | None, size: int, axis: int) -> Tensor | None:
@@ -39,6 +42,43 @@ def lead(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 def unfold(x: Tensor, size: int, axis: int) -> Tensor:
     """The inverse of `fold` for a result: splits the merged axis, leaving the model axis at `axis` (its out-dim)."""
     return x.unflatten(axis, (size, x.shape[axis] // size))
+
+
+def register_folding(
+    op: CustomOpDef,
+    backward: CustomOpDef,
+    axes: Callable[[Sequence, Sequence], Sequence[int | None]],
+    gradients: Sequence[int],
+) -> None:
+    """vmap for an op of (q, k, v, decays, initial state, cu_seqlens, scale, ...), and its backward of those 7 and of do
+    and dfinal.
+
+    Args:
+        op: gives o and the final state.
+        backward: gives the gradients of the arguments numbered `gradients`. What is empty is so for all models.
+        axes: of the arguments and their in_dims, which axis the models fold into, for q, k, v, decays, initial state,
+            cu_seqlens, do and dfinal. Where offsets differ by model, the op runs once a model.
+    """
+
+    def run(function, tensors, size, in_dims, arguments, outputs):
+        if in_dims[5] is not None:
+            return each(function, size, in_dims, arguments)
+        into = axes(arguments, in_dims)
+        folded = list(arguments)
+        for i, axis in zip(tensors, into, strict=False):
+            folded[i] = arguments[i] if axis is None else fold(arguments[i], in_dims[i], size, axis)
+        results = function(*folded)
+        outs = [None if x.numel() == 0 else into[i] for x, i in zip(results, outputs, strict=True)]
+        pairs = zip(results, outs, strict=True)
+        return tuple(x if axis is None else unfold(x, size, axis) for x, axis in pairs), tuple(outs)
+
+    @op.register_vmap
+    def _(info, in_dims, *arguments):
+        return run(op, range(6), info.batch_size, in_dims, arguments, (2, 4))
+
+    @backward.register_vmap
+    def _(info, in_dims, *arguments):
+        return run(backward, (*range(6), 7, 8), info.batch_size, in_dims, arguments, gradients)
 
 
 def is_mapped(*tensors: Tensor | None) -> bool:

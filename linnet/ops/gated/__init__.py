@@ -11,13 +11,12 @@ from linnet.ops.arguments import check_decay_values, check_devices, check_matrix
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.direct import shorten
 from linnet.ops.documents import count_states
-from linnet.ops.folding import fold_all, unfold
+from linnet.ops.folding import register_folding
 from linnet.ops.gated import chunked
 from linnet.ops.gated.flops import gated_backward_flops, gated_flops
 from linnet.ops.gated.forget import forget_gate, forget_gated_attention
 from linnet.ops.gated.reference import gated_reference
 from linnet.ops.gated.step import forget_gated_step, gated_step
-from linnet.ops.looping import each
 
 __all__ = ["forget_gate", "forget_gated_attention", "forget_gated_step", "gated_linear_attention", "gated_step"]
 
@@ -136,36 +135,11 @@ _direct = shorten(gated, _setup_context, _backward)
 _direct_backward = shorten(gated_backward)
 
 
-# Under vmap the models fold into the batch; with packed documents (B = 1) they fold into the heads.
-_BATCH_AXES = (0, 0, 0, 0, 0, None, 0, 0)
-_HEAD_AXES = (2, 2, 2, 2, 1, None, 2, 1)
+def _choose_axes(arguments, in_dims):
+    """Models fold into the batch; with packed documents (B = 1) into the heads."""
+    return (0, 0, 0, 0, 0, None, 0, 0) if arguments[5] is None else (2, 2, 2, 2, 1, None, 2, 1)
 
 
-def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], bool]:
-    """q, k, v, log_decay, initial_state, cu_seqlens and perhaps do, dfinal of all models as those of one."""
-    heads = tensors[5] is not None
-    return fold_all(tensors, dims, size, _HEAD_AXES if heads else _BATCH_AXES), heads
-
-
-@gated.register_vmap
-def _(info, in_dims, *arguments):
-    if in_dims[5] is not None:
-        return each(gated, info.batch_size, in_dims, arguments)
-    tensors, heads = _fold(info.batch_size, in_dims[:6], arguments[:6])
-    axes = (2, 1) if heads else (0, 0)
-    outputs = gated(*tensors, arguments[6])
-    return tuple(unfold(x, info.batch_size, axis) for x, axis in zip(outputs, axes, strict=True)), axes
-
-
-@gated_backward.register_vmap
-def _(info, in_dims, *arguments):
-    if in_dims[5] is not None:
-        return each(gated_backward, info.batch_size, in_dims, arguments)
-    tensors, heads = _fold(info.batch_size, in_dims[:6] + in_dims[7:], arguments[:6] + arguments[7:])
-    axes = (2, 2, 2, 2, 1) if heads else (0, 0, 0, 0, 0)
-    grads = gated_backward(*tensors[:6], arguments[6], *tensors[6:])
-    return tuple(unfold(x, info.batch_size, axis) for x, axis in zip(grads, axes, strict=True)), axes
-
-
+register_folding(gated, gated_backward, _choose_axes, gradients=range(5))
 register_flop_formula(torch.ops.linnet.gated)(gated_flops)
 register_flop_formula(torch.ops.linnet.gated_backward)(gated_backward_flops)

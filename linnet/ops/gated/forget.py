@@ -15,11 +15,10 @@ from linnet.ops.arguments import check_devices, check_matrix_state
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.direct import shorten
 from linnet.ops.documents import count_states
-from linnet.ops.folding import fold_all, unfold
+from linnet.ops.folding import register_folding
 from linnet.ops.gated import chunked
 from linnet.ops.gated.flops import gated_backward_flops, gated_flops
 from linnet.ops.gated.reference import gated_reference
-from linnet.ops.looping import each
 
 
 def forget_gate(x: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -183,40 +182,14 @@ _direct = shorten(forget_gated, _setup_context, _backward)
 _direct_backward = shorten(forget_gated_backward)
 
 
-# Under vmap the models fold into the batch; with a lower bound, whose gradient is one a model, or packed documents
-# (B = 1) into the heads.
-_BATCH_AXES = (0, 0, 0, None, 0, None, 0, 0)
-_HEAD_AXES = (2, 2, 2, 0, 1, None, 2, 1)
+def _choose_axes(arguments, in_dims):
+    """Models fold into the batch; with a lower bound, whose gradient is one a model, or packed documents (B = 1) into
+    the heads."""
+    heads = arguments[3] is not None or arguments[5] is not None
+    return (2, 2, 2, 0, 1, None, 2, 1) if heads else (0, 0, 0, None, 0, None, 0, 0)
 
 
-def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], bool]:
-    """q, x, v, lower_bound, initial_state, cu_seqlens and perhaps do, dfinal of all models as those of one."""
-    heads = tensors[3] is not None or tensors[5] is not None
-    return fold_all(tensors, dims, size, _HEAD_AXES if heads else _BATCH_AXES), heads
-
-
-@forget_gated.register_vmap
-def _(info, in_dims, *arguments):
-    if in_dims[5] is not None:
-        return each(forget_gated, info.batch_size, in_dims, arguments)
-    tensors, heads = _fold(info.batch_size, in_dims[:6], arguments[:6])
-    axes = (2, 1) if heads else (0, 0)
-    outputs = forget_gated(*tensors, arguments[6])
-    return tuple(unfold(x, info.batch_size, axis) for x, axis in zip(outputs, axes, strict=True)), axes
-
-
-@forget_gated_backward.register_vmap
-def _(info, in_dims, *arguments):
-    if in_dims[5] is not None:
-        return each(forget_gated_backward, info.batch_size, in_dims, arguments)
-    tensors, heads = _fold(info.batch_size, in_dims[:6] + in_dims[7:], arguments[:6] + arguments[7:])
-    axes = (2, 2, 2, 0, 1) if heads else (0, 0, 0, 0, 0)
-    grads = forget_gated_backward(*tensors[:6], arguments[6], *tensors[6:])
-    # Without a lower bound its empty gradient is that of every model alike.
-    axes = axes if arguments[3] is not None else (*axes[:3], None, axes[4])
-    grads = (x if axis is None else unfold(x, info.batch_size, axis) for x, axis in zip(grads, axes, strict=True))
-    return tuple(grads), axes
-
+register_folding(forget_gated, forget_gated_backward, _choose_axes, gradients=range(5))
 
 # FLOPs: those of gated linear attention. The gate is no matrix product.
 register_flop_formula(torch.ops.linnet.forget_gated)(gated_flops)

@@ -11,11 +11,10 @@ from linnet.ops.arguments import check_decay_values, check_devices, check_matrix
 from linnet.ops.chunks import count_pairs, exact, state_dtype
 from linnet.ops.direct import shorten
 from linnet.ops.documents import count_states
-from linnet.ops.folding import fold_all, unfold
+from linnet.ops.folding import register_folding
 from linnet.ops.lightning import chunked
 from linnet.ops.lightning.reference import lightning_reference
 from linnet.ops.lightning.step import lightning_step
-from linnet.ops.looping import each
 
 __all__ = ["lightning_attention", "lightning_step"]
 
@@ -160,40 +159,13 @@ _direct = shorten(lightning, _setup_context, _backward, implementation=_forward)
 _direct_backward = shorten(lightning_backward, implementation=_gradients)
 
 
-# Under vmap the models fold into the batch; where decays differ by model or documents are packed (B = 1), into heads.
-_BATCH_AXES = (0, 0, 0, None, 0, None, 0, 0)
-_HEAD_AXES = (2, 2, 2, 0, 1, None, 2, 1)
+def _choose_axes(arguments, in_dims):
+    """Models fold into the batch; where decays differ by model or documents are packed (B = 1), into the heads."""
+    heads = in_dims[3] is not None or arguments[5] is not None
+    return (2, 2, 2, 0, 1, None, 2, 1) if heads else (0, 0, 0, None, 0, None, 0, 0)
 
 
-def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], bool]:
-    """q, k, v, log_decay, initial_state, cu_seqlens and perhaps do, dfinal of all models as those of one."""
-    heads = dims[3] is not None or tensors[5] is not None
-    return fold_all(tensors, dims, size, _HEAD_AXES if heads else _BATCH_AXES), heads
-
-
-@lightning.register_vmap
-def _(info, in_dims, *arguments):
-    if in_dims[5] is not None:
-        return each(lightning, info.batch_size, in_dims, arguments)
-    tensors, heads = _fold(info.batch_size, in_dims[:6], arguments[:6])
-    axes = (2, 1) if heads else (0, 0)
-    o, final = lightning(*tensors, *arguments[6:])
-    if not final.numel():
-        return (unfold(o, info.batch_size, axes[0]), final), (axes[0], None)
-    return tuple(unfold(x, info.batch_size, axis) for x, axis in zip((o, final), axes, strict=True)), axes
-
-
-@lightning_backward.register_vmap
-def _(info, in_dims, *arguments):
-    if in_dims[5] is not None:
-        return each(lightning_backward, info.batch_size, in_dims, arguments)
-    tensors, heads = _fold(info.batch_size, in_dims[:6] + in_dims[7:], arguments[:6] + arguments[7:])
-    axes = (2, 2, 2, 1) if heads else (0, 0, 0, 0)
-    grads = lightning_backward(*tensors[:6], arguments[6], *tensors[6:])
-    if arguments[4] is None:
-        return (*(unfold(x, info.batch_size, axes[0]) for x in grads[:3]), grads[3]), (*axes[:3], None)
-    return tuple(unfold(x, info.batch_size, axis) for x, axis in zip(grads, axes, strict=True)), axes
-
+register_folding(lightning, lightning_backward, _choose_axes, gradients=(0, 1, 2, 4))
 
 # FLOPs: 2 a multiply-add, in chunks of 64 whatever form runs, matrix products only; the masked half of a chunk's scores
 # is computed, and so counted.
