@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from linnet.cli.convert import convert
 from linnet.cli.data import data
 from linnet.cli.evaluate import evaluate
 from linnet.cli.fit import fit
@@ -43,7 +44,7 @@ app = typer.Typer(
     epilog="Start with [bold]linnet models[/], then [bold]linnet study configs/demo.yaml --plan[/].",
 )
 
-for verb in (models, data, train, generate, evaluate, study, fit, report):
+for verb in (models, data, train, generate, evaluate, study, fit, convert, report):
     app.command(name=verb.__name__)(verb)
 app.add_typer(mad, name="mad")
 

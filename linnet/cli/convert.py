@@ -1,0 +1,65 @@
+"""`linnet convert`: other people's checkpoints in, and Linnet's models out to transformers."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Target(StrEnum):
+    """Whose layout a conversion writes."""
+
+    hf = "hf"
+    linnet = "linnet"
+
+
+def convert(
+    path: Annotated[Path, typer.Argument(help="A run, a model folder, or a checkpoint folder with config.json.")],
+    to: Annotated[
+        Target | None,
+        typer.Option(help="Default: hf from a run or model folder, linnet from a checkpoint.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A new folder. Default: PATH's name with -hf or -linnet behind, here.", show_default=False),
+    ] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Also read pytorch_model.bin, if you trust where it comes from.")
+    ] = False,
+) -> None:
+    """Turn a run into a folder that transformers loads, or a checkpoint of another project into a Linnet model.
+
+    Checkpoints: Llama and Mamba of transformers; HGRN2, GLA, LightNet, Transformer and Mamba of
+    flash-linear-attention; TransNormerLLM. What Linnet's layers cannot express is refused by name.
+
+    [bold]linnet convert runs/tnl-0123456789ab --to hf[/], then `import linnet.hf` and AutoModelForCausalLM.
+
+    [bold]linnet convert TransNormerLLM-385M[/], then [bold]linnet generate TransNormerLLM-385M-linnet "Once"[/]
+    """
+    from rich.console import Console
+
+    from linnet.config import ConfigError
+
+    ours = (path / "config.yaml").is_file()
+    if not ours and not (path / "config.json").is_file():
+        raise ConfigError([f"{path}: is neither a run (config.yaml) nor a checkpoint (config.json)"], "convert")
+    target = to or (Target.hf if ours else Target.linnet)
+    if ours != (target is Target.hf):
+        fix = "it is Linnet's already" if ours else "convert it to linnet first, then that folder to hf"
+        raise ConfigError([f"--to {target}: {path} cannot be written so; {fix}"], "convert")
+    out = out or Path(f"{path.resolve().name}-{target}")
+    try:
+        from linnet import hf
+    except ImportError as error:
+        raise ConfigError([str(error)], "convert") from None
+    if target is Target.hf:
+        typer.echo(hf.export(path, out))
+        return
+    console = Console(stderr=True, soft_wrap=True)
+    with console.status("reading the weights"):
+        found = hf.convert(path, out, allow_pickle)
+    console.print(f"{found.layout}: {found.model.layout}, width {found.model.d_model}", highlight=False, markup=False)
+    for note in found.notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
+    typer.echo(found.path)

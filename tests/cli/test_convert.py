@@ -1,0 +1,94 @@
+"""`linnet convert` in both directions, from what a person types."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+from hf_folders import random_tensors, write_folder
+from typer.testing import CliRunner
+
+from linnet.cli import app
+from linnet.runs import load_model
+from linnet.train import TrainConfig, train
+
+transformers = pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'linnet[hf]'")
+
+
+@pytest.fixture
+def convert(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(app, ["convert", *map(str, arguments)])
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "text.txt").write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    model = {"d_model": 16, "layout": "tnl+sglu x2", "options": {"tnl": {"num_heads": 2}}}
+    values = {
+        "name": "tiny",
+        "data": {"source": [str(tmp_path / "text.txt")], "tokenizer": {"kind": "bpe", "vocab_size": 300}},
+        "model": model,
+        "steps": 3,
+        "seq_len": 16,
+        "batch_size": 2,
+        "evaluate_tokens": 64,
+        "device": "cpu",
+    }
+    return train(TrainConfig.model_validate(values), tmp_path / "runs", tmp_path / "cache").path
+
+
+def test_a_run_goes_to_transformers_and_back(convert, run, tmp_path):
+    done = convert(run, "--to", "hf")
+    assert done.exit_code == 0, done.output
+    folder = tmp_path / f"{run.name}-hf"
+    assert done.stdout.strip().endswith(folder.name)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_model(run)
+    text = "def parse(self):\n    return None <|endoftext|>\t"
+    assert words(text).input_ids == tokenizer.encode(text).tolist()
+    tokens = torch.tensor([words(text).input_ids])
+    with torch.no_grad():
+        assert (theirs(tokens).logits - model(tokens)[0]).abs().max() < 1e-6
+
+    assert convert(folder, "--out", "back").exit_code == 0
+    back, its_tokenizer = load_model("back")
+    assert torch.equal(back(tokens)[0], model(tokens)[0])
+    assert its_tokenizer.encode(text).tolist() == tokenizer.encode(text).tolist()
+
+
+def test_a_checkpoint_becomes_a_model_folder(convert, tmp_path):
+    config = {"model_type": "transnormer", "decoder_embed_dim": 16, "hidden_dim": 16, "decoder_layers": 1}
+    config |= {"decoder_attention_heads": 2, "glu_dim": 24, "vocab_size": 20}
+    shapes = {
+        "model.embed_tokens.weight": (20, 16),
+        "lm_head.weight": (20, 16),
+        "model.layers.0.token_mixer.qkvu_proj.weight": (64, 16),
+        "model.layers.0.token_mixer.out_proj.weight": (16, 16),
+        "model.layers.0.channel_mixer.l1.weight": (24, 16),
+        "model.layers.0.channel_mixer.l2.weight": (24, 16),
+        "model.layers.0.channel_mixer.l3.weight": (16, 24),
+    }
+    source = write_folder(tmp_path / "TNL", config, random_tensors(shapes))
+    done = convert(source)
+    assert done.exit_code == 0 and "TransNormerLLM: tnl+sglu x1, width 16" in done.stderr
+    assert "no tokenizer.json" in done.stderr and done.stdout == "TNL-linnet\n"
+    assert load_model("TNL-linnet")[0](torch.ones(1, 3, dtype=torch.int64))[0].shape == (1, 3, 20)
+    again = convert(source)
+    assert again.exit_code == 2 and "is not empty" in again.stderr
+
+
+def test_what_cannot_be_done_is_said(convert, run, tmp_path):
+    for arguments, reason in (
+        ((tmp_path / "nothing",), "neither a run"),
+        ((run, "--to", "linnet"), "it is Linnet's already"),
+        ((run, "--out", run), "is not an empty folder"),
+        (
+            (write_folder(tmp_path / "x", {"model_type": "gpt2"}, {"w": torch.zeros(1)}), "--to", "hf"),
+            "to linnet first",
+        ),
+        ((tmp_path / "x",), "'gpt2' is not a layout that Linnet reads"),
+    ):
+        done = convert(*arguments)
+        assert done.exit_code == 2 and reason in done.stderr, done.output
