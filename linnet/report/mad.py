@@ -3,7 +3,7 @@
 from html import escape
 from pathlib import Path
 
-from linnet.report import mad_mqar, shell, units
+from linnet.report import mad_experts, mad_mqar, shell, units
 from linnet.report.mad_figures import Records, draw, points, task_name
 from linnet.study.mad.checks import NOT_ENOUGH, Check, checks
 from linnet.study.mad.mqar import is_mqar
@@ -60,6 +60,7 @@ def _page(records: Records, figures: list) -> str:
     if records.architectures:
         parts += [shell.key(records.architectures), *(shell.section(figure, command) for figure in figures)]
         parts += mad_mqar.tables(records) if is_mqar(records.scores) else [*_scores(records), *_pairs(records)]
+        parts += mad_experts.table(records)
     meaning = "the mean over tasks of the mean over settings of the best run at each setting"
     facts = {
         "Redraw": f"<code>{escape(command)}</code>, from the result rows alone",
@@ -105,7 +106,8 @@ def findings(records: Records) -> list[str]:
     """The headlines as HTML: the highest score, who leads each task, the paper's findings, what diverged."""
     if is_mqar(records.scores):
         return [line for line in (*mad_mqar.lines(records), _lost(records)) if line]
-    lines = [_highest(records), _leaders(records), *map(_finding, records.checks), _curves(records), _lost(records)]
+    lines = [_highest(records), _leaders(records), *map(_finding, records.checks)]
+    lines += [mad_experts.line(records), _curves(records), _lost(records)]
     return [line for line in lines if line]
 
 

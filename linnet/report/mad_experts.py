@@ -1,0 +1,85 @@
+"""What the experts of routed layers get, as part of the report of MAD scores."""
+
+from html import escape
+
+from linnet.report import shell, units
+from linnet.report.mad_figures import Records, points, task_name
+from linnet.study.mad.loads import dead
+from linnet.study.mad.results import Result
+
+STRONGEST = 3.0  # times an even share at which a cell has its full colour
+
+
+def chosen(records: Records) -> list[tuple[str, Result]]:
+    """(architecture, run) of the runs that count and have routed layers: of each setting that of the first seed."""
+    found = []
+    for name, one in records.scores.items():
+        for setting in one.settings.values():
+            run = setting.best[min(setting.best)]
+            if run.loads:
+                found.append((name, run))
+    return found
+
+
+def line(records: Records) -> str:
+    """The headline as HTML, "" without experts."""
+    runs = chosen(records)
+    layers = [shares for _, run in runs for shares in run.loads.values()]
+    if not layers:
+        return ""
+    names = [
+        f"{escape(name)}, {escape(run.setting)}, layer {escape(layer)}: {_numbers(dead(shares))}"
+        for name, run in runs
+        for layer, shares in run.loads.items()
+        if dead(shares)
+    ]
+    what = (
+        f"In <b>{len(names)} of {units.plural(len(layers), 'layer')}</b> with experts of the runs that count, one or "
+    )
+    what += "more get next to no token"
+    shown = "; ".join(names[:4]) + (f"; and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"{what} ({shown})." if names else f"{what}."
+
+
+def table(records: Records) -> list[str]:
+    """The loads at the baselines (or the first setting that is there), a row for each layer; [] without experts."""
+    rows, most = [], 0
+    seen: set[tuple[str, str]] = set()
+    for name, run in chosen(records):
+        if (name, run.task) in seen:
+            continue
+        seen.add((name, run.task))
+        for layer, shares in run.loads.items():
+            most = max(most, len(shares))
+            gone = _numbers(dead(shares))
+            first = f"<td>{shell.swatch(records.architectures, name)}</td><td>{task_name(run.task)}</td>"
+            rows.append(
+                (
+                    f"{first}<td>{escape(layer)}</td>",
+                    shares,
+                    f'<td class="bad">{gone}</td>' if gone else "<td>none</td>",
+                )
+            )
+    if not rows:
+        return []
+    head = "<th>Architecture</th><th>Task</th><th>Layer</th>"
+    head += "".join(f'<th class="n">{number}</th>' for number in range(1, most + 1)) + "<th>Without tokens</th>"
+    body = [f"<tr>{start}{''.join(map(_cell, shares, [len(shares)] * len(shares)))}"
+            f"{'<td></td>' * (most - len(shares))}{end}</tr>" for start, shares, end in rows]  # fmt: skip
+    caption = (
+        "Where the tokens of the test split go, in per cent of their choices (each token chooses two of eight, so 12.5 "
+        "is even): of the run that counts at the baseline of each task. A layer is its block and its part. An expert "
+        "that gets less than a hundredth of an even share is named as without tokens."
+    )
+    return ["<h2>Loads of the experts</h2>", f'<p class="caption">{caption}</p>', shell.table("experts", head, body)]
+
+
+def _numbers(experts: list[int]) -> str:
+    """Experts as a person counts them, from 1."""
+    return units.listed([str(expert + 1) for expert in experts])
+
+
+def _cell(share: float, experts: int) -> str:
+    strength = min(1.0, share * experts / STRONGEST)
+    colour = f"rgba(0, 114, 178, {0.55 * strength:.2f})"
+    return f'<td class="n" style="background:{colour};padding-left:10px" title="{share:.6g}">{points(share)}</td>'
