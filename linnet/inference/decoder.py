@@ -23,6 +23,7 @@ class Decoder:
         slots, vocab: their number, and how many tokens may be chosen.
         states: of all slots. logits [slots, vocab]: of each slot's next token. tokens [slots]: the last ones chosen.
         knobs: how each slot's token is chosen.
+        graphs: whether steps are CUDA graphs.
     """
 
     def __init__(
@@ -45,8 +46,8 @@ class Decoder:
         self.logits = torch.zeros(slots, vocab, dtype=model.embedding.weight.dtype, device=device)
         self.knobs = Knobs.empty(slots, vocab, device)
         self._model_step = torch.compile(model.step, dynamic=False) if compile else model.step
-        self._graphs = graphs and device.type == "cuda"
-        self._memory = torch.cuda.graph_pool_handle() if self._graphs else None
+        self.graphs = graphs and device.type == "cuda"
+        self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
         self._choices: dict[str, Callable[[], None]] = {}
         self._chosen: dict[str, Chosen] = {}
         self._host: dict[str, tuple[Tensor | None, ...]] = {}
@@ -104,7 +105,7 @@ class Decoder:
 
     def _captured(self, call: Callable[[], None]) -> Callable[[], None]:
         """`call` as a CUDA graph, if there may be graphs and it can be one."""
-        if not self._graphs:
+        if not self.graphs:
             return call
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -120,6 +121,6 @@ class Decoder:
         except RuntimeError as error:
             torch.cuda.synchronize()
             warnings.warn(f"no CUDA graph of this model's step ({error}); decoding goes on without", stacklevel=4)
-            self._graphs = False
+            self.graphs = False
             return call
         return graph.replay

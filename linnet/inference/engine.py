@@ -294,6 +294,11 @@ class Engine:
         return weights_digest(self.model, self.model.config.model_dump_json())
 
     @property
+    def uses_graphs(self) -> bool:
+        """Whether a step is one CUDA graph."""
+        return self._decoder.graphs
+
+    @property
     def state_bytes(self) -> int:
         """Bytes that one slot carries between tokens."""
         return self.model.backbone.state_bytes(self._context)

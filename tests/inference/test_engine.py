@@ -14,6 +14,7 @@ from linnet.models import RECIPES, ModelConfig, build_model, family, get_recipe
 
 VOCAB = 67
 SMALL = {"num_heads": 4, "inner": 96}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
 def shrunk(name: str) -> ModelConfig:
@@ -61,17 +62,19 @@ def hybrid():
         options={"attention": {"num_heads": 4, "num_kv_heads": 2}, "tnl": {"num_heads": 4}},
         init_std=0.3,
     )
-    return lambda **settings: Engine(lively(config), ByteTokenizer(), device="cpu", **settings)
+    return lambda **settings: Engine(lively(config), ByteTokenizer(), **{"device": "cpu", **settings})
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SHRUNK.values())
-def test_greedy_output_is_that_of_the_full_forward_pass(name):
+def test_greedy_output_is_that_of_the_full_forward_pass(name, device):
     model = lively(shrunk(name))
     prompts = random_prompts(1, 5, 13, 20)
     expected = [greedy(model, prompt, 12) for prompt in prompts]
     assert len(set(itertools.chain(*expected))) > 4  # a model that says one thing would prove little
-    engine = Engine(model, slots=3, prefill_chunk=7, context_length=40, device="cpu")
+    engine = Engine(model, slots=3, prefill_chunk=7, context_length=40, device=device, dtype=torch.float32)
     assert [completion.tokens for completion in engine.generate(prompts, Sampling(max_tokens=12))] == expected
+    assert engine.uses_graphs == (device == "cuda")
 
 
 @pytest.mark.parametrize("name", ["mamba-10m", "llama-10m", "hgrn2-70m", "mad-hyena-experts-moe", "lightnet-150m"])
@@ -101,14 +104,15 @@ def settings_of(index: int) -> Sampling:
     return kinds[index % len(kinds)]
 
 
-def test_a_request_gets_the_same_tokens_in_any_company_and_order(hybrid):
+@pytest.mark.parametrize("device", DEVICES)  # on a GPU in bfloat16: the same kernels on the same shapes, row by row
+def test_a_request_gets_the_same_tokens_in_any_company_and_order(hybrid, device):
     prompts = random_prompts(*(1 + 7 * i % 23 for i in range(15)))
     alone = []
     for index, prompt in enumerate(prompts):
-        [completion] = hybrid(slots=4, prefill_chunk=5).generate([prompt], settings_of(index))
+        [completion] = hybrid(slots=4, prefill_chunk=5, device=device).generate([prompt], settings_of(index))
         alone.append((completion.tokens, completion.logprobs))
     for seed in range(3):
-        engine, order = hybrid(slots=4, prefill_chunk=5), list(range(15))
+        engine, order = hybrid(slots=4, prefill_chunk=5, device=device), list(range(15))
         random.Random(seed).shuffle(order)
         found, requests = {}, {}
         pieces = {index: [] for index in order}
@@ -122,6 +126,24 @@ def test_a_request_gets_the_same_tokens_in_any_company_and_order(hybrid):
         for index, got in pieces.items():
             found[index] = [p.token for p in got], [p.logprob for p in got if p.logprob is not None]
         assert [found[index] for index in range(15)] == alone
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("name", ["tnl", "hgrn2", "llama"])
+def test_graphs_and_merged_products_change_rounding_at_most(name, slots):
+    """Log-probabilities of the same tokens, step by step, in bfloat16."""
+    config = family(name)(256, 4, inner=704, vocab_size=256)
+    settings = Sampling(max_tokens=40, temperature=1.0, seed=3, logprobs=0)
+    found = [
+        Engine(build_model(config), slots=slots, device="cuda", **options).generate([[1, 2, 3]] * slots, settings)
+        for options in ({}, {"graphs": False}, {"graphs": False, "merge": False})
+    ]
+    for graph, eager in zip(found[0], found[1], strict=True):
+        assert graph.tokens == eager.tokens and graph.logprobs == eager.logprobs
+    merged, plain = found[1][0], found[2][0]
+    same = list(itertools.takewhile(lambda i: merged.tokens[: i + 1] == plain.tokens[: i + 1], range(40)))
+    assert len(same) > 2 and all(abs(merged.logprobs[i] - plain.logprobs[i]) < 0.05 for i in same)
 
 
 def test_cancelled_requests_end_and_leave_their_slot(hybrid):

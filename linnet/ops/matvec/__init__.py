@@ -1,4 +1,4 @@
-"""A linear layer for the one token of a decoding step: a matrix times a vector, which is bound by reading the matrix."""
+"""A linear layer for the one token of a decoding step: a matrix times a vector, bound by reading the matrix."""
 
 import importlib
 
