@@ -14,6 +14,7 @@ from linnet.cli.generate import generate
 from linnet.cli.mad import mad
 from linnet.cli.models import models
 from linnet.cli.report import report
+from linnet.cli.serve import serve
 from linnet.cli.study import study
 from linnet.cli.train import train
 from linnet.config import ConfigError
@@ -44,7 +45,7 @@ app = typer.Typer(
     epilog="Start with [bold]linnet models[/], then [bold]linnet study configs/demo.yaml --plan[/].",
 )
 
-for verb in (models, data, train, generate, evaluate, study, fit, convert, report):
+for verb in (models, data, train, generate, serve, evaluate, study, fit, convert, report):
     app.command(name=verb.__name__)(verb)
 app.add_typer(mad, name="mad")
 

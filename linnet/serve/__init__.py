@@ -1,0 +1,13 @@
+"""An HTTP server that speaks OpenAI's API, over the engine of `linnet.inference`. Needs the extra `serve`.
+
+listener = bind(settings := ServeConfig(port=8000))
+serve(Service(Engine.of_run("runs/tnl-10m-0123456789ab"), settings), listener)
+"""
+
+from linnet.serve.app import create_app
+from linnet.serve.config import ServeConfig
+from linnet.serve.server import bind, serve
+from linnet.serve.service import Service
+from linnet.serve.template import ChatTemplate, load_chat_template
+
+__all__ = ["ChatTemplate", "ServeConfig", "Service", "bind", "create_app", "load_chat_template", "serve"]

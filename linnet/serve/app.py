@@ -1,0 +1,170 @@
+"""The HTTP application: OpenAI's paths over one engine."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+
+from linnet import __version__
+from linnet.config import ConfigError
+from linnet.serve import schemas
+from linnet.serve.body import read_body
+from linnet.serve.endpoints import Prepared, check_model, model_card, prepare_chat, prepare_completion
+from linnet.serve.errors import (
+    ApiError,
+    Disconnected,
+    answer_api_error,
+    answer_config_error,
+    answer_exception,
+    answer_http_exception,
+)
+from linnet.serve.gate import Gate
+from linnet.serve.requests import ChatRequest, CompletionRequest
+from linnet.serve.service import Service
+
+_ERRORS = {
+    400: "The request is wrong; the message names the key, the value and the fix",
+    401: "The API key is missing or wrong",
+    403: "The Host header names another server",
+    404: "There is no such model or path",
+    408: "The request did not arrive in time",
+    413: "The request is too large",
+    415: "The request is not JSON",
+    429: "The server is full; Retry-After says when to come again",
+    500: "The engine failed",
+    503: "The server is shutting down or its engine has stopped",
+}
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application of a service, which it starts and closes with itself."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        yield
+        await asyncio.to_thread(service.close)
+
+    app = FastAPI(
+        title="Linnet",
+        version=__version__,
+        description="OpenAI's API over one model of Linnet. Errors are always {error: {message, type, param, code}}.",
+        lifespan=lifespan,
+        docs_url=None,  # its page would load scripts from elsewhere
+        redoc_url=None,
+        exception_handlers={
+            ApiError: answer_api_error,
+            ConfigError: answer_config_error,
+            HTTPException: answer_http_exception,
+            Disconnected: _answer_nobody,
+            Exception: answer_exception,
+        },
+    )
+    app.add_middleware(Gate, service=service)
+    security = {} if service.settings.api_key is None else {"security": [{"key": []}]}
+
+    async def generate(request: Request, prepare: Callable[[Service, bytes], Prepared]) -> Response:
+        started, settings = time.monotonic(), service.settings
+        with service.entry():
+            body = await read_body(request, settings.max_body, settings.body_timeout)
+            # Parsing and encoding a long prompt takes a while, in which the other streams go on.
+            prepared = await asyncio.to_thread(prepare, service, body)
+            return prepared.answer(service, started)
+
+    @app.post(
+        "/v1/completions",
+        summary="Go on from prompts",
+        responses=_responses(schemas.CompletionBody, 400, 401, 403, 404, 408, 413, 415, 429, 500, 503, stream=True),
+        openapi_extra=_body(CompletionRequest) | security,
+    )
+    async def completions(request: Request) -> Response:
+        return await generate(request, prepare_completion)
+
+    @app.post(
+        "/v1/chat/completions",
+        summary="Answer in a conversation, where the model has a chat template",
+        responses=_responses(schemas.ChatBody, 400, 401, 403, 404, 408, 413, 415, 429, 500, 503, stream=True),
+        openapi_extra=_body(ChatRequest) | security,
+    )
+    async def chat(request: Request) -> Response:
+        return await generate(request, prepare_chat)
+
+    @app.get(
+        "/v1/models",
+        summary="The model that is served",
+        responses=_responses(schemas.ModelList, 401, 403, 413),
+        openapi_extra=security,
+    )
+    async def models() -> Response:
+        return _json({"object": "list", "data": [model_card(service)]})
+
+    @app.get(
+        "/v1/models/{model:path}",
+        summary="A model by its name",
+        responses=_responses(schemas.ModelCard, 401, 403, 404, 413),
+        openapi_extra=security,
+    )
+    async def model(model: str) -> Response:
+        check_model(service, model)
+        return _json(model_card(service))
+
+    @app.get("/health", summary="Whether it can generate", responses=_responses(schemas.Health, 403, 413, 503))
+    async def health() -> Response:
+        service.check_alive()
+        return _json({"status": "ok"})
+
+    @app.get(
+        "/metrics",
+        summary="Counters and times for Prometheus",
+        response_class=Response,
+        responses=_responses(None, 403, 413) | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    _describe(app, with_key=bool(security))
+    return app
+
+
+def _responses(body: type[BaseModel] | None, *statuses: int, stream: bool = False) -> dict:
+    ok: dict = {} if body is None else {200: {"model": body, "description": "Done"}}
+    if stream:
+        ok[200]["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+    return ok | {status: {"model": schemas.ErrorBody, "description": _ERRORS[status]} for status in statuses}
+
+
+def _body(request: type[BaseModel]) -> dict:
+    """The body is read and checked by ourselves: all problems at once, and no status 422."""
+    schema = request.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _describe(app: FastAPI, with_key: bool) -> None:
+    """Adds to the OpenAPI page what FastAPI cannot see: the parts of bodies, and the key."""
+    page = app.openapi()
+    components = page.setdefault("components", {}).setdefault("schemas", {})
+    for request in (CompletionRequest, ChatRequest):
+        components.update(request.model_json_schema(ref_template="#/components/schemas/{model}").get("$defs", {}))
+    for path in page["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    for unused in ("HTTPValidationError", "ValidationError"):
+        components.pop(unused, None)
+    if with_key:
+        page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+
+
+def _json(value: dict) -> Response:
+    return Response(to_json(value), media_type="application/json")
+
+
+async def _answer_nobody(request: Request, error: Disconnected) -> Response:
+    return Response(status_code=499)  # nobody reads it; the number is nginx's, and shows in the metrics

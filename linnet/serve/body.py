@@ -1,0 +1,66 @@
+"""The body of a request: read within limits of size and time; a JSON object, or an error that says what it is."""
+
+import asyncio
+import re
+
+from fastapi import Request
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
+
+from linnet.serve.errors import ApiError, Disconnected
+
+_JSON = re.compile(r"application/(\w+\+)?json\s*(;|$)", re.IGNORECASE)
+_SHOWN = 80
+
+
+def too_large(most: int) -> ApiError:
+    message = f"the request is larger than this server's limit of {most:,} bytes; send less, or raise --max-body"
+    return ApiError(413, message, code="request_too_large")
+
+
+async def read_body(request: Request, most: int, timeout: float) -> bytes:
+    """The body, at most `most` bytes, arriving within `timeout` seconds.
+
+    Raises:
+        ApiError: 408, 413, or 415 for what does not say that it is JSON: a page in a browser can send anything else to
+            a server on its user's machine without asking.
+        Disconnected: the client left.
+    """
+    kind = request.headers.get("content-type", "")
+    if not _JSON.match(kind):
+        message = f"content-type: {kind[:_SHOWN]!r} is not read here; send JSON as application/json"
+        raise ApiError(415, message, code="unsupported_media_type")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise too_large(most)
+    except TimeoutError:
+        message = f"the request did not arrive within {timeout:g} seconds; send it faster"
+        raise ApiError(408, message, code="request_timeout") from None
+    except ClientDisconnect:
+        raise Disconnected from None
+    return bytes(body)
+
+
+def parse_json(body: bytes) -> dict:
+    """The object in `body`. Raises `ApiError` for anything else: NaN, text that is not UTF-8, half surrogates."""
+    try:
+        values = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        reason = "the body is not UTF-8" if not _is_utf8(body) else f"the body is not JSON: {error}"
+        raise ApiError(400, f"{reason}; send one JSON object", code="invalid_json") from None
+    if not isinstance(values, dict):
+        message = f"the body is JSON of type {type(values).__name__}; send an object with the keys of the request"
+        raise ApiError(400, message, code="invalid_json")
+    return values
+
+
+def _is_utf8(body: bytes) -> bool:
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

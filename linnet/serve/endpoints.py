@@ -1,0 +1,135 @@
+"""From a checked body to the engine: what /v1/completions and /v1/chat/completions ask of it."""
+
+import time
+
+from linnet.config import ConfigError, parse
+from linnet.inference import Piece, Sampling
+from linnet.serve.answer import Answer
+from linnet.serve.body import parse_json
+from linnet.serve.errors import ApiError
+from linnet.serve.formats import ChatFormat, CompletionFormat, Format
+from linnet.serve.requests import ChatRequest, CompletionRequest, GenerationRequest
+from linnet.serve.service import Service
+
+DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it; a chat's goes on to its end
+
+
+class Prepared:
+    """A request that is checked and encoded, which may take long: it is made in another thread.
+
+    Attributes:
+        choices: token ids of the prompt and settings, for each completion.
+        score: for `Answer`.
+    """
+
+    def __init__(self, request: GenerationRequest):
+        self.request = request
+        self.choices: list[tuple[list[int], Sampling]] = []
+        self.prompt_tokens = 0
+        self.form: Format
+        self.score: list[tuple[int, int, list[int], int]] = []
+        self.generates = True
+
+    def answer(self, service: Service, started: float) -> Answer:
+        """Puts the choices into the engine. Raises `ApiError` where they do not fit now."""
+        call = service.open(self.choices if self.generates else [], self.request.stream)
+        if not self.generates:
+            call.running = len(self.choices)
+            for index in range(len(self.choices)):
+                call.push(index, Piece(None, finish="length"))
+        options = self.request.stream_options
+        return Answer(
+            service,
+            call,
+            self.form,
+            prompt_tokens=self.prompt_tokens,
+            stream=self.request.stream,
+            show_usage=options is not None and options.include_usage,
+            score=self.score,
+            started=started,
+        )
+
+
+def prepare_completion(service: Service, body: bytes) -> Prepared:
+    """Raises `ApiError` or `ConfigError` with all that is wrong with the body of /v1/completions."""
+    request = parse(CompletionRequest, parse_json(body), "request")
+    check_model(service, request.model)
+    _check_count(service, len(request.prompt) * request.n)
+    prepared = Prepared(request)
+    prepared.form = form = CompletionFormat(
+        service.names, request.model, request.stream, request.logprobs is not None, request.return_token_ids
+    )
+    prepared.generates = request.max_tokens != 0
+    given = request.max_tokens if "max_tokens" in request.model_fields_set else None
+    tokenizer = service.engine.tokenizer
+    for number, prompt in enumerate(request.prompt):
+        key = "prompt" if len(request.prompt) == 1 else f"prompt[{number}]"
+        tokens, most = service.tokens(prompt, given, DEFAULT_TOKENS, key)
+        ids = tokens.tolist()
+        first = len(prepared.choices)
+        prepared.choices += [(tokens, request.sampling(i, max(most, 1), request.logprobs)) for i in range(request.n)]
+        prepared.prompt_tokens += len(ids)
+        if request.echo:
+            text = prompt if isinstance(prompt, str) else "" if tokenizer is None else tokenizer.decode(ids)
+            form.echoes.update({first + i: (text, ids, []) for i in range(request.n)})
+            if request.logprobs is not None:
+                prepared.score.append((first, request.n, ids, request.logprobs))
+    _check_engine(service, prepared)
+    return prepared
+
+
+def prepare_chat(service: Service, body: bytes) -> Prepared:
+    """Raises `ApiError` or `ConfigError` with all that is wrong with the body of /v1/chat/completions."""
+    request = parse(ChatRequest, parse_json(body), "request")
+    check_model(service, request.model)
+    _check_count(service, request.n)
+    if service.template is None:
+        message = (
+            f"model: {request.model!r} has no chat template; use /v1/completions, or put chat_template.jinja into its "
+            "folder"
+        )
+        raise ApiError(404, message, param="model", code="no_chat_template")
+    prepared = Prepared(request)
+    top = (request.top_logprobs or 0) if request.logprobs else None
+    prepared.form = ChatFormat(service.names, request.model, request.stream, request.logprobs, request.return_token_ids)
+    messages = [message.model_dump(exclude_none=True) for message in request.messages]
+    given = request.max_completion_tokens or request.max_tokens
+    tokens, most = service.tokens(service.template.encode(messages), given, None, "messages")
+    prepared.prompt_tokens = len(tokens)
+    for i in range(request.n):
+        sampling = request.sampling(i, most, top)
+        ends = [] if request.ignore_eos else service.template.turn_ends
+        sampling = sampling.model_copy(update={"stop_tokens": [*sampling.stop_tokens, *ends]})
+        prepared.choices.append((tokens, sampling))
+    _check_engine(service, prepared)
+    return prepared
+
+
+def check_model(service: Service, model: str) -> None:
+    """Raises `ApiError` 404 for another model than the one that is here."""
+    if model != service.engine.name:
+        message = f"model: {model[:200]!r} is not served here; use {service.engine.name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def model_card(service: Service) -> dict:
+    return {"id": service.engine.name, "object": "model", "created": service.created, "owned_by": "linnet"}
+
+
+def _check_count(service: Service, count: int) -> None:
+    if count > (most := min(service.settings.max_choices, service.capacity)):
+        message = f"n: {count} completions (prompts times n) are too many for one request; ask for at most {most}"
+        raise ApiError(400, message, param="n", code="invalid_value")
+
+
+def _check_engine(service: Service, prepared: Prepared) -> None:
+    """What only the engine knows, one check a prompt being enough: stops without a tokenizer, unknown tokens."""
+    try:
+        service.engine.check(*prepared.choices[0])
+    except ConfigError as error:
+        problems = [problem.replace("stop_tokens", "stop_token_ids") for problem in error.problems]
+        raise ApiError.of_problems(problems) from None
+
+
+def now() -> float:
+    return time.monotonic()

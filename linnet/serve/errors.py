@@ -1,0 +1,87 @@
+"""Errors in the shape that OpenAI's clients read: {"error": {"message", "type", "param", "code"}}."""
+
+import re
+from collections.abc import Mapping
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+
+from linnet.config import ConfigError
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_CODES = {404: "not_found", 405: "method_not_allowed", 500: "internal_error"}
+_MOST_PROBLEMS, _LONGEST = 10, 400  # a body full of mistakes gets a short answer
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        status: of HTTP.
+        message: names the key, the value and the fix.
+        param: the key of the request that is wrong, if it is one.
+        code: a word for programs.
+        headers: of the response, Retry-After for example.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.code = code or _CODES.get(status)
+        self.headers = dict(headers or {})
+
+    @classmethod
+    def of_problems(cls, problems: list[str], code: str | None = None) -> "ApiError":
+        """A 400 that lists what is wrong; `param` is the key of the first problem."""
+        lines = [line.removeprefix(": ") for line in problems[:_MOST_PROBLEMS]]  # a problem of the whole has no key
+        key = re.match(r"(\w+)[.:]", lines[0])
+        lines = [line if len(line) <= _LONGEST else line[:_LONGEST] + " ..." for line in lines]
+        if len(problems) > _MOST_PROBLEMS:
+            lines.append(f"and {len(problems) - _MOST_PROBLEMS} more")
+        return cls(400, "; ".join(lines), param=key and key[1], code=code or "invalid_value")
+
+    def body(self) -> dict:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return Response(to_json(self.body()), self.status, self.headers, media_type="application/json")
+
+
+class Disconnected(Exception):
+    """The client is gone: nothing is answered."""
+
+
+async def answer_api_error(request: Request, error: ApiError) -> Response:
+    return error.response()
+
+
+async def answer_config_error(request: Request, error: ConfigError) -> Response:
+    return ApiError.of_problems(error.problems).response()
+
+
+async def answer_http_exception(request: Request, error: HTTPException) -> Response:
+    """What the router itself finds: unknown paths and methods."""
+    headers = error.headers
+    if error.status_code == 404:
+        message = f"{request.url.path[:200]}: there is no such path; GET /openapi.json lists those that are here"
+    elif error.status_code == 405:
+        message = f"{request.method} {request.url.path[:200]}: use {(headers or {}).get('Allow', 'another method')}"
+    else:
+        message = str(error.detail)
+    return ApiError(error.status_code, message, headers=headers).response()
+
+
+async def answer_exception(request: Request, error: Exception) -> Response:
+    """A bug of ours; the traceback goes to the server's log, not to the client."""
+    return ApiError(500, "the server failed at this request; its log says why").response()

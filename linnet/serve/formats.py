@@ -1,0 +1,151 @@
+"""What comes back: completions and chat completions, whole and in chunks, as OpenAI's clients read them."""
+
+import math
+import time
+import uuid
+from collections.abc import Sequence
+
+from linnet.inference import Piece
+from linnet.serve.scoring import Score
+from linnet.serve.tokens import TokenNames
+
+LEAST = -9999.0  # the log-probability of what cannot be; JSON has no infinity
+_Told = tuple[int, Score | None, int]  # a token, its score, and where in the text it begins
+
+
+class Format:
+    """The answer to one request; `choice` is called with the pieces of a choice as they come, or with all of them.
+
+    Args:
+        stream: chunks of a stream, or one whole answer.
+        logprobs: whether log-probabilities were asked for.
+        ids: whether the ids of tokens were.
+    """
+
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def __init__(self, names: TokenNames, model: str, stream: bool, logprobs: bool, ids: bool):
+        self._names, self._logprobs, self._with_ids, self._stream = names, logprobs, ids, stream
+        self._frame = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "object": self.chunk_kind if stream else self.kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def frame(self, choices: list[dict], **usage: dict | None) -> dict:
+        """The object around choices, with `usage` where it is given."""
+        return {**self._frame, "choices": choices, **usage}
+
+    def choice(self, index: int, pieces: Sequence[Piece]) -> dict | None:
+        """Choice `index` of these pieces; None where there is nothing to tell yet."""
+        text = "".join(piece.text for piece in pieces)
+        ids = [piece.token for piece in pieces if piece.token is not None]
+        finish = pieces[-1].finish if pieces else None
+        return self._choice(index, pieces, text, ids, finish)
+
+    def _choice(
+        self, index: int, pieces: Sequence[Piece], text: str, ids: list[int], finish: str | None
+    ) -> dict | None:
+        raise NotImplementedError
+
+
+class CompletionFormat(Format):
+    """Answers of /v1/completions.
+
+    Attributes:
+        echoes: with `echo`, the text and the tokens of each choice's prompt and, with `logprobs`, their scores.
+    """
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, names: TokenNames, model: str, stream: bool, logprobs: bool, ids: bool):
+        super().__init__(names, model, stream, logprobs, ids)
+        self.echoes: dict[int, tuple[str, list[int], list[Score | None]]] = {}
+        self._offsets: dict[int, int] = {}
+
+    def _choice(
+        self, index: int, pieces: Sequence[Piece], text: str, ids: list[int], finish: str | None
+    ) -> dict | None:
+        told: list[_Told] = []
+        offset = self._offsets.get(index, 0)
+        if index in self.echoes:
+            prompt, prompt_ids, scores = self.echoes.pop(index)
+            for token, score in zip(prompt_ids, scores, strict=False):
+                told.append((token, score, min(offset, len(prompt))))
+                offset += len(self._names.text(token) or "")
+            offset, text, ids = len(prompt), prompt + text, [*prompt_ids, *ids]
+        for piece in pieces:
+            if piece.token is not None:
+                told.append((piece.token, (piece.logprob, piece.top_logprobs), offset))
+            offset += len(piece.text)
+        self._offsets[index] = offset
+        if not (text or finish or (self._logprobs and told) or (self._with_ids and ids)):
+            return None
+        logprobs = self._lines(told) if self._logprobs else None
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        return choice | ({"token_ids": ids} if self._with_ids else {})
+
+    def _lines(self, told: list[_Told]) -> dict:
+        return {
+            "tokens": [self._names[token] for token, _, _ in told],
+            "token_logprobs": [None if score is None else finite(score[0]) for _, score, _ in told],
+            "top_logprobs": [
+                # The token itself is always among them, as OpenAI has it.
+                None if score is None else {self._names[t]: finite(lp) for t, lp in (*score[1], (token, score[0]))}
+                for token, score, _ in told
+            ],
+            "text_offset": [offset for _, _, offset in told],
+        }
+
+
+class ChatFormat(Format):
+    """Answers of /v1/chat/completions."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def __init__(self, names: TokenNames, model: str, stream: bool, logprobs: bool, ids: bool):
+        super().__init__(names, model, stream, logprobs, ids)
+        self._begun: set[int] = set()
+
+    def _choice(
+        self, index: int, pieces: Sequence[Piece], text: str, ids: list[int], finish: str | None
+    ) -> dict | None:
+        told = [piece for piece in pieces if piece.token is not None] if self._logprobs else []
+        choice: dict = {"index": index}
+        if self._stream:
+            if not (text or finish or told or (self._with_ids and ids)):
+                return None
+            role = {} if index in self._begun else {"role": "assistant"}
+            self._begun.add(index)
+            choice["delta"] = {**role, "content": text}
+        else:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        choice["logprobs"] = {"content": [self._line(piece) for piece in told]} if self._logprobs else None
+        choice["finish_reason"] = finish
+        return choice | ({"token_ids": ids} if self._with_ids else {})
+
+    def _line(self, piece: Piece) -> dict:
+        tops = [self._named(token, logprob) for token, logprob in piece.top_logprobs]
+        return {**self._named(piece.token, piece.logprob), "top_logprobs": tops}
+
+    def _named(self, token: int, logprob: float) -> dict:
+        text = self._names.text(token)
+        data = None if text is None else list(text.encode())
+        return {"token": self._names[token], "logprob": finite(logprob), "bytes": data}
+
+
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LEAST
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

@@ -1,0 +1,248 @@
+"""The requests of OpenAI's API: every key, its range, and what is not there here.
+
+A null is the same as no key at all, as OpenAI has it. What this server cannot do is taken at the value that asks for
+nothing and refused at any other, so that nobody gets another answer than the one asked for. Keys that are not OpenAI's
+(top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, return_token_ids) have the names that other servers of
+open models use.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import FailFast, Field, PlainValidator, WithJsonSchema, model_validator
+
+from linnet.config import Config, parse
+from linnet.inference import MOST_LOGPROBS, Sampling
+
+MOST_STOPS = 16
+_MOST_KEYS = 64  # of an object: an error each would take long to write
+
+
+def _only(*values: object, fix: str) -> Any:
+    """The type of a key that asks for nothing at `values`, and for what is not there at any other."""
+
+    def check(value: object) -> object:
+        if value is None or any(_same(value, known) for known in values):
+            return value
+        raise ValueError(f"{_shown(value)} is not supported; {fix}")
+
+    return Annotated[Any, PlainValidator(check), WithJsonSchema({"enum": [None, *values]})]
+
+
+def _same(a: object, b: object) -> bool:
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."
+
+
+def _check_prompt(value: object) -> list[str | list[int]]:
+    """Text, texts, token ids or lists of token ids; a list of prompts in any case."""
+    fix = "give text, a list of token ids, or a list of either"
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError(f"{_shown(value)} is no prompt; {fix}")
+    if not value:
+        raise ValueError(f"[] holds no prompt; {fix}")
+    if _all_ids(value):
+        return [value]
+    if all(isinstance(part, str) for part in value):
+        return value
+    if all(isinstance(part, list) and part and _all_ids(part) for part in value):
+        return value
+    raise ValueError(f"{_shown(value)} mixes kinds or holds empty lists; {fix}")
+
+
+def _all_ids(values: list) -> bool:
+    return all(type(value) is int for value in values)
+
+
+def _check_stop(value: object) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError(f"{_shown(value)} is no stop; give a text or a list of texts")
+    if len(stops) > MOST_STOPS or "" in stops:
+        raise ValueError(f"{_shown(value)}: give at most {MOST_STOPS} texts, none of them empty")
+    return stops
+
+
+def _check_ids(value: object) -> list[int]:
+    if not isinstance(value, list) or not _all_ids(value) or min(value, default=0) < 0:
+        raise ValueError(f"{_shown(value)} is no list of token ids; give whole numbers from 0 on")
+    return value
+
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
+Prompt = Annotated[
+    Any,
+    PlainValidator(_check_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                _IDS,
+                {"type": "array", "items": _IDS, "minItems": 1},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+Stop = Annotated[
+    Any,
+    PlainValidator(_check_stop),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": MOST_STOPS}, {"type": "null"}]}),
+]
+Ids = Annotated[
+    Any,
+    PlainValidator(_check_ids),
+    WithJsonSchema({"anyOf": [{**_IDS, "minItems": 0}, {"type": "null"}]}),
+]
+
+
+class _Object(Config):
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: object) -> object:
+        if not isinstance(values, Mapping):
+            return values
+        if len(values) > _MOST_KEYS:
+            raise ValueError(f"an object of {len(values)} keys; known are {', '.join(sorted(cls.model_fields))}")
+        return {key: value for key, value in values.items() if value is not None}
+
+
+class StreamOptions(_Object):
+    """What a stream holds besides its text. `include_obfuscation` is taken and does nothing."""
+
+    include_usage: bool | None = Field(False, description="a last chunk with the counts of tokens")
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(_Object):
+    """What completions and chat completions have in common."""
+
+    model: str
+    temperature: float | None = Field(1.0, ge=0, allow_inf_nan=False, description="0 takes the likeliest token")
+    top_p: float | None = Field(1.0, gt=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(0, ge=0, description="0 keeps all tokens")
+    min_p: float | None = Field(0.0, ge=0, lt=1, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(1.0, gt=0, allow_inf_nan=False)
+    n: int | None = Field(1, ge=1, description="completions of a prompt, with seeds one after another")
+    seed: int | None = Field(None, ge=0, lt=1 << 63)
+    stop: Stop = []
+    stop_token_ids: Ids = []
+    ignore_eos: bool | None = Field(False, description="go on behind the end of a document")
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(False, description="give the ids of the tokens with each choice")
+    frequency_penalty: _only(0, fix="use repetition_penalty") = 0
+    presence_penalty: _only(0, fix="use repetition_penalty") = 0
+    logit_bias: _only({}, fix="leave it out") = None
+    user: str | None = Field(None, description="not used")
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: are those of a stream; set stream to true, or leave them out")
+        return self
+
+    def sampling(self, choice: int, max_tokens: int, logprobs: int | None) -> Sampling:
+        """The engine's settings for one of `n` choices."""
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop=self.stop,
+            stop_tokens=self.stop_token_ids,
+            ignore_end=self.ignore_eos,
+            seed=None if self.seed is None else (self.seed + choice) % (1 << 63),
+            logprobs=logprobs,
+        )
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of POST /v1/completions."""
+
+    prompt: Prompt = Field("", description="an empty text begins a new document")
+    max_tokens: int | None = Field(16, ge=0)
+    echo: bool | None = Field(False, description="give the prompt before its completion")
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, description="only the value of n")
+    suffix: _only("", fix="these models go on from a prompt alone") = ""
+
+    @model_validator(mode="after")
+    def _as_many_as_n(self) -> "CompletionRequest":
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of: {self.best_of} is not supported; leave it out, or give it the value of n")
+        return self
+
+
+class TextPart(_Object):
+    """Part of a message. Images, audio and files are not read."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _check_content(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and len(value) <= 1024:
+        return "".join(parse(TextPart, part).text for part in value)
+    raise ValueError(f"{_shown(value)} is no content; give text, or a list of at most 1024 parts of type text")
+
+
+class Message(_Object):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        Any,
+        PlainValidator(_check_content),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "items": TextPart.model_json_schema(), "maxItems": 1024},
+                ]
+            }
+        ),
+    ]
+    name: str | None = None
+
+
+_NO_TOOLS = "this server calls no tools"
+
+
+class ChatRequest(GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=4096)
+    max_tokens: int | None = Field(None, ge=1, description="older name of max_completion_tokens")
+    max_completion_tokens: int | None = Field(None, ge=1, description="null: until an end, or the limit of the server")
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    tools: _only([], fix=_NO_TOOLS) = None
+    tool_choice: _only("none", "auto", fix=_NO_TOOLS) = None
+    parallel_tool_calls: bool | None = Field(None, description="not used")
+    functions: _only([], fix=_NO_TOOLS) = None
+    function_call: _only("none", "auto", fix=_NO_TOOLS) = None
+    response_format: _only({"type": "text"}, fix="only text comes out") = None
+    modalities: _only(["text"], fix="only text comes out") = None
+    store: _only(False, fix="nothing is stored") = None
+    metadata: dict[str, str] | None = Field(None, description="not used")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: come with logprobs; set logprobs to true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens: differs from max_completion_tokens; give one of them")
+        return self

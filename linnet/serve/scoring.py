@@ -1,0 +1,35 @@
+"""Log-probabilities of the tokens of a prompt (`echo` with `logprobs`), which evaluation harnesses score answers by."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from linnet.inference import Engine
+
+Score = tuple[float, tuple[tuple[int, float], ...]]  # of the token; the likeliest tokens and theirs
+
+
+@torch.no_grad()
+def score_prompt(engine: Engine, prompt: Sequence[int], count: int) -> Iterator[list[Score | None]]:
+    """The scores of a prompt's tokens, a chunk of them at a time; the first token has none, as nothing is before it.
+
+    Beside the engine's own rounds, which only read the weights too. Memory: the logits of one chunk.
+
+    Args:
+        count: how many of the likeliest tokens to give at each place.
+    """
+    states = engine.model.init_state(1, len(prompt), engine.device)
+    ids = torch.tensor(prompt, dtype=torch.int64, device=engine.device)
+    before = None  # logits for the first token of the chunk
+    for start in range(0, len(ids), engine.prefill_chunk):
+        tokens = ids[start : start + engine.prefill_chunk]
+        logits, states = engine.model(tokens[None], states)
+        logits = logits[0, :, : engine.vocab].float()
+        lines = logits[:-1] if before is None else torch.cat([before, logits[:-1]])
+        before = logits[-1:]
+        logprobs = lines.log_softmax(-1)
+        own = logprobs.gather(1, tokens[-len(lines) :, None])[:, 0].tolist() if len(lines) else []
+        top_logprobs, top_tokens = logprobs.topk(min(count, engine.vocab), dim=-1)
+        tops = [tuple(zip(*pair, strict=True)) for pair in zip(top_tokens.tolist(), top_logprobs.tolist(), strict=True)]
+        scores: list[Score | None] = list(zip(own, tops, strict=True))
+        yield [None, *scores] if start == 0 else scores

@@ -1,0 +1,101 @@
+"""The application under uvicorn: its socket, its signals, and clients that do not read."""
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from linnet.config import ConfigError
+from linnet.serve.app import create_app
+from linnet.serve.config import ServeConfig
+from linnet.serve.service import Service
+
+
+def bind(settings: ServeConfig) -> socket.socket:
+    """The socket to listen on, before a model is loaded in vain. Raises `ConfigError` where it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError):
+        message = f"host: {settings.host!r} is no address of this machine; use 127.0.0.1, or 0.0.0.0 for all"
+        raise ConfigError([message], "server") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            message = f"port: {settings.port} is in use on {settings.host}; choose another, or 0 for any free one"
+        else:
+            message = f"host: cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another"
+        raise ConfigError([message], "server") from None
+    return listener
+
+
+def serve(service: Service, listener: socket.socket, on_start: Callable[[], None] = lambda: None) -> None:
+    """Answers on `listener` until SIGTERM or SIGINT; then responses may end for `grace` seconds.
+
+    Args:
+        on_start: called once requests are answered.
+    """
+    settings = service.settings
+    config = uvicorn.Config(
+        create_app(service),
+        http=_protocol(settings.stream_timeout),
+        loop="asyncio",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        # After the streams were told that they end (`_Server`), a little time for the last bytes.
+        timeout_graceful_shutdown=int(settings.grace) + 5,
+    )
+    _Server(config, service, on_start).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, service: Service, on_start: Callable[[], None]):
+        super().__init__(config)
+        self._service, self._on_start = service, on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.closing = True
+        asyncio.get_running_loop().call_later(self._service.settings.grace, self._service.end_calls)
+        await super().shutdown(sockets)
+
+
+def _protocol(timeout: float) -> type[H11Protocol]:
+    class Protocol(H11Protocol):
+        """Cuts the connection of a client that reads nothing for `timeout` seconds while there is much to read."""
+
+        _stalled: asyncio.TimerHandle | None = None
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._stalled = self.loop.call_later(timeout, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._unstall()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._unstall()
+            super().connection_lost(exc)
+
+        def _unstall(self) -> None:
+            if self._stalled is not None:
+                self._stalled.cancel()
+                self._stalled = None
+
+    return Protocol

@@ -1,0 +1,157 @@
+"""The engine behind the HTTP server: what may enter, what runs, and how it ends."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+
+from linnet.inference import Engine, Sampling, Worker
+from linnet.inference.checks import encode
+from linnet.serve.config import ServeConfig
+from linnet.serve.errors import ApiError, Disconnected
+from linnet.serve.metrics import Metrics
+from linnet.serve.streams import Call, Hub
+from linnet.serve.template import ChatTemplate
+from linnet.serve.tokens import TokenNames
+
+
+class Service:
+    """One engine with its worker and its limits. It starts in the event loop (`start`) and is used from there alone.
+
+    Attributes:
+        live: choices in the engine or its queue; never more than `capacity`.
+        calls: what their HTTP requests wait for.
+        closing: nothing new is taken.
+    """
+
+    def __init__(self, engine: Engine, settings: ServeConfig, template: ChatTemplate | None = None):
+        self.engine, self.settings, self.template = engine, settings, template
+        self.names = TokenNames(engine.tokenizer)
+        self.created = int(time.time())
+        self.capacity = engine.slots + settings.queue
+        self.live = 0
+        self.calls: set[Call] = set()
+        self.closing = False
+        self.metrics = Metrics(self)
+        self.scoring = asyncio.Semaphore(1)  # prompts are scored one at a time: each takes the memory of a chunk
+        self._entering = 0
+        self.worker: Worker | None = None
+        self._hub: Hub | None = None
+
+    def start(self) -> None:
+        self._hub = Hub(asyncio.get_running_loop(), self._ended)
+        self.worker = Worker(self.engine)
+
+    def close(self) -> None:
+        """Ends what runs and the engine's thread."""
+        self.closing = True
+        self.end_calls()
+        self.worker.close()
+
+    def end_calls(self) -> None:
+        """Ends every response with an error: the server goes."""
+        for call in list(self.calls):
+            call.stop(_closing())
+
+    @property
+    def healthy(self) -> bool:
+        return self.worker is not None and self.worker.alive and not self.closing
+
+    def check_alive(self) -> None:
+        """Raises `ApiError` where nothing can be generated (any more)."""
+        if self.closing:
+            raise _closing()
+        if not self.healthy:
+            raise ApiError(503, "the engine has stopped; restart the server", code="engine_stopped")
+
+    @contextmanager
+    def entry(self) -> Iterator[None]:
+        """Around reading and checking one request, so that bodies in memory are bounded. Raises `ApiError` if full."""
+        self.check_alive()
+        self._check_room(1)
+        self._entering += 1
+        try:
+            yield
+        finally:
+            self._entering -= 1
+
+    def open(self, prompts: list[tuple[np.ndarray, Sampling]], stream: bool) -> Call:
+        """Puts the choices of one HTTP request into the engine. Raises `ApiError` where they do not fit now."""
+        self.check_alive()
+        self._check_room(len(prompts), own_entry=1)
+        call = Call(self.worker.cancel, self.settings.stream_backlog if stream else None)
+        self.calls.add(call)
+        try:
+            for index, (prompt, sampling) in enumerate(prompts):
+                call.requests.append(self.worker.submit(prompt, sampling, partial(self._hub.put, call, index)))
+                call.running += 1
+                self.live += 1
+        except BaseException:
+            self.leave(call)
+            raise
+        return call
+
+    def leave(self, call: Call) -> None:
+        """The response of `call` is over: what still runs is cancelled."""
+        call.stop(Disconnected())
+        self.calls.discard(call)
+
+    def tokens(
+        self, prompt: str | list[int], max_tokens: int | None, default: int | None, key: str
+    ) -> tuple[np.ndarray, int]:
+        """The token ids of a prompt, and how many tokens may follow.
+
+        Args:
+            max_tokens: asked for; None takes `default`, or less where the context ends before.
+            key: what the prompt is called in messages.
+
+        Raises:
+            ApiError: lists all that is wrong.
+        """
+        settings, engine, problems = self.settings, self.engine, []
+        if isinstance(prompt, str) and not prompt and engine.tokenizer is not None:
+            prompt = [engine.tokenizer.end_of_document]  # what stands before each document in training
+        ids = encode(prompt, engine.tokenizer, engine.vocab, problems)
+        if not problems and not len(ids):
+            problems.append("prompt: is empty; give at least one token")
+        if problems:
+            raise ApiError.of_problems([key + problem.removeprefix("prompt") for problem in problems])
+        if max_tokens is not None and max_tokens > settings.max_tokens:
+            problems.append(
+                f"max_tokens: {max_tokens} is more than the {settings.max_tokens} that this server gives; ask for "
+                "less, or raise --max-tokens"
+            )
+        most = min(default or settings.max_tokens, settings.max_tokens)
+        longest = settings.max_prompt_tokens
+        if engine.limit is not None:
+            longest = min(longest, engine.limit - 1)
+            most = min(most, engine.limit - len(ids))
+            if len(ids) <= longest and not problems and (max_tokens or 0) > engine.limit - len(ids):
+                problems.append(
+                    f"max_tokens: {max_tokens} behind the {len(ids)} tokens of the prompt pass the context of "
+                    f"{engine.limit}; ask for at most {engine.limit - len(ids)}"
+                )
+        if len(ids) > longest:
+            problems.append(f"{key}: {len(ids)} tokens are more than the {longest} that this server reads; shorten it")
+        if problems:
+            raise ApiError.of_problems(problems, code="context_length_exceeded")
+        return ids, most if max_tokens is None else max_tokens
+
+    def _ended(self) -> None:
+        self.live -= 1
+
+    def _check_room(self, count: int, own_entry: int = 0) -> None:
+        if count > self.capacity:
+            message = f"n: {count} completions are more than this server holds at once; ask for {self.capacity} or less"
+            raise ApiError(400, message, param="n", code="invalid_value")
+        if self.live + self._entering - own_entry + count > self.capacity:
+            message = f"{self.live} completions run or wait, as many as this server takes; try again later"
+            wait = max(1, min(60, self.live // self.engine.slots))
+            raise ApiError(429, message, code="server_busy", headers={"Retry-After": str(wait)})
+
+
+def _closing() -> ApiError:
+    return ApiError(503, "the server is shutting down; try again later", code="closing", headers={"Retry-After": "5"})
