@@ -74,6 +74,11 @@ def correlate(
     legacy: Legacy = False,
     bootstrap: Annotated[int, typer.Option(help="Resamples for the 95 % intervals; 0 for none.", min=0)] = 1000,
     seed: Annotated[int, typer.Option(help="Of the resampling.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page; the pictures go beside it. Default: FOLDER/report/correlate.html."),
+    ] = None,
+    page: Annotated[bool, typer.Option(help="Write a page with the scatter of scores and losses.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, in full precision.")] = False,
 ) -> None:
     """Correlate MAD scores with the compute-optimal loss of a study: do the scores tell how architectures scale?
@@ -109,6 +114,11 @@ def correlate(
         typer.echo(json.dumps(found.to_dict(), indent=1, allow_nan=False))
     else:
         _print(found)
+    if page and (out is not None or not as_json):
+        from linnet.report.mad_correlate import write_correlate_page
+
+        written = write_correlate_page(found, folder, study, out)
+        typer.echo(f"page: {written}", err=as_json)
 
 
 def _check_extra() -> None:

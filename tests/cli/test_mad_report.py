@@ -86,6 +86,9 @@ def test_correlate_prints_tables(scored, studied):
     for group in ("all", "within families", "between families", "hyena", "fuzzy recall", "memorization"):
         assert group in result.stdout
     assert "note: between families: 2 families; 3 are needed" in result.stdout
+    page = scored / "report" / "correlate.html"
+    assert f"page: {page}" in result.stdout and "linnet mad correlate scored --study study" in page.read_text()
+    assert (page.parent / "scaling.png").is_file() and (page.parent / "scaling-by-task.svg").is_file()
 
 
 def test_correlate_as_json(scored, studied):
@@ -95,6 +98,7 @@ def test_correlate_as_json(scored, studied):
     assert found["compute"] == 1e13 and len(found["points"]) == 5
     assert found["overall"]["all"]["spearman"] == pytest.approx(-1) and found["overall"]["all"]["pearson"] < -0.99
     assert found["overall"]["all"]["pearson_interval"] is None
+    assert not (scored / "report").exists(), "a page with numbers for programs only where it is asked for"
     assert set(found["tasks"]) >= {"compression", "fuzzy_recall"}
 
 

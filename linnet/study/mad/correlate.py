@@ -46,7 +46,11 @@ class Correlation:
 
 @dataclass(frozen=True)
 class Point:
-    """One architecture: its score and its compute-optimal loss (nats per token, with 95 % from the fit)."""
+    """One architecture: its score and its compute-optimal loss (nats per token, with 95 % from the fit).
+
+    Attributes:
+        spread: of the score, one standard deviation over seeds. beyond: whether the law is extrapolated to there.
+    """
 
     architecture: str
     study_name: str
@@ -56,6 +60,7 @@ class Point:
     loss: float
     loss_interval: tuple[float, float] | None
     beyond: bool
+    spread: float | None = None
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,7 @@ def _point(scores: Scores, name: str, other: str, law, compute: float) -> Point:
     tasks = {task: part.score for task, part in own.tasks.items()}
     beyond = not law.c_min <= compute <= law.c_max * (1 + 1e-9)
     loss = float(law.predict(compute))
-    return Point(name, other, traits(name).family, own.score, tasks, loss, law.interval_at(compute), beyond)
+    return Point(name, other, traits(name).family, own.score, tasks, loss, law.interval_at(compute), beyond, own.spread)
 
 
 def _loss_draws(laws: list, compute: float, resamples: int, seed: int) -> np.ndarray:
