@@ -79,6 +79,11 @@ def is_plain(arguments: tuple) -> bool:
     return True
 
 
+def find_apply(function: type[torch.autograd.Function]) -> Callable:
+    """`function.apply` for a call that `is_plain`, without its handling of transforms."""
+    return super(torch.autograd.Function, function).apply
+
+
 def _wants_gradient(arguments: tuple) -> bool:
     for x in arguments:  # noqa: SIM110  as above
         if type(x) in _TENSORS and x.requires_grad:
@@ -94,5 +99,4 @@ def _make_apply(op: CustomOpDef, implementation: Callable, setup_context: Callab
         return output
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function = type(f"Direct_{op._name}", (torch.autograd.Function,), members)
-    return super(torch.autograd.Function, function).apply  # past its handling of transforms, which `is_plain` ruled out
+    return find_apply(type(f"Direct_{op._name}", (torch.autograd.Function,), members))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.activation.reference import ACTIVATIONS, gated_activation_reference
-from linnet.ops.direct import is_plain
+from linnet.ops.direct import find_apply, is_plain
 from linnet.ops.folding import Mapped, is_mapped, lead
 
 __all__ = ["ACTIVATIONS", "gated_activation"]
@@ -33,7 +33,7 @@ def gated_activation(gate: Tensor, x: Tensor, activation: str = "none") -> Tenso
     if is_plain((gate, x)) and backend.use_triton("activation", x.is_cuda):
         kernels = importlib.import_module("linnet.ops.activation.triton")
         if kernels.supports(gate, x, activation):
-            return _GatedActivation.apply(gate, x, activation)
+            return _apply(gate, x, activation)
     if is_mapped(gate, x) and backend.use_triton("activation", x.is_cuda):
         return Mapped.apply(_rule, gate, x, activation)
     return gated_activation_reference(gate, x, activation)
@@ -56,3 +56,6 @@ class _GatedActivation(torch.autograd.Function):
     def backward(ctx, dy):
         kernels, activation = ctx.constants
         return *kernels.gated_backward(*ctx.saved_tensors, dy, activation), None
+
+
+_apply = find_apply(_GatedActivation)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.direct import is_plain
+from linnet.ops.direct import find_apply, is_plain
 from linnet.ops.folding import Mapped, is_mapped, lead
 from linnet.ops.norm.reference import rms_norm_reference
 
@@ -49,7 +49,7 @@ def rms_norm(
         dtype = torch.get_autocast_dtype(x.device.type)
     tensors = x, weight, gate, residual
     if is_plain(tensors) and _has_kernel(*tensors):
-        y, h = _RmsNorm.apply(x, weight, gate, residual, float(eps), gate_activation, dtype)
+        y, h = _apply(x, weight, gate, residual, float(eps), gate_activation, dtype)
     elif is_mapped(*tensors) and _has_kernel(*tensors):
         y, h = Mapped.apply(_rule, x, weight, gate, residual, float(eps), gate_activation, dtype)
     else:
@@ -104,3 +104,6 @@ class _RmsNorm(torch.autograd.Function):
         if ctx.dtypes is None:
             return dx, dweight, dgate, None, None, None, None
         return dx.to(ctx.dtypes[0]), dweight, dgate, dx.to(ctx.dtypes[1]), None, None, None
+
+
+_apply = find_apply(_RmsNorm)

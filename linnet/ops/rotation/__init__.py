@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.direct import is_plain
+from linnet.ops.direct import find_apply, is_plain
 from linnet.ops.folding import Mapped, fold, is_mapped, unfold
 from linnet.ops.rotation.reference import rotate_reference
 
@@ -44,7 +44,7 @@ def rotate(x: Tensor, positions: Tensor, theta: Tensor, *, doubling: bool = Fals
     if is_plain((x, positions, theta)) and backend.use_triton("rotation", x.is_cuda) and positions.ndim in (1, 2):
         kernels = importlib.import_module("linnet.ops.rotation.triton")
         if kernels.supports(x, positions, theta):
-            return _Rotate.apply(x, positions, theta, doubling, activation)
+            return _apply(x, positions, theta, doubling, activation)
     if is_mapped(x, positions) and not is_mapped(theta) and backend.use_triton("rotation", x.is_cuda):
         return Mapped.apply(_rule, x, positions, theta, doubling, activation)
     return rotate_reference(x, positions, theta, doubling, activation)
@@ -70,3 +70,6 @@ class _Rotate(torch.autograd.Function):
         kernels, doubling, activation = ctx.constants
         dx, dtheta = kernels.rotate_backward(*ctx.saved_tensors, dy, doubling, activation, ctx.needs_input_grad[2])
         return dx, None, dtheta, None, None
+
+
+_apply = find_apply(_Rotate)
