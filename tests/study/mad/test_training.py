@@ -1,7 +1,19 @@
 """Which epoch of a run counts: the last, the one with the lowest test loss, or the first that is good enough."""
 
+import json
+from dataclasses import replace
+
+import pytest
+
+from linnet.config import ConfigError
+from linnet.study.executors import ExecutorConfig
+from linnet.study.mad.architectures import architecture
+from linnet.study.mad.results import read_results
+from linnet.study.mad.run import run_mad
+from linnet.study.mad.scores import score
+from linnet.study.mad.settings import BUDGETS, Budget, GridPoint
 from linnet.study.mad.training import MAD_LAB, MQAR, PAPER, Counted, Training, Watch
-from linnet.train.ensemble import Score
+from linnet.train.ensemble import Ensemble, Score
 
 
 def runs_of(form, members=3, seeds=None):
@@ -87,3 +99,52 @@ def test_a_watch_goes_on_from_its_state():
     second.load_state(first.state())
     assert second.state()["open"].tolist() == [1, 2] and len(second.state()["counted"]) == 2
     assert second.end(2) == first.end(2) and second.end(2)[0].epoch == 1
+
+
+SMALL = {"d_model": 16, "options": {"tnl": {"num_heads": 2}, "swiglu": {"inner": 16}}}
+
+
+@pytest.fixture
+def go(monkeypatch, tmp_path):
+    grid = (GridPoint(1e-2, 0.0), GridPoint(1e-2, 5.0))
+    small = Budget("smoke", "", True, False, grid, epochs=3, batch_size=16, max_samples=40, held_out=32)
+    monkeypatch.setitem(BUDGETS, "smoke", small)
+    models = {"tnl+swiglu": architecture("tnl+swiglu", SMALL, state=0)}
+
+    def run(name, tasks=("memorization", "compression"), **options):
+        options = {"budget": "smoke", "tasks": tasks, "device": "cpu", "bundle": 2, **options}
+        result = run_mad(models, tmp_path / name, executor=ExecutorConfig(kind="inline", retries=0), **options)
+        assert not result.failed
+        return {one.key: one for one in read_results(tmp_path / name)}
+
+    return run
+
+
+def test_runs_of_mad_lab_are_trained_as_there(go, tmp_path, monkeypatch):
+    made = []
+    init = Ensemble.__init__
+    monkeypatch.setattr(Ensemble, "__init__", lambda self, *a, **o: made.append(o) or init(self, *a, **o))
+    found = go("mad-lab", spec="mad-lab")
+    assert {(one["betas"], one["constant"], one["spared"]) for one in made} == {((0.9, 0.999), True, ())}
+    assert all(one.spec == "mad-lab" and 1 <= one.epoch <= 3 for one in found.values())
+    curve = [json.loads(line) for line in next(tmp_path.glob("mad-lab/runs/*/metrics.jsonl")).read_text().splitlines()]
+    assert {row["factor"] for row in curve} == {1.0}
+    made.clear()
+    found = go("paper")
+    assert {(one["betas"], one["constant"]) for one in made} == {((0.9, 0.98), False)}
+    assert {one.epoch for one in found.values()} == {3}
+
+
+def test_decay_may_spare_what_is_no_matrix(go, tmp_path):
+    """A decay that takes matrices to nothing: with everything decayed the run is another than with norms spared."""
+    everything, matrices = go("all"), go("matrices", spare_decay=True)
+    for key, one in everything.items():
+        other = matrices[key]
+        assert (one.decay, other.decay) == ("all", "matrices")
+        assert (one.loss == other.loss) is (one.weight_decay == 0.0)
+    reasons = score(list(matrices.values()))["tnl+swiglu"].reasons
+    assert reasons == ("a smoke score says only whether a model learns at all",)
+    of_core = [replace(one, budget="core") for one in matrices.values()]
+    assert "weight decay spares norms" in score(of_core)["tnl+swiglu"].reasons[0]
+    with pytest.raises(ConfigError, match="holds runs of spare_decay False, not True"):
+        go("all", spare_decay=True)
