@@ -75,7 +75,7 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
         """Logits, the loss where labels are given, and the cache after the last token.
 
         Args:
-            input_ids: int64 [B, T]; or inputs_embeds [B, T, D], what the embedding would give.
+            input_ids: int64 [B, T]; or inputs_embeds [B, T, D], what `get_input_embeddings` would give.
             attention_mask: [B, T], or with a cache also [B, all columns so far]; 0 is padding.
             past_key_values: from an earlier call, to go on from.
             labels: int64 [B, T], shifted here; -100 does not count.
@@ -90,7 +90,9 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("Linnet's models give neither attention weights nor hidden states; leave both options off")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two")
-        x = self.model._embed(input_ids) if inputs_embeds is None else inputs_embeds
+        x = self.model.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.model.config.embedding_scale != 1.0:
+            x = x * self.model.config.embedding_scale
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if past_key_values is not None and not isinstance(past_key_values, LinnetCache):

@@ -1,0 +1,202 @@
+"""What people do with a transformers model: pipelines, Trainer, LoRA, other precisions, tokenizers, new embeddings."""
+
+import pytest
+import torch
+from hf_models import small
+
+from linnet.config import ConfigError
+from linnet.data import ByteTokenizer, train_bpe
+from linnet.data.tokenizer import FileTokenizer
+from linnet.models import build_model
+from linnet.runs import save_model
+
+transformers = pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'linnet[hf]'")
+hf = pytest.importorskip("linnet.hf")
+
+TEXTS = [
+    "plain words",
+    "  two  spaces\n\n\ttabs and\r\nlines ",
+    "naïve café — 你好 🙂",
+    "<|endoftext|> is text here <s> </s>",
+    "",
+    "".join(map(chr, range(1, 0x250))),
+]
+
+
+def exported(folder, name, tokenizer):
+    config = small(name, vocab_size=tokenizer.vocab_size)
+    model = build_model(config, seed=2)
+    save_model(folder / "model", config, model.state_dict(), tokenizer)
+    return hf.export(folder / "model", folder / "hf")
+
+
+def word_level():
+    """A tokenizer.json of another kind, with an end of another name, and tokens that it adds to every text."""
+    import tokenizers
+
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[UNK]": 0, "plain": 1, "words": 2, "[END]": 3, "[BEGIN]": 4}, unk_token="[UNK]")
+    )
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[BEGIN] $A", special_tokens=[("[BEGIN]", 4)]
+    )
+    return FileTokenizer(inner, "[END]")
+
+
+TOKENIZERS = {
+    "byte": ByteTokenizer,
+    "bpe": lambda: train_bpe(["the plain words and the other words " * 30], 270),
+    "file": word_level,
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_tokenizer_gives_the_same_ids(kind, tmp_path):
+    tokenizer = TOKENIZERS[kind]()
+    hf.to_transformers(tokenizer).save_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.eos_token_id == theirs.pad_token_id == tokenizer.end_of_document
+    assert theirs.padding_side == "left" and len(theirs) == tokenizer.vocab_size
+    for text in TEXTS:
+        ids = tokenizer.encode(text).tolist()
+        assert theirs(text).input_ids == ids, text
+        if kind != "file":
+            assert theirs.decode(ids) == text
+    together = theirs(["plain words", "words"], padding=True, return_tensors="pt")
+    assert together.attention_mask[1].tolist()[-1] == 1 and together.input_ids[1, 0] == tokenizer.end_of_document
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_the_pipeline_writes_on(kind, tmp_path):
+    tokenizer = TOKENIZERS[kind]()
+    folder = exported(tmp_path, "tnl-attention", tokenizer)
+    write = transformers.pipeline("text-generation", model=str(folder))
+    alone = [write(text, max_new_tokens=6, do_sample=False)[0]["generated_text"] for text in TEXTS[:2]]
+    assert all(found.startswith(text) and len(found) > len(text) for found, text in zip(alone, TEXTS, strict=False))
+    together = write(TEXTS[:2], max_new_tokens=6, do_sample=False, batch_size=2)
+    assert [found[0]["generated_text"] for found in together] == alone
+
+
+def test_the_trainer_trains(tmp_path):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    folder = exported(tmp_path, "hgrn2", ByteTokenizer())
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    examples = [words(text * 3) for text in ("plain words. ", "the other words! ", "one more. ") * 4]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "trained"),
+        max_steps=6,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_steps=6,
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=examples,
+        eval_dataset=examples,
+        data_collator=transformers.DataCollatorForLanguageModeling(words, mlm=False),
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    assert after < before - 0.2
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained" / "checkpoint-6")
+    tokens = torch.tensor([examples[0].input_ids])
+    torch.testing.assert_close(again(tokens).logits, model.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize("name", ["tnl1", "mamba-attention", "lightnet"])
+def test_lora_trains_adapters_alone(name, tmp_path):
+    peft = pytest.importorskip("peft")
+    folder = exported(tmp_path, name, ByteTokenizer())
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.randint(1, 256, (2, 12), generator=torch.Generator().manual_seed(0))
+    plain = model(tokens).logits.detach()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert torch.equal(adapted(tokens).logits, plain)  # an adapter begins as nothing
+    frozen = {n: p.clone() for n, p in adapted.named_parameters() if "lora" not in n}
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(8):
+        loss = adapted(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    assert all(torch.equal(p, frozen[n]) for n, p in adapted.named_parameters() if n in frozen)
+    adapted.eval().save_pretrained(tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    torch.testing.assert_close(again(tokens).logits, adapted(tokens).logits)
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones_like(tokens)
+    written = again.generate(input_ids=tokens, **options)
+    assert torch.equal(written, again.generate(input_ids=tokens, use_cache=False, **options))
+    merged = again.merge_and_unload()
+    torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_casts_weights_and_not_fixed_tables(tmp_path):
+    folder = exported(tmp_path, "tnl-attention", ByteTokenizer())
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    exact = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    for (name, mine), (_, its) in zip(model.model.named_buffers(), exact.model.named_buffers(), strict=True):
+        assert torch.equal(mine, its), name
+    tokens = torch.randint(1, 256, (1, 20), generator=torch.Generator().manual_seed(0))
+    error = (model(tokens).logits.float() - exact(tokens).logits).square().mean().sqrt()
+    assert error < 0.05 * exact(tokens).logits.square().mean().sqrt()
+
+
+def test_new_embeddings_are_saved_with_their_number(tmp_path):
+    for name in ("tnl", "mamba"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(exported(tmp_path / name, name, ByteTokenizer()))
+        tokens = torch.arange(1, 9)[None]
+        before = model(tokens).logits
+        model.resize_token_embeddings(300)
+        torch.testing.assert_close(model(tokens).logits[..., :256], before)
+        model.save_pretrained(tmp_path / name / "larger")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name / "larger")
+        assert again.config.vocab_size == 300 and torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_embeddings_go_in_instead_of_tokens(tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported(tmp_path, "tnl1", ByteTokenizer()))
+    tokens = torch.arange(1, 9)[None]
+    assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(tokens)).logits, model(tokens).logits)
+
+
+def test_what_is_not_there_is_refused(tmp_path):
+    folder = exported(tmp_path, "tnl", ByteTokenizer())
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.arange(1, 9).repeat(2, 1)
+    with pytest.raises(ValueError, match="attention weights"):
+        model(tokens, output_attentions=True)
+    with pytest.raises(ValueError, match="one of the two"):
+        model()
+    with pytest.raises(ValueError, match="use linnet.hf.LinnetCache"):
+        model(tokens, past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match=r"give \[2, 8\]"):
+        model(tokens, attention_mask=torch.ones(2, 1, 8, 8))
+    with pytest.raises(ValueError, match=r"give \[2, 8\]"):
+        model(tokens, attention_mask=torch.ones(2, 5))
+    cache = hf.LinnetCache()
+    model(tokens, past_key_values=cache)
+    with pytest.raises(ValueError, match="holds 2 sequences"):
+        model(tokens[:1], past_key_values=cache)
+    with pytest.raises(ValueError, match="cannot drop tokens"):
+        cache.crop(1)
+    with pytest.raises(ValueError, match="stateful"):
+        model.generate(tokens[:1], assistant_model=model, max_new_tokens=2)
+    with pytest.raises(ConfigError, match="layer 'mine' is unknown"):
+        hf.LinnetConfig(model={"d_model": 8, "layout": "mine x2"})
+    with pytest.raises(ConfigError, match="is not an empty folder"):
+        hf.export(tmp_path / "model", folder)
