@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from linnet.cli.bench import bench
 from linnet.cli.convert import convert
 from linnet.cli.data import data
 from linnet.cli.evaluate import evaluate
@@ -48,6 +49,7 @@ app = typer.Typer(
 for verb in (models, data, train, generate, serve, evaluate, study, fit, convert, report):
     app.command(name=verb.__name__)(verb)
 app.add_typer(mad, name="mad")
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -54,10 +54,10 @@ class Decoder:
         self.advance = self._captured(self._advance)
 
     def insert(self, slot: int, states: ModelState, logits: Tensor) -> None:
-        """Puts a sequence into a slot: its states (a batch of one) and the logits [vocab] of its next token."""
+        """Puts sequences into slots from `slot` on: their states, and the logits [n, vocab] of their next tokens."""
         for pool, state in zip(self._pool, self._tensors(states), strict=True):
-            pool[slot].copy_(state[0])
-        self.logits[slot].copy_(logits[: self.vocab])
+            pool[slot : slot + len(logits)].copy_(state)
+        self.logits[slot : slot + len(logits)].copy_(logits[:, : self.vocab])
 
     def choose(self, kind: str) -> Callable[[], tuple[list, ...]]:
         """Chooses a token for every slot; the result waits for them and returns what `Chosen` holds, as lists."""

@@ -336,7 +336,7 @@ class Engine:
         if reading.done < len(reading.request.prompt):
             self._read_chunk(reading)
         if reading.done == len(reading.request.prompt):
-            self._decoder.insert(reading.slot, reading.states, reading.logits)
+            self._decoder.insert(reading.slot, reading.states, reading.logits[None])
             self._decoder.knobs.set(reading.slot, reading.request.sampling, reading.request.seed, reading.seen)
             self._reading = None
 

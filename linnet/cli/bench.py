@@ -1,0 +1,199 @@
+"""`linnet bench`: how fast things are here."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Measure speed on this machine.")
+
+
+@bench.callback()
+def _group() -> None:
+    """Keeps `generate` a word of its own while it is the only one."""
+
+
+@bench.command()
+def generate(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Recipes, with random weights.", show_default="tnl-410m hgrn2-410m on a GPU, tnl-10m on a CPU"
+        ),
+    ] = None,
+    batch: Annotated[
+        list[str] | None,
+        typer.Option(help="Sequences at once, or [bold]max[/]: as many as fit (repeatable).", show_default="1"),
+    ] = None,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt (paper 001, Figure 5: 512).", min=1)] = 512,
+    new: Annotated[int, typer.Option(help="Tokens to generate (Figure 5: 1024).", min=2)] = 1024,
+    repeats: Annotated[int, typer.Option(help="Timed runs of a case (Figure 5: 20); medians count.", min=1)] = 3,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(help="Also time tokens behind so long a prompt, at the first batch (repeatable).", min=1),
+    ] = None,
+    context_new: Annotated[int, typer.Option(help="Tokens to generate behind each --context.", min=2)] = 64,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="[bold]transformers[/] or [bold]transformers-static[/]: its Llama beside (repeatable)."),
+    ] = None,
+    peer_model: Annotated[
+        str | None, typer.Option(help="The Llama of the peers.", show_default="of the first model's size")
+    ] = None,
+    plain: Annotated[bool, typer.Option(help="Also without graphs and merged projections.")] = False,
+    chunk: Annotated[int, typer.Option(help="Tokens of a prompt that are read at a time.", min=1)] = 2048,
+    device: Annotated[str, typer.Option(help="auto (the GPU where there is one), cpu or cuda.")] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16.", show_default="bfloat16 on a GPU, else float32")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for generate.csv and the picture.", show_default=False)
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+) -> None:
+    """Time generation: first token, tokens a second against batch and context, bytes, share of the memory's bandwidth.
+
+    The defaults are the protocol of paper 001, Figure 5, with fewer repeats.
+
+    [bold]linnet bench generate --batch 1 --batch 64[/]
+    [bold]linnet bench generate tnl-410m --context 1024 --context 131072[/]
+    [bold]linnet bench generate tnl-7b --batch max --peer transformers --peer transformers-static[/]
+    """
+    import json
+
+    from rich.console import Console
+
+    console = Console(stderr=True, soft_wrap=True)
+    rows = _measure(
+        models, batch or ["1"], (prompt, new, repeats), (context or [], context_new), (peer or [], peer_model),
+        plain, chunk, device, dtype, console,
+    )  # fmt: skip
+    if json_:
+        typer.echo(json.dumps(rows, indent=1))
+    else:
+        _show(rows)
+    if out is not None:
+        _write(rows, out, console)
+
+
+def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, dtype, console) -> list[dict]:
+    """Checks everything, then measures system by system, so that one model at a time is in memory."""
+    from functools import partial
+
+    import torch
+
+    from linnet.config import ConfigError, nearest
+    from linnet.inference import peers as peer_systems
+    from linnet.inference.throughput import FILL, Case, Linnet, copy_bandwidth, measure
+    from linnet.models import RECIPES, get_recipe
+
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    models = models or (["tnl-410m", "hgrn2-410m"] if device == "cuda" else ["tnl-10m"])
+    names, peer_model = peers
+    peer_model = peer_model or f"llama-{models[0].rpartition('-')[2]}"
+    problems = [f"--batch {text!r}: give a number above 0, or {FILL}" for text in batches if not _is_batch(text, FILL)]
+    problems += [
+        f"recipe {name!r} is unknown; {nearest(name, RECIPES)}"
+        for name in [*models, *([peer_model] if names else [])]
+        if name not in RECIPES
+    ]
+    problems += [
+        f"--peer {name!r} is unknown; {nearest(name, peer_systems.PEERS)}"
+        for name in names
+        if name not in peer_systems.PEERS
+    ]
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        problems.append(f"--device: there is no {device!r} here; use cpu")
+    if dtype not in (None, "float32", "bfloat16"):
+        problems.append(f"--dtype: {dtype!r} is unknown; use float32 or bfloat16")
+    if problems:
+        raise ConfigError(problems, "linnet bench generate")
+    number = getattr(torch, dtype or ("bfloat16" if device == "cuda" else "float32"))
+    prompt, new, repeats = protocol
+    cases = [Case(text if text == FILL else int(text), prompt, new) for text in batches]
+    cases += [Case(cases[0].batch, length, contexts[1]) for length in contexts[0]]
+    makers = []
+    for name in models:
+        makers.append(partial(Linnet, get_recipe(name), name, device, number, chunk))
+        if plain:
+            makers.append(partial(makers[-1], plain=True))
+    for name in names:
+        makers.append(partial(peer_systems.TransformersLlama, name, get_recipe(peer_model), peer_model, device, number))
+    bandwidth = copy_bandwidth(torch.device(device))
+    what = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    console.print(f"{what}: a copy moves {bandwidth / 1e9:,.0f} GB a second", highlight=False)
+    rows = []
+    for make in makers:
+        system = make()
+        rows += measure(system, cases, repeats, bandwidth, lambda row: console.print(_line(row), highlight=False))
+        del system
+    constants = {"device": what, "dtype": str(number).removeprefix("torch."), "copy_bytes_per_second": bandwidth}
+    return [row | constants | {"torch": torch.__version__} for row in rows]
+
+
+def _is_batch(text: str, fill: str) -> bool:
+    return text == fill or (text.isascii() and text.isdigit() and int(text) > 0)
+
+
+def _line(row: dict) -> str:
+    head = f"{row['model']:<28} {row['system']:<19} batch {row['batch']:>5}  prompt {row['prompt']:>7,}  "
+    if row["error"]:
+        return head + row["error"]
+    return head + (
+        f"first token {row['first_token_s']:.3f} s  {row['token_ms']:.3f} ms a token  "
+        f"{row['decode_tokens_per_second']:,.0f} tokens/s"
+    )
+
+
+def _show(rows: list[dict]) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from linnet.report import units
+
+    table = Table(
+        box=SIMPLE,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        caption="first: seconds until the first token of the whole batch; ms: a token behind it; tokens/s: of those; "
+        "all/s: new tokens over the whole time; carried: bytes of a sequence at the end; band: share of the copy's "
+        "bandwidth.",
+        caption_justify="left",
+    )
+    table.add_column("model, system", overflow="fold", min_width=12)
+    for name in ("batch", "prompt", "first", "ms", "tokens/s", "all/s", "carried", "band"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        start = [f"{row['model']}, {row['system']}", f"{row['batch']:,}", f"{row['prompt']:,}"]
+        if row["error"]:
+            table.add_row(*start, row["error"])
+            continue
+        table.add_row(
+            *start,
+            f"{row['first_token_s']:.3f}",
+            f"{row['token_ms']:.3f}",
+            f"{row['decode_tokens_per_second']:,.0f}",
+            f"{row['tokens_per_second']:,.0f}",
+            units.size(row["carried_bytes"]),
+            units.percent(row["bandwidth_share"]),
+        )
+    Console().print(table)
+
+
+def _write(rows: list[dict], out: Path, console) -> None:
+    import csv
+    import shlex
+    import sys
+
+    from linnet.report.throughput import write_throughput
+
+    out.mkdir(parents=True, exist_ok=True)
+    command = f"linnet {shlex.join(sys.argv[1:])}"
+    columns = dict.fromkeys(name for row in rows for name in row)
+    with open(out / "generate.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*columns, "command"])
+        writer.writeheader()
+        writer.writerows(row | {"command": command} for row in rows)
+    pictures = write_throughput(rows, out)
+    console.print(f"in {out}: generate.csv, {', '.join(path.name for path in pictures)}", highlight=False)

@@ -1,0 +1,209 @@
+"""How fast models generate: the protocol of paper 001 (Figure 5: a prompt of 512 tokens, 1,024 new ones), and more.
+
+A case is a batch of prompts of one length and a number of new tokens, all greedy. What is timed is what a caller waits
+for: the first token (the whole batch of prompts read, one token chosen and brought to the host), and every token after
+it, each brought to the host before the next is asked for.
+
+`bandwidth_share` is the bytes that a token must move, over its time, over the measured bandwidth of a large copy: the
+weights once, states read and written, caches read.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from linnet.inference.decoder import PLAIN, Decoder
+from linnet.inference.merging import merge_projections, serve_rows
+from linnet.inference.precision import lower_precision
+from linnet.models import CausalLM, ModelConfig, ModelState
+
+FILL = "max"  # a batch: as many as the memory holds
+_AT_A_TIME = 65_536  # tokens of a batch of prompts that are read in one piece
+
+
+@dataclass(frozen=True)
+class Case:
+    """`batch` prompts of `prompt` tokens, `new` tokens each; a batch of `FILL` is as large as the memory allows."""
+
+    batch: int | str
+    prompt: int
+    new: int
+
+
+class System(Protocol):
+    """Something that generates: Linnet, or a peer of `linnet.inference.peers`."""
+
+    name: str
+    model: str
+    vocab_size: int
+    weight_bytes: int
+
+    def carried_bytes(self, context: int) -> int:
+        """Bytes that one sequence carries behind `context` tokens."""
+
+    def run(self, tokens: Tensor, new: int) -> tuple[float, float]:
+        """Reads tokens [B, T] and generates `new` each: seconds to the first token, and of all others."""
+
+
+class Linnet:
+    """A model of random weights behind the engine's decoder. `plain` leaves out its graphs and merged products."""
+
+    def __init__(
+        self, config: ModelConfig, model: str, device: str, dtype: torch.dtype, chunk: int = 2048, plain: bool = False
+    ):
+        self.name, self.model, self.device = "linnet-plain" if plain else "linnet", model, torch.device(device)
+        self.vocab_size, self._plain, self._chunk = config.vocab_size, plain, chunk
+        with torch.no_grad():
+            self._model = random_model(config, self.device, dtype)
+            if not plain:
+                merge_projections(self._model)
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in set(self._model.parameters()))
+        self._decoder: tuple[tuple[int, int], Decoder] | None = None
+
+    def carried_bytes(self, context: int) -> int:
+        return self._model.backbone.state_bytes(context)
+
+    @torch.no_grad()
+    def run(self, tokens: Tensor, new: int) -> tuple[float, float]:
+        batch, length = tokens.shape
+        decoder = self._prepare(batch, length + new)
+        synchronize(self.device)
+        began = time.perf_counter()
+        self._read(tokens, decoder, length + new)
+        decoder.choose(PLAIN)()
+        first = time.perf_counter() - began
+        for _ in range(new - 1):
+            decoder.advance()
+            decoder.choose(PLAIN)()
+        return first, time.perf_counter() - began - first
+
+    def _prepare(self, batch: int, context: int) -> Decoder:
+        """A decoder with its graph: made once for all repeats of a case."""
+        if self._decoder is None or self._decoder[0] != (batch, context):
+            self._decoder = None
+            if batch == 1 and not self._plain:
+                serve_rows(self._model)
+            graphs = not self._plain
+            made = Decoder(self._model, batch, self.vocab_size, context, self.device, graphs=graphs)
+            self._decoder = (batch, context), made
+        return self._decoder[1]
+
+    def _read(self, tokens: Tensor, decoder: Decoder, context: int) -> None:
+        batch, length = tokens.shape
+        rows = max(1, min(batch, _AT_A_TIME // min(length, self._chunk)))
+        for start in range(0, batch, rows):
+            some = tokens[start : start + rows].to(self.device)
+            states: ModelState = self._model.init_state(some.shape[0], context, self.device)
+            for place in range(0, length, self._chunk):
+                logits, states = self._model.prefill(some[:, place : place + self._chunk], states)
+            decoder.insert(start, states, logits)
+
+
+@torch.no_grad()
+def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> CausalLM:
+    """A model with normal weights, made on its device (a large one takes minutes elsewhere), not to be learned from."""
+    with torch.device(device):
+        model = CausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.normal_(0.0, config.init_std)
+    lower_precision(model, dtype)
+    return model.eval().requires_grad_(False)
+
+
+def measure(
+    system: System, cases: Sequence[Case], repeats: int, bandwidth: float, progress: Callable[[dict], None]
+) -> list[dict]:
+    """A row a case: medians over `repeats` runs after one that is not timed. A case that does not fit says so."""
+    rows = []
+    for case in cases:
+        row = {"model": system.model, "system": system.name, "prompt": case.prompt, "new": case.new, "error": ""}
+        batch = _fill(system, case) if case.batch == FILL else int(case.batch)
+        while True:
+            try:
+                row |= {"batch": batch} | _measure(system, batch, case, repeats, bandwidth)
+                break
+            except torch.OutOfMemoryError:
+                _free(system)
+                if case.batch != FILL or batch < 2:
+                    row |= {"batch": batch, "error": "out of memory"}
+                    break
+                batch = int(0.85 * batch)
+        rows.append(row)
+        progress(row)
+    return rows
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second of a large copy, read and written."""
+    source = torch.ones(2**31 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
+    target, times = torch.empty_like(source), []
+    for _ in range(10):
+        synchronize(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    return 2 * source.numel() / statistics.median(times[2:])
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _measure(system: System, batch: int, case: Case, repeats: int, bandwidth: float) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(system.vocab_size, (batch, case.prompt), generator=generator)
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    system.run(tokens, min(case.new, 8))  # compiles and captures
+    firsts, others = zip(*(system.run(tokens, case.new) for _ in range(repeats)), strict=True)
+    first, other = statistics.median(firsts), statistics.median(others)
+    row = {
+        "first_token_s": first,
+        "prefill_tokens_per_second": batch * case.prompt / first,
+        "tokens_per_second": batch * case.new / (first + other),
+        "weight_bytes": system.weight_bytes,
+        "carried_bytes": system.carried_bytes(case.prompt + case.new),
+        "peak_bytes": torch.cuda.max_memory_allocated() if gpu else None,
+        "repeats": repeats,
+    }
+    if case.new > 1:
+        step = other / (case.new - 1)
+        constant = system.carried_bytes(1)
+        grown = system.carried_bytes(case.prompt + case.new // 2) - constant
+        if grown:  # the one token of a cache is no state that is read and written
+            constant = max(0, constant - grown // (case.prompt + case.new // 2 - 1))
+        moved = system.weight_bytes + batch * (2 * constant + grown)
+        row |= {
+            "token_ms": 1e3 * step,
+            "decode_tokens_per_second": batch / step,
+            "bandwidth_share": moved / step / bandwidth,
+        }
+    return row
+
+
+def _fill(system: System, case: Case) -> int:
+    """The batch whose states or caches, logits and tokens would take nine tenths of the free memory."""
+    if not torch.cuda.is_available():
+        return 64
+    _free(system)
+    free, _ = torch.cuda.mem_get_info()
+    each = system.carried_bytes(case.prompt + case.new) + 8 * system.vocab_size
+    return max(1, int(0.9 * free / each))
+
+
+def _free(system: System) -> None:
+    """Gives back what earlier cases hold."""
+    if isinstance(system, Linnet):
+        system._decoder = None
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,0 +1,89 @@
+"""The picture of `linnet bench generate`: speed against batch and context, and what a sequence carries."""
+
+from pathlib import Path
+
+from linnet.report import shell, style, units
+from linnet.report.marks import Figure
+
+WIDTH, HEIGHT = 300, 260
+PANELS = (
+    # x, y, and their titles; rows of which a panel takes those that share all but x
+    ("batch", "decode_tokens_per_second", "sequences at once", "new tokens a second"),
+    ("context", "token_ms", "context (tokens)", "milliseconds a token"),
+    ("context", "carried_bytes", "context (tokens)", "bytes a sequence carries"),
+)
+
+
+def write_throughput(rows: list[dict], folder: Path) -> list[Path]:
+    """Draws generate.svg and generate.png into `folder`.
+
+    Raises:
+        ConfigError: the extra `study`, which draws figures, is not installed.
+    """
+    shell.check_extra(("altair", "vl_convert"))
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = draw(rows)
+    shell.write_pictures(folder, figure)
+    return [folder / f"{figure.name}.{kind}" for kind in ("svg", "png")]
+
+
+def draw(rows: list[dict]) -> Figure:
+    """Three panels, one line a model and system; rows without a time (out of memory) are left out."""
+    import altair as alt
+
+    rows = [_row(row) for row in rows if not row["error"] and row.get("token_ms")]
+    labels = list(dict.fromkeys(row["label"] for row in rows))
+    palette = style.colours(labels)
+    scale = alt.Scale(domain=labels, range=[palette[label] for label in labels])
+    forms = style.shapes(labels)
+    shapes = alt.Scale(domain=labels, range=[forms[label] for label in labels])
+    panels = []
+    for x, y, x_title, y_title in PANELS:
+        shown = [{"label": row["label"], "x": row[x], "y": row[y]} for row in _alike(rows, x)]
+        if len({point["x"] for point in shown}) < 2:
+            continue
+        places = sorted({point["x"] for point in shown})
+        base = alt.Chart(alt.Data(values=shown))
+        by = {
+            "x": alt.X(
+                "x:Q",
+                title=x_title,
+                scale=alt.Scale(type="log", base=2, nice=False, domain=style.padded(places, True)),
+                axis=alt.Axis(values=places, format="~s", labelOverlap="greedy"),
+            ),
+            "y": _vertical(alt, y, y_title, [point["y"] for point in shown]),
+            "color": alt.Color("label:N", scale=scale, title=None, legend=alt.Legend(orient="bottom", columns=2, labelLimit=320)),
+        }
+        dots = base.mark_point(filled=True, size=46, opacity=1)
+        dots = dots.encode(**by, shape=alt.Shape("label:N", scale=shapes, title=None))
+        line = base.mark_line(strokeWidth=1.8).encode(**by)
+        panels.append((line + dots).properties(width=WIDTH, height=HEIGHT))
+    drawn = alt.hconcat(*panels, spacing=28)
+    caption = (
+        "Greedy decoding, every token brought to the host. Left: a batch of prompts of one length. Centre and right: "
+        "the smallest batch, behind contexts of different lengths; a recurrent state does not grow, a cache does."
+    )
+    return Figure("generate", "Generation", caption, drawn.to_dict())
+
+
+def _row(row: dict) -> dict:
+    return row | {"context": row["prompt"], "label": f"{row['model']}, {row['system']}"}
+
+
+def _alike(rows: list[dict], x: str) -> list[dict]:
+    """The rows that differ in x alone: those of the most frequent value of everything else."""
+    others = ("prompt", "new") if x == "batch" else ("batch", "new")
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in others), []).append(row)
+    return max(groups.values(), key=lambda group: len({row[x] for row in group}), default=[])
+
+
+def _vertical(alt, quantity: str, title: str, values: list[float]):
+    if quantity == "carried_bytes":
+        return alt.Y("y:Q", **style.axis(alt, "bytes", style.padded(values, True), title))
+    domain = style.padded(values, True)
+    ticks = style.decimal_ticks(*domain)
+    names = "[" + ",".join(f"'{units.count(tick)}'" for tick in ticks) + "]"
+    axis = alt.Axis(values=ticks, labelExpr=f"{names}[indexof({ticks}, datum.value)]")
+    return alt.Y("y:Q", title=title, scale=alt.Scale(type="log", domain=domain, nice=False), axis=axis)
