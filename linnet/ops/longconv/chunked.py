@@ -47,7 +47,7 @@ def convolve_backward(x: Tensor, kernel: Tensor, cu_seqlens: Tensor | None, dy: 
             grads = _columns(dy_.to(matrix.dtype))
             dx_ = _columns_back(torch.bmm(matrix[:, :length, :length].mT, grads), x_.shape)
             pairs = torch.bmm(grads, _columns(x_.to(matrix.dtype)).mT)
-            found = _sum_diagonals(pairs, dtype).unflatten(0, kernel.shape[:2])
+            found = sum_diagonals(pairs, dtype).unflatten(0, kernel.shape[:2])
         else:
             x_, dy_, size = x_.to(dtype), dy_.to(dtype), fft_size(length)
             grads = _spectrum(dy_, size)
@@ -89,7 +89,7 @@ def _operand(x: Tensor, dtype: torch.dtype) -> torch.dtype:
     return x.dtype if x.is_cuda and x.dtype == torch.bfloat16 else dtype
 
 
-def _sum_diagonals(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_diagonals(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """[G, C, C] -> [G, C]: the sum over t of (t, t - j) for each lag j."""
     length = matrix.shape[1]
     # With C zeros before each row, a row step of one column more walks along a diagonal.

@@ -9,18 +9,27 @@ formed: y_t = sum_{s <= t} h_{t-s} (q_t k_s) v_s. In chunks of C tokens, with th
 and because the lambda do not depend on the input, S at all chunks is one product with a Toeplitz matrix of chunks.
 """
 
+import importlib
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
 from linnet.ops.chunks import exact, state_dtype
+from linnet.ops.direct import shorten
+from linnet.ops.folding import fold_all, unfold
+from linnet.ops.longconv import whole
 from linnet.ops.longconv.filter import ModalFilter, kernel_of, powers, read_table, write_table
 from linnet.ops.longconv.reference import modal_reference
 
+OP = "longconv"
 # Forward and backward of a layer (width 128, 16 heads, 4,096 tokens) on one CPU core, in ms at T = 32, 128, 256, 1024:
 # 167, 117, 180, 1353 where products are formed; 49, 101, 102, 219 in chunks of 32; 49, 123, 133, 277 in chunks of 64.
 CHUNK = 32
+# Tokens up to which a GPU takes all pairs of them, in kernels; and channels of a head.
+LONGEST, WIDEST = 2048, 64
 
 
 def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> Tensor:
@@ -50,6 +59,10 @@ def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> 
         matrices = modal_reference(products, filter, None, None)[0].view(*q.shape, q.shape[3])
         return (q[..., None] * matrices).sum(-2)
     dtype, (batch, length) = state_dtype(q, filter.theta), q.shape[:2]
+    if length <= LONGEST and q.shape[3] <= WIDEST and dtype == torch.float32 and backend.use_triton(OP, q.is_cuda):
+        with exact(q):
+            filters = kernel_of(filter.to(dtype), length)
+        return _direct(q, *(x.to(q.dtype) for x in (k, v)), filters[None])
     size = min(length, max(CHUNK, 1 << (length.bit_length() // 2)))
     count = -(-length // size)
     with exact(q):
@@ -65,6 +78,77 @@ def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> 
             queries = _outer(q_, read_table(filter, size))
             y = y + torch.matmul(queries, _found(torch.matmul(keys.mT, v_), filter, size))
     return y.permute(1, 2, 3, 0, 4).reshape(batch, count * size, *q.shape[2:])[:, :length].to(q.dtype)
+
+
+# What is registered has an axis of models in the filters [M, H, T], for vmap: the rows of q, k, v [R, T, H, D] belong
+# to the models in turn, R / M each.
+
+
+@torch.library.custom_op("linnet::filtered_attention", mutates_args=())
+def _attend(q: Tensor, k: Tensor, v: Tensor, filters: Tensor) -> Tensor:
+    with exact(q):
+        return _form(q).attend_forward(q, k, v, filters)
+
+
+@torch.library.custom_op("linnet::filtered_attention_backward", mutates_args=())
+def _attend_backward(
+    q: Tensor, k: Tensor, v: Tensor, filters: Tensor, dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with exact(q):
+        return _form(q).attend_backward(q, k, v, filters, dy)
+
+
+def _form(q: Tensor):
+    return importlib.import_module("linnet.ops.longconv.triton") if backend.use_triton(OP, q.is_cuda) else whole
+
+
+@_attend.register_fake
+def _(q, k, v, filters):
+    return q.new_empty(q.shape)
+
+
+@_attend_backward.register_fake
+def _(q, k, v, filters, dy):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, filters))
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, dy):
+    return _direct_backward(*ctx.saved_tensors, dy)
+
+
+_attend.register_autograd(_backward, setup_context=_setup_context)
+_direct = shorten(_attend, _setup_context, _backward)
+_direct_backward = shorten(_attend_backward)
+
+
+@_attend.register_vmap
+def _(info, in_dims, *tensors):
+    return unfold(_attend(*fold_all(tensors, in_dims, info.batch_size, (0, 0, 0, 0))), info.batch_size, 0), 0
+
+
+@_attend_backward.register_vmap
+def _(info, in_dims, *tensors):
+    grads = _attend_backward(*fold_all(tensors, in_dims, info.batch_size, (0, 0, 0, 0, 0)))
+    return tuple(unfold(x, info.batch_size, 0) for x in grads), (0, 0, 0, 0)
+
+
+# FLOPs of all pairs, 2 a multiply-add: two products forward; backward the scores, their gradients, and three more.
+
+
+@register_flop_formula(torch.ops.linnet.filtered_attention)
+def _attend_flops(q_shape, *_, **__) -> int:
+    rows, length, heads, width = q_shape
+    return 4 * rows * heads * width * length**2
+
+
+@register_flop_formula(torch.ops.linnet.filtered_attention_backward)
+def _attend_backward_flops(q_shape, *_, **__) -> int:
+    rows, length, heads, width = q_shape
+    return 10 * rows * heads * width * length**2
 
 
 def _outer(x: Tensor, table: Tensor) -> Tensor:

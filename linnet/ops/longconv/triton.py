@@ -1,0 +1,78 @@
+"""Attention with a long filter on a GPU, where sequences are short: all pairs of tokens, in tiles on the chip.
+
+Forward, dq, and dk with dv are each a walk along a row or column of tiles; the gradient of the filter sums the products
+of scores and their gradients over the batch, tile by tile of one distance, and then along diagonals.
+"""
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+
+from linnet.ops.chunks import state_dtype
+from linnet.ops.launching import Launcher, align, choose_operands, count_processors, pad
+from linnet.ops.longconv import whole
+from linnet.ops.longconv.chunked import sum_diagonals
+from linnet.ops.longconv.kernels import filter_kernel, forward_kernel, key_kernel, query_kernel
+
+TILE = 64  # tokens
+
+
+def attend_forward(q: Tensor, k: Tensor, v: Tensor, filters: Tensor) -> Tensor:
+    """y like q; arguments as in the registered op."""
+    if not _supports(q, k, v, filters):
+        return whole.attend_forward(q, k, v, filters)
+    q, k, v, filters = (align(x) for x in (q, k, v, filters))
+    y = torch.empty_like(q)
+    with torch.cuda.device_of(q):
+        _plan(forward_kernel, *_key(q, filters))(q, k, v, filters, y)
+    return y
+
+
+def attend_backward(q: Tensor, k: Tensor, v: Tensor, filters: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+    """Gradients to q, k, v and the filters."""
+    if not _supports(q, k, v, filters):
+        return whole.attend_backward(q, k, v, filters, dy)
+    q, k, v, filters, dy = (align(x) for x in (q, k, v, filters, dy))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    key = _key(q, filters)
+    (models, heads, length), tiles, groups = filters.shape, triton.cdiv(q.shape[1], TILE), count_groups(*key)
+    sums = q.new_empty(models * heads, groups, tiles, TILE, TILE, dtype=torch.float32)
+    with torch.cuda.device_of(q):
+        _plan(query_kernel, *key)(k, v, dy, filters, dq)
+        _plan(key_kernel, *key)(q, k, v, dy, filters, dk, dv)
+        _plan(filter_kernel, *key)(q, k, v, dy, sums)
+    sums = sums.sum(1).flatten(0, 1)
+    lags = sum_diagonals(sums, torch.float32).view(-1, tiles, TILE)
+    before = sum_diagonals(sums.mT, torch.float32).view(-1, tiles, TILE)
+    lags[:, :-1, 1:] += before[:, 1:, 1:].flip(2)  # lags below those of a tile's diagonal
+    return dq, dk, dv, lags.flatten(1)[:, :length].reshape(filters.shape).to(filters.dtype)
+
+
+def _supports(q: Tensor, k: Tensor, v: Tensor, filters: Tensor) -> bool:
+    return q.dtype == k.dtype == v.dtype and state_dtype(q, filters) == torch.float32
+
+
+def _key(q: Tensor, filters: Tensor) -> tuple:
+    return q.shape, filters.shape[0], q.dtype, filters.dtype, q.device
+
+
+@functools.lru_cache(1024)
+def _plan(kernel, shape, models: int, dtype, filter_dtype, device: torch.device) -> Launcher:
+    rows, length, heads, width = shape
+    tiles, operands = triton.cdiv(length, TILE), choose_operands(dtype)
+    constants = (heads, width, pad(width), TILE, *operands)
+    if kernel is filter_kernel:
+        groups = count_groups(shape, models, dtype, filter_dtype, device)
+        return Launcher(
+            kernel, models * heads * groups * tiles, (length, rows // models, groups, *constants), num_warps=4
+        )
+    return Launcher(kernel, rows * heads * tiles, (length, rows // models, *constants), num_warps=4)
+
+
+def count_groups(shape, models: int, dtype, filter_dtype, device: torch.device) -> int:
+    """Into how many the rows of a model are shared out, so that their sums fill the GPU a few times."""
+    rows, length, heads, _ = shape
+    programs = models * heads * triton.cdiv(length, TILE)
+    return max(1, min(rows // models, 16 * count_processors(device, interpreted=1) // programs))

@@ -1,0 +1,122 @@
+"""Attention with a long filter in its kernels against float64: on a GPU, and small shapes in Triton's interpreter."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linnet.ops import ModalFilter, filtered_attention, long_convolution, use_backend
+from linnet.ops.longconv import whole
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 1e-5}
+
+
+def make(R, T, H, D, *, models=1, dtype=torch.float32, device="cuda"):
+    """q, k, v, filters and a gradient, as the registered op has them."""
+    generator = torch.Generator().manual_seed(T)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device)
+
+    q, k, v, dy = (normal(R, T, H, D).to(dtype) for _ in range(4))
+    return (q, k, v, normal(models, H, T).to(torch.promote_types(dtype, torch.float32))), dy
+
+
+def run(form, inputs, dy):
+    return [form.attend_forward(*inputs), *form.attend_backward(*inputs, dy)]
+
+
+def assert_agrees(*sizes, **options):
+    from linnet.ops.longconv import triton
+
+    inputs, dy = make(*sizes, **options)
+    expected = run(whole, [x.double() for x in inputs], dy.double())
+    for x in expected:  # leaves NaN in the memory that the results will get, for what is not written
+        torch.full_like(x, float("nan"), dtype=dy.dtype), torch.full_like(x, float("nan"), dtype=torch.float32)
+    found = run(triton, inputs, dy)
+    assert [x.dtype for x in found] == [x.dtype for x in (inputs[0], *inputs)]
+    errors = [((a.double() - e).norm() / e.norm()).item() for a, e in zip(found, expected, strict=True)]
+    assert all(x <= TOLERANCE[dy.dtype] for x in errors), errors
+    assert all(torch.equal(a, b) for a, b in zip(found, run(triton, inputs, dy), strict=True))
+
+
+def test_all_pairs_at_once_are_the_attention():
+    """The plain form that the kernels are held against, through autograd and for models of their own."""
+    (q, k, v, filters), dy = make(4, 9, 2, 3, models=2, dtype=torch.float64, device="cpu")
+    products = (k[..., :, None] * v[..., None, :]).flatten(2)
+    rows = [products[i : i + 1] for i in range(4)]
+    summed = torch.cat([long_convolution(x, filters[i // 2])[0] for i, x in enumerate(rows)])
+    expected = (q[..., None] * summed.view(4, 9, 2, 3, 3)).sum(-2)
+    torch.testing.assert_close(whole.attend_forward(q, k, v, filters), expected)
+    op = torch.ops.linnet.filtered_attention.default
+    arguments = [x.requires_grad_() for x in (q, k, v, filters)]
+    torch.library.opcheck(op, tuple(arguments))
+    assert torch.autograd.gradcheck(op, arguments)
+
+
+def test_vmap_of_the_op():
+    (q, k, v, filters), _ = make(6, 5, 2, 3, models=3, dtype=torch.float64, device="cpu")
+    op = torch.ops.linnet.filtered_attention.default
+    expected = op(q, k, v, filters).unflatten(0, (3, 2))
+    members = [x.unflatten(0, (3, -1)).requires_grad_() for x in (q, k, v, filters)]
+    together = torch.vmap(op)(*members)
+    torch.testing.assert_close(together, expected)
+    apart = torch.stack([op(*(x[i] for x in members)) for i in range(3)])
+    for a, e in zip(*(torch.autograd.grad(y.sin().sum(), members) for y in (together, apart)), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("D", [8, 33, 64])
+def test_kernels(D, dtype):
+    for T in (1, 64, 130):
+        assert_agrees(4, T, 2, D, models=2, dtype=dtype)
+
+
+@gpu
+def test_many_rows_and_tiles():
+    assert_agrees(24 * 16, 128, 16, 8, models=24, dtype=torch.bfloat16)
+    assert_agrees(2, 1000, 3, 16)
+
+
+@gpu
+def test_the_form_of_long_sequences_agrees():
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape, dtype=torch.float32):
+        return torch.randn(*shape, generator=generator).to("cuda", dtype).requires_grad_()
+
+    filter = ModalFilter(-normal(4, 2).detach().exp(), normal(4, 2), normal(4, 2, 2), normal(4))
+    inputs = [normal(2, 300, 4, 8, dtype=torch.bfloat16) for _ in range(3)]
+
+    def everything(form):
+        with use_backend(form):
+            y = filtered_attention(*inputs, filter)
+        return [y, *torch.autograd.grad(y.float().square().sum(), [*inputs, *filter[1:]])]
+
+    for a, e in zip(everything("triton"), everything("chunked"), strict=True):
+        assert (a.double() - e.double()).norm() <= 5e-3 * e.double().norm()
+
+
+INTERPRETED = [((2, 70, 2, 3), {}), ((4, 20, 1, 17), {"models": 2}), ((3, 130, 1, 8), {"dtype": "float16"})]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_interpreted():
+    root = str(Path(__file__).parents[2])
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("agrees") == len(INTERPRETED), done.stdout + done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    for sizes, options in INTERPRETED:
+        assert_agrees(*sizes, device="cpu", **options | {"dtype": getattr(torch, options.get("dtype", "float32"))})
+        print(*sizes, "agrees")
