@@ -1,5 +1,6 @@
 """How a Triton kernel is started: what a launch depends on is worked out once, and Triton's look-up is passed by."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -47,6 +48,27 @@ class Launcher:
             compiled.function, compiled.packed_metadata, None, None, None,
             *[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments], *self.constants,
         )  # fmt: skip
+
+
+def launch(
+    kernel: Callable, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...], constants: tuple,
+    **options: int,
+) -> None:  # fmt: skip
+    """Starts a kernel of `tensors`, `numbers` and `constants` by the `Launcher` of such calls.
+
+    Args:
+        tensors: contiguous, on one device, the first one not None.
+        numbers: floats that may differ from call to call.
+        constants: integers and what else stays.
+    """
+    kinds = tuple([None if x is None else (x.dtype, x.data_ptr() % 16) for x in tensors])
+    options = tuple(options.items())
+    _find(kernel, programs, kinds, constants, tensors[0].device, options)(*tensors, *numbers)
+
+
+@functools.lru_cache(4096)
+def _find(kernel: Callable, programs: int, kinds: tuple, constants: tuple, device: torch.device, options: tuple):
+    return Launcher(kernel, programs, constants, **dict(options))
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:

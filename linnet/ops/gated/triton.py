@@ -28,7 +28,7 @@ from linnet.ops.documents import count_states, documents
 from linnet.ops.gated import chunked
 from linnet.ops.gated.gradient_kernel import gradients_kernel, gradients_strong_kernel
 from linnet.ops.gated.kernels import prepare_kernel, prepare_strong_kernel, sweep_kernel
-from linnet.ops.launching import choose_operands, count_processors, pad
+from linnet.ops.launching import choose_operands, count_processors, launch, pad
 
 
 class Tiles(NamedTuple):
@@ -126,6 +126,7 @@ class Call:
         self.arithmetic = choose_operands(q.dtype)
         self.operand = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
         self.limit = 100.0 if q.dtype == torch.bfloat16 else 30.0
+        self.gate_flags = k is None, bound is not None
         self.shape_flags = cu_seqlens is not None, cu_seqlens is None and self.T % C == 0
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -134,28 +135,26 @@ class Call:
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o and the final state."""
-    with torch.cuda.device_of(call.q):
-        o = torch.empty_like(call.v)
-        final = call.empty(call.states, call.H, call.K, call.V, dtype=torch.float32)
-        prepared = _prepare(call)
-        _sweep(call, prepared, call.v, call.initial_state, out=o, leave=final)
-        return o, final
+    o = torch.empty_like(call.v)
+    final = call.empty(call.states, call.H, call.K, call.V, dtype=torch.float32)
+    prepared = _prepare(call)
+    _sweep(call, prepared, call.v, call.initial_state, out=o, leave=final)
+    return o, final
 
 
 def backward(call: Call, do: Tensor, dfinal: Tensor | None):
     """Gradients of q, k (or None), v, the gate, its bound (or None) and the initial state."""
-    with torch.cuda.device_of(call.q):
-        do = do.contiguous()
-        dfinal = None if dfinal is None else dfinal.contiguous()
-        dv = torch.empty_like(call.v)
-        dinitial = call.empty(call.states, call.H, call.K, call.V, dtype=torch.float32)
-        entries, exits = (call.empty(call.slots, call.H, call.V, call.K) for _ in range(2))
-        prepared = _prepare(call)
-        _sweep(call, prepared, call.v, call.initial_state, keep=entries)
-        _sweep(call, prepared, do, dfinal, out=dv, leave=dinitial, keep=exits, reverse=True)
-        strong = prepared.strong
-        del prepared  # its memory may serve for the gradients
-        return *_gradients(call, do, entries, exits, strong, dv), dinitial
+    do = do.contiguous()
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    dv = torch.empty_like(call.v)
+    dinitial = call.empty(call.states, call.H, call.K, call.V, dtype=torch.float32)
+    entries, exits = (call.empty(call.slots, call.H, call.V, call.K) for _ in range(2))
+    prepared = _prepare(call)
+    _sweep(call, prepared, call.v, call.initial_state, keep=entries)
+    _sweep(call, prepared, do, dfinal, out=dv, leave=dinitial, keep=exits, reverse=True)
+    strong = prepared.strong
+    del prepared  # its memory may serve for the gradients
+    return *_gradients(call, do, entries, exits, strong, dv), dinitial
 
 
 class Prepared(NamedTuple):
@@ -178,18 +177,20 @@ def _prepare(call: Call) -> Prepared:
         call.empty(call.slots, call.H, call.K, dtype=torch.float32),
         call.empty(call.slots, call.H, dtype=torch.int32),
     )
-    prepare_kernel[(call.slots * call.H,)](
-        call.q, call.k, call.gate, call.bound, call.cu_seqlens, *prepared, call.scale, call.T, call.states, call.H,
-        call.K, C, min(call.tiles.prepare_channels, call.PK), call.k is None, call.bound is not None, *call.shape_flags,
-        *call.arithmetic, call.limit,
-        num_warps=call.tiles.prepare_warps,
+    inputs = call.q, call.k, call.gate, call.bound, call.cu_seqlens
+    constants = (
+        call.T, call.states, call.H, call.K, C, min(call.tiles.prepare_channels, call.PK), *call.gate_flags,
+        *call.shape_flags, *call.arithmetic, call.limit,
     )  # fmt: skip
+    programs, warps = call.slots * call.H, call.tiles.prepare_warps
+    launch(prepare_kernel, programs, (*inputs, *prepared), (call.scale,), constants, num_warps=warps)
     since_q, until_k, scores, _, strong = prepared
-    prepare_strong_kernel[(triton.cdiv(call.slots * call.H, GROUP),)](
-        call.q, call.k, call.gate, call.bound, call.cu_seqlens, since_q, until_k, scores, strong, call.scale, call.T,
-        call.states, call.slots * call.H, call.H, call.K, C, min(32, call.PK), call.k is None, call.bound is not None,
-        *call.shape_flags, *call.arithmetic, GROUP, num_warps=2,
+    constants = (
+        call.T, call.states, call.slots * call.H, call.H, call.K, C, min(32, call.PK), *call.gate_flags,
+        *call.shape_flags, *call.arithmetic, GROUP,
     )  # fmt: skip
+    tensors = *inputs, since_q, until_k, scores, strong
+    launch(prepare_strong_kernel, triton.cdiv(programs, GROUP), tensors, (call.scale,), constants, num_warps=2)
     return prepared
 
 
@@ -205,21 +206,23 @@ def _sweep(
     segments = _count_segments(call, blocks)
     sums = sum_decays = None
 
-    def launch(segments: int, summary: bool) -> None:
+    def walk(segments: int, summary: bool) -> None:
         entry_, out_, leave_, keep_ = (None,) * 4 if summary else (entry, out, leave, keep)
         split = sums is not None and not summary
-        sweep_kernel[(blocks * call.states * call.H * (segments - summary),)](
-            since, until, c, out_, scores, decays, entry_, leave_, keep_, sums, sum_decays, call.cu_seqlens,
+        tensors = since, until, c, out_, scores, decays, entry_, leave_, keep_, sums, sum_decays, call.cu_seqlens
+        constants = (
             call.T, call.states, segments, call.H, call.K, call.V, tiles.chunk, call.PK, tiles.columns, reverse,
             entry_ is not None, leave_ is not None, out_ is not None, keep_ is not None, summary, split,
-            *call.shape_flags, *call.arithmetic, tiles.stages, num_warps=tiles.warps,
+            *call.shape_flags, *call.arithmetic, tiles.stages,
         )  # fmt: skip
+        programs = blocks * call.states * call.H * (segments - summary)
+        launch(sweep_kernel, programs, tensors, (), constants, num_warps=tiles.warps)
 
     if segments > 1:
         sums = call.empty(call.states, call.H, segments - 1, call.V, call.K, dtype=torch.float32)
         sum_decays = call.empty(call.states, call.H, segments - 1, call.K, dtype=torch.float32)
-        launch(segments, True)
-    launch(segments, False)
+        walk(segments, True)
+    walk(segments, False)
 
 
 def _gradients(call: Call, do: Tensor, entries: Tensor, exits: Tensor, strong: Tensor, dv: Tensor):
@@ -227,18 +230,23 @@ def _gradients(call: Call, do: Tensor, entries: Tensor, exits: Tensor, strong: T
     dk = None if call.k is None else torch.empty_like(call.k)
     parts = None if call.bound is None else call.empty(call.slots, call.H, call.K, dtype=torch.float32)
     tiles = call.tiles
-    gradients_kernel[(triton.cdiv(call.K, tiles.channels) * call.slots * call.H,)](
+    tensors = (
         call.q, call.k, call.gate, call.bound, call.v, do, entries, exits, strong, dq, dk, dgate, parts,
-        call.cu_seqlens, call.scale, call.T, call.states, call.H, call.K, call.V, tiles.chunk, tiles.channels,
-        min(64, call.PV), call.k is None, call.bound is not None, *call.shape_flags, *call.arithmetic,
-        tiles.gradient_stages, num_warps=tiles.gradient_warps,
+        call.cu_seqlens,
     )  # fmt: skip
-    gradients_strong_kernel[(triton.cdiv(call.slots * call.H, GROUP),)](
-        call.q, call.k, call.gate, call.bound, call.v, do, entries, exits, strong, dq, dk, dgate, parts,
-        call.cu_seqlens, call.scale, call.T, call.states, call.slots * call.H, call.H, call.K, call.V, tiles.chunk,
-        min(32, call.PK), min(64, call.PV), call.k is None, call.bound is not None, *call.shape_flags,
-        *call.arithmetic, GROUP, num_warps=4,
+    constants = (
+        call.T, call.states, call.H, call.K, call.V, tiles.chunk, tiles.channels, min(64, call.PV), *call.gate_flags,
+        *call.shape_flags, *call.arithmetic, tiles.gradient_stages,
     )  # fmt: skip
+    programs = triton.cdiv(call.K, tiles.channels) * call.slots * call.H
+    launch(gradients_kernel, programs, tensors, (call.scale,), constants, num_warps=tiles.gradient_warps)
+    chunks = call.slots * call.H
+    constants = (
+        call.T, call.states, chunks, call.H, call.K, call.V, tiles.chunk, min(32, call.PK), min(64, call.PV),
+        *call.gate_flags, *call.shape_flags, *call.arithmetic, GROUP,
+    )  # fmt: skip
+    programs = triton.cdiv(chunks, GROUP)
+    launch(gradients_strong_kernel, programs, tensors, (call.scale,), constants, num_warps=4)
     return dq, dk, dv, dgate, None if parts is None else parts.sum(0).to(call.bound.dtype)
 
 
