@@ -8,7 +8,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from linnet.hf.cache import LinnetCache
 from linnet.hf.config import LinnetConfig
 from linnet.models import CausalLM, build_model
-from linnet.runs.model import empty_model
+from linnet.runs.model import empty_model, full_precision
 
 
 class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
@@ -28,6 +28,7 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: LinnetConfig):
         super().__init__(config)
         self.model = CausalLM(config.linnet())
+        self._keep_in_fp32_modules_strict = {f"model.{name}" for name in full_precision(self.model)}
         self.post_init()
 
     @classmethod

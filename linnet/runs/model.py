@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from linnet.config import ConfigError, parse
@@ -38,7 +38,8 @@ def load_model(
 
     Args:
         device: where to put it; None is the CPU.
-        dtype: of its parameters; None leaves them as they are stored. Fixed tables (decays, RoPE) stay float32.
+        dtype: of its parameters, but where it is lower than float32, those of `full_precision` are float32; None leaves
+            all as they are stored. Fixed tables (decays, RoPE) stay float32.
 
     Raises:
         ConfigError: the folder holds no model, or names everything in it that does not fit together.
@@ -124,8 +125,19 @@ def assign_weights(
     problems = mismatches(own, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     if problems:
         raise ConfigError(problems, where)
-    given = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in tensors.items()}
-    model.load_state_dict(given, assign=True)
+    if dtype is not None:
+        kept = full_precision(model) if dtype.itemsize < 4 else set()
+        tensors = {name: tensor.to(torch.float32 if name in kept else dtype) for name, tensor in tensors.items()}
+    model.load_state_dict(tensors, assign=True)
+
+
+def full_precision(model: nn.Module) -> set[str]:
+    """Names of the parameters that a model needs in float32, as its layers name them."""
+    return {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for name in getattr(module, "full_precision", ())
+    }
 
 
 def mismatches(own: Mapping[str, tuple], given: Mapping[str, tuple]) -> list[str]:

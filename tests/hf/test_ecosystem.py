@@ -8,7 +8,8 @@ from linnet.config import ConfigError
 from linnet.data import ByteTokenizer, train_bpe
 from linnet.data.tokenizer import FileTokenizer
 from linnet.models import build_model
-from linnet.runs import save_model
+from linnet.runs import load_model, save_model
+from linnet.runs.model import full_precision
 
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'linnet[hf]'")
 hf = pytest.importorskip("linnet.hf")
@@ -144,11 +145,15 @@ def test_lora_trains_adapters_alone(name, tmp_path):
     torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_bfloat16_casts_weights_and_not_fixed_tables(tmp_path):
-    folder = exported(tmp_path, "tnl-attention", ByteTokenizer())
+@pytest.mark.parametrize("name", ["tnl-attention", "mamba", "cosformer2"])
+def test_bfloat16_casts_weights_but_not_what_needs_float32(name, tmp_path):
+    folder = exported(tmp_path, name, ByteTokenizer())
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     exact = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    expected, _ = load_model(tmp_path / "model", dtype=torch.bfloat16)
+    for (name, mine), its in zip(model.model.named_parameters(), expected.parameters(), strict=True):
+        assert mine.dtype == its.dtype and torch.equal(mine, its), name
+        assert mine.dtype == (torch.float32 if name in full_precision(expected) else torch.bfloat16)
     for (name, mine), (_, its) in zip(model.model.named_buffers(), exact.model.named_buffers(), strict=True):
         assert torch.equal(mine, its), name
     tokens = torch.randint(1, 256, (1, 20), generator=torch.Generator().manual_seed(0))
