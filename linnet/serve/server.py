@@ -43,25 +43,27 @@ def serve(service: Service, listener: socket.socket, on_start: Callable[[], None
     Args:
         on_start: called once requests are answered.
     """
-    settings = service.settings
-    config = uvicorn.Config(
-        create_app(service),
-        http=_protocol(settings.stream_timeout),
-        loop="asyncio",
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        # After the streams were told that they end (`_Server`), a little time for the last bytes.
-        timeout_graceful_shutdown=int(settings.grace) + 5,
-    )
-    _Server(config, service, on_start).run(sockets=[listener])
+    Server(service, on_start).run(sockets=[listener])
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, service: Service, on_start: Callable[[], None]):
+class Server(uvicorn.Server):
+    """uvicorn as it is set up here; `should_exit = True` ends it from another thread."""
+
+    def __init__(self, service: Service, on_start: Callable[[], None] = lambda: None):
+        settings = service.settings
+        config = uvicorn.Config(
+            create_app(service),
+            http=_protocol(settings.stream_timeout),
+            loop="asyncio",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            # Behind the grace period, when streams were told that they end: a little time for the last bytes.
+            timeout_graceful_shutdown=int(settings.grace) + 5,
+        )
         super().__init__(config)
         self._service, self._on_start = service, on_start
 
