@@ -61,7 +61,11 @@ def make(B, T, K, V, *, kind="plain", theta=False, positions=False, state=True, 
 
 
 def errors(form, inputs, gradients):
-    """Relative RMS errors of o, the final state and all gradients against float64, by name."""
+    """Relative RMS errors of o, the final state and all gradients against float64, by name.
+
+    A softmax does not see what all its logits have in common, so what their gradients are made of cancels, in part or
+    altogether: the errors of dk and dz are taken relative to q dq and S dS, which are subtracted in it.
+    """
 
     def exact(arguments):
         return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments]
@@ -77,6 +81,9 @@ def errors(form, inputs, gradients):
         torch.full_like(x, float("nan"), dtype=inputs[2].dtype), torch.full_like(x, float("nan"), dtype=torch.float32)
     actual = form.forward(*inputs)
     actual += backward(form, inputs, gradients, *actual[1:])
+    subtracted = (precise[0] * expected[3]).square().sum()
+    if gradients[1] is not None:
+        subtracted = subtracted + (expected[1] * gradients[1].double()).sum(-1).square().sum()
     found = {}
     for name, a, e in zip(NAMES, actual, expected, strict=True):
         if name in ("dS", "dz") and (inputs[5] is None or not inputs[8]):
@@ -84,7 +91,8 @@ def errors(form, inputs, gradients):
         there = e != -INF
         assert torch.equal(there, a != -INF), name
         a, e = a.double().masked_fill(~there, 0), e.masked_fill(~there, 0)
-        found[name] = ((a - e).norm() / e.norm().clamp(min=1e-30)).item() if e.numel() else 0.0
+        size = (e.square().sum() + subtracted * (name in ("dk", "dz"))).sqrt()
+        found[name] = ((a - e).norm() / size.clamp(min=1e-30)).item() if e.numel() else 0.0
     return found
 
 
@@ -93,7 +101,11 @@ def assert_agrees(*call, **options):
 
     inputs, gradients = make(*call, **options)
     found = errors(triton, inputs, gradients)
-    assert all(x <= TOLERANCE[inputs[0].dtype] for x in found.values()), found
+    limit = TOLERANCE[inputs[0].dtype]
+    if options.get("kind") == "jump":
+        limit = max(limit, 500 * torch.finfo(torch.float32).eps)  # of z near 500, by which weights are off
+    # dtheta sums over tokens what has both signs.
+    assert all(x <= limit * (1 + (name == "dtheta")) for name, x in found.items()), [*found.items()]
 
 
 @gpu
@@ -117,11 +129,11 @@ def test_lengths(T, theta):
 @gpu
 @pytest.mark.parametrize("kind", ["wide", "rising", "falling", "jump", "masked"])
 @pytest.mark.parametrize("theta", [False, True])
-def test_hard_logits(kind, theta):
-    """In float32: where weights are near 0 or 1, the gradients of logits cancel, and bf16 has their noise left."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_hard_logits(kind, theta, dtype):
     for T in (60, 400):
-        assert_agrees(2, T, 64, 64, kind=kind, theta=theta, dtype=torch.float32)
-        assert_agrees(2, T, 64, 64, kind=kind, theta=theta, dtype=torch.float32, causal=False, state=False)
+        assert_agrees(2, T, 64, 64, kind=kind, theta=theta, dtype=dtype)
+        assert_agrees(2, T, 64, 64, kind=kind, theta=theta, dtype=dtype, causal=False, state=False)
 
 
 @gpu
@@ -142,6 +154,35 @@ def test_segments(segments, offsets, theta, monkeypatch):
     monkeypatch.setattr(Call, "count_segments", lambda *_: segments)
     assert_agrees(1, 2100, 128, 64, offsets=offsets, theta=theta)
     assert_agrees(1, 2100, 64, 128, offsets=offsets, theta=theta, causal=False, state=False)
+
+
+@gpu
+@pytest.mark.parametrize("K, V", [(64, 64), (128, 128), (64, 128), (128, 64)])
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("kind", ["plain", "wide", "rising", "falling", "jump", "masked"])
+def test_hopper(K, V, columns, kind, monkeypatch):
+    """The kernels for Hopper GPUs, which take shorter calls only if there are more heads."""
+    from linnet.ops.additive import hopper_launch
+
+    if torch.cuda.get_device_capability()[0] != 9 or columns > min(K, V):
+        pytest.skip("not on this GPU" if columns <= min(K, V) else "no such tiles")
+    monkeypatch.setattr(hopper_launch, "LEAST", 0)
+    monkeypatch.setattr(hopper_launch, "choose_columns", lambda *_: columns)
+    hopper_launch._plan.cache_clear()
+    for T in (128, 384):  # where a jump is between chunks
+        for state, final in ((True, "Sz"), (False, "S"), (False, "")):
+            assert_agrees(2, T, K, V, kind=kind, state=state, final=final)
+    if kind == "plain":
+        assert_agrees(2, 64, K, V)
+        assert_agrees(1, 8192, K, V)
+        assert_agrees(2, 2048, K, V, causal=False, state=False)
+    hopper_launch._plan.cache_clear()
+
+
+@gpu
+def test_hopper_with_many_heads():
+    assert_agrees(9, 1024, 128, 128, H=16, state=False)
+    assert_agrees(5, 128, 128, 128, H=16)
 
 
 @gpu

@@ -36,7 +36,7 @@ def choose_tiles(widest: int, outer: int, dtype: torch.dtype, kind: str) -> Tile
     if dtype != torch.bfloat16:
         return Tiles(32, min(outer, 32), 4, 1)
     if widest > 128:
-        return Tiles(32, min(outer, 64), 8, 2)
+        return Tiles(64, 32, 4, 2) if kind in ("dq", "dk") else Tiles(64, min(outer, 64), 8, 2)
     # The gradient of k has the most tiles at hand: with 64 columns one program alone fits into a multiprocessor.
     return Tiles(64, min(outer, 32 if kind == "dk" else 64), 4, 2)
 

@@ -18,13 +18,14 @@ log-sum), and the sweep of a segment starts from the summaries before it.
 Where the sum of a channel grows by more than e^97 inside a chunk of at most 64 tokens (padding with -1e4 and not -inf),
 the chunk's tokens before lose that channel: their outputs there go to 0. All else is exact to rounding.
 
-float64, mixed dtypes and widths that are no multiple of 8 or above 256 (doubled or not) run in the chunked form.
+On a Hopper GPU the usual shapes (`linnet.ops.additive.hopper_launch.suits`) run in kernels of their own. float64, mixed
+dtypes and widths that are no multiple of 8 or above 256 (doubled or not) run in the chunked form.
 """
 
 import torch
 from torch import Tensor
 
-from linnet.ops.additive import chunked
+from linnet.ops.additive import chunked, hopper_launch
 from linnet.ops.additive.launch import Call
 
 
@@ -45,6 +46,8 @@ def forward(
         return chunked.forward(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens)
     call = Call.of(q, k, v, theta, positions, cu_seqlens, scale)
     with torch.cuda.device_of(q):
+        if hopper_launch.suits(call, causal):
+            return hopper_launch.forward(call, S, z) if causal else hopper_launch.forward_whole(call)
         o = torch.empty_like(call.v)
         if not causal:
             return o, *_forward_whole(call, o)
@@ -88,25 +91,31 @@ def backward(
     with torch.cuda.device_of(q):
         if not causal:
             return _backward_whole(call, do, dS, dz, S_end, z, theta)
-        segments = call.count_segments("dq")
-        dq, dk, dv = (torch.empty_like(x) for x in (call.q, call.k, call.v))
-        dS_start, dz_start = call.empty_state()
-        dtheta = call.empty_slopes(segments)
-        edges, ends = call.edges("dq", segments, z)
-        sums = None
-        if segments > 1:
-            sums = call.summarise(segments, "dq", edges=edges)
-            call.link("dq", segments, edges, ends, z)
-        call.keys("dq", segments, do, dq, dq, edges, dtheta[0], entry=(S, z), sums=sums)
-        if segments > 1:
-            sums = call.summarise(segments, "dv", do, dq, edges)
-        leave = (dS_start, dz_start)
-        call.keys("dk", segments, do, dq, dk, edges, dtheta[1], entry=(dS, dz), end=S_end, leave=leave, sums=sums)
-        call.values("dv", segments, do=do, out=dv, edges=edges, entry=(dS, dz), sums=sums)
+        sweep = hopper_launch.backward if hopper_launch.suits(call) else _backward_causal
+        *gradients, dS_start, dz_start = sweep(call, do, dS, dz, S, z, S_end, theta)
         if S is not None:
             share = (S * dS_start).sum(-1)
             dz_start += share if theta is None else share.unflatten(-1, (2, -1)).sum(-2)
-        return dq, dk, dv, call.sum_slopes(dtheta, segments, theta), dS_start, dz_start
+        return *gradients, dS_start, dz_start
+
+
+def _backward_causal(call: Call, do: Tensor, dS, dz, S, z, S_end: Tensor, theta) -> tuple[Tensor, ...]:
+    """Gradients to q, k, v, theta and the initial state, but for what the state itself gives to z."""
+    segments = call.count_segments("dq")
+    dq, dk, dv = (torch.empty_like(x) for x in (call.q, call.k, call.v))
+    leave = call.empty_state()
+    dtheta = call.empty_slopes(segments)
+    edges, ends = call.edges("dq", segments, z)
+    sums = None
+    if segments > 1:
+        sums = call.summarise(segments, "dq", edges=edges)
+        call.link("dq", segments, edges, ends, z)
+    call.keys("dq", segments, do, dq, dq, edges, dtheta[0], entry=(S, z), sums=sums)
+    if segments > 1:
+        sums = call.summarise(segments, "dv", do, dq, edges)
+    call.keys("dk", segments, do, dq, dk, edges, dtheta[1], entry=(dS, dz), end=S_end, leave=leave, sums=sums)
+    call.values("dv", segments, do=do, out=dv, edges=edges, entry=(dS, dz), sums=sums)
+    return dq, dk, dv, call.sum_slopes(dtheta, segments, theta), *leave
 
 
 def _forward_whole(call: Call, o: Tensor) -> tuple[Tensor, Tensor]:
