@@ -108,3 +108,38 @@ def test_folders_that_are_none(tmp_path):
         hf.convert(tmp_path / "source", tmp_path / "out")
     with pytest.raises(ConfigError, match="did you mean 'llama'"):
         hf.convert(write_folder(tmp_path / "typo", {"model_type": "llamas"}, {"x": torch.zeros(1)}), tmp_path / "out")
+
+
+class Watched(dict):
+    """A config.json that notes which keys are asked for."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.asked = set()
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_no_value_of_any_key_is_a_crash(kind):
+    """Every key that a reader asks for, with values of every type: a plan that fits itself, or ConfigError."""
+    from linnet.hf.layouts import LAYOUTS, Settings
+    from linnet.models import CausalLM
+
+    read = LAYOUTS[kind][1]
+    watched = Watched(CONFIGS[kind])
+    read(Settings(watched))
+    values = [0, 1, -1, 3, 1 << 70, 0.5, float("nan"), float("inf"), "", "x", True, False, [], [1], [[]], {}, {"a": 1}]
+    plans = 0
+    for key in sorted(watched.asked):
+        for value in values:
+            try:
+                plan = read(Settings({**CONFIGS[kind], key: value}))
+            except ConfigError:
+                continue
+            plans += 1
+            with torch.device("meta"):
+                assert CausalLM(plan.model).state_dict().keys() == plan.parts.keys(), (key, value)
+    assert plans > 10

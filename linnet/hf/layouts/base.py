@@ -1,6 +1,5 @@
 """What a layout is: a reader of one project's config.json that says which model it means and where its tensors are."""
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -59,11 +58,11 @@ class Settings:
             return 1
         return value
 
-    def number(self, key: str, default: float | None) -> float:
-        """A finite number above 0."""
+    def number(self, key: str, default: float | None, largest: float = 1e9) -> float:
+        """A number above 0."""
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            self.problems.append(f"{key}: must be a number above 0 (given {value!r})")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
+            self.problems.append(f"{key}: must be a number above 0, at most {largest:g} (given {value!r})")
             return 1.0
         return float(value)
 

@@ -61,7 +61,7 @@ def read_gla(settings: Settings) -> Plan:
     fused = settings.flag("fuse_norm", True)  # it changes a name, nothing else
     mixer = {
         "num_heads": heads,
-        "expand_k": settings.number("expand_k", 0.5),
+        "expand_k": settings.number("expand_k", 0.5, largest=64),
         "norm_eps": settings.number("norm_eps", 1e-6),
         "gate_rank": 16,
         "gate_temperature": 16.0,

@@ -29,9 +29,9 @@ def read(settings: Settings) -> Plan:
     rank = "time_step_rank" if native else "dt_rank"
     bias = settings.flag("use_conv_bias", True)
     mamba = {
-        "expand": settings.integer("expand", 2),
-        "state": settings.integer("state_size", 16),
-        "conv_width": settings.integer("conv_kernel", 4),
+        "expand": settings.integer("expand", 2, largest=64),
+        "state": settings.integer("state_size", 16, largest=4096),
+        "conv_width": settings.integer("conv_kernel", 4, largest=4096),
         "dt_rank": 0 if settings.values.get(rank) in (None, "auto") else settings.integer(rank, None),
         "conv_bias": bias,
     }
