@@ -1,4 +1,4 @@
-"""The four numbers that paper 000 makes of a needle-in-a-haystack grid, from accuracies by depth and length.
+"""The four numbers that paper 000 makes of a needle-in-a-haystack grid (appendix B.1), by depth and length.
 
 The paper does not say its weights' ratios, its threshold, or how the penalty and the weights go together, so all are
 parameters here, and `sensitivity` shows what they change. The defaults: weights that grow by 1 % a step of depth and of

@@ -1,0 +1,250 @@
+"""Needle in a haystack: facts hidden in a long text, and questions about them at its end.
+
+Paper 000 has two modes: in the easy one the text holds a question with its answer, and the prompt ends with the same
+question again; in the standard one it holds the answer alone, as a statement. The variants ask for more, after RULER
+(C.-P. Hsieh et al., arXiv:2404.06654): several keys of which one is asked (multikey), several values of one key
+(multivalue), several keys asked at once (multiquery), and a chain of variables (tracking).
+
+The haystack is text of this module's own, or any text file. Everything follows from the seed.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from linnet.config import Config, ConfigError
+from linnet.data import Tokenizer
+from linnet.evaluate.likelihood import log_likelihoods
+from linnet.inference import Engine, Sampling
+
+VALUES = 4  # values, keys asked for or links of a chain in the variants that have several
+RIVALS = 9  # wrong answers beside the right one where answers are chosen
+
+_WHERE = "harbour station library orchard workshop museum garden bakery mill lighthouse theatre stable".split()
+_WHO = "the keeper, a traveller, my neighbour, the old clerk, a sailor, the gardener, her cousin, a student".split(", ")
+_DID = "waited near, walked past, painted, remembered, wrote about, repaired, photographed, came back to".split(", ")
+_WHEN = "in the morning, before the rain, at noon, during the fair, last winter, after supper, every week".split(", ")
+_KIND = "amber cobalt crimson ivory jade olive pearl russet scarlet silver teal violet".split()
+_THING = "anchor barrel compass drum engine feather goblet hammer kettle lantern mirror quill ribbon saddle".split()
+
+
+class NeedleConfig(Config):
+    """What is asked, and where it is hidden.
+
+    Attributes:
+        mode: of `variant="single"`: whether the question stands in the text beside its answer.
+        lengths: tokens of a prompt, from the haystack's first to the question's last.
+        depths: where in the haystack the needle lies, from 0 (its beginning) to 1 (just before the question).
+        samples: prompts of each cell, each with a needle of its own.
+        scoring: match asks the model to go on and looks for the answer; choice compares its likelihood with those of
+            `RIVALS` other answers, of which one in ten is right by chance.
+        haystack: a text file to hide in; None makes text up.
+    """
+
+    mode: Literal["easy", "standard"] = "easy"
+    variant: Literal["single", "multikey", "multivalue", "multiquery", "tracking"] = "single"
+    lengths: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] = Field(
+        default_factory=lambda: np.linspace(1024, 16_384, 35).round().astype(int).tolist()
+    )
+    depths: Annotated[list[Annotated[float, Field(ge=0.0, le=1.0)]], Field(min_length=1)] = Field(
+        default_factory=lambda: np.linspace(0.0, 1.0, 35).round(6).tolist()
+    )
+    samples: Annotated[int, Field(ge=1)] = 1
+    scoring: Literal["match", "choice"] = "match"
+    haystack: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt: its tokens, what a right completion holds, and wrong answers to choose from."""
+
+    prompt: np.ndarray
+    answers: tuple[str, ...]
+    rivals: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Question:
+    needles: tuple[str, ...]  # the first goes to the asked depth, the others anywhere
+    asked: str  # ends the prompt; the answer follows at once
+    answers: tuple[str, ...]
+
+
+def items(config: NeedleConfig, tokenizer: Tokenizer) -> Iterator[tuple[int, int, Item]]:
+    """The prompts of a grid as (place of the depth, place of the length, item).
+
+    Raises:
+        ConfigError: a length that does not hold its needles and question, or a haystack that is empty or unreadable.
+    """
+    sentences = _haystack(config, tokenizer)
+    for column, length in enumerate(config.lengths):
+        for row, depth in enumerate(config.depths):
+            for sample in range(config.samples):
+                generator = np.random.default_rng([config.seed, length, row, sample])
+                question = _question(config, generator)
+                yield row, column, _hide(question, sentences, length, depth, generator, tokenizer)
+
+
+def run_needle(engine: Engine, config: NeedleConfig, progress=None) -> np.ndarray:
+    """The share of answers found in each cell, float64 [depths, lengths].
+
+    Args:
+        progress: called with the number of prompts that a step has answered.
+
+    Raises:
+        ConfigError: as `items`; a model without a tokenizer; a prompt beyond what an attention model's cache holds.
+    """
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise ConfigError(["tokenizer: the model has none, so no text can be asked; put tokenizer.json beside it"])
+    asked = list(items(config, tokenizer))
+    _check_limit(engine, asked)
+    total = np.zeros((len(config.depths), len(config.lengths)))
+    score = _match if config.scoring == "match" else _choose
+    size = max(1, engine.slots)
+    for start in range(0, len(asked), size):
+        batch = asked[start : start + size]
+        for (row, column, _), found in zip(batch, score(engine, [item for _, _, item in batch]), strict=True):
+            total[row, column] += found / config.samples
+        if progress is not None:
+            progress(len(batch))
+    return total
+
+
+def _match(engine: Engine, batch: list[Item]) -> list[float]:
+    """The share of the answers that stand in what the model goes on with."""
+    settings = []
+    for item in batch:
+        longest = len(engine.tokenizer.encode(" " + ", ".join(item.answers) + "."))
+        settings.append(Sampling(max_tokens=2 * longest + 8))
+    completions = engine.generate([item.prompt for item in batch], settings)
+    pairs = zip(batch, completions, strict=True)
+    return [share_found(completion.text, item.answers) for item, completion in pairs]
+
+
+def share_found(text: str, answers: Sequence[str]) -> float:
+    """The share of answers that stand in a text as words of their own: 123 does not stand in 41234."""
+    words = set(re.findall(r"\w+", text))
+    return sum(answer in words for answer in answers) / len(answers)
+
+
+def _choose(engine: Engine, batch: list[Item]) -> list[float]:
+    """1 where the right answer is likelier than each rival."""
+    requests = []
+    for item in batch:
+        for answer in (", ".join(item.answers), *item.rivals):
+            requests.append((item.prompt, engine.tokenizer.encode(f" {answer}.")))
+    nats = np.array([found.nats for found in log_likelihoods(engine.model, requests)]).reshape(len(batch), -1)
+    return (nats[:, 0] > nats[:, 1:].max(1)).astype(float).tolist()
+
+
+def _check_limit(engine: Engine, asked: Sequence[tuple[int, int, Item]]) -> None:
+    longest = max(len(item.prompt) for _, _, item in asked)
+    if engine.limit is not None and longest >= engine.limit:
+        raise ConfigError(
+            [f"lengths: a prompt has {longest} tokens, but the model's cache holds {engine.limit}; shorten them, or "
+             "give the engine a longer context_length"],
+            "needle",
+        )  # fmt: skip
+
+
+def _question(config: NeedleConfig, generator: np.random.Generator) -> _Question:
+    kinds = [f"{kind} {thing}" for kind in _KIND for thing in _THING]
+    keys = [kinds[i] for i in generator.permutation(len(kinds))[:VALUES]]
+    values = [str(value) for value in generator.choice(np.arange(10_000, 100_000), VALUES, replace=False)]
+
+    def state(key: str, value: str) -> str:
+        return f"The number of the {key} is {value}."
+
+    def ask(key: str) -> str:
+        return f"Question: What is the number of the {key}? Answer: The number of the {key} is"
+
+    match config.variant:
+        case "single":
+            key, value = keys[0], values[0]
+            needle = f"{ask(key)} {value}." if config.mode == "easy" else state(key, value)
+            return _Question((needle,), ask(key), (value,))
+        case "multikey":
+            return _Question(tuple(map(state, keys, values)), ask(keys[0]), (values[0],))
+        case "multivalue":
+            key, needles = keys[0], tuple(state(keys[0], value) for value in values)
+            return _Question(needles, f"Question: What are all numbers of the {key}? Answer: They are", tuple(values))
+        case "multiquery":
+            asked = "Question: What are the numbers of the " + ", the ".join(keys) + "? Answer: They are"
+            return _Question(tuple(map(state, keys, values)), asked, tuple(values))
+        case "tracking":
+            names = ["".join(generator.choice(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), 5)) for _ in range(VALUES)]
+            links = [f"VAR {names[0]} = {values[0]}."]
+            links += [f"VAR {b} = VAR {a}." for a, b in zip(names, names[1:], strict=False)]
+            asked = f"Question: Which variables have the value {values[0]}? Answer: They are"
+            return _Question(tuple(links), asked, tuple(names))
+
+
+def _haystack(config: NeedleConfig, tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Sentences as token ids, each ending in white space, more than the longest prompt needs."""
+    if config.haystack is None:
+        generator = np.random.default_rng(config.seed)
+        texts = [_sentence(generator) for _ in range(400)]
+    else:
+        try:
+            text = Path(config.haystack).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError([f"haystack: {config.haystack!r} cannot be read as text ({error})"], "needle") from None
+        texts = [f"{part} " for part in re.split(r"(?<=[.!?]) ", " ".join(text.split())) if part]
+        if not texts:
+            raise ConfigError([f"haystack: {config.haystack!r} is empty; give a text file"], "needle")
+    return [np.asarray(tokenizer.encode(text), dtype=np.int64) for text in texts]
+
+
+def _sentence(generator: np.random.Generator) -> str:
+    who, did, where, when = (_pick(words, generator) for words in (_WHO, _DID, _WHERE, _WHEN))
+    return f"{who[0].upper()}{who[1:]} {did} the {where} {when}. "
+
+
+def _pick(words: list[str], generator: np.random.Generator) -> str:
+    return words[generator.integers(len(words))]
+
+
+def _hide(
+    question: _Question,
+    sentences: list[np.ndarray],
+    length: int,
+    depth: float,
+    generator: np.random.Generator,
+    tokenizer: Tokenizer,
+) -> Item:
+    """A prompt of at most `length` tokens, shorter by less than a sentence (the file is repeated where it is short)."""
+    needles = [np.asarray(tokenizer.encode(f"{needle} "), dtype=np.int64) for needle in question.needles]
+    asked = np.asarray(tokenizer.encode(question.asked), dtype=np.int64)
+    room = length - len(asked) - sum(map(len, needles))
+    if room < 0:
+        message = f"lengths: {length} tokens do not hold the needles and the question ({length - room}); give more"
+        raise ConfigError([message], "needle")
+    hay, first = [], int(generator.integers(len(sentences)))
+    while True:
+        sentence = sentences[(first + len(hay)) % len(sentences)]
+        if len(sentence) > room:
+            break
+        hay.append(sentence)
+        room -= len(sentence)
+    places = [round(depth * len(hay)), *sorted(generator.integers(0, len(hay) + 1, len(needles) - 1).tolist())]
+    parts = list(hay)
+    for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: -pair[0]):
+        parts.insert(place, needle)
+    rivals = tuple(", ".join(_rival(answer, generator) for answer in question.answers) for _ in range(RIVALS))
+    return Item(np.concatenate([*parts, asked]), question.answers, rivals)
+
+
+def _rival(answer: str, generator: np.random.Generator) -> str:
+    """Another answer of the same form and length."""
+    while True:
+        letters = list("0123456789" if answer.isdigit() else "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+        other = "".join(generator.choice(letters, len(answer)))
+        if other != answer and not other.startswith("0"):
+            return other

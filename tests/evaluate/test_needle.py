@@ -1,0 +1,106 @@
+"""Needles in haystacks: where they lie, how long the prompts are, what counts as found, and what is refused."""
+
+import numpy as np
+import pytest
+
+from linnet.config import ConfigError, parse
+from linnet.data import ByteTokenizer
+from linnet.evaluate.needle import NeedleConfig, items, run_needle, share_found
+from linnet.inference import Engine
+from linnet.models import build_model, family
+
+VARIANTS = ["single", "multikey", "multivalue", "multiquery", "tracking"]
+TOKENIZER = ByteTokenizer()
+
+
+def texts(**changes) -> list[tuple[int, int, str, tuple[str, ...]]]:
+    config = NeedleConfig(lengths=[600, 1500], depths=[0.0, 0.3, 1.0], **changes)
+    return [
+        (row, column, TOKENIZER.decode(item.prompt), item.answers) for row, column, item in items(config, TOKENIZER)
+    ]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prompts_fill_their_length_and_hold_their_answers(variant):
+    found = texts(variant=variant)
+    assert [(row, column) for row, column, _, _ in found] == [(r, c) for c in range(2) for r in range(3)]
+    for _, column, text, answers in found:
+        assert [600, 1500][column] - 80 < len(text.encode()) <= [600, 1500][column]
+        hidden, asked = text.rsplit("Question:", 1)
+        assert all(hidden.count(answer) >= 1 for answer in answers)
+        assert variant == "tracking" or not any(answer in asked for answer in answers)
+
+
+@pytest.mark.parametrize("mode", ["easy", "standard"])
+def test_the_needle_lies_at_its_depth(mode):
+    for row, _, text, (answer,) in texts(mode=mode):
+        hay, _, _ = text.rpartition("Question:")
+        place = hay.index(answer) / len(hay)
+        low, high = [(0.0, 0.2), (0.2, 0.5), (0.9, 1.0)][row]
+        assert low <= place <= high, (row, place)
+        assert text.count("Question:") == (2 if mode == "easy" else 1)
+
+
+def test_the_easy_mode_ends_with_the_question_that_the_text_answers():
+    for _, _, text, (answer,) in texts(mode="easy"):
+        asked = text[text.rindex("Question:") :]
+        assert text.count(asked) == 2 and f"{asked} {answer}." in text
+
+
+def test_the_seed_decides_all():
+    assert texts(seed=1) == texts(seed=1)
+    assert texts(seed=1) != texts(seed=2)
+    assert len({text for _, _, text, _ in texts(samples=3)}) == 18
+
+
+def test_any_text_can_be_the_haystack(tmp_path):
+    path = tmp_path / "hay.txt"
+    path.write_text("One thing is said. Another\nis not. ")
+    for _, _, text, _ in texts(haystack=str(path)):
+        assert text.count("One thing is said. ") >= 3 and "Another is not. " in text
+
+
+def test_what_counts_as_found():
+    assert share_found(" 51234. And then", ["51234"]) == 1.0
+    assert share_found("151234, 512", ["51234"]) == 0.0
+    assert share_found("They are ABC, XYZ", ["XYZ", "ABC", "QQQ", "RRR"]) == 0.5
+
+
+@pytest.mark.parametrize("scoring", ["match", "choice"])
+def test_a_model_that_learned_nothing_finds_nothing_but_by_chance(scoring):
+    engine = Engine(build_model(family("tnl")(32, 1, vocab_size=256)), TOKENIZER, slots=5)
+    config = NeedleConfig(lengths=[300], depths=[0.0, 0.5], samples=10, scoring=scoring)
+    answered = []
+    found = run_needle(engine, config, answered.append)
+    assert found.shape == (2, 1) and sum(answered) == 20
+    assert found.mean() == 0.0 if scoring == "match" else found.mean() < 0.5
+
+
+def test_rivals_look_like_the_answer():
+    [(_, _, item)] = items(NeedleConfig(lengths=[300], depths=[0.5]), TOKENIZER)
+    assert len(item.rivals) == 9 and item.answers[0] not in item.rivals
+    assert all(len(rival) == 5 and rival.isdigit() for rival in item.rivals)
+
+
+def test_what_cannot_be_asked(tmp_path):
+    with pytest.raises(ConfigError, match=r"lengths: 50 tokens do not hold the needles and the question \(\d+\)"):
+        list(items(NeedleConfig(lengths=[50]), TOKENIZER))
+    with pytest.raises(ConfigError, match="depths"):
+        parse(NeedleConfig, {"depths": [1.5]}, "needle")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        list(items(NeedleConfig(haystack=str(tmp_path / "none.txt")), TOKENIZER))
+    (tmp_path / "empty.txt").write_text(" \n ")
+    with pytest.raises(ConfigError, match="is empty"):
+        list(items(NeedleConfig(haystack=str(tmp_path / "empty.txt")), TOKENIZER))
+    model = build_model(family("llama")(32, 1, vocab_size=256))
+    with pytest.raises(ConfigError, match="the model's cache holds 200"):
+        run_needle(Engine(model, TOKENIZER, slots=1, context_length=200), NeedleConfig(lengths=[300], depths=[0.0]))
+    with pytest.raises(ConfigError, match="tokenizer: the model has none"):
+        run_needle(Engine(model, None, slots=1, context_length=200), NeedleConfig(lengths=[300], depths=[0.0]))
+
+
+def test_the_default_grid_is_the_paper_s():
+    config = NeedleConfig()
+    assert len(config.lengths) == len(config.depths) == 35
+    assert (config.lengths[0], config.lengths[-1], config.depths[0], config.depths[-1]) == (1024, 16_384, 0.0, 1.0)
+    assert np.diff(config.lengths).min() > 0
