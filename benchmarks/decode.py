@@ -5,7 +5,8 @@
 Models of about 390M parameters: 26 layers, width 1,024, 8 heads of 128, GLU 2,816, 50,304 tied tokens, weights in
 bfloat16, states in float32. A token is the step, an argmax of its logits and the copy of that into the input, so that
 nothing leaves the GPU. `graph` replays the captured step, `compiled` one that went through torch.compile first
-(`fullgraph`). The floor is the bytes of the weights once and of the states twice over the measured copy bandwidth.
+(`fullgraph`), and `engine` is what linnet.inference runs: merged projections, a kernel for single rows, graphs of the
+step and of the choice, whose token is copied to the host. The floor is the bytes of the weights once and of the states twice over the measured copy bandwidth.
 
 Every row is first held against the parallel form (chunked, in PyTorch): `error` is the relative RMS error of the logits
 of 16 tokens. Both round in bfloat16, each on its own way, so it is some percent. `kernels` are launches a token.
@@ -14,6 +15,7 @@ of 16 tokens. Both round in bfloat16, each on its own way, so it is some percent
 """
 
 import argparse
+import copy
 import shlex
 import sys
 import time
@@ -24,12 +26,14 @@ import timing
 import torch
 from torch import Tensor
 
+from linnet.inference import decoder as inference
+from linnet.inference.merging import merge_projections, serve_rows
 from linnet.models import CausalLM, build_model, family
 from linnet.ops import use_backend
 
 KEYS = ("model", "batch", "mode", "layers", "width")
 MODELS = ("tnl", "hgrn2", "cosformer2", "lightnet", "gla", "hgrn")
-MODES = ("eager", "graph", "compiled")
+MODES = ("eager", "graph", "compiled", "engine")
 VOCABULARY = 50_304
 GATE_TOKENS = 16
 
@@ -38,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["tnl", "hgrn2"], choices=MODELS)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
-    parser.add_argument("--modes", nargs="+", default=["eager", "graph"], choices=MODES)
+    parser.add_argument("--modes", nargs="+", default=["eager", "graph", "engine"], choices=MODES)
     parser.add_argument("--layers", type=int, default=26)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--inner", type=int, default=2816)
@@ -99,6 +103,26 @@ class Decoder:
             x.copy_(empty)
 
 
+class Served:
+    """What the engine runs, with the handles of `Decoder`. The model is changed."""
+
+    def __init__(self, model: CausalLM, batch: int):
+        merge_projections(model)
+        if batch == 1:
+            serve_rows(model)
+        self._decoder = inference.Decoder(model, batch, VOCABULARY, 1, torch.device("cuda"))
+        self.tokens, self.states, self.logits = self._decoder.tokens, self._decoder.states, self._decoder.logits
+        self._empty = model.init_state(batch, 1, "cuda")
+
+    def advance(self) -> None:
+        self._decoder.advance()
+        self._decoder.choose(inference.PLAIN)
+
+    def reset(self) -> None:
+        for x, empty in zip(tensors(self.states), tensors(self._empty), strict=True):
+            x.copy_(empty)
+
+
 def tensors(states: dict[str, dict[str, Tensor]]) -> list[Tensor]:
     return [x for state in states.values() for x in state.values()]
 
@@ -107,7 +131,7 @@ def tensors(states: dict[str, dict[str, Tensor]]) -> list[Tensor]:
 def time_row(name: str, model: CausalLM, batch: int, mode: str, bandwidth: float, profile: Path | None) -> dict:
     """One row of the table."""
     began = time.perf_counter()
-    decoder = Decoder(model, batch, mode)
+    decoder = Served(copy.deepcopy(model), batch) if mode == "engine" else Decoder(model, batch, mode)
     first = time.perf_counter() - began
     error = gate(model, decoder)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -134,7 +158,7 @@ def time_row(name: str, model: CausalLM, batch: int, mode: str, bandwidth: float
     }
 
 
-def gate(model: CausalLM, decoder: Decoder) -> float:
+def gate(model: CausalLM, decoder: Decoder | Served) -> float:
     """Relative RMS error of the logits of given tokens against the parallel form; AssertionError if over 0.1."""
     batch = decoder.tokens.shape[0]
     tokens = torch.randint(VOCABULARY, (batch, GATE_TOKENS), device="cuda")

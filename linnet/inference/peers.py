@@ -5,6 +5,7 @@
 """
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -60,6 +61,22 @@ class TransformersLlama:
         tokens = tokens.to(self.device)
         first = self._generate(tokens, 1)
         return first, self._generate(tokens, new) - first if new > 1 else 0.0
+
+    @torch.no_grad()
+    def start(self, tokens: Tensor) -> Callable[[], None]:
+        """Reads tokens [B, T]; each call of what is returned generates one more, without `generate` around it."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self._model.config)
+        logits = self._model(tokens.to(self.device), past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        last = logits[:, -1:].argmax(-1)
+
+        def advance() -> None:
+            nonlocal last
+            last = self._model(last, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            last.tolist()  # as a caller sees it
+
+        return advance
 
     def _generate(self, tokens: Tensor, new: int) -> float:
         synchronize(self.device)
