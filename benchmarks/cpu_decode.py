@@ -1,4 +1,4 @@
-"""Milliseconds a token on a CPU behind a context of 2,048 tokens: Linnet's engine beside transformers' Llama of one size.
+"""Milliseconds a token on a CPU behind 2,048 tokens: Linnet's engine beside transformers' Llama of the same size.
 
     python benchmarks/cpu_decode.py --csv
     python benchmarks/cpu_decode.py --tokens 100000     # memory of one request of so many tokens
@@ -26,6 +26,7 @@ from linnet.inference import Engine, Sampling
 from linnet.models import build_model, get_recipe
 
 RESULTS = Path(__file__).parent / "results" / "cpu_decode.csv"
+PACKAGES = ("torch", "transformers")
 ENDLESS = Sampling(max_tokens=None)
 
 
@@ -53,11 +54,7 @@ def main() -> None:
     milliseconds = {name: 1e3 * statistics.median(found) for name, found in times.items()}
     for name, value in milliseconds.items():
         print(f"{name:<18}{value:8.3f} ms a token {milliseconds['transformers'] / value:8.2f} times transformers")
-    constants = {
-        "threads": options.threads,
-        "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
-    }
+    constants = {"threads": options.threads} | {name: importlib.metadata.version(name) for name in PACKAGES}
     rows = [
         {"system": name, "context": options.context, "token_ms": round(value, 4)} | constants
         for name, value in milliseconds.items()

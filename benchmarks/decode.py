@@ -6,7 +6,8 @@ Models of about 390M parameters: 26 layers, width 1,024, 8 heads of 128, GLU 2,8
 bfloat16, states in float32. A token is the step, an argmax of its logits and the copy of that into the input, so that
 nothing leaves the GPU. `graph` replays the captured step, `compiled` one that went through torch.compile first
 (`fullgraph`), and `engine` is what linnet.inference runs: merged projections, a kernel for single rows, graphs of the
-step and of the choice, whose token is copied to the host. The floor is the bytes of the weights once and of the states twice over the measured copy bandwidth.
+step and of the choice, whose token is copied to the host. The floor is the bytes of the weights once and of the states
+twice over the measured copy bandwidth.
 
 Every row is first held against the parallel form (chunked, in PyTorch): `error` is the relative RMS error of the logits
 of 16 tokens. Both round in bfloat16, each on its own way, so it is some percent. `kernels` are launches a token.
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from linnet.inference import decoder as inference
 from linnet.inference.merging import merge_projections, serve_rows
+from linnet.inference.precision import lower_precision
 from linnet.models import CausalLM, build_model, family
 from linnet.ops import use_backend
 
@@ -59,7 +61,8 @@ def main() -> None:
     )
     for name in options.models:
         config = family(name)(options.width, options.layers, 0, options.inner, vocab_size=VOCABULARY)
-        model = build_model(config).to("cuda", torch.bfloat16).requires_grad_(False).eval()
+        model = build_model(config).to("cuda").requires_grad_(False).eval()
+        lower_precision(model, torch.bfloat16)
         for batch in options.batches:
             for mode in options.modes:
                 row = time_row(name, model, batch, mode, bandwidth, options.profile)
