@@ -64,7 +64,7 @@ def form(request, monkeypatch):
 
 def use_toeplitz(patch, up_to):
     patch.setattr(chunked, "TOEPLITZ", up_to)
-    patch.setattr(chunked, "COLUMNS", 1)
+    patch.setattr(chunked, "LINES", 1)
 
 
 @settings(max_examples=30, deadline=None)

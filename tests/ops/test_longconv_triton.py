@@ -11,6 +11,7 @@ import torch
 
 from linnet.ops import ModalFilter, filtered_attention, long_convolution, use_backend
 from linnet.ops.longconv import whole
+from linnet.ops.longconv.transpose import transpose
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -104,6 +105,38 @@ def test_the_form_of_long_sequences_agrees():
         assert (a.double() - e.double()).norm() <= 5e-3 * e.double().norm()
 
 
+@gpu
+@pytest.mark.parametrize("T", [64, 130, 256, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_convolution(T, dtype):
+    """By Toeplitz product, of bfloat16 for bfloat16 inputs, and by FFT, with transpositions in a kernel."""
+    generator = torch.Generator().manual_seed(0)
+    x, kernel, dy = (torch.randn(*shape, generator=generator).cuda() for shape in ((130, T, 24), (8, T), (130, T, 24)))
+
+    def everything(to):
+        leaves = x.to(dtype).to(to).requires_grad_(), kernel.to(torch.promote_types(to, torch.float32)).requires_grad_()
+        y = long_convolution(*leaves)[0]
+        return [y, *torch.autograd.grad(y, leaves, dy.to(dtype).to(to))]
+
+    for a, e in zip(everything(dtype), everything(torch.float64), strict=True):
+        assert (a.double() - e).norm() <= TOLERANCE[dtype] * e.norm()
+
+
+def assert_transposes(*shape, dtype, device):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    for to in (dtype, torch.float32):
+        with use_backend("triton"):
+            y = transpose(x, to)
+        assert y.is_contiguous() and torch.equal(y, x.mT.to(to))
+
+
+@gpu
+def test_transposition():
+    for shape in ((3, 128, 64), (2, 130, 70), (1, 1, 1), (24, 2048, 128)):
+        for dtype in (torch.bfloat16, torch.float32):
+            assert_transposes(*shape, dtype=dtype, device="cuda")
+
+
 INTERPRETED = [((2, 70, 2, 3), {}), ((4, 20, 1, 17), {"models": 2}), ((3, 130, 1, 8), {"dtype": "float16"})]
 
 
@@ -113,10 +146,15 @@ def test_interpreted():
     root = str(Path(__file__).parents[2])
     settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("agrees") == len(INTERPRETED), done.stdout + done.stderr[-3000:]
+    assert done.returncode == 0 and done.stdout.count("agrees") == len(INTERPRETED) + 1, (
+        done.stdout + done.stderr[-3000:]
+    )
 
 
 if __name__ == "__main__":
     for sizes, options in INTERPRETED:
         assert_agrees(*sizes, device="cpu", **options | {"dtype": getattr(torch, options.get("dtype", "float32"))})
         print(*sizes, "agrees")
+    for shape in ((2, 130, 70), (1, 64, 64), (1, 1, 3)):
+        assert_transposes(*shape, dtype=torch.float16, device="cpu")
+    print("transposition agrees")

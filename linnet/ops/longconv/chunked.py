@@ -1,7 +1,8 @@
 """The causal convolution with a kernel as long as the sequence: a Toeplitz product where T is short, else FFTs.
 
-Shapes x [M, B, T, F, P] and kernel [M, F, T]: M models, and P channels that share each of the F filters. A Toeplitz
-product costs 2 T^2 a channel on the matrix units, and pays where many columns (B P) share the matrix of a filter.
+Shapes x [M, B, T, F, P] and kernel [M, F, T]: M models, and P channels that share each of the F filters. All work is on
+lines [M F, P B, T], time innermost. A Toeplitz product costs 2 T^2 a channel on the matrix units, and pays where many
+lines (P B) share the matrix of a filter. FFTs take, beside the lines, three spectra of 8 bytes a token and channel.
 """
 
 import torch
@@ -10,83 +11,58 @@ from torch.nn.functional import pad
 
 from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import documents
+from linnet.ops.longconv.transpose import from_lines, to_lines
 
-# Forward and backward on one CPU core, Toeplitz against FFT, in ms: 27, 107 (T = 128, 1024 columns of 16 filters);
-# 91, 112 (T = 128, 128 columns of 128 filters); 23, 14 (32 columns); 207, 94 (T = 256, 64 columns).
+# Forward and backward on one CPU core, Toeplitz against FFT, in ms: 27, 107 (T = 128, 1024 lines of 16 filters);
+# 91, 112 (T = 128, 128 lines of 128 filters); 23, 14 (32 lines); 207, 94 (T = 256, 64 lines).
 TOEPLITZ = 256  # tokens of the longest sequence or document by Toeplitz product
-COLUMNS = 128  # and the fewest columns
+LINES = 128  # and the fewest lines of a filter
 
 
 def convolve_forward(x: Tensor, kernel: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """y_t = sum_{s <= t} kernel_{t-s} x_s, in each document alone; shaped like x and in its dtype."""
-    dtype, y = state_dtype(x, kernel), torch.empty_like(x, memory_format=torch.contiguous_format)
-    kernel = kernel.to(dtype)
-    pieces, columns = _pieces(x, cu_seqlens), x.shape[1] * x.shape[4]
-    matrix = _toeplitz(kernel.to(_operand(x, dtype)), pieces, columns)
+    pieces, dtype, operand = _plan(x, kernel, cu_seqlens)
+    lines, values = to_lines(x, operand), kernel.flatten(0, 1).to(dtype)
+    matrix, parts = _toeplitz(values.to(operand), pieces, lines.shape[1]), []
     for start, end in pieces:
-        x_, length = x[:, :, start:end], end - start
-        if is_short(length, columns):
-            y_ = _columns_back(torch.bmm(matrix[:, :length, :length], _columns(x_.to(matrix.dtype))), x_.shape)
+        part, length = lines[..., start:end], end - start
+        if is_short(length, lines.shape[1]):
+            parts.append(torch.bmm(part, matrix[:, :length, :length].mT))
         else:
-            x_, size = x_.to(dtype), fft_size(length)
-            y_ = _back(_spectrum(x_, size) * _spectrum(kernel[..., :length].mT[:, None, :, :, None], size), length)
-        y[:, :, start:end] = y_
-    return y
+            size = fft_size(length)
+            parts.append(_back(_spectrum(part, size) * _spectrum(values[:, None, :length], size), length))
+    return from_lines(_join(parts), x.shape, x.dtype)
 
 
 def convolve_backward(x: Tensor, kernel: Tensor, cu_seqlens: Tensor | None, dy: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients to x and kernel: the correlations of dy with the kernel, and with x over batch and channels."""
-    dtype, dx = state_dtype(x, kernel), torch.empty_like(x, memory_format=torch.contiguous_format)
-    values = kernel.to(dtype)
-    dkernel = torch.zeros_like(values, memory_format=torch.contiguous_format)
-    pieces, columns = _pieces(x, cu_seqlens), x.shape[1] * x.shape[4]
-    matrix = _toeplitz(values.to(_operand(x, dtype)), pieces, columns)
+    pieces, dtype, operand = _plan(x, kernel, cu_seqlens)
+    lines, grads, values = to_lines(x, operand), to_lines(dy, operand), kernel.flatten(0, 1).to(dtype)
+    matrix, parts = _toeplitz(values.to(operand), pieces, lines.shape[1]), []
+    dvalues = torch.zeros_like(values, memory_format=torch.contiguous_format)
     for start, end in pieces:
-        x_, dy_, length = x[:, :, start:end], dy[:, :, start:end], end - start
-        if is_short(length, columns):
-            grads = _columns(dy_.to(matrix.dtype))
-            dx_ = _columns_back(torch.bmm(matrix[:, :length, :length].mT, grads), x_.shape)
-            pairs = torch.bmm(grads, _columns(x_.to(matrix.dtype)).mT)
-            found = sum_diagonals(pairs, dtype).unflatten(0, kernel.shape[:2])
+        part, grad, length = lines[..., start:end], grads[..., start:end], end - start
+        if is_short(length, lines.shape[1]):
+            parts.append(torch.bmm(grad, matrix[:, :length, :length]))
+            dvalues[:, :length] += sum_diagonals(torch.bmm(grad.mT, part), dtype)
         else:
-            x_, dy_, size = x_.to(dtype), dy_.to(dtype), fft_size(length)
-            grads = _spectrum(dy_, size)
-            dx_ = _back(grads * _spectrum(values[..., :length].mT[:, None, :, :, None], size).conj(), length)
-            grads.mul_(_spectrum(x_, size).conj())
-            found = _back(grads.sum((1, 4), keepdim=True), length)[:, 0, :, :, 0].mT
-        dx[:, :, start:end] = dx_
-        dkernel[..., :length] += found
-    return dx, dkernel.to(kernel.dtype)
+            size = fft_size(length)
+            spectrum = _spectrum(grad, size)
+            parts.append(_back(spectrum * _spectrum(values[:, None, :length], size).conj(), length))
+            spectrum.mul_(_spectrum(part, size).conj())
+            dvalues[:, :length] += _back(spectrum.sum(1), length)
+    return from_lines(_join(parts), x.shape, x.dtype), dvalues.view(kernel.shape).to(kernel.dtype)
 
 
-def is_short(length: int, columns: int) -> bool:
+def is_short(length: int, lines: int) -> bool:
     """Whether a piece of a sequence goes by Toeplitz product."""
-    return length <= TOEPLITZ and columns >= COLUMNS
+    return length <= TOEPLITZ and lines >= LINES
 
 
 def fft_size(length: int) -> int:
     """A length of 2^k or 3 2^k in which a convolution of two sequences of `length` does not reach around."""
     size = 1 << (2 * length - 2).bit_length()
     return size * 3 // 4 if size * 3 // 4 >= 2 * length - 1 else size
-
-
-def _pieces(x: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
-    return [(start, end) for _, start, end in documents(cu_seqlens, x.shape[1], x.shape[2]) if start < end]
-
-
-def _toeplitz(kernel: Tensor, pieces: list[tuple[int, int]], columns: int) -> Tensor | None:
-    """[M F, C, C] with kernel_{t-s} at (t, s), C the longest of the short pieces."""
-    size = max((end - start for start, end in pieces if is_short(end - start, columns)), default=0)
-    if not size:
-        return None
-    rows = kernel[..., :size].flatten(0, 1).flip(1)
-    # Row i of the unfolded kernel is row size - 1 - i of the matrix.
-    return pad(rows, (0, size - 1)).unfold(1, size, 1).flip(1)
-
-
-def _operand(x: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Of Toeplitz products: on a GPU bfloat16 for bfloat16 inputs, which rounds the filter and nothing else."""
-    return x.dtype if x.is_cuda and x.dtype == torch.bfloat16 else dtype
 
 
 def sum_diagonals(matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -98,19 +74,31 @@ def sum_diagonals(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return skewed.sum(1, dtype=dtype).flip(1)
 
 
-def _columns(x: Tensor) -> Tensor:
-    """[M, B, T, F, P] -> [M F, T, B P]."""
-    return x.permute(0, 3, 2, 1, 4).flatten(3).flatten(0, 1)
+def _plan(x: Tensor, kernel: Tensor, cu_seqlens: Tensor | None) -> tuple[list, torch.dtype, torch.dtype]:
+    """First and end token of each piece, the dtype of arithmetic, and that of operands: on a GPU bfloat16 for bfloat16
+    inputs where all are Toeplitz products, which rounds the filter and nothing else."""
+    pieces = [(start, end) for _, start, end in documents(cu_seqlens, x.shape[1], x.shape[2]) if start < end]
+    dtype, lines = state_dtype(x, kernel), x.shape[1] * x.shape[4]
+    halved = x.is_cuda and x.dtype == torch.bfloat16 and all(is_short(end - start, lines) for start, end in pieces)
+    return pieces, dtype, x.dtype if halved else dtype
 
 
-def _columns_back(x: Tensor, shape: torch.Size) -> Tensor:
-    models, batch, _, filters, shared = shape
-    return x.unflatten(0, (models, filters)).unflatten(3, (batch, shared)).permute(0, 3, 2, 1, 4)
+def _toeplitz(values: Tensor, pieces: list[tuple[int, int]], lines: int) -> Tensor | None:
+    """[M F, C, C] with value_{t-s} at (t, s), C the longest of the short pieces."""
+    size = max((end - start for start, end in pieces if is_short(end - start, lines)), default=0)
+    if not size:
+        return None
+    # Row i of the unfolded values is row size - 1 - i of the matrix.
+    return pad(values[:, :size].flip(1), (0, size - 1)).unfold(1, size, 1).flip(1)
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def _spectrum(x: Tensor, size: int) -> Tensor:
-    return torch.fft.rfft(x, size, dim=2)
+    return torch.fft.rfft(x, size)
 
 
 def _back(spectrum: Tensor, length: int) -> Tensor:
-    return torch.fft.irfft(spectrum, fft_size(length), dim=2)[:, :, :length]
+    return torch.fft.irfft(spectrum, fft_size(length))[..., :length]
