@@ -86,6 +86,14 @@ class Running:
         return client
 
 
+def read_until(client: socket.socket, *needles: bytes) -> bytes:
+    """What comes until one of these is in it, or the connection ends."""
+    answer = b""
+    while not any(needle in answer for needle in needles) and (part := client.recv(1 << 16)):
+        answer += part
+    return answer
+
+
 def wait_for(condition: Callable[[], bool], seconds: float = 30) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -130,5 +138,5 @@ def serve(
         model, tokenizer, name="tiny", slots=slots, device="cpu", prefill_chunk=16, context_length=context_length
     )
     chat = None if template is None or tokenizer is None else ChatTemplate(template, tokenizer)
-    with run(Service(engine, ServeConfig(**{"port": 0, **settings}), chat)) as running:
+    with run(Service(engine, ServeConfig(**{"port": 0, "grace": 1.0, **settings}), chat)) as running:
         yield running

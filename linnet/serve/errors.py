@@ -44,7 +44,7 @@ class ApiError(Exception):
     def of_problems(cls, problems: list[str], code: str | None = None) -> "ApiError":
         """A 400 that lists what is wrong; `param` is the key of the first problem."""
         lines = [line.removeprefix(": ") for line in problems[:_MOST_PROBLEMS]]  # a problem of the whole has no key
-        key = re.match(r"(\w+)[.:]", lines[0])
+        key = re.match(r"(\w+)[.:\[]", lines[0])
         lines = [line if len(line) <= _LONGEST else line[:_LONGEST] + " ..." for line in lines]
         if len(problems) > _MOST_PROBLEMS:
             lines.append(f"and {len(problems) - _MOST_PROBLEMS} more")

@@ -1,0 +1,249 @@
+"""What is wrong with a request is said with the right status, in OpenAI's shape, and nothing else suffers."""
+
+import http.client
+import json
+import socket
+import time
+
+import pytest
+from serving import Reply, Running, read_until, serve, wait_for
+
+TALK = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "fix"),
+    [
+        (b"", "is not JSON"),
+        (b"{", "is not JSON"),
+        (b"[]", "type list"),
+        (b'"x"', "type str"),
+        (b"null", "type NoneType"),
+        (b'{"model": "tiny", "temperature": NaN}', "is not JSON"),
+        (b'{"model": "tiny", "temperature": -Infinity}', "is not JSON"),
+        (b'{"model": "tiny", "prompt": "\xff"}', "not UTF-8"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", "is not JSON"),
+        ('{"model": "tiny"}'.encode("utf-16"), "not UTF-8"),
+        (b'{"model": "tiny"} trailing', "is not JSON"),
+    ],
+)
+def test_body_that_is_no_json_object(tiny: Running, body: bytes, fix: str):
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        reply = tiny.request("POST", path, body)
+        assert reply.status == 400 and reply.error["code"] == "invalid_json"
+        assert fix in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("values", "param", "fix"),
+    [
+        ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0 (given -1)"),
+        ({"max_tokens": 10**9}, "max_tokens", "--max-tokens"),
+        ({"max_tokens": 10**30}, "max_tokens", "16384"),
+        ({"max_tokens": 1.5}, "max_tokens", "integer (given 1.5)"),
+        ({"max_tokens": "9"}, "max_tokens", "integer (given '9')"),
+        ({"max_tokens": True}, "max_tokens", "integer (given True)"),
+        ({"temperature": -0.1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": "hot"}, "temperature", "number (given 'hot')"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"top_p": 1.1}, "top_p", "less than or equal to 1"),
+        ({"top_k": -1}, "top_k", "greater than or equal to 0"),
+        ({"min_p": 1}, "min_p", "less than 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 10**6}, "n", "ask for at most"),
+        ({"seed": -1}, "seed", "greater than or equal to 0"),
+        ({"seed": 1 << 63}, "seed", "less than"),
+        ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"stop": ""}, "stop", "none of them empty"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16"),
+        ({"stop": [1]}, "stop", "a list of texts"),
+        ({"stop_token_ids": [256]}, "stop_token_ids", "0 to 255"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "whole numbers"),
+        ({"prompt": []}, "prompt", "holds no prompt"),
+        ({"prompt": ["a", 1]}, "prompt", "mixes kinds"),
+        ({"prompt": [[1], []]}, "prompt", "empty lists"),
+        ({"prompt": [256]}, "prompt", "0 to 255"),
+        ({"prompt": [-1]}, "prompt", "0 to 255"),
+        ({"prompt": [[1], [1 << 80]]}, "prompt", "[1]"),
+        ({"prompt": [1.5]}, "prompt", "mixes kinds"),
+        ({"prompt": {"a": 1}}, "prompt", "is no prompt"),
+        ({"prompt": "a\0b"}, "prompt", "NUL"),
+        ({"prompt": ["ok", "a\0b"]}, "prompt", "prompt[1]"),
+        ({"stream": "yes"}, "stream", "boolean"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options", "did you mean 'include_usage'"),
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        ({"best_of": 3}, "best_of", "value of n"),
+        ({"suffix": "end"}, "suffix", "from a prompt alone"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "use repetition_penalty"),
+        ({"presence_penalty": False}, "presence_penalty", "use repetition_penalty"),
+        ({"logit_bias": {"1": 5}}, "logit_bias", "leave it out"),
+        ({"model": 3}, "model", "string"),
+        ({"messages": TALK}, "messages", "unknown key"),
+    ],
+)
+def test_wrong_value_of_a_completion(tiny: Running, values: dict, param: str, fix: str):
+    reply = tiny.post(**{"prompt": "x", **values})
+    assert reply.status == 400, reply.body
+    assert reply.error["param"] == param and reply.error["type"] == "invalid_request_error"
+    assert fix in reply.error["message"] and param in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("values", "param", "fix"),
+    [
+        ({}, "messages", "required"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": ["x"]}, "messages", "dictionary"),
+        ({"messages": [{"role": "user"}]}, "messages", "messages.0.content: required"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "'assistant'"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages", "required"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", "'text'"),
+        ({"messages": TALK, "prompt": "x"}, "prompt", "unknown key"),
+        ({"messages": TALK, "tools": [{"type": "function"}]}, "tools", "calls no tools"),
+        ({"messages": TALK, "response_format": {"type": "json_object"}}, "response_format", "only text"),
+        ({"messages": TALK, "store": True}, "store", "nothing is stored"),
+        ({"messages": TALK, "top_logprobs": 3}, "top_logprobs", "set logprobs to true"),
+        ({"messages": TALK, "logprobs": 3}, "logprobs", "boolean"),
+        ({"messages": TALK, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"messages": TALK, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "give one"),
+        ({"messages": [{"role": "user", "content": "a\0"}]}, "messages", "NUL"),
+    ],
+)
+def test_wrong_value_of_a_chat(tiny: Running, values: dict, param: str, fix: str):
+    reply = tiny.post("/v1/chat/completions", **values)
+    assert reply.status == 400, reply.body
+    assert reply.error["param"] == param and fix in reply.error["message"]
+
+
+def test_all_problems_come_at_once_and_long_values_are_cut(tiny: Running):
+    reply = tiny.post(prompt="x" * 10_000 + "\0", max_tokens=-1, top_p=7, seed="a" * 100_000, stop=[1])
+    message = reply.error["message"]
+    assert all(key in message for key in ("max_tokens", "top_p", "seed", "stop")) and len(message) < 5000
+    many = tiny.post(**{f"key{i}": i for i in range(100_000)})
+    assert many.status == 400 and "100001 keys" in many.error["message"]
+    forty = tiny.post(**{f"key{i}": i for i in range(40)})
+    assert "and 30 more" in forty.error["message"]
+
+
+def test_neutral_values_and_nulls_ask_for_nothing(tiny: Running):
+    neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "user": "me"}
+    completion = {"best_of": 2, "n": 2, "suffix": "", "stop": None, "seed": None, "logprobs": None, "stream": None}
+    completion |= {"temperature": None, "top_p": None, "max_tokens": None, "stream_options": None}
+    assert tiny.post(prompt="x", **neutral, **completion).json["usage"]["completion_tokens"] == 32
+    chat = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "store": False, "n": None}
+    reply = tiny.post("/v1/chat/completions", messages=TALK, max_tokens=3, **neutral, **chat)
+    assert reply.status == 200, reply.body
+
+
+def test_unknown_paths_models_and_methods(tiny: Running):
+    assert tiny.post(model="gpt-4", prompt="x").status == 404
+    for method, path, status in [
+        ("GET", "/", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/models/other", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/%ff/../v1", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/v1/models", 405),
+        ("POST", "/health", 405),
+    ]:
+        reply = tiny.request(method, path, b"{}" if method == "POST" else None)
+        assert reply.status == status and reply.error["code"] in ("not_found", "method_not_allowed", "model_not_found")
+        assert (status == 405) == ("allow" in reply.headers)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/jsonx", ""])
+def test_a_page_in_a_browser_cannot_ask(tiny: Running, kind: str):
+    reply = tiny.post(headers={"content-type": kind}, prompt="x")
+    assert reply.status == 415 and "application/json" in reply.error["message"]
+    reply = tiny.post(headers={"host": "evil.example:80"}, prompt="x")
+    assert reply.status == 403 and "evil.example" in reply.error["message"]
+    assert tiny.post(headers={"host": "LOCALHOST:1", "content-type": "application/json; charset=utf-8"}).status == 200
+
+
+def test_key_is_asked_for_on_v1_alone():
+    with serve(api_key="s3cret", allowed_hosts=["models.example"]) as locked:
+        for given in (None, "s3cret", "Bearer s3cre", "Bearer s3cret2", "Basic s3cret", "Bearer \xfc", "Bearer "):
+            reply = locked.post(headers=None if given is None else {"authorization": given}, prompt="x")
+            assert reply.status == 401 and reply.error["code"] == "invalid_api_key"
+            assert reply.headers["www-authenticate"] == "Bearer" and "s3cret" not in reply.error["message"]
+        right = {"authorization": "Bearer s3cret"}
+        assert locked.post(headers=right, prompt="x", max_tokens=1).status == 200
+        assert locked.request("GET", "/v1/unknown").status == 401
+        assert locked.request("GET", "/health").status == 200 and locked.request("GET", "/metrics").status == 200
+        assert locked.request("GET", "/health", headers={"host": "models.example"}).status == 200
+        page = locked.request("GET", "/openapi.json").json
+        assert page["paths"]["/v1/completions"]["post"]["security"] == [{"key": []}]
+        assert "s3cret" not in repr(locked.service.settings)
+
+
+def test_size_and_slowness_of_a_request():
+    with serve(max_body=2000, body_timeout=0.5) as small:
+        reply = small.post(prompt="x" * 2000)
+        assert reply.status == 413 and "2,000 bytes" in reply.error["message"]
+        # Without a declared length: chunked, and refused where it passes the limit.
+        connection = http.client.HTTPConnection("127.0.0.1", small.port, timeout=30)
+        chunks = [b'{"model": "tiny", "prompt": "', *[b"x" * 500] * 10, b'"}']
+        connection.request(
+            "POST", "/v1/completions", iter(chunks), {"content-type": "application/json"}, encode_chunked=True
+        )
+        assert connection.getresponse().status == 413
+        began = time.monotonic()
+        with socket.create_connection(("127.0.0.1", small.port), timeout=30) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b'Content-Length: 100\r\n\r\n{"model"'
+            )
+            answer = read_until(client, b"}}")
+        assert b"408" in answer.split(b"\r\n")[0] and time.monotonic() - began < 10
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+        assert small.post(prompt="x", max_tokens=1).status == 200
+        assert small.service._entering == 0
+
+
+def test_length_is_limited_by_the_server_and_by_a_cache():
+    def code(reply: Reply) -> str:
+        assert reply.status == 400
+        return reply.error["code"]
+
+    with serve(max_prompt_tokens=20, max_tokens=30) as short:
+        assert code(short.post(prompt="x" * 21)) == "context_length_exceeded"
+        assert code(short.post(prompt="x", max_tokens=31)) == "context_length_exceeded"
+        assert short.post(prompt="x" * 20, max_tokens=30).status == 200
+    with serve(layout="(tnl+sglu attention+swiglu) x1", context_length=40) as cached:
+        assert code(cached.post(prompt="x" * 40)) == "context_length_exceeded"
+        reply = cached.post(prompt="x" * 30, max_tokens=11)
+        assert code(reply) == "context_length_exceeded" and "at most 10" in reply.error["message"]
+        whole = cached.post(prompt="x" * 30, max_tokens=10, ignore_eos=True).json
+        assert whole["usage"]["total_tokens"] == 40
+        cut = cached.post(prompt="x" * 30, ignore_eos=True).json  # 16 by default, as far as the cache goes
+        assert cut["usage"]["total_tokens"] == 40
+
+
+def test_engine_that_fails_answers_and_goes_on(tiny: Running):
+    """A failure in a round: the requests in it get a 500, or an event where their stream has begun."""
+    with serve(slots=2) as broken:
+        engine = broken.service.engine
+        step, failing = engine._decoder.choose, []
+
+        def choose(kind):
+            if failing:
+                raise RuntimeError("the GPU fell off")
+            return step(kind)
+
+        engine._decoder.choose = choose
+        client = broken.connect(prompt="x", stream=True, max_tokens=16384, ignore_eos=True)
+        assert b"data: " in read_until(client, b"data: ")
+        failing.append(True)
+        answer = read_until(client, b"[DONE]", b"0\r\n\r\n")
+        client.close()
+        assert b"the GPU fell off" in answer and b"[DONE]" not in answer
+        reply = broken.post(prompt="x")
+        assert reply.status == 500 and reply.error["type"] == "server_error" and reply.error["code"] == "engine_error"
+        failing.clear()
+        assert broken.post(prompt="x", max_tokens=2).status == 200
+        assert wait_for(lambda: broken.service.live == 0) and broken.request("GET", "/health").status == 200
