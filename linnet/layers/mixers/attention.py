@@ -1,25 +1,21 @@
 """Softmax attention with RoPE: the Transformer baseline (LLaMA; paper 000, A.1.1), with an optional sliding window.
 
-`forward` runs PyTorch's scaled_dot_product_attention. The state is a KV cache: a ring of `context_length` slots, or of
-`window` slots with a sliding window, so a windowed layer has constant memory too.
+`forward` runs PyTorch's scaled_dot_product_attention, or kernels for narrow heads (`linnet.ops.attention`). The state
+is a KV cache: a ring of `context_length` slots, or of `window` slots with a sliding window, so a windowed layer has
+constant memory too.
 """
-
-from contextlib import nullcontext
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from linnet.config import Config
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.output import split_heads
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.rope import Rope, RopeScalingConfig
-
-# Of scaled_dot_product_attention, all but cuDNN's.
-BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+from linnet.ops.attention import causal_attention
 
 
 class AttentionConfig(Config):
@@ -130,17 +126,11 @@ class Attention(Mixer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """[B, T, H, d] in and out; no mask means causal."""
-        # cuDNN, which PyTorch prefers on a Hopper GPU, gives NaN for heads of 8.
-        with sdpa_kernel(BACKENDS) if q.is_cuda and self.head_dim < 16 else nullcontext():
-            o = F.scaled_dot_product_attention(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                attn_mask=mask,
-                is_causal=mask is None,
-                enable_gqa=self.num_kv_heads != self.num_heads,
-            )
-        return o.transpose(1, 2)
+        if mask is None:
+            return causal_attention(q, k, v)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = self.num_kv_heads != self.num_heads
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
     def _write(self, state: State, k: Tensor, v: Tensor, positions: Tensor) -> State:
         slots = state["k"].shape[1]

@@ -1,0 +1,59 @@
+"""Causal attention with narrow heads on a GPU, forward and backward in blocks of scores that stay on the chip.
+
+PyTorch's kernels are made for heads of 64 and more: those of 8 (MAD) they pad to 32 or 64. These pad to 16, and take
+no pass of their own for the sums of the backward.
+"""
+
+import functools
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from linnet.ops.attention.kernels import forward_kernel, keys_kernel, queries_kernel
+from linnet.ops.launching import Launcher, align, choose_operands, pad
+
+WARPS = 4
+LONGEST, WIDEST = 1024, 32  # beyond, PyTorch's are faster
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels take a call: q, k, v [B, T, H, D] of one shape and dtype, narrow heads, some tokens."""
+    alike = q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype
+    known = q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return alike and known and q.shape[1] <= LONGEST and q.shape[3] <= WIDEST and q.numel() > 0
+
+
+def attend_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """o, and the logarithm (base 2) of each query's sum [B, H, T], float32."""
+    q, k, v = align(q), align(k), align(v)
+    o, lse = torch.empty_like(q), _numbers(q)
+    _plan(forward_kernel, q.shape, q.dtype, q.device)(q, k, v, o, lse, q.shape[1], _scale(q))
+    return o, lse
+
+
+def attend_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v."""
+    q, k, v, o, do = (align(x) for x in (q, k, v, o, do))
+    dq, dk, dv, along = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _numbers(q)
+    key, sizes = (q.shape, q.dtype, q.device), (q.shape[1], _scale(q))
+    _plan(queries_kernel, *key)(q, k, v, o, do, lse, along, dq, *sizes)
+    _plan(keys_kernel, *key)(q, k, v, do, lse, along, dk, dv, *sizes)
+    return dq, dk, dv
+
+
+def _numbers(q: Tensor) -> Tensor:
+    return torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+
+
+def _scale(q: Tensor) -> float:
+    return q.shape[3] ** -0.5 * math.log2(math.e)
+
+
+@functools.lru_cache(1024)
+def _plan(kernel, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Launcher:
+    batch, length, heads, width = shape
+    block = min(64 if dtype != torch.float32 else 32, pad(length))
+    constants = (heads, width, pad(width), block, *choose_operands(dtype))
+    return Launcher(kernel, batch * heads * triton.cdiv(length, block), constants, num_warps=WARPS)

@@ -1,0 +1,106 @@
+"""Causal attention with narrow heads: the kernels against PyTorch in float64, on a GPU and in Triton's interpreter."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from linnet.ops import use_backend
+from linnet.ops.attention import causal_attention
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+def expected_of(tensors, do):
+    tensors = [x.detach().double().requires_grad_() for x in tensors]
+    q, k, v = (x.transpose(-3, -2) for x in tensors)
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    o = (scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v).transpose(-3, -2)
+    return [o, *torch.autograd.grad(o, tensors, do.double())]
+
+
+def check(shape, dtype=torch.float32, device="cuda", models=0, scale=1.0):
+    generator = torch.Generator().manual_seed(0)
+    given = (models, *shape) if models else shape
+    q, k, v, do = (torch.randn(given, generator=generator).to(device, dtype) for _ in range(4))
+    tensors = [x.requires_grad_() for x in (q * scale, k, v)]
+    torch.full((4, *given), float("nan"), device=device, dtype=dtype)  # left in the memory that results will get
+    function = torch.vmap(causal_attention) if models else causal_attention
+    with use_backend("triton"):
+        o = function(*tensors)
+        found = [o, *torch.autograd.grad(o, tensors, do)]
+        again = function(*tensors)
+    assert o.dtype == dtype and torch.equal(o, again)
+    errors = [
+        ((a.double() - e).norm() / e.norm().clamp(min=1.0)).item()
+        for a, e in zip(found, expected_of(tensors, do), strict=True)
+    ]
+    assert all(error <= TOLERANCE[dtype] for error in errors), errors
+
+
+@gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(3, 128, 16, 8), (2, 256, 4, 32), (2, 1, 3, 8), (2, 100, 2, 12), (1, 1024, 2, 16)])
+def test_agrees_with_float64(shape, dtype):
+    check(shape, dtype)
+    check(shape, dtype, models=3)
+    check(shape, dtype, scale=30.0)
+
+
+@gpu
+def test_compiles_as_one_graph_with_and_without_vmap():
+    tensors = [torch.randn(3, 2, 32, 4, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    for function, inputs in ((causal_attention, [x[0] for x in tensors]), (torch.vmap(causal_attention), tensors)):
+        expected = function(*inputs)
+        found = torch.compile(function, fullgraph=True)(*inputs)
+        assert torch.equal(found, expected)
+        grads = [torch.autograd.grad(y.float().square().sum(), tensors) for y in (expected, found)]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@gpu
+def test_wide_heads_run_in_pytorch_under_vmap_too():
+    q, k, v = (torch.randn(3, 2, 33, 4, 40, device="cuda", requires_grad=True) for _ in range(3))
+    o = torch.vmap(causal_attention)(q, k, v)
+    expected = F.scaled_dot_product_attention(*(x.transpose(2, 3) for x in (q, k, v)), is_causal=True).transpose(2, 3)
+    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
+    torch.autograd.grad(o.sum(), (q, k, v))
+
+
+def test_shapes_are_checked():
+    q = torch.randn(2, 3, 4, 8)
+    with pytest.raises(ValueError, match="give q"):
+        causal_attention(q, q, q[:, :2])
+
+
+INTERPRETED = [
+    ((2, 37, 3, 8), torch.float32),
+    ((1, 70, 2, 12), torch.float32),
+    ((1, 1, 1, 4), torch.float32),
+    ((1, 20, 2, 8), torch.float32, "cpu", 3),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
+def test_interpreted():
+    root = str(Path(__file__).parents[2])
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("agrees") == len(INTERPRETED), done.stdout + done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    for shape, dtype, *rest in INTERPRETED:
+        check(shape, dtype, *(rest or ["cpu"]))
+        print(shape, dtype, "agrees")
