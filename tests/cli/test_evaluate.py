@@ -32,7 +32,7 @@ def call(*arguments) -> object:
 def test_json_is_what_the_function_gives_and_is_kept(folder):
     result = call(folder / "tnl", "--text", folder / "a.txt", "--text", folder / "b.jsonl", "--json")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = json.loads(result.stdout)["text"]
     model, tokenizer = load_model(folder / "tnl")
     texts = [(folder / "a.txt").read_text(), "two [small]", "ones"]
     expected = score_text(model, [Document.of_text("x", text, tokenizer) for text in texts])
@@ -48,7 +48,7 @@ def test_attention_reads_in_windows_unless_asked_otherwise(folder):
     numbers = {}
     for method in ("auto", "carried"):
         arguments = ["--window", 64, "--method", method, "--precision", "float64", "--json"]
-        found = json.loads(call(folder / "llama", "--text", folder / "a.txt", *arguments).stdout)
+        found = json.loads(call(folder / "llama", "--text", folder / "a.txt", *arguments).stdout)["text"]
         numbers[found["method"]] = found["loss"]
         assert found["stride"] == (32 if method == "auto" else None)
     assert numbers.keys() == {"windowed", "carried"} and len(set(numbers.values())) == 2
@@ -59,6 +59,19 @@ def test_what_a_person_sees(folder):
     assert result.exit_code == 0
     for part in ("tnl: 2 documents by the carried state", "bits per byte", "by word", "8 to 15", "95 % interval"):
         assert part in result.stdout
+
+
+def test_needles_are_looked_for_and_kept(folder):
+    arguments = ["--needle", "standard", "--lengths", "300:500:3", "--depths", 2]
+    result = call(folder / "llama", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["needle"]
+    assert found["config"]["lengths"] == [300, 400, 500] and found["config"]["depths"] == [0.0, 1.0]
+    assert found["accuracy"] == [[0.0] * 3] * 2 and found["score"] == 0.0 and len(found["sensitivity"]) == 12
+    [kept] = (folder / "llama" / "evaluations").glob("needle-*.json")
+    assert json.loads(kept.read_text()) == found
+    shown = call(folder / "tnl", "--needle", "easy", "--lengths", "300,500", "--depths", 2, "--scoring", "choice")
+    assert "NIAH score" in shown.stdout and "500" in shown.stdout
 
 
 def test_what_cannot_be_done(folder, tmp_path):
@@ -72,6 +85,10 @@ def test_what_cannot_be_done(folder, tmp_path):
         (tmp_path / "mute", "--text", folder / "a.txt"): "has no tokenizer.json",
         (folder / "tnl", "--text", folder / "a.txt", "--window", 8, "--stride", 8): "stride: is 8",
         (folder / "tnl", "--text", folder / "b.jsonl", "--text-key", "body"): "body",
+        (folder / "tnl",): "nothing to evaluate: give --text PATH or --needle MODE",
+        (folder / "tnl", "--needle", "easy", "--lengths", "9,5"): "lengths: '9,5' is not",
+        (folder / "tnl", "--needle", "easy", "--lengths", "10:20"): "lengths: '10:20' is not",
+        (folder / "tnl", "--needle", "easy", "--lengths", "20"): "20 tokens do not hold",
     }.items():
         result = call(*arguments)
         assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output
