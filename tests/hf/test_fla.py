@@ -22,36 +22,67 @@ CONFIGS = {
     "gla": {**COMMON, "model_type": "gla", "num_heads": 2, "expand_k": 0.5},
     "gla-unfused": {**COMMON, "model_type": "gla", "num_heads": 4, "expand_k": 1.0, "fuse_norm": False},
     "lightnet": {**COMMON, "model_type": "lightnet", "expand_ratio": 8, "gate_low_rank_dim": 4},
+    "gla-hybrid": {
+        **COMMON,
+        "model_type": "gla",
+        "num_heads": 2,
+        "expand_k": 0.5,
+        "num_hidden_layers": 4,
+        "attn": {"layers": [1, 3], "num_heads": 4, "num_kv_heads": 1, "window_size": 6, "rope_theta": 50.0},
+    },
+    "hgrn2-hybrid": {
+        **COMMON,
+        "model_type": "hgrn2",
+        "expand_ratio": 16,
+        "use_lower_bound": False,
+        "attn": [{"layers": [0], "num_heads": 2, "qkv_bias": False}],
+    },
     "transformer": {**COMMON, "model_type": "transformer", "num_heads": 4, "num_kv_heads": 2, "rope_theta": 100.0},
     "transformer-window": {**COMMON, "model_type": "transformer", "num_heads": 2, "window_size": 5},
 }
 
 
+def layer_of(config, layer):
+    """What kind of mixer a layer has, and its options: `attn` puts attention among the others."""
+    attn = config.get("attn")
+    attn = attn[0] if isinstance(attn, list) else attn
+    if attn and layer in attn["layers"]:
+        return "transformer", {"hidden_size": config["hidden_size"], **attn}
+    return config["model_type"], config
+
+
+def mixer_shapes(kind, config):
+    d, key = config["hidden_size"], int(config["hidden_size"] * config.get("expand_k", 1))
+    square = (d, d)
+    match kind:
+        case "hgrn2":
+            return {"q_proj": square, "f_proj": square, "i_proj": square, "o_proj": square, "g_norm": (d,)}
+        case "gla":
+            norm = "g_norm_swish_gate" if config.get("fuse_norm", True) else "g_norm"
+            found = {"q_proj": (key, d), "k_proj": (key, d), "v_proj": square, "o_proj": square, "g_proj": square}
+            return found | {"gk_proj.0": (16, d), "gk_proj.1": (key, 16), norm: (d // config["num_heads"],)}
+        case "lightnet":
+            rank = config["gate_low_rank_dim"]
+            found = {"q_proj": square, "k_proj": square, "v_proj": square, "o_proj": square, "g_norm": (d,)}
+            return found | {"g_proj.0": (rank, d), "g_proj.1": (d, rank)}
+        case "transformer":
+            kv = d // config["num_heads"] * config.get("num_kv_heads", config["num_heads"])
+            return {"q_proj": square, "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": square}
+
+
 def shapes(config):
-    d, g, kind = config["hidden_size"], config["intermediate_size"], config["model_type"]
+    d, g = config["hidden_size"], config["intermediate_size"]
     found = {"model.embeddings.weight": (50, d), "model.norm.weight": (d,), "lm_head.weight": (50, d)}
-    key = int(d * config.get("expand_k", 1))
-    kv = d // config["num_heads"] * config.get("num_kv_heads", config["num_heads"]) if kind == "transformer" else d
-    attn = {
-        "hgrn2": {"q_proj": (d, d), "f_proj": (d, d), "i_proj": (d, d), "o_proj": (d, d), "g_norm": (d,)},
-        "gla": {"q_proj": (key, d), "k_proj": (key, d), "v_proj": (d, d), "o_proj": (d, d), "g_proj": (d, d)}
-        | {"gk_proj.0": (16, d), "gk_proj.1": (key, 16)},
-        "lightnet": {"q_proj": (d, d), "k_proj": (d, d), "v_proj": (d, d), "o_proj": (d, d), "g_norm": (d,)}
-        | {"g_proj.0": (config.get("gate_low_rank_dim"), d), "g_proj.1": (d, config.get("gate_low_rank_dim"))},
-        "transformer": {"q_proj": (d, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, d)},
-    }[kind]
-    if kind == "gla":
-        norm = "g_norm_swish_gate" if config.get("fuse_norm", True) else "g_norm"
-        attn[norm] = (d // config["num_heads"],)
     for layer in range(config["num_hidden_layers"]):
-        name = f"model.layers.{layer}"
+        name, (kind, options) = f"model.layers.{layer}", layer_of(config, layer)
+        attn = mixer_shapes(kind, options)
         found |= {f"{name}.attn_norm.weight": (d,), f"{name}.mlp_norm.weight": (d,)}
         found |= {f"{name}.attn.{part}.weight": shape for part, shape in attn.items()}
         found |= {f"{name}.mlp.{part}.weight": (g, d) for part in ("gate_proj", "up_proj")}
         found[f"{name}.mlp.down_proj.weight"] = (d, g)
         if kind == "gla":
-            found[f"{name}.attn.gk_proj.1.bias"] = (key,)
-    if kind == "hgrn2" and config.get("use_lower_bound", True):
+            found[f"{name}.attn.gk_proj.1.bias"] = attn["gk_proj.1"][:1]
+    if config["model_type"] == "hgrn2" and config.get("use_lower_bound", True):
         found["model.lower_bounds"] = (config["num_hidden_layers"], d)
     return found
 
@@ -137,7 +168,8 @@ def restated(config, tensors, tokens):
     for layer in range(config["num_hidden_layers"]):
         mine = {name.removeprefix(f"layers.{layer}."): tensor for name, tensor in w.items()}
         attn = {name.removeprefix("attn."): tensor for name, tensor in mine.items()}
-        x = x + MIXERS[config["model_type"]](config, attn, layer, rms(x, mine["attn_norm.weight"], eps))
+        kind, options = layer_of(config, layer)
+        x = x + MIXERS[kind](options, attn, layer, rms(x, mine["attn_norm.weight"], eps))
         y = rms(x, mine["mlp_norm.weight"], eps)
         y = swish(y @ mine["mlp.gate_proj.weight"].T) * (y @ mine["mlp.up_proj.weight"].T)
         x = x + y @ mine["mlp.down_proj.weight"].T

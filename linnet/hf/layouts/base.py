@@ -1,7 +1,7 @@
 """What a layout is: a reader of one project's config.json that says which model it means and where its tensors are."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,10 +99,10 @@ class Settings:
 Reader = Callable[[Settings], Plan]
 
 
-def stack(layers: int, own: str, its: str, names: Mapping[str, str | Part]) -> dict[str, Part]:
-    """Parts of all layers; `own` and `its` hold {} for the number, `names` go from Linnet's to the source's."""
+def stack(layers: Iterable[int], own: str, its: str, names: Mapping[str, str | Part]) -> dict[str, Part]:
+    """Parts of some layers; `own` and `its` hold {} for the number, `names` go from Linnet's to the source's."""
     parts = {}
-    for index in range(layers):
+    for index in layers:
         for mine, given in names.items():
             part = given if isinstance(given, Part) else Part(given)
             name = f"{its.format(index)}.{part.name}"

@@ -2,8 +2,11 @@
 
 All have RMSNorm and SwiGLU. Its kernels multiply queries by K^(-1/2) where Linnet's HGRN2 and LightNet multiply by one.
 A norm follows, so this is the same as an epsilon K times as large. The norms inside HGRN2 and LightNet do not take
-`norm_eps`: they run with 1e-5 and 1e-6.
+`norm_eps`: they run with 1e-5 and 1e-6. Attention layers may stand among the others (`attn`); among those of HGRN2
+only without lower bounds, which it spreads over all layers, those of attention too.
 """
+
+from itertools import groupby
 
 from linnet.config import parse
 from linnet.hf.layouts.base import BLOCK, GLU, LARGEST, Part, Plan, Settings, ends, stack
@@ -84,17 +87,41 @@ def read_gla(settings: Settings) -> Plan:
 
 
 def read_transformer(settings: Settings) -> Plan:
-    heads = settings.integer("num_heads", 32)
-    window = settings.values.get("window_size")
-    mixer = {
+    mixer = _attention(settings, 32)
+    settings.only("qk_norm", False, why="Linnet's attention does not normalise queries and keys")
+    return _plan(settings, "attention", mixer, QKV | OUT)
+
+
+def _attention(settings: Settings, heads: int | None) -> dict:
+    heads = settings.integer("num_heads", heads)
+    settings.only("qkv_bias", False, why="Linnet's attention has no biases")
+    return {
         "num_heads": heads,
         "num_kv_heads": settings.integer("num_kv_heads", heads),
         "rope_base": settings.number("rope_theta", 10000.0),
-        "window": 0 if window is None else settings.integer("window_size", None),
+        "window": 0 if settings.values.get("window_size") is None else settings.integer("window_size", None),
     }
-    settings.only("qkv_bias", False, why="Linnet's attention has no biases")
-    settings.only("qk_norm", False, why="Linnet's attention does not normalise queries and keys")
-    return _plan(settings, "attention", mixer, QKV | OUT)
+
+
+def _hybrid(settings: Settings, layers: int) -> tuple[dict, list[int]]:
+    """Options of the attention layers among the others, and which they are: from `attn`."""
+    given = settings.values.get("attn")
+    specs = given if isinstance(given, list) else [given] if given is not None else []
+    if not specs:
+        return {}, []
+    spec = specs[0]
+    where = spec.get("layers") if isinstance(spec, dict) else None
+    places = [index for index in where if type(index) is int and 0 <= index < layers] if isinstance(where, list) else []
+    if len(specs) > 1 or not places or len(set(places)) != len(where):
+        settings.problems.append(
+            f"attn: must be one object with num_heads and the numbers of its layers (given {given!r}); "
+            "attention layers of several kinds are not read"
+        )
+        return {}, []
+    inner = Settings(spec)
+    options = _attention(inner, None)
+    settings.problems += [f"attn.{problem}" for problem in inner.problems]
+    return options, places
 
 
 def _head(settings: Settings, ratio_wins: bool) -> tuple[int, int]:
@@ -127,21 +154,28 @@ def _plan(settings: Settings, mixer: str, options: dict, names: dict) -> Plan:
     settings.only("hidden_act", "swish", "silu", why="Linnet's swiglu gates with SiLU")
     settings.only("use_short_conv", False, why=f"Linnet's {mixer} has no short convolutions")
     settings.only("elementwise_affine", True, why="the norms must have gains")
-    settings.only("attn", None, why="hybrids of this layout are not read")
+    attention, places = _hybrid(settings, layers)
+    if mixer == "attention" or options.get("lower_bound") == "inclusive":
+        settings.only("attn", None, why=f"{mixer} is not read with attention layers in between")
     settings.only("attnres_block_size", None, why="Linnet's residual stream is a plain sum")
     settings.check()
+    kinds = ["attention" if index in places else mixer for index in range(layers)]
+    all_options = {"attention": attention, mixer: options, "swiglu": {"inner": inner}}
     model = parse(
         ModelConfig,
         {
             "d_model": width,
-            "layout": f"{mixer}+swiglu x{layers}",
+            "layout": " ".join(f"{name}+swiglu x{len(list(run))}" for name, run in groupby(kinds)),
             "vocab_size": vocabulary,
-            "options": {mixer: options, "swiglu": {"inner": inner}},
+            "options": {name: all_options[name] for name in {*kinds, "swiglu"}},
             "norm": "rmsnorm",
             "norm_eps": eps,
             "tie_embeddings": settings.tied,
         },
         "config.json",
     )
-    parts = ends(settings, EMBEDDING, "model.norm.weight") | stack(layers, BLOCK, LAYER, NORMS | names | GLU)
+    parts = ends(settings, EMBEDDING, "model.norm.weight")
+    for index, kind in enumerate(kinds):
+        mine = names if kind == mixer else QKV | OUT
+        parts |= stack([index], BLOCK, LAYER, NORMS | mine | GLU)
     return Plan(model, parts, (r"model\.layers\.\d+\.attn\.rotary\.inv_freq",))

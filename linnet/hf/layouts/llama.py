@@ -46,7 +46,7 @@ def read(settings: Settings) -> Plan:
         },
         "config.json",
     )
-    parts = ends(settings, EMBEDDING, "model.norm.weight") | stack(layers, BLOCK, LAYER, NAMES)
+    parts = ends(settings, EMBEDDING, "model.norm.weight") | stack(range(layers), BLOCK, LAYER, NAMES)
     return Plan(model, parts, (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",))
 
 

@@ -53,4 +53,4 @@ def read(settings: Settings) -> Plan:
         "config.json",
     )
     names = NAMES | ({"mixer.conv.bias": "mixer.conv1d.bias"} if bias else {})
-    return Plan(model, ends(settings, EMBEDDING, "backbone.norm_f.weight") | stack(layers, BLOCK, LAYER, names))
+    return Plan(model, ends(settings, EMBEDDING, "backbone.norm_f.weight") | stack(range(layers), BLOCK, LAYER, names))

@@ -58,9 +58,9 @@ def read(settings: Settings) -> Plan:
         },
         "config.json",
     )
-    parts = ends(settings, EMBEDDING, None) | stack(layers, BLOCK, LAYER, NAMES)
+    parts = ends(settings, EMBEDDING, None) | stack(range(layers), BLOCK, LAYER, NAMES)
     rotated = {"none": 0, "first_layer": 1, "all_layers": layers}[lrpe]
-    parts |= stack(rotated, BLOCK, LAYER, {"mixer.lrpe.theta": Part("token_mixer.lrpe.theta", squeeze=True)})
+    parts |= stack(range(rotated), BLOCK, LAYER, {"mixer.lrpe.theta": Part("token_mixer.lrpe.theta", squeeze=True)})
     return Plan(model, parts)
 
 
