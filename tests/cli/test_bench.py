@@ -1,0 +1,53 @@
+"""`linnet bench generate` as a person uses it."""
+
+import csv
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from linnet.cli import app
+
+SMALL = ("--device", "cpu", "--prompt", "8", "--new", "3", "--repeats", "1")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["bench", "generate", *map(str, arguments)])
+
+
+def test_writes_a_table_and_a_picture(tmp_path):
+    pytest.importorskip("vl_convert")
+    shape = ("--batch", 1, "--batch", 2, "--context", 16, "--context-new", 3)
+    done = run("mad-mamba", "mad-attention-swiglu", *SMALL, *shape, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    with open(tmp_path / "generate.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["model"], row["batch"], row["prompt"]) for row in rows] == [
+        (model, batch, prompt)
+        for model in ("mad-mamba", "mad-attention-swiglu")
+        for batch, prompt in (("1", "8"), ("2", "8"), ("1", "16"))
+    ]
+    assert all(float(row["token_ms"]) > 0 for row in rows)
+    assert (tmp_path / "generate.png").stat().st_size > 10_000
+    assert "milliseconds a token" in (tmp_path / "generate.svg").read_text()
+    assert "mad-mamba" in done.stdout
+
+
+def test_rows_as_json_with_the_ways_to_run():
+    done = run("mad-mamba", *SMALL, "--plain", "--json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)
+    assert [row["system"] for row in rows] == ["linnet", "linnet-plain"]
+
+
+def test_what_is_wrong_is_said_at_once():
+    done = run("tnl-10mm", *SMALL[2:], "--batch", 0, "--device", "tpu", "--peer", "vllm", "--dtype", "int4")
+    assert done.exit_code == 2 and "Traceback" not in done.output
+    for message in (
+        "--batch '0': give a number above 0, or max",
+        "recipe 'tnl-10mm' is unknown; did you mean 'tnl-10m'?",
+        "--peer 'vllm' is unknown",
+        "--device: there is no 'tpu' here",
+        "--dtype: 'int4' is unknown",
+    ):
+        assert message in done.output

@@ -1,0 +1,92 @@
+"""What the throughput measurements run and count."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from linnet.config import ConfigError
+from linnet.inference import Engine, Sampling
+from linnet.inference.throughput import Case, Linnet, measure
+from linnet.models import ModelConfig, build_model, family, get_recipe
+
+SMALL = {"d_model": 32, "vocab_size": 64}
+
+
+def linnet(layout="tnl+sglu x2", **settings):
+    return Linnet(ModelConfig(layout=layout, **SMALL), "small", "cpu", torch.float32, **settings)
+
+
+def test_rows_hold_what_the_protocol_asks_for():
+    rows, seen = [], []
+    for system in (linnet(chunk=8), linnet(chunk=8, plain=True), linnet("attention+swiglu")):
+        rows += measure(system, [Case(1, 24, 6), Case(3, 10, 4)], 2, 1e10, seen.append)
+    assert rows == seen and len(rows) == 6
+    assert [row["system"] for row in rows[::2]] == ["linnet", "linnet-plain", "linnet"]
+    for row in rows:
+        assert row["error"] == "" and row["first_token_s"] > 0 and row["token_ms"] > 0
+        whole = row["first_token_s"] + (row["new"] - 1) * row["token_ms"] / 1e3
+        assert row["tokens_per_second"] == pytest.approx(row["batch"] * row["new"] / whole)
+        assert row["decode_tokens_per_second"] == pytest.approx(row["batch"] * 1e3 / row["token_ms"])
+    recurrent, cached = rows[0], rows[4]
+    assert rows[0]["carried_bytes"] == rows[1]["carried_bytes"]
+    assert recurrent["carried_bytes"] == 4 * 2 * 32 * 32 // 8  # two layers of 8 heads, [4, 4] each, float32
+    assert cached["carried_bytes"] - rows[5]["carried_bytes"] == (30 - 14) * (2 * 32 * 4 + 8)  # k, v and a position
+    moved = recurrent["weight_bytes"] + 2 * recurrent["carried_bytes"]
+    assert recurrent["bandwidth_share"] == pytest.approx(moved / (recurrent["token_ms"] / 1e3) / 1e10)
+
+
+def test_batches_are_read_in_parts_as_in_one_piece(monkeypatch):
+    tokens, outputs = torch.randint(64, (5, 30), generator=torch.Generator().manual_seed(0)), []
+    for at_a_time in (1, 60, 10_000):
+        monkeypatch.setattr("linnet.inference.throughput._AT_A_TIME", at_a_time)
+        torch.manual_seed(0)
+        system = linnet(chunk=12)
+        system.run(tokens, 5)
+        outputs.append(system._decoder[1].logits.clone())
+    torch.testing.assert_close(outputs[1], outputs[0])
+    torch.testing.assert_close(outputs[2], outputs[0])
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("name", ["tnl", "hgrn2", "lightnet", "mamba"])
+def test_long_prompts_take_no_more_memory_than_a_few_chunks(name):
+    largest = []
+    for chunks in (2, 16):
+        engine = Engine(build_model(family(name)(32, 2, vocab_size=64)), slots=1, prefill_chunk=64, device="cpu")
+        with Largest() as mode:
+            engine.generate([[1] * (64 * chunks)], Sampling(max_tokens=2))
+        largest.append(mode.numel)
+    assert largest[1] <= max(largest[0], 8 * 64 * 16)  # or the prompt itself, as integers
+
+
+def test_transformers_llama_is_the_model_of_the_recipe():
+    pytest.importorskip("transformers")
+    from linnet.inference.peers import TransformersLlama
+
+    config = family("llama")(32, 2, vocab_size=64)
+    ours = Linnet(config, "llama", "cpu", torch.float32)
+    for name in ("transformers", "transformers-static"):
+        peer = TransformersLlama(name, config, "llama", "cpu", torch.float32)
+        assert peer.weight_bytes == ours.weight_bytes
+        positions = 8 * 2  # which Linnet's cache notes beside keys and values, a token and layer
+        assert peer.carried_bytes(10) - peer.carried_bytes(9) + positions == (
+            ours.carried_bytes(10) - ours.carried_bytes(9)
+        )
+        [row] = measure(peer, [Case(2, 8, 5)], 1, 1e10, lambda row: None)
+        assert row["error"] == "" and row["decode_tokens_per_second"] > 0
+    tokens = torch.randint(64, (1, 8))
+    peer.start(tokens)()
+    with pytest.raises(ConfigError, match="tnl-10m is no Llama"):
+        TransformersLlama("transformers", get_recipe("tnl-10m"), "tnl-10m", "cpu", torch.float32)
