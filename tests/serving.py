@@ -102,8 +102,11 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30) -> bool:
 
 
 @contextlib.contextmanager
-def run(service: Service) -> Iterator[Running]:
+def run(service: Service, send_buffer: int | None = None) -> Iterator[Running]:
+    """`send_buffer`: bytes that the system holds for a client who does not read."""
     listener, up = bind(service.settings), threading.Event()
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     server = Server(service, up.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -129,6 +132,7 @@ def serve(
     with_tokenizer: bool = True,
     layout: str = "tnl+sglu x2",
     context_length: int | None = None,
+    send_buffer: int | None = None,
     **settings: object,
 ) -> Iterator[Running]:
     """A server of a tiny model; `settings` are those of `ServeConfig`."""
@@ -138,5 +142,5 @@ def serve(
         model, tokenizer, name="tiny", slots=slots, device="cpu", prefill_chunk=16, context_length=context_length
     )
     chat = None if template is None or tokenizer is None else ChatTemplate(template, tokenizer)
-    with run(Service(engine, ServeConfig(**{"port": 0, "grace": 1.0, **settings}), chat)) as running:
+    with run(Service(engine, ServeConfig(**{"port": 0, "grace": 1.0, **settings}), chat), send_buffer) as running:
         yield running

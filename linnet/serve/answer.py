@@ -115,7 +115,7 @@ class Answer(Response):
             self._service.check_alive()
         for _, piece in pieces:
             if piece.finish == "error":
-                _log.error("a completion failed: %s", piece.error)
+                _log.error("a completion failed: %s", self._service.worker.error or piece.error)
                 raise ApiError(500, f"the engine failed: {piece.error[:200]}", code="engine_error")
             if piece.finish == "cancelled":
                 raise ApiError(500, "the completion was cancelled", code="cancelled")
