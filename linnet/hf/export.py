@@ -1,6 +1,5 @@
 """A run or model folder as a folder that transformers loads."""
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -40,9 +39,9 @@ def export(path: str | Path, out: str | Path) -> Path:
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end)
     model.save_pretrained(out)
     if tokenizer is not None:
-        to_transformers(tokenizer).save_pretrained(out)
-    if (path / TEMPLATE).is_file():
-        shutil.copy(path / TEMPLATE, out / TEMPLATE)
+        template = path / TEMPLATE
+        written = template.read_text(encoding="utf-8") if template.is_file() else None
+        to_transformers(tokenizer, written).save_pretrained(out)
     return out
 
 

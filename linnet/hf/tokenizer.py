@@ -10,11 +10,12 @@ from linnet.data import ByteTokenizer, Tokenizer
 from linnet.data.tokenizer import END_OF_DOCUMENT
 
 
-def to_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+def to_transformers(tokenizer: Tokenizer, chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """The same tokenizer for transformers. It pads on the left, with the end of a document, as generation needs.
 
-    Special tokens spelled out in a text stay text, as everywhere in Linnet. Bytes become a byte-level tokenizer with
-    one token a byte, whose id 0 is the end of a document; NUL, which Linnet refuses, is dropped from text there.
+    Special tokens spelled out in a text stay text, as everywhere in Linnet; but a chat template writes them, so with one
+    they are tokens. Bytes become a byte-level tokenizer with one token a byte, whose id 0 is the end of a document; NUL,
+    which Linnet refuses, is dropped from text there.
     """
     if isinstance(tokenizer, ByteTokenizer):
         inner, end = _bytes(tokenizer), END_OF_DOCUMENT
@@ -29,7 +30,8 @@ def to_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         eos_token=end,
         pad_token=end,
         padding_side="left",
-        split_special_tokens=True,
+        split_special_tokens=chat_template is None,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )

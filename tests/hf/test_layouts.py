@@ -170,6 +170,9 @@ def test_tokenizer_and_chat_template_come_along(tmp_path):
     assert not found.notes and its.encode("the cat").tolist() == tokenizer.encode("the cat").tolist()
     assert its.end_of_document == tokenizer.end_of_document
     assert (found.path / "chat_template.jinja").read_text() == wrapped.chat_template
+    again = transformers.AutoTokenizer.from_pretrained(hf.export(found.path, tmp_path / "hf"))
+    message = [{"role": "user", "content": f"the cat {again.eos_token}"}]
+    assert again.apply_chat_template(message, return_dict=False)[-1] == tokenizer.end_of_document
     (source / "tokenizer.json").write_text("{}")
     assert "the tokenizer was left out" in hf.convert(source, tmp_path / "without").notes[0]
 
