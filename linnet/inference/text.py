@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from linnet.data import Tokenizer
 
 BROKEN = "\ufffd"
-_CONTEXT = 8  # tokens before the new ones that are decoded with them: some tokenizers treat the start of a text apart
+_CONTEXT = (
+    8  # tokens before the new ones that are decoded with them, where a tokenizer treats the start of a text apart
+)
 
 
 class Detokenizer:
@@ -13,7 +15,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._before = list(prompt[-_CONTEXT:])  # already shown
+        self._context = _CONTEXT if tokenizer.byte_lengths is None else 0
+        self._keep(list(prompt[-_CONTEXT:]))
         self._new: list[int] = []  # shown up to the `_shown`-th character behind `_before`
         self._shown = 0
 
@@ -25,11 +28,11 @@ class Detokenizer:
         fresh = whole[self._shown :]
         self._shown = max(self._shown, len(whole))
         if whole is text:
-            self._before = (self._before + self._new)[-_CONTEXT:]
+            self._keep(self._before + self._new)
             self._new, self._shown = [], 0
         elif len(self._new) > _CONTEXT:  # no character is that long: the bytes make none
             fresh += self.flush()
-            self._before = []
+            self._keep([])
         return fresh
 
     def flush(self) -> str:
@@ -38,9 +41,13 @@ class Detokenizer:
         self._new, self._shown = [], 0
         return rest
 
+    def _keep(self, shown: list[int]) -> None:
+        """The last of the tokens whose text was shown."""
+        self._before = shown[-self._context :] if self._context else []
+        self._before_length = len(self._tokenizer.decode(self._before))
+
     def _text(self) -> str:
-        before = self._tokenizer.decode(self._before)
-        return self._tokenizer.decode([*self._before, *self._new])[len(before) :]
+        return self._tokenizer.decode([*self._before, *self._new])[self._before_length :]
 
 
 class StopFilter:

@@ -3,10 +3,11 @@
 import random
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnet.data import ByteTokenizer, train_bpe
+from linnet.data import ByteTokenizer, FileTokenizer, train_bpe
 from linnet.inference.text import Detokenizer, StopFilter
 
 TEXTS = ["plain", "naïve café, 12 €", "日本語のテキスト", "👩‍🚀🎉 done", "tab\tand\nline", "\ufffd kept \ufffd"]
@@ -84,3 +85,14 @@ def test_stop_strings_cut_where_the_whole_text_has_them(text, stops, rng):
         assert shown == text
     else:  # one of the stop strings stands behind it
         assert any(text[len(shown) :].startswith(stop) for stop in stops)
+
+
+def test_a_tokenizer_that_treats_the_start_of_a_text_apart(tmp_path):
+    """Pieces with a mark for the space before them, which is left out at the start of a text (SentencePiece)."""
+    words = ["<unk>", "</s>", "▁the", "▁cat", "s", "▁sat"]
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    inner.decoder = tokenizers.decoders.Metaspace()
+    tokenizer = FileTokenizer(inner)
+    assert tokenizer.byte_lengths is None and tokenizer.decode([2, 3]) == "the cat"
+    assert stream(tokenizer, [2, 3, 4, 5]) == ["the", " cat", "s", " sat", ""]
+    assert stream(tokenizer, [3, 4, 5], prompt=[2]) == [" cat", "s", " sat", ""]
