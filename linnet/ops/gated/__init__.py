@@ -4,18 +4,14 @@ import importlib
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
 from linnet.ops.arguments import check_decay_values, check_devices, check_matrix_state
-from linnet.ops.chunks import exact, state_dtype
-from linnet.ops.direct import shorten
-from linnet.ops.documents import count_states
-from linnet.ops.folding import register_folding
+from linnet.ops.chunks import exact
 from linnet.ops.gated import chunked
-from linnet.ops.gated.flops import gated_backward_flops, gated_flops
 from linnet.ops.gated.forget import forget_gate, forget_gated_attention
 from linnet.ops.gated.reference import gated_reference
+from linnet.ops.gated.registration import register
 from linnet.ops.gated.step import forget_gated_step, gated_step
 
 __all__ = ["forget_gate", "forget_gated_attention", "forget_gated_step", "gated_linear_attention", "gated_step"]
@@ -100,46 +96,9 @@ def _form(q: Tensor):
     return importlib.import_module("linnet.ops.gated.triton") if backend.use_triton("gated", q.is_cuda) else chunked
 
 
-@gated.register_fake
-def _(q, k, v, log_decay, initial_state, cu_seqlens, scale):
-    return torch.empty_like(v, memory_format=torch.contiguous_format), _empty_state(q, k, v, cu_seqlens)
-
-
-@gated_backward.register_fake
-def _(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal):
-    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_decay))
-    return *grads, _empty_state(q, k, v, cu_seqlens)
-
-
-def _empty_state(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    shape = (count_states(cu_seqlens, q.shape[0]), *q.shape[2:], v.shape[-1])
-    return q.new_empty(shape, dtype=state_dtype(q, k, v))
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, do, dfinal):
-    saved = ctx.saved_tensors  # once: recomputation gives them out only once
-    v, initial_state = saved[2], saved[4]
-    do = torch.zeros_like(v) if do is None else do
-    *grads, dinitial = _direct_backward(*saved, ctx.scale, do, dfinal)
-    return *grads, None if initial_state is None else dinitial, None, None
-
-
-gated.register_autograd(_backward, setup_context=_setup_context)
-_direct = shorten(gated, _setup_context, _backward)
-_direct_backward = shorten(gated_backward)
-
-
 def _choose_axes(arguments, in_dims):
     """Models fold into the batch; with packed documents (B = 1) into the heads."""
     return (0, 0, 0, 0, 0, None, 0, 0) if arguments[5] is None else (2, 2, 2, 2, 1, None, 2, 1)
 
 
-register_folding(gated, gated_backward, _choose_axes, gradients=range(5))
-register_flop_formula(torch.ops.linnet.gated)(gated_flops)
-register_flop_formula(torch.ops.linnet.gated_backward)(gated_backward_flops)
+_direct = register(gated, gated_backward, _choose_axes)

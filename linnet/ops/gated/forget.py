@@ -8,17 +8,13 @@ import importlib
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
 from linnet.ops.arguments import check_devices, check_matrix_state
-from linnet.ops.chunks import exact, state_dtype
-from linnet.ops.direct import shorten
-from linnet.ops.documents import count_states
-from linnet.ops.folding import register_folding
+from linnet.ops.chunks import exact
 from linnet.ops.gated import chunked
-from linnet.ops.gated.flops import gated_backward_flops, gated_flops
 from linnet.ops.gated.reference import gated_reference
+from linnet.ops.gated.registration import register
 
 
 def forget_gate(x: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -145,43 +141,6 @@ def _kernels(q: Tensor, *others: Tensor):
     return form if form.supports(q, *others) else None
 
 
-@forget_gated.register_fake
-def _(q, x, v, lower_bound, initial_state, cu_seqlens, scale):
-    return torch.empty_like(v, memory_format=torch.contiguous_format), _empty_state(q, x, v, cu_seqlens)
-
-
-@forget_gated_backward.register_fake
-def _(q, x, v, lower_bound, initial_state, cu_seqlens, scale, do, dfinal):
-    grads = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, x, v)]
-    dlower = q.new_empty(0) if lower_bound is None else torch.empty_like(lower_bound)
-    return *grads, dlower, _empty_state(q, x, v, cu_seqlens)
-
-
-def _empty_state(q: Tensor, x: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    shape = (count_states(cu_seqlens, q.shape[0]), *q.shape[2:], v.shape[-1])
-    return q.new_empty(shape, dtype=state_dtype(q, x, v))
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, do, dfinal):
-    saved = ctx.saved_tensors  # once: recomputation gives them out only once
-    v, lower_bound, initial_state = saved[2:5]
-    do = torch.zeros_like(v) if do is None else do
-    dq, dx, dv, dlower, dinitial = _direct_backward(*saved, ctx.scale, do, dfinal)
-    dlower = None if lower_bound is None else dlower
-    return dq, dx, dv, dlower, None if initial_state is None else dinitial, None, None
-
-
-forget_gated.register_autograd(_backward, setup_context=_setup_context)
-_direct = shorten(forget_gated, _setup_context, _backward)
-_direct_backward = shorten(forget_gated_backward)
-
-
 def _choose_axes(arguments, in_dims):
     """Models fold into the batch; with a lower bound, whose gradient is one a model, or packed documents (B = 1) into
     the heads."""
@@ -189,8 +148,4 @@ def _choose_axes(arguments, in_dims):
     return (2, 2, 2, 0, 1, None, 2, 1) if heads else (0, 0, 0, None, 0, None, 0, 0)
 
 
-register_folding(forget_gated, forget_gated_backward, _choose_axes, gradients=range(5))
-
-# FLOPs: those of gated linear attention. The gate is no matrix product.
-register_flop_formula(torch.ops.linnet.forget_gated)(gated_flops)
-register_flop_formula(torch.ops.linnet.forget_gated_backward)(gated_backward_flops)
+_direct = register(forget_gated, forget_gated_backward, _choose_axes)
