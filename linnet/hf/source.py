@@ -38,7 +38,7 @@ class Source:
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU and as it is stored."""
         if name in self._loaded:
-            return self._loaded[name]
+            return self._loaded[name].clone()  # several may share memory there
         with safe_open(self._files[name], "pt") as file:
             return file.get_tensor(name)
 

@@ -13,9 +13,9 @@ from linnet.data.tokenizer import END_OF_DOCUMENT
 def to_transformers(tokenizer: Tokenizer, chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """The same tokenizer for transformers. It pads on the left, with the end of a document, as generation needs.
 
-    Special tokens spelled out in a text stay text, as everywhere in Linnet; but a chat template writes them, so with one
-    they are tokens. Bytes become a byte-level tokenizer with one token a byte, whose id 0 is the end of a document; NUL,
-    which Linnet refuses, is dropped from text there.
+    Special tokens spelled out in a text stay text, as everywhere in Linnet; but a chat template writes them, so with
+    one they are tokens. Bytes become a byte-level tokenizer with one token a byte, whose id 0 is the end of a document;
+    NUL, which Linnet refuses, is dropped from text there.
     """
     if isinstance(tokenizer, ByteTokenizer):
         inner, end = _bytes(tokenizer), END_OF_DOCUMENT

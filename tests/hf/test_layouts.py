@@ -118,6 +118,10 @@ def test_pickles_only_when_asked_for(tokens, tmp_path):
         hf.convert(source, tmp_path / "out")
     model, _ = load_model(hf.convert(source, tmp_path / "out", allow_pickle=True).path)
     assert relative(logits(model, tokens), theirs(tokens).logits) < 2e-5
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    model, _ = load_model(hf.convert(source, tmp_path / "shared", allow_pickle=True).path)
+    assert not model.config.tie_embeddings and torch.equal(model.head.weight, model.embedding.weight)
 
 
 class Harm:
