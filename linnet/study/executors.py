@@ -10,6 +10,7 @@ on. Bad configurations and exhausted memory would fail again in the same way, so
 
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -166,14 +167,20 @@ class Ray:
         if not ray.is_initialized():
             # without an address a Ray is started here, with a worker's threads for each of `workers` runs
             cpus = None if address or workers is None else workers * threads
-            ray.init(
-                address=address,
-                num_cpus=cpus,
-                include_dashboard=False if address is None else None,
-                log_to_driver=False,
-                logging_level="ERROR",
-                configure_logging=False,
-            )
+            try:
+                _reach(address)
+                ray.init(
+                    address=address,
+                    num_cpus=cpus,
+                    include_dashboard=False if address is None else None,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    configure_logging=False,
+                )
+            except (OSError, ValueError) as error:
+                reason = str(error).splitlines()[0]
+                problem = f"executor.address: no Ray cluster at {address!r} ({reason}); start one with ray start --head"
+                raise ConfigError([problem], "study") from None
         resources = ray.cluster_resources()
         self.gpus = 1 if resources.get("GPU", 0) >= 1 else 0
         slots = resources["GPU"] if self.gpus else resources.get("CPU", 1) / threads
@@ -210,6 +217,13 @@ class Ray:
         finally:
             for reference in running:
                 ray.cancel(reference, force=True)
+
+
+def _reach(address: str | None) -> None:
+    """Raises OSError where nothing listens at host:port: Ray would try for minutes, then end this process."""
+    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def worker_threads(config: ExecutorConfig) -> int:
