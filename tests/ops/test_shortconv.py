@@ -16,6 +16,7 @@ TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5, tor
 
 
 def make(B=2, T=19, D=5, W=4, *, bias=True, dtype=torch.float64, device="cpu", models=()):
+    """x and weight, and with `bias` also that and the offset."""
     generator = torch.Generator().manual_seed(T)
 
     def normal(*shape, to=dtype):
@@ -23,10 +24,14 @@ def make(B=2, T=19, D=5, W=4, *, bias=True, dtype=torch.float64, device="cpu", m
         return x.requires_grad_()
 
     wide = torch.promote_types(dtype, torch.float32)
-    return [normal(B, T, D), normal(D, W, to=wide), *([normal(D, to=wide)] if bias else [])]
+    return [normal(B, T, D), normal(D, W, to=wide), *([normal(D, to=wide), normal(D, to=wide)] if bias else [])]
 
 
-def everything(inputs, form, silu, function=short_convolution):
+def run(x, weight, bias=None, offset=None, silu=False):
+    return short_convolution(x, weight, bias, offset=offset, silu=silu)
+
+
+def everything(inputs, form, silu, function=run):
     with use_backend(form):
         y = function(*inputs, silu=silu)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).bfloat16().to(y)  # the same in all dtypes
@@ -55,20 +60,20 @@ def test_the_plain_form(sizes, silu):
 def test_autocast_leaves_the_arithmetic_alone():
     inputs = make(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        actual = short_convolution(*inputs)
-    assert torch.equal(actual, short_convolution(*inputs))
+        actual = run(*inputs)
+    assert torch.equal(actual, run(*inputs))
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_operator_registration(bias):
     x, weight, *rest = make(bias=bias, models=(2,))
-    arguments = (x.detach().flatten(0, 1).requires_grad_(), weight, rest[0] if bias else None, True)
+    arguments = (x.detach().flatten(0, 1).requires_grad_(), weight, *(rest or (None, None)), True)
     torch.library.opcheck(torch.ops.linnet.short_convolution.default, arguments)
 
 
 def test_compiles_whole_and_gives_the_same():
     inputs = make()
-    compiled = torch.compile(short_convolution, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for a, e in zip(everything(inputs, "auto", True, compiled), everything(inputs, "auto", True), strict=True):
         torch.testing.assert_close(a, e, rtol=0, atol=0)
 
@@ -76,14 +81,12 @@ def test_compiles_whole_and_gives_the_same():
 @pytest.mark.parametrize("shared", ["nothing", "x", "weight"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_vmap_equals_one_model_at_a_time(shared, bias):
-    inputs, dims = make(bias=bias, models=(3,)), [0] * (2 + bias)
+    inputs, dims = make(bias=bias, models=(3,)), [0] * (2 + 2 * bias)
     if shared != "nothing":
         i = ("x", "weight").index(shared)
         inputs[i], dims[i] = inputs[i][0].detach().requires_grad_(), None
-    together = torch.vmap(short_convolution, tuple(dims))(*inputs)
-    apart = [
-        short_convolution(*(x if dim is None else x[m] for x, dim in zip(inputs, dims, strict=True))) for m in range(3)
-    ]
+    together = torch.vmap(run, tuple(dims))(*inputs)
+    apart = [run(*(x if dim is None else x[m] for x, dim in zip(inputs, dims, strict=True))) for m in range(3)]
     torch.testing.assert_close(together, torch.stack(apart))
     grads = (torch.autograd.grad(y.sin().sum(), inputs) for y in (together, torch.stack(apart)))
     for a, e in zip(*grads, strict=True):
@@ -91,12 +94,12 @@ def test_vmap_equals_one_model_at_a_time(shared, bias):
 
 
 def test_no_tokens():
-    x, weight, bias = make(T=1)
+    x, weight, bias, _ = make(T=1)
     assert short_convolution(x[:, :0], weight, bias).shape == (2, 0, 5)
 
 
 def test_wrong_arguments_are_named():
-    x, weight, bias = make()
+    x, weight, bias, _ = make()
     for call in ((x[0], weight), (x, weight.mT), (x, weight, bias[1:]), (x, weight[:, :0]), (x.long(), weight)):
         with pytest.raises(ValueError, match="short_convolution: x .* give floating-point x"):
             short_convolution(*call)
@@ -113,7 +116,7 @@ def test_kernels(dtype, silu):
 @gpu
 def test_kernels_with_models_of_their_own_are_deterministic():
     inputs = make(16, 128, 256, 4, models=(24,), dtype=torch.bfloat16, device="cuda")
-    call = torch.vmap(lambda *inputs: short_convolution(*inputs, silu=True))
+    call = torch.vmap(lambda *inputs: run(*inputs, silu=True))
 
     def run(form):
         with use_backend(form):

@@ -18,8 +18,10 @@ __all__ = ["short_convolution"]
 OP = "shortconv"
 
 
-def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, silu: bool = False) -> Tensor:
-    """y_t = act(sum_j w_j x_{t - (W - 1) + j} + b), each channel on its own; nothing is before the first token.
+def short_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, offset: Tensor | None = None, silu: bool = False
+) -> Tensor:
+    """y_t = act(sum_j w_j (x_{t - (W - 1) + j} + a) + b), each channel on its own; nothing is before the first token.
 
     Computes in float32 (float64 for float64 inputs), whatever autocast says, and rounds once. On a GPU it is one launch
     and one for the backward, which keep nothing but the inputs.
@@ -27,7 +29,8 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
     Args:
         x: [B, T, D].
         weight: [D, W], the newest token's last.
-        bias: [D] or None.
+        bias: b, [D] or None.
+        offset: a, [D] or None: the bias of a linear layer that x comes from, which costs no pass of its own here.
         silu: whether the activation is x sigmoid(x); else there is none.
 
     Returns:
@@ -36,46 +39,48 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
     Raises:
         ValueError: shapes or dtypes that do not go together.
     """
-    parts = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    more = {name: y for name, y in (("bias", bias), ("offset", offset)) if y is not None}
+    parts = {"x": x, "weight": weight} | more
     if (
         x.ndim != 3
         or weight.ndim != 2
         or weight.shape[0] != x.shape[2]
-        or (bias is not None and bias.shape != x.shape[2:])
+        or any(y.shape != x.shape[2:] for y in more.values())
         or 0 in weight.shape
         or not all(y.is_floating_point() for y in parts.values())
     ):
         shapes = ", ".join(f"{name} {list(y.shape)} {y.dtype}" for name, y in parts.items())
         raise ValueError(
-            f"short_convolution: {shapes}; give floating-point x [B, T, D], weight [D, W] and bias [D] or None, with "
-            "at least one channel and tap"
+            f"short_convolution: {shapes}; give floating-point x [B, T, D], weight [D, W], and bias and offset [D] "
+            "or None, with at least one channel and tap"
         )
     check_devices("short_convolution", **parts)
     if x.numel() == 0:
         return x.clone()
     if backend.use_reference():
         taps = weight.to(state_dtype(x, weight))[:, None]
-        past = F.pad(x.to(taps.dtype).mT, (weight.shape[1] - 1, 0))
+        line = x.to(taps.dtype) if offset is None else x.to(taps.dtype) + offset
+        past = F.pad(line.mT, (weight.shape[1] - 1, 0))
         y = F.conv1d(past, taps, None if bias is None else bias.to(taps.dtype), groups=x.shape[2]).mT
         return (F.silu(y) if silu else y).to(x.dtype)
-    return _direct(x, weight[None], None if bias is None else bias[None], silu)
+    return _direct(x, weight[None], *(None if y is None else y[None] for y in (bias, offset)), silu)
 
 
-# What is registered has an axis of models, for vmap: weight [M, D, W] and bias [M, D], each for R / M rows of x.
+# What is registered has an axis of models, for vmap: weight [M, D, W], bias and offset [M, D], each for R / M rows.
 
 
 @torch.library.custom_op("linnet::short_convolution", mutates_args=())
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None, silu: bool) -> Tensor:
     with exact(x):
-        return _form(x).forward(x, weight, bias, silu)
+        return _form(x).forward(x, weight, bias, offset, silu)
 
 
 @torch.library.custom_op("linnet::short_convolution_backward", mutates_args=())
 def _convolve_backward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, silu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None, dy: Tensor, silu: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with exact(x):
-        return _form(x).backward(x, weight, bias, dy, silu)
+        return _form(x).backward(x, weight, bias, offset, dy, silu)
 
 
 def _form(x: Tensor):
@@ -83,13 +88,14 @@ def _form(x: Tensor):
 
 
 @_convolve.register_fake
-def _(x, weight, bias, silu):
+def _(x, weight, bias, offset, silu):
     return x.new_empty(x.shape)
 
 
 @_convolve_backward.register_fake
-def _(x, weight, bias, dy, silu):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[:2])
+def _(x, weight, bias, offset, dy, silu):
+    sums = (weight.new_empty(weight.shape[:2]) for _ in range(2))
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), *sums
 
 
 def _setup_context(ctx, inputs, output):
@@ -98,9 +104,9 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dy):
-    x, weight, bias = ctx.saved_tensors
-    dx, dweight, dbias = _direct_backward(x, weight, bias, dy, ctx.silu)
-    return dx, dweight, None if bias is None else dbias.to(bias.dtype), None
+    x, weight, *more = ctx.saved_tensors
+    dx, dweight, *sums = _direct_backward(x, weight, *more, dy, ctx.silu)
+    return dx, dweight, *(None if y is None else total.to(y.dtype) for y, total in zip(more, sums, strict=True)), None
 
 
 _convolve.register_autograd(_backward, setup_context=_setup_context)
@@ -111,12 +117,12 @@ _direct_backward = shorten(_convolve_backward)
 @_convolve.register_vmap
 def _(info, in_dims, *inputs):
     *tensors, silu = inputs
-    folded = fold_all(tensors, in_dims, info.batch_size, (0, 0, 0))
+    folded = fold_all(tensors, in_dims, info.batch_size, (0, 0, 0, 0))
     return unfold(_convolve(*folded, silu), info.batch_size, 0), 0
 
 
 @_convolve_backward.register_vmap
 def _(info, in_dims, *inputs):
     *tensors, silu = inputs
-    grads = _convolve_backward(*fold_all(tensors, in_dims, info.batch_size, (0, 0, 0, 0)), silu)
-    return tuple(unfold(x, info.batch_size, 0) for x in grads), (0, 0, 0)
+    grads = _convolve_backward(*fold_all(tensors, in_dims, info.batch_size, (0, 0, 0, 0, 0)), silu)
+    return tuple(unfold(x, info.batch_size, 0) for x in grads), (0, 0, 0, 0)

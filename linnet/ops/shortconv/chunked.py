@@ -7,15 +7,17 @@ from torch.nn import functional as F
 from linnet.ops.chunks import state_dtype
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None, silu: bool) -> Tensor:
     """y [R, T, D]; arguments as in the registered op."""
-    z, _, _ = _before_activation(x, weight, bias)
+    z, _, _ = _before_activation(x, weight, bias, offset)
     return (F.silu(z) if silu else z).to(x.dtype).contiguous()
 
 
-def backward(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, silu: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to x, weight and bias (of the weight's dtype, whether there is one or not)."""
-    z, line, taps = _before_activation(x, weight, bias)
+def backward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None, dy: Tensor, silu: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients to x, weight, bias and offset (both of the weight's dtype, whether they are there or not)."""
+    z, line, taps = _before_activation(x, weight, bias, offset)
     length, width = x.shape[1], weight.shape[2]
     dz = dy.to(z.dtype)
     if silu:
@@ -27,14 +29,20 @@ def backward(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, silu: b
     for j in range(width):
         dline[:, j : j + length].addcmul_(dz, taps[:, None, :, j])
         dweight[..., j] = (dz * line[:, j : j + length]).sum(1).unflatten(0, of_model).sum(1)
-    dbias = dz.sum(1).unflatten(0, of_model).sum(1)
-    return dline[:, width - 1 :].to(x.dtype).contiguous(), dweight.to(weight.dtype), dbias.to(weight.dtype)
+    dx = dline[:, width - 1 :]
+    dbias, doffset = (y.sum(1).unflatten(0, of_model).sum(1).to(weight.dtype) for y in (dz, dx))
+    return dx.to(x.dtype).contiguous(), dweight.to(weight.dtype), dbias, doffset
 
 
-def _before_activation(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum, x with the zeros before it, and the taps of each row [R, D, W]."""
+def _before_activation(
+    x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum, x and its offset with the zeros before them, and the taps of each row [R, D, W]."""
     dtype, each = state_dtype(x, weight), x.shape[0] // weight.shape[0]
-    taps, line = weight.to(dtype).repeat_interleave(each, 0), F.pad(x.to(dtype), (0, 0, weight.shape[2] - 1, 0))
+    taps, line = weight.to(dtype).repeat_interleave(each, 0), x.to(dtype)
+    if offset is not None:
+        line = line + offset.to(dtype).repeat_interleave(each, 0)[:, None]
+    line = F.pad(line, (0, 0, weight.shape[2] - 1, 0))
     z = torch.zeros_like(x, dtype=dtype)
     if bias is not None:
         z += bias.to(dtype).repeat_interleave(each, 0)[:, None]

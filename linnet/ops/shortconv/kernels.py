@@ -21,15 +21,31 @@ def _place(T, G, PER, D: tl.constexpr, BD: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _load_taps(weight, bias, model, d, D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _load_taps(weight, bias, offset, model, d, D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr,
+               HAS_OFFSET: tl.constexpr):  # fmt: skip
+    """The taps, what is added after them and what before."""
     taps = ()
     at = model.to(tl.int64) * D + d
     for j in tl.static_range(W):
         taps = taps + (tl.load(weight + at * W + j, mask=d < D, other=0.0).to(tl.float32),)
-    offset = tl.zeros_like(taps[0])
+    last, first = tl.zeros_like(taps[0]), tl.zeros_like(taps[0])
     if HAS_BIAS:
-        offset = tl.load(bias + at, mask=d < D, other=0.0).to(tl.float32)
-    return taps, offset
+        last = tl.load(bias + at, mask=d < D, other=0.0).to(tl.float32)
+    if HAS_OFFSET:
+        first = tl.load(offset + at, mask=d < D, other=0.0).to(tl.float32)
+    return taps, last, first
+
+
+@triton.jit
+def _load_value(x, t, d, first, T, D: tl.constexpr, EDGE: tl.constexpr, HAS_OFFSET: tl.constexpr,
+                MASKED: tl.constexpr):  # fmt: skip
+    """x of a token with its offset; without one in the dtype of memory, which takes fewer registers until then."""
+    value = _load(x, t, d, T, D, EDGE, MASKED)
+    if HAS_OFFSET:
+        value = value.to(tl.float32) + first
+        if EDGE or MASKED:
+            value = tl.where((t >= 0) & (t < T), value, 0.0)
+    return value
 
 
 @triton.jit
@@ -59,20 +75,21 @@ def _sigmoid(z):
 
 @triton.jit
 def forward_kernel(
-    x, weight, bias, y, T, G, PER, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, L: tl.constexpr,
-    SIZE: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr,
+    x, weight, bias, offset, y, T, G, PER, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, L: tl.constexpr,
+    SIZE: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     d, model, base, begin, _ = _place(T, G, PER, D, BD, SIZE)
     x, y = x + base, y + base
-    taps, offset = _load_taps(weight, bias, model, d, D, W, HAS_BIAS)
+    taps, last, first = _load_taps(weight, bias, offset, model, d, D, W, HAS_BIAS, HAS_OFFSET)
     stop = tl.minimum(begin + SIZE, T)
     for i in tl.range(0, tl.cdiv(stop - begin, L)):
         t = begin + i * L
         values = ()
         for k in tl.static_range(L + W - 1):
-            values = values + (_load(x, t + k - (W - 1), d, T, D, k < W - 1, MASKED),)
+            values = values + (_load_value(x, t + k - (W - 1), d, first, T, D, k < W - 1, HAS_OFFSET, MASKED),)
         for k in tl.static_range(L):
-            z = offset
+            z = last
             for j in tl.static_range(W):
                 z += taps[j] * values[k + j].to(tl.float32)
             if SILU:
@@ -81,11 +98,11 @@ def forward_kernel(
 
 
 @triton.jit
-def _gradient(values, taps, offset, dy, FIRST: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr):
+def _gradient(values, taps, last, dy, FIRST: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr):
     """The gradient before the activation, of the token whose first tap is on values[FIRST]."""
     gradient = dy.to(tl.float32)
     if SILU:
-        z = offset
+        z = last
         for j in tl.static_range(W):
             z += taps[j] * values[FIRST + j].to(tl.float32)
         gate = _sigmoid(z)
@@ -95,35 +112,36 @@ def _gradient(values, taps, offset, dy, FIRST: tl.constexpr, W: tl.constexpr, SI
 
 @triton.jit
 def backward_kernel(
-    x, weight, bias, dy, dx, sums, T, G, PER, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, L: tl.constexpr,
-    SIZE: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr,
+    x, weight, bias, offset, dy, dx, sums, T, G, PER, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr,
+    L: tl.constexpr, SIZE: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dx, and the sums of a segment for the taps and, last, the bias: [segments of all rows, W + 1, D]."""
+    """dx, and the sums of a segment for the taps, the bias and the offset: [segments of all rows, W + 2, D]."""
     d, model, base, begin, segment = _place(T, G, PER, D, BD, SIZE)
     x, dy, dx = x + base, dy + base, dx + base
-    taps, offset = _load_taps(weight, bias, model, d, D, W, HAS_BIAS)
+    taps, last, first = _load_taps(weight, bias, offset, model, d, D, W, HAS_BIAS, HAS_OFFSET)
     stop = tl.minimum(begin + SIZE, T)
 
     # Of the W - 1 tokens after the segment, whose taps reach into it; the nearest is the first of `later`.
     later, edge = (), ()
     for k in tl.static_range(2 * W - 2):
-        edge = edge + (_load(x, stop + k - (W - 1), d, T, D, True, MASKED),)
+        edge = edge + (_load_value(x, stop + k - (W - 1), d, first, T, D, True, HAS_OFFSET, MASKED),)
     for k in tl.static_range(W - 1):
-        later = later + (_gradient(edge, taps, offset, _load(dy, stop + k, d, T, D, True, MASKED), k, W, SILU),)
+        later = later + (_gradient(edge, taps, last, _load(dy, stop + k, d, T, D, True, MASKED), k, W, SILU),)
     totals = ()
-    for _ in tl.static_range(W + 1):
-        totals = totals + (tl.zeros_like(offset),)
+    for _ in tl.static_range(W + 2):
+        totals = totals + (tl.zeros_like(last),)
 
     chunks = tl.cdiv(stop - begin, L)
     for i in tl.range(0, chunks):
         t = begin + (chunks - 1 - i) * L
         values, gradients = (), ()
         for k in tl.static_range(L + W - 1):
-            values = values + (_load(x, t + k - (W - 1), d, T, D, k < W - 1, MASKED),)
+            values = values + (_load_value(x, t + k - (W - 1), d, first, T, D, k < W - 1, HAS_OFFSET, MASKED),)
         for k in tl.static_range(L):
             gradients = gradients + (_load(dy, t + k, d, stop, D, False, MASKED),)
         for k in tl.static_range(L - 1, -1, -1):
-            own = _gradient(values, taps, offset, gradients[k], k, W, SILU)
+            own = _gradient(values, taps, last, gradients[k], k, W, SILU)
             near = (own,) + later  # of tokens t + k, t + k + 1, ...
             out = taps[W - 1] * own
             for j in tl.static_range(1, W):
@@ -132,10 +150,12 @@ def backward_kernel(
             new = ()
             for j in tl.static_range(W):
                 new = new + (totals[j] + own * values[k + j].to(tl.float32),)
-            totals = new + (totals[W] + own,)
+            if MASKED:
+                out = tl.where(t + k < stop, out, 0.0)
+            totals = new + (totals[W] + own, totals[W + 1] + out)
             after = ()
             for j in tl.static_range(W - 1):
                 after = after + (near[j],)
             later = after
-    for j in tl.static_range(W + 1):
-        tl.store(sums + (segment * (W + 1) + j) * D + d, totals[j], mask=d < D)
+    for j in tl.static_range(W + 2):
+        tl.store(sums + (segment * (W + 2) + j) * D + d, totals[j], mask=d < D)

@@ -22,48 +22,51 @@ CHANNELS, READ_AHEAD = 128, 8  # of a program, 4 a thread; and tokens read at a 
 SEGMENT = 128  # tokens of a program
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None, silu: bool) -> Tensor:
     """y [R, T, D]; arguments as in the registered op."""
     if not _supports(x, weight):
-        return chunked.forward(x, weight, bias, silu)
-    x, weight, bias = align(x), align(weight), align(bias)
-    y = torch.empty_like(x)
+        return chunked.forward(x, weight, bias, offset, silu)
+    inputs = tuple(align(y) for y in (x, weight, bias, offset))
+    y = torch.empty_like(inputs[0])
     with torch.cuda.device_of(x):
-        _plan(forward_kernel, x.shape, weight.shape, *_dtypes(x, weight, bias), silu, x.device)(x, weight, bias, y)
+        _plan(forward_kernel, *_key(*inputs), silu)(*inputs, y)
     return y
 
 
-def backward(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, silu: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to x, weight and bias (of the weight's dtype, whether there is one or not)."""
+def backward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None, dy: Tensor, silu: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients to x, weight, bias and offset (both of the weight's dtype, whether they are there or not)."""
     if not _supports(x, weight):
-        return chunked.backward(x, weight, bias, dy, silu)
-    x, weight, bias, dy = align(x), align(weight), align(bias), align(dy)
+        return chunked.backward(x, weight, bias, offset, dy, silu)
+    inputs = tuple(align(y) for y in (x, weight, bias, offset))
     (models, channels, width), segments = weight.shape, triton.cdiv(x.shape[1], SEGMENT)
-    dx = torch.empty_like(x)
-    sums = x.new_empty(models, x.shape[0] // models * segments, width + 1, channels, dtype=torch.float32)
+    dx = torch.empty_like(inputs[0])
+    sums = x.new_empty(models, x.shape[0] // models * segments, width + 2, channels, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        plan = _plan(backward_kernel, x.shape, weight.shape, *_dtypes(x, weight, bias), silu, x.device)
-        plan(x, weight, bias, dy, dx, sums)
-    total = sums.sum(1)
-    return dx, total[:, :width].mT.to(weight.dtype).contiguous(), total[:, width].to(weight.dtype, copy=True)
+        _plan(backward_kernel, *_key(*inputs), silu)(*inputs, align(dy), dx, sums)
+    total = sums.sum(1).to(weight.dtype)
+    return dx, total[:, :width].mT.contiguous(), total[:, width].clone(), total[:, width + 1].clone()
 
 
 def _supports(x: Tensor, weight: Tensor) -> bool:
     return torch.float64 not in (x.dtype, weight.dtype) and weight.shape[2] <= MOST_TAPS
 
 
-def _dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
-    return x.dtype, weight.dtype, None if bias is None else bias.dtype
+def _key(*inputs: Tensor | None) -> tuple:
+    """What a launch depends on, of x, weight, bias and offset."""
+    dtypes = tuple(None if y is None else y.dtype for y in inputs)
+    return inputs[0].shape, inputs[1].shape, dtypes, inputs[0].device
 
 
 @functools.lru_cache(1024)
-def _plan(kernel, shape, weight_shape, dtype, weight_dtype, bias_dtype, silu: bool, device: torch.device) -> Launcher:
+def _plan(kernel, shape, weight_shape, dtypes: tuple, device: torch.device, silu: bool) -> Launcher:
     (rows, length, channels), (models, _, width) = shape, weight_shape
     block = min(CHANNELS, max(32, triton.next_power_of_2(channels)))
     segments = triton.cdiv(length, SEGMENT)
     even = channels % block == 0 and length % READ_AHEAD == 0
+    given = (y is not None for y in dtypes[2:])
     constants = (
-        length, segments, rows // models, channels, width, block, READ_AHEAD, SEGMENT, silu, bias_dtype is not None,
-        not even,
+        length, segments, rows // models, channels, width, block, READ_AHEAD, SEGMENT, silu, *given, not even,
     )  # fmt: skip
     return Launcher(kernel, rows * segments * triton.cdiv(channels, block), constants, num_warps=1)
