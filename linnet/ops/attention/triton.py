@@ -14,7 +14,7 @@ from torch import Tensor
 from linnet.ops.attention.kernels import forward_kernel, keys_kernel, queries_kernel
 from linnet.ops.launching import Launcher, align, choose_operands, pad
 
-WARPS = 4
+BLOCK, WARPS = 64, 4
 LONGEST, WIDEST = 1024, 32  # beyond, PyTorch's are faster
 
 
@@ -54,6 +54,6 @@ def _scale(q: Tensor) -> float:
 @functools.lru_cache(1024)
 def _plan(kernel, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Launcher:
     batch, length, heads, width = shape
-    block = min(64 if dtype != torch.float32 else 32, pad(length))
+    block = min(BLOCK if dtype != torch.float32 else 32, pad(length))
     constants = (heads, width, pad(width), block, *choose_operands(dtype))
     return Launcher(kernel, batch * heads * triton.cdiv(length, block), constants, num_warps=WARPS)

@@ -50,12 +50,15 @@ def train_bundle(job: Job) -> str:
     while waiting:
         runs = waiting.pop(0)
         runs = [run for run in runs if not _folder(payload, run).done]
-        if not runs or _trained(runs, payload):
+        if not runs:
             continue
-        # Here the exception is gone, and with it what it kept alive.
+        trained = _trained(runs, payload)
+        # Here the ensemble is gone, or the exception and what it kept alive, but for cycles.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        if trained:
+            continue
         if len(runs) == 1:
             one = runs[0]
             problem = (
