@@ -51,7 +51,7 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
             self.turn_ends = self._find_turn_ends()
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program: it may fail in any way
             raise ConfigError([f"{where}: is not a chat template that works here ({error})"], "chat template") from None
 
     def encode(self, messages: list[dict[str, str]]) -> list[int]:
@@ -74,7 +74,7 @@ class ChatTemplate:
             tokens: list[int] = []
             for i, part in enumerate(parts):
                 tokens += self._tokenizer.encode(spelled[int(part)]).tolist() if i % 2 else self._tokens(part)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:
             raise ConfigError([f"messages: do not fit the model's chat template ({error})"], "request") from None
         return tokens
 

@@ -1,0 +1,44 @@
+"""What Prometheus would read."""
+
+from prometheus_client.parser import text_string_to_metric_families
+from serving import Running, read_until, serve, wait_for
+
+
+def read(running: Running) -> dict[tuple, float]:
+    reply = running.request("GET", "/metrics")
+    assert reply.status == 200 and reply.headers["content-type"].startswith("text/plain; version=")
+    families = text_string_to_metric_families(reply.body.decode())
+    return {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
+
+
+def test_counts_of_what_was_done():
+    with serve(slots=1) as running:
+        running.post(prompt="four", max_tokens=6, ignore_eos=True)
+        running.post(prompt="four", max_tokens=2, ignore_eos=True, stream=True)
+        running.post(prompt="four", max_tokens=-1)
+        running.request("GET", "/some/path/" + "x" * 50)
+        clients = [running.connect(prompt="x", max_tokens=16384, ignore_eos=True, stream=True) for _ in range(3)]
+        read_until(clients[0], b"data: ")
+        assert wait_for(lambda: running.service.live == 3)
+        found = read(running)
+        assert found["linnet_completions_total", "length"] == 2
+        assert found["linnet_completions_active",] == 1 and found["linnet_completions_waiting",] == 2
+        assert found["linnet_prompt_tokens_total",] == 9 and found["linnet_generated_tokens_total",] > 8
+        assert found["linnet_http_responses_total", "/v1/completions", "200"] == 5
+        assert found["linnet_http_responses_total", "/v1/completions", "400"] == 1
+        assert found["linnet_http_responses_total", "404", "other"] == 1
+        assert found["linnet_time_to_first_token_seconds_count",] == 3 and found["linnet_request_seconds_count",] == 2
+        assert found["linnet_slots",] == 1 and found["linnet_state_bytes",] == running.service.engine.state_bytes
+        for client in clients:
+            client.close()
+        assert wait_for(lambda: running.service.live == 0)
+        found = read(running)
+        assert found["linnet_completions_total", "cancelled"] == 3
+        assert found["linnet_completions_active",] == found["linnet_completions_waiting",] == 0
+        assert len([key for key in found if key[0] == "linnet_http_responses_total"]) < 10
+
+
+def test_two_servers_do_not_mix(tiny: Running):
+    with serve() as other:
+        tiny.post(prompt="x", max_tokens=1)
+        assert read(other)["linnet_generated_tokens_total",] == 0
