@@ -13,7 +13,7 @@ from linnet.data import Tokenizer, load_tokenizer
 from linnet.hf.export import TEMPLATE
 from linnet.hf.layouts import HEAD, LAYOUTS, Plan, Settings
 from linnet.hf.source import Source, open_source
-from linnet.models import CausalLM
+from linnet.models import CausalLM, ModelConfig
 from linnet.runs import save_model
 from linnet.runs.model import TOKENIZER
 
@@ -24,7 +24,7 @@ class Converted:
 
     path: Path
     layout: str
-    model: Any
+    model: ModelConfig
     notes: tuple[str, ...]
 
 

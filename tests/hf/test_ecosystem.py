@@ -205,3 +205,25 @@ def test_what_is_not_there_is_refused(tmp_path):
         hf.LinnetConfig(model={"d_model": 8, "layout": "mine x2"})
     with pytest.raises(ConfigError, match="is not an empty folder"):
         hf.export(tmp_path / "model", folder)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["tnl-attention", "hgrn2", "lightnet", "mamba", "cosformer2"])
+def test_generation_on_a_gpu_is_that_without_a_cache(name, tmp_path):
+    folder = exported(tmp_path, name, ByteTokenizer())
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="cuda")
+    exact = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.randint(1, 256, (3, 40), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[1, :13] = 0
+    expected = exact(tokens, attention_mask=mask).logits
+    found = model(tokens.cuda(), attention_mask=mask.cuda()).logits.cpu()
+    assert (found - expected)[mask.bool()].square().mean().sqrt() < 5e-3 * expected.square().mean().sqrt()
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="cuda", dtype=dtype)
+        written = model.generate(tokens.cuda(), attention_mask=mask.cuda(), **options)
+        assert written.shape == (3, 60)
+        if dtype == torch.float32:
+            again = model.generate(tokens.cuda(), attention_mask=mask.cuda(), use_cache=False, **options)
+            assert (written == again).float().mean() > 0.9  # tensor cores round, and a near tie may go either way

@@ -1,8 +1,9 @@
 """TransNormerLLM as its authors released it in 385M, 1B and 7B (paper 001, section 4): TNL v1.
 
 One projection gives queries, keys, values and the output gate, in this order. Norms have no gain, the slopes are
-ALiBi's, later layers decay slower, and embeddings are multiplied by sqrt(d). The released code leaves the attention's
-length, the residual dtype and the backend to its caller, so nothing else of config.json changes the model.
+ALiBi's, later layers decay slower, and embeddings are multiplied by sqrt(d). Names and shapes are those of the
+modelling file that ships with the weights. Its cache holds one position for all sequences and forgets to set it back
+before a second prompt; here positions are in the state.
 """
 
 from linnet.config import parse
