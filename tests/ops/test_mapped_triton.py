@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from linnet.ops import use_backend
-from linnet.ops.activation import gated_activation
+from linnet.ops.activation import gated_activation, log_sigmoid
 from linnet.ops.norm import rms_norm
 from linnet.ops.rotation import rotate
 
@@ -41,7 +41,7 @@ def reaches_kernel(x):
     waiting = [x.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node.name().startswith(("_RmsNorm", "_GatedActivation", "_Rotate")):
+        if node.name().startswith(("_RmsNorm", "_GatedActivation", "_LogSigmoid", "_Rotate")):
             return True
         waiting += [parent for parent, _ in node.next_functions if parent is not None]
     return False
@@ -67,6 +67,7 @@ def check_norms(device):
 def check_activations(device):
     arguments = (torch.randn(MODELS, 4, 50), torch.randn(4, 50))
     check(device, lambda gate, x: gated_activation(gate, x, "silu"), arguments, (0, None))
+    check(device, lambda x: log_sigmoid(x, 16.0), (4 * torch.randn(2, MODELS, 50),), (1,))
 
 
 def check_rotations(device):
@@ -74,7 +75,21 @@ def check_rotations(device):
     check(device, rotate, (torch.randn(4, MODELS, 7, 3, 8), places, torch.randn(1, 4)), (1, None, None))
 
 
-CHECKS = (check_norms, check_activations, check_rotations)
+def check_log_sigmoid(device):
+    """Against float64, to the last digits where it is near 0 and where it is not."""
+    x = torch.cat([torch.linspace(-100, 100, 3001), torch.tensor([0.0, 1e-8, -1e-8, 30.0, 88.0])]).to(device)
+    with use_backend("triton"):
+        leaf = x.clone().requires_grad_()
+        y = log_sigmoid(leaf, 16.0)
+        (slope,) = torch.autograd.grad(y.sum(), leaf)
+    wide = x.double().requires_grad_()
+    expected = torch.nn.functional.logsigmoid(wide) / 16
+    (expected_slope,) = torch.autograd.grad(expected.sum(), wide)
+    torch.testing.assert_close(y.double(), expected, rtol=2e-6, atol=1e-37)
+    torch.testing.assert_close(slope.double(), expected_slope, rtol=2e-6, atol=1e-37)
+
+
+CHECKS = (check_log_sigmoid, check_norms, check_activations, check_rotations)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -4,16 +4,15 @@ log a_t = logsigmoid(x W_1 W_2 + b) / 16 for each key channel, S_t = diag(a_t) S
 o_t = d_k^{-1/2} q_t S_t; RMSNorm in each head with one gain shared by the heads, SiLU gate, output projection.
 """
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from linnet.config import Config
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.norm import build_norm, norm_and_gate
 from linnet.layers.output import split_heads
 from linnet.ops import gated_linear_attention, gated_step
+from linnet.ops.activation import log_sigmoid
 
 
 class GlaConfig(Config):
@@ -80,9 +79,7 @@ class Gla(Mixer):
 
     def _project(self, x: Tensor):
         keys = (self.num_heads, self.key_dim)
-        logits = self.decay_up(self.decay_down(x))
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        log_decay = F.logsigmoid(logits) / self.config.gate_temperature
+        log_decay = log_sigmoid(self.decay_up(self.decay_down(x)), self.config.gate_temperature)
         return (
             self.q_proj(x).unflatten(-1, keys),
             self.k_proj(x).unflatten(-1, keys),

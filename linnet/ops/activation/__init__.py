@@ -1,4 +1,4 @@
-"""Gated activations act(gate) * x, the middle of a gated linear unit."""
+"""Gated activations act(gate) * x, the middle of a gated linear unit; and the logarithm of a sigmoid."""
 
 import importlib
 
@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from linnet.ops import backend
+from linnet.ops.activation.log_sigmoid import log_sigmoid
 from linnet.ops.activation.reference import ACTIVATIONS, gated_activation_reference
 from linnet.ops.direct import find_apply, is_plain
 from linnet.ops.folding import Mapped, is_mapped, lead
 
-__all__ = ["ACTIVATIONS", "gated_activation"]
+__all__ = ["ACTIVATIONS", "gated_activation", "log_sigmoid"]
 
 
 def gated_activation(gate: Tensor, x: Tensor, activation: str = "none") -> Tensor:

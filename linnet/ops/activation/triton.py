@@ -37,6 +37,21 @@ def gated_backward(gate: Tensor, x: Tensor, dy: Tensor, activation: str) -> tupl
     return dgate, dx
 
 
+def log_sigmoid_forward(x: Tensor, divisor: float) -> Tensor:
+    """log(sigmoid(x)) / divisor, float32."""
+    x = align(x)
+    y = torch.empty_like(x, dtype=torch.float32)
+    _plan(log_sigmoid_kernel, x.numel(), x.dtype, None, "none", x.device)(x, x, y, x.numel(), 1.0 / divisor)
+    return y
+
+
+def log_sigmoid_backward(x: Tensor, dy: Tensor, divisor: float) -> Tensor:
+    x, dy = align(x), align(dy)
+    dx = torch.empty_like(x)
+    _plan(log_sigmoid_kernel, x.numel(), x.dtype, dy.dtype, "slope", x.device)(x, dy, dx, x.numel(), 1.0 / divisor)
+    return dx
+
+
 @functools.lru_cache(1024)
 def _plan(kernel, numel: int, dtype, gradient_dtype, activation: str, device) -> Launcher:
     return Launcher(kernel, triton.cdiv(numel, BLOCK), (activation, BLOCK), num_warps=WARPS)
@@ -77,3 +92,21 @@ def backward_kernel(gate, x, dy, dgate, dx, count, ACTIVATION: tl.constexpr, BLO
         tg *= slope
     tl.store(dgate + at, (td * tx * slope).to(dgate.dtype.element_ty), mask=mask)
     tl.store(dx + at, (td * tg).to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def log_sigmoid_kernel(x, dy, y, count, factor, FORM: tl.constexpr, BLOCK: tl.constexpr):
+    """factor log(sigmoid(x)), or dy times its slope."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    tx = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    small = tl.exp(-tl.abs(tx))
+    if FORM == "slope":
+        share = tl.where(tx > 0.0, small, 1.0) / (1.0 + small)  # sigmoid(-x)
+        ty = share * factor * tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        # log(1 + small) to the last digits: what rounding takes from small in the sum is taken from it outside, too.
+        more = 1.0 + small
+        log = tl.where(more == 1.0, small, tl.log(more) * (small / tl.where(more == 1.0, 1.0, more - 1.0)))
+        ty = (tl.minimum(tx, 0.0) - log) * factor
+    tl.store(y + at, ty.to(y.dtype.element_ty), mask=mask)
