@@ -1,7 +1,8 @@
 """The Triton kernels of attention with a long filter; `linnet.ops.longconv.triton` says what they compute.
 
 Rows [T, H, D] of q, k and v, of which PER share the filters [H, T] of one model; tiles are of BT tokens, PD the power
-of two that holds D. The matrix of a filter is never stored: a tile of it is read from the filter's values.
+of two that holds D. The matrix of a filter is never stored: a tile of it is read from the filter's values, which have
+zeros before them and after them, so that a lag from -BT to the last of the last tile may be read.
 """
 
 import triton
@@ -25,17 +26,12 @@ def _store(pointer, value, row, head, first, T, H: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
-def _filter(values, lag, T):
-    return tl.load(values + lag, mask=(lag >= 0) & (lag < T), other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _place(T, PER, filters, H: tl.constexpr, BT: tl.constexpr):
-    """The tile, the head, the row and the values of the filter of this program."""
+    """The tile, the head, the row and, of this program's filter, the value at lag 0."""
     tiles = tl.cdiv(T, BT)
     i, head = tl.program_id(0) % tiles, (tl.program_id(0) // tiles) % H
     row = tl.program_id(0) // (tiles * H)
-    return i, head, row.to(tl.int64), filters + ((row // PER) * H + head).to(tl.int64) * T
+    return i, head, row.to(tl.int64), filters + ((row // PER) * H + head).to(tl.int64) * ((tiles + 1) * BT) + BT
 
 
 @triton.jit
@@ -50,7 +46,9 @@ def forward_kernel(
     for j in tl.range(0, i + 1):
         k_ = _load(k, row, head, j * BT, T, H, D, PD, BT, OPERAND)
         v_ = _load(v, row, head, j * BT, T, H, D, PD, BT, OPERAND)
-        scores = tl.dot(q_, tl.trans(k_), input_precision=PRECISION) * _filter(values, lags + (i - j) * BT, T)
+        scores = tl.dot(q_, tl.trans(k_), input_precision=PRECISION) * tl.load(values + (i - j) * BT + lags).to(
+            tl.float32
+        )
         total = tl.dot(scores.to(OPERAND), v_, total, input_precision=PRECISION)
     _store(y, total, row, head, i * BT, T, H, D, PD, BT)
 
@@ -68,7 +66,9 @@ def query_kernel(
     for j in tl.range(0, i + 1):
         k_ = _load(k, row, head, j * BT, T, H, D, PD, BT, OPERAND)
         v_ = _load(v, row, head, j * BT, T, H, D, PD, BT, OPERAND)
-        scores = tl.dot(dy_, tl.trans(v_), input_precision=PRECISION) * _filter(values, lags + (i - j) * BT, T)
+        scores = tl.dot(dy_, tl.trans(v_), input_precision=PRECISION) * tl.load(values + (i - j) * BT + lags).to(
+            tl.float32
+        )
         total = tl.dot(scores.to(OPERAND), k_, total, input_precision=PRECISION)
     _store(dq, total, row, head, i * BT, T, H, D, PD, BT)
 
@@ -86,7 +86,7 @@ def key_kernel(
     for i in tl.range(j, tl.cdiv(T, BT)):
         q_ = _load(q, row, head, i * BT, T, H, D, PD, BT, OPERAND)
         dy_ = _load(dy, row, head, i * BT, T, H, D, PD, BT, OPERAND)
-        weights = _filter(values, lags + (i - j) * BT, T)
+        weights = tl.load(values + (i - j) * BT + lags).to(tl.float32)
         scores = tl.dot(k_, tl.trans(q_), input_precision=PRECISION) * weights
         gradients = tl.dot(scores.to(OPERAND), dy_, gradients, input_precision=PRECISION)
         scores = tl.dot(v_, tl.trans(dy_), input_precision=PRECISION) * weights

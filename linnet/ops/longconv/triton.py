@@ -9,6 +9,7 @@ import functools
 import torch
 import triton
 from torch import Tensor
+from torch.nn import functional as F
 
 from linnet.ops.chunks import state_dtype
 from linnet.ops.launching import Launcher, align, choose_operands, count_processors, pad
@@ -23,10 +24,10 @@ def attend_forward(q: Tensor, k: Tensor, v: Tensor, filters: Tensor) -> Tensor:
     """y like q; arguments as in the registered op."""
     if not _supports(q, k, v, filters):
         return whole.attend_forward(q, k, v, filters)
-    q, k, v, filters = (align(x) for x in (q, k, v, filters))
+    q, k, v = (align(x) for x in (q, k, v))
     y = torch.empty_like(q)
     with torch.cuda.device_of(q):
-        _plan(forward_kernel, *_key(q, filters))(q, k, v, filters, y)
+        _plan(forward_kernel, *_key(q, filters))(q, k, v, _surround(filters), y)
     return y
 
 
@@ -34,20 +35,25 @@ def attend_backward(q: Tensor, k: Tensor, v: Tensor, filters: Tensor, dy: Tensor
     """Gradients to q, k, v and the filters."""
     if not _supports(q, k, v, filters):
         return whole.attend_backward(q, k, v, filters, dy)
-    q, k, v, filters, dy = (align(x) for x in (q, k, v, filters, dy))
+    q, k, v, dy, values = (align(x) for x in (q, k, v, dy, _surround(filters)))
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     key = _key(q, filters)
     (models, heads, length), tiles, groups = filters.shape, triton.cdiv(q.shape[1], TILE), count_groups(*key)
     sums = q.new_empty(models * heads, groups, tiles, TILE, TILE, dtype=torch.float32)
     with torch.cuda.device_of(q):
-        _plan(query_kernel, *key)(k, v, dy, filters, dq)
-        _plan(key_kernel, *key)(q, k, v, dy, filters, dk, dv)
+        _plan(query_kernel, *key)(k, v, dy, values, dq)
+        _plan(key_kernel, *key)(q, k, v, dy, values, dk, dv)
         _plan(filter_kernel, *key)(q, k, v, dy, sums)
     sums = sums.sum(1).flatten(0, 1)
     lags = sum_diagonals(sums, torch.float32).view(-1, tiles, TILE)
     before = sum_diagonals(sums.mT, torch.float32).view(-1, tiles, TILE)
     lags[:, :-1, 1:] += before[:, 1:, 1:].flip(2)  # lags below those of a tile's diagonal
     return dq, dk, dv, lags.flatten(1)[:, :length].reshape(filters.shape).to(filters.dtype)
+
+
+def _surround(filters: Tensor) -> Tensor:
+    """With a tile of zeros before the values and zeros up to a whole tile after them."""
+    return F.pad(filters, (TILE, -filters.shape[2] % TILE))
 
 
 def _supports(q: Tensor, k: Tensor, v: Tensor, filters: Tensor) -> bool:
@@ -65,10 +71,11 @@ def _plan(kernel, shape, models: int, dtype, filter_dtype, device: torch.device)
     constants = (heads, width, pad(width), TILE, *operands)
     if kernel is filter_kernel:
         groups = count_groups(shape, models, dtype, filter_dtype, device)
-        return Launcher(
-            kernel, models * heads * groups * tiles, (length, rows // models, groups, *constants), num_warps=4
-        )
-    return Launcher(kernel, rows * heads * tiles, (length, rows // models, *constants), num_warps=4)
+        programs, constants = models * heads * groups * tiles, (groups, *constants)
+    else:
+        programs = rows * heads * tiles
+    # One stage: reading a filter ahead of the products costs more than it hides.
+    return Launcher(kernel, programs, (length, rows // models, *constants), num_warps=4, num_stages=1)
 
 
 def count_groups(shape, models: int, dtype, filter_dtype, device: torch.device) -> int:
