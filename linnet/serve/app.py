@@ -129,14 +129,14 @@ def create_app(service: Service) -> FastAPI:
     async def metrics() -> Response:
         return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
 
-    _describe(app, with_key=bool(security))
+    _describe(app, service)
     return app
 
 
 def _responses(body: type[BaseModel] | None, *statuses: int, stream: bool = False) -> dict:
     ok: dict = {} if body is None else {200: {"model": body, "description": "Done"}}
     if stream:
-        ok[200]["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        ok[200]["content"] = {"text/event-stream": {}}
     return ok | {status: {"model": schemas.ErrorBody, "description": _ERRORS[status]} for status in statuses}
 
 
@@ -147,18 +147,26 @@ def _body(request: type[BaseModel]) -> dict:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _describe(app: FastAPI, with_key: bool) -> None:
-    """Adds to the OpenAPI page what FastAPI cannot see: the parts of bodies, and the key."""
-    page = app.openapi()
+def _describe(app: FastAPI, service: Service) -> None:
+    """Adds to the OpenAPI page what FastAPI cannot see: parts of bodies, the model and the limits that are here."""
+    page, settings = app.openapi(), service.settings
     components = page.setdefault("components", {}).setdefault("schemas", {})
     for request in (CompletionRequest, ChatRequest):
         components.update(request.model_json_schema(ref_template="#/components/schemas/{model}").get("$defs", {}))
+    limits = {"max_tokens": settings.max_tokens, "max_completion_tokens": settings.max_tokens}
+    limits["n"] = min(settings.max_choices, service.capacity)
     for path in page["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)
+            if "requestBody" in operation:
+                keys = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
+                keys["model"]["enum"] = [service.engine.name]
+                for key, most in limits.items():
+                    if key in keys:
+                        keys[key]["anyOf"][0]["maximum"] = most
     for unused in ("HTTPValidationError", "ValidationError"):
         components.pop(unused, None)
-    if with_key:
+    if settings.api_key is not None:
         page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
 
 

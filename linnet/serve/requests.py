@@ -126,11 +126,11 @@ class GenerationRequest(_Object):
     """What completions and chat completions have in common."""
 
     model: str
-    temperature: float | None = Field(1.0, ge=0, allow_inf_nan=False, description="0 takes the likeliest token")
-    top_p: float | None = Field(1.0, gt=0, le=1, allow_inf_nan=False)
-    top_k: int | None = Field(0, ge=0, description="0 keeps all tokens")
-    min_p: float | None = Field(0.0, ge=0, lt=1, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(1.0, gt=0, allow_inf_nan=False)
+    temperature: float | None = Field(1.0, ge=0, le=100, description="0 takes the likeliest token")
+    top_p: float | None = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(0, ge=0, lt=1 << 31, description="0 keeps all tokens")
+    min_p: float | None = Field(0.0, ge=0, lt=1)
+    repetition_penalty: float | None = Field(1.0, ge=0.01, le=100)
     n: int | None = Field(1, ge=1, description="completions of a prompt, with seeds one after another")
     seed: int | None = Field(None, ge=0, lt=1 << 63)
     stop: Stop = []
@@ -224,7 +224,7 @@ _NO_TOOLS = "this server calls no tools"
 class ChatRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=4096)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=1024)
     max_tokens: int | None = Field(None, ge=1, description="older name of max_completion_tokens")
     max_completion_tokens: int | None = Field(None, ge=1, description="null: until an end, or the limit of the server")
     logprobs: bool | None = False

@@ -51,7 +51,10 @@ def test_body_that_is_no_json_object(tiny: Running, body: bytes, fix: str):
         ({"top_p": 1.1}, "top_p", "less than or equal to 1"),
         ({"top_k": -1}, "top_k", "greater than or equal to 0"),
         ({"min_p": 1}, "min_p", "less than 1"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"temperature": 1e300}, "temperature", "less than or equal to 100"),
+        ({"top_k": 1 << 31}, "top_k", "less than"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than or equal to 0.01"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty", "less than or equal to 100"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 10**6}, "n", "ask for at most"),
         ({"seed": -1}, "seed", "greater than or equal to 0"),
@@ -129,11 +132,16 @@ def test_all_problems_come_at_once_and_long_values_are_cut(tiny: Running):
     assert "and 30 more" in forty.error["message"]
 
 
+def test_number_that_overflows(tiny: Running):
+    reply = tiny.request("POST", "/v1/completions", b'{"model": "tiny", "prompt": "x", "temperature": 1e999}')
+    assert reply.status == 400 and reply.error["param"] == "temperature"
+
+
 def test_neutral_values_and_nulls_ask_for_nothing(tiny: Running):
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "user": "me"}
     completion = {"best_of": 2, "n": 2, "suffix": "", "stop": None, "seed": None, "logprobs": None, "stream": None}
     completion |= {"temperature": None, "top_p": None, "max_tokens": None, "stream_options": None}
-    assert tiny.post(prompt="x", **neutral, **completion).json["usage"]["completion_tokens"] == 32
+    assert tiny.post(prompt="x", ignore_eos=True, **neutral, **completion).json["usage"]["completion_tokens"] == 32
     chat = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "store": False, "n": None}
     reply = tiny.post("/v1/chat/completions", messages=TALK, max_tokens=3, **neutral, **chat)
     assert reply.status == 200, reply.body
