@@ -39,38 +39,45 @@ class Tile(NamedTuple):
     length: int
 
 
-def choose_tile(states: int) -> Tile:
-    """8 states a thread, of up to 4 channels so that sums over channels are cheap, and several threads a channel."""
-    padded = triton.next_power_of_2(states)
-    groups = {1: 1, 2: 1, 4: 2, 8: 4, 16: 4, 32: 8, 64: 8}[padded]
-    own = padded // groups
-    return Tile(min(4, 8 // own) * 32 // groups, groups, own, CHUNK)
+# By states a channel, up to a power of two. Up to 4 channels a thread, so that they share sums over channels and reads
+# of B and C; 16 states a thread, or 8 in the backward, which holds them and their decays for CHUNK tokens.
+FORWARD = {1: (128, 1, 1), 2: (128, 1, 2), 4: (128, 1, 4), 8: (64, 2, 4), 16: (32, 4, 4), 32: (16, 4, 8), 64: (8, 8, 8)}
+BACKWARD = {1: (128, 1, 1), 2: (128, 1, 2), 4: (64, 2, 2), 8: (32, 4, 2), 16: (16, 4, 4), 32: (8, 8, 4), 64: (4, 8, 8)}
+
+
+def choose_tile(states: int, backward: bool) -> Tile:
+    return Tile(*(BACKWARD if backward else FORWARD)[triton.next_power_of_2(states)], CHUNK)
 
 
 class Call:
     """One call's arguments as the kernels read them, and how its launches are cut."""
 
-    def __init__(self, x, delta, A, B, C, D, initial_state, cu_seqlens):
-        self.shape = Shape.of(x, A, cu_seqlens)
+    def __init__(self, x, delta, A, B, C, D, initial_state, cu_seqlens, backward: bool):
+        self.shape, self.backward = Shape.of(x, A, cu_seqlens), backward
         if backend.debugging():
             documents(cu_seqlens, 1, x.shape[1])
         self.inputs = tuple(align(y) for y in (x, delta, A, B, C))
         self.skip, self.initial_state, self.cu_seqlens = align(D), align(initial_state), align(cu_seqlens)
         dtypes = tuple(None if y is None else y.dtype for y in (*self.inputs, D))
         self.key = self.shape, dtypes, x.device
-        self.segments = count_segments(self.shape, x.device)
+        self.tile = choose_tile(self.shape.states, backward)
+        self.segments = count_segments(self.shape, self.tile, x.device)
 
     def empty(self, *shape: int) -> Tensor:
         return self.inputs[0].new_empty(shape, dtype=torch.float32)
 
-    def summarise(self, x: Tensor, B: Tensor, reverse: bool) -> tuple[Tensor | None, Tensor | None]:
+    def plan(self, kind: str, flag: bool) -> Launcher:
+        return _plan(kind, flag, self.segments, self.tile, *self.key)
+
+    def summarise(self, x: Tensor, B: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What leaves each segment if zero enters it, and its sum of delta."""
         if self.segments == 1:
             return None, None
         s = self.shape
         sums = self.empty(s.sequences, self.segments, s.states, s.channels)
         totals = self.empty(s.sequences, self.segments, s.channels)
         _, delta, A, _, _ = self.inputs
-        _plan("summarise", reverse, self.segments, *self.key)(x, delta, A, B, sums, totals, self.cu_seqlens)
+        self.plan("summarise", self.backward)(x, delta, A, B, sums, totals, self.cu_seqlens)
         return sums, totals
 
 
@@ -79,13 +86,14 @@ def selective_forward(x, delta, A, B, C, D, initial_state, cu_seqlens) -> tuple[
     if not runs_in_kernels(x, delta, A, B, C):
         return chunked.selective_forward(x, delta, A, B, C, D, initial_state, cu_seqlens)
     with torch.cuda.device_of(x):
-        call = Call(x, delta, A, B, C, D, initial_state, cu_seqlens)
+        call = Call(x, delta, A, B, C, D, initial_state, cu_seqlens, backward=False)
         shape = call.shape
         y, final = torch.empty_like(call.inputs[0]), call.empty(shape.sequences, shape.channels, shape.states)
         starts = call.empty(*shape.starts())
-        sums = call.summarise(call.inputs[0], call.inputs[3], False)
-        plan = _plan("forward", initial_state is not None, call.segments, *call.key)
-        plan(*call.inputs, call.skip, y, call.initial_state, final, starts, *sums, call.cu_seqlens)
+        sums = call.summarise(call.inputs[0], call.inputs[3])
+        call.plan("forward", initial_state is not None)(
+            *call.inputs, call.skip, y, call.initial_state, final, starts, *sums, call.cu_seqlens
+        )
     return y, final, starts
 
 
@@ -94,17 +102,16 @@ def selective_backward(x, delta, A, B, C, D, initial_state, cu_seqlens, starts, 
     if not runs_in_kernels(x, delta, A, B, C):
         return chunked.selective_backward(x, delta, A, B, C, D, initial_state, cu_seqlens, starts, dy, dfinal)
     with torch.cuda.device_of(x):
-        call = Call(x, delta, A, B, C, D, None, cu_seqlens)
+        call = Call(x, delta, A, B, C, D, None, cu_seqlens, backward=True)
         s, segments, dy, dfinal = call.shape, call.segments, align(dy), align(dfinal)
-        blocks = triton.cdiv(s.channels, choose_tile(s.states).channels)
+        blocks = triton.cdiv(s.channels, call.tile.channels)
         dx, ddelta = torch.empty_like(call.inputs[0]), torch.empty_like(call.inputs[1])
         dinitial = call.empty(s.sequences, s.channels, s.states)
         dA = call.empty(s.sequences * segments, s.states, s.channels)
         dB, dC = (call.empty(blocks, *B.shape) for _ in range(2))
         dskip = None if D is None else call.empty(s.sequences * segments, s.channels)
-        sums = call.summarise(dy, call.inputs[4], True)
-        plan = _plan("backward", dfinal is not None, segments, *call.key)
-        plan(
+        sums = call.summarise(dy, call.inputs[4])
+        call.plan("backward", dfinal is not None)(
             *call.inputs, call.skip, dy, align(starts), dfinal, dinitial, dx, ddelta, dA, dB, dC, dskip, *sums,
             call.cu_seqlens,
         )  # fmt: skip
@@ -116,9 +123,10 @@ def selective_backward(x, delta, A, B, C, D, initial_state, cu_seqlens, starts, 
 
 
 @functools.lru_cache(1024)
-def _plan(kind: str, flag: bool, segments: int, shape: Shape, dtypes: tuple, device: torch.device) -> Launcher:
+def _plan(
+    kind: str, flag: bool, segments: int, tile: Tile, shape: Shape, dtypes: tuple, device: torch.device
+) -> Launcher:
     """A launch; `flag` is whether it goes in reverse (summarise) or a state enters (forward, backward)."""
-    tile = choose_tile(shape.states)
     blocks = triton.cdiv(shape.channels, tile.channels)
     sizes = (shape.length, segments, shape.sequences // shape.models, shape.channels, shape.states, *tile)
     has_documents = shape.documents > 0
@@ -134,8 +142,8 @@ def _plan(kind: str, flag: bool, segments: int, shape: Shape, dtypes: tuple, dev
 
 
 @functools.lru_cache(1024)
-def count_segments(shape: Shape, device: torch.device) -> int:
+def count_segments(shape: Shape, tile: Tile, device: torch.device) -> int:
     """As many as give every multiprocessor some warps; documents are cut alike."""
-    programs = shape.sequences * triton.cdiv(shape.channels, choose_tile(shape.states).channels)
+    programs = shape.sequences * triton.cdiv(shape.channels, tile.channels)
     tokens = shape.rows * shape.length // shape.sequences
     return max(1, min(WARPS * count_processors(device, interpreted=1) // programs, tokens // SHORTEST))
