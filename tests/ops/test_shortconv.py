@@ -118,12 +118,12 @@ def test_kernels_with_models_of_their_own_are_deterministic():
     inputs = make(16, 128, 256, 4, models=(24,), dtype=torch.bfloat16, device="cuda")
     call = torch.vmap(lambda *inputs: run(*inputs, silu=True))
 
-    def run(form):
+    def everything_in(form):
         with use_backend(form):
             y = call(*inputs)
         return [y, *torch.autograd.grad(y.float().square().sum(), inputs)]
 
-    first, again, plain = run("triton"), run("triton"), run("chunked")
+    first, again, plain = (everything_in(form) for form in ("triton", "triton", "chunked"))
     for a, b, e in zip(first, again, plain, strict=True):
         assert torch.equal(a, b) and (a.double() - e.double()).norm() <= 5e-3 * e.double().norm()
 
