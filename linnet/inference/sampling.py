@@ -23,12 +23,16 @@ class Sampling(Config):
     """
 
     max_tokens: int | None = Field(128, ge=1, description="null: until an end, or the limit of the context")
-    temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="0 takes the likeliest token")
-    top_k: int = Field(0, ge=0, description="0 keeps all")
+    temperature: float = Field(0.0, ge=0, le=1e4, allow_inf_nan=False, description="0 takes the likeliest token")
+    top_k: int = Field(0, ge=0, lt=1 << 31, description="0 keeps all")
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
     min_p: float = Field(0.0, ge=0, lt=1, allow_inf_nan=False)
     repetition_penalty: float = Field(
-        1.0, gt=0, allow_inf_nan=False, description="divides positive logits of tokens seen, multiplies negative ones"
+        1.0,
+        ge=1e-3,
+        le=1e3,
+        allow_inf_nan=False,
+        description="divides positive logits of tokens seen, multiplies negative ones",
     )
     stop: list[str] = Field([], description="texts that end the completion; they are not part of it")
     stop_tokens: list[int] = Field([], description="tokens that end the completion")
