@@ -32,7 +32,7 @@ class Sampling(Config):
         ge=1e-3,
         le=1e3,
         allow_inf_nan=False,
-        description="divides positive logits of tokens seen, multiplies negative ones",
+        description="divides the positive logits of tokens seen",
     )
     stop: list[str] = Field([], description="texts that end the completion; they are not part of it")
     stop_tokens: list[int] = Field([], description="tokens that end the completion")
