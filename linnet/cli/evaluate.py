@@ -178,7 +178,8 @@ def _find_needles(model, tokenizer, asked: dict, about: dict, quiet: bool) -> di
 
     config = parse(NeedleConfig, asked, "needle")
     room = max(config.lengths) + 128
-    engine = Engine(model, tokenizer, slots=8, context_length=room, device=next(model.parameters()).device.type)
+    weight = model.embedding.weight
+    engine = Engine(model, tokenizer, slots=8, context_length=room, device=weight.device.type, dtype=weight.dtype)
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
         total = len(config.lengths) * len(config.depths) * config.samples
         task = progress.add_task("prompts", total=total)
