@@ -96,6 +96,27 @@ def test_segments(segments, K, V, offsets, monkeypatch):
     triton._plan.cache_clear()
 
 
+@gpu
+def test_profilers_see_launches():
+    """A kernel that has run before is started past Triton, unless a profiler looks on."""
+    from triton import knobs
+
+    inputs = [torch.randn(1, 64, 1, 16, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    names = []
+
+    def hook(launched):
+        names.append(launched.get()["name"])
+
+    expected = [lightning_attention(*inputs)[0] for _ in range(2)]
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        seen = lightning_attention(*inputs)[0]
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    after = lightning_attention(*inputs)[0]
+    assert len(names) == 1 and all(torch.equal(x, expected[0]) for x in (expected[1], seen, after))
+
+
 def is_hopper():
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -124,6 +145,12 @@ def test_hopper_configurations(columns, stages, K, V, segments, monkeypatch):
         assert_agrees(B, T, K, V, decay=decay, state=state)
     assert used
     triton._plan.cache_clear()
+
+
+@gpu
+@pytest.mark.parametrize("T", [64, 100, 1000])
+def test_many_wide_heads(T):
+    assert_agrees(100, T, 256, 256)
 
 
 @hopper

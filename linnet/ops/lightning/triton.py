@@ -56,13 +56,18 @@ HOPPER_CHUNK = 64
 RESIDENT = 2
 
 
-def choose_tiles(inner: int, outer: int, dtype: torch.dtype) -> Tiles:
+def choose_tiles(inner: int, outer: int, dtype: torch.dtype, wide: bool = False) -> Tiles:
     """Tiles for a state of padded sizes [inner, outer]: on an H200 the fastest of those in docs/negative-results.md.
 
-    The sweeps of a backward need one chunk, since they share summaries: it depends on both sizes alike.
+    The sweeps of a backward need one chunk, since they share summaries: it depends on both sizes alike. `wide`: for
+    forwards of so many heads of 256 that reading a and b less often counts for more than programs side by side.
     """
+    if wide:
+        return Tiles(32, 128, 8, 4, True)
     if dtype != torch.bfloat16:
         return Tiles(32, min(outer, 32), 4, 1, False)
+    if max(inner, outer) == 16:
+        return Tiles(32, 16, 1, 3, True)
     return Tiles(64 if max(inner, outer) <= 64 else 32, min(outer, 64), 4, 4, True)
 
 
@@ -121,6 +126,7 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     rates: bool
     documents: bool
+    wide: bool
     device: torch.device
 
 
@@ -161,7 +167,7 @@ def _run(
     """
     rates, cu_seqlens = align(rates), align(cu_seqlens)
     sums = None
-    if plan.segments > 1:
+    if plan.summarise:
         (b, c), last = summaries[0], summaries[-1] if len(summaries) > 1 else (None, None)
         shape = len(summaries), plan.states, b.shape[2], plan.segments - 1, b.shape[3], c.shape[3]
         sums = b.new_empty(shape, dtype=torch.float32)
@@ -236,7 +242,9 @@ def _plan(
     if backward:
         # The first sweep, do with v and k, has a's width of the values.
         inner, outer = outer, inner
-    shape = Shape(B, T, H, states, dtype, rates is not None, documents, device)
+    heads_of_256 = inner == outer == 256 and dtype == torch.bfloat16 and not backward
+    wide = heads_of_256 and 2 * states * H >= 3 * count_processors(device)
+    shape = Shape(B, T, H, states, dtype, rates is not None, documents, wide, device)
     forms = [Form(inner, outer, False, backward, entry, leave and not backward)]
     if backward:
         forms.append(Form(inner, outer, True, True, last_entry, False))
@@ -259,9 +267,9 @@ def _count_segments(shape: Shape, forms: list[Form]) -> int:
             return 1
         chunk = HOPPER_CHUNK
     else:
-        programs *= min(-(-form.outer // _tiles(form, shape.dtype).columns) for form in forms)
+        programs *= min(-(-form.outer // _tiles(form, shape).columns) for form in forms)
         places *= RESIDENT
-        chunk = _tiles(forms[0], shape.dtype).chunk
+        chunk = _tiles(forms[0], shape).chunk
     return max(1, min(places // programs, shape.batch * shape.length // shape.states // (16 * chunk)))
 
 
@@ -271,14 +279,14 @@ def _blank(device: torch.device) -> Tensor:
     return torch.zeros(1, device=device)
 
 
-def _tiles(form: Form, dtype: torch.dtype) -> Tiles:
-    return choose_tiles(pad(form.inner), pad(form.outer), dtype)
+def _tiles(form: Form, shape: Shape) -> Tiles:
+    return choose_tiles(pad(form.inner), pad(form.outer), shape.dtype, shape.wide)
 
 
 def _prepare_summary(shape: Shape, forms: list[Form], segments: int, hopper: bool) -> Launcher:
     """[directions, N, H, segments - 1, K, V]: the state of every segment but the last, in order, from zero."""
     first, directions = forms[0], min(2, len(forms))
-    tiles = _tiles(first, shape.dtype)
+    tiles = _tiles(first, shape)
     if hopper:
         tiles = tiles._replace(chunk=HOPPER_CHUNK, stages=3)  # the sweeps cut segments in whole chunks
     K, V = (first.outer, first.inner) if first.flip else (first.inner, first.outer)
@@ -294,7 +302,7 @@ def _prepare_summary(shape: Shape, forms: list[Form], segments: int, hopper: boo
 
 def _prepare_sweeps(shape: Shape, group: list[Form], segments: int) -> Launcher:
     first, last = group[0], group[-1]
-    tiles = _tiles(first, shape.dtype)
+    tiles = _tiles(first, shape)
     programs = triton.cdiv(first.outer, tiles.columns) * len(group) * shape.states * shape.heads * segments
     constants = (
         shape.length, shape.states, segments, shape.heads,
@@ -308,7 +316,7 @@ def _prepare_sweeps(shape: Shape, group: list[Form], segments: int) -> Launcher:
 
 def _suits_hopper(shape: Shape, forms: list[Form]) -> bool:
     widths = all(width in (64, 128, 256) for form in forms for width in (form.inner, form.outer))
-    even = not shape.documents and shape.length % HOPPER_CHUNK == 0
+    even = not shape.documents and shape.length % HOPPER_CHUNK == 0 and not shape.wide
     return widths and even and shape.dtype == torch.bfloat16 and _is_hopper(shape.device)
 
 
