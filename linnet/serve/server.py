@@ -6,11 +6,13 @@ import socket
 from collections.abc import Callable
 
 import uvicorn
+from pydantic_core import to_json
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from linnet.config import ConfigError
 from linnet.serve.app import create_app
 from linnet.serve.config import ServeConfig
+from linnet.serve.errors import ApiError
 from linnet.serve.service import Service
 
 
@@ -79,7 +81,10 @@ class Server(uvicorn.Server):
 
 def _protocol(timeout: float) -> type[H11Protocol]:
     class Protocol(H11Protocol):
-        """Cuts the connection of a client that reads nothing for `timeout` seconds while there is much to read."""
+        """Cuts the connection of a client that reads nothing for `timeout` seconds while there is much to read.
+
+        What is no HTTP at all is answered in the shape of the other errors too.
+        """
 
         _stalled: asyncio.TimerHandle | None = None
 
@@ -94,6 +99,12 @@ def _protocol(timeout: float) -> type[H11Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._unstall()
             super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            body = to_json(ApiError(400, "this is not HTTP/1.1; send well-formed requests", code="invalid_http").body())
+            head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+            self.transport.close()
 
         def _unstall(self) -> None:
             if self._stalled is not None:

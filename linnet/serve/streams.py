@@ -7,7 +7,7 @@ from collections.abc import Callable
 from linnet.inference import Piece, Request
 from linnet.serve.errors import ApiError, Disconnected
 
-INTERVAL = 0.01  # s between two deliveries: what a fast model says in between goes out together
+INTERVAL = 0.02  # s between two deliveries: what a fast model says in between goes out together
 PING = 15.0  # s after which a silent stream says that it is alive
 
 

@@ -255,3 +255,31 @@ def test_engine_that_fails_answers_and_goes_on(tiny: Running):
         failing.clear()
         assert broken.post(prompt="x", max_tokens=2).status == 200
         assert wait_for(lambda: broken.service.live == 0) and broken.request("GET", "/health").status == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),  # TLS
+        b"GET /health\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nX: " + b"x" * 200_000 + b"\r\n\r\n",
+    ],
+)
+def test_what_is_no_http(tiny: Running, sent: bytes):
+    with socket.create_connection(("127.0.0.1", tiny.port), timeout=30) as client:
+        client.sendall(sent)
+        answer = read_until(client, b"}}")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and json.loads(body)["error"]["code"] == "invalid_http"
+    assert tiny.request("GET", "/health").status == 200
+
+
+def test_bytes_behind_a_request_do_not_harm_its_stream(tiny: Running):
+    client = tiny.connect(prompt="x", max_tokens=300, stream=True, ignore_eos=True)
+    read_until(client, b"data: ")
+    client.sendall(b"\x00garbage\r\n\r\n")
+    assert b"data: [DONE]" in read_until(client, b"[DONE]")
+    client.close()
