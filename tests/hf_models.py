@@ -1,6 +1,8 @@
 """Small models of every family, and hybrids, in Linnet's form."""
 
-from linnet.models import FAMILIES, ModelConfig, family
+import re
+
+from linnet.models import FAMILIES, RECIPES, ModelConfig, family, get_recipe
 
 HEADS = {"num_heads": 2}
 MODES = {"num_modes": 4, "max_time_constant": 32}
@@ -30,3 +32,19 @@ def small(name: str, vocab_size: int = 256) -> ModelConfig:
         return ModelConfig(d_model=32, layout=layout, options=options, vocab_size=vocab_size, init_std=0.2)
     values = family(name)(32, 3, num_heads=2, vocab_size=vocab_size).model_dump()
     return ModelConfig(**{**values, "init_std": 0.2})
+
+
+def shrunk(name: str) -> ModelConfig:
+    """A recipe with its own layout and options, 32 wide and at most three layers deep."""
+    config = get_recipe(name)
+    narrow = {"num_heads": 2, "inner": 48, "max_time_constant": 32}
+    options = {
+        layer: {key: narrow.get(key, value) for key, value in values.items()}
+        for layer, values in config.options.items()
+    }
+    layout = re.sub(r"x\d+$", f"x{min(config.num_layers, 3)}", config.layout)
+    changes = {"d_model": 32, "vocab_size": 61, "options": options, "layout": layout, "init_std": 0.2}
+    return ModelConfig(**{**config.model_dump(), **changes})
+
+
+SHRUNK = {shrunk(name).model_dump_json(): name for name in reversed(RECIPES)}  # sizes of one family become one model

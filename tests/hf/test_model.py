@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hf_models import ARCHITECTURES, small
+from hf_models import ARCHITECTURES, SHRUNK, shrunk, small
 
 from linnet.data import ByteTokenizer
 from linnet.models import build_model
@@ -10,6 +10,7 @@ from linnet.runs import save_model
 
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'linnet[hf]'")
 hf = pytest.importorskip("linnet.hf")
+wrap = pytest.importorskip("linnet.hf.export").wrap
 
 PROMPT, NEW = 9, 70  # together beyond the 64 columns that a cache begins with
 
@@ -51,8 +52,8 @@ def test_logits_are_the_models_own(pair, prompt):
     model, exported = pair
     assert isinstance(exported, hf.LinnetForCausalLM)
     with torch.no_grad():
-        expected, out = model(prompt)[0], exported(prompt, labels=prompt)
-    assert (out.logits - expected).abs().max() <= 1e-6 * expected.abs().max()
+        expected, out = model(prompt)[0], exported(prompt, labels=prompt, use_cache=False)
+    assert (out.logits - expected).abs().max() <= 1e-6
     loss = torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1), prompt[:, 1:].flatten())
     torch.testing.assert_close(out.loss, loss)
     kept = exported(prompt, logits_to_keep=2).logits
@@ -142,3 +143,19 @@ def test_a_new_model_is_drawn_as_linnet_draws(prompt):
     model = transformers.AutoModelForCausalLM.from_config(config)
     expected = build_model(small("mamba"), seed=7)
     assert all(torch.equal(a, b) for a, b in zip(model.model.parameters(), expected.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", SHRUNK.values())
+def test_every_recipe_generates_what_its_recurrence_does(name, tmp_path):
+    config = shrunk(name)
+    model = build_model(config, seed=1).eval()
+    wrap(model, hf.LinnetConfig(model=config.model_dump(mode="json"))).save_pretrained(tmp_path)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    prompt = torch.randint(1, 61, (2, 6), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = exported(prompt, use_cache=False).logits
+        assert (found - model(prompt)[0]).abs().max() <= 1e-6
+    written = exported.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **free(max_new_tokens=8)
+    )
+    assert torch.equal(written, greedy(model, prompt, 8))
