@@ -7,6 +7,7 @@ share a sample, however many are drawn of each, under any seeds, and none has to
 """
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
 import numpy as np
@@ -21,13 +22,14 @@ _TRIES = 100  # times BLOCK samples drawn for a block, of which one in two to fo
 _QUARTERS = {"train": (0, 1), "validation": (2, 2), "test": (3, 3)}
 
 
-def generate(task: Task, split: Split, count: int, *, seed: int = 0, start: int = 0) -> Samples:
+def generate(task: Task, split: Split, count: int, *, seed: int = 0, start: int = 0, threads: int = 1) -> Samples:
     """Rows start, ..., start + count - 1 of a split.
 
     Args:
         split: "train", "validation" or "test"; training samples of the recall tasks are of another form (see there).
         count: rows wanted. The first rows of a larger split are a smaller one.
         seed: of everything random in the task, the facts to memorise included.
+        threads: blocks drawn at the same time; the bytes are the same.
 
     Returns:
         inputs and targets, int64 [count, task.input_length].
@@ -42,11 +44,16 @@ def generate(task: Task, split: Split, count: int, *, seed: int = 0, start: int 
         raise ValueError(f"rows from {start}, {count} of them: neither can be negative")
     inputs = np.empty((count, task.input_length), dtype=np.int64)
     targets = np.empty_like(inputs)
-    for block in range(start // BLOCK, -(-(start + count) // BLOCK)):
+
+    def fill(block: int) -> None:
         drawn = _block(task, split, seed, block)
         low, high = max(start, block * BLOCK), min(start + count, (block + 1) * BLOCK)
         from_block, to = slice(low - block * BLOCK, high - block * BLOCK), slice(low - start, high - start)
         inputs[to], targets[to] = drawn.inputs[from_block], drawn.targets[from_block]
+
+    with ThreadPoolExecutor(threads) as pool:  # sorting and drawing leave the interpreter to other threads
+        for _ in pool.map(fill, range(start // BLOCK, -(-(start + count) // BLOCK))):
+            pass
     return Samples(inputs, targets)
 
 

@@ -7,6 +7,7 @@ at one setting, its seeds, and settings that differ in their data alone. If memo
 import gc
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from linnet.config import ConfigError, parse
 from linnet.data.order import shuffled
-from linnet.data.synthetic import Split, Task, find_task, generate
+from linnet.data.synthetic import Samples, Split, Task, find_task, generate
 from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig, build_model, flops_exact
 from linnet.runs import RunFolder
@@ -191,7 +192,7 @@ class _Data:
         count = runs[0]["train_samples" if split == "train" else "held_out"]
         found: dict[tuple[Task, int], int] = {}
         owners = [found.setdefault((_task(run), run["seed"]), len(found)) for run in runs]
-        drawn = [generate(task, split, count, seed=seed) for task, seed in found]
+        drawn = [_drawn(task, split, count, seed) for task, seed in found]
         self.tensors = [torch.from_numpy(np.stack(arrays)).to(device) for arrays in zip(*drawn, strict=True)]
         self.owners = torch.tensor(owners, device=device) if len(found) > 1 else None
 
@@ -204,6 +205,12 @@ class _Data:
     def whole(self) -> list[Tensor]:
         """Inputs and targets of all rows: [N, T], or [M, N, T]."""
         return [x[0] if self.owners is None else x[self.owners] for x in self.tensors]
+
+
+@lru_cache(maxsize=len(get_args(Split)))
+def _drawn(task: Task, split: str, count: int, seed: int) -> Samples:
+    """Samples of a split; those of the bundle before, which often has the same in another architecture, are kept."""
+    return generate(task, split, count, seed=seed, threads=torch.get_num_threads())
 
 
 def _task(run: Mapping[str, Any]) -> Task:

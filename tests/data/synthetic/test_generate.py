@@ -70,6 +70,8 @@ def test_workers_and_order_do_not_matter():
     assert 300 % BLOCK and 4 * 300 > BLOCK  # parts cross blocks
     for kind, array in enumerate(whole):
         assert b"".join(parts[start][kind] for start in sorted(starts)) == array.tobytes()
+    threads = generate(NoisyRecall(seq_len=32), "test", 4 * 300, seed=5, threads=3)
+    assert [array.tobytes() for array in threads] == [array.tobytes() for array in whole]
 
 
 def test_seeds_and_sizes():
