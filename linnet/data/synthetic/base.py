@@ -94,10 +94,10 @@ def lay_out(*parts: tuple[str, str, int]) -> tuple[Kind, ...]:
 
 def check_pairs(seq_len: int) -> None:
     """Raises ValueError where a sequence cannot be made of pairs of a key and a value."""
-    if seq_len % 2:
-        raise ValueError(f"{seq_len} is odd, and a sequence is made of pairs; use {seq_len - 1} or {seq_len + 1}")
     if seq_len < 4:
         raise ValueError(f"{seq_len} leaves no room for a pair and a question about it; use at least 4")
+    if seq_len % 2:
+        raise ValueError(f"{seq_len} is odd, and a sequence is made of pairs; use {seq_len - 1} or {seq_len + 1}")
 
 
 def check_halves(spec: str | None, vocab_size: int, special: int = 0, least: int = 4) -> None:

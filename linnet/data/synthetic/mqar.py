@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
-from linnet.data.synthetic.base import IGNORE, LARGEST, Kind, Samples, Task, lay_out
+from linnet.data.synthetic.base import IGNORE, LARGEST, Kind, Samples, Task, check_pairs, lay_out
 from linnet.data.synthetic.draws import Draws
 
 
@@ -39,8 +39,7 @@ class Mqar(Task):
     @field_validator("seq_len")
     @classmethod
     def _fits_vocabulary(cls, seq_len: int, info: ValidationInfo) -> int:
-        if seq_len % 2:
-            raise ValueError(f"{seq_len} is odd, and slots have two tokens; use {seq_len - 1} or {seq_len + 1}")
+        check_pairs(seq_len)
         if seq_len >= info.data.get("vocab_size", seq_len + 1):
             raise ValueError(f"{seq_len} tokens need a larger vocabulary; use vocab_size of at least {seq_len + 1}")
         return seq_len

@@ -70,7 +70,7 @@ def check_state(config: ModelConfig, total: int = TOTAL) -> None:
     """Raises ConfigError where the state of the model is not its part of `total`, naming what can be changed."""
     size, target = state_size(config), target_size(config, total)
     if size != target:
-        problems = [_advice(config, block) for block in _wrong(config, total)]
+        problems = [_advice(config, block, total) for block in _wrong(config, total)]
         if config.tpe is not None:
             problems.append(f"tpe: adds {sum(spec.size for spec in _tpe(config)):,}; set it to null")
         raise ConfigError(problems, f"a fixed state of {size:,}, where {target:,} is asked for")
@@ -149,13 +149,22 @@ def _size_with(config: ModelConfig, mixer: str, options: dict) -> int | None:
     return sum(spec.size for spec in _fixed(layer)[0])
 
 
-def _advice(config: ModelConfig, block: BlockState) -> str:
-    where = f"{block.mixer}: a layer has {block.size:,} and should have {block.share:,.10g}"
+def _advice(config: ModelConfig, block: BlockState, total: int) -> str:
+    where = f"{block.mixer}: a layer has {block.size:,} and should have "
+    if not block.share.is_integer():
+        return f"{where}{block.share:,.1f}, which none can; change the layout, or ask for {_fitting(block, total)}"
+    where += f"{block.share:,.0f}"
     choices = _choices(config, block)
+    other = f"change d_model ({config.d_model}) or the layout, or ask for {_fitting(block, total)}"
     if not choices:
-        return f"{where}; none of its options changes it: change d_model ({config.d_model}) or the layout"
+        return f"{where}; none of its options changes it: {other}"
     closest: dict[str, list] = {}
     for choice in sorted(choices, key=lambda choice: abs(choice[2] - block.share)):
         closest.setdefault(choice[0], []).append(choice)
     ways = [f"{key}={value} gives {size:,}" for best in closest.values() for key, value, size in best[:2]]
-    return f"{where}; of its options {', '.join(ways)}; or change d_model ({config.d_model}) or the layout"
+    return f"{where}; of its options {', '.join(ways)}; or {other}"
+
+
+def _fitting(block: BlockState, total: int) -> str:
+    """The total with which a block would be right as it is."""
+    return f"a state of {block.size * total / block.share:,.0f}, for which it is right as it is"

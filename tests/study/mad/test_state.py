@@ -74,3 +74,13 @@ def test_what_cannot_be_normalised_says_what_can_be_changed():
     with pytest.raises(ConfigError, match="a fixed state of 4,096, where 1,000 is asked for") as error:
         normalise(mad_model("gla+swiglu hgrn2+swiglu"), total=1000)
     assert len(error.value.problems) == 2
+
+
+def test_a_state_that_no_layer_can_have_names_one_that_fits():
+    with pytest.raises(ConfigError, match="should have 1,365.3, which none can; change the layout, or ask") as error:
+        normalise(mad_model("gla+swiglu x3"))
+    assert "ask for a state of 6,144" in str(error.value)
+    assert state_size(normalise(mad_model("gla+swiglu x3"), total=6144)) == 6144
+    with pytest.raises(ConfigError, match="or ask for a state of 256"):
+        normalise(mad_model("hgrn+swiglu x2"))
+    assert state_size(normalise(mad_model("hgrn+swiglu x2"), total=256)) == 256
