@@ -26,7 +26,7 @@ from linnet.config import ConfigError, parse
 from linnet.models import ModelConfig
 from linnet.models.recipes.mad import fit_length
 from linnet.runs import LockedError, RunFolder
-from linnet.runs.files import write_atomic
+from linnet.runs.files import FULL, write_atomic
 from linnet.study.executors import ExecutorConfig, Job, Outcome, make_executor
 from linnet.study.mad.bundle import DIVERGED, SHAPE, run_flops, train_bundle
 from linnet.study.mad.results import TABLE, read_results
@@ -157,7 +157,8 @@ def run_mad(
         spare_decay: weight decay acts on the matrices of linear layers alone.
 
     Raises:
-        ConfigError: nothing to run, a folder of another budget, or one that another process works in; before any run.
+        ConfigError: nothing to run, a folder of another budget, or one that another process works in, before any run;
+            later a disk that is full: runs that have ended are kept.
         KeyboardInterrupt: stopped; runs that have ended are kept.
     """
     folder, console = Path(folder), console or Console(quiet=True)
@@ -166,7 +167,7 @@ def run_mad(
     runs = mad_runs(
         architectures, budget, tasks=tasks, settings=settings, spec=spec, seeds=seeds, spare_decay=spare_decay
     )
-    with _alone(folder):
+    with _room(folder), _alone(folder):
         about = {"budget": budget, "spec": spec, "precision": precision, "spare_decay": spare_decay}
         _check_plan(folder, about, runs)
         missing = [run for run in runs if not RunFolder(folder / RUNS / run.run).done]
@@ -183,9 +184,9 @@ def run_mad(
                 failed = _train(missing, jobs, folder, executor or ExecutorConfig(retries=1), console)
         finally:
             rows = collect(folder)  # so that the table is right whatever stopped the runs
-    scores = score(read_results(folder)) if rows else None
-    if scores is not None:
-        write_scores(folder, scores)
+        scores = score(read_results(folder)) if rows else None
+        if scores is not None:
+            write_scores(folder, scores)
     return MadResult(folder, scores, failed)
 
 
@@ -273,6 +274,18 @@ def _check_plan(folder: Path, about: dict[str, Any], runs: list[MadRun]) -> None
     names = dict.fromkeys([*before.get("runs", []), *(run.run for run in runs)])
     comparable = BUDGETS[about["budget"]].comparable
     write_atomic(path, json.dumps(about | {"comparable": comparable, "runs": list(names)}, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def _room(folder: Path):
+    """Says what to do where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        problem = f"{folder}: the disk is full; free some space and run the same command again to go on"
+        raise ConfigError([problem], "MAD") from None
 
 
 @contextlib.contextmanager

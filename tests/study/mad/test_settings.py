@@ -113,6 +113,14 @@ def test_mqar_has_budgets_of_its_own():
     assert "mqar/512x64,width=128" in {run.setting.name for run in runs}
     assert len(plan("mqar", settings=["width=64"])) == 16 and len(plan("mqar", settings=["64x4"])) == 8
     assert len(plan("mqar-short", tasks=["mqar"])) == 8 * len(BUDGETS["mqar-short"].grid)
+    short = plan("mqar-short")
+    assert {(run.setting.task.seq_len, run.batch_size) for run in short} == {
+        (64, 512),
+        (128, 256),
+        (256, 128),
+        (512, 64),
+    }
+    assert {run.setting.train_samples for run in short} == {100_000} and sum(run.steps for run in short) == 140_736
     with pytest.raises(ConfigError, match="mqar is not in budget core; it has budgets of its own: mqar, mqar-short"):
         plan("core", tasks=["mqar"])
     with pytest.raises(ConfigError, match="'compression' is not a task of MQAR"):
