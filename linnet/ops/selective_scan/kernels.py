@@ -2,7 +2,8 @@
 
 A program is one warp and walks a segment of one sequence for BD channels, L tokens read at a time. The N states of a
 channel are spread over NG threads, NB in each: state g NB + j is element [., g] of the j-th of NB tensors [BD, NG].
-There are S sequences or documents of G segments, PER of them with the parameters of one model.
+There are S sequences or documents of G segments, PER of them with the parameters of one model. The states before every
+R chunks of L tokens are kept for the backward.
 """
 
 import triton
@@ -12,9 +13,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _segment(offsets, T, G, PER, D: tl.constexpr, BD: tl.constexpr, L: tl.constexpr, DOCUMENTS: tl.constexpr):
+def _segment(offsets, T, G, PER, D: tl.constexpr, BD: tl.constexpr, KEEP: tl.constexpr, DOCUMENTS: tl.constexpr):
     """Of this program: its block of channels, segment, sequence and model, the tokens of its segment, and the first
-    slot of the sequence among the states before chunks of L tokens."""
+    slot of the segment among the states that are kept, those before every KEEP tokens."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     block, segment = tl.program_id(0) % BLOCKS, (tl.program_id(0) // BLOCKS) % G
     n = tl.program_id(0) // (G * BLOCKS)
@@ -22,14 +23,14 @@ def _segment(offsets, T, G, PER, D: tl.constexpr, BD: tl.constexpr, L: tl.conste
     if DOCUMENTS:
         first = tl.minimum(tl.maximum(tl.load(offsets + n % PER), 0), T)
         last = tl.maximum(tl.minimum(tl.load(offsets + n % PER + 1), T), first)
-        slot = model * (T // L + PER) + first // L + n % PER
+        slot = model * (T // KEEP + PER) + first // KEEP + n % PER
         start, end = model * T + first, model * T + last
     else:
-        slot = n * tl.cdiv(T, L)
+        slot = n * tl.cdiv(T, KEEP)
         start, end = n * T, n * T + T
-    size = tl.cdiv(tl.cdiv(end - start, G), L) * L
+    size = tl.cdiv(tl.cdiv(end - start, G), KEEP) * KEEP
     begin = tl.minimum(start + segment * size, end)
-    return block, segment, n, model, begin, tl.minimum(begin + size, end), slot + (begin - start) // L
+    return block, segment, n, model, begin, tl.minimum(begin + size, end), slot + (begin - start) // KEEP
 
 
 @triton.jit
@@ -130,16 +131,36 @@ def _enter(entry, sums, totals, rates, n, segment, G, d, g, D: tl.constexpr, N: 
 
 
 @triton.jit
+def _run(x, delta, B, rates, state, t, stop, d, g, D: tl.constexpr, N: tl.constexpr, NG: tl.constexpr,
+         NB: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """The state after L tokens from t."""
+    row = t.to(tl.int64)
+    xs, deltas = (), ()
+    for k in tl.static_range(L):
+        xs = xs + (_load(x, row + k, d, t + k < stop, D, MASKED),)
+        deltas = deltas + (_load(delta, row + k, d, t + k < stop, D, MASKED),)
+    for k in tl.static_range(L):
+        step = deltas[k].to(tl.float32)
+        written = step * xs[k].to(tl.float32)
+        new = ()
+        for j in tl.static_range(NB):
+            b = _load_pair(B, row + k, g * NB + j, t + k < stop, N, NG * NB == N, MASKED)
+            new = new + (tl.exp2(step * LOG2_E * rates[j]) * state[j] + written * b,)
+        state = new
+    return state
+
+
+@triton.jit
 def summarise_kernel(
     x, delta, A, B, sums, totals, offsets, T, G, PER, D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr,
-    NG: tl.constexpr, NB: tl.constexpr, L: tl.constexpr, REVERSE: tl.constexpr, DOCUMENTS: tl.constexpr,
-    MASKED: tl.constexpr,
+    NG: tl.constexpr, NB: tl.constexpr, L: tl.constexpr, R: tl.constexpr, REVERSE: tl.constexpr,
+    DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """What leaves a segment that zero enters, [S, G, N, D], and its sum of delta, [S, G, D].
 
     Forward x and B; in reverse, where gradients of states leave, dy and C in their places.
     """
-    block, segment, seq, model, begin, stop, _ = _segment(offsets, T, G, PER, D, BD, L, DOCUMENTS)
+    block, segment, seq, model, begin, stop, _ = _segment(offsets, T, G, PER, D, BD, L * R, DOCUMENTS)
     d, g = _channels(block, BD, NG)
     rates = _load_states(A, model.to(tl.int64) * (D * N), d, g, N, 1, D, N, NB)
     state, total = _zeros(rates[0], NB), tl.zeros_like(rates[0])
@@ -173,11 +194,11 @@ def summarise_kernel(
 @triton.jit
 def forward_kernel(
     x, delta, A, B, C, skip, y, entry, leave, starts, sums, totals, offsets, T, G, PER, D: tl.constexpr,
-    N: tl.constexpr, BD: tl.constexpr, NG: tl.constexpr, NB: tl.constexpr, L: tl.constexpr, HAS_SKIP: tl.constexpr,
-    HAS_ENTRY: tl.constexpr, SPLIT: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
+    N: tl.constexpr, BD: tl.constexpr, NG: tl.constexpr, NB: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
+    HAS_SKIP: tl.constexpr, HAS_ENTRY: tl.constexpr, SPLIT: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """y, the final states, and the states before every L tokens."""
-    block, segment, seq, model, begin, stop, slot = _segment(offsets, T, G, PER, D, BD, L, DOCUMENTS)
+    """y, the final states, and the states to keep."""
+    block, segment, seq, model, begin, stop, slot = _segment(offsets, T, G, PER, D, BD, L * R, DOCUMENTS)
     d, g = _channels(block, BD, NG)
     FULL: tl.constexpr = NG * NB == N
     rates = _load_states(A, model.to(tl.int64) * (D * N), d, g, N, 1, D, N, NB)
@@ -188,7 +209,8 @@ def forward_kernel(
     for i in tl.range(0, tl.cdiv(stop - begin, L)):
         t = begin + i * L
         row = t.to(tl.int64)
-        _store_states(starts, (slot + i).to(tl.int64) * (D * N), state, d, g, 1, D, D, N, NB)
+        if i % R == 0:
+            _store_states(starts, (slot + i // R).to(tl.int64) * (D * N), state, d, g, 1, D, D, N, NB)
         xs, deltas = (), ()
         for k in tl.static_range(L):
             xs = xs + (_load(x, row + k, d, t + k < stop, D, MASKED),)
@@ -216,17 +238,17 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    x, delta, A, B, C, skip, dy, starts, entry, leave, dx, ddelta, dA, dB, dC, dskip, sums, totals, offsets, tokens,
-    T, G, PER, D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, NG: tl.constexpr, NB: tl.constexpr,
-    L: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_ENTRY: tl.constexpr, SPLIT: tl.constexpr, DOCUMENTS: tl.constexpr,
-    MASKED: tl.constexpr,
+    x, delta, A, B, C, skip, dy, starts, entry, leave, dx, ddelta, dA, dB, dC, dskip, sums, totals, held, offsets,
+    tokens, T, G, PER, D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, NG: tl.constexpr, NB: tl.constexpr,
+    L: tl.constexpr, R: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_ENTRY: tl.constexpr, SPLIT: tl.constexpr,
+    DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """All gradients. `entry` is that of the final state, `leave` that of the initial one.
 
     Those of the parameters are sums of a program, dA [S, G, N, D] and dskip [S, G, D]; those of B and C sums of a block
-    of channels, [blocks, tokens, N].
+    of channels, [blocks, tokens, N]. `held` is a program's own, [programs, R, N, BD].
     """
-    block, segment, seq, model, begin, stop, slot = _segment(offsets, T, G, PER, D, BD, L, DOCUMENTS)
+    block, segment, seq, model, begin, stop, slot = _segment(offsets, T, G, PER, D, BD, L * R, DOCUMENTS)
     d, g = _channels(block, BD, NG)
     FULL: tl.constexpr = NG * NB == N
     rates = _load_states(A, model.to(tl.int64) * (D * N), d, g, N, 1, D, N, NB)
@@ -236,16 +258,31 @@ def backward_kernel(
     drates = _zeros(rates[0], NB)
     h = _enter(entry, sums, totals, rates, seq, segment, G, d, g, D, N, NB, HAS_ENTRY, SPLIT, True)
     chunks = tl.cdiv(stop - begin, L)
+    held += tl.program_id(0).to(tl.int64) * (R * BD * N)
     for i in tl.range(0, chunks):
-        t = begin + (chunks - 1 - i) * L
+        c = chunks - 1 - i
+        t = begin + c * L
         row = t.to(tl.int64)
+        kept = (slot + c // R).to(tl.int64) * (D * N)
+        if R > 1:
+            if (i == 0) | (c % R == R - 1):
+                # The states before each of the next R chunks, from those that were kept.
+                state = _load_states(starts, kept, d, g, 1, D, D, N, NB)
+                for r in tl.range(0, c % R + 1):
+                    _store_states(held, r * (BD * N), state, d - block * BD, g, 1, BD, BD, N, NB)
+                    first = begin + (c - c % R + r) * L
+                    state = _run(x, delta, B, rates, state, first, stop, d, g, D, N, NG, NB, L, MASKED)
+                tl.debug_barrier()
         xs, deltas, dys = (), (), ()
         for k in tl.static_range(L):
             xs = xs + (_load(x, row + k, d, t + k < stop, D, MASKED),)
             deltas = deltas + (_load(delta, row + k, d, t + k < stop, D, MASKED),)
             dys = dys + (_load(dy, row + k, d, t + k < stop, D, MASKED),)
         # The states again, kept with their decays: states[k NB + j] enters token k.
-        states = _load_states(starts, (slot + chunks - 1 - i).to(tl.int64) * (D * N), d, g, 1, D, D, N, NB)
+        if R > 1:
+            states = _load_states(held, (c % R) * (BD * N), d - block * BD, g, 1, BD, BD, N, NB)
+        else:
+            states = _load_states(starts, kept, d, g, 1, D, D, N, NB)
         decays = ()
         for k in tl.static_range(L):
             step = deltas[k].to(tl.float32)
@@ -260,13 +297,13 @@ def backward_kernel(
             value = xs[m].to(tl.float32)
             dout = dys[m].to(tl.float32)
             read, turned = tl.zeros_like(step), tl.zeros_like(step)
-            place = (block * tokens + t + m).to(tl.int64)
+            place = block.to(tl.int64) * tokens + row + m
             new, new_rates = (), ()
             for j in tl.static_range(NB):
                 n = g * NB + j
                 b = _load_pair(B, row + m, n, t + m < stop, N, FULL, MASKED)
-                c = _load_pair(C, row + m, n, t + m < stop, N, FULL, MASKED)
-                gradient = c * dout + h[j]
+                read_ = _load_pair(C, row + m, n, t + m < stop, N, FULL, MASKED)
+                gradient = read_ * dout + h[j]
                 there = (n < N) & (t + m < stop)
                 tl.store(dC + place * N + n, tl.sum(dout * states[(m + 1) * NB + j], 0)[None, :], mask=there)
                 tl.store(dB + place * N + n, tl.sum(step * value * gradient, 0)[None, :], mask=there)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 MOST_STATES = 64  # of a channel, in the kernels
-CHUNK = 8  # tokens between the states that are kept: with 8 states a thread it holds those and their decays
 
 
 class Shape(NamedTuple):
@@ -30,9 +29,15 @@ class Shape(NamedTuple):
         return self.rows * max(1, self.documents)
 
     def starts(self) -> tuple[int, int, int]:
-        """[slots, N, D]: the states before every CHUNK tokens of each sequence; each row has the same number."""
-        slots = self.length // CHUNK + self.documents if self.documents else -(-self.length // CHUNK)
+        """[slots, N, D]: the states that are kept of each sequence; each row has the same number."""
+        every = tokens_between(self.states)
+        slots = self.length // every + self.documents if self.documents else -(-self.length // every)
         return self.rows * slots, self.states, self.channels
+
+
+def tokens_between(states: int) -> int:
+    """Tokens between the states that are kept for the backward: 2 bytes a token and channel at 4 or 16 states."""
+    return 8 if states <= 4 else 32
 
 
 def runs_in_kernels(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> bool:

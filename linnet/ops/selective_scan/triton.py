@@ -2,9 +2,8 @@
 
 A token costs a state an exponential and 4 operations forward, an exponential and about 20 backward, outside the tensor
 cores: with 4 states a channel (MAD) that is hidden behind the bandwidth of memory, with 16 it is what takes the time.
-The forward also writes the states before CHUNK tokens, from which the backward runs them again in
-registers, so that nothing of size [T, D, N] exists; sums over channels and sequences are partial sums, added up in a
-fixed order.
+The forward also writes the states before every few tokens (`tokens_between`), from which the backward runs them again,
+so that nothing of size [T, D, N] exists; sums over channels and sequences are partial sums, added up in a fixed order.
 
 Sequences are cut into segments where they and the channels are few: a launch before the sweep finds what leaves each
 segment if zero enters it, and its sum of delta, of which the decay over it is exp(A sum).
@@ -24,29 +23,34 @@ from linnet.ops.documents import documents
 from linnet.ops.launching import Launcher, align, count_processors
 from linnet.ops.selective_scan import chunked
 from linnet.ops.selective_scan.kernels import backward_kernel, forward_kernel, summarise_kernel
-from linnet.ops.selective_scan.shapes import CHUNK, Shape, runs_in_kernels
+from linnet.ops.selective_scan.shapes import Shape, runs_in_kernels, tokens_between
 
 WARPS = 12  # of a multiprocessor: sequences are cut into segments until there are so many
 SHORTEST = 64  # tokens of a segment, on average
 
 
 class Tile(NamedTuple):
-    """Channels of a program, threads that share a channel, states in each, and tokens read at a time."""
+    """Channels of a program, threads that share a channel, states in each, tokens of a chunk, and chunks between the
+    states that are kept."""
 
     channels: int
     groups: int
     states: int
     length: int
+    every: int
 
 
-# By states a channel, up to a power of two. Up to 4 channels a thread, so that they share sums over channels and reads
-# of B and C; 16 states a thread, or 8 in the backward, which holds them and their decays for CHUNK tokens.
-FORWARD = {1: (128, 1, 1), 2: (128, 1, 2), 4: (128, 1, 4), 8: (64, 2, 4), 16: (32, 4, 4), 32: (16, 4, 8), 64: (8, 8, 8)}
-BACKWARD = {1: (128, 1, 1), 2: (128, 1, 2), 4: (64, 2, 2), 8: (32, 4, 2), 16: (16, 4, 4), 32: (8, 8, 4), 64: (4, 8, 8)}
+# By states a channel, up to a power of two. 4 channels a thread, so that they share sums over channels and reads of B
+# and C, and up to 16 states; the backward holds those of a chunk with their decays, so with many its chunks are short.
+FORWARD = {1: (128, 1, 1, 8), 2: (128, 1, 2, 8), 4: (128, 1, 4, 8)}
+BACKWARD = {1: (128, 1, 1, 8), 2: (128, 1, 2, 8), 4: (64, 2, 2, 8)}
 
 
 def choose_tile(states: int, backward: bool) -> Tile:
-    return Tile(*(BACKWARD if backward else FORWARD)[triton.next_power_of_2(states)], CHUNK)
+    padded = triton.next_power_of_2(states)
+    tiles = BACKWARD if backward else FORWARD
+    channels, groups, own, length = tiles.get(padded, (512 // padded, padded // 4, 4, 4 if backward else 8))
+    return Tile(channels, groups, own, length, tokens_between(states) // length)
 
 
 class Call:
@@ -110,9 +114,14 @@ def selective_backward(x, delta, A, B, C, D, initial_state, cu_seqlens, starts, 
         dA = call.empty(s.sequences * segments, s.states, s.channels)
         dB, dC = (call.empty(blocks, *B.shape) for _ in range(2))
         dskip = None if D is None else call.empty(s.sequences * segments, s.channels)
+        held = call.empty(
+            blocks * s.sequences * segments if call.tile.every > 1 else 0,
+            call.tile.every,
+            call.tile.channels * s.states,
+        )
         sums = call.summarise(dy, call.inputs[4])
         call.plan("backward", dfinal is not None)(
-            *call.inputs, call.skip, dy, align(starts), dfinal, dinitial, dx, ddelta, dA, dB, dC, dskip, *sums,
+            *call.inputs, call.skip, dy, align(starts), dfinal, dinitial, dx, ddelta, dA, dB, dC, dskip, *sums, held,
             call.cu_seqlens,
         )  # fmt: skip
     of_model = (A.shape[0], -1)
