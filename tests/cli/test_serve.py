@@ -1,0 +1,117 @@
+"""`linnet serve` as a person starts and stops it."""
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import pytest
+from serving import TEMPLATE, tiny_model
+from typer.testing import CliRunner
+
+from linnet.cli import app
+from linnet.data import ByteTokenizer
+from linnet.runs.model import save_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model folder with a chat template."""
+    model = tiny_model()
+    path = save_model(tmp_path_factory.mktemp("models") / "tiny", model.config, model.state_dict(), ByteTokenizer())
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture
+def started(folder: Path):
+    """started(*options, **environment) starts a server and gives its process, what clients need, and what it said."""
+    processes = []
+
+    def start(*options: str, **environment: str) -> tuple[subprocess.Popen, str, str]:
+        command = [sys.executable, "-m", "linnet", "serve", str(folder), "--port", "0", "--device", "cpu", *options]
+        process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
+        )
+        processes.append(process)
+        said, end = b"", time.monotonic() + 60
+        while not (match := re.search(rb"http://\S+/v1", said)):
+            ready, _, _ = select.select([process.stderr], [], [], max(0, end - time.monotonic()))
+            part = os.read(process.stderr.fileno(), 4096) if ready else b""
+            assert part, said.decode()
+            said += part
+        return process, match[0].decode(), said.decode()
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_serves_a_folder_and_stops_at_sigterm_when_streams_have_ended(started):
+    process, url, _ = started("--slots", "2", "--name", "my/model", LINNET_API_KEY="s3cret")
+    client = openai.OpenAI(base_url=url, api_key="s3cret", max_retries=0)
+    assert client.models.retrieve("my/model").id == "my/model"
+    talk = [{"role": "user", "content": "x"}]
+    assert client.chat.completions.create(model="my/model", messages=talk, max_tokens=3).usage.completion_tokens > 0
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=url, api_key="other", max_retries=0).models.list()
+    ask = {"model": "my/model", "prompt": "x", "max_tokens": 1500, "stream": True}
+    stream = client.completions.create(**ask, extra_body={"ignore_eos": True, "return_token_ids": True})
+    first = next(stream)
+    process.send_signal(signal.SIGTERM)
+    tokens = [t for part in [first, *stream] for t in part.choices[0].token_ids]
+    assert len(tokens) == 1500
+    assert process.wait(30) in (0, -signal.SIGTERM)
+    with pytest.raises(openai.APIConnectionError):
+        client.models.list()
+
+
+def test_streams_longer_than_the_grace_are_told_at_ctrl_c(started):
+    process, url, _ = started("--grace", "0.5")
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    ask = {"model": "tiny", "prompt": "x", "max_tokens": 16384, "stream": True}
+    stream = client.completions.create(**ask, extra_body={"ignore_eos": True})
+    next(stream)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(openai.APIError, match="shutting down"):
+        list(stream)
+    assert process.wait(30) == 0
+    assert b"Traceback" not in process.stderr.read()
+
+
+def test_all_that_is_wrong_with_the_command_line_comes_at_once_and_before_the_model():
+    wrong = ["--port", "70000", "--queue", "-1", "--dtype", "int8", "--api-key", "zwölf", "--max-tokens", "0"]
+    done = CliRunner().invoke(app, ["serve", "nowhere", *wrong])
+    assert done.exit_code == 2
+    for option in ("--port: ", "--queue: ", "--dtype: 'int8'", "--api-key: ", "--max-tokens: "):
+        assert option in done.output
+    assert "zwölf" not in done.output
+
+
+def test_says_which_port_is_in_use_and_which_folder_is_none(folder: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = CliRunner().invoke(app, ["serve", str(folder), "--port", port])
+    assert done.exit_code == 2 and f"port: {port} is in use" in done.output
+    done = CliRunner().invoke(app, ["serve", "nowhere", "--port", "0"])
+    assert done.exit_code == 2 and "nowhere: there is no such folder" in done.output
+    done = CliRunner().invoke(app, ["serve", str(folder), "--host", "no.such.host.invalid"])
+    assert done.exit_code == 2 and "no address of this machine" in done.output
+
+
+def test_warns_of_an_open_door(started):
+    _, url, said = started("--host", "0.0.0.0")
+    assert url.startswith("http://0.0.0.0:") and "set LINNET_API_KEY" in said
+    port = url.rsplit(":", 1)[1].removesuffix("/v1")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    body = client.models.with_raw_response.list().parse().to_json()
+    assert json.loads(body)["data"][0]["id"] == "tiny"
