@@ -1,0 +1,164 @@
+"""The adapter for lm-evaluation-harness, against the harness's own on the exported model, on local tasks."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="needs the extra eval")
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+
+from linnet.data import ByteTokenizer
+from linnet.evaluate.harness import LinnetLM
+from linnet.inference import Engine
+from linnet.models import build_model, family
+
+CHOICE = """
+task: local_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}/choice.jsonl}}}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{question}}}} Answer:"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+TEXT = """
+task: local_text
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}/text.jsonl}}}}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: bits_per_byte}}, {{metric: word_perplexity}}]
+"""
+SAID = """
+task: local_said
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}/said.jsonl}}}}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 6}}
+metric_list: [{{metric: exact_match}}]
+"""
+
+
+def words(generator, count: int) -> str:
+    return " ".join("".join(generator.choice(list("abcdefgh"), 4)) for _ in range(count))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model(family("llama")(64, 2, vocab_size=256), seed=3).eval()
+
+
+@pytest.fixture(scope="module")
+def lm(model):
+    return LinnetLM(Engine(model, ByteTokenizer(), slots=4, context_length=512))
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory, lm):
+    path = tmp_path_factory.mktemp("tasks")
+    generator = np.random.default_rng(0)
+
+    def write(name: str, rows: list[dict]) -> None:
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    questions = [words(generator, 5) for _ in range(24)]
+    choices = [[words(generator, int(generator.integers(1, 4))) for _ in range(3)] for _ in questions]
+    rows = zip(questions, choices, strict=True)
+    write("choice", [{"question": q, "choices": c, "answer": i % 3} for i, (q, c) in enumerate(rows)])
+    write("text", [{"text": words(generator, n)} for n in (3, 40, 11)])
+    said = lm.generate_until([ask(question) for question in questions[:6]])
+    write(
+        "said", [{"question": q, "answer": a} for q, a in zip(questions, [*said[:3], "no", "no", "no"], strict=False)]
+    )
+    for name, text in {"choice": CHOICE, "text": TEXT, "said": SAID}.items():
+        (path / f"{name}.yaml").write_text(text.format(path=path))
+    return path
+
+
+def ask(question: str) -> Instance:
+    return Instance("generate_until", {}, (question, {"until": ["\n"], "max_gen_toks": 6}), 0)
+
+
+def evaluate(lm, folder) -> dict:
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    names = ["local_choice", "local_text", "local_said"]
+    found = simple_evaluate(lm, tasks=names, task_manager=manager, bootstrap_iters=0, log_samples=False)["results"]
+    return {
+        (task, metric): value
+        for task, values in found.items()
+        for metric, value in values.items()
+        if isinstance(value, float) and "stderr" not in metric
+    }
+
+
+def test_metrics_are_those_of_the_harness_s_own_adapter(lm, tasks, tmp_path, model):
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import linnet.hf  # noqa: F401  (registers the classes)
+    from linnet.hf import export
+    from linnet.runs.model import save_model
+
+    save_model(tmp_path / "linnet", model.config, build_model(model.config, seed=3).state_dict(), ByteTokenizer())
+    export(tmp_path / "linnet", tmp_path / "hf")
+    theirs = HFLM(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "hf"),
+        tokenizer=AutoTokenizer.from_pretrained(tmp_path / "hf"),
+        batch_size=8,
+        max_length=512,
+    )
+    expected, found = evaluate(theirs, tasks), evaluate(lm, tasks)
+    assert found.keys() == expected.keys() and len(found) >= 5
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value, rel=1e-3), key
+    assert found["local_said", "exact_match,none"] >= 0.5
+    assert 0 < found["local_choice", "acc,none"] < 1
+
+
+def test_rolling_texts_by_the_state_and_in_windows(lm, model):
+    text = words(np.random.default_rng(1), 30)
+    request = [Instance("loglikelihood_rolling", {}, (text,), 0)]
+    [whole] = lm.loglikelihood_rolling(request)
+    ids = torch.tensor([[0, *text.encode()]])
+    logs = model(ids[:, :-1])[0].log_softmax(-1).gather(-1, ids[:, 1:, None])
+    assert whole == pytest.approx(logs.sum().item(), rel=1e-5)
+    [windows] = LinnetLM(lm.engine, max_length=32).loglikelihood_rolling(request)
+    assert windows != pytest.approx(whole, rel=1e-6)
+    assert LinnetLM(lm.engine, max_length=4096).loglikelihood_rolling(request) == pytest.approx([whole], rel=1e-5)
+    assert lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("",), 0)]) == [0.0]
+
+
+def test_what_is_too_long_loses_its_beginning_with_a_warning(lm, caplog):
+    short = LinnetLM(lm.engine, max_length=20)
+    with caplog.at_level(logging.WARNING):
+        found = short._loglikelihood_tokens([(("", ""), list(range(1, 40)), [5, 6])])
+    assert "a context of 39 tokens is cut to its last 19" in caplog.text
+    assert found == lm._loglikelihood_tokens([(("", ""), list(range(21, 40)), [5, 6])])
+    assert short.generate_until([ask("x" * 100)]) == lm.generate_until([ask("x" * 15)])
+
+
+def test_generation_ends_before_its_stop(lm):
+    [text] = lm.generate_until([Instance("generate_until", {}, ("ab", {"max_gen_toks": 12}), 0)])
+    stop = text[4:6]
+    options = {"until": stop, "max_gen_toks": 12, "do_sample": False, "temperature": 0.7}
+    [cut] = lm.generate_until([Instance("generate_until", {}, ("ab", options), 0)])
+    assert cut == text[: text.index(stop)]
+
+
+def test_a_model_without_a_tokenizer():
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        LinnetLM(Engine(build_model(family("tnl")(32, 1, vocab_size=256))))
