@@ -24,7 +24,7 @@ from linnet.inference.precision import lower_precision
 from linnet.models import CausalLM, ModelConfig, ModelState
 
 FILL = "max"  # a batch: as many as the memory holds
-_AT_A_TIME = 65_536  # tokens of a batch of prompts that are read in one piece
+_AT_A_TIME = 16_384  # tokens of a batch of prompts that are read in one piece
 
 
 @dataclass(frozen=True)
