@@ -50,7 +50,7 @@ def create_app(service: Service) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
         yield
-        await asyncio.to_thread(service.close)
+        await service.close()
 
     app = FastAPI(
         title="Linnet",

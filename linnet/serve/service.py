@@ -45,11 +45,11 @@ class Service:
         self._hub = Hub(asyncio.get_running_loop(), self._ended)
         self.worker = Worker(self.engine)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ends what runs and the engine's thread."""
         self.closing = True
         self.end_calls()
-        self.worker.close()
+        await asyncio.to_thread(self.worker.close)
 
     def end_calls(self) -> None:
         """Ends every response with an error: the server goes."""

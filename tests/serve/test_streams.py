@@ -114,6 +114,15 @@ def test_client_that_does_not_read_loses_its_slot_and_holds_nobody():
         idle.close()
 
 
+def test_client_too_far_behind_is_told_when_it_reads():
+    with serve(slots=1, stream_backlog=50, send_buffer=4096) as running:
+        slow = running.connect(receive_buffer=4096, **ENDLESS, logprobs=20)
+        assert wait_for(lambda: running.service.live == 0)
+        assert running.post(prompt="x", max_tokens=2).status == 200
+        assert b'"slow_client"' in read_until(slow, b"slow_client")
+        slow.close()
+
+
 def test_reader_who_catches_up_loses_nothing():
     with serve(slots=1, send_buffer=4096) as running:
         tokens = expected(running, 1500)
