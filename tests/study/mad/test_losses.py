@@ -1,0 +1,113 @@
+"""What is lost when a disk is full or a worker is killed: nothing that has ended. Real disks, real signals."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+RUNS = 6
+
+
+def command(out):
+    options = {
+        "--tasks": "memorization",
+        "--settings": "baseline",
+        "--state": "0",
+        "--seed": "0,1,2",
+        "--device": "cpu",
+    }
+    options |= {"--executor": "local", "--workers": "1", "--out": str(out)}
+    model = ["attention+swiglu", "--set", "d_model=32", "--set", "options={swiglu: {inner: 16}}", "--no-report"]
+    return [sys.executable, "-m", "linnet", "mad", "run", *model, *(part for pair in options.items() for part in pair)]
+
+
+def start(out):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command(out), env=environment, **pipes)
+
+
+def results(out):
+    return {path: path.stat().st_mtime_ns for path in out.glob("runs/*/result.json")}
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Gives a folder that is a disk of its own, of some size, and a way to make it larger."""
+    if os.geteuid() != 0 or sys.platform != "linux":
+        pytest.skip("mounting a small disk needs root on Linux")
+    place = tmp_path / "disk"
+    place.mkdir()
+
+    def mount(size, *flags):
+        options = ",".join((*flags, f"size={size}"))
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True)
+        if done.returncode:
+            pytest.skip(f"a small disk cannot be mounted: {done.stderr.decode().strip()}")
+        return place
+
+    yield mount
+    subprocess.run(["umount", str(place)], capture_output=True)
+
+
+def test_a_full_disk_loses_no_run_that_has_ended(disk):
+    out = disk("40k") / "mad"
+    process = start(out)
+    said = process.communicate(timeout=240)[0]
+    before = results(out)
+    assert process.returncode == 2 and "the disk is full; free some space" in said and "Traceback" not in said
+    assert 0 < len(before) < RUNS
+    disk("8m", "remount")
+    process = start(out)
+    said = process.communicate(timeout=240)[0]
+    after = results(out)
+    assert process.returncode == 0, said
+    assert len(after) == RUNS and {path: after[path] for path in before} == before
+    assert f"{len(before)} of {RUNS} runs are done" in said
+
+
+def test_a_killed_worker_and_a_killed_command_lose_no_run_that_has_ended(tmp_path):
+    out = tmp_path / "mad"
+    process = start(out)
+    wait_for(out, 1, process)
+    before = results(out)
+    os.kill(worker_of(process.pid), signal.SIGKILL)  # its run is tried again, by another worker
+    wait_for(out, len(before) + 2, process)
+    process.kill()  # and now the command itself, which no one can catch
+    process.communicate(timeout=60)
+    between = results(out)
+    assert {path: between[path] for path in before} == before
+
+    process = start(out)
+    said = process.communicate(timeout=240)[0]
+    after = results(out)
+    assert process.returncode == 0, said
+    assert len(after) == RUNS and {path: after[path] for path in between} == between
+    assert not list(out.rglob("error.txt")) and (out / "mad.csv").read_text().count("\n") == RUNS + 1
+
+
+def wait_for(out, number, process):
+    deadline = time.monotonic() + 120
+    while len(results(out)) < number:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def worker_of(parent):
+    """The process that trains: the child of the command that was started to serve jobs."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+            text = (path.parent / "cmdline").read_text()
+        except OSError:
+            continue
+        if int(fields[1]) == parent and "spawn_main" in text:
+            found.append(int(path.parent.name))
+    assert len(found) == 1
+    return found[0]
