@@ -29,8 +29,8 @@ class Call:
 
     @property
     def open(self) -> bool:
-        """Whether `take` has or will have something to give."""
-        return self.running > 0 or bool(self._pieces)
+        """Whether `take` has or will have something to give, if only a failure."""
+        return self.running > 0 or bool(self._pieces) or self.failure is not None
 
     def push(self, index: int, piece: Piece) -> None:
         """Keeps a piece of choice `index`; a client too far behind loses the rest."""
