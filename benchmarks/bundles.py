@@ -7,7 +7,7 @@ A bundle is `--members` models of an architecture (a recipe, or a layout with MA
 in bfloat16 autocast on `--batch` sequences of `--length` random tokens, as `linnet mad run` trains it. Forms:
 
     eager      every kernel launched by the host
-    graph      a step as one CUDA graph
+    graph      a step as one CUDA graph: what `linnet mad run` does
     compiled   `torch.compile`, then a CUDA graph
 
 `alone` is one model after another without any of it, with PyTorch's fused AdamW: the time of a step of one model.
@@ -60,7 +60,7 @@ GATE_STEPS, GATE = 8, 0.03  # nats: the losses start near 3, and bfloat16 moves 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--forms", nargs="+", default=["graph", "compiled"], choices=FORMS)
+    parser.add_argument("--forms", nargs="+", default=["graph"], choices=FORMS)
     parser.add_argument("--members", type=int, nargs="+", default=[24])
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--length", type=int, default=128)
