@@ -143,3 +143,22 @@ def test_no_value_of_any_key_is_a_crash(kind):
             with torch.device("meta"):
                 assert CausalLM(plan.model).state_dict().keys() == plan.parts.keys(), (key, value)
     assert plans > 10
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"d_model": 1 << 70},
+        {"d_model": 1 << 40},
+        {"vocab_size": 1 << 62},
+        {"layout": "tnl+sglu x1000000000000"},
+        {"layout": "(" * 5000},
+        {"layout": 3},
+        {"options": []},
+    ],
+)
+def test_an_export_that_was_tampered_with(change, tmp_path):
+    model = {"d_model": 32, "layout": "tnl+sglu x2", "options": {"tnl": {"num_heads": 2}}, **change}
+    folder = write_folder(tmp_path / "source", {"model_type": "linnet", "model": model}, {"x": torch.zeros(1)})
+    with pytest.raises(ConfigError):
+        hf.convert(folder, tmp_path / "out")
