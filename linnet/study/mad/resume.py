@@ -1,6 +1,6 @@
 """The checkpoint of a bundle, in the folder of its first run: a bundle that was killed goes on from it, exactly.
 
-It is written after an epoch, where the last one is some minutes old, and holds what `Ensemble.state` and `Watch.state`
+It is written after an epoch, where the last one is a minute old, and holds what `Ensemble.state` and `Watch.state`
 give. Batches follow from seed and epoch, so this is all there is. A bundle of other runs does not read it.
 """
 
@@ -13,7 +13,7 @@ from linnet.runs import RunFolder, checkpoint
 from linnet.study.mad.training import Watch
 from linnet.train.ensemble import Ensemble
 
-SECONDS = 120.0  # of training that a kill may cost
+SECONDS = 60.0  # of training that a kill may cost
 
 
 class BundleCheckpoint:
