@@ -5,7 +5,8 @@ order whatever its neighbours are, and one graph serves all the time.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,11 @@ from torch import Tensor
 from linnet.inference.sampling import Chosen, Knobs, choose, choose_greedy
 from linnet.models import CausalLM, ModelState
 
-PLAIN, SAMPLED, TOLD = "plain", "sampled", "told"  # what `choose` has to do: the likeliest, as asked, with logprobs
+KINDS = PLAIN, SAMPLED, TOLD = (
+    "plain",
+    "sampled",
+    "told",
+)  # what `choose` has to do: the likeliest, as asked, with logprobs
 
 
 class Decoder:
@@ -35,7 +40,9 @@ class Decoder:
         device: torch.device,
         graphs: bool = True,
         compile: bool = False,
+        kinds: Sequence[str] = KINDS,
     ):
+        """`kinds`: ways of choosing that may be asked for; each takes some memory of the size of the logits."""
         self.slots, self.vocab, self.device = slots, vocab, device
         self.states = model.init_state(slots, context_length, device)
         self._names = [(layer, name) for layer, state in self.states.items() for name in state]
@@ -48,10 +55,10 @@ class Decoder:
         self._model_step = torch.compile(model.step, dynamic=False) if compile else model.step
         self.graphs = graphs and device.type == "cuda"
         self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
-        self._choices: dict[str, Callable[[], None]] = {}
         self._chosen: dict[str, Chosen] = {}
         self._host: dict[str, tuple[Tensor | None, ...]] = {}
         self.advance = self._captured(self._advance)
+        self._choices = {kind: self._captured(partial(self._choose, kind)) for kind in kinds}
 
     def insert(self, slot: int, states: ModelState, logits: Tensor) -> None:
         """Puts sequences into slots from `slot` on: their states, and the logits [n, vocab] of their next tokens."""
@@ -61,12 +68,6 @@ class Decoder:
 
     def choose(self, kind: str) -> Callable[[], tuple[list, ...]]:
         """Chooses a token for every slot; the result waits for them and returns what `Chosen` holds, as lists."""
-        if kind not in self._choices:
-            # Drawing counts tokens, and a capture is preceded by a rehearsal: the counts must not see it.
-            before = [self.knobs.drawn.clone(), self.knobs.seen.clone()]
-            self._choices[kind] = self._captured(lambda: self._choose(kind))
-            for now, then in zip((self.knobs.drawn, self.knobs.seen), before, strict=True):
-                now.copy_(then)
         self._choices[kind]()
         chosen = self._chosen[kind]
         if self.device.type != "cuda":

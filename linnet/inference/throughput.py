@@ -89,8 +89,8 @@ class Linnet:
             self._decoder = None
             if batch == 1 and not self._plain:
                 serve_rows(self._model)
-            graphs = not self._plain
-            made = Decoder(self._model, batch, self.vocab_size, context, self.device, graphs=graphs)
+            shape = (batch, self.vocab_size, context, self.device)
+            made = Decoder(self._model, *shape, graphs=not self._plain, kinds=(PLAIN,))
             self._decoder = (batch, context), made
         return self._decoder[1]
 
