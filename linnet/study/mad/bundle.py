@@ -6,6 +6,7 @@ at one setting, its seeds, and settings that differ in their data alone. If memo
 
 import gc
 import math
+import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +32,7 @@ from linnet.train.ensemble import Ensemble, cosine
 from linnet.train.stop import Stop, graceful_stop
 
 DONE, DIVERGED = "done", "diverged"
+PATIENCE = 5.0  # seconds after which an epoch is not waited for when a bundle is asked to stop
 SHAPE = (
     "architecture model autoencoder answers input_length train_samples held_out epochs batch_size training".split()
 )  # keys of a run's configuration; those that it does not have count as one
@@ -134,10 +136,10 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
         begin = checkpoint.load()
         records = [folder.record(keep=begin) for folder in folders]
         for epoch in range(begin, epochs):
-            losses = torch.zeros(len(runs), device=device)
+            losses, began = torch.zeros(len(runs), device=device), time.monotonic()
             for rows in _batches(runs, epoch, samples, batch_size, device):
                 losses += ensemble.step(*data["train"].take(rows)) * rows.shape[-1] / samples
-                if stop.signal is not None:
+                if stop.signal is not None and time.monotonic() - began > PATIENCE:
                     stop.end()
             factor = 1.0 if form.constant else cosine(epoch, epochs)
             row = {"epoch": epoch + 1, "flops": flops * (epoch + 1) / epochs, "factor": factor}
@@ -146,7 +148,9 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
             if watch.look(epoch + 1) or not bool(ensemble.alive.any()):
                 break
             if epoch + 1 < epochs:
-                checkpoint.keep(epoch + 1)
+                checkpoint.keep(epoch + 1, at_once=stop.signal is not None)
+                if stop.signal is not None:
+                    stop.end()
         counted, diverged = watch.end(epoch + 1), ensemble.diverged_at()
         shared = {"parameters": sum(p.numel() for p in model.parameters()), "steps": steps, "bundle": len(runs)}
         shared |= payload["common"]

@@ -1,7 +1,8 @@
 """The checkpoint of a bundle, in the folder of its first run: a bundle that was killed goes on from it, exactly.
 
-It is written after an epoch, where the last one is a minute old, and holds what `Ensemble.state` and `Watch.state`
-give. Batches follow from seed and epoch, so this is all there is. A bundle of other runs does not read it.
+It is written after an epoch, where the last one is a minute old or the bundle is asked to stop, and holds what
+`Ensemble.state` and `Watch.state` give. Batches follow from seed and epoch, so this is all there is. A bundle of other
+runs does not read it.
 """
 
 import shutil
@@ -36,9 +37,9 @@ class BundleCheckpoint:
         self._watch.load_state(tensors["watch"])
         return meta["epoch"]
 
-    def keep(self, epoch: int) -> None:
+    def keep(self, epoch: int, at_once: bool = False) -> None:
         """After `epoch` epochs: writes a checkpoint if it is time. Raises `CheckpointError` where the disk is full."""
-        if time.monotonic() - self._last < SECONDS:
+        if time.monotonic() - self._last < SECONDS and not at_once:
             return
         tensors = {"ensemble": self._ensemble.state(), "watch": self._watch.state()}
         meta = {"runs": self._runs, "epoch": epoch}

@@ -7,6 +7,8 @@ import errno
 import io
 import json
 import math
+import os
+import signal
 
 import pytest
 import torch
@@ -154,6 +156,24 @@ def test_a_killed_bundle_goes_on_from_its_checkpoint_exactly(models, tmp_path, m
         assert (tmp_path / "killed" / "runs" / path.name / "metrics.jsonl").read_text() == (
             path / "metrics.jsonl"
         ).read_text()
+
+
+def test_a_bundle_that_is_asked_to_stop_ends_its_epoch_and_loses_nothing(models, tmp_path, monkeypatch):
+    go(models, tmp_path / "whole", tasks=["memorization"], bundle=4)
+    step, made = Ensemble.step, []
+
+    def asked(self, tokens, targets):
+        made.append(self.step_number)
+        if len(made) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, tokens, targets)
+
+    monkeypatch.setattr(Ensemble, "step", asked)
+    with pytest.raises(KeyboardInterrupt):
+        go(models, tmp_path / "stopped", tasks=["memorization"], bundle=4)
+    assert made == [0, 1, 2]
+    go(models, tmp_path / "stopped", tasks=["memorization"], bundle=4)
+    assert made == [0, 1, 2, 3, 4, 5] and results(tmp_path / "stopped") == results(tmp_path / "whole")
 
 
 def test_a_stop_and_a_full_disk_keep_what_has_ended(models, tmp_path, monkeypatch):
