@@ -131,7 +131,7 @@ def edges_kernel(
     if HAS_ENTRY and not SPLIT:
         reference, mass = start(entry_z + nh.to(tl.int64) * K + i, i < K)
     for chunk in tl.range(first, last, num_stages=STAGES):
-        move = (begin * 0 + chunk) * (C * H)
+        move = begin * 0 + chunk * C * H
         tk = load_tile(k + move * K, keys, t, i, length - chunk * C, -float("inf"), K, K % BC != 0, EVEN).to(tl.float32)
         top = tl.maximum(reference, tl.max(tk, 0))
         mass *= tl.exp2((reference - top) * LOG2_E)
@@ -271,7 +271,7 @@ def values_kernel(
             chunk = last - 1 - (x - first)
         else:
             chunk = x
-        move = (begin * 0 + chunk) * (C * H)
+        move = begin * 0 + chunk * C * H
         left = length - chunk * C
         tk = load_tile(k + move * K, keys, t, i, left, -float("inf"), K, PK != K, EVEN).to(tl.float32)
         tc = load_tile(c + move * V, values, t, j, left, 0.0, V, V % BC != 0, EVEN).to(OPERAND)

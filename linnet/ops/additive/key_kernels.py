@@ -123,7 +123,7 @@ def keys_kernel(
             chunk = last - 1 - (x - first)
         else:
             chunk = x
-        move = (begin * 0 + chunk) * (C * H)
+        move = begin * 0 + chunk * C * H
         left = length - chunk * C
         at = edge + (chunk + g) * (2 * H * K)
         tk = load_tile(k + move * K, keys, t, i, left, -float("inf"), K, K % BC != 0, EVEN).to(tl.float32)

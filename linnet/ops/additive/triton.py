@@ -91,7 +91,7 @@ def backward(
     with torch.cuda.device_of(q):
         if not causal:
             return _backward_whole(call, do, dS, dz, S_end, z, theta)
-        sweep = hopper_launch.backward if hopper_launch.suits(call) else _backward_causal
+        sweep = hopper_launch.backward if hopper_launch.suits(call, backward=True) else _backward_causal
         *gradients, dS_start, dz_start = sweep(call, do, dS, dz, S, z, S_end, theta)
         if S is not None:
             share = (S * dS_start).sum(-1)
@@ -144,4 +144,6 @@ def _supports(q: Tensor, k: Tensor, v: Tensor, theta: Tensor | None, *more: Tens
     if theta is not None and theta.dtype == torch.float64:
         return False
     widths = (q.shape[-1] * (1 if theta is None else 2), v.shape[-1])
+    if q.shape[1] * q.shape[2] >= 2**31:  # the kernels count a sequence's rows in 32 bits
+        return False
     return alike and q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0 and all(8 <= width <= 256 for width in widths)

@@ -38,7 +38,7 @@ def sum_products_kernel(
         state2 = tl.zeros([PK, BC], tl.float32)
         frequency = tl.load(theta + h * K + i, mask=i < K, other=0.0)[None, :]
     for chunk in tl.range(g * per, tl.minimum((g + 1) * per, chunks), num_stages=STAGES):
-        move = (begin * 0 + chunk) * (C * H)
+        move = begin * 0 + chunk * C * H
         left = length - chunk * C
         tq = load_tile(q + move * K, t[:, None] * (H * K) + i[None, :], t, i, left, 0.0, K, PK != K, EVEN)
         tc = load_tile(do + move * V, t[:, None] * (H * V) + j[None, :], t, j, left, 0.0, V, V % BC != 0, EVEN)
@@ -150,7 +150,7 @@ def use_values_kernel(
     if SOFTMAX:
         shift = tl.maximum(tl.load(z + nh.to(tl.int64) * K + i, mask=i < K, other=0.0), NOTHING)
     for chunk in tl.range(g * per, tl.minimum((g + 1) * per, chunks), num_stages=STAGES):
-        move = (begin * 0 + chunk) * (C * H)
+        move = begin * 0 + chunk * C * H
         left = length - chunk * C
         tx = load_tile(x + move * K, t[:, None] * (H * K) + i[None, :], t, i, left, -float("inf") if SOFTMAX else 0.0,
                        K, PK != K, EVEN)  # fmt: skip
@@ -213,7 +213,7 @@ def use_keys_kernel(
         shift = tl.maximum(tl.load(z + nh.to(tl.int64) * K + i, mask=narrow, other=0.0), NOTHING)
         fall = tl.load(decline + nh.to(tl.int64) * K + i, mask=narrow, other=0.0)
     for chunk in tl.range(g * per, tl.minimum((g + 1) * per, chunks), num_stages=STAGES):
-        move = (begin * 0 + chunk) * (C * H)
+        move = begin * 0 + chunk * C * H
         left = length - chunk * C
         tx = load_tile(x + move * V, t[:, None] * (H * V) + j[None, :], t, j, left, 0.0, V, PV != V, EVEN).to(OPERAND)
         grad = tl.dot(tx, tl.trans(state), input_precision=PRECISION)
