@@ -63,15 +63,19 @@ def _fetch3(d0, d1, d2, row, i0, i1, i2, s0, s1, s2, barriers, slot, wanted, BYT
 
 @gluon.jit
 def hopper_values_kernel(
-    q, k, c, o, entry, entry_z, leave, leave_z, edges, scale, T, N, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    C: gl.constexpr, BC: gl.constexpr, REVERSE: gl.constexpr, HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr,
-    S: gl.constexpr,
+    q, k, c, o, entry, entry_z, leave, leave_z, sums, sums_z, edges, scale, T, N, G, H: gl.constexpr, K: gl.constexpr,
+    V: gl.constexpr, C: gl.constexpr, BC: gl.constexpr, REVERSE: gl.constexpr, HAS_ENTRY: gl.constexpr,
+    HAS_LEAVE: gl.constexpr, SPLIT: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """o from c = v, or (REVERSE) dv from c = do. A program has BC columns of V of one head, turned: [BC, K]."""
+    """o from c = v, or (REVERSE) dv from c = do. A program has BC columns of V of one head, turned: [BC, K].
+
+    SPLIT, which cannot be reversed: of one of G segments; `sums`, `sums_z` are those of each from zero.
+    """
     W: gl.constexpr = BC // 16
     BLOCKS: gl.constexpr = V // BC
     block = gl.program_id(0) % BLOCKS
-    nh = gl.program_id(0) // BLOCKS
+    g = gl.program_id(0) // BLOCKS % G
+    nh = gl.program_id(0) // (BLOCKS * G)
     n, h = nh // H, nh % H
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
     COLUMNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BC], gl.bfloat16)
@@ -97,8 +101,10 @@ def hopper_values_kernel(
     barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(S):
         mbarrier.init(barriers.index(slot), count=1)
-    chunks = T // C
-    row = n * T
+    whole = T // C
+    per = gl.cdiv(whole, G)
+    chunks = gl.minimum(per, whole - g * per)
+    row = n * T + g * per * C
     hop = C
     if REVERSE:
         row = n * T + T - C
@@ -139,7 +145,19 @@ def hopper_values_kernel(
             reference, mass = _start(gl.load(entry_z + nh.to(gl.int64) * K + i))
             state *= gl.convert_layout(mass, ACROSS)[None, :]
 
-    # The first chunk's keys, queries and scores.
+    if SPLIT:
+        for past in range(0, g):
+            at = nh.to(gl.int64) * G + past
+            z = gl.load(sums_z + at * K + i) * LOG2_E
+            top = gl.maximum(reference, z - SHIFT)
+            keep = gl.exp2(reference - top)
+            take = gl.exp2(z - top)
+            mass = mass * keep + take
+            reference = top
+            piece = gl.load(sums + at * (K * V) + across[None, :] * V + j[:, None])
+            state = state * gl.convert_layout(keep, ACROSS)[None, :] + piece * gl.convert_layout(take, ACROSS)[None, :]
+
+    # The keys and queries of the first chunk.
     mbarrier.wait(barriers.index(0), 0)
     raw = _turn(sk.index(0), OUT, OPERAND)
     if not REVERSE:
@@ -219,7 +237,9 @@ def hopper_values_kernel(
         phase = next_phase
     tma.store_wait(0)
     if HAS_LEAVE:
-        gl.store(leave + place, state * gl.convert_layout(_invert(mass), ACROSS)[None, :])
-        if block == 0:
+        factor = gl.convert_layout(_invert(mass), ACROSS)[None, :]
+        if g * per + chunks == whole:
+            gl.store(leave + place, state * factor)
+        if (g * per + chunks == whole) & (block == 0):
             z = gl.where(mass > 0, (reference + gl.log2(gl.where(mass > 0, mass, 1.0))) * LN_2, -float("inf"))
             gl.store(leave_z + nh.to(gl.int64) * K + i, z)

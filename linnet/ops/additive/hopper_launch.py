@@ -1,22 +1,24 @@
 """How the kernels for Hopper GPUs are launched, and for which calls they are.
 
-They want bfloat16, widths of 64 or 128, sequences of whole chunks, no documents, no LRPE, and (if causal) heads enough
-to fill the GPU. `linnet.ops.additive.triton` says what they compute.
+They want bfloat16, widths of 64 or 128 (with LRPE: causal, keys of 128), sequences of whole chunks, no documents, and
+(but for forwards without LRPE) heads enough to fill the GPU. `linnet.ops.additive.triton` says what they compute.
 """
 
-import functools
-from typing import NamedTuple
-
 import torch
+import triton
 from torch import Tensor
 
 from linnet.ops.additive.launch import Call
-from linnet.ops.launching import Launcher, align, count_processors
+from linnet.ops.launching import align, count_processors, launch
 
 try:
-    from linnet.ops.additive import hopper, hopper_keys, hopper_whole
+    from linnet.ops.additive.hopper import hopper_values_kernel
+    from linnet.ops.additive.hopper_keys import hopper_keys_kernel, hopper_queries_kernel
+    from linnet.ops.additive.hopper_turned import hopper_turned_kernel
+    from linnet.ops.additive.hopper_turned_keys import hopper_turned_keys_kernel, hopper_turned_queries_kernel
+    from linnet.ops.additive.hopper_whole import hopper_product_kernel, hopper_sums_kernel
 except ImportError:  # a Triton without Gluon
-    hopper = hopper_keys = hopper_whole = None
+    hopper_values_kernel = None
 
 CHUNK = 64
 WIDTHS = (64, 128)
@@ -24,103 +26,136 @@ WIDTHS = (64, 128)
 LEAST = 0.45
 
 
-def suits(call: Call, causal: bool = True) -> bool:
-    """Whether these kernels take a call."""
+def suits(call: Call, causal: bool = True, backward: bool = False) -> bool:
+    """Whether these kernels take a call. Only the plain forward is split into segments where heads are few."""
     q, V = call.q, call.v.shape[3]
     B, T, H, K = q.shape
-    if hopper is None or not q.is_cuda or q.dtype != torch.bfloat16 or call.cu_seqlens is not None:
+    if hopper_values_kernel is None or not q.is_cuda or q.dtype != torch.bfloat16 or call.cu_seqlens is not None:
         return False
-    if call.theta is not None or T == 0 or T % CHUNK or K not in WIDTHS or V not in WIDTHS:
+    if T == 0 or T % CHUNK or K not in WIDTHS or V not in WIDTHS or (call.theta is not None and K != 128):
         return False
     if torch.cuda.get_device_capability(q.device)[0] != 9:
         return False
-    return not causal or B * H >= LEAST * count_processors(q.device)
+    if not causal:
+        return call.theta is None
+    return not (backward or call.theta is not None) or B * H >= LEAST * count_processors(q.device)
 
 
 def forward(call: Call, S: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """o and the final state."""
-    call, S, z = _align(call), align(S), align(z)
+    call = _align(call)
     o = torch.empty_like(call.v)
     leave = call.empty_state()
-    plan = _plan(call.q.shape, call.v.shape[3], call.q.device, S is not None, False)
-    plan.values(call.q, call.k, call.v, o, S, z, *leave, None, call.scale)
+    segments, sums = 1, (None, None)
+    if call.theta is None:
+        segments = count_segments(call)
+        if segments > 1:
+            sums = _sum(call, segments, segments - 1)
+    _values(call, call.v, o, (align(S), align(z)), leave, sums, segments, None)
     return o, *leave
 
 
 def backward(
     call: Call, do: Tensor, dS: Tensor | None, dz: Tensor | None, S: Tensor | None, z: Tensor | None, S_end: Tensor,
-    theta: None,
+    theta: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients to q, k, v, theta and the initial state, but for what the state itself gives to z."""
     call = _align(call)
     do, dS, dz, S, z, S_end = (align(x) for x in (do, dS, dz, S, z, S_end))
-    B, T, H, K = call.q.shape
-    dq, dk, dv = (torch.empty_like(x) for x in (call.q, call.k, call.v))
+    q, k, v, scale = call.q, call.k, call.v, call.scale
+    B, T, H, K = q.shape
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     leave = call.empty_state()
     edges = call.blank.new_empty(B, T // CHUNK + 1, H, 2, K)
-    plan = _plan(call.q.shape, call.v.shape[3], call.q.device, S is not None, dS is not None)
-    plan.dq(call.k, call.v, do, dq, S, z, edges, call.scale)
-    plan.dk(call.q, call.k, call.v, do, dq, dk, dS, dz, S_end, *leave, edges, call.scale)
-    plan.dv(call.q, call.k, do, dv, dS, None, None, None, edges, call.scale)
-    return dq, dk, dv, call.blank.new_empty(0), *leave
+    dtheta = call.empty_slopes(1)
+    if theta is None:
+        columns = _columns(call)
+        programs, options = B * H * (K // columns), {"scratch": True, "num_warps": columns // 16}
+        sizes = (*_sizes(call), columns)
+        launch(hopper_queries_kernel, programs, (k, v, do, dq, S, z, edges), (scale,), (*sizes, S is not None, 3),
+               **options)  # fmt: skip
+        launch(hopper_keys_kernel, programs, (q, k, v, do, dq, dk, dS, dz, S_end, *leave, edges), (scale,),
+               (*sizes, dS is not None, True, 2), **options)  # fmt: skip
+    else:
+        programs, options = B * H * (K // 64), {"scratch": True, "num_warps": 8}
+        sizes = (*_sizes(call), call.positions is not None)
+        more = (edges, call.theta, dtheta[0], call.positions)
+        launch(hopper_turned_queries_kernel, programs, (q, k, v, do, dq, S, z, *more), (scale,),
+               (*sizes, S is not None), **options)  # fmt: skip
+        more = (S_end, *leave, edges, call.theta, dtheta[1], call.positions)
+        launch(hopper_turned_keys_kernel, programs, (q, k, v, do, dq, dk, dS, dz, *more), (scale,),
+               (*sizes, dS is not None), **options)  # fmt: skip
+    _values(call, do, dv, (dS, None), (None, None), (None, None), 1, edges)
+    return dq, dk, dv, call.sum_slopes(dtheta, 1, theta), *leave
 
 
 def forward_whole(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """o, S and z without causality."""
+    """o, S and z without causality, in as many segments as give a multiprocessor two programs, of four chunks each."""
     call = _align(call)
-    q, k, v = call.q, call.k, call.v
-    launch_sums, launch_product, segments = _plan_whole(q.shape, v.shape[3], q.device)
+    q, v = call.q, call.v
+    B, T, H, K = q.shape
+    segments = max(1, min(2 * count_processors(q.device) // (B * H), T // CHUNK // 4))
     o = torch.empty_like(v)
-    sums = call.empty_state(segments)
-    launch_sums(k, v, *sums)
+    sums = _sum(call, segments, segments)
     S, z = (x.squeeze(2) for x in sums) if segments == 1 else call.combine(segments, sums)
-    launch_product(q, o, S, call.scale)
+    constants = (T, B, segments, H, K, v.shape[3], CHUNK, 3)
+    launch(hopper_product_kernel, B * H * segments, (q, o, S), (call.scale,), constants, scratch=True, num_warps=4)
     return o, S, z
 
 
-class Plan(NamedTuple):
-    """The launches of the causal sweeps."""
+def count_segments(call: Call) -> int:
+    """Of the forward: as many as fill the GPU, a program of 8 or two of 4 warps a multiprocessor, of 8 chunks each."""
+    B, T, H, K = call.q.shape
+    width = choose_columns(K, call.v.shape[3])
+    programs = B * H * (call.v.shape[3] // width)
+    segments = max(1, min(count_processors(call.q.device) * 128 // width // programs, T // CHUNK // 8))
+    return triton.cdiv(T // CHUNK, triton.cdiv(T // CHUNK, segments))  # none empty
 
-    values: Launcher
-    dq: Launcher
-    dk: Launcher
-    dv: Launcher
 
-
-def choose_columns(K: int, V: int, programs: int, processors: int) -> int:
+def choose_columns(K: int, V: int, programs: int = 1 << 30, processors: int = 1) -> int:
     """Columns of the state that a program has: all, if there are programs enough."""
     return 128 if K == V == 128 and programs >= 0.9 * processors else 64
 
 
-@functools.lru_cache(1024)
-def _plan(shape: torch.Size, V: int, device: torch.device, entry: bool, gradient: bool) -> Plan:
-    B, T, H, K = shape
-    columns = choose_columns(K, V, B * H, count_processors(device))
-
-    def prepare(kernel, width, *constants):
-        constants = (T, B, H, K, V, CHUNK, columns, *constants)
-        return Launcher(kernel, B * H * (width // columns), constants, scratch=True, num_warps=columns // 16)
-
-    return Plan(
-        prepare(hopper.hopper_values_kernel, V, False, entry, True, 3),
-        prepare(hopper_keys.hopper_queries_kernel, K, entry, 3),
-        prepare(hopper_keys.hopper_keys_kernel, K, gradient, True, 2),
-        prepare(hopper.hopper_values_kernel, V, True, gradient, False, 3),
-    )
+def _sum(call: Call, segments: int, count: int) -> tuple[Tensor, Tensor]:
+    """Normalised state and log-sum of the first `count` segments."""
+    B, T, H, K = call.q.shape
+    sums = call.empty_state(segments)
+    constants = (T, B, segments, count, H, K, call.v.shape[3], CHUNK, 3)
+    launch(hopper_sums_kernel, B * H * count, (call.k, call.v, *sums), (), constants, scratch=True, num_warps=K // 16)
+    return sums
 
 
-@functools.lru_cache(1024)
-def _plan_whole(shape: torch.Size, V: int, device: torch.device) -> tuple[Launcher, Launcher, int]:
-    """The two launches, and the segments of a sequence: two programs a multiprocessor, but four chunks each."""
-    B, T, H, K = shape
-    segments = max(1, min(2 * count_processors(device) // (B * H), T // CHUNK // 4))
-    constants = (T, B, segments, H, K, V, CHUNK, 3)
-    return (
-        Launcher(hopper_whole.hopper_sums_kernel, B * H * segments, constants, scratch=True, num_warps=K // 16),
-        Launcher(hopper_whole.hopper_product_kernel, B * H * segments, constants, scratch=True, num_warps=4),
-        segments,
-    )
+def _values(
+    call: Call, c: Tensor, out: Tensor, entry: tuple, leave: tuple, sums: tuple, segments: int, edges: Tensor | None
+) -> None:
+    """o, or dv where there are `edges`."""
+    B, T, H, K = call.q.shape
+    V, reverse = c.shape[3], edges is not None
+    flags = (entry[0] is not None, leave[0] is not None)
+    tensors = (call.q, call.k, c, out, *entry, *leave)
+    if call.theta is None:
+        columns = _columns(call) if reverse else choose_columns(K, V)
+        constants = (T, B, segments, H, K, V, CHUNK, columns, reverse, *flags, segments > 1, 3)
+        programs = B * H * segments * (V // columns)
+        launch(hopper_values_kernel, programs, (*tensors, *sums, edges), (call.scale,), constants, scratch=True,
+               num_warps=columns // 16)  # fmt: skip
+    else:
+        constants = (*_sizes(call), reverse, call.positions is not None, *flags)
+        launch(hopper_turned_kernel, B * H * (V // 64), (*tensors, edges, call.theta, call.positions), (call.scale,),
+               constants, scratch=True, num_warps=8)  # fmt: skip
+
+
+def _sizes(call: Call) -> tuple[int, ...]:
+    B, T, H, K = call.q.shape
+    return T, B, H, K, call.v.shape[3], CHUNK
+
+
+def _columns(call: Call) -> int:
+    B, _, H, K = call.q.shape
+    return choose_columns(K, call.v.shape[3], B * H, count_processors(call.q.device))
 
 
 def _align(call: Call) -> Call:
-    return call._replace(q=align(call.q), k=align(call.k), v=align(call.v))
+    q, k, v, theta, positions = (align(x) for x in call[:5])
+    return call._replace(q=q, k=k, v=v, theta=theta, positions=positions)

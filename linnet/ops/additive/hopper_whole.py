@@ -25,12 +25,13 @@ def _fetch(d0, d1, row, i0, i1, s0, s1, barriers, slot, wanted, BYTES: gl.conste
 
 @gluon.jit
 def hopper_sums_kernel(
-    k, v, sums, sums_z, T, N, G, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, S: gl.constexpr
+    k, v, sums, sums_z, T, N, G, count, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    S: gl.constexpr,
 ):  # fmt: skip
-    """sums [N, H, G, K, V] = softmax(k)^T v of each segment, and its log-sum, sums_z [N, H, G, K]."""
+    """sums [N, H, G, K, V] = softmax(k)^T v of the first `count` segments, and their log-sums, sums_z [N, H, G, K]."""
     W: gl.constexpr = K // 16
-    nh = gl.program_id(0) // G
-    g = gl.program_id(0) % G
+    nh = gl.program_id(0) // count
+    g = gl.program_id(0) % count
     n, h = nh // H, nh % H
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
