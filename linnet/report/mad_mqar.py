@@ -68,7 +68,8 @@ def bar(found: Comparison) -> str:
             parts.append(f"{what} at {place} ({points(one)} and {points(two)}{units.SPACE}%)")
         return f"{text}: {units.listed(parts)}."
     if found.verdict == NOT_ENOUGH:
-        return f"{text}: both are needed at {units.listed([str(place) for place in found.missing])}."
+        so_far = f"it holds in the {len(found.accuracies)} settings that both have, and " if found.accuracies else ""
+        return f"{text}: {so_far}both are needed at {units.listed([str(place) for place in found.missing])}."
     return f"{text} in all {len(found.accuracies)} settings."
 
 

@@ -55,5 +55,7 @@ def test_what_is_wrong_or_missing_is_named(found, tmp_path):
     assert "does not hold : below at 512 with 64 pairs at width 64 (5.0 and 9.9 %)" in words
     fewer = [row for row in found if row["setting"] != "mqar/256x16,width=128"]
     words = page_of(tmp_path / "fewer", fewer)[1]
-    assert "not enough runs : both are needed at 256 with 16 pairs at width 128" in words
+    assert (
+        "not enough runs : it holds in the 7 settings that both have, and both are needed at 256 with 16 pairs" in words
+    )
     assert "Not comparable with other scores (1 of 8 settings" in words
