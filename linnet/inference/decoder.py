@@ -14,11 +14,8 @@ from torch import Tensor
 from linnet.inference.sampling import Chosen, Knobs, choose, choose_greedy
 from linnet.models import CausalLM, ModelState
 
-KINDS = PLAIN, SAMPLED, TOLD = (
-    "plain",
-    "sampled",
-    "told",
-)  # what `choose` has to do: the likeliest, as asked, with logprobs
+# What `choose` has to do: take the likeliest, draw as asked, tell log-probabilities too.
+KINDS = PLAIN, SAMPLED, TOLD = "plain", "sampled", "told"
 
 
 class Decoder:

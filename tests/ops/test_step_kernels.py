@@ -1,5 +1,6 @@
 """The steps' Triton kernels: tokens in a row against the parallel form in float64; small shapes in the interpreter."""
 
+import functools
 import importlib.util
 import os
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from linnet import ops
 from linnet.ops import stepping
@@ -20,7 +22,7 @@ if importlib.util.find_spec("triton") is None:
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 INF = float("inf")
-MATRIX_OPS = ["lightning", "gated", "forget_gated", "additive", "additive_turned"]
+MATRIX_OPS = ["lightning", "lightning_silu", "gated", "forget_gated", "additive", "additive_turned"]
 
 
 class Case:
@@ -51,6 +53,14 @@ class Case:
             constants = {"log_decay": self.decays(2 * H)[::2]}
             streams, states = (q, k, v), (self.normal(B, H, K, V, dtype=torch.float32),)
             parallel, step = ops.lightning_attention, ops.lightning_step
+        elif op == "lightning_silu":
+            constants = {"log_decay": self.decays(H)}
+            streams, states = (q, k, v), (self.normal(B, H, K, V, dtype=torch.float32),)
+            step = functools.partial(ops.lightning_step, activation="silu")
+
+            def parallel(q, k, v, **rest):
+                return ops.lightning_attention(F.silu(q), F.silu(k), v, **rest)
+
         elif op == "gated":
             constants = {}
             streams, states = (q, k, v, self.decays(B, T, H, K)), (self.normal(B, H, K, V, dtype=torch.float32),)

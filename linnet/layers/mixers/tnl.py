@@ -60,7 +60,7 @@ class Tnl(Mixer):
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         start = None if state is None or self.lrpe is None else state["position"]
         positions = token_positions(x, start, cu_seqlens) if self.lrpe is not None else None
-        q, k, v = self._project(x, positions)
+        q, k, v = self._project(x, positions, self.config.qk_activation)
         o, matrix = lightning_attention(
             q,
             k,
@@ -78,8 +78,11 @@ class Tnl(Mixer):
         return self.output(o.flatten(-2), x), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        q, k, v = self._project(x, None if self.lrpe is None else state["position"])
-        o = lightning_step(q, k, v, state["matrix"], log_decay=self.log_decay)
+        kind = self.config.qk_activation
+        inside = self.lrpe is None and kind != "elu1"  # the step itself activates q and k
+        q, k, v = self._project(x, state.get("position"), "none" if inside else kind)
+        activation = kind if inside else "none"
+        o = lightning_step(q, k, v, state["matrix"], log_decay=self.log_decay, activation=activation)
         if self.lrpe is not None:
             state["position"] += 1
         return self.output(o.flatten(-2), x), state
@@ -100,12 +103,13 @@ class Tnl(Mixer):
         plan = {name: "colwise" for name in ("q_proj", "k_proj", "v_proj")}
         return plan | {f"output.{name}": how for name, how in self.output.tp_plan().items()}
 
-    def _project(self, x: Tensor, positions: Tensor | None):
+    def _project(self, x: Tensor, positions: Tensor | None, activation: str):
+        """q and k (activated, rotated) and v [..., H, d]."""
         if self.input_norm is not None:
             x = self.input_norm(x)
         heads = (self.num_heads, self.head_dim)
-        q = activate(self.q_proj(x), self.config.qk_activation).unflatten(-1, heads)
-        k = activate(self.k_proj(x), self.config.qk_activation).unflatten(-1, heads)
+        q = activate(self.q_proj(x), activation).unflatten(-1, heads)
+        k = activate(self.k_proj(x), activation).unflatten(-1, heads)
         v = activate(self.v_proj(x), self.config.v_activation).unflatten(-1, heads)
         if self.lrpe is not None:
             q, k = self.lrpe(q, positions), self.lrpe(k, positions)

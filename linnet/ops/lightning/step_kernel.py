@@ -8,7 +8,9 @@ from torch import Tensor
 from linnet.ops.stepping import as_heads, choose_columns
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None, scale: float) -> Tensor:
+def step(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None, scale: float, activation: str = "none"
+) -> Tensor:
     """As `lightning_step`: q, k [B, H, K], v [B, H, V], the state [B, H, K, V] float32, in one piece."""
     (B, H, K), V = q.shape, v.shape[2]
     q, k, v = as_heads(q), as_heads(k), as_heads(v)
@@ -19,7 +21,8 @@ def step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | Non
     with torch.cuda.device_of(state):
         step_kernel[(B * H * blocks,)](
             q, k, v, state, o, log_decay, scale, q.stride(0), k.stride(0), v.stride(0),
-            H, K, V, rows, columns, even, log_decay is not None, num_warps=warps,
+            H, K, V, rows, columns, even, log_decay is not None, activation,
+            num_warps=warps,
         )  # fmt: skip
     return o
 
@@ -28,7 +31,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | Non
 def step_kernel(
     q, k, v, state, o, rates, scale, q_stride, k_stride, v_stride,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
-    HAS_DECAY: tl.constexpr,
+    HAS_DECAY: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
     block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
@@ -46,10 +49,13 @@ def step_kernel(
         key = tl.load(k + b * k_stride + h * K + i, mask=i < K, other=0.0)
         value = tl.load(v + b * v_stride + h * V + j, mask=j < V, other=0.0)
         query = tl.load(q + b * q_stride + h * K + i, mask=i < K, other=0.0)
+    key, query = key.to(tl.float32), query.to(tl.float32)
+    if ACTIVATION == "silu":
+        key, query = key * tl.sigmoid(key), query * tl.sigmoid(query)
     if HAS_DECAY:
         S *= tl.exp(tl.load(rates + h).to(tl.float32))
-    S += key.to(tl.float32)[:, None] * value.to(tl.float32)[None, :]
-    out = (tl.sum(S * query.to(tl.float32)[:, None], 0) * scale).to(o.dtype.element_ty)
+    S += key[:, None] * value.to(tl.float32)[None, :]
+    out = (tl.sum(S * query[:, None], 0) * scale).to(o.dtype.element_ty)
     if EVEN:
         tl.store(at, S)
         tl.store(o + head * V + j, out)
