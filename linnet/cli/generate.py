@@ -44,6 +44,9 @@ def generate(
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16.", show_default="bfloat16 on a GPU, else float32")
     ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the step first: for thousands of tokens on a CPU.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print a list of completions as JSON.")] = False,
 ) -> None:
     """Generate text with a trained model.
@@ -101,6 +104,7 @@ def generate(
         context_length=context_length,
         device=device,
         dtype=None if dtype is None else getattr(torch, dtype),
+        compile=compile,
     )
     prefix = None if from_state is None else engine.load_prefix(from_state)
     if save_state is not None:

@@ -49,7 +49,7 @@ class Decoder:
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.logits = torch.zeros(slots, vocab, dtype=model.embedding.weight.dtype, device=device)
         self.knobs = Knobs.empty(slots, vocab, device)
-        self._model_step = torch.compile(model.step, dynamic=False) if compile else model.step
+        self._model_step = torch.compile(model.step, fullgraph=True, dynamic=False) if compile else model.step
         self.graphs = graphs and device.type == "cuda"
         self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
         self._chosen: dict[str, Chosen] = {}

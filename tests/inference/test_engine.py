@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+import shutil
 
 import pytest
 import torch
@@ -144,6 +145,27 @@ def test_graphs_and_merged_products_change_rounding_at_most(name, slots):
     merged, plain = found[1][0], found[2][0]
     same = list(itertools.takewhile(lambda i: merged.tokens[: i + 1] == plain.tokens[: i + 1], range(40)))
     assert len(same) > 2 and all(abs(merged.logprobs[i] - plain.logprobs[i]) < 0.05 for i in same)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["tnl-70m", "hgrn2-70m", "mamba-10m", "llama-70m", "mad-hyena-experts-moe"])
+def test_merged_steps_compile_as_one_graph(name):
+    engine = Engine(lively(shrunk(name)), slots=2, context_length=8, device="cpu")
+    torch._dynamo.reset()
+    compiled = torch.compile(engine.model.step, backend="aot_eager", fullgraph=True, dynamic=False)
+    states, expected_states = (engine.model.init_state(2, 8) for _ in range(2))
+    for token in (1, 2, 3):
+        logits, states = compiled(torch.tensor([token, token + 1]), states)
+        expected, expected_states = engine.model.step(torch.tensor([token, token + 1]), expected_states)
+        torch.testing.assert_close(logits, expected)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_compiled_engine_says_the_same():
+    prompts, settings = random_prompts(3, 9), Sampling(max_tokens=12)
+    engines = [Engine(lively(shrunk("tnl-70m")), slots=2, device="cpu", compile=flag) for flag in (False, True)]
+    plain, compiled = ([found.tokens for found in engine.generate(prompts, settings)] for engine in engines)
+    assert compiled == plain
 
 
 def test_cancelled_requests_end_and_leave_their_slot(hybrid):
