@@ -50,12 +50,13 @@ def use_reference() -> bool:
 
 def use_triton(op: str, is_cuda: bool, module: str = "triton") -> bool:
     """Whether `linnet.ops.<op>.<module>` serves a call. RuntimeError where it is asked for by name but not there."""
-    if _form == "triton":
-        if not has_triton(op, module):
-            raise RuntimeError(f"backend 'triton' was asked for, but op {op!r} has no Triton form here; use 'chunked'")
-        return True
+    if _form != "triton" and not (_form == "auto" and is_cuda):
+        return False
     # A compiler cannot look for modules, and needs Triton itself for CUDA tensors.
-    return _form == "auto" and is_cuda and (torch.compiler.is_compiling() or has_triton(op, module))
+    there = torch.compiler.is_compiling() or has_triton(op, module)
+    if _form == "triton" and not there:
+        raise RuntimeError(f"backend 'triton' was asked for, but op {op!r} has no Triton form here; use 'chunked'")
+    return there
 
 
 @functools.cache  # asked on every call of an op
