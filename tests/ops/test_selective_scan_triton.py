@@ -40,7 +40,7 @@ def make(R, T, D, N, *, models=1, skip=True, state=True, offsets=None, decay="mi
     B, C = normal(R, T, N), normal(R, T, N)
     if decay == "extreme":
         B[:, 1::5] = 0.0  # what is written there would drown the rest
-    weight = normal(models, D, to=torch.float32) if skip else None
+    weight = normal(models, D, to=wide) if skip else None
     return (normal(R, T, D), delta, A, B, C, weight, states[0], cuts), (normal(R, T, D), states[1])
 
 
