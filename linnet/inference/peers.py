@@ -56,6 +56,9 @@ class TransformersLlama:
     def carried_bytes(self, context: int) -> int:
         return self._kv_bytes * context
 
+    def warm(self, tokens: Tensor, new: int) -> None:
+        self.run(tokens, new if self._cache else min(new, 8))  # the compiled model is one of its cache's length
+
     @torch.no_grad()
     def run(self, tokens: Tensor, new: int) -> tuple[float, float]:
         tokens = tokens.to(self.device)

@@ -47,6 +47,9 @@ class System(Protocol):
     def carried_bytes(self, context: int) -> int:
         """Bytes that one sequence carries behind `context` tokens."""
 
+    def warm(self, tokens: Tensor, new: int) -> None:
+        """Does what only the first `run` with such tokens would do: compiles, captures."""
+
     def run(self, tokens: Tensor, new: int) -> tuple[float, float]:
         """Reads tokens [B, T] and generates `new` each: seconds to the first token, and of all others."""
 
@@ -68,6 +71,9 @@ class Linnet:
 
     def carried_bytes(self, context: int) -> int:
         return self._model.backbone.state_bytes(context)
+
+    def warm(self, tokens: Tensor, new: int) -> None:
+        self.run(tokens, min(new, 8))
 
     @torch.no_grad()
     def run(self, tokens: Tensor, new: int) -> tuple[float, float]:
@@ -164,7 +170,7 @@ def _measure(system: System, batch: int, case: Case, repeats: int, bandwidth: fl
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.reset_peak_memory_stats()
-    system.run(tokens, min(case.new, 8))  # compiles and captures
+    system.warm(tokens, case.new)
     firsts, others = zip(*(system.run(tokens, case.new) for _ in range(repeats)), strict=True)
     first, other = statistics.median(firsts), statistics.median(others)
     row = {
