@@ -29,6 +29,7 @@ from linnet.models import CausalLM, ModelState
 from linnet.runs import load_model
 
 CONTEXT_LENGTH = 4096  # of layers with a KV cache, where none is given
+READ_AT_ONCE = 4  # prompts that are being read; each holds states of its own beside the slots
 _LONG = 1 << 40  # a context length that no window and no recurrence minds
 
 
@@ -125,7 +126,7 @@ class Engine:
         self._lock = threading.Lock()
         self._queue: deque[tuple[Request, Prefix | None]] = deque()
         self._slots: list[Request | None] = [None] * slots
-        self._reading: _Reading | None = None
+        self._readings: deque[_Reading] = deque()  # the next one's turn first
         self._mail: dict[Request, deque[Piece]] = {}  # of callers of `stream` and `generate`
 
     @classmethod
@@ -210,7 +211,7 @@ class Engine:
             self._queue.clear()
         left += [request for request in self._slots if request is not None]
         self._slots = [None] * len(self._slots)
-        self._reading = None
+        self._readings.clear()
         self.counters.finished["error"] += len(left)
         return [(request, Piece(None, finish="error", error=error)) for request in left]
 
@@ -318,27 +319,32 @@ class Engine:
             if request is not None and request.cancelled:
                 gone.append(request)
                 self._slots[slot] = None
-                if self._reading is not None and self._reading.request is request:
-                    self._reading = None
+                self._readings = deque(reading for reading in self._readings if reading.request is not request)
         return [(request, Piece(None, finish="cancelled")) for request in gone]
 
     def _read(self) -> None:
-        """Reads a chunk of the prompt whose turn it is; behind its end the request begins to decode."""
-        if self._reading is None:
+        """Reads a chunk of the prompt whose turn it is; behind its end the request begins to decode.
+
+        Some prompts take turns, so that a short one need not wait for the end of a long one.
+        """
+        while len(self._readings) < READ_AT_ONCE and None in self._slots:
             with self._lock:
-                if not self._queue or None not in self._slots:
-                    return
+                if not self._queue:
+                    break
                 request, prefix = self._queue.popleft()
             slot = self._slots.index(None)
             self._slots[slot] = request
-            self._reading = self._begin(request, slot, prefix)
-        reading = self._reading
+            self._readings.append(self._begin(request, slot, prefix))
+        if not self._readings:
+            return
+        reading = self._readings.popleft()
         if reading.done < len(reading.request.prompt):
             self._read_chunk(reading)
-        if reading.done == len(reading.request.prompt):
+        if reading.done < len(reading.request.prompt):
+            self._readings.append(reading)
+        else:
             self._decoder.insert(reading.slot, reading.states, reading.logits[None])
             self._decoder.knobs.set(reading.slot, reading.request.sampling, reading.request.seed, reading.seen)
-            self._reading = None
 
     def _begin(self, request: Request, slot: int, prefix: Prefix | None) -> _Reading:
         if prefix is None:
@@ -356,8 +362,8 @@ class Engine:
         self.counters.prompt_tokens += len(prompt)
 
     def _decode(self) -> list[tuple[Request, Piece]]:
-        reading = None if self._reading is None else self._reading.request
-        live = [(i, r) for i, r in enumerate(self._slots) if r is not None and r is not reading]
+        reading = {entry.slot for entry in self._readings}
+        live = [(i, r) for i, r in enumerate(self._slots) if r is not None and i not in reading]
         if not live:
             return []
         told = any(request.sampling.logprobs is not None for _, request in live)

@@ -168,6 +168,18 @@ def test_a_compiled_engine_says_the_same():
     assert compiled == plain
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one(hybrid):
+    engine = hybrid(slots=3, prefill_chunk=4, context_length=400)
+    long = engine.submit([1] * 300, Sampling(max_tokens=2))
+    short = engine.submit([1, 2], Sampling(max_tokens=2, ignore_end=True))
+    ended = {}
+    while engine.busy:
+        for request, piece in engine.advance():
+            if piece.finish:
+                ended[request] = engine.counters.rounds
+    assert ended[short] <= 4 and ended[long] >= 300 / 4
+
+
 def test_cancelled_requests_end_and_leave_their_slot(hybrid):
     engine = hybrid(slots=2, prefill_chunk=4, context_length=64)
     long = Sampling(max_tokens=50, ignore_end=True)
