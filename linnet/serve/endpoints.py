@@ -1,7 +1,5 @@
 """From a checked body to the engine: what /v1/completions and /v1/chat/completions ask of it."""
 
-import time
-
 from linnet.config import ConfigError, parse
 from linnet.inference import Piece, Sampling
 from linnet.serve.answer import Answer
@@ -129,7 +127,3 @@ def _check_engine(service: Service, prepared: Prepared) -> None:
     except ConfigError as error:
         problems = [problem.replace("stop_tokens", "stop_token_ids") for problem in error.problems]
         raise ApiError.of_problems(problems) from None
-
-
-def now() -> float:
-    return time.monotonic()

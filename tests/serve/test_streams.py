@@ -1,8 +1,10 @@
 """Streams that begin, break, wait, dawdle and are ended: the others go on, and slots come free."""
 
 import asyncio
+import gc
 import json
 import threading
+import tracemalloc
 
 import openai
 import pytest
@@ -163,6 +165,34 @@ def test_refuses_what_comes_while_it_closes():
             reply = running.request(method, path, b"{}" if method == "POST" else None)
             assert reply.status == 503 and reply.error["code"] == "closing"
         assert int(running.post(prompt="x").headers["retry-after"]) > 0
+
+
+def test_requests_leave_nothing_behind():
+    def requests(running: Running, count: int) -> None:
+        for number in range(count):
+            if number % 4 == 0:
+                client = running.connect(**ENDLESS)
+                read_until(client, b"data: ")
+                client.close()
+            elif number % 4 == 1:
+                assert running.post(prompt="x", max_tokens=-1).status == 400
+            else:
+                ask = {"prompt": "x" * (number % 30 + 1), "max_tokens": 2, "logprobs": 1, "stop": ["zz"]}
+                assert running.post(**ask, stream=number % 4 == 2).status == 200
+        assert wait_for(lambda: running.service.live == 0 and not running.service.calls)
+        gc.collect()
+
+    with serve() as running:
+        requests(running, 60)  # fills caches
+        tracemalloc.start()
+        try:
+            requests(running, 20)
+            before, _ = tracemalloc.get_traced_memory()
+            requests(running, 100)
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert after - before < 100 * 500  # bytes a request; a piece or a body left behind is more
 
 
 def test_pieces_of_many_threads_arrive_in_order_and_ends_are_counted():
