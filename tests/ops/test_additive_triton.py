@@ -202,7 +202,7 @@ def test_hopper_turned(V, kind, few_heads):
     for T in (128, 384):
         for state, final in ((True, "Sz"), (False, "S"), (False, "")):
             assert_agrees(2, T, 128, V, kind=kind, state=state, final=final, theta=True)
-    assert_agrees(2, 192, 128, V, kind=kind, theta=True, positions=True)
+    assert_agrees(2, 256, 128, V, kind=kind, theta=True, positions=True)
     if kind == "plain":
         assert_agrees(1, 64, 128, V, theta=True)
         assert_agrees(1, 65_536, 128, V, theta=True, H=1)
