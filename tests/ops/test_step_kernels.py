@@ -228,7 +228,7 @@ def test_compiled_under_vmap(op):
         return case.step(0, token, case.constants, tuple(states)), states
 
     with ops.use_backend("triton"):
-        compiled = torch.compile(torch.vmap(run), backend="eager", fullgraph=True)(token, states)
+        compiled = torch.compile(torch.vmap(run), backend="eager", fullgraph=True, dynamic=False)(token, states)
     with ops.use_backend("chunked"):
         expected = torch.vmap(run)(token, states)
     torch.testing.assert_close(compiled, expected)
