@@ -11,7 +11,7 @@ from linnet.ops import backend, debug, selective_scan, selective_step
 from linnet.ops.selective_scan import chunked
 
 
-def make(Bt=2, T=37, D=3, N=4, *, skip=True, state=False, documents=None, dtype=torch.float64, seed=0):
+def make(Bt=2, T=37, D=3, N=4, *, skip=True, softplus=False, state=False, documents=None, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -25,6 +25,8 @@ def make(Bt=2, T=37, D=3, N=4, *, skip=True, state=False, documents=None, dtype=
         C=normal(Bt, T, N),
         D=normal(D) if skip else None,
     )
+    if softplus:
+        call["delta_bias"] = normal(D)
     if state:
         states = Bt if documents is None else len(documents) - 1
         wide = torch.promote_types(dtype, torch.float32)
@@ -62,10 +64,10 @@ def use_chunks_of(patch, tokens):
 @settings(max_examples=40, deadline=None)
 @given(
     Bt=st.integers(1, 3), T=st.integers(1, 70), D=st.integers(1, 4), N=st.integers(1, 5),
-    skip=st.booleans(), state=st.booleans(), chunk=st.sampled_from([1, 2, 7, 32, 256]),
+    skip=st.booleans(), softplus=st.booleans(), state=st.booleans(), chunk=st.sampled_from([1, 2, 7, 32, 256]),
 )  # fmt: skip
-def test_chunked_is_the_definition(Bt, T, D, N, skip, state, chunk):
-    call = make(Bt, T, D, N, skip=skip, state=state, seed=T)
+def test_chunked_is_the_definition(Bt, T, D, N, skip, softplus, state, chunk):
+    call = make(Bt, T, D, N, skip=skip, softplus=softplus, state=state, seed=T)
     with pytest.MonkeyPatch.context() as patch:
         use_chunks_of(patch, chunk)
         assert_same(everything(call), everything(call, "reference"))
@@ -125,7 +127,7 @@ def test_steps_equal_the_sequence_and_continue_from_a_prefill():
 
 
 def test_gradcheck():
-    call = make(Bt=1, T=7, D=2, N=2, state=True, documents=[0, 2, 2, 7])
+    call = make(Bt=1, T=7, D=2, N=2, softplus=True, state=True, documents=[0, 2, 2, 7])
     names = [name for name, x in call.items() if x.requires_grad]
     with pytest.MonkeyPatch.context() as patch:
         use_chunks_of(patch, 2)
@@ -154,13 +156,15 @@ def test_any_strides():
 
 def stacked(call, models=1):
     """The arguments of the registered op: as many models as asked for, all the same."""
-    names = ("x", "delta", "A", "B", "C", "D", "initial_state", "cu_seqlens")
+    names = ("x", "delta", "A", "B", "C", "D", "delta_bias", "initial_state", "cu_seqlens")
     values = {name: call.get(name) for name in names}
     for name, x in values.items():
         if x is not None and name != "cu_seqlens":
             values[name] = x.detach().repeat(models, *[1] * (x.ndim - 1)).requires_grad_()
     return tuple(
-        x.detach().unflatten(0, (models, -1)).requires_grad_() if name in "AD" and x is not None else x
+        x.detach().unflatten(0, (models, -1)).requires_grad_()
+        if name in ("A", "D", "delta_bias") and x is not None
+        else x
         for name, x in values.items()
     )
 
@@ -169,7 +173,7 @@ def stacked(call, models=1):
 def test_operator_registration(models):
     op = torch.ops.linnet.selective.default
     torch.library.opcheck(op, stacked(make(1, 9, 4, state=True, documents=[0, 4, 9]), models))
-    torch.library.opcheck(op, stacked(make(T=5, D=4, skip=False), models))
+    torch.library.opcheck(op, stacked(make(T=5, D=4, skip=False, softplus=True), models))
 
 
 def test_compiles_whole_and_gives_the_same():
@@ -182,9 +186,9 @@ def test_compiles_whole_and_gives_the_same():
     assert_same(*grads)
 
 
-@pytest.mark.parametrize("shared", ["nothing", "A and D", "B", "no skip", "documents", "documents apart"])
+@pytest.mark.parametrize("shared", ["nothing", "A and D", "B", "no skip", "softplus", "documents", "documents apart"])
 def test_vmap_equals_one_model_at_a_time(shared):
-    members = [make(1, 11, state=shared != "documents apart", seed=i) for i in range(3)]
+    members = [make(1, 11, softplus=shared == "softplus", state=shared != "documents apart", seed=i) for i in range(3)]
     call = {name: torch.stack([member[name].detach() for member in members], -1) for name in members[0]}
     dims = dict.fromkeys(call, -1)
     for name in {"A and D": ("A", "D"), "B": ("B",)}.get(shared, ()):

@@ -19,8 +19,8 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 
 
-def make(R, T, D, N, *, models=1, skip=True, state=True, offsets=None, decay="mixed", dtype=torch.float32,
-         device="cuda"):  # fmt: skip
+def make(R, T, D, N, *, models=1, skip=True, softplus=False, state=True, offsets=None, decay="mixed",
+         dtype=torch.float32, device="cuda"):  # fmt: skip
     """Arguments of the registered op, and gradients of y and the final state."""
     generator = torch.Generator().manual_seed(T)
 
@@ -40,14 +40,15 @@ def make(R, T, D, N, *, models=1, skip=True, state=True, offsets=None, decay="mi
     B, C = normal(R, T, N), normal(R, T, N)
     if decay == "extreme":
         B[:, 1::5] = 0.0  # what is written there would drown the rest
-    weight = normal(models, D, to=wide) if skip else None
-    return (normal(R, T, D), delta, A, B, C, weight, states[0], cuts), (normal(R, T, D), states[1])
+    weight, bias = (normal(models, D, to=wide) if given else None for given in (skip, softplus))
+    if softplus:
+        delta = 4 * normal(R, T, D) - 3
+    return (normal(R, T, D), delta, A, B, C, weight, bias, states[0], cuts), (normal(R, T, D), states[1])
 
 
 def call(form, inputs, gradients):
     y, final, starts = form.selective_forward(*inputs)
-    dx, ddelta, dA, dB, dC, dD, dinitial = form.selective_backward(*inputs, starts, *gradients)
-    return [y, final, dx, ddelta, dA, dB, dC, dD, dinitial]
+    return [y, final, *form.selective_backward(*inputs, starts, *gradients)]
 
 
 def assert_agrees(*sizes, **options):
@@ -72,7 +73,7 @@ def assert_agrees(*sizes, **options):
 
 def assert_steps_agree(R, T, D, N, **options):
     """Tokens in a row against the parallel form, with B and C slices of one row."""
-    (x, delta, A, B, C, skip, state, _), _ = make(R, T, D, N, **options)
+    (x, delta, A, B, C, skip, _, state, _), _ = make(R, T, D, N, **options)
     skip = None if skip is None else skip[0]
     exact = [None if y is None else y.double() for y in (x, delta, A[0], B, C, skip)]
     with use_backend("chunked"):
@@ -104,6 +105,7 @@ def test_widths(N, D):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dtypes(dtype):
     assert_agrees(2, 136, 256, 4, dtype=dtype)
+    assert_agrees(2, 136, 256, 4, dtype=dtype, softplus=True)
 
 
 @gpu
@@ -132,7 +134,7 @@ def test_segments(segments, monkeypatch):
 
 @gpu
 def test_models_of_their_own_in_one_batch():
-    assert_agrees(24 * 16, 128, 256, 4, models=24, state=False, dtype=torch.bfloat16)
+    assert_agrees(24 * 16, 128, 256, 4, models=24, state=False, softplus=True, dtype=torch.bfloat16)
     assert_agrees(6, 100, 40, 4, models=3)
 
 
@@ -149,7 +151,7 @@ def test_what_the_kernels_do_not_take_is_chunked():
 
 @gpu
 def test_through_autograd_and_compile():
-    (x, delta, A, B, C, D, state, _), _ = make(2, 3000, 128, 16, dtype=torch.bfloat16)
+    (x, delta, A, B, C, D, _, state, _), _ = make(2, 3000, 128, 16, dtype=torch.bfloat16)
     call = dict(x=x, delta=delta, A=A[0], B=B, C=C, D=D[0], initial_state=state)
     leaves = [y.requires_grad_() for y in call.values()]
 
@@ -195,7 +197,7 @@ def test_steps(dtype):
 
 @gpu
 def test_a_step_in_a_graph():
-    (x, delta, A, B, C, skip, state, _), _ = make(2, 1, 64, 4)
+    (x, delta, A, B, C, skip, _, state, _), _ = make(2, 1, 64, 4)
     token = x[:, 0], delta[:, 0], A[0], B[:, 0], C[:, 0], skip[0]
     eager, graphed = state.clone(), state.clone()
     outputs = [selective_step(*token, eager) for _ in range(3)]
@@ -212,9 +214,9 @@ def test_a_step_in_a_graph():
 INTERPRETED = [
     ((2, 19, 5, 4), {"decay": "extreme"}, 1),
     ((1, 16, 64, 4), {"state": False, "skip": False}, 1),
-    ((1, 40, 3, 16), {}, 3),
+    ((1, 40, 3, 16), {"softplus": True}, 3),
     ((2, 9, 130, 2), {"dtype": "float16"}, 1),
-    ((4, 11, 3, 1), {"models": 2}, 2),
+    ((4, 11, 3, 1), {"models": 2, "softplus": True}, 2),
     ((1, 9, 5, 23), {}, 1),
     ((1, 30, 5, 8), {"offsets": [0, 0, 10, 11, 30, 30]}, 2),
     ((2, 22, 5, 3), {"offsets": [0, 8, 22], "models": 2}, 1),

@@ -66,6 +66,7 @@ class Mamba(Mixer):
             x,
             *self._select(x),
             self.skip,
+            delta_bias=self.dt_bias,
             initial_state=None if state is None else state["ssm"],
             output_final_state=state is not None,
             cu_seqlens=cu_seqlens,
@@ -75,7 +76,9 @@ class Mamba(Mixer):
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         z = self.gate_proj(x)
         x = self.conv.step(self.in_proj(x), state["conv"])
-        y = selective_step(x, *self._select(x), self.skip, state["ssm"])
+        delta, A, B, C = self._select(x)
+        delta = F.softplus(delta.to(A.dtype) + self.dt_bias.to(A.dtype))
+        y = selective_step(x, delta, A, B, C, self.skip, state["ssm"])
         return self.out_proj(gated_activation(z, y, "silu")), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
@@ -102,8 +105,7 @@ class Mamba(Mixer):
         return split | dict.fromkeys(("select_proj", "out_proj"), "rowwise")
 
     def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """delta, A, B, C of the tokens x [..., channels]; delta and A at least in float32, as exponents are."""
+        """delta (before its bias and softplus), A, B, C of the tokens x [..., channels]; A at least in float32."""
         dt, B, C = self.select_proj(x).split([self.dt_rank, self.config.state, self.config.state], -1)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        delta = F.softplus(F.linear(dt, self.dt_weight).to(dtype) + self.dt_bias.to(dtype))
-        return delta, -self.A_log.to(dtype).exp(), B, C
+        rates = -self.A_log.to(torch.promote_types(x.dtype, torch.float32)).exp()
+        return F.linear(dt, self.dt_weight), rates, B, C

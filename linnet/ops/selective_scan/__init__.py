@@ -31,6 +31,7 @@ def selective_scan(
     C: Tensor,
     D: Tensor | None = None,
     *,
+    delta_bias: Tensor | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -45,6 +46,8 @@ def selective_scan(
         A: [D, N], finite and at most 0.
         B, C: [Bt, T, N], what a token writes and reads, the same for all channels.
         D: [D], the skip from x to y, or None.
+        delta_bias: [D]; with it delta is what it is before its softplus: softplus(delta + delta_bias) is the step,
+            which a GPU makes as it goes.
         initial_state: [Nseq, D, N], float32 (float64 for float64 inputs), the state after the token before the first;
             None for zeros. Nseq is Bt, or the number of documents.
         output_final_state: whether to return the state after the last token.
@@ -58,19 +61,19 @@ def selective_scan(
 
     Source: Gu and Dao 2023 (arXiv:2312.00752), Algorithm 2 with its simplified discretisation of B, as in paper 004.
     """
-    _check(x, delta, A, B, C, D, initial_state, cu_seqlens)
+    _check(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens)
     if backend.debugging():
-        _check_values(delta, A)
+        _check_values(None if delta_bias is not None else delta, A)
     if backend.use_reference():
-        y, final_state = selective_reference(x, delta, A, B, C, D, initial_state, cu_seqlens)
+        y, final_state = selective_reference(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens)
     else:
-        skip = None if D is None else D[None]
-        y, final_state, _ = _direct(x, delta, A[None], B, C, skip, initial_state, cu_seqlens)
+        skip, bias = (None if y is None else y[None] for y in (D, delta_bias))
+        y, final_state, _ = _direct(x, delta, A[None], B, C, skip, bias, initial_state, cu_seqlens)
     return y, final_state if output_final_state else None
 
 
-# The registered op has an axis of models before those of A [M, D, N] and D [M, D], for vmap: the rows of x [R, T, D]
-# (with documents M rows) belong to the models in turn, R / M each. `starts` is what its backward wants of the forward.
+# The registered op has an axis of models before those of A [M, D, N], D and delta_bias [M, D], for vmap: the rows of
+# x [R, T, D] (with documents M rows) belong to the models in turn, R / M each. `starts` is what its backward wants.
 
 
 @torch.library.custom_op("linnet::selective", mutates_args=())
@@ -81,11 +84,12 @@ def selective(
     B: Tensor,
     C: Tensor,
     D: Tensor | None,
+    delta_bias: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with exact(x):
-        return _form(x).selective_forward(x, delta, A, B, C, D, initial_state, cu_seqlens)
+        return _form(x).selective_forward(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens)
 
 
 @torch.library.custom_op("linnet::selective_backward", mutates_args=())
@@ -96,14 +100,16 @@ def selective_backward(
     B: Tensor,
     C: Tensor,
     D: Tensor | None,
+    delta_bias: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     starts: Tensor,
     dy: Tensor,
     dfinal: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     with exact(x):
-        return _form(x).selective_backward(x, delta, A, B, C, D, initial_state, cu_seqlens, starts, dy, dfinal)
+        form = _form(x).selective_backward
+        return form(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens, starts, dy, dfinal)
 
 
 def _form(x: Tensor):
@@ -111,7 +117,7 @@ def _form(x: Tensor):
 
 
 @selective.register_fake
-def _(x, delta, A, B, C, D, initial_state, cu_seqlens):
+def _(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens):
     in_kernels = backend.use_triton(OP, x.is_cuda) and runs_in_kernels(x, delta, A, B, C)
     starts = Shape.of(x, A, cu_seqlens).starts() if in_kernels else (0,)
     final = _empty_state(x, delta, A, B, C, cu_seqlens)
@@ -119,10 +125,10 @@ def _(x, delta, A, B, C, D, initial_state, cu_seqlens):
 
 
 @selective_backward.register_fake
-def _(x, delta, A, B, C, D, initial_state, cu_seqlens, starts, dy, dfinal):
+def _(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens, starts, dy, dfinal):
     dinitial = _empty_state(x, delta, A, B, C, cu_seqlens)
-    dD = dinitial.new_empty(0) if D is None else D.new_empty(D.shape)
-    return *(y.new_empty(y.shape) for y in (x, delta, A, B, C)), dD, dinitial
+    more = (dinitial.new_empty(0) if y is None else y.new_empty(y.shape) for y in (D, delta_bias))
+    return *(y.new_empty(y.shape) for y in (x, delta, A, B, C)), *more, dinitial
 
 
 def _empty_state(x, delta, A, B, C, cu_seqlens) -> Tensor:
@@ -136,10 +142,10 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dy, dfinal, _):
-    x, *_, D, initial_state, _, _ = inputs = ctx.saved_tensors
-    dy = torch.zeros_like(x) if dy is None else dy
-    *grads, dD, dinitial = _direct_backward(*inputs, dy, dfinal)
-    return *grads, None if D is None else dD, None if initial_state is None else dinitial, None
+    inputs = ctx.saved_tensors
+    dy = torch.zeros_like(inputs[0]) if dy is None else dy
+    grads = _direct_backward(*inputs, dy, dfinal)
+    return *(None if x is None else grad for x, grad in zip(inputs, grads, strict=False)), None
 
 
 selective.register_autograd(_backward, setup_context=_setup_context)
@@ -147,12 +153,12 @@ _direct = shorten(selective, _setup_context, _backward)
 _direct_backward = shorten(selective_backward)
 
 # Of models under vmap: theirs come first in all axes, which copies nothing.
-_AXES = (0, 0, 0, 0, 0, 0, 0, None, 0, 0, 0)
+_AXES = (0, 0, 0, 0, 0, 0, 0, 0, None, 0, 0, 0)
 
 
 @selective.register_vmap
 def _(info, in_dims, *tensors):
-    if in_dims[7] is not None:
+    if in_dims[8] is not None:
         return each(selective, info.batch_size, in_dims, tensors)
     outputs = selective(*fold_all(tensors, in_dims, info.batch_size, _AXES))
     return tuple(unfold(x, info.batch_size, 0) for x in outputs), (0, 0, 0)
@@ -160,10 +166,10 @@ def _(info, in_dims, *tensors):
 
 @selective_backward.register_vmap
 def _(info, in_dims, *tensors):
-    if in_dims[7] is not None:
+    if in_dims[8] is not None:
         return each(selective_backward, info.batch_size, in_dims, tensors)
     grads = selective_backward(*fold_all(tensors, in_dims, info.batch_size, _AXES))
-    axes = tuple(0 if i != 5 or tensors[5] is not None else None for i in range(7))
+    axes = tuple(None if i in (5, 6) and tensors[i] is None else 0 for i in range(8))
     return tuple(
         x if axis is None else unfold(x, info.batch_size, 0) for x, axis in zip(grads, axes, strict=True)
     ), axes
@@ -186,8 +192,9 @@ def selective_backward_flops(x_shape, delta_shape, A_shape, *_, **__) -> int:
     return 23 * B * T * D * A_shape[2]
 
 
-def _check(x, delta, A, B, C, D, initial_state, cu_seqlens) -> None:
-    inputs = {"x": x, "delta": delta, "A": A, "B": B, "C": C} | ({} if D is None else {"D": D})
+def _check(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens) -> None:
+    more = {name: y for name, y in (("D", D), ("delta_bias", delta_bias)) if y is not None}
+    inputs = {"x": x, "delta": delta, "A": A, "B": B, "C": C} | more
     if (
         x.ndim != 3
         or delta.shape != x.shape
@@ -195,11 +202,11 @@ def _check(x, delta, A, B, C, D, initial_state, cu_seqlens) -> None:
         or A.shape[0] != x.shape[2]
         or B.shape != C.shape
         or tuple(B.shape) != (*x.shape[:2], A.shape[1])
-        or (D is not None and D.shape != x.shape[2:])
+        or any(y.shape != x.shape[2:] for y in more.values())
     ):
         raise ValueError(
             f"{OP}: {', '.join(f'{name} {list(y.shape)}' for name, y in inputs.items())}; "
-            "give x, delta [Bt, T, D], A [D, N], B, C [Bt, T, N], D [D] or None"
+            "give x, delta [Bt, T, D], A [D, N], B, C [Bt, T, N], D and delta_bias [D] or None"
         )
     if 0 in x.shape or 0 in A.shape:
         raise ValueError(f"{OP}: x {list(x.shape)}, A {list(A.shape)}; every size must be at least 1")
@@ -212,9 +219,9 @@ def _check(x, delta, A, B, C, D, initial_state, cu_seqlens) -> None:
     check_state(OP, initial_state, shape, state_dtype(x, delta, A, B, C))
 
 
-def _check_values(delta: Tensor, A: Tensor) -> None:
-    if not bool((delta >= 0).all()) or not bool(((A <= 0) & A.isfinite()).all()):
-        low, high = delta.detach().min().item(), A.detach().max().item()
+def _check_values(delta: Tensor | None, A: Tensor) -> None:
+    if (delta is not None and not bool((delta >= 0).all())) or not bool(((A <= 0) & A.isfinite()).all()):
+        low, high = 0.0 if delta is None else delta.detach().min().item(), A.detach().max().item()
         raise ValueError(
             f"{OP}: delta must be at least 0 and A finite and at most 0, but delta reaches {low} and A {high}; "
             "give delta after its softplus and A = -exp(A_log)"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import count_states, documents
@@ -41,8 +42,10 @@ class Chunk(NamedTuple):
     states: Tensor  # after each token
 
 
-def selective_forward(x, delta, A, B, C, D, initial_state, cu_seqlens) -> tuple[Tensor, Tensor, Tensor]:
+def selective_forward(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens) -> tuple[Tensor, Tensor, Tensor]:
     """y [Bt, T, D], the final states [Nseq, D, N] and nothing for the backward; arguments as in the registered op."""
+    if delta_bias is not None:
+        delta = softplus(_shift(delta, delta_bias))
     modes, skip, carried, size = _prepare(x, delta, A, B, C, D, initial_state, cu_seqlens)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     for rows, start, end in documents(cu_seqlens, x.shape[0] // A.shape[0], x.shape[1]):
@@ -59,8 +62,20 @@ def selective_forward(x, delta, A, B, C, D, initial_state, cu_seqlens) -> tuple[
     return y, _to_public(carried), modes.new_empty(0)
 
 
-def selective_backward(x, delta, A, B, C, D, initial_state, cu_seqlens, starts, dy, dfinal) -> tuple[Tensor, ...]:
-    """Gradients to x, delta, A, B, C, D (empty without it) and the initial states."""
+def selective_backward(
+    x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens, starts, dy, dfinal
+) -> tuple[Tensor, ...]:
+    """Gradients to x, delta, A, B, C, D and delta_bias (empty without them) and the initial states."""
+    if delta_bias is not None:
+        shifted = _shift(delta, delta_bias)
+        dx, dstep, *grads, _, dinitial = selective_backward(
+            x, softplus(shifted), A, B, C, D, None, initial_state, cu_seqlens, starts, dy, dfinal
+        )
+        dstep = torch.ops.aten.softplus_backward(
+            dstep.to(shifted.dtype), shifted, 1, 20
+        )  # as PyTorch's softplus has it
+        dbias = dstep.sum(1).unflatten(0, (A.shape[0], -1)).sum(1).to(delta_bias.dtype)
+        return dx, dstep.to(delta.dtype).contiguous(), *grads, dbias, dinitial
     modes, skip, carried, size = _prepare(x, delta, A, B, C, D, initial_state, cu_seqlens)
     dmodes = modes.new_zeros(x.shape[0], *modes.shape[2:])
     dskip = modes.new_zeros(x.shape[0], x.shape[2])
@@ -100,7 +115,13 @@ def selective_backward(x, delta, A, B, C, D, initial_state, cu_seqlens, starts, 
     of_model = (A.shape[0], -1)
     dA = dmodes.unflatten(0, of_model).sum(1).mT.to(A.dtype).contiguous()
     dD = dskip.new_empty(0) if D is None else dskip.unflatten(0, of_model).sum(1).to(D.dtype)
-    return dx, ddelta, dA, dB, dC, dD, _to_public(dcarried)
+    return dx, ddelta, dA, dB, dC, dD, dskip.new_empty(0), _to_public(dcarried)
+
+
+def _shift(delta: Tensor, delta_bias: Tensor) -> Tensor:
+    """delta + delta_bias of the row's model, at least float32."""
+    dtype = state_dtype(delta, delta_bias)
+    return delta.to(dtype) + delta_bias.to(dtype).repeat_interleave(delta.shape[0] // delta_bias.shape[0], 0)[:, None]
 
 
 def _prepare(x, delta, A, B, C, D, initial_state, cu_seqlens) -> tuple[Tensor, Tensor | None, Tensor, int]:

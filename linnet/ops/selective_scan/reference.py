@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import count_states, documents
@@ -14,6 +15,7 @@ def selective_reference(
     B: Tensor,
     C: Tensor,
     D: Tensor | None,
+    delta_bias: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -27,6 +29,8 @@ def selective_reference(
     B, C = (y.to(dtype).unsqueeze(2) for y in (B, C))
     if initial_state is None:
         initial_state = values.new_zeros(count_states(cu_seqlens, batch), *A.shape)
+    if delta_bias is not None:
+        delta = softplus(delta + delta_bias.to(dtype))
     outputs, finals = [], []
     for rows, start, end in documents(cu_seqlens, batch, length):
         state = initial_state[rows]

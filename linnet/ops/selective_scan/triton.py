@@ -24,6 +24,7 @@ from linnet.ops.launching import Launcher, align, count_processors
 from linnet.ops.selective_scan import chunked
 from linnet.ops.selective_scan.kernels import backward_kernel, forward_kernel, summarise_kernel
 from linnet.ops.selective_scan.shapes import Shape, runs_in_kernels, tokens_between
+from linnet.ops.selective_scan.steps import make_steps, pass_steps
 
 WARPS = 12  # of a multiprocessor: sequences are cut into segments until there are so many
 SHORTEST = 64  # tokens of a segment, on average
@@ -85,10 +86,12 @@ class Call:
         return sums, totals
 
 
-def selective_forward(x, delta, A, B, C, D, initial_state, cu_seqlens) -> tuple[Tensor, Tensor, Tensor]:
+def selective_forward(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens) -> tuple[Tensor, Tensor, Tensor]:
     """y, the final states and those before every few tokens; arguments as in the registered op."""
     if not runs_in_kernels(x, delta, A, B, C):
-        return chunked.selective_forward(x, delta, A, B, C, D, initial_state, cu_seqlens)
+        return chunked.selective_forward(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens)
+    if delta_bias is not None:
+        delta = make_steps(delta, delta_bias)
     with torch.cuda.device_of(x):
         call = Call(x, delta, A, B, C, D, initial_state, cu_seqlens, backward=False)
         shape = call.shape
@@ -101,12 +104,17 @@ def selective_forward(x, delta, A, B, C, D, initial_state, cu_seqlens) -> tuple[
     return y, final, starts
 
 
-def selective_backward(x, delta, A, B, C, D, initial_state, cu_seqlens, starts, dy, dfinal) -> tuple[Tensor, ...]:
-    """Gradients to x, delta, A, B, C, D (empty without it) and the initial states."""
+def selective_backward(
+    x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens, starts, dy, dfinal
+) -> tuple[Tensor, ...]:
+    """Gradients to x, delta, A, B, C, D and delta_bias (empty without them) and the initial states."""
     if not runs_in_kernels(x, delta, A, B, C):
-        return chunked.selective_backward(x, delta, A, B, C, D, initial_state, cu_seqlens, starts, dy, dfinal)
+        return chunked.selective_backward(
+            x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens, starts, dy, dfinal
+        )
+    steps = delta if delta_bias is None else make_steps(delta, delta_bias)
     with torch.cuda.device_of(x):
-        call = Call(x, delta, A, B, C, D, None, cu_seqlens, backward=True)
+        call = Call(x, steps, A, B, C, D, None, cu_seqlens, backward=True)
         s, segments, dy, dfinal = call.shape, call.segments, align(dy), align(dfinal)
         blocks = triton.cdiv(s.channels, call.tile.channels)
         dx, ddelta = torch.empty_like(call.inputs[0]), torch.empty_like(call.inputs[1])
@@ -128,7 +136,10 @@ def selective_backward(x, delta, A, B, C, D, initial_state, cu_seqlens, starts, 
     dA = dA.unflatten(0, of_model).sum(1).mT.to(A.dtype).contiguous()
     dB, dC = (parts.sum(0).to(y.dtype) for parts, y in ((dB, B), (dC, C)))
     dD = dinitial.new_empty(0) if D is None else dskip.unflatten(0, of_model).sum(1).to(D.dtype)
-    return dx, ddelta, dA, dB, dC, dD, dinitial
+    dbias = dinitial.new_empty(0)
+    if delta_bias is not None:
+        ddelta, dbias = pass_steps(delta, delta_bias, ddelta)
+    return dx, ddelta, dA, dB, dC, dD, dbias, dinitial
 
 
 @functools.lru_cache(1024)
