@@ -216,8 +216,8 @@ def test_logits_are_those_of_flash_linear_attention(name, tmp_path):
     found = hf.convert(tmp_path / "source", tmp_path / "out")
     tokens = torch.randint(0, 512, (2, 60))  # up to 64 it runs its recurrent kernels, which compile sooner
     with torch.no_grad():
-        # float64 on the CPU is the truth. Its recurrent kernels are exact enough to tell its epsilons apart (1e-6 measured,
-        # 6e-6 and 6e-5 with the wrong ones); our parallel ones run float32 through the tensor cores.
+        # float64 on the CPU is the truth. Its recurrent kernels are exact enough to tell its epsilons apart (1e-6 was
+        # measured, 6e-6 and 6e-5 with the wrong ones); our parallel ones run float32 through the tensor cores.
         truth = load_model(found.path, dtype=torch.float64)[0](tokens)[0].cuda()
         its = theirs.cuda().eval()(tokens.cuda()).logits.double()
         ours = load_model(found.path, "cuda")[0](tokens.cuda())[0].double()
