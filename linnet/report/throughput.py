@@ -1,7 +1,9 @@
 """The picture of `linnet bench generate`: speed against batch and context, and what a sequence carries."""
 
+import csv
 from pathlib import Path
 
+from linnet.config import ConfigError
 from linnet.report import shell, style, units
 from linnet.report.marks import Figure
 
@@ -27,6 +29,24 @@ def write_throughput(rows: list[dict], folder: Path) -> list[Path]:
     return [folder / f"{figure.name}.{kind}" for kind in ("svg", "png")]
 
 
+def read_rows(file: Path) -> list[dict]:
+    """The rows of a generate.csv. Raises ConfigError where there is none."""
+    try:
+        with open(file, newline="", encoding="utf-8") as lines:
+            rows = list(csv.DictReader(lines))
+        whole, real = ("batch", "prompt", "new", "carried_bytes"), ("token_ms", "decode_tokens_per_second")
+        for row in rows:
+            row |= {name: int(row[name]) for name in whole if row[name]}
+            row |= {name: float(row[name]) for name in real if row[name]}
+    except OSError as error:
+        raise ConfigError([f"{file}: cannot be read ({error.strerror})"], "linnet bench") from None
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            [f"{file}: is not what `linnet bench generate --out` writes ({error})"], "linnet bench"
+        ) from None
+    return rows
+
+
 def draw(rows: list[dict]) -> Figure:
     """Three panels, one line a model and system; rows without a time (out of memory) are left out."""
     import altair as alt
@@ -37,6 +57,7 @@ def draw(rows: list[dict]) -> Figure:
     scale = alt.Scale(domain=labels, range=[palette[label] for label in labels])
     forms = style.shapes(labels)
     shapes = alt.Scale(domain=labels, range=[forms[label] for label in labels])
+    legend = alt.Legend(orient="bottom", columns=2, labelLimit=320)
     panels = []
     for x, y, x_title, y_title in PANELS:
         shown = [{"label": row["label"], "x": row[x], "y": row[y]} for row in _alike(rows, x)]
@@ -52,7 +73,9 @@ def draw(rows: list[dict]) -> Figure:
                 axis=alt.Axis(values=places, format="~s", labelOverlap="greedy"),
             ),
             "y": _vertical(alt, y, y_title, [point["y"] for point in shown]),
-            "color": alt.Color("label:N", scale=scale, title=None, legend=alt.Legend(orient="bottom", columns=2, labelLimit=320)),
+            "color": alt.Color(
+                "label:N", scale=scale, title=None, legend=alt.Legend(orient="bottom", columns=2, labelLimit=320)
+            ),
         }
         dots = base.mark_point(filled=True, size=46, opacity=1)
         dots = dots.encode(**by, shape=alt.Shape("label:N", scale=shapes, title=None))

@@ -31,6 +31,14 @@ def test_writes_a_table_and_a_picture(tmp_path):
     assert (tmp_path / "generate.png").stat().st_size > 10_000
     assert "milliseconds a token" in (tmp_path / "generate.svg").read_text()
     assert "mad-mamba" in done.stdout
+    before = (tmp_path / "generate.svg").read_bytes()
+    (tmp_path / "generate.svg").unlink()
+    again = CliRunner().invoke(app, ["bench", "draw", str(tmp_path)])
+    assert again.exit_code == 0 and (tmp_path / "generate.svg").read_bytes() == before
+    (tmp_path / "generate.csv").write_text("a,b\n1,2\n")
+    for folder, message in ((tmp_path, "is not what"), (tmp_path / "none", "cannot be read")):
+        failed = CliRunner().invoke(app, ["bench", "draw", str(folder)])
+        assert failed.exit_code == 2 and message in failed.output
 
 
 def test_rows_as_json_with_the_ways_to_run():
