@@ -21,7 +21,8 @@ class BundleCheckpoint:
     """The checkpoint of the runs of `folders`, trained by `ensemble` and looked at by `watch`."""
 
     def __init__(self, folders: Sequence[RunFolder], ensemble: Ensemble, watch: Watch):
-        self._folder, self._runs = folders[0].checkpoint_folder, [folder.path.name for folder in folders]
+        self._folders, self._runs = [one.checkpoint_folder for one in folders], [one.path.name for one in folders]
+        self._folder, self._foreign = self._folders[0], False
         self._ensemble, self._watch = ensemble, watch
         self._last = time.monotonic()
 
@@ -31,6 +32,7 @@ class BundleCheckpoint:
         _, tensors, meta, problems = checkpoint.latest_good(self._folder)
         for problem in problems:
             warnings.warn(f"{problem}; the bundle goes back behind it", stacklevel=2)
+        self._foreign = bool(problems) or meta.get("runs") != self._runs
         if meta.get("runs") != self._runs:
             return 0
         self._ensemble.load_state(tensors["ensemble"])
@@ -41,11 +43,15 @@ class BundleCheckpoint:
         """After `epoch` epochs: writes a checkpoint if it is time. Raises `CheckpointError` where the disk is full."""
         if time.monotonic() - self._last < SECONDS and not at_once:
             return
+        if self._foreign:  # of more steps, perhaps, and then it would be kept in place of this one
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._foreign = False
         tensors = {"ensemble": self._ensemble.state(), "watch": self._watch.state()}
         meta = {"runs": self._runs, "epoch": epoch}
         checkpoint.save(self._folder, self._ensemble.step_number, tensors, meta, keep=1)
         self._last = time.monotonic()
 
     def remove(self) -> None:
-        """The runs are done."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """The runs are done; what bundles of others of them have left goes, too."""
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -158,6 +158,29 @@ def test_a_killed_bundle_goes_on_from_its_checkpoint_exactly(models, tmp_path, m
         ).read_text()
 
 
+def test_the_checkpoint_of_another_bundle_does_not_take_the_place_of_ours(models, tmp_path, monkeypatch):
+    """Four runs stop after three epochs; two of them, bundled anew, after one: those have less behind them."""
+    monkeypatch.setitem(BUDGETS, "smoke", dataclasses.replace(BUDGETS["smoke"], epochs=4))
+    monkeypatch.setattr(resume, "SECONDS", 0.0)
+    step, made = Ensemble.step, []
+
+    def killed(self, tokens, targets):
+        if len(made) == most:
+            raise KeyboardInterrupt
+        made.append(self.step_number)
+        return step(self, tokens, targets)
+
+    monkeypatch.setattr(Ensemble, "step", killed)
+    for size, most, begin in ((4, 10, 0), (2, 4, 0), (2, 1, 3)):  # three steps an epoch
+        del made[:]
+        with pytest.raises(KeyboardInterrupt):
+            go(models, tmp_path, tasks=["memorization"], bundle=size)
+        assert made[0] == begin
+    monkeypatch.setattr(Ensemble, "step", step)
+    go(models, tmp_path, tasks=["memorization"], bundle=2)
+    assert len(results(tmp_path)) == 4 and not list(tmp_path.glob("runs/*/checkpoints"))
+
+
 def test_a_bundle_that_is_asked_to_stop_ends_its_epoch_and_loses_nothing(models, tmp_path, monkeypatch):
     go(models, tmp_path / "whole", tasks=["memorization"], bundle=4)
     step, made = Ensemble.step, []
