@@ -70,12 +70,10 @@ def draw(rows: list[dict]) -> Figure:
                 "x:Q",
                 title=x_title,
                 scale=alt.Scale(type="log", base=2, nice=False, domain=style.padded(places, True)),
-                axis=alt.Axis(values=places, format="~s", labelOverlap="greedy"),
+                axis=_ticks(alt, places, [_short(place) for place in places]),
             ),
             "y": _vertical(alt, y, y_title, [point["y"] for point in shown]),
-            "color": alt.Color(
-                "label:N", scale=scale, title=None, legend=alt.Legend(orient="bottom", columns=2, labelLimit=320)
-            ),
+            "color": alt.Color("label:N", scale=scale, title=None, legend=legend),
         }
         dots = base.mark_point(filled=True, size=46, opacity=1)
         dots = dots.encode(**by, shape=alt.Shape("label:N", scale=shapes, title=None))
@@ -103,10 +101,21 @@ def _alike(rows: list[dict], x: str) -> list[dict]:
 
 
 def _vertical(alt, quantity: str, title: str, values: list[float]):
+    # At least a factor of eight, so that what is flat looks flat.
+    middle = (min(values) * max(values)) ** 0.5
+    domain = style.padded([min(*values, middle / 8**0.5), max(*values, middle * 8**0.5)], True)
     if quantity == "carried_bytes":
-        return alt.Y("y:Q", **style.axis(alt, "bytes", style.padded(values, True), title))
-    domain = style.padded(values, True)
+        return alt.Y("y:Q", **style.axis(alt, "bytes", domain, title))
     ticks = style.decimal_ticks(*domain)
-    names = "[" + ",".join(f"'{units.count(tick)}'" for tick in ticks) + "]"
-    axis = alt.Axis(values=ticks, labelExpr=f"{names}[indexof({ticks}, datum.value)]")
+    axis = _ticks(alt, ticks, [units.count(tick) for tick in ticks])
     return alt.Y("y:Q", title=title, scale=alt.Scale(type="log", domain=domain, nice=False), axis=axis)
+
+
+def _ticks(alt, places: list, names: list[str]):
+    shown = "[" + ",".join(f"'{name}'" for name in names) + "]"
+    return alt.Axis(values=places, labelExpr=f"{shown}[indexof({places}, datum.value)]", labelOverlap="greedy")
+
+
+def _short(tokens: int) -> str:
+    """Lengths as people name them: 128k of 131,072."""
+    return f"{tokens // 1024}k" if tokens >= 1024 and tokens % 1024 == 0 else f"{tokens:,}"
