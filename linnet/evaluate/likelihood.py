@@ -114,7 +114,7 @@ def _read(model: CausalLM, batch: list[_Group]) -> dict:
     dtype = torch.float64 if parameter.dtype == torch.float64 else None
     states = model.init_state(len(batch), room, parameter.device, dtype)
     if contexts.shape[1] > 1:
-        _, states = model.backbone(model._embed(contexts[:, :-1]), states)
+        _, states = model.backbone(model.embed(contexts[:, :-1]), states)
     return {
         layer: {name: x.repeat_interleave(counts, dim=0) for name, x in state.items()}
         for layer, state in states.items()
@@ -131,13 +131,13 @@ def _score(
     """Fills in what the rows of `batch` come to. Logits are made for the scored tokens alone."""
     device = next(model.parameters()).device
     inputs, targets = (torch.from_numpy(x).to(device) for x in padded)
-    x, _ = model.backbone(model._embed(inputs), states)
+    x, _ = model.backbone(model.embed(inputs), states)
     row, column = (targets != -100).nonzero(as_tuple=True)
     nats = torch.zeros(len(targets), dtype=torch.float64, device=device)
     wrong = torch.zeros(len(targets), dtype=torch.int64, device=device)
     size = max(1, LOGITS // model.config.vocab_size)
     for r, c in zip(row.split(size), column.split(size), strict=True):
-        told, likeliest = _compare(model._logits(x[r, c]), targets[r, c])
+        told, likeliest = _compare(model.logits(x[r, c]), targets[r, c])
         nats.index_add_(0, r, told)
         wrong.index_add_(0, r, (~likeliest).long())
     places = [place for group in batch for place in group.places]

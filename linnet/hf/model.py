@@ -107,7 +107,7 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is not None:
             cache.seen += x.shape[1]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.model._logits(x[:, kept])
+        logits = self.model.logits(x[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(

@@ -38,17 +38,17 @@ class CausalLM(nn.Module):
         Returns:
             logits [B, T, vocab] and the states after the last token (None if none were given).
         """
-        x, states = self.backbone(self._embed(tokens), states, cu_seqlens)
-        return self._logits(x), states
+        x, states = self.backbone(self.embed(tokens), states, cu_seqlens)
+        return self.logits(x), states
 
     def loss(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Sum of the negative log-likelihood (nats, at least float32) over targets but -100, and their number."""
-        x, _ = self.backbone(self._embed(tokens), cu_seqlens=cu_seqlens)
+        x, _ = self.backbone(self.embed(tokens), cu_seqlens=cu_seqlens)
         weight = self.embedding.weight if self.head is None else self.head.weight
         if is_whole(weight):
             total = linear_cross_entropy(x, weight, targets, ignore_index=IGNORE)
         else:
-            total = cross_entropy_reference(self._logits(x), targets, IGNORE)
+            total = cross_entropy_reference(self.logits(x), targets, IGNORE)
         return total, (targets != IGNORE).sum()
 
     def step(self, tokens: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
@@ -56,23 +56,25 @@ class CausalLM(nn.Module):
 
         States are updated in place where a layer's state has constant size.
         """
-        x, states = self.backbone.step(self._embed(tokens), states)
-        return self._logits(x), states
+        x, states = self.backbone.step(self.embed(tokens), states)
+        return self.logits(x), states
 
     def prefill(self, tokens: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
         """`forward` from states on where only what comes next matters: logits [B, vocab] of the last token alone."""
-        x, states = self.backbone(self._embed(tokens), states)
-        return self._logits(x[:, -1]), states
+        x, states = self.backbone(self.embed(tokens), states)
+        return self.logits(x[:, -1]), states
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> ModelState:
         """States before the first token. Only layers with a KV cache use `context_length` (its capacity in tokens)."""
         return self.backbone.init_state(batch, context_length, device, dtype)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the backbone reads: int64 [...] -> [..., D]."""
         x = self.embedding(tokens)
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
+        """What the backbone gives, as scores of the next token: [..., D] -> [..., vocab]."""
         return linear(x, self.embedding.weight) if self.head is None else self.head(x)
 
 

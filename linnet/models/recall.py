@@ -21,7 +21,7 @@ class RecallLM(CausalLM):
 
     def loss(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Sum of the negative log-likelihood (nats) over targets but -100, and their number: that of `CausalLM`."""
-        x, _ = self.backbone(self._embed(tokens), cu_seqlens=cu_seqlens)
+        x, _ = self.backbone(self.embed(tokens), cu_seqlens=cu_seqlens)
         places = (targets != IGNORE).int().topk(self.answers, dim=1).indices
         x = x.gather(1, places.unsqueeze(-1).expand(*places.shape, x.shape[-1]))
         targets = targets.gather(1, places)

@@ -123,7 +123,7 @@ def test_untied_and_scaled_embeddings():
     model = build_model(config)
     assert model.head.weight.shape == (256, 32)
     tokens = torch.randint(0, 256, (1, 4))
-    torch.testing.assert_close(model._embed(tokens), 3.0 * model.embedding(tokens))
+    torch.testing.assert_close(model.embed(tokens), 3.0 * model.embedding(tokens))
 
 
 def test_hybrids_share_and_carry_what_each_layer_needs():
