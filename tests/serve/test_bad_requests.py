@@ -257,6 +257,17 @@ def test_engine_that_fails_answers_and_goes_on(tiny: Running):
         assert wait_for(lambda: broken.service.live == 0) and broken.request("GET", "/health").status == 200
 
 
+def test_bug_of_ours_is_a_500_without_its_details():
+    def broken() -> bytes:
+        raise KeyError("a secret")
+
+    with serve() as running:
+        running.service.metrics.text = broken
+        reply = running.request("GET", "/metrics")
+        assert reply.status == 500 and reply.error["code"] == "internal_error" and b"secret" not in reply.body
+        assert running.request("GET", "/health").status == 200
+
+
 @pytest.mark.parametrize(
     "sent",
     [

@@ -144,7 +144,7 @@ def test_reader_who_catches_up_loses_nothing():
 
 
 def test_shutdown_lets_short_streams_end_and_tells_long_ones():
-    with serve(slots=2, grace=1.0) as running:
+    with serve(slots=2, grace=3.0) as running:
         long = running.connect(**ENDLESS)
         short = running.connect(**{**ENDLESS, "max_tokens": 20})
         read_until(long, b"data: ")
