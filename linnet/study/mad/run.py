@@ -1,7 +1,7 @@
 """The protocol: every run that a budget asks of each architecture, in bundles, the largest first; resumable.
 
     <folder>/
-        plan.json     budget, specification, seeds and the runs, by the names of their folders
+        plan.json     budget, specification, the models and the runs, by the names of their folders
         runs/         one run folder each: config.yaml, metrics.jsonl, result.json
         mad.csv       all results, a pure function of the run folders
         scores.csv    the scores of the architectures
@@ -12,9 +12,10 @@ What has a result is not trained again. Which of a setting's runs counts is deci
 
 import contextlib
 import csv
+import hashlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.config import ConfigError, parse
+from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig
 from linnet.models.recipes.mad import fit_length
 from linnet.runs import LockedError, RunFolder
@@ -169,7 +171,7 @@ def run_mad(
     )
     with _room(folder), _alone(folder):
         about = {"budget": budget, "spec": spec, "precision": precision, "spare_decay": spare_decay}
-        _check_plan(folder, about, runs)
+        _check_plan(folder, about, runs, _designs(architectures, plugins))
         missing = [run for run in runs if not RunFolder(folder / RUNS / run.run).done]
         if len(missing) < len(runs):
             console.print(f"{len(runs) - len(missing)} of {len(runs)} runs are done; {len(missing)} to go")
@@ -255,8 +257,35 @@ def _line(run: dict[str, Any], outcome: Outcome, path: Path) -> str:
     return f"{head}  accuracy {result['accuracy']:.3f}  loss {result['loss']:.3f}  {duration(outcome.seconds)}"
 
 
-def _check_plan(folder: Path, about: dict[str, Any], runs: list[MadRun]) -> None:
-    """Keeps runs of one budget and specification in one folder, and writes down what was asked for."""
+def _designs(architectures: Mapping[str, ModelConfig], plugins: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What each name stands for: the model, and the contents of the files that its mixers come from."""
+    files = {load_plugin(one): Path(one.rpartition(":")[0]).read_bytes() for one in plugins}
+    sums = {mixer: hashlib.sha256(text).hexdigest()[:12] for mixer, text in files.items()}
+    return {
+        name: model.model_dump(mode="json")
+        | {"mixer file": {spec.mixer: sums[spec.mixer] for spec in model.blocks if spec.mixer in sums}}
+        for name, model in architectures.items()
+    }
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any], at: str = "") -> Iterator[str]:
+    for key in dict.fromkeys([*old, *new]):
+        one, two = old.get(key), new.get(key)
+        if isinstance(one, Mapping) and isinstance(two, Mapping):
+            yield from _changes(one, two, f"{at}{key}.")
+        elif one != two:
+            yield f"{at}{key} was {one!r} and is {two!r}"
+
+
+def _begun(folder: Path) -> set[str]:
+    """Architectures with a result or a checkpoint."""
+    every = [RunFolder(path) for path in (folder / RUNS).iterdir() if path.is_dir()]
+    return {run.config["architecture"] for run in every if run.done or run.checkpoints()}
+
+
+def _check_plan(folder: Path, about: dict[str, Any], runs: list[MadRun], designs: dict[str, dict[str, Any]]) -> None:
+    """Keeps runs of one budget and specification in one folder, and of one model under a name; writes down what was
+    asked for."""
     path = folder / PLAN
     before: dict[str, Any] = {}
     if path.is_file():
@@ -269,11 +298,23 @@ def _check_plan(folder: Path, about: dict[str, Any], runs: list[MadRun]) -> None
             for key, value in about.items()
             if before.get(key, value) != value
         ]
+        known = before.get("models", {})
+        changed = {name: ", ".join(_changes(known[name], one)) for name, one in designs.items() if name in known}
+        if any(changed.values()):
+            begun = _begun(folder)
+            problems += [
+                f"{folder}: holds runs of another {name} ({what}); give another --out"
+                for name, what in changed.items()
+                if what and name in begun
+            ]
         if problems:
             raise ConfigError(problems, "MAD")
+    models = before.get("models", {}) | designs
     names = dict.fromkeys([*before.get("runs", []), *(run.run for run in runs)])
     comparable = BUDGETS[about["budget"]].comparable
-    write_atomic(path, json.dumps(about | {"comparable": comparable, "runs": list(names)}, indent=1) + "\n")
+    write_atomic(
+        path, json.dumps(about | {"comparable": comparable, "models": models, "runs": list(names)}, indent=1) + "\n"
+    )
 
 
 @contextlib.contextmanager

@@ -9,12 +9,14 @@ import json
 import math
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
 from linnet.config import ConfigError
+from linnet.layers.base import load_plugin
 from linnet.runs import RunFolder
 from linnet.study.executors import ExecutorConfig
 from linnet.study.mad import resume
@@ -162,17 +164,17 @@ def test_the_checkpoint_of_another_bundle_does_not_take_the_place_of_ours(models
     """Four runs stop after three epochs; two of them, bundled anew, after one: those have less behind them."""
     monkeypatch.setitem(BUDGETS, "smoke", dataclasses.replace(BUDGETS["smoke"], epochs=4))
     monkeypatch.setattr(resume, "SECONDS", 0.0)
-    step, made = Ensemble.step, []
+    step, made, limit = Ensemble.step, [], []
 
     def killed(self, tokens, targets):
-        if len(made) == most:
+        if len(made) == limit[0]:
             raise KeyboardInterrupt
         made.append(self.step_number)
         return step(self, tokens, targets)
 
     monkeypatch.setattr(Ensemble, "step", killed)
     for size, most, begin in ((4, 10, 0), (2, 4, 0), (2, 1, 3)):  # three steps an epoch
-        del made[:]
+        made[:], limit[:] = [], [most]
         with pytest.raises(KeyboardInterrupt):
             go(models, tmp_path, tasks=["memorization"], bundle=size)
         assert made[0] == begin
@@ -255,3 +257,36 @@ def test_states_are_normalised_or_refused_with_a_way_out():
         architecture("gla+swiglu x2", {"options": {"gla": {"num_heads": 4}}})
     with pytest.raises(ConfigError, match="did you mean 'swiglu'"):
         architecture("gla+swigl x2")
+
+
+def test_a_name_stands_for_one_model_in_a_folder(models, tmp_path):
+    """Runs of two models under one name would be scored as if they were of one."""
+    other = {"tnl+swiglu": architecture("tnl+swiglu", SMALL | {"norm": "layernorm"}, state=0)}
+    (tmp_path / "plan.json").write_text("{}")  # of a folder from before models were written down
+    go(models, tmp_path, tasks=["memorization"])
+    before = results(tmp_path)
+    with pytest.raises(ConfigError, match="another tnl.swiglu .norm was 'rmsnorm' and is 'layernorm'.*another --out"):
+        go(other, tmp_path, tasks=["memorization"])
+    assert results(tmp_path) == before
+    go(models, tmp_path, tasks=["compression"])
+    assert len(results(tmp_path)) == 8
+
+
+def test_a_mixer_file_that_changed_is_another_model(models, tmp_path):
+    file = tmp_path / "edited.py"
+    file.write_text(
+        Path(__file__).parents[3].joinpath("examples/my_mixer.py").read_text().replace('"my_mixer"', '"edited"')
+    )
+    options = {"tasks": ["memorization"], "plugins": [f"{file}:MyMixer"]}
+    load_plugin(options["plugins"][0])
+    small = {"d_model": 16, "options": {"edited": {"num_heads": 2}}}
+    mine = models | {"edited": architecture("edited", small, state=0)}
+    go(mine, tmp_path / "mad", **options)
+    with open(file, "a") as source:
+        source.write("# other\n")
+    with pytest.raises(ConfigError, match="another edited .mixer file.edited was") as problem:
+        go(mine, tmp_path / "mad", **options)
+    assert len(problem.value.problems) == 1, "the other architecture is what it was"
+    for path in tmp_path.glob("mad/runs/edited*/result.json"):
+        path.unlink()
+    go(mine, tmp_path / "mad", **options)  # nothing of the old file is left
