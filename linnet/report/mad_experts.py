@@ -67,8 +67,8 @@ def table(records: Records) -> list[str]:
     body = [f"<tr>{start}{''.join(map(_cell, shares, [len(shares)] * len(shares)))}"
             f"{'<td></td>' * (most - len(shares))}{end}</tr>" for start, shares, end in rows]  # fmt: skip
     caption = (
-        "Where the tokens of the test split go, in per cent of their choices (each token chooses two of eight, so 12.5 "
-        "is even): of the run that counts at the baseline of each task. A layer is its block and its part. An expert "
+        "Where the tokens of the test split go, in per cent of their choices (12.5 is even among eight): of the run "
+        "that counts at the baseline of each task. A layer is its block and its part. An expert "
         "that gets less than a hundredth of an even share is named as without tokens."
     )
     return ["<h2>Loads of the experts</h2>", f'<p class="caption">{caption}</p>', shell.table("experts", head, body)]

@@ -103,7 +103,8 @@ def _row(name: str, place: Place, setting: SettingScore) -> dict:
     best = list(setting.best.values())
     first = best[0]
     ends = [run.accuracy for run in best]
-    size = f"{units.count(first.parameters)} parameters, state {first.state_size:,}" if first.parameters else ""
+    sizes = [f"{units.count(first.parameters)} parameters"] if first.parameters is not None else []
+    sizes += [f"state {first.state_size:,}"] if first.state_size is not None else []
     return {
         "run": name,
         "architecture": name,
@@ -115,7 +116,7 @@ def _row(name: str, place: Place, setting: SettingScore) -> dict:
         "spread": f"{points(min(ends))} to {points(max(ends))} over {len(ends)} seeds" if len(ends) > 1 else "one seed",
         "learning rate": _told(setting, "learning_rate"),
         "epoch": _told(setting, "epoch"),
-        "sizes": size or units.MISSING,
+        "sizes": ", ".join(sizes) or units.MISSING,
     }
 
 

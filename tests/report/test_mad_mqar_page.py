@@ -48,6 +48,12 @@ def test_page(found, tmp_path):
     assert "hgrn 64 99.9 69.9 39.9 9.9 54.9" in words
 
 
+def test_sizes_may_not_be_recorded(found, tmp_path):
+    specs = page_of(tmp_path / "bare", [{**row, "state_size": ""} for row in found])[2]
+    data = [row for part in specs["mqar"]["datasets"].values() for row in part]
+    assert {row["sizes"] for row in data} == {"2.4M parameters"}
+
+
 def test_what_is_wrong_or_missing_is_named(found, tmp_path):
     worse = [row | {"accuracy": 0.05} if (row["architecture"], row["setting"]) == ("hgrn2", "mqar/512x64,width=64")
              else row for row in found]  # fmt: skip

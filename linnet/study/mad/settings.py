@@ -280,15 +280,14 @@ def plan(
     ]
     if problems:
         raise ConfigError(problems, "MAD")
-    kept = [
+    asked = [
         setting
         for setting in every
-        if (not tasks or setting.task.name in tasks)
-        and (not settings or not _names(setting).isdisjoint(settings))
-        and (not setting.varied or not chosen.baselines_only)
+        if (not tasks or setting.task.name in tasks) and (not settings or not _names(setting).isdisjoint(settings))
     ]
+    kept = [setting for setting in asked if not setting.varied or not chosen.baselines_only]
     if not kept:
-        hint = "use budget full, which has them all" if chosen.baselines_only else "drop --tasks or --settings"
+        hint = "use budget full, which has them all" if asked else "drop --tasks or --settings"
         raise ConfigError(
             [f"settings: none of {', '.join(settings)} is in budget {budget} of these tasks; {hint}"], "MAD"
         )

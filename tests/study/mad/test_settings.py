@@ -91,6 +91,8 @@ def test_wrong_names_come_together():
         plan("full", settings=["seq_len=257"])
     with pytest.raises(ConfigError, match="none of seq_len is in budget core of these tasks; use budget full"):
         plan("core", settings=["seq_len"])
+    with pytest.raises(ConfigError, match="none of frac_noise is in budget core of these tasks; drop --tasks"):
+        plan("core", tasks=["memorization"], settings=["frac_noise"])
 
 
 def test_mqar_settings():
