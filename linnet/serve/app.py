@@ -117,7 +117,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/health", summary="Whether it can generate", responses=_responses(schemas.Health, 403, 413, 503))
     async def health() -> Response:
-        service.check_alive()
+        service.check_open()
         return _json({"status": "ok"})
 
     @app.get(

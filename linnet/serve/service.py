@@ -56,21 +56,21 @@ class Service:
         for call in list(self.calls):
             call.stop(_closing())
 
-    @property
-    def healthy(self) -> bool:
-        return self.worker is not None and self.worker.alive and not self.closing
-
-    def check_alive(self) -> None:
-        """Raises `ApiError` where nothing can be generated (any more)."""
+    def check_open(self) -> None:
+        """Raises `ApiError` where nothing new is taken."""
         if self.closing:
             raise _closing()
-        if not self.healthy:
+        self.check_alive()
+
+    def check_alive(self) -> None:
+        """Raises `ApiError` where nothing can be generated any more."""
+        if self.worker is None or not self.worker.alive:
             raise ApiError(503, "the engine has stopped; restart the server", code="engine_stopped")
 
     @contextmanager
     def entry(self) -> Iterator[None]:
         """Around reading and checking one request, so that bodies in memory are bounded. Raises `ApiError` if full."""
-        self.check_alive()
+        self.check_open()
         self._check_room(1)
         self._entering += 1
         try:
@@ -80,7 +80,7 @@ class Service:
 
     def open(self, prompts: list[tuple[np.ndarray, Sampling]], stream: bool) -> Call:
         """Puts the choices of one HTTP request into the engine. Raises `ApiError` where they do not fit now."""
-        self.check_alive()
+        self.check_open()
         self._check_room(len(prompts), own_entry=1)
         call = Call(self.worker.cancel, self.settings.stream_backlog if stream else None)
         self.calls.add(call)

@@ -158,6 +158,34 @@ def test_shutdown_lets_short_streams_end_and_tells_long_ones():
             running.connect(**ENDLESS).recv(1)
 
 
+def test_stream_in_the_queue_stays_open_and_begins_when_a_slot_is_free(monkeypatch):
+    monkeypatch.setattr("linnet.serve.streams.PING", 0.05)
+    with serve(slots=1) as running:
+        first = running.connect(**ENDLESS)
+        read_until(first, b"data: ")
+        ask = {"model": "tiny", "prompt": "x", "max_tokens": 3, "stream": True}
+        second = running.client().completions.create(**ask, extra_body={"ignore_eos": True, "return_token_ids": True})
+        third = running.connect(**{**ENDLESS, "max_tokens": 3})
+        assert b": waiting\n\n" in read_until(third, b": waiting", b"data: ")
+        first.close()
+        assert sum(len(part.choices[0].token_ids) for part in second) == 3
+        assert b"[DONE]" in read_until(third, b"[DONE]")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_engine_whose_thread_is_gone_is_reported(monkeypatch):
+    monkeypatch.setattr("linnet.serve.streams.PING", 0.05)
+    with serve(slots=1) as running:
+
+        def leave(kind):
+            raise SystemExit  # what ends a thread without a word
+
+        running.service.engine._decoder.choose = leave
+        reply = running.post(prompt="x")
+        assert reply.status == 503 and reply.error["code"] == "engine_stopped"
+        assert running.request("GET", "/health").status == 503 and running.post(prompt="x").status == 503
+
+
 def test_refuses_what_comes_while_it_closes():
     with serve() as running:
         running.service.closing = True
