@@ -1,5 +1,6 @@
 """The page of `linnet mad correlate`: MAD scores against compute-optimal loss (paper 004, Figure 5.1)."""
 
+import shlex
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -46,7 +47,7 @@ def write_correlate_page(
     for figure in figures:
         shell.write_pictures(page.parent, figure)
     names = [Path(part).resolve().name for part in (folder, study)]
-    command = f"linnet mad correlate {names[0]} --study {names[1]} --at {found.compute:.6g}"
+    command = _command(found, *names)
     parts = [
         f'<p class="lead">{escape(_summary(found))}</p>',
         *(f'<p class="notice">{escape(note[0].upper() + note[1:])}.</p>' for note in found.notes),
@@ -59,6 +60,8 @@ def write_correlate_page(
         shell.facts(
             {
                 "Redraw": f"<code>{escape(command)}</code>, from the result rows of both folders",
+                "Scores": f"{found.metric.replace('_', ' ')} on the test split, of runs selected on "
+                + ("the test split itself (legacy)" if found.legacy else "the validation split"),
                 "Losses": f"of the laws that were fitted to the study ({escape(found.method)}), at one compute budget",
                 "Intervals": f"95{units.SPACE}%: architectures drawn with replacement, and with each its law",
                 "Drawn with": escape(shell.drawn_with()),
@@ -67,6 +70,18 @@ def write_correlate_page(
     ]
     page.write_text(shell.document(f"MAD scores and scaling: {names[0]}", parts), encoding="utf-8")
     return page
+
+
+def _command(found: Correlations, folder: str, study: str) -> str:
+    """What gives the same points again."""
+    short = f"{found.compute:.6g}"  # rounded up, it would lie outside the data of the laws
+    compute = short if float(short) == found.compute else repr(found.compute)
+    words = ["linnet", "mad", "correlate", folder, "--study", study, "--at", compute]
+    for point in found.points:
+        if point.study_name != point.architecture:
+            words += ["--pair", f"{point.architecture}={point.study_name}"]
+    words += [] if found.metric == "accuracy" else ["--metric", found.metric]
+    return shlex.join(words + ["--legacy"] * found.legacy)
 
 
 def headlines(found: Correlations) -> list[str]:

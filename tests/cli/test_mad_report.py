@@ -1,6 +1,9 @@
 """`linnet mad report` and `linnet mad correlate`: what they write and print, and what they say about bad input."""
 
+import html
 import json
+import re
+import shlex
 import webbrowser
 
 import pytest
@@ -33,7 +36,7 @@ def studied(tmp_path):
     lines = ["run,architecture,params_non_embedding,tokens,flops,loss"]
     for name, level in {**LEVELS, "tnl": 0.5}.items():
         name = name.removeprefix("mad-") if "mamba" in name else name
-        for budget in (1e12, 3e12, 9e12, 2.7e13):
+        for budget in (1e12, 3e12, 9e12, 2.69999997e13):
             for n in (5e3, 1e4, 2e4, 4e4, 8e4, 1.6e5, 3.2e5):
                 d = budget / (6 * n)
                 loss = 1.5 - level + 30 / n**0.35 + 200 / d**0.37
@@ -89,6 +92,19 @@ def test_correlate_prints_tables(scored, studied):
     page = scored / "report" / "correlate.html"
     assert f"page: {page}" in result.stdout and "linnet mad correlate scored --study study" in page.read_text()
     assert (page.parent / "scaling.png").is_file() and (page.parent / "scaling-by-task.svg").is_file()
+
+
+def test_the_page_of_correlations_says_what_draws_it_again(scored, studied, monkeypatch):
+    """At the largest compute, which must not be rounded beyond the laws, with the pairs and the choice of scores."""
+    arguments = ["--study", studied, "--bootstrap", 0, "--metric", "macro_batch", "--legacy", *PAIRS]
+    assert call("correlate", scored, *arguments).exit_code == 0
+    page = scored / "report" / "correlate.html"
+    first = page.read_text()
+    command = shlex.split(html.unescape(re.search(r"<code>(linnet mad correlate .*?)</code>", first)[1]))
+    monkeypatch.chdir(scored.parent)
+    again = call(*command[2:], "--bootstrap", 0)
+    assert again.exit_code == 0 and "macro batch on the test split" in first
+    assert page.read_text() == first
 
 
 def test_correlate_as_json(scored, studied):

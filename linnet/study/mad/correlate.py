@@ -72,6 +72,7 @@ class Correlations:
         overall: group -> correlation of the score: "all", "within families", "between families" and each family.
         tasks: task -> correlation of that task alone, over all architectures.
         notes: what to know when reading it.
+        metric, legacy: of the scores.
     """
 
     compute: float
@@ -80,6 +81,8 @@ class Correlations:
     overall: dict[str, Correlation]
     tasks: dict[str, Correlation]
     notes: list[str] = field(default_factory=list)
+    metric: str = "accuracy"
+    legacy: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -187,8 +190,9 @@ def correlate_laws(
         notes.append(f"{compute:.3g} FLOPs lie outside the data of {', '.join(beyond)}: their losses are extrapolated")
     odd = [point.architecture for point in points if not scores[point.architecture].comparable]
     if odd:
-        notes.append(f"not comparable, so read with care: {', '.join(odd)} ({scores[odd[0]].reasons[0]})")
-    return Correlations(float(compute), method, points, overall, tasks, notes)
+        reasons = dict.fromkeys(reason for name in odd for reason in scores[name].reasons)
+        notes.append(f"not comparable, so read with care: {', '.join(odd)} ({'; '.join(reasons)})")
+    return Correlations(float(compute), method, points, overall, tasks, notes, scores.metric, scores.legacy)
 
 
 def _point(scores: Scores, name: str, other: str, law, compute: float) -> Point:
