@@ -118,6 +118,8 @@ def run(
         problems.append(f"--device {device!r} is unknown; use auto, cpu or cuda")
     if not all(part.strip().isdigit() for part in seed.split(",")):
         problems.append(f"--seed {seed!r}: write numbers with commas between, such as 0,1,2")
+    if mqar and state != 4096:
+        problems.append(f"--state {state}: the models of MQAR have the state of their options; leave it out")
     if problems:
         raise ConfigError(problems, "command line")
     where = parse(ExecutorConfig, {"kind": executor, "workers": workers, "address": address, "retries": 1}, "executor")

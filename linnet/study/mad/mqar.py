@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from linnet.study.mad.checks import FAILS, HOLDS, NOT_ENOUGH
 from linnet.study.mad.scores import Scores, SettingScore
-from linnet.study.mad.settings import MQAR_SETTINGS, MQAR_WIDTHS
+from linnet.study.mad.settings import BUDGETS, MQAR_SETTINGS, MQAR_WIDTHS
 from linnet.study.mad.training import MQAR
 
 TASK = "mqar"
@@ -36,8 +36,8 @@ class Comparison:
 
     Attributes:
         verdict: "holds" where the first is nowhere below the second, and above it wherever that stays under `OPEN`;
-            "not enough runs" where a setting lacks one of the two.
-        wrong: setting -> what is wrong there. missing: settings without both.
+            "not enough runs" where a setting lacks one of the two, or some of its learning rates.
+        wrong: setting -> what is wrong there. missing: settings without all runs of both.
     """
 
     first: str
@@ -75,7 +75,7 @@ def place_of(name: str) -> Place:
 
 def compare(scores: Scores, first: str = "hgrn2", second: str = "hgrn") -> Comparison:
     """Checks the bar: see `Comparison.verdict`. Where both pass `SOLVED` they count as equal."""
-    one, two = (settings_of(scores, name) if name in scores else {} for name in (first, second))
+    one, two = (_whole(scores, name) if name in scores else {} for name in (first, second))
     every = [Place(width, *shape) for width in MQAR_WIDTHS for shape in HARDER]
     missing = tuple(place for place in every if place not in one or place not in two)
     accuracies, wrong = {}, {}
@@ -88,3 +88,11 @@ def compare(scores: Scores, first: str = "hgrn2", second: str = "hgrn") -> Compa
             wrong[place] = "not above"
     verdict = FAILS if wrong else NOT_ENOUGH if missing else HOLDS
     return Comparison(first, second, verdict, accuracies, wrong, missing)
+
+
+def _whole(scores: Scores, architecture: str) -> dict[Place, SettingScore]:
+    """The settings of which all learning rates were tried: of fewer the best may still come."""
+    budget = BUDGETS.get(scores[architecture].budget)
+    rates = len(budget.grid) if budget is not None else 1
+    found = settings_of(scores, architecture)
+    return {place: setting for place, setting in found.items() if setting.runs >= rates * len(setting.best)}

@@ -253,8 +253,8 @@ def _line(run: dict[str, Any], outcome: Outcome, path: Path) -> str:
         return f"{head}  [red]failed[/]: {escape(outcome.error.strip().splitlines()[-1].strip())}"
     result = RunFolder(path).result()
     if result["status"] == DIVERGED:
-        step = result["diverged_at"] or result["steps"]  # None where only the scores were not finite
-        return f"{head}  [red]diverged[/] at step {step} of {result['steps']}"
+        step = result["diverged_at"]  # None where only the scores were not finite
+        return f"{head}  [red]diverged[/] at step {result['steps'] if step is None else step} of {result['steps']}"
     return f"{head}  accuracy {result['accuracy']:.3f}  loss {result['loss']:.3f}  {duration(outcome.seconds)}"
 
 

@@ -107,3 +107,11 @@ def test_the_bar_of_paper_002():
     assert is_mqar(scores_of(hgrn=low)) and scores_of(hgrn=low)["hgrn"].comparable
     with pytest.raises(ValueError, match="not a setting of MQAR"):
         place_of("mqar/64")
+
+
+def test_a_setting_without_all_learning_rates_decides_nothing():
+    """The best rate of HGRN may be the one that has not been trained."""
+    scores = scores_of(hgrn2=(0.9,) * 8, hgrn=(0.5,) * 8)
+    runs = [run for name in scores for one in scores[name].settings.values() for run in one.best.values()]
+    few = compare(score(runs))
+    assert few.verdict == "not enough runs" and len(few.missing) == 8 and not few.accuracies
