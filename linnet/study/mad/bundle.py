@@ -21,7 +21,7 @@ from linnet.data.order import shuffled
 from linnet.data.synthetic import Samples, Split, Task, find_task, generate
 from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig, build_model, flops_exact
-from linnet.runs import RunFolder
+from linnet.runs import Record, RunFolder
 from linnet.runs.files import FULL
 from linnet.study.executors import Job, is_out_of_memory
 from linnet.study.mad.loads import expert_loads, is_routed
@@ -134,7 +134,7 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
     try:
         checkpoint = BundleCheckpoint(folders, ensemble, watch)
         begin = checkpoint.load()
-        records = [folder.record(keep=begin) for folder in folders]
+        records: list[Record] = []  # cut back once an epoch has fit into memory, for halves may go on from them
         for epoch in range(begin, epochs):
             losses, began = torch.zeros(len(runs), device=device), time.monotonic()
             for rows in _batches(runs, epoch, samples, batch_size, device):
@@ -142,6 +142,7 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
                 if stop.signal is not None and time.monotonic() - began > PATIENCE:
                     stop.end()
             factor = 1.0 if form.constant else cosine(epoch, epochs)
+            records = records or [folder.record(keep=begin) for folder in folders]
             row = {"epoch": epoch + 1, "flops": flops * (epoch + 1) / epochs, "factor": factor}
             for record, loss in zip(records, losses.tolist(), strict=True):
                 record.write(row | {"loss": loss})

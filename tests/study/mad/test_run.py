@@ -259,6 +259,30 @@ def test_states_are_normalised_or_refused_with_a_way_out():
         architecture("gla+swigl x2")
 
 
+def test_a_halved_bundle_that_is_killed_keeps_its_curves(models, tmp_path, monkeypatch):
+    """When it goes on, the whole bundle runs out of memory once more, and leaves alone what the halves have."""
+    monkeypatch.setitem(BUDGETS, "smoke", dataclasses.replace(BUDGETS["smoke"], epochs=4))
+    go(models, tmp_path / "halves", tasks=["memorization"], bundle=2)
+    monkeypatch.setattr(resume, "SECONDS", 0.0)
+    step, made = Ensemble.step, []
+
+    def small(self, tokens, targets):
+        if self.size > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        made.append(self.step_number)
+        if len(made) == 8:  # in the third epoch of the first half
+            raise KeyboardInterrupt
+        return step(self, tokens, targets)
+
+    monkeypatch.setattr(Ensemble, "step", small)
+    with pytest.raises(KeyboardInterrupt):
+        go(models, tmp_path / "killed", tasks=["memorization"], bundle=4)
+    go(models, tmp_path / "killed", tasks=["memorization"], bundle=4)
+    assert made[8] == 6 and results(tmp_path / "killed") == results(tmp_path / "halves")
+    for path in (tmp_path / "halves" / "runs").iterdir():
+        assert RunFolder(tmp_path / "killed" / "runs" / path.name).metrics() == RunFolder(path).metrics()
+
+
 def test_a_name_stands_for_one_model_in_a_folder(models, tmp_path):
     """Runs of two models under one name would be scored as if they were of one."""
     other = {"tnl+swiglu": architecture("tnl+swiglu", SMALL | {"norm": "layernorm"}, state=0)}
