@@ -26,6 +26,7 @@ class StudyProgress:
         self.finished: set[str] = set()
         self.partial: dict[str, float] = {}
         self.started = self.polled = time.monotonic()
+        self.before = 0.0  # work that was done already, by runs that go on
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -37,7 +38,8 @@ class StudyProgress:
         self.task = self.bar.add_task("", total=self.total, left="")
 
     def __enter__(self) -> "StudyProgress":
-        self.started = time.monotonic()
+        self._look()
+        self.started, self.before = time.monotonic(), self._done()
         self.bar.start()
         self._refresh()
         return self
@@ -78,8 +80,8 @@ class StudyProgress:
         elapsed, done = time.monotonic() - self.started, self._done()
         if done >= self.total:
             return ""
-        if done > 0.02 * self.total:
-            return f"about {duration(elapsed * (self.total - done) / done)} left"
+        if done - self.before > 0.02 * self.total:
+            return f"about {duration(elapsed * (self.total - done) / (done - self.before))} left"
         return f"about {duration(self.total / self.workers)} left" if self.predicted else ""
 
     def _refresh(self) -> None:

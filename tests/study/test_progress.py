@@ -1,0 +1,27 @@
+"""What a person sees while runs are trained."""
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from linnet.study import progress
+from linnet.study.progress import StudyProgress
+
+
+@pytest.mark.parametrize("epochs, left", [(0, "about 30 s left"), (8, "about 22 s left")])
+def test_what_was_done_before_does_not_count_for_the_pace(tmp_path, monkeypatch, epochs, left):
+    """Of four runs of 10 epochs the first is done in 10 s, of which 8 epochs of the second may be there already."""
+    runs = [SimpleNamespace(run=name, flops=10.0) for name in "abcd"]
+    (tmp_path / "b").mkdir()
+    rows = [json.dumps({"epoch": epoch + 1, "flops": epoch + 1.0}) for epoch in range(epochs)]
+    (tmp_path / "b" / "metrics.jsonl").write_text("".join(row + "\n" for row in rows))
+    now = [100.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    console = Console(file=io.StringIO(), width=100)
+    with StudyProgress(runs, tmp_path, None, 1, console) as shown:
+        now[0] += 10
+        shown.line("a", "done")
+    assert left in console.file.getvalue()
