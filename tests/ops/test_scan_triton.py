@@ -101,6 +101,11 @@ def test_documents(offsets, state, theta):
     assert_agrees(1, 2100, 96, offsets=offsets, state=state, theta=theta)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_documents_on_a_device_that_is_not_the_current_one():
+    assert_agrees(1, 700, 96, offsets=[0, 0, 64, 700], device="cuda:1")
+
+
 @gpu
 @pytest.mark.parametrize("group", [1, 4, 8, 32, 64])
 @pytest.mark.parametrize("rows, length, channels", [(4, 8, 128), (8, 8, 64), (8, 16, 64), (16, 8, 64)])

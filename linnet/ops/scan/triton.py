@@ -143,10 +143,11 @@ def _mark(
         return None, None
     T, width = log_decay.shape[1], leave[0].numel()
     marks = torch.full((2, T), -1, dtype=torch.int32, device=log_decay.device)
-    mark_kernel[(leave.shape[0],)](
-        cu_seqlens.contiguous(), marks, entry, leave, T, width, triton.next_power_of_2(min(width, 1024)),
-        entry is not None, num_warps=1,
-    )  # fmt: skip
+    with torch.cuda.device_of(leave):
+        mark_kernel[(leave.shape[0],)](
+            cu_seqlens.contiguous(), marks, entry, leave, T, width, triton.next_power_of_2(min(width, 1024)),
+            entry is not None, num_warps=1,
+        )  # fmt: skip
     return marks[0], marks[1]
 
 
