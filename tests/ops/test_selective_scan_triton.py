@@ -170,6 +170,27 @@ def test_through_autograd_and_compile():
         assert (a.double() - e.double()).norm() <= 5e-3 * e.double().norm()
 
 
+def test_a_backward_after_another_form():
+    from linnet.ops.selective_scan import triton
+
+    inputs, gradients = make(2, 19, 5, 4, softplus=True, device="cpu")
+    _, _, starts = chunked.selective_forward(*inputs)
+    expected = chunked.selective_backward(*inputs, starts, *gradients)
+    found = triton.selective_backward(*inputs, starts, *gradients)
+    assert all(torch.equal(a, e) for a, e in zip(found, expected, strict=True))
+
+
+@gpu
+def test_a_backward_outside_of_the_block_that_chose_a_form():
+    (x, delta, A, B, C, *_), _ = make(2, 100, 64, 4)
+    leaves = [y.requires_grad_() for y in (x, delta, A, B, C)]
+    expected = torch.autograd.grad(selective_scan(x, delta, A[0], B, C)[0].sum(), leaves)
+    with use_backend("chunked"):
+        total = selective_scan(x, delta, A[0], B, C)[0].sum()
+    for a, e in zip(torch.autograd.grad(total, leaves), expected, strict=True):
+        assert (a - e).norm() <= 1e-5 * e.norm()
+
+
 @gpu
 def test_strided_inputs():
     (x, delta, A, B, C, *_), _ = make(2, 100, 64, 4)

@@ -108,7 +108,8 @@ def selective_backward(
     x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens, starts, dy, dfinal
 ) -> tuple[Tensor, ...]:
     """Gradients to x, delta, A, B, C, D and delta_bias (empty without them) and the initial states."""
-    if not runs_in_kernels(x, delta, A, B, C):
+    # Without states to start from, the forward was in the chunked form: another one was chosen since.
+    if starts.numel() == 0 or not runs_in_kernels(x, delta, A, B, C):
         return chunked.selective_backward(
             x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens, starts, dy, dfinal
         )
