@@ -126,7 +126,8 @@ def _explain(cls: type[BaseModel], problem: dict) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if isinstance(cause, ConfigError):  # raised by a part that is parsed on its own
         message = "; ".join(cause.problems)
-    return f"{key}: {message}" + ("" if problem["type"] == "value_error" else f" (given {problem['input']!r})")
+    message = f"{key}: {message}" if key else message  # of several keys together: it names them itself
+    return message + ("" if problem["type"] == "value_error" else f" (given {problem['input']!r})")
 
 
 def _fields_at(cls: type, path: typing.Iterable) -> set[str]:

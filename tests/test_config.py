@@ -1,7 +1,7 @@
 """Configurations: strict, all problems at once, each with key, value and fix."""
 
 import pytest
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from linnet.config import Config, ConfigError, digest, nearest, override, parse, parse_yaml, read_yaml
 
@@ -50,6 +50,22 @@ def test_problems_of_a_part_come_without_its_header():
     with pytest.raises(ConfigError) as error:
         parse(Outer, {"name": "broken"})
     assert error.value.problems == ["name: first; second"]
+
+
+def test_a_problem_of_several_keys_together_stands_for_itself():
+    class Both(Config):
+        least: int = 1
+        most: int = 2
+
+        @model_validator(mode="after")
+        def _check(self) -> "Both":
+            if self.least > self.most:
+                raise ValueError(f"least: {self.least} is more than most")
+            return self
+
+    with pytest.raises(ConfigError) as error:
+        parse(Both, {"least": 3})
+    assert error.value.problems == ["least: 3 is more than most"]
 
 
 def test_configurations_do_not_change():

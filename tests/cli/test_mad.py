@@ -132,6 +132,8 @@ def test_what_cannot_run_is_said_before_anything_is(tmp_path):
     found = problems("tnl+swigl x2", "hgrn+swiglu x2")
     assert "did you mean 'swiglu'?" in found and "hgrn: a layer has 128 and should have 2,048" in found
     assert "--state 0" in found
+    assert "did you mean 'mad-mamba'? As a layout: layer 'mad-mambo' is unknown" in problems("mad-mambo")
+    assert "tnl: options.tnl.num_hads: unknown key" in problems("tnl", "--set", "options.tnl.num_hads=3")
     assert "give a layout" in problems()
     assert "--seed 'a'" in problems("tnl+swiglu x2", "--seed", "a")
     assert "did you mean 'smoke'?" in problems("tnl+swiglu x2", "--budget", "smok")

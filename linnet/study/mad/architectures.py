@@ -6,6 +6,7 @@ Departures from zoology: its blocks add their normalised input once more in plac
 RoPE here and learned positions there; there is no dropout here.
 """
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,4 +75,6 @@ def _check(layout: str) -> None:
     try:
         parse_layout(layout)
     except ValueError as error:
-        raise ConfigError([str(error)], layout) from None
+        close = difflib.get_close_matches(layout, RECIPES, n=1, cutoff=0.8)
+        recipe = f"there is no such recipe; did you mean {close[0]!r}? As a " if close else ""
+        raise ConfigError([f"{recipe}{error}"], layout) from None
