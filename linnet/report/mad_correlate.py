@@ -74,8 +74,7 @@ def write_correlate_page(
 
 def _command(found: Correlations, folder: str, study: str) -> str:
     """What gives the same points again."""
-    short = f"{found.compute:.6g}"  # rounded up, it would lie outside the data of the laws
-    compute = short if float(short) == found.compute else repr(found.compute)
+    compute = f"{found.compute:.10g}"  # rounded up with fewer digits, it would count as outside the data of a law
     words = ["linnet", "mad", "correlate", folder, "--study", study, "--at", compute]
     for point in found.points:
         if point.study_name != point.architecture:
@@ -90,10 +89,14 @@ def headlines(found: Correlations) -> list[str]:
     known = {task: one for task, one in found.tasks.items() if not one.refused}
     if known:
         best, worst = (pick(known, key=lambda task: known[task].spearman) for pick in (min, max))
-        lines.append(
-            f"Of single tasks <b>{task_name(best)}</b> tells most (rank {_sign(known[best].spearman)}) and "
-            f"<b>{task_name(worst)}</b> least ({_sign(known[worst].spearman)})."
-        )
+        ranks = [_sign(known[task].spearman) for task in (best, worst)]
+        if ranks[0] != ranks[1]:
+            lines.append(
+                f"Of single tasks <b>{task_name(best)}</b> tells most (rank {ranks[0]}) and "
+                f"<b>{task_name(worst)}</b> least ({ranks[1]})."
+            )
+        elif len(known) > 1:
+            lines.append(f"Single tasks tell as much as one another: rank {ranks[0]} each.")
     return lines
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from linnet.report.mad_correlate import write_correlate_page
+from linnet.report.mad_correlate import headlines, write_correlate_page
 from linnet.study.mad.correlate import Correlation, Correlations, Point
 
 
@@ -63,7 +63,12 @@ def test_words(made):
     assert "3 architectures of 2 families, at 10¹³ FLOPs of training" in words
     assert "Over all architectures (3): rank correlation −1.00 (95 %: −1.00 to −0.40), linear −0.99." in words
     assert "Within families: no number, no family has enough architectures." in words
-    assert "Of single tasks compression tells most" in words and "Mind the gap." in words
+    assert "Of single tasks" not in words, "one has a number"
+    assert "Mind the gap." in words
+    both = correlations()
+    both.tasks["fuzzy_recall"] = Correlation("fuzzy_recall", 3, -0.5, -0.4)
+    last = headlines(both)[-1]
+    assert last == ("Of single tasks <b>compression</b> tells most (rank −0.70) and <b>fuzzy recall</b> least (−0.40).")
     assert "linnet mad correlate core --study ladder --at 1e+13" in words
     assert "mad-mamba mamba mamba 70.0 2.6" in words
     source = re.sub(r"<script.*?</script>", "", made[0].read_text(encoding="utf-8"), flags=re.S)
