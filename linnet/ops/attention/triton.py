@@ -30,7 +30,7 @@ def attend_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def attend_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k and v."""
-    q, k, v, o, do = (align(x) for x in (q, k, v, o, do))
+    q, k, v, o, lse, do = (align(x) for x in (q, k, v, o, lse, do))
     dq, dk, dv, along = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _numbers(q)
     key, sizes = (q.shape, q.dtype, q.device), (q.shape[1], _scale(q))
     _plan(queries_kernel, *key)(q, k, v, o, do, lse, along, dq, *sizes)
