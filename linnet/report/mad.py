@@ -2,6 +2,7 @@
 
 from html import escape
 from pathlib import Path
+from statistics import fmean
 
 from linnet.report import mad_experts, mad_mqar, shell, units
 from linnet.report.mad_figures import Records, draw, points, task_name
@@ -126,6 +127,8 @@ def _highest(records: Records) -> str:
     first = order[0]
     if len(order) == 1:
         return f"{_strong(first.architecture)} scores <b>{_share(first)}</b>."
+    if any(one.settings.keys() != first.settings.keys() for one in order):
+        return _unequal(order)
     text = f"{_strong(first.architecture)} has the highest score: <b>{_share(first)}</b>"
     close = [one for one in order[1:] if first.score - one.score <= CLOSE]
     if close:
@@ -141,14 +144,39 @@ def _highest(records: Records) -> str:
     return text
 
 
+def _unequal(order: list[Score]) -> str:
+    """The headline where scores are means over different settings."""
+    text = "The architectures do not have the same settings, so their scores cannot be ranked."
+    common = [task for task in order[0].tasks if all(task in one.tasks for one in order)]
+    shared = {task: set.intersection(*(set(one.tasks[task].settings) for one in order)) for task in common}
+    shared = {task: names for task, names in shared.items() if names}
+    if not shared:
+        return text
+    means = {
+        one.architecture: fmean(
+            fmean(one.tasks[task].settings[name].score for name in sorted(names)) for task, names in shared.items()
+        )
+        for one in order
+    }
+    best, worst = max(means, key=means.get), min(means, key=means.get)
+    where = units.plural(sum(map(len, shared.values())), "setting")
+    text += f" At the {where} that all have, {_strong(best)} is highest with <b>{points(means[best])}{units.SPACE}%</b>"
+    return f"{text} and {_strong(worst)} lowest with {points(means[worst])}{units.SPACE}%."
+
+
 def _leaders(records: Records) -> str:
     if len(records.scores) < 2:
         return ""
     leaders: dict[str, list[str]] = {}
     for task in records.scores.tasks:
         known = {name: one.tasks[task].score for name, one in records.scores.items() if task in one.tasks}
+        settings = {frozenset(one.tasks[task].settings) for one in records.scores.values() if task in one.tasks}
+        if len(known) < 2 or len(settings) > 1:
+            continue  # nothing to compare, or means over different settings
         best = max(known, key=known.get)
         leaders.setdefault(best, []).append(f"{task_name(task)} ({points(known[best])}{units.SPACE}%)")
+    if not leaders:
+        return ""
     parts = [f"{_strong(name)} at {units.listed(tasks)}" for name, tasks in leaders.items()]
     return f"The highest on each task: {'; '.join(parts)}."
 

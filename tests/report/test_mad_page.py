@@ -152,6 +152,24 @@ def test_one_architecture_with_some_tasks_and_a_name_that_is_a_layout(tmp_path, 
     assert {row["architecture"] for row in data(specs["scores"])} == {name}
 
 
+def test_scores_over_different_settings_are_not_ranked(tmp_path, write):
+    """Half of a benchmark: one architecture has an easy task alone, and would lead all others with it."""
+    easy, both = (rows({name: level}, "core", tasks=tasks) for name, level, tasks in (
+        ("mad-mamba", 0.5, ["memorization"]), ("mad-gla-swiglu", 0.7, ["memorization", "compression"])))  # fmt: skip
+    both = [row | ({"accuracy": 0.01} if row["task"] == "compression" else {}) for row in both]
+    scores = score(read_results(write_rows(tmp_path / "part", easy + both)))
+    assert next(iter(scores)) == "mad-mamba", "the mean over its one task"
+    words, _ = write(tmp_path / "part")
+    high, low = (100 * scores[name].tasks["memorization"].score for name in ("mad-gla-swiglu", "mad-mamba"))
+    assert "do not have the same settings, so their scores cannot be ranked" in words and "highest score" not in words
+    assert f"At the 1 setting that all have, mad-gla-swiglu is highest with {high:.1f} %" in words
+    assert f"and mad-mamba lowest with {low:.1f} %" in words
+    assert f"The highest on each task: mad-gla-swiglu at memorization ({high:.1f} %)." in words
+    apart = [row for row in easy + both if row["architecture"] == "mad-mamba" or row["task"] == "compression"]
+    words, _ = write(write_rows(tmp_path / "apart", apart))
+    assert "cannot be ranked." in words and "that all have" not in words and "on each task" not in words
+
+
 def test_nothing_trained_to_its_end(tmp_path, write):
     found = [row | {"status": "diverged", "accuracy": math.nan} for row in rows(["mad-mamba"], "smoke")]
     words, specs = write(write_rows(tmp_path / "lost", found))
