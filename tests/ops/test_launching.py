@@ -1,0 +1,94 @@
+"""Launches that pass Triton's look-up by: called as Triton calls them, and right for whatever memory comes later."""
+
+import importlib.util
+import inspect
+
+import pytest
+import torch
+
+from linnet.ops import (
+    ModalFilter,
+    additive_attention,
+    diagonal_scan,
+    filtered_attention,
+    gated_linear_attention,
+    lightning_attention,
+    selective_scan,
+    short_convolution,
+    use_backend,
+)
+from linnet.ops.activation import gated_activation, log_sigmoid
+from linnet.ops.attention import causal_attention
+from linnet.ops.norm import rms_norm
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+B, T, H, D, N = 2, 64, 2, 16, 4
+HEADS, ROWS, STATES = (B, T, H, D), (B, T, D), (B, T, N)
+
+
+def filtered(q, k, v, rate, theta, residue, skip):
+    return filtered_attention(q, k, v, ModalFilter(-rate.exp(), theta, residue, skip))
+
+
+CALLS = {
+    "short_convolution": (lambda x, w, b: short_convolution(x, w, b, silu=True), (ROWS, (D, 4), (D,))),
+    "selective_scan": (
+        lambda x, delta, A, b, c, skip, bias: selective_scan(x, delta, -A.exp(), b, c, skip, delta_bias=bias)[0],
+        (ROWS, ROWS, (D, N), STATES, STATES, (D,), (D,)),
+    ),
+    "causal_attention": (causal_attention, (HEADS,) * 3),
+    "filtered_attention": (filtered, (HEADS, HEADS, HEADS, (H, N), (H, N), (H, N, 2), (H,))),
+    "rms_norm": (lambda x, w, gate: rms_norm(x, w, gate=gate, gate_activation="silu"), (ROWS, (D,), ROWS)),
+    "gated_activation": (lambda gate, x: gated_activation(gate, x, "silu"), (ROWS, ROWS)),
+    "log_sigmoid": (lambda x: log_sigmoid(x, 16.0), (ROWS,)),
+    "lightning_attention": (lambda q, k, v: lightning_attention(q, k, v)[0], (HEADS,) * 3),
+    "gated_attention": (lambda q, k, v, a: gated_linear_attention(q, k, v, -a.exp())[0], (HEADS,) * 4),
+    "additive_attention": (lambda q, k, v: additive_attention(q, k, v)[0], (HEADS,) * 3),
+    "diagonal_scan": (lambda x, a: diagonal_scan(x, -a.exp())[0], (ROWS, ROWS)),
+}
+
+
+def check(name, device, dtype):
+    """The same numbers from where the first call had them, and from addresses that are whole elements alone."""
+    function, shapes = CALLS[name]
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+    def everything(shift):
+        leaves = []
+        for x in values:
+            place = x.new_full((x.numel() + shift,), float("nan"))
+            place[shift:] = x.flatten()
+            leaves.append(place[shift:].view(x.shape).requires_grad_())
+        with use_backend("triton"):
+            y = function(*leaves)
+            weight = torch.linspace(-1, 1, y.numel(), device=device).to(y.dtype)
+            gradient = torch.cat([weight.new_zeros(shift), weight])[shift:].view(y.shape)
+            return [y, *torch.autograd.grad(y, leaves, gradient)]
+
+    expected = everything(0)
+    assert all(x.isfinite().all() for x in expected)
+    for shift in (0, 1, 3, 0):
+        assert all(torch.equal(a, e) for a, e in zip(everything(shift), expected, strict=True)), (name, shift)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", CALLS)
+def test_later_calls_may_have_other_addresses(name, dtype):
+    check(name, "cuda", dtype)
+
+
+def test_launches_go_as_triton_starts_its_own():
+    """`Launcher` calls what a compiled kernel runs by, which is no promise of Triton's; see what it gives there."""
+    from triton.compiler import CompiledKernel
+    from triton.runtime.jit import JITFunction
+
+    given = "".join(inspect.getsource(JITFunction.run).split("kernel.run(")[1].split(")")[0].split())
+    assert given == (
+        "grid_0,grid_1,grid_2,stream,kernel.function,kernel.packed_metadata,launch_metadata,"
+        "knobs.runtime.launch_enter_hook,knobs.runtime.launch_exit_hook,*bound_args.values("
+    )
+    assert isinstance(CompiledKernel.run, property)  # what starts a kernel, and is not yet there before the first time
