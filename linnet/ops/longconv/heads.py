@@ -35,16 +35,19 @@ LONGEST, WIDEST = 4096, 64
 
 
 def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> Tensor:
-    """y_t = sum_{s <= t} h_{t-s} (q_t k_s) v_s in every head; plain PyTorch, near linear in T.
+    """y_t = sum_{s <= t} h_{t-s} (q_t k_s) v_s in every head.
 
-    It is `long_convolution` of the products, for training: it takes and returns no state and knows no documents.
+    It is `long_convolution` of the products, for training: it takes and returns no state and knows no documents. On a
+    GPU up to 4,096 tokens and 64 channels a head run in kernels, in all pairs; all else in plain PyTorch, near linear
+    in T.
 
     Args:
         q, k, v: [B, T, H, D].
         filter: H filters.
 
     Returns:
-        y [B, T, H, D] in the dtype of q, computed in float32 (float64 for float64 inputs).
+        y [B, T, H, D] in the dtype of q, computed in float32 (float64 for float64 inputs); the kernels round scores to
+        bfloat16 for bfloat16 inputs.
 
     Raises:
         ValueError: q, k, v differ in shape, or are not of as many heads as there are filters.
