@@ -70,7 +70,9 @@ class Captured:
         places = tuple(x.clone() for x in inputs)
         graph = torch.cuda.CUDAGraph()
         # Graphs never run at once and keep nothing between two calls, so they share their memory.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # The outer context is for a capture that fails: `torch.cuda.graph` then leaves its stream the current one.
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(current), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             output = self._function(*places)
         self._pool = graph.pool()
         return graph, places, output

@@ -313,5 +313,6 @@ def test_what_cannot_be_captured_runs_as_it_is():
     with pytest.warns(UserWarning, match="cannot be a CUDA graph"):
         ensemble, losses = together([Reads() for _ in POINTS], data, device="cuda")
     assert not ensemble.vectorised and ensemble._advance.failed
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     expected, _ = alone(Reads().cuda(), *POINTS[1], data)
     torch.testing.assert_close(losses[1].cpu(), torch.tensor(expected), rtol=1e-3, atol=1e-4)
