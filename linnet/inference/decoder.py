@@ -114,7 +114,11 @@ class Decoder:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            # The outer context is for a capture that fails: `torch.cuda.graph` then leaves its stream the current one.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
+            ):
                 call()
         except RuntimeError as error:
             torch.cuda.synchronize()
