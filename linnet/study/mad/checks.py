@@ -144,8 +144,8 @@ def _every_striped(scores: Scores, kinds: dict[str, Traits]) -> list[str]:
     """The stronger half of the first finding: striped architectures outperform all others."""
     uniform = [name for name in scores if not kinds[name].striped]
     striped = [name for name in scores if kinds[name].striped]
-    if not uniform or not striped:
-        return []
+    if not uniform or not striped or len({frozenset(scores[name].settings) for name in scores}) > 1:
+        return []  # nothing to compare, or scores that are means over different settings
     best = max(uniform, key=lambda name: scores[name].score)
     above = sum(scores[name].score > scores[best].score for name in striped)
     return [f"above the best uniform architecture, {best}, score {above} of the {len(striped)} striped ones"]
