@@ -33,6 +33,11 @@ _KIND = "amber cobalt crimson ivory jade olive pearl russet scarlet silver teal 
 _THING = "anchor barrel compass drum engine feather goblet hammer kettle lantern mirror quill ribbon saddle".split()
 
 
+# A sentence, or where none ends within 300 characters, words or a piece of a word up to there: a text without full
+# stops would else be one sentence, which no prompt has room for.
+_SENTENCE = re.compile(r".{1,299}?[.!?](?: |$)|.{1,300}(?: |$)|.{1,300}")
+
+
 class NeedleConfig(Config):
     """What is asked, and where it is hidden.
 
@@ -196,7 +201,7 @@ def _haystack(config: NeedleConfig, tokenizer: Tokenizer) -> list[np.ndarray]:
             text = Path(config.haystack).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError([f"haystack: {config.haystack!r} cannot be read as text ({error})"], "needle") from None
-        texts = [f"{part} " for part in re.split(r"(?<=[.!?]) ", " ".join(text.split())) if part]
+        texts = [f"{part.rstrip()} " for part in _SENTENCE.findall(" ".join(text.split()))]
         if not texts:
             raise ConfigError([f"haystack: {config.haystack!r} is empty; give a text file"], "needle")
     return [np.asarray(tokenizer.encode(text), dtype=np.int64) for text in texts]

@@ -65,7 +65,12 @@ class CausalLM(nn.Module):
         return self.logits(x[:, -1]), states
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> ModelState:
-        """States before the first token. Only layers with a KV cache use `context_length` (its capacity in tokens)."""
+        """States before the first token. Only layers with a KV cache use `context_length` (its capacity in tokens).
+
+        `dtype` None is what the layers say, but float64 for a model in float64.
+        """
+        if dtype is None and self.embedding.weight.dtype == torch.float64:
+            dtype = torch.float64
         return self.backbone.init_state(batch, context_length, device, dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer
@@ -104,3 +105,18 @@ def test_the_default_grid_is_the_paper_s():
     assert len(config.lengths) == len(config.depths) == 35
     assert (config.lengths[0], config.lengths[-1], config.depths[0], config.depths[-1]) == (1024, 16_384, 0.0, 1.0)
     assert np.diff(config.lengths).min() > 0
+
+
+def test_a_haystack_without_full_stops_fills_a_prompt(tmp_path):
+    (file := tmp_path / "log.txt").write_text("words and no end of them " * 200 + "x" * 1000)
+    config = NeedleConfig(lengths=[2000], depths=[0.5], haystack=str(file))
+    [(_, _, item)] = items(config, ByteTokenizer())
+    assert 1690 < len(item.prompt) <= 2000
+
+
+def test_a_model_in_float64_goes_on():
+    engine = Engine(
+        build_model(family("tnl")(32, 1, vocab_size=256)).double(), ByteTokenizer(), dtype=torch.float64, slots=2
+    )
+    grid = run_needle(engine, NeedleConfig(lengths=[300], depths=[0.0]))
+    assert grid.shape == (1, 1)
