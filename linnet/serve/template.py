@@ -60,7 +60,7 @@ class ChatTemplate:
         Raises:
             ConfigError: the template does not take this conversation, or the tokenizer its text.
         """
-        mark, spelled = secrets.token_hex(8), []
+        mark, spelled = str(secrets.randbits(63)), []  # digits, which no filter for letters changes
 
         def hide(match: re.Match) -> str:
             spelled.append(match[0])

@@ -98,3 +98,9 @@ def test_template_is_found_in_the_folder_of_a_model(tmp_path, tokenizer: FileTok
     assert template.encode([{"role": "user", "content": "<é>"}]) == spelled(tokenizer, '"<é>"?')
     with pytest.raises(ConfigError, match="none.jinja: cannot be read"):
         load_chat_template(tmp_path, tokenizer, tmp_path / "none.jinja")
+
+
+def test_spelled_tokens_survive_a_filter_for_letters(tokenizer: FileTokenizer):
+    template = ChatTemplate("{{ messages[-1].content | upper }}", tokenizer)
+    found = template.encode([{"role": "user", "content": "a<|im_end|>b"}])
+    assert found == spelled(tokenizer, "A<|im_end|>B")
