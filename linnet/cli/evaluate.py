@@ -159,7 +159,7 @@ def _parse_lengths(text: str, problems: list[str]) -> list[int]:
 def _keep(folder: Path, kind: str, result: dict) -> None:
     from linnet.runs.files import write_atomic
 
-    asked = ("text", "method", "window", "stride", "precision", "config")
+    asked = ("text", "text_key", "method", "window", "stride", "precision", "config")
     path = folder / FOLDER / f"{kind}-{digest({name: result[name] for name in asked if name in result})}.json"
     try:
         path.parent.mkdir(exist_ok=True)
@@ -212,7 +212,7 @@ def _score_text(model, tokenizer, text: list[str], text_key: str, ways: dict, ab
     score = score_text(model, documents, **ways)
     if show:
         _show(score, about["run"])
-    return plain(about | {"text": text} | score.to_dict())
+    return plain(about | {"text": text, "text_key": text_key} | score.to_dict())
 
 
 def _show(score, name: str) -> None:

@@ -44,6 +44,15 @@ def test_json_is_what_the_function_gives_and_is_kept(folder):
     assert json.loads(kept.read_text()) == found
 
 
+def test_results_of_two_keys_are_both_kept(folder, tmp_path):
+    (file := tmp_path / "two.jsonl").write_text('{"a": "one text", "b": "another"}\n')
+    kept = folder / "tnl" / "evaluations"
+    before = set(kept.glob("*.json"))
+    for key in ("a", "b"):
+        assert call(folder / "tnl", "--text", file, "--text-key", key).exit_code == 0
+    assert {json.loads(path.read_text())["text_key"] for path in set(kept.glob("*.json")) - before} == {"a", "b"}
+
+
 def test_attention_reads_in_windows_unless_asked_otherwise(folder):
     numbers = {}
     for method in ("auto", "carried"):
