@@ -26,12 +26,16 @@ def export(path: str | Path, out: str | Path) -> Path:
         `out`.
 
     Raises:
-        ConfigError: there is no model at `path`, or `out` is not empty.
+        ConfigError: there is no model at `path`, or `out` is not empty or cannot be made.
     """
     path, out = Path(path), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError([f"{out}: is not an empty folder; choose a new one with --out"], "export")
     causal, tokenizer = load_model(path)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"{out}: cannot be made ({error.strerror}); choose another with --out"], "export") from None
     end = None if tokenizer is None else tokenizer.end_of_document
     config = LinnetConfig(model=causal.config.model_dump(mode="json"), eos_token_id=end, pad_token_id=end)
     config.architectures = [LinnetForCausalLM.__name__]

@@ -92,3 +92,9 @@ def test_what_cannot_be_done_is_said(convert, run, tmp_path):
     ):
         done = convert(*arguments)
         assert done.exit_code == 2 and reason in done.stderr, done.output
+
+
+def test_a_folder_that_cannot_be_made_is_named(convert, run, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = convert(run, "--out", tmp_path / "file" / "below")
+    assert result.exit_code != 0 and "below: cannot be made" in str(result.output) + str(result.exception)
