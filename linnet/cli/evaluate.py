@@ -124,7 +124,7 @@ def evaluate(
     found = {}
     if text:
         if method is Method.auto:
-            constant = state_bytes(model.config, 1024) == state_bytes(model.config, 2048)
+            constant = state_bytes(model.config, 1 << 40) == state_bytes(model.config, 1 << 41)
             method = Method.carried if constant else Method.windowed
         ways = {"method": method.value, "window": window, "stride": stride}
         found["text"] = _score_text(model, tokenizer, text, text_key, ways, about, not as_json)
@@ -218,7 +218,8 @@ def _score_text(model, tokenizer, text: list[str], text_key: str, ways: dict, ab
 def _show(score, name: str) -> None:
     console = Console()
     way = f"windows of {score.window} tokens every {score.stride}" if score.window else "the carried state"
-    console.print(f"{name}: {len(score.documents):,} documents by {way}", highlight=False)
+    documents = f"{len(score.documents):,} document{'s' if len(score.documents) != 1 else ''}"
+    console.print(f"{name}: {documents} by {way}", highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     low_high = score.interval()
     interval = f"95 % interval {low_high[0]:.4f} to {low_high[1]:.4f}" if low_high else ""

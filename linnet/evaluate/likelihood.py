@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from linnet.evaluate.mode import evaluating
 from linnet.models import CausalLM
 
 TOKENS = 2**15  # most tokens, padding included, that are read at once
@@ -60,14 +61,11 @@ def log_likelihoods(
         group.places.append(place)
         group.continuations.append(continuation)
     found: list[Likelihood | None] = [None] * len(requests)
-    training = model.training
-    model.eval()
-    with autocast or contextlib.nullcontext():
+    with evaluating(model), autocast or contextlib.nullcontext():
         for batch in _batches([group for group in groups.values() if len(group.places) == 1]):
             _score(model, batch, _pad(batch, with_context=True), None, found)
         for batch in _batches([group for group in groups.values() if len(group.places) > 1], of_one_length=True):
             _score(model, batch, _pad(batch, with_context=False), _read(model, batch), found)
-    model.train(training)
     return found
 
 

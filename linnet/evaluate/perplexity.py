@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from linnet.evaluate.mode import evaluating
+
 IGNORE = -100
 
 
@@ -50,18 +52,16 @@ def score(
         ValueError: there is no target to score.
     """
     device = next(model.parameters()).device
-    training = model.training
-    model.eval()
     lengths = torch.as_tensor(np.asarray(byte_lengths, dtype=np.float64))
     total, tokens, size = torch.zeros((), dtype=torch.float64, device=device), 0, 0.0
-    for inputs, targets in batches:
-        scored = targets[targets != IGNORE]
-        with autocast or contextlib.nullcontext():
-            nll, _ = model.loss(inputs.to(device), targets.to(device))
-        total += nll.double()
-        tokens += scored.numel()
-        size += scored.numel() * lengths.item() if lengths.ndim == 0 else lengths[scored].sum().item()
-    model.train(training)
+    with evaluating(model):
+        for inputs, targets in batches:
+            scored = targets[targets != IGNORE]
+            with autocast or contextlib.nullcontext():
+                nll, _ = model.loss(inputs.to(device), targets.to(device))
+            total += nll.double()
+            tokens += scored.numel()
+            size += scored.numel() * lengths.item() if lengths.ndim == 0 else lengths[scored].sum().item()
     if tokens == 0:
         raise ValueError("there is nothing to score: no batch has a target")
     nats = total.item()

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from linnet.config import ConfigError
 from linnet.data import Tokenizer
 from linnet.data.sources import find_files, read_documents
+from linnet.evaluate.mode import evaluating
 from linnet.models import CausalLM
 
 Method = Literal["carried", "windowed"]
@@ -182,10 +183,8 @@ def score_text(
     stride = window // 2 if stride is None else stride
     if window < 2 or not 1 <= stride < window or chunk < 1:
         raise ValueError(f"window {window}, stride {stride}, chunk {chunk}: give 1 <= stride < window and chunk >= 1")
-    training = model.training
-    model.eval()
     found, sums, counts = [], np.zeros(64), np.zeros(64, dtype=np.int64)
-    with autocast or contextlib.nullcontext():
+    with evaluating(model), autocast or contextlib.nullcontext():
         for document in documents:
             if len(document.tokens) < 2:
                 continue
@@ -198,7 +197,6 @@ def score_text(
             counts += np.bincount(bucket, minlength=64)
             score = DocumentScore(document.name, losses.sum().item(), len(losses), document.words, document.bytes)
             found.append(score)
-    model.train(training)
     if not found:
         raise ValueError("there is nothing to score: no document has a token")
     used = np.flatnonzero(counts).tolist()

@@ -269,10 +269,14 @@ class Engine:
         requests = [self.submit(prompt, settings, prefix) for prompt, settings in zip(prompts, each, strict=True)]
         mail: dict[Request, deque[Piece]] = {request: deque() for request in requests}
         self._mail.update(mail)
-        while any(not pieces or pieces[-1].finish is None for pieces in mail.values()):
-            self._deliver()
-        for request in requests:
-            del self._mail[request]
+        try:
+            while any(not pieces or pieces[-1].finish is None for pieces in mail.values()):
+                self._deliver()
+        finally:  # stopped half-way: nobody waits for the rest
+            for request in requests:
+                del self._mail[request]
+                if not mail[request] or mail[request][-1].finish is None:
+                    self.cancel(request)
         return [Completion.of(request, pieces) for request, pieces in mail.items()]
 
     @torch.no_grad()

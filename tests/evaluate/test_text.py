@@ -121,3 +121,11 @@ def test_what_cannot_be_scored():
         score_text(model, documents(0))
     with pytest.raises(ValueError, match="1 <= stride < window"):
         score_text(model, documents(5), method="windowed", window=8, stride=8)
+
+
+def test_a_failure_leaves_the_model_in_training():
+    model = tiny("tnl").train()
+    broken = Document("x", np.array([0, 999]), 1, 1)
+    with pytest.raises(IndexError):
+        score_text(model, [broken, broken])
+    assert model.training

@@ -289,3 +289,20 @@ def test_an_error_ends_all_requests_and_not_the_engine(hybrid):
     assert {request: piece.finish for request, piece in engine.fail("lost")} == dict.fromkeys(requests, "error")
     assert not engine.busy
     assert engine.generate(["ab"], Sampling(max_tokens=3))[0].tokens
+
+
+def test_generation_that_is_stopped_leaves_no_request_behind(monkeypatch):
+    engine = Engine(build_model(family("tnl")(32, 1, vocab_size=256)), ByteTokenizer(), slots=2, device="cpu")
+    rounds = iter([None, None])
+
+    def interrupted():
+        if next(rounds, "stop") == "stop":
+            raise KeyboardInterrupt
+        return Engine.advance(engine)
+
+    monkeypatch.setattr(engine, "advance", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(["ab", "cd", "ef"], Sampling(max_tokens=50))
+    monkeypatch.undo()
+    assert [len(found.tokens) for found in engine.generate(["ab"], Sampling(max_tokens=3, ignore_end=True))] == [3]
+    assert not engine.busy and not engine._mail
