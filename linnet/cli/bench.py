@@ -1,5 +1,6 @@
 """`linnet bench`: how fast things are here."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -30,11 +31,16 @@ def generate(
     context_new: Annotated[int, typer.Option(help="Tokens to generate behind each --context.", min=2)] = 64,
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="[bold]transformers[/] or [bold]transformers-static[/]: its Llama beside (repeatable)."),
+        typer.Option(
+            help="[bold]transformers[/], [bold]transformers-static[/]: its Llama; [bold]fla[/]: its HGRN2 (repeatable)."
+        ),
     ] = None,
-    peer_model: Annotated[
-        str | None, typer.Option(help="The Llama of the peers.", show_default="of the first model's size")
-    ] = None,
+    peer_size: Annotated[str | None, typer.Option(help="Of the peers.", show_default="the first model's")] = None,
+    only_peers: Annotated[bool, typer.Option("--only-peers", help="Leave Linnet's models out.")] = False,
+    room: Annotated[
+        int,
+        typer.Option(help="With --batch max: tokens that a sequence may grow to.", min=0, show_default="prompt + new"),
+    ] = 0,
     plain: Annotated[bool, typer.Option(help="Also without graphs and merged projections.")] = False,
     chunk: Annotated[int, typer.Option(help="Tokens of a prompt that are read at a time.", min=1)] = 2048,
     device: Annotated[str, typer.Option(help="auto (the GPU where there is one), cpu or cuda.")] = "auto",
@@ -59,16 +65,21 @@ def generate(
     from rich.console import Console
 
     console = Console(stderr=True, soft_wrap=True)
-    rows = _measure(
-        models, batch or ["1"], (prompt, new, repeats), (context or [], context_new), (peer or [], peer_model),
-        plain, chunk, device, dtype, console,
-    )  # fmt: skip
+    rows = []
+    for row in _measure(
+        models, batch or ["1"], (prompt, new, repeats, room), (context or [], context_new),
+        (peer or [], peer_size, only_peers), plain, chunk, device, dtype, console,
+    ):  # fmt: skip
+        rows.append(row)
+        console.print(_line(row), highlight=False)
+        if out is not None:  # whoever stops it half-way has what was measured
+            _write(rows, out)
     if json_:
         typer.echo(json.dumps(rows, indent=1))
     else:
         _show(rows)
     if out is not None:
-        _write(rows, out, console)
+        _draw(rows, out, console)
 
 
 @bench.command()
@@ -82,7 +93,7 @@ def draw(
         typer.echo(path)
 
 
-def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, dtype, console) -> list[dict]:
+def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, dtype, console) -> Iterator[dict]:
     """Checks everything, then measures system by system, so that one model at a time is in memory."""
     from functools import partial
 
@@ -95,12 +106,13 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
 
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     models = models or (["tnl-410m", "hgrn2-410m"] if device == "cuda" else ["tnl-10m"])
-    names, peer_model = peers
-    peer_model = peer_model or f"llama-{models[0].rpartition('-')[2]}"
+    names, size, only_peers = peers
+    size = size or models[0].rpartition("-")[2]
+    recipes = {name: f"{peer_systems.PEERS[name]}-{size}" for name in names if name in peer_systems.PEERS}
     problems = [f"--batch {text!r}: give a number above 0, or {FILL}" for text in batches if not _is_batch(text, FILL)]
     problems += [
         f"recipe {name!r} is unknown; {nearest(name, RECIPES)}"
-        for name in [*models, *([peer_model] if names else [])]
+        for name in dict.fromkeys([*models, *recipes.values()])
         if name not in RECIPES
     ]
     problems += [
@@ -108,6 +120,8 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
         for name in names
         if name not in peer_systems.PEERS
     ]
+    if only_peers and not names:
+        problems.append("--only-peers: there is no --peer; name one")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         problems.append(f"--device: there is no {device!r} here; use cpu")
     if dtype not in (None, "float32", "bfloat16"):
@@ -115,26 +129,25 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     if problems:
         raise ConfigError(problems, "linnet bench generate")
     number = getattr(torch, dtype or ("bfloat16" if device == "cuda" else "float32"))
-    prompt, new, repeats = protocol
-    cases = [Case(text if text == FILL else int(text), prompt, new) for text in batches]
-    cases += [Case(cases[0].batch, length, contexts[1]) for length in contexts[0]]
+    prompt, new, repeats, room = protocol
+    cases = [Case(text if text == FILL else int(text), prompt, new, room) for text in batches]
+    cases += [Case(cases[0].batch, length, contexts[1], room) for length in contexts[0]]
     makers = []
-    for name in models:
+    for name in [] if only_peers else models:
         makers.append(partial(Linnet, get_recipe(name), name, device, number, chunk))
         if plain:
             makers.append(partial(makers[-1], plain=True))
     for name in names:
-        makers.append(partial(peer_systems.TransformersLlama, name, get_recipe(peer_model), peer_model, device, number))
+        makers.append(partial(peer_systems.make_peer, name, get_recipe(recipes[name]), recipes[name], device, number))
     bandwidth = copy_bandwidth(torch.device(device))
     what = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     console.print(f"{what}: a copy moves {bandwidth / 1e9:,.0f} GB a second", highlight=False)
-    rows = []
+    constants = {"device": what, "dtype": str(number).removeprefix("torch."), "copy_bytes_per_second": bandwidth}
     for make in makers:
         system = make()
-        rows += measure(system, cases, repeats, bandwidth, lambda row: console.print(_line(row), highlight=False))
+        for row in measure(system, cases, repeats, bandwidth):
+            yield row | constants | {"torch": torch.__version__}
         del system
-    constants = {"device": what, "dtype": str(number).removeprefix("torch."), "copy_bytes_per_second": bandwidth}
-    return [row | constants | {"torch": torch.__version__} for row in rows]
 
 
 def _is_batch(text: str, fill: str) -> bool:
@@ -187,13 +200,10 @@ def _show(rows: list[dict]) -> None:
     Console().print(table)
 
 
-def _write(rows: list[dict], out: Path, console) -> None:
+def _write(rows: list[dict], out: Path) -> None:
     import csv
     import shlex
     import sys
-
-    from linnet.config import ConfigError
-    from linnet.report.throughput import write_throughput
 
     out.mkdir(parents=True, exist_ok=True)
     command = f"linnet {shlex.join(sys.argv[1:])}"
@@ -202,6 +212,12 @@ def _write(rows: list[dict], out: Path, console) -> None:
         writer = csv.DictWriter(file, [*columns, "command"])
         writer.writeheader()
         writer.writerows(row | {"command": command} for row in rows)
+
+
+def _draw(rows: list[dict], out: Path, console) -> None:
+    from linnet.config import ConfigError
+    from linnet.report.throughput import write_throughput
+
     console.print(f"in {out}: generate.csv", highlight=False)
     try:
         write_throughput(rows, out)

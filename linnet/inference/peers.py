@@ -1,11 +1,12 @@
-"""transformers' Llama as people run it, to be measured beside Linnet: the shape of a recipe, random weights, SDPA.
+"""Others' models as people run them, to be measured beside Linnet: the shape of a recipe, random weights.
 
-`transformers` generates with its default cache (`DynamicCache`), `transformers-static` with a static one, for which
-`generate` compiles the model.
+`transformers` is its Llama (SDPA), which generates with its default cache (`DynamicCache`); `transformers-static` the
+same with a static one, for which `generate` compiles the model; `fla` is flash-linear-attention's HGRN2.
 """
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +15,61 @@ from linnet.config import ConfigError
 from linnet.inference.throughput import synchronize
 from linnet.models import ModelConfig
 
-PEERS = ("transformers", "transformers-static")
+PEERS = {"transformers": "llama", "transformers-static": "llama", "fla": "hgrn2"}  # and the recipe that has its shape
 
 
-class TransformersLlama:
-    """`LlamaForCausalLM.generate`, greedy."""
+class _Clock:
+    """A streamer of `generate`: when each token was on the host."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, tokens: Tensor) -> None:  # the prompt first, then token by token
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+class _Generator:
+    """A model of transformers' `generate`, greedy."""
+
+    name: str
+    device: torch.device
+    _model: Any
+    _cache: dict[str, str] = {}  # arguments of `generate`
+
+    def warm(self, tokens: Tensor, new: int) -> None:
+        self.run(tokens, new if self._cache else min(new, 8))  # the compiled model is one of its cache's length
+
+    @torch.no_grad()
+    def run(self, tokens: Tensor, new: int) -> tuple[float, float]:
+        tokens, clock = tokens.to(self.device), _Clock()
+        synchronize(self.device)
+        began = time.perf_counter()
+        found = self._model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            do_sample=False,
+            min_new_tokens=new,
+            max_new_tokens=new,
+            pad_token_id=0,
+            eos_token_id=None,
+            streamer=clock,
+            **self._cache,
+        )
+        if found.shape[1] != tokens.shape[1] + new or len(clock.times) != new + 1:
+            raise RuntimeError(f"{self.name} generated {found.shape[1] - tokens.shape[1]} tokens instead of {new}")
+        return clock.times[1] - began, clock.times[-1] - clock.times[1]
+
+
+def make_peer(name: str, config: ModelConfig, model: str, device: str, dtype: torch.dtype) -> _Generator:
+    """A peer of `PEERS` in the shape of a recipe. Raises `ConfigError` where the package is missing or has no such."""
+    return (FlaHGRN2 if name == "fla" else TransformersLlama)(name, config, model, device, dtype)
+
+
+class TransformersLlama(_Generator):
+    """transformers' `LlamaForCausalLM`."""
 
     def __init__(self, name: str, config: ModelConfig, model: str, device: str, dtype: torch.dtype):
         try:
@@ -27,7 +78,7 @@ class TransformersLlama:
             raise ConfigError(["peers: transformers is not installed; pip install 'linnet[hf]'"], "bench") from None
         attention, swiglu = config.options.get("attention"), config.options.get("swiglu")
         if {block.mixer for block in config.blocks} != {"attention"} or swiglu is None:
-            raise ConfigError([f"peer_model: {model} is no Llama; use llama-410m or another size of it"], "bench")
+            raise ConfigError([f"peers: {model} is no Llama; use llama-410m or another size of it"], "bench")
         self.name, self.model, self.device = name, model, torch.device(device)
         self.vocab_size = config.vocab_size
         settings = transformers.LlamaConfig(
@@ -43,27 +94,12 @@ class TransformersLlama:
         )
         self._kv_bytes = 2 * settings.num_hidden_layers * settings.num_key_value_heads * dtype.itemsize
         self._kv_bytes *= settings.hidden_size // settings.num_attention_heads
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            with torch.device(device):
-                self._model = transformers.LlamaForCausalLM(settings).eval().requires_grad_(False)
-        finally:
-            torch.set_default_dtype(default)
+        self._model = _build(transformers.LlamaForCausalLM, settings, device, dtype)
         self._cache = {"cache_implementation": "static"} if name == "transformers-static" else {}
         self.weight_bytes = sum(p.numel() * p.element_size() for p in set(self._model.parameters()))
 
     def carried_bytes(self, context: int) -> int:
         return self._kv_bytes * context
-
-    def warm(self, tokens: Tensor, new: int) -> None:
-        self.run(tokens, new if self._cache else min(new, 8))  # the compiled model is one of its cache's length
-
-    @torch.no_grad()
-    def run(self, tokens: Tensor, new: int) -> tuple[float, float]:
-        tokens = tokens.to(self.device)
-        first = self._generate(tokens, 1)
-        return first, self._generate(tokens, new) - first if new > 1 else 0.0
 
     @torch.no_grad()
     def start(self, tokens: Tensor) -> Callable[[], None]:
@@ -81,20 +117,44 @@ class TransformersLlama:
 
         return advance
 
-    def _generate(self, tokens: Tensor, new: int) -> float:
-        synchronize(self.device)
-        began = time.perf_counter()
-        found = self._model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            do_sample=False,
-            min_new_tokens=new,
-            max_new_tokens=new,
-            pad_token_id=0,
-            eos_token_id=None,
-            **self._cache,
+
+class FlaHGRN2(_Generator):
+    """flash-linear-attention's `HGRN2ForCausalLM`."""
+
+    def __init__(self, name: str, config: ModelConfig, model: str, device: str, dtype: torch.dtype):
+        try:
+            from fla.models import HGRN2Config, HGRN2ForCausalLM
+        except ImportError:
+            message = "peers: fla is not installed; pip install flash-linear-attention"
+            raise ConfigError([message], "bench") from None
+        mixer, sglu = config.options.get("hgrn2"), config.options.get("sglu")
+        if {block.mixer for block in config.blocks} != {"hgrn2"} or sglu is None or sglu["inner"] == 0:
+            raise ConfigError([f"models: {model} is no HGRN2 that fla has; use hgrn2-410m"], "bench")
+        self.name, self.model, self.device = name, model, torch.device(device)
+        self.vocab_size = config.vocab_size
+        settings = HGRN2Config(
+            vocab_size=config.vocab_size,
+            hidden_size=config.d_model,
+            intermediate_size=sglu["inner"],
+            num_hidden_layers=config.num_layers,
+            expand_ratio=config.d_model // mixer["num_heads"],
+            max_position_embeddings=1 << 20,
+            tie_word_embeddings=config.tie_embeddings,
         )
-        found.cpu()
-        if found.shape[1] != tokens.shape[1] + new:
-            raise RuntimeError(f"transformers generated {found.shape[1] - tokens.shape[1]} tokens instead of {new}")
-        return time.perf_counter() - began
+        self._model = _build(HGRN2ForCausalLM, settings, device, dtype)
+        self._state_bytes = 4 * config.num_layers * config.d_model * config.d_model // mixer["num_heads"]
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in set(self._model.parameters()))
+
+    def carried_bytes(self, context: int) -> int:
+        return self._state_bytes
+
+
+def _build(model_class: type, settings: object, device: str, dtype: torch.dtype):
+    """A model made on its device, in its precision from the start."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return model_class(settings).to(device).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(default)

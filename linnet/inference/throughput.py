@@ -11,7 +11,7 @@ weights once, states read and written, caches read.
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,11 +29,16 @@ _AT_A_TIME = 16_384  # tokens of a batch of prompts that are read in one piece
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` prompts of `prompt` tokens, `new` tokens each; a batch of `FILL` is as large as the memory allows."""
+    """`batch` prompts of `prompt` tokens, `new` tokens each.
+
+    A batch of `FILL` is as large as the memory allows where each sequence grows to `room` tokens (0: to those of the
+    case), so that some tokens out of a longer generation can be timed with the batch of the whole.
+    """
 
     batch: int | str
     prompt: int
     new: int
+    room: int = 0
 
 
 class System(Protocol):
@@ -72,8 +77,13 @@ class Linnet:
     def carried_bytes(self, context: int) -> int:
         return self._model.backbone.state_bytes(context)
 
+    @torch.no_grad()
     def warm(self, tokens: Tensor, new: int) -> None:
-        self.run(tokens, min(new, 8))
+        batch, length = tokens.shape
+        decoder = self._prepare(batch, length + new)
+        for rows in {self._rows(batch, length), batch % self._rows(batch, length)} - {0}:
+            self._read(tokens[:rows], decoder, length + new)
+        decoder.choose(PLAIN)()
 
     @torch.no_grad()
     def run(self, tokens: Tensor, new: int) -> tuple[float, float]:
@@ -82,11 +92,13 @@ class Linnet:
         synchronize(self.device)
         began = time.perf_counter()
         self._read(tokens, decoder, length + new)
-        decoder.choose(PLAIN)()
-        first = time.perf_counter() - began
-        for _ in range(new - 1):
-            decoder.advance()
-            decoder.choose(PLAIN)()
+        for place in range(new):  # as the engine does: the next step runs while the host looks at the token
+            wait = decoder.choose(PLAIN)
+            if place < new - 1:
+                decoder.advance()
+            wait()
+            if place == 0:
+                first = time.perf_counter() - began
         return first, time.perf_counter() - began - first
 
     def _prepare(self, batch: int, context: int) -> Decoder:
@@ -100,9 +112,13 @@ class Linnet:
             self._decoder = (batch, context), made
         return self._decoder[1]
 
+    def _rows(self, batch: int, length: int) -> int:
+        """How many prompts of a batch are read together."""
+        return max(1, min(batch, _AT_A_TIME // min(length, self._chunk)))
+
     def _read(self, tokens: Tensor, decoder: Decoder, context: int) -> None:
         batch, length = tokens.shape
-        rows = max(1, min(batch, _AT_A_TIME // min(length, self._chunk)))
+        rows = self._rows(batch, length)
         for start in range(0, batch, rows):
             some = tokens[start : start + rows].to(self.device)
             states: ModelState = self._model.init_state(some.shape[0], context, self.device)
@@ -123,11 +139,8 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
     return model.eval().requires_grad_(False)
 
 
-def measure(
-    system: System, cases: Sequence[Case], repeats: int, bandwidth: float, progress: Callable[[dict], None]
-) -> list[dict]:
-    """A row a case: medians over `repeats` runs after one that is not timed. A case that does not fit says so."""
-    rows = []
+def measure(system: System, cases: Sequence[Case], repeats: int, bandwidth: float) -> Iterator[dict]:
+    """A row a case: medians over `repeats` runs, warmed up. A case that does not fit says so."""
     for case in cases:
         row = {"model": system.model, "system": system.name, "prompt": case.prompt, "new": case.new, "error": ""}
         batch = _fill(system, case) if case.batch == FILL else int(case.batch)
@@ -141,9 +154,7 @@ def measure(
                     row |= {"batch": batch, "error": "out of memory"}
                     break
                 batch = int(0.85 * batch)
-        rows.append(row)
-        progress(row)
-    return rows
+        yield row
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -169,6 +180,7 @@ def _measure(system: System, batch: int, case: Case, repeats: int, bandwidth: fl
     tokens = torch.randint(system.vocab_size, (batch, case.prompt), generator=generator)
     gpu = torch.cuda.is_available()
     if gpu:
+        _free(system)  # what earlier cases hold is none of this one's peak
         torch.cuda.reset_peak_memory_stats()
     system.warm(tokens, case.new)
     firsts, others = zip(*(system.run(tokens, case.new) for _ in range(repeats)), strict=True)
@@ -203,7 +215,7 @@ def _fill(system: System, case: Case) -> int:
         return 64
     _free(system)
     free, _ = torch.cuda.mem_get_info()
-    each = system.carried_bytes(case.prompt + case.new) + 8 * system.vocab_size
+    each = system.carried_bytes(case.room or case.prompt + case.new) + 8 * system.vocab_size
     return max(1, int(0.9 * free / each))
 
 
