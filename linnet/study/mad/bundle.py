@@ -4,10 +4,11 @@ Runs share a bundle where model, length, number of samples, epochs and batch siz
 at one setting, its seeds, and settings that differ in their data alone. If memory runs out, the bundle is halved.
 """
 
+import contextlib
 import gc
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
@@ -25,7 +26,7 @@ from linnet.runs import Record, RunFolder
 from linnet.runs.files import FULL
 from linnet.study.executors import Job, is_out_of_memory
 from linnet.study.mad.loads import expert_loads, is_routed
-from linnet.study.mad.resume import BundleCheckpoint
+from linnet.study.mad.resume import BundleCheckpoint, finish, write_results
 from linnet.study.mad.training import Counted, Training, Watch
 from linnet.train import optim
 from linnet.train.ensemble import Ensemble, cosine
@@ -49,6 +50,8 @@ def train_bundle(job: Job) -> str:
     payload = job.payload
     for plugin in payload["plugins"]:
         load_plugin(plugin)
+    with room(payload["root"]):
+        finish(_folder(payload, run) for run in payload["runs"])
     waiting = [payload["runs"]]
     while waiting:
         runs = waiting.pop(0)
@@ -96,10 +99,22 @@ def build(run: Mapping[str, Any]):
     return build_model(config, seed=run["seed"])
 
 
+@contextlib.contextmanager
+def room(folder: str | Path) -> Iterator[None]:
+    """Says what to do where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        problem = f"{folder}: the disk is full; free some space and run the same command again to go on"
+        raise ConfigError([problem], "MAD") from None
+
+
 def _trained(runs: list[dict], payload: Mapping[str, Any]) -> bool:
     """Trains runs together and keeps their results; False where that takes more memory than there is."""
     try:
-        with graceful_stop() as stop:
+        with graceful_stop() as stop, room(payload["root"]):
             _train(runs, payload, stop)
     except Exception as error:
         if is_out_of_memory(error):
@@ -128,47 +143,46 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
         spared=_spared(model) if form.spare else (),
     )
     data = {split: _Data(runs, split, device) for split in get_args(Split)}
-    watch = Watch(runs, lambda split: ensemble.score(*data[split].whole(), batch_size), lambda: ensemble.alive.tolist())
+    watch = Watch(
+        runs,
+        lambda split: ensemble.score(*data[split].whole(), batch_size),
+        lambda: ensemble.alive.tolist(),
+        ensemble.state()["parameters"] if is_routed(model) else None,
+    )
     flops = run_flops(first)
     folders = [RunFolder.create(payload["root"], run) for run in runs]
-    try:
-        checkpoint = BundleCheckpoint(folders, ensemble, watch)
-        begin = checkpoint.load()
-        records: list[Record] = []  # cut back once an epoch has fit into memory, for halves may go on from them
-        for epoch in range(begin, epochs):
-            losses, began = torch.zeros(len(runs), device=device), time.monotonic()
-            for rows in _batches(runs, epoch, samples, batch_size, device):
-                losses += ensemble.step(*data["train"].take(rows)) * rows.shape[-1] / samples
-                if stop.signal is not None and time.monotonic() - began > PATIENCE:
-                    stop.end()
-            factor = 1.0 if form.constant else cosine(epoch, epochs)
-            records = records or [folder.record(keep=begin) for folder in folders]
-            row = {"epoch": epoch + 1, "flops": flops * (epoch + 1) / epochs, "factor": factor}
-            for record, loss in zip(records, losses.tolist(), strict=True):
-                record.write(row | {"loss": loss})
-            if watch.look(epoch + 1) or not bool(ensemble.alive.any()):
-                break
-            if epoch + 1 < epochs:
-                checkpoint.keep(epoch + 1, at_once=stop.signal is not None)
-                if stop.signal is not None:
-                    stop.end()
-        counted, diverged = watch.end(epoch + 1), ensemble.diverged_at()
-        shared = {"parameters": sum(p.numel() for p in model.parameters()), "steps": steps, "bundle": len(runs)}
-        shared |= payload["common"]
-        own = [{"train_loss": loss} for loss in losses.tolist()]
-        if is_routed(model):
-            loads = expert_loads(ensemble, model, data["test"].whole()[0], batch_size, payload["precision"])
-            own = [one | {"loads": shares} for one, shares in zip(own, loads, strict=True)]
-        for record in records:
-            record.close()
-        for run, folder, found, step, more in zip(runs, folders, counted, diverged, own, strict=True):
-            folder.write_result(_result(run, found, step) | more | shared)
-        checkpoint.remove()
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        problem = f"{payload['root']}: the disk is full; free some space and run the same command again to go on"
-        raise ConfigError([problem], "MAD") from None
+    checkpoint = BundleCheckpoint(folders, ensemble, watch)
+    begin = checkpoint.load()
+    records: list[Record] = []  # cut back once an epoch has fit into memory, for halves may go on from them
+    for epoch in range(begin, epochs):
+        losses, began = torch.zeros(len(runs), device=device), time.monotonic()
+        for rows in _batches(runs, epoch, samples, batch_size, device):
+            losses += ensemble.step(*data["train"].take(rows)) * rows.shape[-1] / samples
+            if stop.signal is not None and time.monotonic() - began > PATIENCE:
+                stop.end()
+        factor = 1.0 if form.constant else cosine(epoch, epochs)
+        records = records or [folder.record(keep=begin) for folder in folders]
+        row = {"epoch": epoch + 1, "flops": flops * (epoch + 1) / epochs, "factor": factor}
+        for record, loss in zip(records, losses.tolist(), strict=True):
+            record.write(row | {"loss": loss})
+        if watch.look(epoch + 1) or not bool(ensemble.alive.any()):
+            break
+        if epoch + 1 < epochs:
+            checkpoint.keep(epoch + 1, at_once=stop.signal is not None)
+            if stop.signal is not None:
+                stop.end()
+    counted, diverged = watch.end(epoch + 1), ensemble.diverged_at()
+    shared = {"parameters": sum(p.numel() for p in model.parameters()), "steps": steps, "bundle": len(runs)}
+    shared |= payload["common"]
+    own = [{"train_loss": loss} for loss in losses.tolist()]
+    if is_routed(model):
+        watch.put_back()
+        loads = expert_loads(ensemble, model, data["test"].whole()[0], batch_size, payload["precision"])
+        own = [one | {"loads": shares} for one, shares in zip(own, loads, strict=True)]
+    for record in records:
+        record.close()
+    ended = zip(runs, counted, diverged, own, strict=True)
+    write_results(folders, [_result(run, found, step) | more | shared for run, found, step, more in ended])
 
 
 def _result(run: dict, found: Counted | None, diverged_at: int | None) -> dict:

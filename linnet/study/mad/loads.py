@@ -1,4 +1,5 @@
-"""The loads of experts: which share of the tokens of a test split each expert of each routed layer gets."""
+"""The loads of experts: which share of the tokens of a test split each expert of each routed layer gets, with the
+weights that a run is scored with."""
 
 import contextlib
 import copy

@@ -1,28 +1,37 @@
-"""The checkpoint of a bundle, in the folder of its first run: a bundle that was killed goes on from it, exactly.
+"""What a bundle that is killed goes on from, exactly, in the folder of its first run.
 
-It is written after an epoch, where the last one is a minute old or the bundle is asked to stop, and holds what
-`Ensemble.state` and `Watch.state` give. Batches follow from seed and epoch, so this is all there is. A bundle of other
-runs does not read it.
+Its checkpoint is written after an epoch, where the last one is a minute old or the bundle is asked to stop, and holds
+what `Ensemble.state` and `Watch.state` give. Batches follow from seed and epoch, so this is all there is. A bundle of
+other runs does not read it.
+
+At its end the results of all its runs are written into one file, bundle.json, before each gets its own: a bundle that
+is killed among them has no run to train again.
 """
 
+import json
 import shutil
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from linnet.config import ConfigError
 from linnet.runs import RunFolder, checkpoint
+from linnet.runs.files import write_atomic
+from linnet.runs.record import plain
 from linnet.study.mad.training import Watch
 from linnet.train.ensemble import Ensemble
 
 SECONDS = 60.0  # of training that a kill may cost
+RESULTS = "bundle.json"
 
 
 class BundleCheckpoint:
     """The checkpoint of the runs of `folders`, trained by `ensemble` and looked at by `watch`."""
 
     def __init__(self, folders: Sequence[RunFolder], ensemble: Ensemble, watch: Watch):
-        self._folders, self._runs = [one.checkpoint_folder for one in folders], [one.path.name for one in folders]
-        self._folder, self._foreign = self._folders[0], False
+        self._folder, self._runs = folders[0].checkpoint_folder, [one.path.name for one in folders]
+        self._foreign = False
         self._ensemble, self._watch = ensemble, watch
         self._last = time.monotonic()
 
@@ -51,7 +60,32 @@ class BundleCheckpoint:
         checkpoint.save(self._folder, self._ensemble.step_number, tensors, meta, keep=1)
         self._last = time.monotonic()
 
-    def remove(self) -> None:
-        """The runs are done; what bundles of others of them have left goes, too."""
-        for folder in self._folders:
-            shutil.rmtree(folder, ignore_errors=True)
+
+def write_results(folders: Sequence[RunFolder], results: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the results of a bundle's runs; where that is cut short, `finish` writes the rest."""
+    names = [folder.path.name for folder in folders]
+    write_atomic(folders[0].path / RESULTS, json.dumps(plain(dict(zip(names, results, strict=True)))) + "\n")
+    finish(folders[:1])
+
+
+def finish(folders: Iterable[RunFolder]) -> None:
+    """Gives all runs of the bundles that ended in `folders` their results, and removes their checkpoints.
+
+    Raises:
+        ConfigError: results that are damaged.
+    """
+    for folder in folders:
+        path = folder.path / RESULTS
+        if not path.is_file():
+            continue
+        try:
+            results = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            problem = f"{path}: is damaged ({error}); delete it, and its runs are trained again"
+            raise ConfigError([problem], "MAD") from None
+        for name, result in results.items():
+            run = RunFolder(folder.path.parent / name)
+            if run.path.is_dir() and not run.done:
+                run.write_result(result)
+            shutil.rmtree(run.checkpoint_folder, ignore_errors=True)  # those of other bundles of these runs, too
+        path.unlink()

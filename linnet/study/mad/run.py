@@ -28,10 +28,11 @@ from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig
 from linnet.models.recipes.mad import fit_length
 from linnet.runs import LockedError, RunFolder
-from linnet.runs.files import FULL, write_atomic
+from linnet.runs.files import write_atomic
 from linnet.study.executors import ExecutorConfig, Job, Outcome, make_executor
-from linnet.study.mad.bundle import DIVERGED, SHAPE, run_flops, train_bundle
+from linnet.study.mad.bundle import DIVERGED, SHAPE, room, run_flops, train_bundle
 from linnet.study.mad.results import TABLE, read_results
+from linnet.study.mad.resume import finish
 from linnet.study.mad.scores import Scores, score, write_scores
 from linnet.study.mad.settings import BUDGETS, plan
 from linnet.study.mad.state import state_size
@@ -169,7 +170,8 @@ def run_mad(
     runs = mad_runs(
         architectures, budget, tasks=tasks, settings=settings, spec=spec, seeds=seeds, spare_decay=spare_decay
     )
-    with _room(folder), _alone(folder):
+    with room(folder), _alone(folder):
+        finish(RunFolder(path) for path in (folder / RUNS).iterdir())  # of bundles that were killed at their end
         about = {"budget": budget, "spec": spec, "precision": precision, "spare_decay": spare_decay}
         _check_plan(folder, about, runs, _designs(architectures, plugins))
         missing = [run for run in runs if not RunFolder(folder / RUNS / run.run).done]
@@ -316,18 +318,6 @@ def _check_plan(folder: Path, about: dict[str, Any], runs: list[MadRun], designs
     write_atomic(
         path, json.dumps(about | {"comparable": comparable, "models": models, "runs": list(names)}, indent=1) + "\n"
     )
-
-
-@contextlib.contextmanager
-def _room(folder: Path):
-    """Says what to do where the disk is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        problem = f"{folder}: the disk is full; free some space and run the same command again to go on"
-        raise ConfigError([problem], "MAD") from None
 
 
 @contextlib.contextmanager

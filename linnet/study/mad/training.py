@@ -65,6 +65,8 @@ class Watch:
         runs: configurations of the members, in order.
         score: the scores of all members on a split, "validation" or "test".
         alive: which members have not diverged.
+        weights: of all members, [M, ...], changed in place by training; where given, `put_back` brings back those that
+            count.
     """
 
     def __init__(
@@ -72,23 +74,32 @@ class Watch:
         runs: Sequence[Mapping[str, Any]],
         score: Callable[[str], list[Score]],
         alive: Callable[[], list[bool]],
+        weights: Tensor | None = None,
     ):
         self.form = Training.of(runs[0])
         self._score, self._alive = score, alive
         self._groups = [(run["setting"], run["seed"]) for run in runs]
         self._open = set(range(len(runs)))
         self._counted: dict[int, Counted] = {}
+        self._weights = weights if self.form.watch else None  # where no epoch is looked at, the last ones count
+        self._best = self._weights.clone() if self._weights is not None else None
 
     def look(self, epoch: int) -> bool:
         """After an epoch; whether all runs have ended."""
         if not self.form.watch:
             return False
-        return self._best(epoch) if self.form.watch == "test" else self._solved(epoch)
+        return self._lowest(epoch) if self.form.watch == "test" else self._solved(epoch)
 
     def end(self, epoch: int) -> list[Counted | None]:
         """What counts of each member after the last epoch; None of one that diverged before anything did."""
         self._take(sorted(self._living() - self._counted.keys()), epoch)
         return [self._counted.get(index) for index in range(len(self._groups))]
+
+    def put_back(self) -> None:
+        """After `end`: gives the members the weights that count, those that have any."""
+        if self._weights is not None:
+            counted = sorted(self._counted)
+            self._weights[counted] = self._best[counted]
 
     def state(self) -> dict[str, Tensor]:
         """Which members are trained on, and what counts of the others, for a checkpoint."""
@@ -97,7 +108,8 @@ class Watch:
             for index, found in self._counted.items()
         ]
         counted = torch.tensor(rows, dtype=torch.float64).view(len(rows), 8)
-        return {"open": torch.tensor(sorted(self._open), dtype=torch.int64), "counted": counted}
+        found = {"open": torch.tensor(sorted(self._open), dtype=torch.int64), "counted": counted}
+        return found if self._best is None else found | {"weights": self._best}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Takes what `state` gave for the same runs."""
@@ -105,15 +117,17 @@ class Watch:
         self._counted = {
             int(row[0]): Counted(Score(*row[2:5]), Score(*row[5:]), int(row[1])) for row in state["counted"].tolist()
         }
+        if self._best is not None:
+            self._best.copy_(state["weights"])
 
-    def _best(self, epoch: int) -> bool:
+    def _lowest(self, epoch: int) -> bool:
         living = sorted(self._living())
         if not living:
             return True
         validation, test = self._score("validation"), self._score("test")
         for index in living:
             if index not in self._counted or test[index].loss < self._counted[index].test.loss:
-                self._counted[index] = Counted(validation[index], test[index], epoch)
+                self._count(index, Counted(validation[index], test[index], epoch))
             if test[index].macro_batch > self.form.enough:
                 self._open.discard(index)
         return not self._open
@@ -130,7 +144,13 @@ class Watch:
     def _take(self, members: Sequence[int], epoch: int, validation: list[Score] | None = None) -> None:
         if members:
             validation, test = validation or self._score("validation"), self._score("test")
-            self._counted |= {index: Counted(validation[index], test[index], epoch) for index in members}
+            for index in members:
+                self._count(index, Counted(validation[index], test[index], epoch))
+
+    def _count(self, index: int, found: Counted) -> None:
+        self._counted[index] = found
+        if self._best is not None:
+            self._best[index] = self._weights[index]
 
     def _living(self) -> set[int]:
         """Members that are still trained and have not diverged."""

@@ -71,6 +71,26 @@ def test_results_have_the_loads(tmp_path, monkeypatch):
     assert [one.loads for one in read_results(tmp_path)] == [one.loads for one in found], "the table alone has them"
 
 
+def test_loads_are_of_the_weights_that_are_scored(tmp_path, monkeypatch):
+    """At a rate that harms, an early epoch counts in mad-lab; a run that ends there has the same loads."""
+    options = {"tasks": ["memorization"], "device": "cpu", "bundle": 2, "spec": "mad-lab", "budget": "smoke"}
+    changes = {"d_model": 16, "options": {"attention": {"num_heads": 2}, "moe": OPTIONS["moe"]}}
+    models = {"attention+moe": architecture("attention+moe", changes, state=0)}
+
+    def go(epochs, rates):
+        grid = tuple(GridPoint(rate, 0.0) for rate in rates)
+        small = Budget("smoke", "", True, False, grid, epochs=epochs, batch_size=16, max_samples=32, held_out=24)
+        monkeypatch.setitem(BUDGETS, "smoke", small)
+        folder = tmp_path / f"{epochs}-{len(rates)}"
+        assert not run_mad(models, folder, executor=ExecutorConfig(kind="inline", retries=0), **options).failed
+        return {one.learning_rate: one for one in read_results(folder)}
+
+    whole = go(6, (1e-3, 0.3))[0.3]
+    assert whole.epoch < 6
+    short = go(whole.epoch, (1e-3, 0.3))[0.3]
+    assert short.epoch == whole.epoch and short.loss == whole.loss and short.loads == whole.loads
+
+
 def test_the_page_shows_loads_and_names_the_dead(tmp_path):
     found = rows(["mad-hyena-moe", "mad-hyena-swiglu"])
     for row in found:

@@ -9,6 +9,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,12 +33,14 @@ SMALL = {"d_model": 16, "options": {"tnl": {"num_heads": 2}, "swiglu": {"inner":
 TASKS = ("memorization", "compression")
 
 
+GRID = tuple(GridPoint(rate, decay) for rate in (1e-3, 1e-2) for decay in (0.0, 0.1))
+TINY = Budget("smoke", "tiny", True, False, grid=GRID, epochs=2, batch_size=16, max_samples=40, held_out=32)
+
+
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     """The smoke budget of two epochs of 40 samples, at four points."""
-    grid = tuple(GridPoint(rate, decay) for rate in (1e-3, 1e-2) for decay in (0.0, 0.1))
-    small = Budget("smoke", "tiny", True, False, grid=grid, epochs=2, batch_size=16, max_samples=40, held_out=32)
-    monkeypatch.setitem(BUDGETS, "smoke", small)
+    monkeypatch.setitem(BUDGETS, "smoke", TINY)
 
 
 @pytest.fixture
@@ -201,6 +205,68 @@ def test_a_bundle_that_is_asked_to_stop_ends_its_epoch_and_loses_nothing(models,
     assert made == [0, 1, 2, 3, 4, 5] and results(tmp_path / "stopped") == results(tmp_path / "whole")
 
 
+KILLED_AMONG_RESULTS = """
+import os, signal, sys
+from tests.study.mad import test_run
+from linnet.runs import RunFolder
+from linnet.study.mad.architectures import architecture
+from linnet.study.mad.settings import BUDGETS
+
+write, written = RunFolder.write_result, []
+
+def killed(self, result):
+    if len(written) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    written.append(self)
+    write(self, result)
+
+RunFolder.write_result = killed
+BUDGETS["smoke"] = test_run.TINY
+models = {"tnl+swiglu": architecture("tnl+swiglu", test_run.SMALL, state=0)}
+test_run.go(models, sys.argv[1], tasks=["memorization"], bundle=4)
+"""
+
+
+def test_a_bundle_that_is_killed_among_its_results_trains_nothing_again(models, tmp_path, monkeypatch):
+    go(models, tmp_path / "whole", tasks=["memorization"], bundle=4)
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-c", KILLED_AMONG_RESULTS, str(tmp_path / "killed")]
+    killed = subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": f"{root}:{root / 'tests'}"})
+    assert killed.returncode == -signal.SIGKILL and len(results(tmp_path / "killed")) == 2
+
+    def never(self, tokens, targets):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(Ensemble, "step", never)
+    assert not go(models, tmp_path / "killed", tasks=["memorization"], bundle=1).failed
+    assert results(tmp_path / "killed") == results(tmp_path / "whole")
+    assert not list(tmp_path.glob("*/runs/*/bundle.json")) and not list(tmp_path.glob("*/runs/*/checkpoints"))
+
+
+def test_a_bundle_that_fails_among_its_results_is_not_trained_again_when_it_is_retried(models, tmp_path, monkeypatch):
+    write, step, made = RunFolder.write_result, Ensemble.step, []
+
+    def once(self, result):
+        if len(results(tmp_path)) == 1:
+            monkeypatch.setattr(RunFolder, "write_result", write)
+            raise OSError(errno.EIO, "Input/output error")
+        write(self, result)
+
+    monkeypatch.setattr(RunFolder, "write_result", once)
+    monkeypatch.setattr(Ensemble, "step", lambda self, *batch: made.append(self.size) or step(self, *batch))
+    retried = ExecutorConfig(kind="inline", retries=1)
+    assert not go(models, tmp_path, tasks=["memorization"], bundle=4, executor=retried).failed
+    assert made == [4] * 6 and len(results(tmp_path)) == 4
+
+
+def test_damaged_results_of_a_bundle_are_named(models, tmp_path):
+    go(models, tmp_path, tasks=["memorization"])
+    path = next(tmp_path.glob("runs/*/result.json"))
+    path.rename(path.with_name("bundle.json")).write_text("{")
+    with pytest.raises(ConfigError, match="bundle.json: is damaged .* its runs are trained again"):
+        go(models, tmp_path, tasks=["memorization"])
+
+
 def test_a_stop_and_a_full_disk_keep_what_has_ended(models, tmp_path, monkeypatch):
     write = RunFolder.write_result
 
@@ -223,6 +289,8 @@ def test_a_stop_and_a_full_disk_keep_what_has_ended(models, tmp_path, monkeypatc
     failed = go(models, tmp_path, bundle=4).failed
     assert len(results(tmp_path)) == 5 and len(failed) == 3
     assert "the disk is full" in next(iter(failed.values()))
+    with pytest.raises(ConfigError, match="the disk is full"):
+        go(models, tmp_path, bundle=4)  # to write the rest
 
     monkeypatch.setattr(RunFolder, "write_result", write)
     assert not go(models, tmp_path).failed and len(results(tmp_path)) == 8

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from linnet.config import ConfigError
 from linnet.study.executors import ExecutorConfig
@@ -99,6 +100,32 @@ def test_a_watch_goes_on_from_its_state():
     second.load_state(first.state())
     assert second.state()["open"].tolist() == [1, 2] and len(second.state()["counted"]) == 2
     assert second.end(2) == first.end(2) and second.end(2)[0].epoch == 1
+
+
+def test_the_weights_that_count_are_put_back():
+    """Member 0 is best after the second of three epochs, member 1 is good enough after the first, 2 never lives."""
+    losses = iter([[2.0, 0.1, 1.0], [1.0, 9.0, 0.1], [1.5, 9.0, 0.1]])
+    now = []
+
+    def score(split):
+        if split == "validation":
+            now[:] = next(losses)
+        return [Score(loss, 0.5, 1.0 if loss == 0.1 else 0.2) for loss in now]
+
+    weights = torch.zeros(3, 2)
+    one = Watch(runs_of(MAD_LAB), score, lambda: [True, True, False], weights)
+    for epoch in range(1, 4):
+        weights[:] = epoch
+        if epoch == 3:  # a checkpoint in between
+            state = {name: x.clone() for name, x in one.state().items()}
+            one = Watch(runs_of(MAD_LAB), score, lambda: [True, True, False], weights)
+            one.load_state(state)
+        one.look(epoch)
+    assert [found and found.epoch for found in one.end(3)] == [2, 1, None]
+    one.put_back()
+    assert weights[:, 0].tolist() == [2, 1, 3]
+    paper = Watch(runs_of(PAPER), score, lambda: [True] * 3, weights)
+    assert set(paper.state()) == {"open", "counted"}, "the last epoch counts, so there is nothing to keep"
 
 
 SMALL = {"d_model": 16, "options": {"tnl": {"num_heads": 2}, "swiglu": {"inner": 16}}}
