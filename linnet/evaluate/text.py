@@ -14,7 +14,7 @@ A document begins with the end-of-document token, as in training, so that its fi
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +27,8 @@ from linnet.config import ConfigError
 from linnet.data import Tokenizer
 from linnet.data.sources import find_files, read_documents
 from linnet.evaluate.mode import evaluating
-from linnet.models import CausalLM
+from linnet.evaluate.results import Item, Result
+from linnet.models import CausalLM, ModelConfig, state_bytes
 
 Method = Literal["carried", "windowed"]
 RESAMPLES = 2000  # of the bootstrap
@@ -50,20 +51,28 @@ class Document:
         return cls(name, tokens, len(text.split()), len(text.encode()))
 
 
-def read_texts(paths: list[str], tokenizer: Tokenizer, text_key: str = "text") -> list[Document]:
+def read_texts(
+    paths: list[str], tokenizer: Tokenizer, text_key: str = "text", most_bytes: int | None = None
+) -> list[Document]:
     """The documents of files: a text file is one, JSONL has one a line, Parquet one a row; folders and globs as well.
+
+    Args:
+        most_bytes: of the text, from its beginning on; the last document may be cut. None takes all.
 
     Raises:
         ConfigError: what cannot be found or read, or holds no text.
     """
     problems: list[str] = []
     files = find_files(paths, "text", problems, skipped=[])
-    documents = []
+    documents, room = [], math.inf if most_bytes is None else most_bytes
     for file in files:
-        texts = list(read_documents(file, text_key, problems))
-        for number, text in enumerate(texts, 1):
+        for number, text in enumerate(list(read_documents(file, text_key, problems)), 1):
+            if len(text) > room:
+                text = text[: int(room)]
+            room -= len(text)
             name = str(file.path) if file.kind == "text" else f"{file.path}:{number}"
-            documents.append(Document.of_text(name, text.decode(), tokenizer))
+            if text:  # what is cut inside a character loses it
+                documents.append(Document.of_text(name, text.decode(errors="ignore"), tokenizer))
     if not documents and not problems:
         problems.append(f"text: {', '.join(map(repr, paths))} holds no text; name files with some")
     if problems:
@@ -139,6 +148,20 @@ class TextScore:
             return None
         return tuple(np.quantile(resampled(self.documents, seed), [(1 - level) / 2, (1 + level) / 2]).tolist())
 
+    def results(self) -> tuple[Result, ...]:
+        """Of the record of an evaluation: an item a document, weighed by its bytes, tokens or words."""
+
+        def over(metric: str, of: str, unit: float = 1.0, average: Literal["mean", "exp"] = "mean") -> Result:
+            weighed = [(document, getattr(document, of)) for document in self.documents]
+            items = [Item(document.name, document.nats / unit / size, size) for document, size in weighed if size]
+            return Result.of_items("text", metric, items, "lower", average)
+
+        found = [over("bits_per_byte", "bytes", math.log(2)), over("loss", "tokens")]
+        found += [over("perplexity", "tokens", average="exp"), over("byte_perplexity", "bytes", average="exp")]
+        if self._total("words"):
+            found.append(over("word_perplexity", "words", average="exp"))
+        return tuple(found)
+
     def to_dict(self) -> dict:
         """All of it, for JSON."""
         numbers = ("loss", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
@@ -159,6 +182,12 @@ def resampled(documents: Sequence[DocumentScore], seed: int = 0) -> np.ndarray:
     return bits / size
 
 
+def natural_method(config: ModelConfig) -> Method:
+    """Carried where the state does not grow with the context, else windowed."""
+    constant = state_bytes(config, 1 << 40) == state_bytes(config, 1 << 41)
+    return "carried" if constant else "windowed"
+
+
 @torch.no_grad()
 def score_text(
     model: CausalLM,
@@ -169,6 +198,7 @@ def score_text(
     stride: int | None = None,
     chunk: int = 2048,
     autocast: contextlib.AbstractContextManager | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> TextScore:
     """Scores documents, in the dtype of the model's parameters or under `autocast`.
 
@@ -176,6 +206,7 @@ def score_text(
         documents: each of at least two tokens; shorter ones are left out.
         window, stride: of `method="windowed"`, in tokens; stride None is half a window.
         chunk: tokens read at once by `method="carried"`; the result does not depend on it, up to rounding.
+        progress: called with the number of tokens that a step has scored.
 
     Raises:
         ValueError: there is nothing to score, or window, stride or chunk are out of range.
@@ -184,14 +215,15 @@ def score_text(
     if window < 2 or not 1 <= stride < window or chunk < 1:
         raise ValueError(f"window {window}, stride {stride}, chunk {chunk}: give 1 <= stride < window and chunk >= 1")
     found, sums, counts = [], np.zeros(64), np.zeros(64, dtype=np.int64)
+    scored = progress or (lambda count: None)
     with evaluating(model), autocast or contextlib.nullcontext():
         for document in documents:
             if len(document.tokens) < 2:
                 continue
             if method == "carried":
-                losses, contexts = _carried(model, document.tokens, chunk), np.arange(1, len(document.tokens))
+                losses, contexts = _carried(model, document.tokens, chunk, scored), np.arange(1, len(document.tokens))
             else:
-                losses, contexts = _windowed(model, document.tokens, window, stride)
+                losses, contexts = _windowed(model, document.tokens, window, stride, scored)
             bucket = np.frexp(contexts)[1] - 1  # [2^b, 2^(b+1))
             sums += np.bincount(bucket, losses, minlength=64)
             counts += np.bincount(bucket, minlength=64)
@@ -205,7 +237,7 @@ def score_text(
     return TextScore(method, *sizes, tuple(found), tuple(buckets))
 
 
-def _carried(model: CausalLM, tokens: np.ndarray, chunk: int) -> np.ndarray:
+def _carried(model: CausalLM, tokens: np.ndarray, chunk: int, scored: Callable[[int], None]) -> np.ndarray:
     """Losses in nats, float64 [n - 1], of all tokens but the first, each from all before it."""
     parameter = next(model.parameters())
     ids = torch.from_numpy(tokens).to(parameter.device)
@@ -216,10 +248,13 @@ def _carried(model: CausalLM, tokens: np.ndarray, chunk: int) -> np.ndarray:
         inputs = read[:chunk] if len(read) > chunk else read[:-1]
         logits, states = model(inputs[None], states)
         losses.append(_losses(logits[0], read[1:]))
+        scored(len(losses[-1]))
     return torch.cat(losses).cpu().numpy()
 
 
-def _windowed(model: CausalLM, tokens: np.ndarray, window: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
+def _windowed(
+    model: CausalLM, tokens: np.ndarray, window: int, stride: int, scored: Callable[[int], None]
+) -> tuple[np.ndarray, np.ndarray]:
     """Losses float64 [n - 1] of all tokens but the first, and how many tokens the model saw before each."""
     ids = torch.from_numpy(tokens).to(next(model.parameters()).device)
     losses, contexts = np.empty(len(tokens) - 1), np.empty(len(tokens) - 1, dtype=np.int64)
@@ -233,6 +268,7 @@ def _windowed(model: CausalLM, tokens: np.ndarray, window: int, stride: int) -> 
             first = max(end_of_last, 1)  # the first token that no window before this one has scored
             losses[first - 1 : begin + length - 1] = row[first - begin - 1 :]
             contexts[first - 1 : begin + length - 1] = np.arange(first - begin, length)
+            scored(begin + length - first)
             end_of_last = begin + length
     return losses, contexts
 

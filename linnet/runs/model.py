@@ -11,6 +11,7 @@ run without its history, and what `linnet convert` writes:
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import yaml
@@ -31,6 +32,14 @@ from linnet.runs.folder import RunFolder
 TOKENIZER, WEIGHTS = "tokenizer.json", "model.safetensors"
 
 
+class Loaded(NamedTuple):
+    """A model from its folder; `step` is of the checkpoint whose weights it has, None for those of a model folder."""
+
+    model: CausalLM
+    tokenizer: Tokenizer | None
+    step: int | None
+
+
 def load_model(
     path: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> tuple[CausalLM, Tokenizer | None]:
@@ -44,12 +53,21 @@ def load_model(
     Raises:
         ConfigError: the folder holds no model, or names everything in it that does not fit together.
     """
+    model, tokenizer, _ = load_checkpoint(path, device, dtype)
+    return model, tokenizer
+
+
+def load_checkpoint(
+    path: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> Loaded:
+    """As `load_model`, with the step of training that the weights are of."""
     folder = RunFolder.open(path)
     config = read_config(folder)
     tokenizer = read_tokenizer(folder)
     model = empty_model(config)
-    assign_weights(model, _read_weights(folder), str(path), dtype)
-    return model.eval().to(device or "cpu"), tokenizer
+    tensors, step = _read_weights(folder)
+    assign_weights(model, tensors, str(path), dtype)
+    return Loaded(model.eval().to(device or "cpu"), tokenizer, step)
 
 
 def read_config(folder: RunFolder) -> ModelConfig:
@@ -152,11 +170,12 @@ def mismatches(own: Mapping[str, tuple], given: Mapping[str, tuple]) -> list[str
     return problems
 
 
-def _read_weights(folder: RunFolder) -> dict[str, Tensor]:
+def _read_weights(folder: RunFolder) -> tuple[dict[str, Tensor], int | None]:
+    """The weights and the step that they are of."""
     file = folder.path / WEIGHTS
     if file.is_file():
         try:
-            return load_file(file)
+            return load_file(file), None
         except (OSError, SafetensorError) as error:
             raise ConfigError([f"{file}: is damaged ({error}); convert or copy it again"], "model") from None
     problems = []
@@ -168,7 +187,7 @@ def _read_weights(folder: RunFolder) -> dict[str, Tensor]:
             continue
         if problems:
             warnings.warn(f"{'; '.join(problems)}; using {path}", stacklevel=3)
-        return tensors["model"]
+        return tensors["model"], checkpoint.step_of(path)
     raise ConfigError(problems or [f"{folder.path}: has neither {WEIGHTS} nor a checkpoint"], "model")
 
 

@@ -32,7 +32,8 @@ def call(*arguments) -> object:
 def test_json_is_what_the_function_gives_and_is_kept(folder):
     result = call(folder / "tnl", "--text", folder / "a.txt", "--text", folder / "b.jsonl", "--json")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)["text"]
+    record = json.loads(result.stdout)["text"]
+    found = record["detail"]
     model, tokenizer = load_model(folder / "tnl")
     texts = [(folder / "a.txt").read_text(), "two [small]", "ones"]
     expected = score_text(model, [Document.of_text("x", text, tokenizer) for text in texts])
@@ -41,7 +42,7 @@ def test_json_is_what_the_function_gives_and_is_kept(folder):
     assert [d["name"].rpartition("/")[2] for d in found["documents"]] == ["a.txt", "b.jsonl:1", "b.jsonl:2"]
     assert (found["method"], found["window"]) == ("carried", None)
     [kept] = (folder / "tnl" / "evaluations").glob("text-*.json")
-    assert json.loads(kept.read_text()) == found
+    assert json.loads(kept.read_text()) == record
 
 
 def test_results_of_two_keys_are_both_kept(folder, tmp_path):
@@ -50,14 +51,17 @@ def test_results_of_two_keys_are_both_kept(folder, tmp_path):
     before = set(kept.glob("*.json"))
     for key in ("a", "b"):
         assert call(folder / "tnl", "--text", file, "--text-key", key).exit_code == 0
-    assert {json.loads(path.read_text())["text_key"] for path in set(kept.glob("*.json")) - before} == {"a", "b"}
+    assert {json.loads(path.read_text())["asked"]["text_key"] for path in set(kept.glob("*.json")) - before} == {
+        "a",
+        "b",
+    }
 
 
 def test_attention_reads_in_windows_unless_asked_otherwise(folder):
     numbers = {}
     for method in ("auto", "carried"):
         arguments = ["--window", 64, "--method", method, "--precision", "float64", "--json"]
-        found = json.loads(call(folder / "llama", "--text", folder / "a.txt", *arguments).stdout)["text"]
+        found = json.loads(call(folder / "llama", "--text", folder / "a.txt", *arguments).stdout)["text"]["detail"]
         numbers[found["method"]] = found["loss"]
         assert found["stride"] == (32 if method == "auto" else None)
     assert numbers.keys() == {"windowed", "carried"} and len(set(numbers.values())) == 2
@@ -74,11 +78,13 @@ def test_needles_are_looked_for_and_kept(folder):
     arguments = ["--needle", "standard", "--lengths", "300:500:3", "--depths", 2]
     result = call(folder / "llama", *arguments, "--json")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)["needle"]
+    record = json.loads(result.stdout)["needle"]
+    found = record["detail"]
     assert found["config"]["lengths"] == [300, 400, 500] and found["config"]["depths"] == [0.0, 1.0]
     assert found["accuracy"] == [[0.0] * 3] * 2 and found["score"] == 0.0 and len(found["sensitivity"]) == 12
     [kept] = (folder / "llama" / "evaluations").glob("needle-*.json")
-    assert json.loads(kept.read_text()) == found
+    assert json.loads(kept.read_text()) == record
+    assert {one["metric"]: one["n"] for one in record["results"]} == {"accuracy": 6, "weighted": 6, "niah_score": 6}
     shown = call(folder / "tnl", "--needle", "easy", "--lengths", "300,500", "--depths", 2, "--scoring", "choice")
     assert "NIAH score" in shown.stdout and "500" in shown.stdout
 

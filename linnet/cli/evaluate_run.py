@@ -1,0 +1,91 @@
+"""What every part of `linnet evaluate` begins and ends with: the model of a run, progress, and the kept record."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from linnet.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model to evaluate.
+
+    Attributes:
+        path: the run or model folder.
+        about: what `linnet.evaluate.results.describe_model` says of it.
+        training_length: tokens of a training sequence, None where the folder does not say.
+        quiet: print nothing but JSON.
+    """
+
+    path: Path
+    model: Any
+    tokenizer: Any
+    about: dict
+    training_length: int | None
+    precision: str
+    quiet: bool
+
+    def engine(self, context_length: int, slots: int = 8) -> Any:
+        """For generation, in the model's precision."""
+        from linnet.inference import Engine
+
+        weight = self.model.embedding.weight
+        return Engine(
+            self.model,
+            self.tokenizer,
+            slots=slots,
+            context_length=context_length,
+            device=weight.device.type,
+            dtype=weight.dtype,
+        )
+
+
+def open_run(path: Path, device: str, precision: str, quiet: bool, needs_text: bool = True) -> Opened:
+    """Loads the model. Raises ConfigError where there is none, or `needs_text` and it has no tokenizer."""
+    import torch
+
+    from linnet.evaluate.results import describe_model
+    from linnet.runs import RunFolder
+    from linnet.runs.model import load_checkpoint
+    from linnet.train import device as devices
+
+    folder = RunFolder.open(path)
+    loaded = load_checkpoint(path, devices.choose(device), getattr(torch, precision))
+    if loaded.tokenizer is None and needs_text:
+        message = f"{path}: has no tokenizer.json, so no text can be read; put one there"
+        raise ConfigError([message], "evaluate")
+    about, length = describe_model(folder, loaded), folder.config.get("seq_len")
+    return Opened(folder.path, loaded.model, loaded.tokenizer, about, length, precision, quiet)
+
+
+def keep(opened: Opened, evaluation: Any) -> None:
+    """Writes the record; a folder that cannot be written to is no reason to lose what was printed."""
+    try:
+        evaluation.save(opened.path)
+    except OSError as error:
+        message = f"[bold yellow]not kept[/] in {opened.path}: {error.strerror}"
+        Console(stderr=True).print(message, highlight=False)
+
+
+@contextmanager
+def progress(opened: Opened, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr; gives a function to call with how many of `what` a step has done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=opened.quiet) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def print_json(found: dict[str, Any]) -> None:
+    """All records as one object."""
+    import typer
+
+    typer.echo(json.dumps({kind: evaluation.to_dict() for kind, evaluation in found.items()}, indent=1))
