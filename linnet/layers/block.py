@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from linnet.config import Config
 from linnet.layers.base import LayerContext, State, TensorSpec, find_channel, find_mixer
-from linnet.layers.norm import add_and_norm, build_norm
+from linnet.layers.norm import add_and_norm, build_norm, norm_and_keep
 
 
 class Block(nn.Module):
@@ -26,12 +26,13 @@ class Block(nn.Module):
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         """x [B, T, D] -> (x [B, T, D], state after the last token or None)."""
         if self.mixer is not None:
-            y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens)
+            y, x = norm_and_keep(self.mixer_norm, x)
+            y, state = self.mixer(y, state, cu_seqlens)
             if self.channel is None:
                 return x + y, state
             y, x = add_and_norm(self.channel_norm, y, x)
         else:
-            y = self.channel_norm(x)
+            y, x = norm_and_keep(self.channel_norm, x)
         return x + self.channel(y), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:

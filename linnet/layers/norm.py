@@ -23,8 +23,18 @@ class SRMSNorm(nn.Module):
         self.dim, self.eps = dim, eps
         self.register_parameter("weight", None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, eps=self.eps)
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        gate: Tensor | None = None,
+        gate_activation: str = "none",
+        keep: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As `linnet.ops.norm.rms_norm`."""
+        return rms_norm(
+            x, self.weight, eps=self.eps, gate=gate, gate_activation=gate_activation, residual=residual, keep=keep
+        )
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}"
@@ -53,13 +63,18 @@ def build_norm(kind: NormKind, dim: int, eps: float | None = None) -> nn.Module:
 def norm_and_gate(norm: nn.Module, x: Tensor, gate: Tensor, activation: str) -> Tensor:
     """norm(x) * act(gate) for a norm of `build_norm`: in one pass on a GPU for all but LayerNorm."""
     if isinstance(norm, SRMSNorm):
-        return rms_norm(x, norm.weight, eps=norm.eps, gate=gate, gate_activation=activation)
+        return norm(x, gate=gate, gate_activation=activation)
     return norm(x) * ACTIVATIONS[activation](gate)
 
 
 def add_and_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """norm(x + residual) and x + residual: in one pass on a GPU for all but LayerNorm."""
     if isinstance(norm, SRMSNorm):
-        return rms_norm(x, norm.weight, eps=norm.eps, residual=residual)
+        return norm(x, residual=residual)
     total = x + residual
     return norm(total), total
+
+
+def norm_and_keep(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """norm(x) and x, for what else reads x: its gradient is then added in the norm's pass, for all but LayerNorm."""
+    return norm(x, keep=True) if isinstance(norm, SRMSNorm) else (norm(x), x)

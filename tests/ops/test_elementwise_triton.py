@@ -63,6 +63,13 @@ def check_norm(rows, width, gain, activation, residual, dtype=torch.float32, dev
     assert_agrees(norm, x, weight, other if activation else None, other.flip(0) if residual else None)
 
 
+def check_kept(rows, width, gain, dtype=torch.float32, device="cuda"):
+    """The input handed on, with a gradient of its own, and without one."""
+    x, weight = normal(rows, width, dtype=dtype, device=device), normal(width, device=device) if gain else None
+    assert_agrees(lambda x, weight: rms_norm(x, weight, keep=True), x, weight)
+    assert_agrees(lambda x, weight: rms_norm(x, weight, keep=True)[0], x, weight)
+
+
 def check_activation(shape, activation, dtype=torch.float32, device="cuda"):
     a, b = normal(*shape, dtype=dtype, device=device), normal(1, *shape, dtype=dtype, device=device)[0]
     assert_agrees(lambda a, b: gated_activation(a, b, activation), a, b)
@@ -92,6 +99,14 @@ def test_norm_of_widths(width, dtype):
 @pytest.mark.parametrize("residual", [False, True])
 def test_norm_with_what_goes_around_it(gain, activation, residual):
     check_norm(77, 100, gain, activation, residual, torch.bfloat16)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("gain", [False, True])
+@pytest.mark.parametrize("width", [100, 8192])
+def test_norm_that_hands_its_input_on(width, gain, dtype):
+    check_kept(333, width, gain, dtype)
 
 
 @gpu
@@ -196,6 +211,7 @@ def test_dead_rows_have_finite_gradients():
 INTERPRETED = [
     *[(check_norm, (37, 24, *options)) for options in [(False, None, False), (True, "silu", True)]],
     *[(check_norm, (9, 64, *options)) for options in [(True, None, False), (False, "sigmoid", True)]],
+    *[(check_kept, (9, 24, gain)) for gain in (False, True)],
     *[(check_activation, ((7, 301), activation)) for activation in ("none", "silu", "sigmoid", "relu")],
     (check_rotation, ((2, 9, 3, 8), 3, True, "silu", 1000)),
     (check_rotation, ((2, 9, 3, 6), 1, False, "none", 1000)),

@@ -62,6 +62,7 @@ def check_norms(device):
     check(device, rms_norm, (randn(4, MODELS, 24),), (1,))
     check(device, rms_norm, (randn(4, MODELS, 24), randn(24)), (1, None))
     check(device, rms_norm, (randn(4, 24), randn(MODELS, 24)), (None, 0))
+    check(device, lambda x, w: rms_norm(x, w, keep=True), (randn(4, MODELS, 24), randn(MODELS, 24)), (1, 0))
 
 
 def check_activations(device):

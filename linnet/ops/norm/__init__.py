@@ -23,6 +23,7 @@ def rms_norm(
     gate: Tensor | None = None,
     gate_activation: str = "none",
     residual: Tensor | None = None,
+    keep: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y = h / sqrt(mean(h^2) + eps) * weight * act(gate) over the last axis, with h = x + residual.
 
@@ -36,9 +37,12 @@ def rms_norm(
         gate: as x; multiplies the result after its activation.
         gate_activation: none, sigmoid or silu.
         residual: as x; the result is then (y, h), and the next residual is h.
+        keep: the result is (y, h) without a residual as well. What reads x beside the norm reads that h: its gradient
+            is then added in the pass of the norm's backward, not in one of its own.
 
     Returns:
-        y (and h with a residual), in the dtype of h; under autocast y has autocast's dtype, since products follow.
+        y (and h with a residual or `keep`), in the dtype of h; under autocast y has autocast's dtype, since products
+        follow.
 
     Raises:
         ValueError: shapes that do not go together, an unknown activation.
@@ -47,14 +51,14 @@ def rms_norm(
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     if dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-    tensors = x, weight, gate, residual
+    tensors, keep = (x, weight, gate, residual), keep or residual is not None
     if is_plain(tensors) and _has_kernel(*tensors):
-        y, h = _apply(x, weight, gate, residual, float(eps), gate_activation, dtype)
+        y, h = _apply(*tensors, float(eps), gate_activation, dtype, keep)
     elif is_mapped(*tensors) and _has_kernel(*tensors):
-        y, h = Mapped.apply(_rule, x, weight, gate, residual, float(eps), gate_activation, dtype)
+        y, h = Mapped.apply(_rule, *tensors, float(eps), gate_activation, dtype, keep)
     else:
         y, h = rms_norm_reference(x, weight, eps, gate, gate_activation, residual, dtype)
-    return y if residual is None else (y, h)
+    return (y, h) if keep else y
 
 
 def _has_kernel(*tensors: Tensor | None) -> bool:
@@ -68,7 +72,7 @@ def _rule(size, dims, x, weight, gate, residual, *constants):
     x, gate, residual = (lead(t, dims[i], size) for i, t in ((0, x), (2, gate), (3, residual)))
     weight = weight if dims[1] is None else lead(weight, dims[1], size)
     outputs = _RmsNorm.apply(x, weight, gate, residual, *constants)
-    return outputs, (0, None if residual is None else 0)
+    return outputs, (0, None if outputs[1] is None else 0)
 
 
 def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None, gate_activation: str, residual: Tensor | None):
@@ -83,14 +87,14 @@ def _check(x: Tensor, weight: Tensor | None, gate: Tensor | None, gate_activatio
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, gate, residual, eps, gate_activation, dtype):
+    def forward(ctx, x, weight, gate, residual, eps, gate_activation, dtype, keep):
         kernels = importlib.import_module("linnet.ops.norm.triton")
         y, h = kernels.norm_forward(x, weight, gate, residual, eps, gate_activation, dtype)
         ctx.save_for_backward(h, weight, gate)
         ctx.constants = kernels, eps, gate_activation
         ctx.dtypes = None if residual is None else (x.dtype, residual.dtype)
         ctx.set_materialize_grads(False)
-        return y, (None if residual is None else h)
+        return y, (h if keep else None)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -102,8 +106,8 @@ class _RmsNorm(torch.autograd.Function):
             h, weight, gate, dy, dh, eps, gate_activation, ctx.needs_input_grad[1]
         )
         if ctx.dtypes is None:
-            return dx, dweight, dgate, None, None, None, None
-        return dx.to(ctx.dtypes[0]), dweight, dgate, dx.to(ctx.dtypes[1]), None, None, None
+            return dx, dweight, dgate, None, None, None, None, None
+        return dx.to(ctx.dtypes[0]), dweight, dgate, dx.to(ctx.dtypes[1]), None, None, None, None
 
 
 _apply = find_apply(_RmsNorm)

@@ -57,7 +57,7 @@ def norm_forward(
     y = torch.empty_like(x, dtype=dtype)
     dtypes = _dtypes(x, residual, weight, gate, y)
     launch = _plan_forward(x.shape[-1], x.numel(), *dtypes, gate_activation, x.device, _count_gains(weight))
-    launch(x, residual, weight, gate, y, h, x.numel() // x.shape[-1], eps)
+    launch(x, residual, weight, gate, y, h, _count_rows(x, weight), eps)
     return y, h
 
 
@@ -79,7 +79,7 @@ def norm_backward(
     width, dtypes, gains = h.shape[-1], _dtypes(h, weight, gate, dy, dh), _count_gains(weight)
     launch, programs = _plan_backward(width, h.numel(), *dtypes, gate_activation, needs_weight, h.device, gains)
     partial = h.new_empty(programs, width, dtype=torch.float32) if needs_weight else None
-    launch(h, weight, gate, dy, dh, dx, dgate, partial, h.numel() // width, eps)
+    launch(h, weight, gate, dy, dh, dx, dgate, partial, _count_rows(h, weight), gains, eps)
     if not needs_weight:
         return dx, None, dgate
     return dx, partial.view(*weight.shape[:-1], -1, width).sum(-2).to(weight.dtype), dgate
@@ -89,6 +89,11 @@ def _count_gains(weight: Tensor | None) -> int:
     return 1 if weight is None or weight.ndim == 1 else weight.shape[0]
 
 
+def _count_rows(x: Tensor, weight: Tensor | None) -> int:
+    """The rows that have one gain."""
+    return x.numel() // x.shape[-1] // _count_gains(weight)
+
+
 # Launches are planned once for each shape, with the dtypes (None for what is absent) that choose a compiled variant.
 
 
@@ -96,9 +101,9 @@ def _count_gains(weight: Tensor | None) -> int:
 def _plan_forward(width, numel, x, residual, weight, gate, y, gate_activation, device, gains) -> Launcher:
     columns, rows, warps = choose_tile(width)
     kind = "absent" if gate is None else gate_activation
-    part = 0 if gains == 1 else numel // width // gains
-    constants = (width, columns, rows, residual is not None, weight is not None, kind, part)
-    return Launcher(forward_kernel, triton.cdiv(numel // width, rows), constants, num_warps=warps)
+    constants = (width, columns, rows, residual is not None, weight is not None, kind, gains > 1)
+    programs = gains * triton.cdiv(numel // width // gains, rows)
+    return Launcher(forward_kernel, programs, constants, num_warps=warps)
 
 
 @functools.lru_cache(1024)
@@ -112,8 +117,7 @@ def _plan_backward(
         walkers, stages = choose_walk(rows * columns, sum(t.itemsize for t in (h, gate, dy, dh) if t is not None))
         programs = min(programs, triton.cdiv(walkers * count_processors(device, interpreted=1), gains))
     kind = "absent" if gate is None else gate_activation
-    part = 0 if gains == 1 else part
-    constants = (width, columns, rows, weight is not None, kind, dh is not None, needs_weight, stages, part, gains)
+    constants = (width, columns, rows, weight is not None, kind, dh is not None, needs_weight, stages, gains > 1)
     return Launcher(backward_kernel, gains * programs, constants, num_warps=warps), gains * programs
 
 
@@ -125,12 +129,19 @@ def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
 def forward_kernel(
     x, residual, weight, gate, y, h, count, eps,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr, PART: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """y and h of some rows; with PARTS every `count` rows have a gain of their own."""
+    block, before = tl.program_id(0), 0
+    if PARTS:
+        part = block // tl.cdiv(count, ROWS)
+        block -= part * tl.cdiv(count, ROWS)
+        before = part.to(tl.int64) * count
+        weight += part * WIDTH
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     mask = (row < count)[:, None] & (column < WIDTH)[None, :]
-    at = row[:, None] * WIDTH + column[None, :]
+    at = (row + before)[:, None] * WIDTH + column[None, :]
     th = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         th += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
@@ -139,11 +150,7 @@ def forward_kernel(
         th = rounded.to(tl.float32)  # what the backward will read
     ty = th * tl.rsqrt(tl.sum(th * th, 1) / WIDTH + eps)[:, None]
     if HAS_WEIGHT:
-        if PART == 0:
-            ty *= tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
-        else:  # rows of a part have a gain of their own
-            own = (row // PART)[:, None] * WIDTH + column[None, :]
-            ty *= tl.load(weight + own, mask=mask, other=0.0).to(tl.float32)
+        ty *= tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     if GATE != "absent":
         tg = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
         if GATE == "sigmoid":
@@ -156,18 +163,18 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    h, weight, gate, dy, dh, dx, dgate, partial, count, eps,
+    h, weight, gate, dy, dh, dx, dgate, partial, count, parts, eps,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr,
-    HAS_DH: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, STAGES: tl.constexpr, PART: tl.constexpr, GAINS: tl.constexpr,
+    HAS_DH: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
+    """Gradients; with PARTS there are `parts` of `count` rows, each with a gain of its own."""
     pid = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
     walker, walkers, before = pid, tl.num_programs(0), 0
-    if PART > 0:  # the programs of a part walk over its rows
-        walkers = tl.num_programs(0) // GAINS
-        walker, before = pid % walkers, (pid // walkers).to(tl.int64) * PART
+    if PARTS:  # the programs of a part walk over its rows
+        walkers = tl.num_programs(0) // parts
+        walker, before = pid % walkers, (pid // walkers).to(tl.int64) * count
         weight += pid // walkers * WIDTH
-        count = PART
     if HAS_WEIGHT:
         tw = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     if NEEDS_WEIGHT:
