@@ -120,6 +120,7 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
         for name in names
         if name not in peer_systems.PEERS
     ]
+    problems += peer_systems.missing(list(recipes))
     if only_peers and not names:
         problems.append("--only-peers: there is no --peer; name one")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):

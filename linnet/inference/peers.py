@@ -4,8 +4,9 @@
 same with a static one, for which `generate` compiles the model; `fla` is flash-linear-attention's HGRN2.
 """
 
+import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,13 @@ from linnet.inference.throughput import synchronize
 from linnet.models import ModelConfig
 
 PEERS = {"transformers": "llama", "transformers-static": "llama", "fla": "hgrn2"}  # and the recipe that has its shape
+
+_TRANSFORMERS = "transformers", "pip install 'linnet[hf]'"
+_PACKAGES = {
+    "transformers": _TRANSFORMERS,
+    "transformers-static": _TRANSFORMERS,
+    "fla": ("fla", "pip install flash-linear-attention"),
+}
 
 
 class _Clock:
@@ -63,8 +71,18 @@ class _Generator:
         return clock.times[1] - began, clock.times[-1] - clock.times[1]
 
 
+def missing(names: Sequence[str]) -> list[str]:
+    """What to install for these peers."""
+    packages = {_PACKAGES[name] for name in names}
+    return [
+        f"--peer needs {package}, which is not installed; {fix}"
+        for package, fix in sorted(packages)
+        if importlib.util.find_spec(package) is None
+    ]
+
+
 def make_peer(name: str, config: ModelConfig, model: str, device: str, dtype: torch.dtype) -> _Generator:
-    """A peer of `PEERS` in the shape of a recipe. Raises `ConfigError` where the package is missing or has no such."""
+    """A peer of `PEERS` in the shape of a recipe. Raises `ConfigError` where it has no such."""
     return (FlaHGRN2 if name == "fla" else TransformersLlama)(name, config, model, device, dtype)
 
 
@@ -72,10 +90,8 @@ class TransformersLlama(_Generator):
     """transformers' `LlamaForCausalLM`."""
 
     def __init__(self, name: str, config: ModelConfig, model: str, device: str, dtype: torch.dtype):
-        try:
-            import transformers
-        except ImportError:
-            raise ConfigError(["peers: transformers is not installed; pip install 'linnet[hf]'"], "bench") from None
+        import transformers
+
         attention, swiglu = config.options.get("attention"), config.options.get("swiglu")
         if {block.mixer for block in config.blocks} != {"attention"} or swiglu is None:
             raise ConfigError([f"peers: {model} is no Llama; use llama-410m or another size of it"], "bench")
@@ -84,7 +100,7 @@ class TransformersLlama(_Generator):
         settings = transformers.LlamaConfig(
             vocab_size=config.vocab_size,
             hidden_size=config.d_model,
-            intermediate_size=swiglu["inner"] or -(-8 * config.d_model // 24) * 8,
+            intermediate_size=_inner(swiglu, config),
             num_hidden_layers=config.num_layers,
             num_attention_heads=attention["num_heads"],
             num_key_value_heads=attention["num_kv_heads"] or attention["num_heads"],
@@ -122,20 +138,17 @@ class FlaHGRN2(_Generator):
     """flash-linear-attention's `HGRN2ForCausalLM`."""
 
     def __init__(self, name: str, config: ModelConfig, model: str, device: str, dtype: torch.dtype):
-        try:
-            from fla.models import HGRN2Config, HGRN2ForCausalLM
-        except ImportError:
-            message = "peers: fla is not installed; pip install flash-linear-attention"
-            raise ConfigError([message], "bench") from None
+        from fla.models import HGRN2Config, HGRN2ForCausalLM
+
         mixer, sglu = config.options.get("hgrn2"), config.options.get("sglu")
-        if {block.mixer for block in config.blocks} != {"hgrn2"} or sglu is None or sglu["inner"] == 0:
-            raise ConfigError([f"models: {model} is no HGRN2 that fla has; use hgrn2-410m"], "bench")
+        if {block.mixer for block in config.blocks} != {"hgrn2"} or sglu is None:
+            raise ConfigError([f"peers: {model} is no HGRN2; use hgrn2-410m or another size of it"], "bench")
         self.name, self.model, self.device = name, model, torch.device(device)
         self.vocab_size = config.vocab_size
         settings = HGRN2Config(
             vocab_size=config.vocab_size,
             hidden_size=config.d_model,
-            intermediate_size=sglu["inner"],
+            intermediate_size=_inner(sglu, config),
             num_hidden_layers=config.num_layers,
             expand_ratio=config.d_model // mixer["num_heads"],
             max_position_embeddings=1 << 20,
@@ -147,6 +160,10 @@ class FlaHGRN2(_Generator):
 
     def carried_bytes(self, context: int) -> int:
         return self._state_bytes
+
+
+def _inner(channel: dict, config: ModelConfig) -> int:
+    return channel["inner"] or -(-8 * config.d_model // 24) * 8
 
 
 def _build(model_class: type, settings: object, device: str, dtype: torch.dtype):
