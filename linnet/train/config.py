@@ -11,6 +11,7 @@ from linnet.data import DataConfig, load_tokenizer
 from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig
 from linnet.train.device import DeviceName
+from linnet.train.evaluation import Evaluation, label
 from linnet.train.guards import GuardConfig
 from linnet.train.optim import OptimizerConfig
 from linnet.train.recompute import Recompute
@@ -43,6 +44,8 @@ class TrainConfig(Config):
         recompute: `none`, or what is computed again in the backward pass to save memory: `selective`, `block`.
         evaluate_every: steps between validations; 0: only at the end.
         evaluate_tokens: tokens of the held-out split that are scored; null: all.
+        evaluations: what else is measured on the way, and at the end (`linnet.train.evaluation`). Each comes behind a
+            checkpoint of its step, which is written for it where none is due.
         checkpoint_every: steps between checkpoints; 0: only at the end.
         keep_checkpoints: how many are kept.
         log_every: steps between rows of metrics.jsonl.
@@ -76,6 +79,7 @@ class TrainConfig(Config):
     keep_checkpoints: int = Field(2, ge=1)
     log_every: int = Field(10, ge=1)
     guard: GuardConfig = GuardConfig()
+    evaluations: list[Evaluation] = []
     sinks: list[SinkName] = []
     peak_tflops: float | None = Field(None, gt=0)
     init_from: str | None = None
@@ -146,6 +150,28 @@ class TrainConfig(Config):
         if tokens is not None and info.data.get("steps") is not None:
             raise ValueError(f"steps ({info.data['steps']}) and tokens ({tokens}) are both given; drop one")
         return tokens
+
+    @field_validator("evaluations")
+    @classmethod
+    def _distinct_evaluations(cls, evaluations: list[Evaluation], info: ValidationInfo) -> list[Evaluation]:
+        names = [label(evaluation) for evaluation in evaluations]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        problems = [f"{name!r} is the name of several; give each a `name` of its own" for name in twice]
+        between = info.data.get("checkpoint_every", 0)
+        if "guard" in info.data and info.data["guard"].policy == "rollback":
+            # Checkpoints that only evaluations ask for would change where a rollback goes back to, and so the training.
+            steps = {
+                name: e.every or info.data.get("evaluate_every", 0) for name, e in zip(names, evaluations, strict=True)
+            }
+            problems += [
+                f"{name!r} comes every {every} steps, no multiple of checkpoint_every ({between}), which guard.policy "
+                "rollback goes back to; give a multiple, or other checkpoints"
+                for name, every in steps.items()
+                if every and (not between or every % between)
+            ]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return evaluations
 
     @field_validator("init_from")
     @classmethod

@@ -7,6 +7,7 @@ the batches, random numbers and optimizer state it would have had: on the CPU ev
 
 import math
 import shutil
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -25,9 +26,10 @@ from linnet.runs.model import TOKENIZER
 from linnet.train import device as devices
 from linnet.train.clock import Clock
 from linnet.train.config import TrainConfig, check_vocabulary, resolve
+from linnet.train.evaluation import Evaluations, Subject, rows_kept
 from linnet.train.guards import Trouble
 from linnet.train.schedule import factor
-from linnet.train.session import Session, start_from
+from linnet.train.session import Session, model_tensors, start_from
 from linnet.train.sinks import check_sinks, open_sinks
 from linnet.train.stop import Stop, graceful_stop
 
@@ -87,6 +89,7 @@ class Run:
             check_vocabulary(config.model.vocab_size, self.corpus.vocab_size)
         except ValueError as error:
             raise ConfigError([f"model: {error}"]) from None
+        self.evaluations = self.read_evaluations()
         self.session = Session(config, self.corpus, device)
         self.steps = config.total_steps
         self.step_tokens = config.batch_size * config.seq_len
@@ -95,10 +98,17 @@ class Run:
         self.clock = Clock()
         self.row_step = 0  # step of the last training row
         self.saved_step = -1
+        self.evaluated: set[str] = set()  # names of the evaluations of this step that the record has
         self.returned_to: Path | None = None
 
     def show_data(self, what: str, done: int, total: int) -> None:
         self.progress({"event": "data", "what": what, "done": done, "total": total})
+
+    def read_evaluations(self) -> Evaluations:
+        config = self.config
+        source = config.data.source
+        subject = Subject(self.corpus.tokenizer, config.model, config.seq_len, self.device, config.precision, source)
+        return Evaluations(config.evaluations, subject, config.evaluate_every)
 
     def run(self) -> None:
         with ExitStack() as stack:
@@ -109,6 +119,8 @@ class Run:
                 stack.callback(sink.close)
             with graceful_stop() as stop:  # only here: elsewhere nothing is lost by stopping at once
                 status = self.loop(stop)
+                if status == "done":
+                    self.finish_evaluations(stop)
             self.finish(status)
 
     def start(self) -> None:
@@ -124,7 +136,10 @@ class Run:
             self.saved_step = self.session.step
         elif self.config.init_from is not None:
             start_from(self.session, self.config.init_from)
-        self.record = self.folder.record(keep=meta.get("rows", 0))
+        rows = self.folder.metrics()
+        kept = rows_kept(rows, meta.get("rows", 0), self.session.step)
+        self.evaluated = {row["evaluation"] for row in rows[meta.get("rows", 0) : kept]}
+        self.record = self.folder.record(kept)
         if path is not None:
             self.clock.load(meta["clock"])
             self.row_step = meta["row_step"]
@@ -146,11 +161,14 @@ class Run:
         if config.guard.policy == "rollback" and session.step == 0:
             self.save()  # something to go back to
         self.clock.start()
+        if session.step < self.steps:
+            self.make_evaluations(stop)  # those of this step that a kill cut off
         while session.step < self.steps:
             after = session.step + 1
             log = after % config.log_every == 0 or after == self.steps
             evaluate = config.evaluate_every and after % config.evaluate_every == 0 and after < self.steps
-            save = config.checkpoint_every and after % config.checkpoint_every == 0 and after < self.steps
+            suites = after < self.steps and self.evaluations.due(after, self.steps)
+            save = suites or (config.checkpoint_every and after % config.checkpoint_every == 0 and after < self.steps)
 
             session.gradients()
             if session.judges_every_step or log or evaluate or save:
@@ -160,6 +178,7 @@ class Run:
                         return "diverged"
                     continue
             session.apply()
+            self.evaluated.clear()
 
             if log:
                 self.write(self.training_row())
@@ -167,6 +186,8 @@ class Run:
                 self.evaluate()
             if save:
                 self.save()
+            if suites:
+                self.make_evaluations(stop)
             if stop.signal is not None:
                 if session.judge() is None and self.saved_step != session.step:
                     self.save()
@@ -198,15 +219,21 @@ class Run:
         self.returned_to = path
         self.session.load(tensors, meta, rollback=True)
         self.saved_step = self.session.step
-        self.record.roll_back(meta["rows"])
+        self.record.roll_back(rows_kept(self.folder.metrics(), meta["rows"], self.session.step))
         self.row_step = meta["row_step"]
         left_out = self.session.guard.leave_out(trouble, self.session.position)
         return {"to_step": self.session.step, "left_out": left_out}
 
-    def finish(self, status: str) -> None:
-        """Last checkpoint, last validation, result. A kill in between loses none of it and repeats no row."""
-        if status == "done" and self.saved_step != self.session.step:
+    def finish_evaluations(self, stop: Stop) -> None:
+        """Those at the end, behind the last checkpoint."""
+        if self.saved_step != self.session.step:
             self.save()
+        self.make_evaluations(stop)
+        if stop.signal is not None:
+            stop.end()
+
+    def finish(self, status: str) -> None:
+        """Last validation, result. A kill in between loses none of it and repeats no row."""
         validation = self.evaluate() if status == "done" else {}
         rows = [row for row in self.folder.metrics() if "loss" in row and "event" not in row]
         total, outside = count_parameters(self.config.model)
@@ -225,6 +252,7 @@ class Run:
                 "loss": validation.get("validation_loss"),
                 "train_loss": rows[-1]["loss"] if rows else None,
                 "bits_per_byte": validation.get("validation_bits_per_byte"),
+                "evaluations": self.last_evaluations(),
                 "state_bytes": state_bytes(self.config.model, self.config.seq_len),
                 "seconds": seconds,
                 "tokens_per_second": tokens / training if training else None,
@@ -272,6 +300,24 @@ class Run:
         row |= {"validation_bits_per_byte": result.bits_per_byte}
         self.write(row)
         return row
+
+    def make_evaluations(self, stop: Stop) -> None:
+        """Makes the evaluations of this step that the record does not have, until a stop is asked for."""
+        for name in self.evaluations.due(self.session.step, self.steps):
+            if name in self.evaluated or stop.signal is not None:
+                continue
+            began = time.perf_counter()
+            with self.clock.paused():
+                row = self.evaluations.make(name, model_tensors(self.session.model))
+            place = {"step": self.session.step, "tokens": self.session.step * self.step_tokens}
+            place |= {"flops": self.session.step * self.step_flops}
+            self.write(place | row | {"seconds": time.perf_counter() - began})
+            self.evaluated.add(name)
+
+    def last_evaluations(self) -> dict[str, dict]:
+        """The metrics of each evaluation of the last step that did not fail."""
+        rows = [row for row in self.folder.metrics() if row["step"] == self.session.step and "metrics" in row]
+        return {row["evaluation"]: row["metrics"] for row in rows}
 
     def save(self) -> None:
         with self.clock.paused():

@@ -47,6 +47,10 @@ class TerminalProgress:
             self._start(row)
         elif "event" in row:
             self._say(f"[yellow]{self._event(row)}[/]")
+        elif "evaluation" in row:
+            name, value = next(iter(row["metrics"].items()))
+            what = f"{row['evaluation']} [bold]{value:.4f}[/] {name.replace('_', ' ')}"
+            self._say(f"step {row['step']:>7,}  {what}  ({row['seconds']:.1f} s)")
         elif "validation_loss" in row:
             loss, bits = row["validation_loss"], row["validation_bits_per_byte"]
             self._say(f"step {row['step']:>7,}  held-out loss [bold]{loss:.4f}[/]  {bits:.4f} bits/byte")
@@ -74,6 +78,8 @@ class TerminalProgress:
             return escape(
                 f"damaged checkpoint set aside: {'; '.join(row['problems'])}; going on from step {row['step']}"
             )
+        if row["event"] == "evaluation_failed":
+            return escape(f"step {row['step']:,}: evaluation {row['evaluation']} failed ({row['error']}); going on")
         what = (
             f"step {row['step']:,}: {_EVENTS[row['event']]} (loss {row['loss']:.4g}, gradient {row['grad_norm']:.4g})"
         )

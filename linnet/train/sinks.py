@@ -59,6 +59,8 @@ class Wandb:
 
 
 def _numbers(row: dict) -> dict[str, float]:
+    if "evaluation" in row:  # its tokens, FLOPs and seconds are not those of training
+        row = {f"{row['evaluation']}/{name}": value for name, value in row.get("metrics", {}).items()}
     return {k: v for k, v in row.items() if k != "step" and isinstance(v, (int, float)) and not isinstance(v, bool)}
 
 
