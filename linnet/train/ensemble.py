@@ -26,11 +26,11 @@ from torch.func import functional_call, stack_module_state
 from torch.nn import functional as F
 
 from linnet.train.capture import Captured
+from linnet.train.products import multiply
 
 BETAS = (0.9, 0.98)
 EPS = 1e-8
 IGNORE = -100
-FEW_TOKENS = 512  # ids of an embedding that is read by a product of matrices on a GPU
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Ensemble:
         self._buffers = {name: b.to(self.device) for name, b in buffers.items() if name not in self._shared}
         template = copy.deepcopy(models[0])
         if self.device.type == "cuda":
-            multiply_embeddings(template)
+            multiply(template, biases=not self.compiled)  # a compiler adds a bias to what comes after it
         self._call = _Call(template).to(self.device)
 
     def _spread(self, flags: Sequence[bool]) -> Tensor:
@@ -265,7 +265,9 @@ class Ensemble:
 
     def _gradients(self, losses: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         leaves = list(self._parameters.values())
-        return losses.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+        # In this thread: a capture watches over its own thread, and handing over to another one takes time.
+        with torch.autograd.set_multithreading_enabled(False):
+            return losses.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
 
     def _map_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self._map(_mean_loss, tokens, targets)
@@ -326,30 +328,6 @@ def _adamw(
     scale = second.sqrt().div_((1 - betas[1] ** step).sqrt()).add_(EPS)
     after = torch.addcmul(values * (1 - rates * decays), rates / (1 - betas[0] ** step), first / scale, value=-1)
     values.copy_(torch.where(moves, after, values))
-
-
-class _Multiplied(nn.Embedding):
-    """An embedding read by a product with the tokens as one-hot rows.
-
-    Its gradient is a product as well: with a few ids every row of the table gets a sum over thousands of tokens, for
-    which a look-up's gradient sorts them or makes them wait for one another.
-    """
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        ids = torch.arange(self.num_embeddings, device=tokens.device)
-        rows = (tokens.flatten()[:, None] == ids).to(self.weight.dtype)
-        pieces = math.gcd(len(rows), 16)  # of the sum over tokens, for more of the GPU to be busy
-        with torch.autocast(tokens.device.type, enabled=False):
-            x = torch.bmm(rows.unflatten(0, (pieces, -1)), self.weight.expand(pieces, -1, -1))
-        return x.view(*tokens.shape, -1)
-
-
-def multiply_embeddings(model: nn.Module) -> None:
-    """Has the plain embeddings of few ids in a model read by products of matrices, with the same results."""
-    for module in model.modules():
-        plain = type(module) is nn.Embedding and module.padding_idx is None and module.max_norm is None
-        if plain and module.num_embeddings <= FEW_TOKENS:
-            module.__class__ = _Multiplied
 
 
 class _Call(nn.Module):

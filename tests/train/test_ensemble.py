@@ -7,7 +7,7 @@ import torch
 
 from linnet.models import ModelConfig, build_model
 from linnet.models.autoencoder import build_autoencoder
-from linnet.train.ensemble import Ensemble, cosine, multiply_embeddings
+from linnet.train.ensemble import Ensemble, cosine
 
 STEPS = 6
 POINTS = [(1e-3, 0.0), (3e-3, 0.1), (1e-2, 0.5)]
@@ -240,28 +240,6 @@ def test_parameters_without_a_gradient_stay():
     expected, _ = alone(model_of("tnl"), *POINTS[2], batches())
     torch.testing.assert_close(losses[2], torch.tensor(expected), rtol=1e-4, atol=1e-5)
     assert torch.equal(ensemble.member(2)["idle"], torch.ones(3))
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_embeddings_as_products_are_look_ups(together):
-    """With and without vmap, with tokens that members share or have for themselves; with their gradients."""
-    table = torch.nn.Embedding(7, 6)
-    holder = torch.nn.ModuleList([torch.nn.Embedding(7, 6), torch.nn.Embedding(1000, 2)])
-    multiply_embeddings(holder)
-    assert type(holder[0]) is not torch.nn.Embedding and type(holder[1]) is torch.nn.Embedding
-    weights = torch.randn(3, 7, 6, requires_grad=True)
-    tokens = torch.randint(7, (4, 8) if together else (3, 4, 8))
-
-    def read(layer):
-        def one(weight, ids):
-            return torch.func.functional_call(layer, {"weight": weight}, (ids,))
-
-        y = torch.vmap(one, (0, None if together else 0))(weights, tokens)
-        return y, torch.autograd.grad((y * torch.arange(y.numel()).view(y.shape)).sum(), weights)[0]
-
-    (y, gradient), (expected, expected_gradient) = read(holder[0]), read(table)
-    assert torch.equal(y, expected)
-    torch.testing.assert_close(gradient, expected_gradient)
 
 
 def test_where_the_compiler_fails_a_bundle_runs_without_it(monkeypatch):
