@@ -14,7 +14,7 @@ class Captured:
 
     Replaying is what a call does, in the same kernels and so with the same results. The function gives a tensor, has
     all its state in tensors that it changes in place, and reads no values of them. Where it cannot be captured, a
-    warning says why, and all calls run as they are.
+    warning says why, and all calls run as they are; where memory runs out, that is raised.
 
     Attributes:
         graphs: how many shapes are replayed.
@@ -43,9 +43,10 @@ class Captured:
                 return self._run_aside(*inputs)
             try:
                 self._ready[key] = self._capture(inputs)
-            except torch.OutOfMemoryError:
-                raise
             except RuntimeError as error:
+                full = find_out_of_memory(error)
+                if full is not None:
+                    raise full from None
                 reason = str(error).strip().splitlines()[0]
                 warnings.warn(
                     f"a step cannot be a CUDA graph, so each of its kernels is launched: {reason}", stacklevel=3
@@ -71,8 +72,19 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         # Graphs never run at once and keep nothing between two calls, so they share their memory.
         # The outer context is for a capture that fails: `torch.cuda.graph` then leaves its stream the current one.
+        # "thread_local", as for decoding: by default a capture fails of what any thread of the process does meanwhile,
+        # such as one that takes memory for the next batch. The function's backward has to stay in this thread.
         current = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(current), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with torch.cuda.stream(current), capture:
             output = self._function(*places)
         self._pool = graph.pool()
         return graph, places, output
+
+
+def find_out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
+    """The error, or one during whose handling it came, that says that memory ran out: the end of a capture in which it
+    did may fail as well, and hide it."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__context__
+    return error
