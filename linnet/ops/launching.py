@@ -1,12 +1,20 @@
 """How a Triton kernel is started: what a launch depends on is worked out once, and Triton's look-up is passed by."""
 
 import functools
+import inspect
+import warnings
 from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+# How Triton's own launcher starts a compiled kernel, in 3.6 and 3.7; `Launcher` does the same.
+START = (
+    "kernel.run(grid_0,grid_1,grid_2,stream,kernel.function,kernel.packed_metadata,launch_metadata,"
+    "knobs.runtime.launch_enter_hook,knobs.runtime.launch_exit_hook,*bound_args.values())"
+)
 
 
 class Launcher:
@@ -16,7 +24,8 @@ class Launcher:
     every tensor; from the second call on this goes straight to the variant, with addresses. Keep one
     (`functools.lru_cache` over what it was made from) for each set of shapes, dtypes, integer arguments, absent tensors
     and device, and pass what the caller gave through `align`: the variant of the first call may count on its alignment.
-    A float must be one in every call: of an integer 1, Triton makes a constant.
+    A float must be one in every call: of an integer 1, Triton makes a constant. With a Triton that `starts_alike` does
+    not know, every call goes by its look-up.
 
     Args:
         kernel: a function under `triton.jit`, whose last parameters are `constants`.
@@ -34,12 +43,15 @@ class Launcher:
     def __call__(self, *arguments) -> None:
         if self.scratch:
             triton.set_allocator(_allocate)  # each time: a thread, such as that of the backward, has its own
-        compiled, hooks = self._compiled, triton.knobs.runtime
-        if compiled is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler looks on
+        compiled = self._compiled
+        # With hooks a profiler looks on.
+        if compiled is None or (hooks := triton.knobs.runtime).launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             self._device = next(x.get_device() for x in arguments if isinstance(x, Tensor))  # -1 in the interpreter
             with torch.cuda.device(self._device):
-                self._compiled = self.kernel[(self.programs,)](*arguments, *self.constants, **self.options)
-            return  # _compiled is still None in the interpreter
+                compiled = self.kernel[(self.programs,)](*arguments, *self.constants, **self.options)
+            if compiled is not None and starts_alike():  # None in the interpreter
+                self._compiled = compiled
+            return
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
                 return self(*arguments)
@@ -48,6 +60,34 @@ class Launcher:
             compiled.function, compiled.packed_metadata, None, None, None,
             *[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments], *self.constants,
         )  # fmt: skip
+
+
+@functools.cache
+def starts_alike(start: Callable | None = None) -> bool:
+    """Whether this Triton starts compiled kernels as `START` says; a warning if not.
+
+    Args:
+        start: the method of Triton's that launches a kernel, if not the installed one.
+    """
+    try:
+        # What is looked at is no promise of Triton's, the places of these two included.
+        from triton.compiler import CompiledKernel
+        from triton.runtime.jit import JITFunction
+
+        known = (
+            START in "".join(inspect.getsource(start or JITFunction.run).split())
+            and isinstance(CompiledKernel.run, property)  # made at the first launch
+            and hasattr(triton.knobs.runtime.launch_enter_hook, "calls")
+        )
+    except (ImportError, OSError, TypeError, AttributeError):
+        known = False
+    if not known:
+        warnings.warn(
+            f"Triton {triton.__version__} starts kernels in a way that Linnet does not know, so every launch goes by "
+            "Triton's look-up, which takes the host some microseconds more; Triton 3.6 and 3.7 are known",
+            stacklevel=3,
+        )
+    return known
 
 
 def launch(
