@@ -21,7 +21,8 @@ class ShortProjection(nn.Module):
 
     def forward(self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None):
         """x [B, T, D] -> [B, T, channels] and the state after the last token, as `ShortConv`."""
-        if state is None and cu_seqlens is None:
+        bare = _is_bare(self.linear, nn.Linear) and _is_bare(self.conv, ShortConv)
+        if state is None and cu_seqlens is None and bare:  # the bias in the convolution's pass
             y, bias = F.linear(x, self.linear.weight), self.linear.bias
             return short_convolution(y, self.conv.weight, self.conv.bias, offset=bias), None
         return self.conv(self.linear(x), state, cu_seqlens)
@@ -31,6 +32,12 @@ class ShortProjection(nn.Module):
 
     def state_spec(self, batch: int) -> TensorSpec:
         return TensorSpec((batch, self.conv.width - 1, self.conv.channels), counted=0)
+
+
+def _is_bare(layer: nn.Module, kind: type) -> bool:
+    """Whether a layer is nothing but its weights: no hooks, as of tensor parallelism, and no layer put in its place."""
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    return type(layer) is kind and not any(hooks)
 
 
 class LongFilter(nn.Module):

@@ -57,6 +57,26 @@ def test_hyena_is_its_equations():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("part", ["linear", "conv"])
+def test_hooks_and_layers_put_in_the_place_of_others_are_heard(part):
+    mixer, x = build("hyena"), inputs(2, 19, 24)
+    expected, calls = mixer(x)[0], []
+    layer = getattr(mixer.q_proj, part)
+    handle = layer.register_forward_hook(lambda *given: calls.append(given))
+    torch.testing.assert_close(mixer(x)[0], expected)
+    handle.remove()
+    assert len(calls) == 1
+
+    class Doubled(type(layer)):
+        def forward(self, *arguments):
+            y = super().forward(*arguments)
+            return (2 * y[0], y[1]) if part == "conv" else 2 * y
+
+    layer.__class__ = Doubled
+    assert not torch.allclose(mixer(x)[0], expected)
+
+
+@torch.no_grad()
 def test_multi_head_hyena_is_attention_with_a_filter_for_a_decay():
     mixer, x = build("mh_hyena"), inputs(2, 19, 24)
     q, k, v = (short(projection, x).unflatten(-1, (3, 8)) for projection in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
