@@ -10,9 +10,9 @@ from linnet.study.mad.checks import NOT_ENOUGH, Check, checks
 from linnet.study.mad.mqar import is_mqar
 from linnet.study.mad.results import DONE, read_results
 from linnet.study.mad.scores import Score, score, write_scores
-from linnet.study.mad.settings import MAD_TASKS
+from linnet.study.mad.settings import BUDGETS, MAD_TASKS, plan
 
-CLOSE = 0.01  # scores within this of the highest count as close to it
+CLOSE = 0.01  # a point: what is within it of the highest is close to it
 
 
 def write_mad_report(
@@ -77,10 +77,19 @@ def _summary(records: Records) -> str:
     results = records.results
     settings = len({result.setting for result in results})
     names = len({result.architecture for result in results})
+    seeds = len({result.seed for result in results})
     text = f"{units.plural(len(results), 'run')} of {units.plural(names, 'architecture')} at "
     text += f"{units.plural(settings, 'setting')} of {units.plural(len({r.task for r in results}), 'task')}"
-    seeds = len({result.seed for result in results})
-    return escape(f"{text}, {units.plural(seeds, 'seed')}.")
+    text += f", {units.plural(seeds, 'seed')}."
+    budgets = {result.budget for result in results}
+    budget = budgets.pop() if len(budgets) == 1 else ""
+    if budget in BUDGETS:
+        spec = "mad-lab" if any(result.spec == "mad-lab" for result in results) else "paper"
+        whole = len(plan(budget, spec=spec)) * names * seeds
+        text += f" That is all of the budget {budget}." if len(results) == whole else ""
+        if len(results) < whole:
+            text += f" The whole budget {budget} of these architectures is {whole:,} runs."
+    return escape(text)
 
 
 def notices(records: Records) -> list[str]:
@@ -133,7 +142,7 @@ def _highest(records: Records) -> str:
     close = [one for one in order[1:] if first.score - one.score <= CLOSE]
     if close:
         names = units.listed([_strong(one.architecture) for one in close])
-        text += f", with {names} within {points(CLOSE)} points of it"
+        text += f", with {names} within a point of it"
     else:
         text += f", {points(first.score - order[1].score)} points above {_strong(order[1].architecture)}"
     text += "."
@@ -159,8 +168,9 @@ def _unequal(order: list[Score]) -> str:
         for one in order
     }
     best, worst = max(means, key=means.get), min(means, key=means.get)
-    where = units.plural(sum(map(len, shared.values())), "setting")
-    text += f" At the {where} that all have, {_strong(best)} is highest with <b>{points(means[best])}{units.SPACE}%</b>"
+    every = [name for names in shared.values() for name in names]
+    where = f"At {every[0]}, which all have," if len(every) == 1 else f"At the {len(every)} settings that all have,"
+    text += f" {where} {_strong(best)} is highest with <b>{points(means[best])}{units.SPACE}%</b>"
     return f"{text} and {_strong(worst)} lowest with {points(means[worst])}{units.SPACE}%."
 
 
@@ -174,7 +184,9 @@ def _leaders(records: Records) -> str:
         if len(known) < 2 or len(settings) > 1:
             continue  # nothing to compare, or means over different settings
         best = max(known, key=known.get)
-        leaders.setdefault(best, []).append(f"{task_name(task)} ({points(known[best])}{units.SPACE}%)")
+        ties = units.plural(sum(known[best] - CLOSE <= other for other in known.values()) - 1, "other")
+        close = "" if ties.startswith("0") else f", {ties} within a point"
+        leaders.setdefault(best, []).append(f"{task_name(task)} ({points(known[best])}{units.SPACE}%{close})")
     if not leaders:
         return ""
     parts = [f"{_strong(name)} at {units.listed(tasks)}" for name, tasks in leaders.items()]
@@ -186,12 +198,17 @@ def _finding(check: Check) -> str:
     paper = f"paper 004: {points(check.paper_gain)} points"
     if check.verdict == NOT_ENOUGH:
         return f"{claim}: <b>{NOT_ENOUGH}</b>. It {escape(check.needed)} ({paper})."
-    better = sum(pair.gain > 0 for pair in check.pairs)
-    text = f"{claim}: <b>{check.verdict}</b>. The mean gain of {units.plural(len(check.pairs), 'pair')} is "
-    text += f"{points(check.gain)} points"
-    if check.interval:
-        text += f" (95{units.SPACE}%: {points(check.interval[0])} to {points(check.interval[1])})"
-    text += f", above zero in {better} of {len(check.pairs)}; {paper}."
+    text = f"{claim}: <b>{check.verdict}</b>. "
+    if len(check.pairs) == 1:
+        one = check.pairs[0]
+        where = "above" if one.gain > 0 else "below"
+        text += f"{escape(one.first)} is {points(abs(one.gain))} points {where} {escape(one.second)}; {paper}."
+    else:
+        text += f"The mean gain of {len(check.pairs)} pairs is {points(check.gain)} points"
+        if check.interval:
+            text += f" (95{units.SPACE}%: {points(check.interval[0])} to {points(check.interval[1])})"
+        better = sum(pair.gain > 0 for pair in check.pairs)
+        text += f", above zero in {better} of {len(check.pairs)}; {paper}."
     return text + "".join(f" {escape(note[0].upper() + note[1:])}." for note in check.notes)
 
 
@@ -215,30 +232,45 @@ def _lost(records: Records) -> str:
 
 
 def _scores(records: Records) -> list[str]:
-    tasks = records.scores.tasks
-    titles = ["Score", "Spread", "Seeds", "Settings", "Parameters", "State"]
-    titles += [task_name(task).capitalize() for task in tasks]
-    head = "<th>Architecture</th>" + "".join(f'<th class="n">{title}</th>' for title in titles)
-    head += "<th>Budget</th><th>Comparable</th>"
+    every = list(records.scores.values())
+    columns = {"Score": lambda one: _number(one.score, points)}
+    if any(one.spread is not None for one in every):
+        columns["Spread"] = lambda one: _number(one.spread, points)
+    columns |= {_title(task): _of_task(task) for task in records.scores.tasks}
+    columns["Parameters"] = lambda one: _number(one.parameters, units.count)
+    columns["State"] = lambda one: _number(one.state_size, lambda value: f"{value:,}" if value else "none")
+    if len({len(one.settings) for one in every}) > 1:  # else it is at the top of the page
+        columns["Settings"] = lambda one: _number(len(one.settings), str)
+    if len({one.seeds for one in every}) > 1:
+        columns["Seeds"] = lambda one: _number(len(one.seeds), str)
+    if len({one.budget for one in every}) > 1:
+        columns["Budget"] = lambda one: f"<td>{escape(one.budget or units.MISSING)}</td>"
+    head = "".join(f'<th class="n">{title}</th>' for title in columns)
+    head = f"<th>Architecture</th>{head}<th>Comparable</th>"
     rows = []
     for name, one in records.scores.items():
-        cells = [_number(one.score, points), _number(one.spread, points), _number(len(one.seeds), str)]
-        cells += [_number(len(one.settings), str), _number(one.parameters, units.count)]
-        cells.append(_number(one.state_size, lambda value: f"{value:,}" if value else "none"))
-        for task in tasks:
-            cells.append(_number(one.tasks[task].score if task in one.tasks else None, points))
-        cells.append(f"<td>{escape(one.budget or units.MISSING)}</td>")
+        cells = [cell(one) for cell in columns.values()]
         cells.append("<td>yes</td>" if one.comparable else '<td class="bad">no</td>')
         swatch = shell.swatch(records.architectures, name)
         rows.append(f'<tr id="run-{escape(name)}"><td>{swatch}</td>{"".join(cells)}</tr>')
+    spread = ", spread as one standard deviation over seeds" if "Spread" in columns else ""
     caption = (
-        "Accuracy in per cent, spread as one standard deviation over seeds. Parameters are those of the model at the "
+        f"Accuracy in per cent{spread}. Parameters are those of the model at the "
         "baseline of the first task (larger vocabularies need more); the state is what a sequence carries from token "
         "to token whatever its length, a complex mode counting as one. Clicking a column sorts, and "
         '<a href="scores.csv">scores.csv</a> has all digits.'
     )
     table = shell.table("runs", head, rows, "sortable")
     return ["<h2>All scores</h2>", f'<p class="caption">{caption}</p>', table]
+
+
+def _of_task(task: str):
+    return lambda one: _number(one.tasks[task].score if task in one.tasks else None, points)
+
+
+def _title(task: str) -> str:
+    """Of a column, in two lines where there are two words."""
+    return task_name(task).capitalize().replace(" ", "<br>")
 
 
 def _number(value, shown) -> str:
@@ -263,7 +295,7 @@ def _pairs(records: Records) -> list[str]:
             rows.append(f"<tr>{first}{names}{cells}{_number(pair.settings, str)}</tr>")
     if not rows:
         return []
-    titles = ["Gain", *(task_name(task).capitalize() for task in tasks), "Settings"]
+    titles = ["Gain", *map(_title, tasks), "Settings"]
     head = "<th>Differ in</th><th>With</th><th>Without</th>"
     head += "".join(f'<th class="n">{title}</th>' for title in titles)
     caption = (
@@ -275,4 +307,5 @@ def _pairs(records: Records) -> list[str]:
 
 
 def _signed(gain: float) -> str:
-    return ("+" if gain > 0 else "") + points(gain)
+    shown = points(gain)
+    return shown if shown == "0.0" or shown[0] == "−" else f"+{shown}"

@@ -10,14 +10,14 @@ from linnet.study.mad.results import Result
 from linnet.study.mad.scores import Score, Scores, SettingScore, TaskScore
 from linnet.study.mad.settings import mad_settings
 
-ROW, CELL = 27, 92  # height and width of a cell of the heatmap
-LIGHT = 0.62  # accuracy from which the colour of a cell is light, so that its text is dark
+ROW, CELL = 27, 102  # height and width of a cell of the heatmap
+LIGHT = 0.46  # accuracy from which dark text is easier to read on the colour of a cell than white
 WIDTHS = {1: 430, 2: 390, 3: 252, 4: 182}  # of the panels of a row, by their number
 SAMPLES = "samples"
 VARIABLES = {
     "seq_len": "sequence length",
     "vocab_size": "vocabulary",
-    SAMPLES: "training samples",
+    SAMPLES: "training samples (thousands)",
     "frac_noise": "share of noise",
     "tokens_to_copy": "tokens to copy",
 }
@@ -52,8 +52,8 @@ def task_name(task: str) -> str:
 
 
 def points(value: float) -> str:
-    """An accuracy in per cent, one digit."""
-    return f"{100 * value:.1f}".replace("-", "−")
+    """An accuracy in per cent, one digit, without a sign where that is zero."""
+    return f"{round(100 * value, 1) or 0.0:.1f}".replace("-", "−")
 
 
 def heatmap(records: Records) -> Figure:
@@ -63,7 +63,7 @@ def heatmap(records: Records) -> Figure:
     rows, totals = [], []
     for one in records.scores.values():
         totals.append(_cell(one, one, "score"))
-        rows += [_cell(one, part, task_name(task)) for task, part in one.tasks.items()]
+        rows += [_cell(one, one.tasks.get(task), task_name(task)) for task in records.scores.tasks]
     y = alt.Y("architecture:N", sort=records.architectures, title=None)
     named = y.axis(domain=False, ticks=False, labelLimit=320, labelFontSize=12, labelPadding=8)
     parts = [_cells(canvas, totals, named, ["score"])]
@@ -74,6 +74,8 @@ def heatmap(records: Records) -> Figure:
     )
     if not all(one.comparable for one in records.scores.values()):
         caption += " A score with an asterisk is not comparable with others."
+    if any(row["value"] is None for row in rows):
+        caption += " A dash is a task that no run of the architecture has ended, which its score leaves out."
     drawn = alt.hconcat(*parts, spacing=12)
     return canvas.figure("scores", "Architectures and tasks", caption, drawn)
 
@@ -97,7 +99,7 @@ def difficulty(records: Records, task: str) -> Figure | None:
             continue
         x = alt.X(
             "place:N",
-            sort=[_value(place) for place in places],
+            sort=[_value(place, variable) for place in places],
             title=VARIABLES.get(variable, variable.replace("_", " ")),
             axis=alt.Axis(labelAngle=0),
         )
@@ -149,20 +151,23 @@ def sizes(records: Records) -> Figure | None:
         return None
     caption = (
         "The score against what a sequence carries from token to token, and against parameters at the baseline of the "
-        "first task. Bars are one standard deviation over seeds to both sides. Hollow points are scores that are not "
-        "comparable with the others."
+        "first task."
     )
+    if any(row["low"] < row["high"] for row in rows):
+        caption += " Bars are one standard deviation over seeds to both sides."
+    if not all(row["comparable"] for row in rows):
+        caption += " Hollow points are scores that are not comparable with the others."
     without = [row["architecture"] for row in rows if not row["state"]]
     if without and len(without) < len(rows):
         caption += f" Without a fixed state, so not on the left: {units.listed(without)}."
     return canvas.figure("score-against-size", "Score against state and parameters", caption, alt.hconcat(*panels))
 
 
-def _cell(one: Score, part: Score | TaskScore, column: str) -> dict:
-    return {
-        "run": one.architecture,
-        "architecture": one.architecture,
-        "task": column,
+def _cell(one: Score, part: Score | TaskScore | None, column: str) -> dict:
+    where = {"run": one.architecture, "architecture": one.architecture, "task": column}
+    if part is None:
+        return where | {"value": None, "text": units.MISSING}
+    return where | {
         "value": part.score,
         "text": points(part.score) + ("" if one.comparable or column != "score" else "*"),
         "accuracy": points(part.score) + " %",
@@ -179,8 +184,10 @@ def _cells(canvas: Canvas, rows: list[dict], y, columns: list[str]):
     colour = alt.Color("value:Q", scale=scale, legend=None)
     tooltip = canvas.tooltip(("architecture", "task", "accuracy", "spread", "settings"))
     base = canvas.chart(rows)
-    cells = base.mark_rect().encode(x, y, colour, fillOpacity=canvas.fade(), tooltip=tooltip)
-    dark = alt.condition(f"datum.value > {LIGHT}", alt.value("#14141a"), alt.value("#ffffff"))
+    known = base if all(row["value"] is not None for row in rows) else base.transform_filter("datum.value !== null")
+    cells = known.mark_rect().encode(x, y, colour, fillOpacity=canvas.fade(), tooltip=tooltip)
+    light = f"datum.value === null || datum.value > {LIGHT}"
+    dark = alt.condition(light, alt.value("#14141a"), alt.value("#ffffff"))
     text = base.mark_text(fontSize=12).encode(x, y, text="text:N", color=dark, opacity=canvas.fade())
     names = len(canvas.study.architectures)
     return canvas.layer(cells, text).properties(width=CELL * len(columns), height=ROW * names)
@@ -194,19 +201,19 @@ def _curve_rows(records: Records, task: str, variable: str) -> list[dict]:
             if setting.varied in ("", variable):
                 value = _place(setting, task, variable)
                 if value is not None:
-                    rows.append(_curve_row(name, setting, value, records.scores.metric))
+                    rows.append(_curve_row(name, setting, (value, variable), records.scores.metric))
     return rows
 
 
-def _curve_row(name: str, setting: SettingScore, value: float, metric: str) -> dict:
+def _curve_row(name: str, setting: SettingScore, place: tuple[float, str], metric: str) -> dict:
     best = list(setting.best.values())
     ends = [getattr(run, metric) for run in best]
     return {
         "run": name,
         "architecture": name,
         "setting": setting.name,
-        "value": value,
-        "place": _value(value),
+        "value": place[0],
+        "place": _value(*place),
         "score": setting.score,
         "accuracy": points(setting.score) + " %",
         "spread": f"{points(min(ends))} to {points(max(ends))} over {len(ends)} seeds" if len(ends) > 1 else "one seed",
@@ -226,7 +233,10 @@ def _place(setting: SettingScore, task: str, variable: str) -> float | None:
     return None
 
 
-def _value(value: float) -> str:
+def _value(value: float, variable: str) -> str:
+    """As it stands under an axis, where five numbers of samples have little room."""
+    if variable == SAMPLES:
+        return f"{value / 1000:g}"
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 

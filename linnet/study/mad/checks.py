@@ -148,7 +148,8 @@ def _every_striped(scores: Scores, kinds: dict[str, Traits]) -> list[str]:
         return []  # nothing to compare, or scores that are means over different settings
     best = max(uniform, key=lambda name: scores[name].score)
     above = sum(scores[name].score > scores[best].score for name in striped)
-    return [f"above the best uniform architecture, {best}, score {above} of the {len(striped)} striped ones"]
+    count = f"{above} of {len(striped)} striped architectures" if above else "no striped architecture"
+    return [f"{count} scored above the best uniform one, {best}"]
 
 
 _FINDINGS = (

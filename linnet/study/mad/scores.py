@@ -254,21 +254,21 @@ def _reasons(runs: list[Result], settings: list[SettingScore], budgets: list[str
     if len(specs) > 1:
         return ["its runs are of both specifications, paper and mad-lab"]
     budget = BUDGETS[budgets[0]]
-    if not budget.comparable:
-        return [budget.caution]
     expected = _expected(budget.name, specs.pop())
     have = {setting.name: setting for setting in settings}
     missing = [name for name in expected if name not in have]
     few = [name for name in expected if name in have and _points(runs, name) < len(budget.grid)]
-    reasons = []
+    reasons = [] if budget.comparable else [budget.caution]
     if any(run.decay == "matrices" for run in runs):
         reasons.append("weight decay spares norms, biases, embeddings and state parameters in its runs")
-    if missing:
+    if missing and budget.comparable:
         reasons.append(
             f"{len(missing)} of {len(expected)} settings have no run that trained to the end: {_some(missing)}"
         )
     if few:
-        reasons.append(f"{len(few)} settings lack some of their {len(budget.grid)} runs: {_some(few)}")
+        reasons.append(
+            f"{len(few)} of {len(expected)} settings lack some of their {len(budget.grid)} runs: {_some(few)}"
+        )
     return reasons
 
 

@@ -94,7 +94,7 @@ def test_what_keeps_a_score_from_being_comparable():
     assert "no known budget" in reasons([row | {"budget": ""} for row in whole])[0]
     assert "several budgets" in reasons(whole[:-1] + [whole[-1] | {"budget": "smoke"}])[0]
     assert "1 of 6 settings" in reasons([row for row in whole if row["task"] != "compression"])[0]
-    assert "1 settings lack some of their 6 runs: in_context_recall/baseline" in reasons(whole[1:])[0]
+    assert "1 of 6 settings lack some of their 6 runs: in_context_recall/baseline" in reasons(whole[1:])[0]
     assert "both specifications" in reasons(whole[:-1] + [whole[-1] | {"spec": "mad-lab"}])[0]
     lost = [row | {"status": "diverged"} if row["task"] == "memorization" else row for row in whole]
     assert "memorization/baseline" in reasons(lost)[0]
@@ -176,7 +176,7 @@ def test_findings_compare_pairs_that_differ_in_one_thing(tmp_path):
     }
     assert striped.verdict == HOLDS and striped.gain == pytest.approx(0.13, abs=0.01)
     assert striped.interval[0] < striped.gain < striped.interval[1]
-    assert striped.notes == ["above the best uniform architecture, mad-attention-swiglu, score 1 of the 4 striped ones"]
+    assert striped.notes == ["1 of 4 striped architectures scored above the best uniform one, mad-attention-swiglu"]
     assert len(heads.pairs) == 3 and heads.gain == pytest.approx((0.04 + 0.03 + 0.04) / 3, abs=0.01)
     assert len(moe.pairs) == 3 and moe.gain == pytest.approx(0.02, abs=0.01)
     assert set(moe.pairs[0].tasks) == set(score(read_results(tmp_path)).tasks)
