@@ -100,21 +100,18 @@ def list_settings(
 ) -> None:
     """List the tasks, their settings, and the runs that one architecture needs.
 
+    With --json the settings and runs of every other budget are there, too.
+
     Example: [bold]linnet mad list --budget full --tasks fuzzy_recall --settings seq_len[/]
     """
-    from linnet.study.mad.settings import BUDGETS, MQAR_SETTINGS, plan
+    from linnet.study.mad.settings import BUDGETS, listing, plan
 
     names = [[name.strip() for name in text.split(",") if name.strip()] for text in (tasks, settings)]
     runs = plan(budget, tasks=names[0], settings=names[1], spec=spec)
     if as_json:
-        found = {run.setting.name: run.setting.to_dict() | {"runs": 0, "steps": 0} for run in runs}
-        for run in runs:
-            found[run.setting.name]["runs"] += 1
-            found[run.setting.name]["steps"] += run.steps
-        summary = {"spec": spec, "budget": BUDGETS[budget].to_dict(), "runs": len(runs)}
-        summary |= {"steps": sum(run.steps for run in runs), "settings": list(found.values())}
-        summary["mqar"] = [setting.to_dict() for setting in MQAR_SETTINGS]
-        typer.echo(json.dumps(summary, indent=1))
+        about = {name: {"summary": one.summary, "comparable": one.comparable} for name, one in BUDGETS.items()}
+        every = {name: one | listing(_whole(name, spec)) for name, one in about.items()}
+        typer.echo(json.dumps({"spec": spec, "budget": budget, **listing(runs), "budgets": every}, indent=1))
     else:
         _print_settings(runs, budget, spec)
 
@@ -162,15 +159,22 @@ def _print_samples(config, inputs, targets, split: str, show: int) -> None:
             console.print(below, markup=False, style="bold green")
 
 
+def _whole(budget: str, spec: str):
+    """All runs of a budget, where MQAR has one form only."""
+    from linnet.study.mad.settings import BUDGETS, plan
+
+    return plan(budget, spec="paper" if BUDGETS[budget].mqar else spec)
+
+
 def _print_settings(runs, budget: str, spec: str) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    from linnet.study.mad.settings import BUDGETS, plan
+    from linnet.study.mad.settings import BUDGETS
 
     table = Table(box=SIMPLE, pad_edge=False)
-    for column in ("setting", "tokens", "length", "samples", "runs", "steps"):
+    for column in ("setting", "tokens", "length", "samples", "batch", "runs", "steps"):
         table.add_column(column, justify="left" if column == "setting" else "right", no_wrap=True)
     settings = list(dict.fromkeys(run.setting for run in runs))
     task = None
@@ -185,6 +189,7 @@ def _print_settings(runs, budget: str, spec: str) -> None:
             f"{setting.task.num_tokens:,}",
             f"{setting.task.input_length:,}",
             f"{setting.train_samples:,}",
+            str(own[0].batch_size),
             str(len(own)),
             f"{sum(run.steps for run in own):,}",
         )
@@ -193,9 +198,10 @@ def _print_settings(runs, budget: str, spec: str) -> None:
     points = len(BUDGETS[budget].grid)
     steps = sum(run.steps for run in runs)
     console.print(
-        f"{budget}: {len(settings)} settings x {points} (learning rate, weight decay) = {len(runs)} runs, "
-        f"{steps:,} steps an architecture; spec {spec}"
+        f"{budget}: {len(settings)} settings x {points} (learning rate, weight decay) = {len(runs)} runs "
+        f"of {runs[0].epochs} epochs, {steps:,} steps an architecture; spec {spec}"
     )
     for name, other in BUDGETS.items():
-        form = "paper" if other.mqar else spec
-        console.print(f"  --budget {name:<10}{len(plan(name, spec=form)):>4} runs: {other.summary}")
+        every = _whole(name, spec)
+        settings = len({run.setting.name for run in every})
+        console.print(f"  --budget {name:<10} {settings:>3} settings, {len(every):>3} runs: {other.summary}")

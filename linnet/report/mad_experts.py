@@ -7,6 +7,7 @@ from linnet.report.mad_figures import Records, points, task_name
 from linnet.study.mad.loads import dead
 from linnet.study.mad.results import Result
 
+_APART = 'style="padding-left:14px"'
 STRONGEST = 3.0  # times an even share at which a cell has its full colour
 
 
@@ -57,13 +58,15 @@ def table(records: Records) -> list[str]:
                 (
                     f"{first}<td>{escape(layer)}</td>",
                     shares,
-                    f'<td class="bad">{gone}</td>' if gone else "<td>none</td>",
+                    f'<td class="bad" {_APART}>{gone}</td>' if gone else f"<td {_APART}>none</td>",
                 )
             )
     if not rows:
         return []
     head = "<th>Architecture</th><th>Task</th><th>Layer</th>"
-    head += "".join(f'<th class="n">{number}</th>' for number in range(1, most + 1)) + "<th>Without tokens</th>"
+    head += (
+        "".join(f'<th class="n">{number}</th>' for number in range(1, most + 1)) + f"<th {_APART}>Without tokens</th>"
+    )
     body = [f"<tr>{start}{''.join(map(_cell, shares, [len(shares)] * len(shares)))}"
             f"{'<td></td>' * (most - len(shares))}{end}</tr>" for start, shares, end in rows]  # fmt: skip
     caption = (

@@ -1,6 +1,7 @@
 """`linnet mad`: samples that a person and a program can read, and the list of what a score needs."""
 
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -70,14 +71,31 @@ def test_what_is_wrong_is_said(tmp_path):
 def test_list():
     result = call("list")
     assert result.exit_code == 0
-    assert "full: 66 settings x 6 (learning rate, weight decay) = 396 runs" in result.stdout
-    assert "--budget core        36 runs" in result.stdout and "not comparable" in result.stdout
+    total = "full: 66 settings x 6 (learning rate, weight decay) = 396 runs of 200 epochs, 5,384,400 steps"
+    assert total in result.stdout and "not comparable" in result.stdout and "…" not in result.stdout
+    assert re.search(r"--budget core +6 settings, +36 runs: the six baselines", result.stdout)
     assert max(map(len, result.stdout.split("full: 66")[0].splitlines())) <= 80
 
     found = json.loads(call("list", "--json").stdout)
     assert (found["runs"], found["steps"], len(found["settings"])) == (396, 5_384_400, 66)
-    assert {setting["runs"] for setting in found["settings"]} == {6} and len(found["budget"]["grid"]) == 6
-    assert [entry["options"]["num_pairs"] for entry in found["mqar"]] == [4, 8, 16, 64]
+    assert {setting["runs"] for setting in found["settings"]} == {6} and len(found["grid"]) == 6
+    counts = {name: (len(one["settings"]), one["runs"], one["steps"]) for name, one in found["budgets"].items()}
+    assert counts == {
+        "smoke": (6, 12, 2_660),
+        "core": (6, 36, 602_400),
+        "full": (66, 396, 5_384_400),
+        "mqar": (8, 32, 801_280),
+        "mqar-short": (8, 16, 140_736),
+    }
+    for one in found["budgets"].values():
+        assert all(s["runs"] == len(one["grid"]) for s in one["settings"])
+        steps = [s["epochs"] * math.ceil(s["train_samples"] / s["batch_size"]) * s["runs"] for s in one["settings"]]
+        assert steps == [s["steps"] for s in one["settings"]]
+    places = [(s["width"], s["options"]["num_pairs"]) for s in found["budgets"]["mqar"]["settings"]]
+    assert places == [(width, pairs) for width in (64, 128) for pairs in (4, 8, 16, 64)]
+
+    result = call("list", "--budget", "mqar").stdout
+    assert "mqar: 8 settings x 4" in result and "256x16,width=128" in result and "100,096" in result
 
     options = ("--budget", "full", "--tasks", "noisy-recall,compression", "--settings", "seq_len, frac_noise=0.4")
     found = json.loads(call("list", *options, "--spec", "mad-lab", "--json").stdout)

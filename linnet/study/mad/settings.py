@@ -7,7 +7,7 @@ MQAR has budgets of its own: it takes no part in the score (section 4.1 of paper
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from linnet.config import ConfigError, nearest
@@ -101,9 +101,6 @@ class Budget:
     @property
     def tasks(self) -> tuple[str, ...]:
         return ("mqar",) if self.mqar else MAD_TASKS
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"grid": [point._asdict() for point in self.grid]}
 
 
 @dataclass(frozen=True)
@@ -302,6 +299,23 @@ def plan(
         for setting in kept
         for point in chosen.grid
     )
+
+
+def listing(runs: Sequence[PlannedRun]) -> dict[str, Any]:
+    """What runs amount to, as plain values: how many, their steps, and both for each setting."""
+    settings: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        about = {"batch_size": run.batch_size, "epochs": run.epochs, "runs": 0, "steps": 0}
+        own = settings.setdefault(run.setting.name, run.setting.to_dict() | about)
+        own["runs"] += 1
+        own["steps"] += run.steps
+    points = list(dict.fromkeys(run.point for run in runs))
+    return {
+        "runs": len(runs),
+        "steps": sum(run.steps for run in runs),
+        "grid": [point._asdict() for point in points],
+        "settings": list(settings.values()),
+    }
 
 
 def _names(setting: Setting) -> set[str]:
