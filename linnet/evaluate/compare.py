@@ -1,0 +1,262 @@
+"""Several models on the same items: intervals, paired differences, and tests.
+
+Results are put side by side where they were asked for alike (`asked`, but for what is a model's own way of reading:
+`OWN_WAYS`), over the items that all of them have. Intervals are percentiles of a bootstrap over items (documents,
+questions, cells of a needle grid), with the same drawings for all models, so that a difference between two of them is
+paired. The test of a difference exchanges the two models' scores of single items at random (a paired permutation test:
+R. A. Fisher, "The Design of Experiments", 1935, section 21); all signs are gone through where there are few items.
+The p-values of one call are adjusted together (S. Holm, Scand. J. Statist. 6, 1979): the chance that any of the
+differences called real is not is then at most the level.
+
+A task's first metric that has items is tested; its others are shown. They are mostly the same scores in other units.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from linnet.config import digest
+from linnet.evaluate.results import Evaluation, Result
+from linnet.runs.record import plain
+
+OWN_WAYS = ("precision", "method", "window", "stride")  # may differ between models that are compared
+RESAMPLES = 2000  # of the bootstrap
+FLIPS = 9999  # random exchanges of a test
+EXACT = 13  # items that differ, up to which all exchanges are gone through: 2 ** 13
+BLOCK = 2**24  # most numbers that are drawn at once
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model's evaluation under the name that it goes by in a comparison: the model's own, and its ways of reading."""
+
+    name: str
+    model: str
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True)
+class Number:
+    """One model's result, over the common items, with its interval (None for one item or none)."""
+
+    name: str
+    value: float
+    interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """`first` minus `second` over common items.
+
+    Attributes:
+        interval: of the difference, by the paired bootstrap.
+        p: of the permutation test. adjusted: the same after Holm, over all tests of one call.
+    """
+
+    first: str
+    second: str
+    value: float
+    interval: tuple[float, float]
+    p: float
+    adjusted: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One metric of one task.
+
+    Attributes:
+        n: common items; 0 where the result has none (a mean over tasks).
+        left_out: items that some model has and another has not.
+        numbers: by model, in the order of the runs.
+        differences: of all pairs; empty where the metric is not tested. `untested` says why, or is "".
+    """
+
+    kind: str
+    task: str
+    metric: str
+    better: str
+    asked: dict
+    n: int
+    left_out: int
+    numbers: tuple[Number, ...]
+    differences: tuple[Difference, ...] = ()
+    untested: str = ""
+
+    @property
+    def best(self) -> str:
+        """The name of the model with the best value."""
+        sign = 1 if self.better == "higher" else -1
+        return max(
+            self.numbers, key=lambda number: sign * number.value if math.isfinite(number.value) else -math.inf
+        ).name
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Evaluations of several models that were asked for alike.
+
+    Attributes:
+        asked: what they have in common. entries: in the order of the runs. lacking: names without this evaluation.
+    """
+
+    kind: str
+    asked: dict
+    entries: tuple[Entry, ...]
+    lacking: tuple[str, ...]
+
+
+def shared(evaluations: dict[str, Sequence[Evaluation]]) -> list[Shared]:
+    """Which evaluations belong together, those of most models first.
+
+    Args:
+        evaluations: by the name of the model. Of several that differ in `OWN_WAYS` or the step alone, the last step
+            counts; where ways differ at one step, each is an entry of its own, named after its ways.
+    """
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for name, found in evaluations.items():
+        mine: dict[tuple[str, str], list[Evaluation]] = {}
+        for evaluation in found:
+            key = (evaluation.kind, digest(plain(common(evaluation.asked))))
+            mine.setdefault(key, []).append(evaluation)
+        for key, same in mine.items():
+            last = max(evaluation.model.get("step") or 0 for evaluation in same)
+            same = [evaluation for evaluation in same if (evaluation.model.get("step") or 0) == last]
+            entries = [Entry(_named(name, evaluation, same), name, evaluation) for evaluation in same]
+            groups.setdefault(key, []).extend(entries)
+    made = []
+    for (kind, _), entries in groups.items():
+        lacking = tuple(name for name in evaluations if name not in {entry.model for entry in entries})
+        made.append(Shared(kind, common(entries[0].evaluation.asked), tuple(entries), lacking))
+    return sorted(made, key=lambda group: len(group.lacking))
+
+
+def compare(groups: Sequence[Shared], seed: int = 0) -> list[Comparison]:
+    """All metrics of all tasks that at least one entry has, with tests where at least two have items."""
+    found = [comparison for group in groups for comparison in _of_group(group, seed)]
+    tests = [difference for comparison in found for difference in comparison.differences]
+    adjusted = iter(holm([difference.p for difference in tests]))
+    return [replace(c, differences=tuple(replace(d, adjusted=next(adjusted)) for d in c.differences)) for c in found]
+
+
+def common(asked: dict) -> dict:
+    """The settings that must agree for two evaluations to be compared."""
+    return {name: value for name, value in asked.items() if name not in OWN_WAYS}
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p-values adjusted for their number by Holm's step-down method, in the order given."""
+    order = sorted(range(len(p)), key=lambda place: p[place])
+    adjusted, highest = [0.0] * len(p), 0.0
+    for rank, place in enumerate(order):
+        highest = max(highest, min(1.0, (len(p) - rank) * p[place]))
+        adjusted[place] = highest
+    return adjusted
+
+
+def permutation_p(differences: np.ndarray, seed: int = 0) -> float:
+    """Two-sided p-value of the sum of paired differences, float64 [n], when the sign of each is chance."""
+    differences = differences[differences != 0]
+    if not len(differences):
+        return 1.0
+    observed = abs(differences.sum()) * (1 - 1e-9)  # sums of equal terms in another order count as equal
+    if len(differences) <= EXACT:
+        signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(differences))))
+        return float((np.abs(signs @ differences) >= observed).mean())
+    generator, reached, left = np.random.default_rng(seed), 0, FLIPS
+    while left:
+        rows = min(left, max(1, BLOCK // len(differences)))
+        signs = generator.integers(0, 2, (rows, len(differences)), dtype=np.int8)
+        sums = 2 * (signs @ differences) - differences.sum()
+        reached += int((np.abs(sums) >= observed).sum())
+        left -= rows
+    return (1 + reached) / (1 + FLIPS)
+
+
+def bootstrap_means(scores: np.ndarray, weights: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Weighted means of `RESAMPLES` drawings of as many items with replacement, the same ones for every model.
+
+    Args:
+        scores, weights: float64 [models, items].
+
+    Returns:
+        float64 [RESAMPLES, models].
+    """
+    count, generator = scores.shape[1], np.random.default_rng(seed)
+    columns = np.concatenate([scores * weights, weights]).T
+    sums, left = [], RESAMPLES
+    while left:
+        rows = min(left, max(1, BLOCK // count))
+        drawn = generator.integers(count, size=(rows, count)) + count * np.arange(rows)[:, None]
+        sums.append(np.bincount(drawn.ravel(), minlength=rows * count).reshape(rows, count) @ columns)
+        left -= rows
+    totals = np.concatenate(sums)
+    models = scores.shape[0]
+    return totals[:, :models] / totals[:, models:]
+
+
+def _named(name: str, evaluation: Evaluation, same: list[Evaluation]) -> str:
+    """The model's name, with the ways in which this evaluation is not like the model's others."""
+    if len(same) == 1:
+        return name
+    ways = [way for way in OWN_WAYS if len({str(other.asked.get(way)) for other in same}) > 1]
+    return f"{name} ({', '.join(str(evaluation.asked.get(way)) for way in ways)})"
+
+
+def _of_group(group: Shared, seed: int) -> list[Comparison]:
+    results: dict[tuple[str, str], dict[str, Result]] = {}
+    for entry in group.entries:
+        for result in entry.evaluation.results:
+            results.setdefault((result.task, result.metric), {})[entry.name] = result
+    found, tested = [], set()
+    for (task, _), by_name in results.items():
+        asks = task not in tested and all(result.items for result in by_name.values())
+        tested |= {task} if asks else set()
+        found.append(_of_metric(group, by_name, asks, seed))
+    return found
+
+
+def _of_metric(group: Shared, by_name: dict[str, Result], asks: bool, seed: int) -> Comparison:
+    names, results = list(by_name), list(by_name.values())
+    first = results[0]
+    about = (group.kind, first.task, first.metric, first.better, group.asked)
+    if not all(result.items for result in results):
+        numbers = tuple(Number(name, result.value, None) for name, result in by_name.items())
+        return Comparison(*about, 0, 0, numbers)
+    scores = [{item.id: (item.score, item.weight) for item in result.items} for result in results]
+    ids = [id_ for id_ in scores[0] if all(id_ in other for other in scores)]
+    everything = set().union(*scores)
+    if not ids:
+        numbers = tuple(Number(name, result.value, None) for name, result in by_name.items())
+        return Comparison(*about, 0, len(everything), numbers, untested="they have no item in common")
+    table = np.array([[one[id_] for id_ in ids] for one in scores])  # [models, items, score and weight]
+    values, weights = table[..., 0], table[..., 1]
+    change = np.exp if first.average == "exp" else np.asarray
+    means = change((values * weights).sum(1) / weights.sum(1))
+    drawn = change(bootstrap_means(values, weights, seed)) if len(ids) > 1 else None
+    numbers = tuple(
+        Number(name, means[i].item(), None if drawn is None else _interval(drawn[:, i])) for i, name in enumerate(names)
+    )
+    differences, untested = [], ""
+    if asks and len(names) > 1:
+        if drawn is None:
+            untested = "one item alone"
+        elif not np.allclose(weights, weights[0], rtol=1e-9, atol=0):
+            untested = "the items do not weigh the same for all models (another text, or another tokenizer)"
+        else:
+            parts = values * weights / weights.sum(1, keepdims=True)
+            for i, j in itertools.combinations(range(len(names)), 2):
+                p = permutation_p(parts[i] - parts[j], seed)
+                between = _interval(drawn[:, i] - drawn[:, j])
+                differences.append(Difference(names[i], names[j], (means[i] - means[j]).item(), between, p, p))
+    left_out = len(everything) - len(ids)
+    return Comparison(*about, len(ids), left_out, numbers, tuple(differences), untested)
+
+
+def _interval(drawn: np.ndarray) -> tuple[float, float]:
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist()
+    return low, high

@@ -1,0 +1,147 @@
+"""Comparisons of models: tests and intervals against what they must be, and which results belong together."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from linnet.evaluate.compare import bootstrap_means, compare, holm, permutation_p, shared
+from linnet.evaluate.results import Evaluation, Item, Result
+
+
+def evaluation(scores, weights=None, *, kind="tasks", asked=None, step=None, ids=None, **of_items) -> Evaluation:
+    weights = [1.0] * len(scores) if weights is None else weights
+    ids = [f"q{i}" for i in range(len(scores))] if ids is None else ids
+    items = [Item(*row) for row in zip(ids, scores, weights, strict=True)]
+    result = Result.of_items("quiz", "acc", items, **of_items)
+    return Evaluation(kind, {"step": step}, asked or {"file": "quiz.jsonl"}, (result,))
+
+
+def test_few_items_are_tested_exactly():
+    differences = np.array([0.5, -0.1, 0.3, 0.2, 0.4, 0.25])
+    sums = [abs(np.dot(signs, differences)) for signs in itertools.product((1, -1), repeat=6)]
+    expected = np.mean([total >= abs(differences.sum()) - 1e-12 for total in sums])
+    assert permutation_p(differences) == pytest.approx(expected)
+    assert permutation_p(np.ones(4)) == pytest.approx(2 / 16)
+    assert permutation_p(np.zeros(9)) == 1.0
+    assert permutation_p(np.array([1.0, -1.0, 0.0])) == 1.0
+
+
+def test_many_items_are_tested_as_scipy_does():
+    generator = np.random.default_rng(3)
+    differences = generator.normal(0.12, 1.0, 200)
+    expected = stats.permutation_test(
+        (differences, np.zeros(200)), lambda a, b, axis: np.sum(a - b, axis=axis), permutation_type="samples",
+        vectorized=True, n_resamples=9999, rng=np.random.default_rng(0),
+    ).pvalue  # fmt: skip
+    assert 0.01 < expected < 0.4
+    assert permutation_p(differences) == pytest.approx(expected, abs=0.02)
+
+
+def test_the_test_keeps_its_level():
+    generator = np.random.default_rng(0)
+    found = [permutation_p(generator.normal(size=12)) for _ in range(400)]
+    assert 0.02 < np.mean(np.array(found) <= 0.05) < 0.09
+
+
+def test_holm_by_hand():
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert holm([0.9, 0.5]) == [1.0, 1.0] and holm([]) == []
+
+
+def test_bootstrap_draws_the_same_items_for_all_models():
+    scores = np.array([[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]])
+    drawn = bootstrap_means(scores, np.array([[1.0, 2.0, 3.0]] * 2))
+    assert drawn.shape == (2000, 2) and np.allclose(drawn[:, 1] - drawn[:, 0], 10.0)
+    rows = np.array(list(itertools.product(range(3), repeat=3)))  # all drawings, each as likely as another
+    weighted = (np.array([0.0, 2.0, 6.0])[rows].sum(1) / np.array([1.0, 2.0, 3.0])[rows].sum(1)).mean()
+    assert drawn[:, 0].mean() == pytest.approx(weighted, abs=0.04)
+    assert set(np.round(bootstrap_means(np.array([[0.0, 1.0]]), np.ones((1, 2)))[:, 0], 9)) == {0.0, 0.5, 1.0}
+
+
+def test_the_interval_of_a_mean_is_about_the_normal_one():
+    scores = np.random.default_rng(1).normal(2.0, 1.0, 400)
+    [group] = shared({"a": [evaluation(scores)]})
+    [found] = compare([group])
+    [number] = found.numbers
+    half = 1.96 * scores.std() / 20
+    assert number.value == pytest.approx(scores.mean())
+    assert number.interval == pytest.approx((scores.mean() - half, scores.mean() + half), abs=0.015)
+    assert found.differences == () and found.n == 400
+
+
+def test_a_paired_difference_is_found_where_intervals_overlap():
+    hard = np.random.default_rng(2).normal(0.0, 5.0, 60)
+    noise = np.random.default_rng(3).normal(0.0, 0.2, 60)
+    [found] = compare(shared({"a": [evaluation(hard + 0.2 + noise)], "b": [evaluation(hard)]}))
+    (a, b), [difference] = found.numbers, found.differences
+    assert a.interval[0] < b.value < a.interval[1]
+    assert 0 < difference.interval[0] < difference.value < difference.interval[1]
+    assert difference.value == pytest.approx(a.value - b.value) and difference.p == 1e-4 == difference.adjusted
+    assert found.best == "a"
+
+
+def test_adjusted_over_all_tests_of_a_call():
+    rows = {name: [evaluation(np.random.default_rng(i).normal(0, 1, 30))] for i, name in enumerate("abc")}
+    [found] = compare(shared(rows))
+    assert [(d.first, d.second) for d in found.differences] == [("a", "b"), ("a", "c"), ("b", "c")]
+    assert [d.adjusted for d in found.differences] == pytest.approx(holm([d.p for d in found.differences]))
+    assert all(d.adjusted >= d.p for d in found.differences)
+
+
+def test_perplexities_are_compared_as_such():
+    one = evaluation([1.0, 2.0], [3.0, 1.0], better="lower", average="exp")
+    two = evaluation([1.5, 2.5], [3.0, 1.0], better="lower", average="exp")
+    [found] = compare(shared({"a": [one], "b": [two]}))
+    assert found.numbers[0].value == pytest.approx(math.exp(1.25)) == pytest.approx(one.results[0].value)
+    assert found.differences[0].value == pytest.approx(math.exp(1.25) - math.exp(1.75))
+    assert found.best == "a" and found.differences[0].p == pytest.approx(0.5)
+
+
+def test_items_that_weigh_differently_are_not_tested():
+    [found] = compare(shared({"a": [evaluation([1, 2], [1, 2])], "b": [evaluation([1, 2], [1, 3])]}))
+    assert not found.differences and "do not weigh the same" in found.untested
+
+
+def test_only_common_items_count():
+    one, two = evaluation([1, 2, 3], ids=["x", "y", "z"]), evaluation([5, 6], ids=["z", "y"])
+    [found] = compare(shared({"a": [one], "b": [two]}))
+    assert (found.n, found.left_out) == (2, 1)
+    assert [number.value for number in found.numbers] == [2.5, 5.5]
+    [found] = compare(shared({"a": [one], "b": [evaluation([1], ids=["w"])]}))
+    assert (found.n, found.left_out) == (0, 4) and "no item in common" in found.untested
+
+
+def test_what_was_asked_otherwise_is_kept_apart():
+    asked = {"file": "quiz.jsonl", "precision": "float32"}
+    rows = {
+        "a": [evaluation([1, 0], asked=asked), evaluation([1], asked={"file": "other.jsonl"})],
+        "b": [evaluation([0, 0], asked=asked | {"precision": "bfloat16"})],
+    }
+    first, second = shared(rows)
+    assert [entry.name for entry in first.entries] == ["a", "b"] and first.lacking == ()
+    assert first.asked == {"file": "quiz.jsonl"}
+    assert [entry.name for entry in second.entries] == ["a"] and second.lacking == ("b",)
+
+
+def test_the_last_step_counts_and_ways_of_reading_are_told_apart():
+    def read(score, step, method):
+        return evaluation([score, score], asked={"text": ["a"], "method": method}, step=step, kind="text")
+
+    rows = {
+        "a": [read(1, 10, "carried"), read(2, 20, "carried"), read(3, 20, "windowed")],
+        "b": [read(4, 5, "carried")],
+    }
+    [group] = shared(rows)
+    assert [entry.name for entry in group.entries] == ["a (carried)", "a (windowed)", "b"]
+    assert [entry.evaluation.results[0].value for entry in group.entries] == [2, 3, 4]
+
+
+def test_results_without_items_are_shown_and_not_tested():
+    mean = Result("csr", "mean", 0.4)
+    rows = {name: [Evaluation("csr", {}, {}, (*evaluation([1, 0]).results, mean))] for name in "ab"}
+    quiz, average = compare(shared(rows))
+    assert quiz.metric == "acc" and len(quiz.differences) == 1
+    assert average.metric == "mean" and average.differences == () and average.numbers[0].interval is None
