@@ -5,10 +5,14 @@ parameters here, and `sensitivity` shows what they change. The defaults: weights
 length, a threshold of one half, and the penalty of a length multiplied into its column's weighted mean.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+RATIOS = (1.0, 1.01, 1.05, 1.2)  # that `sensitivity` tries
+THRESHOLDS = (0.25, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,23 @@ def penalty(found: ArrayLike) -> float:
     return 2.0 ** ((1 - runs) / 2)
 
 
-def sensitivity(accuracy: ArrayLike, ratios: tuple[float, ...] = (1.0, 1.01, 1.05, 1.2)) -> list[dict]:
-    """`weighted` and `score` for each ratio (of depth and length alike) and thresholds of 0.25, 0.5 and 1."""
+def reach(accuracy: ArrayLike, lengths: Sequence[int], threshold: float = 0.5) -> int | None:
+    """Where recall ends: the longest length up to which at least this share is found at every length; None for none.
+
+    Args:
+        accuracy: [depths, lengths].
+        lengths: tokens of each column, ascending.
+    """
+    enough = np.asarray(accuracy, dtype=np.float64).mean(0) >= threshold
+    columns = len(enough) if enough.all() else int(enough.argmin())
+    return int(lengths[columns - 1]) if columns else None
+
+
+def sensitivity(accuracy: ArrayLike) -> list[dict]:
+    """`weighted` and `score` for each of `RATIOS` (of depth and length alike) and of `THRESHOLDS`."""
     rows = []
-    for ratio in ratios:
-        for threshold in (0.25, 0.5, 1.0):
+    for ratio in RATIOS:
+        for threshold in THRESHOLDS:
             found = needle_scores(accuracy, depth_ratio=ratio, length_ratio=ratio, threshold=threshold)
             rows.append({"ratio": ratio, "threshold": threshold, "weighted": found.weighted, "score": found.score})
     return rows

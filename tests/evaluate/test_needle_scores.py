@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from linnet.evaluate.needle_scores import needle_scores, penalty, sensitivity
+from linnet.evaluate.needle_scores import needle_scores, penalty, reach, sensitivity
 
 
 def test_all_fail_and_all_pass():
@@ -62,6 +62,14 @@ def test_sensitivity_shows_what_the_constants_change():
     assert rows[1.0, 0.5]["weighted"] == pytest.approx(grid.mean())
     assert rows[1.2, 0.5]["weighted"] < grid.mean()
     assert rows[1.0, 0.25]["score"] > rows[1.0, 0.5]["score"] == rows[1.0, 1.0]["score"]
+
+
+def test_where_recall_ends():
+    grid = [[1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]]
+    assert reach(grid, [100, 200, 300, 400]) == 200
+    assert reach(grid, [100, 200, 300, 400], threshold=0.6) == 100
+    assert reach(np.ones((2, 3)), [1, 2, 3], threshold=1.0) == 3
+    assert reach(np.zeros((2, 3)), [1, 2, 3]) is None
 
 
 @pytest.mark.parametrize("grid", [[], [0.5], [[1.5]], [[-0.1]], [[float("nan")]]])
