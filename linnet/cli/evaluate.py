@@ -1,4 +1,4 @@
-"""`linnet evaluate`: how well a model predicts texts, and whether it finds needles in them."""
+"""`linnet evaluate`: how well a model predicts texts, finds needles in them, answers questions, and recalls."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -24,6 +24,19 @@ class Needle(StrEnum):
     tracking = "tracking"
 
 
+class Suite(StrEnum):
+    csr = "csr"
+    perplexity = "perplexity"
+    scrolls = "scrolls"
+    mmlu = "mmlu"
+    ceval = "ceval"
+
+
+class TooLong(StrEnum):
+    refuse = "refuse"
+    cut = "cut"
+
+
 class Scoring(StrEnum):
     match = "match"
     choice = "choice"
@@ -41,6 +54,9 @@ class Precision(StrEnum):
     float64 = "float64"
 
 
+TEXTS, NEEDLES, TASKS = "Texts", "Needles", "Suites and tasks"
+
+
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or a folder of linnet convert.")],
     text: Annotated[
@@ -49,62 +65,149 @@ def evaluate(
             metavar="PATH",
             help="Text to score: a file, folder, glob in quotes, JSONL or Parquet; may be given again.",
             show_default=False,
-        ),
-    ] = None,
-    needle: Annotated[
-        Needle | None,
-        typer.Option(
-            help="Hide facts in a long text and ask for them. easy: the text holds the question too; standard: the "
-            "answer alone; the others: several keys, values, questions, or a chain of variables.",
-            show_default=False,
+            rich_help_panel=TEXTS,
         ),
     ] = None,
     method: Annotated[
         Method,
         typer.Option(
             help="carried: every token from all before it in its document, from state to state. windowed: from the "
-            "last --window tokens or fewer. auto: carried where the state does not grow, else windowed."
+            "last --window tokens or fewer. auto: carried where the state does not grow, else windowed.",
+            rich_help_panel=TEXTS,
         ),
     ] = Method.auto,
     window: Annotated[
-        int | None, typer.Option(help="Tokens of a window.", min=2, show_default="the length of training, or 1024")
+        int | None,
+        typer.Option(
+            help="Tokens of a window.", min=2, show_default="the length of training, or 1024", rich_help_panel=TEXTS
+        ),
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(help="Tokens between windows.", min=1, show_default="half a window")
+        int | None,
+        typer.Option(help="Tokens between windows.", min=1, show_default="half a window", rich_help_panel=TEXTS),
     ] = None,
-    text_key: Annotated[str, typer.Option(help="Key (JSONL) or column (Parquet) that holds the text.")] = "text",
+    text_key: Annotated[
+        str, typer.Option(help="Key (JSONL) or column (Parquet) that holds the text.", rich_help_panel=TEXTS)
+    ] = "text",
+    needle: Annotated[
+        Needle | None,
+        typer.Option(
+            help="Hide facts in a long text and ask for them. easy: the text holds the question too; standard: the "
+            "answer alone; the others: several keys, values, questions, or a chain of variables.",
+            show_default=False,
+            rich_help_panel=NEEDLES,
+        ),
+    ] = None,
     lengths: Annotated[
-        str, typer.Option(help="Tokens of needle prompts: FROM:TO:HOW MANY, or lengths with commas.")
+        str,
+        typer.Option(
+            help="Tokens of needle prompts: FROM:TO:HOW MANY, or lengths with commas.", rich_help_panel=NEEDLES
+        ),
     ] = "1024:16384:35",
-    depths: Annotated[int, typer.Option(help="How many depths of a needle, from 0 to 1.", min=1)] = 35,
-    samples: Annotated[int, typer.Option(help="Needle prompts of each length and depth.", min=1)] = 1,
+    depths: Annotated[
+        int, typer.Option(help="How many depths of a needle, from 0 to 1.", min=1, rich_help_panel=NEEDLES)
+    ] = 35,
+    samples: Annotated[
+        int, typer.Option(help="Needle prompts of each length and depth.", min=1, rich_help_panel=NEEDLES)
+    ] = 1,
     scoring: Annotated[
-        Scoring, typer.Option(help="match: the model goes on, and the answer is looked for. choice: it is compared.")
+        Scoring,
+        typer.Option(
+            help="match: the model goes on, and the answer is looked for. choice: it is compared.",
+            rich_help_panel=NEEDLES,
+        ),
     ] = Scoring.match,
     haystack: Annotated[
-        str | None, typer.Option(help="Text file to hide needles in.", show_default="text made up")
+        str | None,
+        typer.Option(help="Text file to hide needles in.", show_default="text made up", rich_help_panel=NEEDLES),
+    ] = None,
+    suite: Annotated[
+        list[Suite] | None,
+        typer.Option(
+            help="Ask a suite of the papers through lm-evaluation-harness; may be given again. Its questions come from "
+            "Hugging Face's hub or its cache.",
+            show_default=False,
+            rich_help_panel=TASKS,
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Ask tasks of the harness, or of --include.",
+            show_default=False,
+            rich_help_panel=TASKS,
+        ),
+    ] = None,
+    include: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder with tasks of your own: YAML files, and JSONL files beside them.",
+            show_default=False,
+            rich_help_panel=TASKS,
+        ),
+    ] = None,
+    shots: Annotated[
+        int | None,
+        typer.Option(
+            help="Examples before each question.",
+            min=0,
+            show_default="as the suite or task says",
+            rich_help_panel=TASKS,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="First questions of each task.", min=1, show_default="all", rich_help_panel=TASKS),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a question and its answer that the model may see.",
+            min=2,
+            show_default="all; attention: the length of training",
+            rich_help_panel=TASKS,
+        ),
+    ] = None,
+    too_long: Annotated[
+        TooLong | None,
+        typer.Option(
+            help="What becomes of what is longer than --context. cut: it loses its beginning, and whole texts are "
+            "scored in windows. refuse: an error before anything is scored.",
+            show_default="refuse; cut for scrolls",
+            rich_help_panel=TASKS,
+        ),
     ] = None,
     device: Annotated[Device, typer.Option(help="auto is the GPU where there is one.")] = Device.auto,
     precision: Annotated[Precision, typer.Option(help="Of weights and products.")] = Precision.float32,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with every document.")] = False,
 ) -> None:
-    """Score a model on texts (--text), or look for needles in a haystack (--needle), or both.
+    """Score a model on texts (--text), look for needles in a haystack (--needle), ask questions (--suite, --task).
 
     Texts: perplexity by token, word and byte, with intervals over documents, and by the length of the context.
     A text file is one document, JSONL has one a line.
     Needles: accuracy by depth and length, and the four scores of paper 000.
-    Results are also kept in RUN/evaluations, with every document and every cell.
+    Suites: csr (seven tasks of commonsense), perplexity, scrolls, mmlu and ceval, as papers 000 and 001 have them.
+    Results are also kept in RUN/evaluations, with the score of every document, cell and question.
 
     Example: [bold]linnet evaluate runs/tnl-10m-1a2b3c4d5e6f --text "books/*.txt"[/]
     """
     from linnet.cli.evaluate_needle import find_needles, parse_lengths
     from linnet.cli.evaluate_run import keep, open_run, print_json
+    from linnet.cli.evaluate_tasks import Asked, ask_suite, ask_tasks, check_extra
     from linnet.cli.evaluate_text import score_texts
 
-    problems = [] if text or needle else ["nothing to evaluate: give --text PATH or --needle MODE"]
+    names = [name.strip() for name in task.split(",") if name.strip()] if task else []
+    problems = []
+    if not (text or needle or suite or names):
+        problems.append("nothing to evaluate: give --text PATH, --needle MODE, --suite NAME or --task NAME,...")
+    if include is not None and not names:
+        problems.append("include: without --task NAME,... nothing of that folder is asked; name its tasks")
     places = parse_lengths(lengths, problems) if needle else []
     if problems:
         raise ConfigError(problems, "evaluate")
+    if suite or names:
+        check_extra()
     opened = open_run(run, device.value, precision.value, as_json)
     window = window or opened.training_length or 1024
     if stride is not None and stride >= window:
@@ -116,6 +219,11 @@ def evaluate(
         asked = {"variant": needle.value} if needle.value not in ("easy", "standard") else {"mode": needle.value}
         asked |= {"samples": samples, "scoring": scoring.value, "haystack": haystack, "lengths": places}
         found["needle"] = find_needles(opened, asked | {"depths": [i / max(depths - 1, 1) for i in range(depths)]})
+    questions = Asked(include, shots, limit, context, too_long and too_long.value)
+    for one in suite or []:
+        found[one.value] = ask_suite(opened, one.value, questions)
+    if names:
+        found["tasks"] = ask_tasks(opened, names, questions)
     for evaluation in found.values():
         keep(opened, evaluation)
     if as_json:

@@ -1,7 +1,7 @@
 """What every part of `linnet evaluate` begins and ends with: the model of a run, progress, and the kept record."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,15 +73,27 @@ def keep(opened: Opened, evaluation: Any) -> None:
         Console(stderr=True).print(message, highlight=False)
 
 
+class Bar:
+    """Progress on stderr. It is called with how many more are done; `reach` says how many of how many are."""
+
+    def __init__(self, shown: Any, task: Any):
+        self._shown, self._task = shown, task
+
+    def __call__(self, more: int) -> None:
+        self._shown.advance(self._task, more)
+
+    def reach(self, done: int, total: int) -> None:
+        self._shown.update(self._task, completed=done, total=total)
+
+
 @contextmanager
-def progress(opened: Opened, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr; gives a function to call with how many of `what` a step has done."""
+def progress(opened: Opened, what: str, total: int | None) -> Iterator[Bar]:
+    """A bar for `total` of `what`, None where that is not known yet."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=opened.quiet) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=opened.quiet) as shown:
+        yield Bar(shown, shown.add_task(what, total=total))
 
 
 def print_json(found: dict[str, Any]) -> None:

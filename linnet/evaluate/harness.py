@@ -6,20 +6,22 @@ gives on the exported model it gives too.
 """
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from linnet.config import ConfigError
 from linnet.data import Tokenizer
 from linnet.evaluate.likelihood import log_likelihoods
 from linnet.evaluate.text import Document, score_text
 from linnet.inference import Engine, Sampling
 
 LONGEST = 256  # tokens to generate where a task does not say
+AT_ONCE = 64  # prompts that the engine is given to go on with, between two reports of progress
 MESSAGES = logging.getLogger(__name__)
 
 
@@ -27,15 +29,25 @@ class LinnetLM(TemplateLM):
     """Scores and generates for the harness.
 
     Attributes:
-        max_length: tokens of context and continuation that the model may see; None for all. What is longer loses its
-            beginning, with a warning, and texts are then scored in windows of this length, as the harness does it.
+        max_length: tokens of context and continuation that the model may see; None for all.
+        too_long: what happens to what is longer. cut: a context loses its beginning, with a warning, and texts are
+            scored in windows of this length, as the harness does it. refuse: `ConfigError` before anything is scored.
+        cuts: how many contexts and texts were cut so far.
+        progress: called with how many requests of how many have been answered.
     """
 
-    def __init__(self, engine: Engine, max_length: int | None = None):
+    def __init__(
+        self,
+        engine: Engine,
+        max_length: int | None = None,
+        too_long: Literal["cut", "refuse"] = "cut",
+        progress: Callable[[int, int], None] | None = None,
+    ):
         super().__init__()
         if engine.tokenizer is None:
             raise ValueError("the engine has no tokenizer; give one of a folder with tokenizer.json")
-        self.engine, self.max_length = engine, max_length
+        self.engine, self.max_length, self.too_long, self.cuts = engine, max_length, too_long, 0
+        self.progress = progress or (lambda done, total: None)
         self.encoder: Tokenizer = engine.tokenizer
 
     @property
@@ -51,18 +63,24 @@ class LinnetLM(TemplateLM):
         """Token ids of a text. There are no special tokens to add; the end of a document is no text."""
         return self.encoder.encode(string.replace("\0", "")).tolist()
 
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """The log-likelihoods of continuations, and whether greedy decoding gives them, without a bar of tqdm's."""
+        return super().loglikelihood(requests, disable_tqdm=True)
+
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        pairs = [self._cut(context, continuation) for _, context, continuation in requests]
-        return [tuple(found) for found in log_likelihoods(self.engine.model, pairs)]
+        self._refuse([len(context) + len(continuation) - 1 for _, context, continuation in requests])
+        pairs = self._cut([(context, continuation) for _, context, continuation in requests])
+        found = log_likelihoods(self.engine.model, pairs, progress=self._counter(len(pairs)))
+        return [tuple(one) for one in found]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts, their first token after the end of a document."""
-        found = []
-        for request in requests:
-            (text,) = request.args
-            tokens = self.tok_encode(text)
+        texts = [self.tok_encode(request.args[0]) for request in requests]
+        self._refuse([len(tokens) for tokens in texts])
+        found, count = [], self._counter(len(texts))
+        for tokens in texts:
             if not tokens:
                 found.append(0.0)
             elif self.max_length is None:
@@ -71,31 +89,64 @@ class LinnetLM(TemplateLM):
             else:
                 windows = get_rolling_token_windows(tokens, self.eot_token_id, self.max_length, context_len=1)
                 pairs = [make_disjoint_window(window) for window in windows]
+                self.cuts += len(pairs) > 1
                 found.append(sum(one.nats for one in log_likelihoods(self.engine.model, pairs)))
+            count(1)
         return found
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continuations up to the first of a request's stops, without it."""
-        prompts, settings = [], []
-        for request in requests:
-            context, options = request.args
-            sampling = _sampling(options)
-            tokens = self.tok_encode(context) or [self.eot_token_id]
-            if self.max_length is not None:
-                tokens, _ = self._cut(tokens, [0] * sampling.max_tokens)
-            prompts.append(tokens)
-            settings.append(sampling)
-        return [completion.text for completion in self.engine.generate(prompts, settings)]
+        prompts = [self.tok_encode(request.args[0]) or [self.eot_token_id] for request in requests]
+        settings = [_sampling(request.args[1]) for request in requests]
+        self._refuse([len(p) + s.max_tokens - 1 for p, s in zip(prompts, settings, strict=True)])
+        pairs = self._cut([(p, [0] * s.max_tokens) for p, s in zip(prompts, settings, strict=True)])
+        prompts = [prompt for prompt, _ in pairs]
+        found, count = [], self._counter(len(prompts))
+        for start in range(0, len(prompts), AT_ONCE):
+            place = slice(start, start + AT_ONCE)
+            done = self.engine.generate(prompts[place], settings[place])
+            found += [completion.text for completion in done]
+            count(len(done))
+        return found
 
-    def _cut(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """The context without its beginning where it is too long together with what follows it."""
-        if self.max_length is None or len(context) + len(continuation) <= self.max_length + 1:
-            return context, continuation
-        kept = max(self.max_length + 1 - len(continuation), 1)
-        MESSAGES.warning(
-            "a context of %d tokens is cut to its last %d: max_length is %d", len(context), kept, self.max_length
-        )
-        return context[-kept:], continuation
+    def _counter(self, total: int) -> Callable[[int], None]:
+        """Adds up what `progress` is told."""
+        done = 0
+
+        def count(more: int) -> None:
+            nonlocal done
+            done += more
+            self.progress(done, total)
+
+        return count
+
+    def _refuse(self, lengths: list[int]) -> None:
+        """Raises ConfigError where requests are too long and not to be cut."""
+        if self.max_length is None or self.too_long == "cut":
+            return
+        if longer := [length for length in lengths if length > self.max_length]:
+            message = (
+                f"context: {len(longer)} of {len(lengths)} requests are longer than {self.max_length} tokens, the "
+                f"longest {max(longer)}; allow more, or have them cut"
+            )
+            raise ConfigError([message], "evaluate")
+
+    def _cut(self, pairs: list[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """Contexts without their beginnings where they are too long together with what follows them."""
+        if self.max_length is None:
+            return pairs
+        kept, longest, before = [], 0, self.cuts
+        for context, continuation in pairs:
+            room = max(self.max_length + 1 - len(continuation), 1)
+            if len(context) > room:
+                self.cuts, longest = self.cuts + 1, max(longest, len(context))
+            kept.append((context[-room:], continuation))
+        if self.cuts > before:
+            MESSAGES.warning(
+                "%d of %d contexts are cut at their beginning, the longest of %d tokens: max_length is %d",
+                self.cuts - before, len(pairs), longest, self.max_length,
+            )  # fmt: skip
+        return kept
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:

@@ -5,7 +5,7 @@ read once, its state (or its cache, for attention) is copied for every answer, a
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,11 +40,13 @@ def log_likelihoods(
     requests: Sequence[tuple[Sequence[int], Sequence[int]]],
     *,
     autocast: contextlib.AbstractContextManager | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> list[Likelihood]:
     """The log-likelihood of each continuation after its context, in the order of the requests.
 
     Args:
         requests: (context, continuation), token ids, each of at least one token.
+        progress: called with the number of requests that a step has answered.
 
     Raises:
         ValueError: a context or continuation without a token.
@@ -61,11 +63,12 @@ def log_likelihoods(
         group.places.append(place)
         group.continuations.append(continuation)
     found: list[Likelihood | None] = [None] * len(requests)
+    answered = progress or (lambda count: None)
     with evaluating(model), autocast or contextlib.nullcontext():
         for batch in _batches([group for group in groups.values() if len(group.places) == 1]):
-            _score(model, batch, _pad(batch, with_context=True), None, found)
+            answered(_score(model, batch, _pad(batch, with_context=True), None, found))
         for batch in _batches([group for group in groups.values() if len(group.places) > 1], of_one_length=True):
-            _score(model, batch, _pad(batch, with_context=False), _read(model, batch), found)
+            answered(_score(model, batch, _pad(batch, with_context=False), _read(model, batch), found))
     return found
 
 
@@ -125,8 +128,8 @@ def _score(
     padded: tuple[np.ndarray, np.ndarray],
     states: dict | None,
     found: list[Likelihood | None],
-) -> None:
-    """Fills in what the rows of `batch` come to. Logits are made for the scored tokens alone."""
+) -> int:
+    """Fills in what the rows of `batch` come to, and counts them. Logits are made for the scored tokens alone."""
     device = next(model.parameters()).device
     inputs, targets = (torch.from_numpy(x).to(device) for x in padded)
     x, _ = model.backbone(model.embed(inputs), states)
@@ -141,6 +144,7 @@ def _score(
     places = [place for group in batch for place in group.places]
     for place, sum_, misses in zip(places, nats.tolist(), wrong.tolist(), strict=True):
         found[place] = Likelihood(sum_, misses == 0)
+    return len(places)
 
 
 def _compare(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -100,7 +100,7 @@ def test_what_cannot_be_done(folder, tmp_path):
         (tmp_path / "mute", "--text", folder / "a.txt"): "has no tokenizer.json",
         (folder / "tnl", "--text", folder / "a.txt", "--window", 8, "--stride", 8): "stride: is 8",
         (folder / "tnl", "--text", folder / "b.jsonl", "--text-key", "body"): "body",
-        (folder / "tnl",): "nothing to evaluate: give --text PATH or --needle MODE",
+        (folder / "tnl",): "nothing to evaluate: give --text PATH, --needle MODE",
         (folder / "tnl", "--needle", "easy", "--lengths", "9,5"): "lengths: '9,5' is not",
         (folder / "tnl", "--needle", "easy", "--lengths", "10:20"): "lengths: '10:20' is not",
         (folder / "tnl", "--needle", "easy", "--lengths", "20"): "20 tokens do not hold",

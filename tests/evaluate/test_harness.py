@@ -13,6 +13,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
+from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
 from linnet.evaluate.harness import LinnetLM
 from linnet.inference import Engine
@@ -146,9 +147,34 @@ def test_what_is_too_long_loses_its_beginning_with_a_warning(lm, caplog):
     short = LinnetLM(lm.engine, max_length=20)
     with caplog.at_level(logging.WARNING):
         found = short._loglikelihood_tokens([(("", ""), list(range(1, 40)), [5, 6])])
-    assert "a context of 39 tokens is cut to its last 19" in caplog.text
+    assert "1 of 1 contexts are cut at their beginning, the longest of 39 tokens: max_length is 20" in caplog.text
+    assert short.cuts == 1
     assert found == lm._loglikelihood_tokens([(("", ""), list(range(21, 40)), [5, 6])])
     assert short.generate_until([ask("x" * 100)]) == lm.generate_until([ask("x" * 15)])
+
+
+def test_what_is_too_long_can_be_refused(lm):
+    strict = LinnetLM(lm.engine, max_length=20, too_long="refuse")
+    fits, longer = [(("", ""), [1] * 19, [5, 6])], [(("", ""), [1] * 20, [5, 6])]
+    assert strict._loglikelihood_tokens(fits) == lm._loglikelihood_tokens(fits)
+    with pytest.raises(ConfigError, match="context: 1 of 2 requests are longer than 20 tokens, the longest 21"):
+        strict._loglikelihood_tokens(fits + longer)
+    assert strict.generate_until([ask("x" * 15)]) == lm.generate_until([ask("x" * 15)])
+    with pytest.raises(ConfigError, match="longer than 20 tokens, the longest 21"):
+        strict.generate_until([ask("x" * 16)])
+    with pytest.raises(ConfigError, match="longer than 20 tokens, the longest 30"):
+        strict.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("x" * 30,), 0)])
+    assert strict.cuts == 0
+
+
+def test_progress_counts_every_request(lm):
+    told = []
+    loud = LinnetLM(lm.engine, progress=lambda done, total: told.append((done, total)))
+    loud._loglikelihood_tokens([(("", ""), [1, 2], [i]) for i in range(5)])
+    loud.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("ab",), 0)] * 2)
+    assert told[-3:] == [(5, 5), (1, 2), (2, 2)]
+    loud.generate_until([ask("ab")] * 3)
+    assert told[-1] == (3, 3)
 
 
 def test_generation_ends_before_its_stop(lm):

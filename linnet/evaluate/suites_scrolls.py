@@ -1,0 +1,145 @@
+"""SCROLLS' seven tasks for lm-evaluation-harness, scored here (U. Shaham et al., arXiv:2201.03533; extra `eval`).
+
+The harness's own tasks fetch a script from the network to score answers and need a part of transformers that release 5
+no longer has. These ask the same prompts of the same validation data, and score each answer at once with
+`linnet.evaluate.metrics`, from 0 to 1; the score of a task is the mean.
+
+Summaries, and answers to QMSum, Qasper and NarrativeQA, are generated up to the end of the line. QuALITY and
+ContractNLI choose the answer that is likeliest by its length in characters; questions of Qasper that are answered by
+yes or no alone choose between the two.
+"""
+
+import json
+import zipfile
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from datasets import Dataset
+from huggingface_hub import hf_hub_download
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask, Task
+
+from linnet.evaluate.metrics import ROUGES, f1, normalise, rouge
+
+Fetch = Callable[[str], str | Path]  # the name of a data set -> its zip file
+_RELATIONS = ["Not mentioned", "Entailment", "Contradiction"]
+_OPTIONS = ("(A)", "(B)", "(C)", "(D)")
+
+
+def scrolls_tasks(fetch: Fetch | None = None) -> dict[str, Callable[[], Task]]:
+    """Makers of the seven tasks by their names in the harness. `fetch` finds their data; None asks the hub."""
+    return {
+        name: partial(_Asked, config=_config(name, kind, fetch or partial(_from_hub, "tau/scrolls")))
+        for name, kind in _KINDS.items()
+    }
+
+
+class _Kind(NamedTuple):
+    """`data` is the name of the data set; `read` makes the question of one document and its references."""
+
+    data: str
+    read: Callable[[str, list[str]], dict]
+    metrics: tuple[str, ...]
+
+
+def _from_hub(repository: str, name: str) -> str:
+    return hf_hub_download(repository, f"{name}.zip", repo_type="dataset")
+
+
+def _config(name: str, kind: _Kind, fetch: Fetch) -> dict:
+    return {
+        "task": name,
+        "custom_dataset": lambda **_: {"validation": Dataset.from_list(_documents(kind, fetch(kind.data)))},
+        "validation_split": "validation",
+        "output_type": "generate_until",
+        "doc_to_text": lambda document: document["prompt"],
+        "doc_to_target": lambda document: " " + ", ".join(document["outputs"]),
+        "generation_kwargs": {"until": ["\n"], "do_sample": False},
+        "process_results": partial(_score, kind.metrics),
+        "metric_list": [{"metric": one, "aggregation": "mean", "higher_is_better": True} for one in kind.metrics],
+        "metadata": {"version": 2.0},
+    }
+
+
+class _Asked(ConfigurableTask):
+    """Documents with choices are asked by likelihood, the others by generation."""
+
+    def construct_requests(self, doc: dict, ctx: str, **kwargs) -> list[Instance] | Instance:
+        if not doc["choices"]:
+            return super().construct_requests(doc, ctx, **kwargs)
+        about = {key: value for key, value in kwargs.items() if key not in ("apply_chat_template", "chat_template")}
+        return [
+            Instance(request_type="loglikelihood", doc=doc, arguments=(ctx, f" {choice}"), idx=i, **about)
+            for i, choice in enumerate(doc["choices"])
+        ]
+
+
+def _documents(kind: _Kind, path: str | Path) -> list[dict]:
+    """The validation part of a data set; rows of one id are one question with several references."""
+    outputs: dict[str, list[str]] = {}
+    inputs: dict[str, str] = {}
+    with zipfile.ZipFile(path) as archive, archive.open(f"{kind.data}/validation.jsonl") as lines:
+        for line in lines:
+            row = json.loads(line)
+            inputs.setdefault(row["id"], row["input"])
+            outputs.setdefault(row["id"], []).append(row["output"])
+    return [{"id": id, "outputs": outputs[id], **kind.read(text, outputs[id])} for id, text in inputs.items()]
+
+
+def _score(metrics: tuple[str, ...], document: dict, results: list) -> dict[str, float]:
+    choices = document["choices"]
+    if metrics == ("em",):
+        by_length = [nats / len(choice) for (nats, _), choice in zip(results, choices, strict=True)]
+        return {"em": float(choices[int(np.argmax(by_length))] == _plain(document["outputs"][0]))}
+    answer = choices[int(np.argmax([nats for nats, _ in results]))] if choices else results[0]
+    if metrics == ROUGES:
+        return rouge(answer, document["outputs"])
+    return {"f1": f1(answer if answer.strip() else "Unanswerable", document["outputs"])}
+
+
+def _summary(text: str, outputs: list[str]) -> dict:
+    return {"prompt": f"{text}\n\nQuestion: What is a summary of the preceding text?\nAnswer:", "choices": []}
+
+
+def _question(text: str, outputs: list[str], choices: Iterable[str] = ()) -> dict:
+    question, _, rest = text.partition("\n\n")
+    return {"prompt": f"{rest}\n\nQuestion: {question}\nAnswer:", "choices": list(choices)}
+
+
+def _qasper(text: str, outputs: list[str]) -> dict:
+    yes_or_no = all(normalise(output) in ("yes", "no") for output in outputs)
+    return _question(text, outputs, ("yes", "no") if yes_or_no else ())
+
+
+def _quality(text: str, outputs: list[str]) -> dict:
+    """The four answers stand between the question and the story."""
+    question, _, rest = text.partition("\n\n")
+    end = rest.find("\n\n", rest.find("(D)"))
+    listed, story = rest[:end], rest[end:].strip()
+    places = [listed.index(option) for option in _OPTIONS]
+    ends = [*places[1:], len(listed)]
+    choices = [_plain(listed[place + 3 : stop]) for place, stop in zip(places, ends, strict=True)]
+    return {"prompt": f"{story}\n\nQuestion: {question}\nAnswer:", "choices": choices}
+
+
+def _contract(text: str, outputs: list[str]) -> dict:
+    hypothesis, _, rest = text.partition("\n\n")
+    return {"prompt": f"{rest}\n\nHypothesis: {hypothesis}\nConclusion:", "choices": _RELATIONS}
+
+
+def _plain(answer: str) -> str:
+    return " ".join(answer.split())
+
+
+_KINDS = {
+    "scrolls_govreport": _Kind("gov_report", _summary, ROUGES),
+    "scrolls_summscreenfd": _Kind("summ_screen_fd", _summary, ROUGES),
+    "scrolls_qmsum": _Kind("qmsum", _question, ROUGES),
+    "scrolls_qasper": _Kind("qasper", _qasper, ("f1",)),
+    "scrolls_narrativeqa": _Kind("narrative_qa", _question, ("f1",)),
+    "scrolls_quality": _Kind("quality", _quality, ("em",)),
+    "scrolls_contractnli": _Kind("contract_nli", _contract, ("em",)),
+}

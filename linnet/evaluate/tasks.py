@@ -1,0 +1,230 @@
+"""Tasks of lm-evaluation-harness for our models: the harness's own by name, and folders of one's own (extra `eval`).
+
+A task is a YAML file that says where its questions are and how they are asked. In a folder of one's own, `dataset_path:
+json` with `data_files` names JSONL files, relative to the YAML file; those are checked line by line before any work is
+done, and need no network. What the harness's own tasks ask comes from Hugging Face's hub, or from its cache.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import datasets
+import huggingface_hub
+import lm_eval
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+
+from linnet.config import ConfigError, nearest
+from linnet.evaluate.harness import LinnetLM
+from linnet.evaluate.results import Item, Result
+from linnet.evaluate.tasks_data import check_task, local_files
+
+OWN = Path(lm_eval.__file__).parent / "tasks"  # the harness's
+SEED = 1234  # of the examples before a question, as the harness has it
+_PERPLEXITIES = {"word_perplexity": 1.0, "byte_perplexity": 1.0, "bits_per_byte": math.log(2)}
+
+
+def find_tasks(
+    names: Sequence[str],
+    include: str | Path | None = None,
+    *,
+    shots: int | None = None,
+    folders: Iterable[str] | None = None,
+    replaced: Mapping[str, Callable[[], Task]] | None = None,
+) -> dict[str, Task]:
+    """The tasks of these names with their data, ready to be asked; groups and tags stand for their tasks.
+
+    Args:
+        include: a folder of tasks of one's own, which come before the harness's.
+        shots: examples before each question, where a task does not itself insist on none; None leaves it to the task.
+        folders: of the harness's tasks, in which to look; None is all of them, which takes seconds.
+        replaced: tasks that are made here instead of by the harness.
+
+    Raises:
+        ConfigError: all names that are unknown, and all that is wrong with the questions in `include`; or data that
+            cannot be loaded.
+    """
+    if include is not None and not Path(include).is_dir():
+        raise ConfigError([f"include: {str(include)!r} is no folder; name one with the YAML files of tasks"], "tasks")
+    replaced = replaced or {}
+    paths = [] if folders is None else [OWN / folder for folder in folders]
+    asked = [name for name in names if name not in replaced]
+    with _quiet():
+        manager = TaskManager(include_path=[*paths, *([include] if include else [])], include_defaults=False)
+        if folders is None and any(name not in manager.task_index for name in asked):
+            manager = TaskManager(include_path=include)
+    known = {**manager.task_index, **replaced}
+    if problems := [f"task: {name!r} is unknown; {nearest(name, known)}" for name in names if name not in known]:
+        raise ConfigError(problems, "tasks")
+    leaves = list(dict.fromkeys(leaf for name in names for leaf in _leaves(manager.task_index, name, replaced)))
+    overrides = _check_own(manager, [leaf for leaf in leaves if leaf not in replaced])
+    found: dict[str, Task] = {}
+    failed: dict[str, list[str]] = {}
+    with _quiet(), _offline_where_unreachable() as offline:
+        for leaf in leaves:
+            try:
+                found[leaf] = _load(manager, leaf, overrides.get(leaf), replaced.get(leaf))
+            except Exception as error:  # whatever a loader of data raises
+                why = f"({type(error).__name__}: {' '.join(str(error).split())})"
+                failed.setdefault(f"{_source(manager, leaf)} cannot be loaded {why}", []).append(leaf)
+                if not offline:  # each may have taken minutes of trying
+                    break
+    if failed:
+        raise ConfigError([*(f"{_shorten(names)}: {why}" for why, names in failed.items()), _where_from()], "tasks")
+    for task in found.values():
+        own = task.get_config("num_fewshot")
+        task.set_config(key="num_fewshot", value=own or 0 if shots is None or own == 0 else shots)
+        task.set_fewshot_seed(seed=SEED)
+    return found
+
+
+def run_tasks(lm: LinnetLM, tasks: Mapping[str, Task], limit: int | None = None) -> tuple[Result, ...]:
+    """Asks tasks. Every metric of each is one result, with the score of every question.
+
+    Args:
+        limit: first questions of each task that are asked; None asks all.
+
+    Raises:
+        ConfigError: a request that is too long, where the model is told to refuse it.
+    """
+    with _quiet():
+        loaded = {"tasks": dict(tasks), "groups": {}, "group_map": {}}
+        answers = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=0, log_samples=True)
+    found = []
+    for name, task in tasks.items():
+        higher = task.higher_is_better()
+        for key, value in answers["results"][name].items():
+            metric, comma, kind = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            samples = [one for one in answers["samples"][name] if one["filter"] == kind and metric in one]
+            shown = metric if kind == "none" else key
+            found.append(_result(name, shown, float(value), samples, metric, bool(higher.get(metric, True))))
+    return tuple(found)
+
+
+def _result(task: str, shown: str, value: float, samples: list[dict], metric: str, higher: bool) -> Result:
+    """One metric of one task. Its items are kept where their average is the value that the harness gives."""
+    better = "higher" if higher else "lower"
+    ids = [f"{one['doc_id']}:{one['doc_hash'][:8]}" for one in samples]
+    scores = [one[metric] for one in samples]
+    items, average = [], "mean"
+    if all(isinstance(score, bool | int | float) for score in scores):
+        sign = -1.0 if metric == "perplexity" else 1.0  # of log-likelihoods
+        average = "exp" if metric == "perplexity" else "mean"
+        items = [Item(id, sign * float(score)) for id, score in zip(ids, scores, strict=True)]
+    elif metric in _PERPLEXITIES:  # (log-likelihood, words or bytes)
+        average = "mean" if metric == "bits_per_byte" else "exp"
+        unit = _PERPLEXITIES[metric]
+        items = [
+            Item(id, -nats / size / unit, float(size)) for id, (nats, size) in zip(ids, scores, strict=True) if size
+        ]
+    if items:
+        found = Result.of_items(task, shown, items, better, average)
+        if math.isclose(found.value, value, rel_tol=1e-6, abs_tol=1e-12):
+            return found
+    return Result(task, shown, value, better=better, n=len(samples))
+
+
+def _leaves(index: Mapping[str, Any], name: str, replaced: Mapping[str, Any]) -> Iterator[str]:
+    """The tasks that a task, group or tag stands for."""
+    entry = index.get(name)
+    if name in replaced or entry is None or entry.kind.name in ("TASK", "PY_TASK"):
+        yield name
+        return
+    children = sorted(entry.tags) if entry.kind.name == "TAG" else entry.cfg["task"]
+    for child in children if isinstance(children, list) else [children]:
+        child = child if isinstance(child, str) else child.get("task") or child.get("group")
+        yield from _leaves(index, child, replaced)
+
+
+def _check_own(manager: TaskManager, leaves: list[str]) -> dict[str, dict]:
+    """Checks the local files of tasks, and gives what their configurations must say so that they are found."""
+    problems, overrides = [], {}
+    for leaf in leaves:
+        entry = manager.task_index[leaf]
+        if entry.yaml_path is None or (files := local_files(entry.cfg, Path(entry.yaml_path).parent)) is None:
+            continue
+        problems += check_task(leaf, entry.cfg, files)
+        absolute = {split: [str(path.resolve()) for path in paths] for split, paths in files.items()}
+        overrides[leaf] = {"dataset_kwargs": {**entry.cfg["dataset_kwargs"], "data_files": absolute}}
+    if problems:
+        raise ConfigError(problems, "tasks")
+    return overrides
+
+
+def _load(manager: TaskManager, name: str, overrides: dict | None, make: Callable[[], Task] | None) -> Task:
+    if make is not None:
+        return make()
+    asked = name if not overrides else {"group": "linnet", "task": [{"task": name, **overrides}]}
+    return manager.load(asked)["tasks"][name]
+
+
+def _source(manager: TaskManager, name: str) -> str:
+    entry = manager.task_index.get(name)
+    path = (entry.cfg or {}).get("dataset_path") if entry is not None else None
+    return f"the data of {path!r}" if path and path != "json" else "its data"
+
+
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _where_from() -> str:
+    hub = huggingface_hub.constants
+    return (
+        f"such data come from {hub.ENDPOINT}, or from its cache, {hub.HF_HOME}: run this once where there is a "
+        "network, copy that folder here and set HF_HOME to it; or ask questions of your own with --include"
+    )
+
+
+@contextlib.contextmanager
+def _offline_where_unreachable() -> Iterator[bool]:
+    """Takes the hub's data from its cache at once where there is no way to the hub, instead of trying for minutes.
+
+    Gives whether that is so.
+    """
+    hub, places = huggingface_hub.constants, [(huggingface_hub.constants, "HF_HUB_OFFLINE")]
+    places.append((datasets.config, "HF_HUB_OFFLINE"))
+    before = [getattr(place, name) for place, name in places]
+    if not any(before) and not _reachable(hub.ENDPOINT):
+        for place, name in places:
+            setattr(place, name, True)
+    try:
+        yield hub.HF_HUB_OFFLINE
+    finally:
+        for (place, name), value in zip(places, before, strict=True):
+            setattr(place, name, value)
+
+
+def _reachable(address: str) -> bool:
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True  # only the proxy knows
+    parts = urlsplit(address)
+    try:
+        socket.create_connection((parts.hostname, parts.port or 443), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the data's bars and the harness's remarks: what goes wrong is raised."""
+    logger, bars = logging.getLogger("lm_eval"), datasets.are_progress_bars_disabled()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if not bars:
+            datasets.enable_progress_bars()

@@ -1,0 +1,155 @@
+"""The papers' suites: tasks and metrics that the harness has, averages by hand, and SCROLLS on texts made here."""
+
+import json
+import zipfile
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="needs the extra eval")
+
+from lm_eval.tasks import TaskManager
+
+from linnet.config import ConfigError
+from linnet.data import ByteTokenizer
+from linnet.evaluate.harness import LinnetLM
+from linnet.evaluate.results import Item, Result
+from linnet.evaluate.suites import SUITES, averages, find_suite, load_suite, run_suite
+from linnet.evaluate.tasks import OWN
+from linnet.inference import Engine
+from linnet.models import build_model, family
+
+
+@pytest.mark.parametrize("name", ["csr", "perplexity", "mmlu", "ceval"])
+def test_the_harness_has_the_tasks_with_their_metrics(name):
+    suite = SUITES[name]
+    index = TaskManager(include_path=[OWN / folder for folder in suite.folders], include_defaults=False).task_index
+    for task, metrics in suite.tasks.items():
+        entry = index[task]
+        key = "aggregate_metric_list" if entry.kind.name == "GROUP" else "metric_list"
+        assert set(metrics) <= {one["metric"] for one in entry.cfg[key]}
+        assert not entry.cfg.get("num_fewshot")
+
+
+def test_the_averages_of_commonsense_by_hand():
+    """000, Table 4, LLaMA of 7B: 56.70 over all seven."""
+    printed = {"boolq": 57.46, "piqa": 75.19, "hellaswag": 64.39, "winogrande": 61.88, "arc_easy": 67.55}
+    printed |= {"arc_challenge": 35.41, "openbookqa": 35.00}
+    suite = find_suite("csr")
+    results = [Result(task, suite.tasks[task][0], value) for task, value in printed.items()]
+    results += [Result("piqa", "acc_norm", 0.0), Result("arc_challenge", "acc", 0.0)]
+    found = {one.metric: (one.value, one.n) for one in averages(suite, results)}
+    assert found["average"] == (pytest.approx(56.70, abs=0.005), 7)
+    assert found["average_without_boolq"] == (pytest.approx((7 * 56.697 - 57.46) / 6, abs=0.005), 6)
+    assert found["average_with_signal"] == (pytest.approx((75.19 + 64.39 + 67.55 + 35.00) / 4), 4)
+
+
+def test_the_average_of_many_subjects_is_over_questions_first():
+    one = Result.of_items("mmlu_a", "acc", [Item("0", 1.0), Item("1", 1.0), Item("2", 0.0)])
+    other = Result.of_items("mmlu_b", "acc", [Item("0", 0.0)])
+    found = averages(SUITES["mmlu"], [one, other])
+    assert [(result.metric, result.value, result.n) for result in found] == [
+        ("average", 0.5, 4),
+        ("average_of_subjects", pytest.approx(1 / 3), 2),
+    ]
+    assert [item.id for item in found[0].items] == ["mmlu_a:0", "mmlu_a:1", "mmlu_a:2", "mmlu_b:0"]
+
+
+def test_a_number_that_failed_is_dropped():
+    suite = SUITES["scrolls"]
+    results = [Result("scrolls_qasper", "f1", 0.2), Result("scrolls_quality", "em", 0.4)]
+    [average] = averages(suite, [*results, Result("scrolls_qmsum", "rouge1", float("nan"))])
+    assert (average.value, average.n) == (pytest.approx(0.3), 2)
+    with pytest.raises(ConfigError, match="'scroll' is unknown; did you mean 'scrolls'"):
+        find_suite("scroll")
+
+
+STORY = "It was a dark night. Nobody slept."
+ROWS = {
+    "gov_report": [("a", "The report is long.", "A summary."), ("b", "Another report.", "Short.")],
+    "summ_screen_fd": [("a", "JO: Hello.\nANN: Hello.", "Two say hello.")],
+    "qmsum": [("a", f"What was said?\n\n{STORY}", "Nobody slept.")],
+    "qasper": [
+        ("a", f"Is it dark?\n\n{STORY}", "Yes"),
+        ("b", f"Who slept?\n\n{STORY}", "nobody"),
+        ("b", f"Who slept?\n\n{STORY}", "no one"),
+    ],
+    "narrative_qa": [("a", f"When?\n\n{STORY}", "at night"), ("a", f"When?\n\n{STORY}", "in the night")],
+    "quality": [("a", f"What was it?\n\n (A) A  day\n (B) A night\n (C) A cat\n (D) A hat\n\n\n{STORY}", "A night")],
+    "contract_nli": [("a", f"Nobody slept.\n\n{STORY}", "Entailment")],
+}
+
+
+@pytest.fixture
+def zips(tmp_path):
+    for name, rows in ROWS.items():
+        keys = ("id", "input", "output")
+        text = "".join(json.dumps(dict(zip(keys, row, strict=True)) | {"pid": row[0]}) + "\n" for row in rows)
+        with zipfile.ZipFile(tmp_path / f"{name}.zip", "w") as archive:
+            archive.writestr(f"{name}/validation.jsonl", text)
+    return lambda name: tmp_path / f"{name}.zip"
+
+
+def test_the_questions_of_scrolls(zips):
+    tasks = load_suite(SUITES["scrolls"], fetch=zips)
+    documents = {name.removeprefix("scrolls_"): list(task.validation_docs()) for name, task in tasks.items()}
+    yes, who = documents["qasper"]
+    assert yes["choices"] == ["yes", "no"] and yes["prompt"] == f"{STORY}\n\nQuestion: Is it dark?\nAnswer:"
+    assert who["choices"] == [] and who["outputs"] == ["nobody", "no one"]
+    [quality] = documents["quality"]
+    assert quality["choices"] == ["A day", "A night", "A cat", "A hat"]
+    assert quality["prompt"] == f"{STORY}\n\nQuestion: What was it?\nAnswer:"
+    [contract] = documents["contractnli"]
+    assert contract["prompt"] == f"{STORY}\n\nHypothesis: Nobody slept.\nConclusion:"
+    assert documents["govreport"][0]["prompt"].startswith("The report is long.\n\nQuestion: What is a summary")
+    assert len(documents["narrativeqa"]) == 1 and documents["qmsum"][0]["prompt"].count("What was said?") == 1
+
+
+class Oracle(LinnetLM):
+    """Says what it is told; the model only takes part in what is not asked of it."""
+
+    said = {"report is long": "the summary", "Another report": "", "Hello": "two people say hello"}
+    said |= {"What was said?": "nobody", "Who slept?": "  ", "When?": "in night"}
+
+    def generate_until(self, requests, disable_tqdm=False):
+        assert all(request.args[1]["until"] == ["\n"] for request in requests)
+        return [next(said for part, said in self.said.items() if part in one.args[0]) for one in requests]
+
+    def loglikelihood(self, requests, disable_tqdm=True):
+        """By character, QuALITY's "A night" and ContractNLI's "Not mentioned" are likeliest; of yes and no, yes."""
+        nats = {" A day": -5.0, " A night": -6.0, " A cat": -5.0, " A hat": -9.0, " yes": -1.0, " no": -2.0}
+        nats |= {" Not mentioned": -12.0, " Entailment": -10.0, " Contradiction": -13.1}
+        return [(nats[request.args[1]], False) for request in requests]
+
+
+def test_the_scores_of_scrolls_by_hand(zips):
+    suite = SUITES["scrolls"]
+    lm = Oracle(Engine(build_model(family("tnl")(32, 1, vocab_size=256)), ByteTokenizer(), slots=1))
+    results = run_suite(lm, suite, load_suite(suite, fetch=zips))
+    found = {(one.task.removeprefix("scrolls_"), one.metric): one for one in results}
+    expected = {
+        ("govreport", "rouge1"): 0.25,  # "the summary" and "a summary" share one word of two; nothing said is 0
+        ("govreport", "rouge2"): 0.0,
+        ("govreport", "rougeL"): 0.25,
+        ("summscreenfd", "rouge1"): 2 * 3 / 7,
+        ("summscreenfd", "rouge2"): 2 * 1 / 5,
+        ("summscreenfd", "rougeL"): 2 * 3 / 7,
+        ("qmsum", "rouge1"): 2 / 3,
+        ("qmsum", "rouge2"): 0.0,
+        ("qmsum", "rougeL"): 2 / 3,
+        ("qasper", "f1"): 0.5,  # yes is right; nothing said is "Unanswerable", which is not
+        ("narrativeqa", "f1"): 1.0,
+        ("quality", "em"): 1.0,
+        ("contractnli", "em"): 0.0,
+    }
+    assert {key: one.value for key, one in found.items() if key[0] != "scrolls"} == pytest.approx(expected)
+    average = found["scrolls", "average"]
+    assert average.value == pytest.approx(sum(expected.values()) / 13) and average.n == 13
+    assert [item.score for item in found["qasper", "f1"].items] == [1.0, 0.0]
+
+
+def test_scrolls_of_a_model_with_long_contexts_cut(zips):
+    suite = SUITES["scrolls"]
+    engine = Engine(build_model(family("llama")(32, 1, vocab_size=256)), ByteTokenizer(), slots=2, context_length=301)
+    lm = LinnetLM(engine, max_length=300)
+    results = run_suite(lm, suite, load_suite(suite, fetch=zips), limit=1)
+    assert len(results) == 14 and lm.cuts > 0

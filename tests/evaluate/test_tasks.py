@@ -1,0 +1,178 @@
+"""Tasks of one's own: groups, relative paths, every item's score, and questions that are wrong."""
+
+import json
+import math
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="needs the extra eval")
+
+import datasets
+import huggingface_hub
+
+from linnet.config import ConfigError
+from linnet.data import ByteTokenizer
+from linnet.evaluate.harness import LinnetLM
+from linnet.evaluate.tasks import find_tasks, run_tasks
+from linnet.inference import Engine
+from linnet.models import build_model, family
+
+CHOICE = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {name}.jsonl}}}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{question}}}} Answer:"
+doc_to_choice: {choices}
+doc_to_target: {target}
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+TEXT = """
+task: texts
+dataset_path: json
+dataset_kwargs: {data_files: {test: texts.jsonl}}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}, {metric: word_perplexity}]
+"""
+LAST = """
+task: last
+dataset_path: json
+dataset_kwargs: {data_files: {test: last.jsonl}}
+output_type: loglikelihood
+test_split: test
+doc_to_text: "{{text}}"
+doc_to_target: " {{word}}"
+metric_list: [{metric: perplexity}, {metric: acc}]
+"""
+
+
+def write(folder, name: str, rows: list, choices: str = "choices", target: str = "answer") -> None:
+    (folder / f"{name}.yaml").write_text(CHOICE.format(name=name, choices=choices, target=target))
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def question(answer, **changes) -> dict:
+    return {"question": "Which?", "choices": ["one", "two", "three"], "answer": answer, **changes}
+
+
+@pytest.fixture(scope="module")
+def lm():
+    model = build_model(family("tnl")(32, 2, vocab_size=256), seed=1).eval()
+    return LinnetLM(Engine(model, ByteTokenizer(), slots=4))
+
+
+def test_every_kind_of_metric_is_the_average_of_its_items(lm, tmp_path):
+    write(tmp_path, "choice", [question(i % 3, question=f"Which {i}?") for i in range(7)])
+    (tmp_path / "texts.yaml").write_text(TEXT)
+    (tmp_path / "texts.jsonl").write_text('{"text": "some words and more"}\n{"text": "a few"}\n')
+    (tmp_path / "last.yaml").write_text(LAST)
+    (tmp_path / "last.jsonl").write_text('{"text": "to be or not to", "word": "be"}\n{"text": "so", "word": "it"}\n')
+    (tmp_path / "all.yaml").write_text("group: all\ntask: [texts, last]\n")
+    tasks = find_tasks(["all", "choice"], tmp_path)
+    assert list(tasks) == ["texts", "last", "choice"]
+    found = {(one.task, one.metric): one for one in run_tasks(lm, tasks)}
+    shape = {key: (one.n, len(one.items), one.average, one.better) for key, one in found.items()}
+    assert shape == {
+        ("texts", "bits_per_byte"): (2, 2, "mean", "lower"),
+        ("texts", "word_perplexity"): (2, 2, "exp", "lower"),
+        ("last", "perplexity"): (2, 2, "exp", "lower"),
+        ("last", "acc"): (2, 2, "mean", "higher"),
+        ("choice", "acc"): (7, 7, "mean", "higher"),
+        ("choice", "acc_norm"): (7, 7, "mean", "higher"),
+    }
+    nats = -sum(lm._loglikelihood_tokens([(("", ""), [0], list(b"a few"))])[0][:1])
+    few = found["texts", "bits_per_byte"].items[1]
+    assert few.weight == 5 and few.score == pytest.approx(nats / 5 / math.log(2), rel=1e-5)
+    assert [item.id.partition(":")[0] for item in found["choice", "acc"].items] == list("0123456")
+    assert run_tasks(lm, find_tasks(["choice"], tmp_path), limit=3)[0].n == 3
+
+
+def test_shots_are_the_task_s_unless_asked_and_never_where_it_wants_none(tmp_path):
+    write(tmp_path, "choice", [question(0)] * 3)
+    assert find_tasks(["choice"], tmp_path)["choice"].get_config("num_fewshot") == 0
+    assert find_tasks(["choice"], tmp_path, shots=2)["choice"].get_config("num_fewshot") == 2
+    with open(tmp_path / "choice.yaml", "a") as file:
+        file.write("num_fewshot: 0\n")
+    assert find_tasks(["choice"], tmp_path, shots=2)["choice"].get_config("num_fewshot") == 0
+
+
+@pytest.mark.parametrize(
+    "choices, target, right, wrong",
+    [
+        ("choices", "answer", ["two", 0, "2"], ["four", 3, -1]),
+        ('"{{choices}}"', '"{{answer}}"', [0, 2], [3, "x"]),
+        ('["a", "b"]', '"{{answer - 1}}"', [1, 2], [3]),
+        ('["a", "{{question}}"]', "answer", ["a", "Which?"], ["b"]),
+    ],
+)
+def test_an_answer_is_an_index_or_one_of_the_choices(tmp_path, choices, target, right, wrong):
+    for answers in ([one] for one in right):
+        write(tmp_path, "good", [question(one) for one in answers], choices, target)
+        assert find_tasks(["good"], tmp_path)["good"].test_docs()
+    write(tmp_path, "bad", [question(one) for one in wrong], choices, target)
+    with pytest.raises(ConfigError) as error:
+        find_tasks(["bad"], tmp_path)
+    assert len(error.value.problems) == len(wrong)
+    for number, problem in enumerate(error.value.problems, 1):
+        assert f"bad.jsonl:{number}: answer " in problem
+
+
+def test_all_that_is_wrong_is_told_at_once_with_its_line(tmp_path):
+    rows = [question(0), "", "{'question': 1}", {"question": "x"}, "[1]", question(7), question(1, choices=["one"])]
+    write(tmp_path, "bad", rows)
+    write(tmp_path, "empty", [])
+    write(tmp_path, "gone", [])
+    (tmp_path / "gone.jsonl").unlink()
+    with pytest.raises(ConfigError) as error:
+        find_tasks(["bad", "empty", "gone"], tmp_path)
+    expected = [
+        "bad.jsonl:3: is not JSON",
+        "bad.jsonl:4: has no 'answer', 'choices'; it has 'question'",
+        "bad.jsonl:5: is no object",
+        "bad.jsonl:6: answer 7 is no index of its 3 choices; use 0 to 2",
+        "bad.jsonl:7: choices ['one'] are no list of at least two",
+        "empty.jsonl is empty",
+        "gone.jsonl cannot be read",
+    ]
+    assert len(error.value.problems) == len(expected)
+    for part, problem in zip(expected, error.value.problems, strict=True):
+        assert part in problem
+    write(tmp_path, "many", [{}] * 80)
+    with pytest.raises(ConfigError, match="many: and 30 more"):
+        find_tasks(["many"], tmp_path)
+
+
+def test_fields_that_a_template_asks_for_may_be_missing(tmp_path):
+    text = CHOICE.format(name="some", choices="choices", target="answer")
+    text = text.replace("{{question}}", "{% if hint is defined %}{{hint}}{% endif %}{{question}}")
+    write(tmp_path, "some", [question(0)])
+    (tmp_path / "some.yaml").write_text(text)
+    assert find_tasks(["some"], tmp_path)
+
+
+def test_names_and_folders_that_are_not_there(tmp_path):
+    write(tmp_path, "choice", [question(0)])
+    with pytest.raises(ConfigError, match="2 problems(?s:.*)'choise' is unknown; did you mean 'choice'"):
+        find_tasks(["choise", "other"], tmp_path, folders=[])
+    with pytest.raises(ConfigError, match="include: .* is no folder"):
+        find_tasks(["choice"], tmp_path / "none")
+
+
+def test_data_that_only_the_network_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody answers there
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError) as error:
+        find_tasks(["piqa", "arc_easy", "arc_challenge"], folders=["piqa", "arc"])
+    first, second, fix = error.value.problems
+    assert "piqa: the data of 'baber/piqa' cannot be loaded" in first
+    assert "arc_easy, arc_challenge: the data of 'allenai/ai2_arc' cannot be loaded" in second
+    assert "HF_HOME" in fix and "--include" in fix
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE
