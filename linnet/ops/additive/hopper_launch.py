@@ -43,7 +43,6 @@ def suits(call: Call, causal: bool = True, backward: bool = False) -> bool:
 
 def forward(call: Call, S: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """o and the final state."""
-    call = _align(call)
     o = torch.empty_like(call.v)
     leave = call.empty_state()
     segments, sums = 1, (None, None)
@@ -60,8 +59,7 @@ def backward(
     theta: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients to q, k, v, theta and the initial state, but for what the state itself gives to z."""
-    call = _align(call)
-    do, dS, dz, S, z, S_end = (align(x) for x in (do, dS, dz, S, z, S_end))
+    dS, dz, S, z, S_end = (align(x) for x in (dS, dz, S, z, S_end))
     q, k, v, scale = call.q, call.k, call.v, call.scale
     B, T, H, K = q.shape
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
@@ -91,7 +89,6 @@ def backward(
 
 def forward_whole(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """o, S and z without causality, in as many segments as give a multiprocessor two programs, of four chunks each."""
-    call = _align(call)
     q, v = call.q, call.v
     B, T, H, K = q.shape
     segments = max(1, min(2 * count_processors(q.device) // (B * H), T // CHUNK // 4))
@@ -154,8 +151,3 @@ def _sizes(call: Call) -> tuple[int, ...]:
 def _columns(call: Call) -> int:
     B, _, H, K = call.q.shape
     return choose_columns(K, call.v.shape[3], B * H, count_processors(call.q.device))
-
-
-def _align(call: Call) -> Call:
-    q, k, v, theta, positions = (align(x) for x in call[:5])
-    return call._replace(q=q, k=k, v=v, theta=theta, positions=positions)

@@ -11,7 +11,7 @@ from linnet.ops.additive.kernels import edges_kernel, link_kernel, values_kernel
 from linnet.ops.additive.key_kernels import keys_kernel
 from linnet.ops.additive.whole_kernels import combine_kernel, sum_products_kernel, use_keys_kernel, use_values_kernel
 from linnet.ops.documents import count_states, documents
-from linnet.ops.launching import choose_operands, count_processors, pad
+from linnet.ops.launching import align, choose_operands, count_processors, pad
 
 
 class Tiles(NamedTuple):
@@ -42,7 +42,7 @@ def choose_tiles(widest: int, outer: int, dtype: torch.dtype, kind: str) -> Tile
 
 
 class Call(NamedTuple):
-    """The tensors of a call, contiguous, and what is launched on them."""
+    """The tensors of a call, contiguous and aligned (a kernel for other addresses rounds otherwise)."""
 
     q: Tensor
     k: Tensor
@@ -57,9 +57,9 @@ class Call(NamedTuple):
     def of(cls, q, k, v, theta, positions, cu_seqlens, scale) -> "Call":
         if backend.debugging():
             documents(cu_seqlens, *q.shape[:2])
-        theta = None if theta is None else theta.float().contiguous()
-        positions = None if positions is None or theta is None else positions.contiguous()
-        q, k, v = (x.contiguous() for x in (q, k, v))
+        theta = None if theta is None else align(theta.float())
+        positions = None if theta is None else align(positions)
+        q, k, v = (align(x) for x in (q, k, v))
         return cls(q, k, v, theta, positions, cu_seqlens, scale, q.new_empty(1, dtype=torch.float32))
 
     @property
@@ -230,4 +230,4 @@ class Call(NamedTuple):
         return *turns, self.cu_seqlens is not None, even, *choose_operands(self.q.dtype)
 
     def _pick(self, x: Tensor | None) -> Tensor:
-        return self.blank if x is None else x.contiguous()
+        return self.blank if x is None else align(x)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from linnet.ops.additive import chunked, hopper_launch
 from linnet.ops.additive.launch import Call
+from linnet.ops.launching import align
 
 
 def forward(
@@ -85,7 +86,7 @@ def backward(
     if not _supports(q, k, v, theta, do):
         return chunked.backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens)
     call = Call.of(q, k, v, theta, positions, cu_seqlens, scale)
-    do = do.contiguous()
+    do = align(do)
     if (dS is None) != (dz is None):
         dS, dz = (torch.zeros_like(y) if x is None else x for x, y in ((dS, S_end), (dz, S_end[:, :, : k.shape[3], 0])))
     with torch.cuda.device_of(q):
@@ -129,7 +130,7 @@ def _forward_whole(call: Call, o: Tensor) -> tuple[Tensor, Tensor]:
 def _backward_whole(call: Call, do: Tensor, dS, dz, S: Tensor, z: Tensor, theta) -> tuple[Tensor, ...]:
     dq, dk, dv = (torch.empty_like(x) for x in (call.q, call.k, call.v))
     segments = call.count_segments("sum", 4, 4)
-    S = S.contiguous()
+    S = align(S)
     D, decline = call.combine(segments, (call.sum_products(segments, do), None), S, (dS, dz))
     segments = call.count_segments("use", 8, 4)
     dtheta = call.empty_slopes(segments)
