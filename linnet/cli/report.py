@@ -7,7 +7,9 @@ import typer
 
 
 def report(
-    study: Annotated[Path, typer.Argument(help="The folder that linnet study made.", show_default=False)],
+    study: Annotated[
+        Path, typer.Argument(help="The folder that linnet study made, or a folder of runs.", show_default=False)
+    ],
     out: Annotated[
         Path | None,
         typer.Option(help="The page; the pictures go beside it. Default: STUDY/report/index.html.", show_default=False),
@@ -18,8 +20,9 @@ def report(
     """Write the report of a study: one page that needs no network, and a PNG and an SVG of each figure.
 
     It shows the laws of all architectures with their intervals, loss against compute, training curves, IsoFLOP curves,
-    optimal sizes, state size and cost. Hover to see a run; every number leads to a run folder. Nothing is trained, and
-    a study that is not finished has a report too.
+    optimal sizes, state size and cost; where runs were evaluated (docs/evaluation.md) also each metric against compute,
+    and the two steps from compute to loss to metric, whose fits are printed too. Hover to see a run; every number leads
+    to a run folder. Nothing is trained, and a study that is not finished has a report too.
 
     [bold]linnet report studies/demo --open[/]
     """
@@ -30,9 +33,9 @@ def report(
 
     from linnet.report import write_report
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     with console.status("fitting the laws, drawing the figures") if console.is_terminal else nullcontext():
-        page = write_report(study, out, bootstrap=bootstrap)
+        page = write_report(study, out, bootstrap=bootstrap, tell=console.print)
     typer.echo(page)
     if open_:
         webbrowser.open(page.resolve().as_uri())

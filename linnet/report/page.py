@@ -1,11 +1,12 @@
 """The report of a study: what stands on its page."""
 
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
 import yaml
 
-from linnet.report import shell, tables
+from linnet.report import downstream, downstream_figures, shell, tables
 from linnet.report.figures import draw
 from linnet.report.findings import findings, summary
 from linnet.report.marks import Figure
@@ -14,15 +15,21 @@ from linnet.study.fit import StudyFit
 
 
 def write_report(
-    study_folder: str | Path, out: str | Path | None = None, *, fit: StudyFit | None = None, bootstrap: int = 1000
+    study_folder: str | Path,
+    out: str | Path | None = None,
+    *,
+    fit: StudyFit | None = None,
+    bootstrap: int = 1000,
+    tell: Callable[[str], None] | None = None,
 ) -> Path:
     """Writes the report of a study from its records alone; nothing is trained.
 
     Args:
-        study_folder: a folder that `linnet study` made: study.yaml, table.csv, runs/.
+        study_folder: a folder that `linnet study` made: study.yaml, table.csv, runs/; or any folder of run folders.
         out: the page; default `report/index.html` in the study folder. The figures go beside it.
         fit: the laws, where the caller has fitted them to this folder already.
         bootstrap: resamples for the 95 % intervals of the laws; 0 for none.
+        tell: is called with a line for each fit to the evaluations of the runs.
 
     Returns:
         The path of the page.
@@ -33,28 +40,35 @@ def write_report(
     shell.check_extra()
     study = read_study(study_folder, fit, bootstrap)
     page = shell.page_path(study_folder, out)
-    figures = draw(study)
-    for figure in figures:
+    series = downstream.read_series(study, bootstrap)
+    for line in downstream.lines(series) if tell is not None else ():
+        tell(line)
+    figures = draw(study), downstream_figures.draw(study, series)
+    for figure in [*figures[0], *figures[1]]:
         shell.write_pictures(page.parent, figure)
-    page.write_text(_page(study, figures, page.parent), encoding="utf-8")
+    page.write_text(_page(study, series, figures, page.parent), encoding="utf-8")
     return page
 
 
-def _page(study: Study, figures: list[Figure], folder: Path) -> str:
+def _page(
+    study: Study, series: list[downstream.Series], figures: tuple[list[Figure], list[Figure]], folder: Path
+) -> str:
     command = f"linnet report {study.folder.name}"
+    found = findings(study) + downstream.finding(series)
     parts = [
         f'<p class="lead">{summary(study)}</p>',
         *(f'<p class="notice">{escape(problem)}.</p>' for problem in study.problems),
         "<h2>What was found</h2>",
-        f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in findings(study))}</ul>',
+        f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in found)}</ul>',
         shell.key(study.architectures),
         *_laws(study),
-        *(shell.section(figure, command) for figure in figures),
+        *(shell.section(figure, command) for part in figures for figure in part),
+        *_downstream(study, series),
         *_conventions(study),
         *_runs(study, folder),
         *_making(study, command),
     ]
-    return shell.document(f"Scaling laws: {study.name}", parts)
+    return shell.document(f"{'Scaling laws' if study.planned else 'Runs'}: {study.name}", parts)
 
 
 def _laws(study: Study) -> list[str]:
@@ -78,6 +92,21 @@ _METHODS = {
     "envelope": "envelope of the training curves",
     "parametric": "parametric surface L(N, D)",
 }
+
+
+def _downstream(study: Study, series: list[downstream.Series]) -> list[str]:
+    if not series:
+        return []
+    caption = (
+        "The law of the held-out loss, and each metric as a function of it, with 95 % bootstrap intervals over runs. "
+        "The error of both steps together is that on the runs which no cheaper run beats, the held-out error that on "
+        "those of most compute when the others alone are fitted. Errors of shares are points of a hundred."
+    )
+    return [
+        "<h2>From compute to metrics</h2>",
+        f'<p class="caption">{caption}</p>',
+        downstream.table(study, series),
+    ]
 
 
 def _conventions(study: Study) -> list[str]:

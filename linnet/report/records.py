@@ -3,6 +3,8 @@
 study.yaml                       the configuration
 table.csv                        one row a run
 <path of the run>/metrics.jsonl  its training curve
+
+Or any folder of run folders, whose table is made here.
 """
 
 import math
@@ -11,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from linnet.config import ConfigError, read_yaml
+from linnet.models import count_parameters
 from linnet.runs import RunFolder
+from linnet.runs.model import read_config
 from linnet.study.collect import read_plan
 from linnet.study.fit import ArchitectureFit, Crossing, StudyFit, fit_study, load_study
 
@@ -32,6 +36,7 @@ class Study:
         config: study.yaml as a plain mapping, empty when there is none.
         table: DataFrame of all rows with the columns `COLUMNS`; `usable` marks runs that ended with a finite loss.
         curves: DataFrame (run, architecture, params_non_embedding, tokens, flops, loss), thinned for drawing.
+        planned: whether it is a study, not just a folder of runs.
         fit: the laws of all architectures, or None where the table could not be fitted.
         problems: what kept a part of the report from being made, in words.
     """
@@ -40,6 +45,7 @@ class Study:
     config: dict[str, Any]
     table: Any
     curves: Any
+    planned: bool = True
     fit: StudyFit | None = None
     problems: list[str] = field(default_factory=list)
 
@@ -104,13 +110,18 @@ def read_study(folder: str | Path, fit: StudyFit | None = None, bootstrap: int =
         bootstrap: resamples for the intervals of the laws, as in `linnet fit`.
 
     Raises:
-        ConfigError: there is no such folder, no table.csv in it, or the table lacks columns or rows.
+        ConfigError: there is no such folder, neither table.csv nor runs in it, or the table lacks columns or rows.
     """
     folder = Path(folder)
     if not folder.is_dir():
         problem = f"STUDY {str(folder)!r}: there is no such folder; give the one that linnet study printed"
         raise ConfigError([problem], "report")
     config = read_yaml(folder / "study.yaml") if (folder / "study.yaml").is_file() else {}
+    runs = [] if (folder / "table.csv").is_file() else _rows_of_runs(folder)
+    if runs:
+        study = Study(folder, config, _check_table(runs), None, planned=False)
+        study.curves = _read_curves(study)
+        return study
     table = _read_table(folder / "table.csv")
     study = Study(folder, config, table, None)
     planned = _planned(folder)
@@ -146,7 +157,8 @@ def _read_table(path: Path):
     import pandas as pd
 
     if not path.is_file():
-        raise ConfigError([f"{path}: there is no such file; run linnet study to the end of at least one run"], "report")
+        fix = "run linnet study to the end of at least one run, or give a folder of run folders"
+        raise ConfigError([f"{path}: there is no such file; {fix}"], "report")
     try:
         table = pd.read_csv(path)
     except (ValueError, UnicodeDecodeError) as error:
@@ -157,7 +169,38 @@ def _read_table(path: Path):
         raise ConfigError(problems, "report")
     if table.empty:
         raise ConfigError([f"{path}: no rows; wait for the first run of linnet study to end"], "report")
-    table = table.reindex(columns=COLUMNS)
+    return _check_table(table)
+
+
+def _rows_of_runs(folder: Path) -> list[dict[str, Any]]:
+    """The columns of a table from the run folders that lie in `folder`."""
+    rows, problems = [], []
+    for path in sorted(folder.iterdir()):
+        try:
+            run = RunFolder.open(path)
+            if "model" not in run.config:
+                continue
+        except ConfigError:
+            continue
+        try:
+            result = run.result() if run.done else {}
+            row = {"run": path.name, "path": path.name, "architecture": run.config.get("architecture") or path.name}
+            row |= {"status": "failed" if run.error() is not None else "unfinished"}
+            if not run.done:
+                row["params_total"], row["params_non_embedding"] = count_parameters(read_config(run))
+            rows.append(row | {name: result[name] for name in COLUMNS if name in result})
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems, "report")
+    return rows
+
+
+def _check_table(rows):
+    """Rows as the table of a study, with `usable`."""
+    import pandas as pd
+
+    table = pd.DataFrame(rows).reindex(columns=COLUMNS)
     texts = ("run", "architecture", "status", "path")
     for name in COLUMNS:
         if name not in texts:

@@ -26,6 +26,8 @@ LAWS = {
 }
 BUDGETS = (1.5e11, 3e11, 6e11, 1.2e12)
 WIDTHS = (16, 24, 32, 48, 64, 96)
+# loss -> metric: chance, midpoint and steepness of a share; coefficient and exponent of the text's bits
+TRANSFER = {"questions": (0.25, 3.0, 3.0), "book": (None, 1.6, 1.2)}
 RESAMPLES = 20  # of the bootstrap in tests: enough for intervals to be there
 
 
@@ -37,10 +39,12 @@ def write_study(
     curves: bool = True,
     spoil: dict[str, str] | None = None,
     noise: float = 0.002,
+    evaluations: bool = False,
 ) -> Path:
     """Writes study.yaml, table.csv and runs/.
 
     Args:
+        evaluations: whether the runs were evaluated on the way: `TRANSFER` of the loss at the time.
         spoil: architecture -> "diverged" or "failed": what became of its first run.
         curves: whether the runs have metrics.jsonl.
     """
@@ -50,8 +54,8 @@ def write_study(
     for architecture in architectures:
         for budget in budgets:
             for width in widths:
-                row = _run(folder, architecture, budget, width, spoil.pop(architecture, "done"), curves, noise)
-                rows.append(row)
+                status = spoil.pop(architecture, "done")
+                rows.append(_run(folder, architecture, budget, width, status, curves, noise, evaluations))
     config = {
         "name": "synthetic-ladder",
         "architectures": list(architectures),
@@ -70,7 +74,7 @@ def write_study(
     return folder
 
 
-def _run(folder, architecture, budget, width, status, curves, noise) -> dict:
+def _run(folder, architecture, budget, width, status, curves, noise, evaluations) -> dict:
     offset, a, alpha, b, beta, overhead, state, speed = LAWS.get(architecture, LAWS["tnl"])
     params = 12 * 2 * width**2 + 2 * width
     total = params + 256 * width
@@ -110,7 +114,28 @@ def _run(folder, architecture, budget, width, status, curves, noise) -> dict:
         row |= {"loss": "", "bits_per_byte": ""}
     if curves and status != "failed":
         _curve(path, tokens, flops, row["seconds"], law, chance)
+    if evaluations and status == "done":
+        _evaluate(path, tokens, flops, law, loss, chance)
     return row
+
+
+def _evaluate(path, tokens, flops, law, final, chance) -> None:
+    """Rows of evaluations at a third, two thirds and the end; guessing alone for "luck"."""
+    with open(path / "metrics.jsonl", "a") as file:
+        for share in (1 / 3, 2 / 3, 1.0):
+            place = {"step": round(tokens * share) // 2048, "tokens": round(tokens * share), "flops": flops * share}
+            loss = final if share == 1.0 else law(tokens * share)
+            file.write(json.dumps(place | {"validation_loss": loss}) + "\n")
+            floor, midpoint, steepness = TRANSFER["questions"]
+            right = floor + (1 - floor) / (1 + math.exp(steepness * (loss - midpoint)))
+            for name, p in (("questions", right), ("luck", floor)):
+                p = sum(chance.random() < p for _ in range(400)) / 400
+                row = {"kind": "tasks", "metrics": {"accuracy": p}, "chance": {"accuracy": floor}, "questions": 400}
+                file.write(json.dumps(place | {"evaluation": name} | row) + "\n")
+            _, coefficient, exponent = TRANSFER["book"]
+            bits = coefficient * loss**exponent * (1 + 0.004 * chance.gauss(0, 1))
+            row = {"evaluation": "book", "kind": "text", "metrics": {"bits_per_byte": bits, "perplexity": 2**bits}}
+            file.write(json.dumps(place | row) + "\n")
 
 
 def _curve(path, tokens, flops, seconds, law, chance) -> None:

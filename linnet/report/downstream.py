@@ -1,0 +1,270 @@
+"""What the evaluations of runs come to: metrics against compute, and from the loss to each of them.
+
+Two places hold evaluations: rows of metrics.jsonl, which training wrote (linnet.train.evaluation), and RUN/evaluations,
+where `linnet evaluate` keeps its own (linnet.evaluate.results). Both have the step at which they were made; the
+held-out loss of that step makes a point of them.
+"""
+
+import math
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from linnet.config import ConfigError, digest
+from linnet.evaluate.results import Evaluation, read_evaluations
+from linnet.report import shell, units
+from linnet.report.records import Study
+from linnet.runs import RunFolder
+from linnet.study.fit import Law
+from linnet.study.fit.downstream import Downstream, HeldOutTest, fit_downstream
+
+COLUMNS = ("run", "architecture", "N", "D", "C", "loss", "value", "questions", "last", "folder")
+
+
+@dataclass
+class Series:
+    """One metric of one evaluation, over all runs that have it.
+
+    Attributes:
+        evaluation, metric: names. chance: of a share of right answers, what guessing gives; None where less is better.
+        points: DataFrame with `COLUMNS`: N without embeddings, D in tokens, C in FLOPs, loss held out in nats a token
+            (NaN where none was measured at that step), whether the point is the last of a run that is done.
+        fits: architecture -> compute to loss to metric.
+    """
+
+    evaluation: str
+    metric: str
+    chance: float | None
+    points: Any
+    fits: dict[str, Downstream] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return f"{self.evaluation}: {self.metric.replace('_', ' ')}"
+
+    @property
+    def unit(self) -> str:
+        """Of the metric, for axes."""
+        return "share of right answers" if self.chance is not None else _UNITS.get(self.metric, "less is better")
+
+    def shown(self, value: float) -> str:
+        """The metric with as many digits as it deserves."""
+        return units.percent(value, 3) if self.chance is not None else units.significant(value, 4)
+
+
+_UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token", "perplexity": "perplexity per token"}
+
+
+def read_series(study: Study, bootstrap: int = 1000) -> list[Series]:
+    """The evaluations of a study's runs and the fits to them, in the order in which runs name them.
+
+    What cannot be read is added to `study.problems`.
+    """
+    import pandas as pd
+
+    rows: dict[tuple[str, str], list[dict]] = {}
+    chances: dict[tuple[str, str], float | None] = {}
+    problems: list[str] = []
+    for _, run in study.table[study.table["status"].isin(("done", "unfinished"))].iterrows():
+        folder = study.run_folder(run)
+        if folder is None or not folder.is_dir():
+            continue
+        records = RunFolder(folder).metrics()
+        found = _of_training(records)
+        try:
+            found += _of_files(read_evaluations(folder))
+        except ConfigError as error:
+            problems += error.problems
+        losses = {row["step"]: row["validation_loss"] for row in records if "validation_loss" in row}
+        final = run["tokens"] if run["status"] == "done" else math.inf
+        for key, chance, point in found:
+            chances[key] = chances.get(key) if chance is None else chance
+            same = {"run": run["run"], "architecture": run["architecture"], "N": run["params_non_embedding"]}
+            last = point["D"] >= final
+            row = {**same, **point, "loss": losses.get(point.pop("step")), "last": last, "folder": run["path"]}
+            rows.setdefault(key, []).append(row)
+    if problems:
+        study.problems.append(f"Some evaluations are left out: {'; '.join(problems)}")
+    series = []
+    for (evaluation, metric), points in rows.items():
+        table = pd.DataFrame(points).reindex(columns=list(COLUMNS))
+        for name in ("N", "D", "C", "loss", "value", "questions"):
+            table[name] = pd.to_numeric(table[name], errors="coerce")
+        table = table[table[["N", "D", "C", "value"]].map(math.isfinite).all(axis=1)]
+        table = table.drop_duplicates(["run", "D"], keep="last")
+        if len(table):
+            one = Series(evaluation, metric, chances[evaluation, metric], table.reset_index(drop=True))
+            one.fits = {name: _fit(one, study, name, bootstrap) for name in study.architectures if _has(one, name)}
+            series.append(one)
+    return series
+
+
+def _has(series: Series, architecture: str) -> bool:
+    return bool((series.points["architecture"] == architecture).any())
+
+
+def _fit(series: Series, study: Study, architecture: str, bootstrap: int) -> Downstream:
+    own = series.points[series.points["architecture"] == architecture]
+    return fit_downstream(own, series.chance, law=_law(study, architecture), bootstrap=bootstrap)
+
+
+def _law(study: Study, architecture: str) -> Law | None:
+    """The study's L(C) of the held-out loss, with a constant where one shows; that of the envelope is of training."""
+    fit = study.fits.get(architecture)
+    if fit is None or fit.headline == "envelope":
+        return None
+    return fit.L if fit.L_irreducible.refused else fit.L_irreducible
+
+
+def _of_training(records: list[dict]) -> list[tuple]:
+    """((evaluation, metric), chance, point) of the first metric of each row."""
+    found = []
+    for row in records:
+        if "evaluation" not in row or not row.get("metrics"):
+            continue
+        metric, value = next(iter(row["metrics"].items()))
+        point = {"step": row["step"], "D": row["tokens"], "C": row["flops"], "value": value}
+        point["questions"] = row.get("questions")
+        found.append(((row["evaluation"], metric), (row.get("chance") or {}).get(metric), point))
+    return found
+
+
+def _of_files(evaluations: list[Evaluation]) -> list[tuple]:
+    """The same of the first metric of each task. What was asked in several ways has the digest of each in its name."""
+    ways: dict[str, dict[str, None]] = {}
+    for one in evaluations:
+        ways.setdefault(one.kind, {})[digest(one.asked)] = None
+    found = []
+    for one in evaluations:
+        if one.model.get("tokens") is None or one.model.get("flops") is None:
+            continue
+        name = one.kind if len(ways[one.kind]) == 1 else f"{one.kind}-{digest(one.asked)[:4]}"
+        seen = set()
+        for result in one.results:
+            if result.task in seen:
+                continue
+            seen.add(result.task)
+            label = name if result.task == one.kind else f"{name} {result.task}"
+            share = result.better == "higher" and 0 <= result.value <= 1
+            chance = (one.detail.get("chance") or {}).get(result.task, 0.0) if share else None
+            model = one.model
+            point = {"step": model["step"], "D": model["tokens"], "C": model["flops"], "value": result.value}
+            found.append(((f"{label} (evaluated)", result.metric), chance, {**point, "questions": result.n or None}))
+    return found
+
+
+def lines(series: list[Series]) -> list[str]:
+    """The fits as text for a terminal, one line each."""
+    found = []
+    for one in series:
+        for name, fit in one.fits.items():
+            head = f"{one.title}, {name}"
+            if fit.refused:
+                found.append(f"{head}: {'; '.join(fit.refused)}")
+                continue
+            found.append(
+                f"{head}: {fit.law.text()}, {one.metric} = {fit.transfer.formula}{_spans(fit)}; "
+                f"error {one.shown(fit.rms_error)} on the runs, {_tested(one, fit.test)} beyond them"
+            )
+    return found
+
+
+def _spans(fit: Downstream) -> str:
+    spans = [f"{name} {low:.4g} to {high:.4g}" for name, (low, high) in fit.transfer.intervals.items()]
+    return f" (95 %: {', '.join(spans)})" if spans else ""
+
+
+def _tested(series: Series, test: HeldOutTest | None) -> str:
+    if test is None or test.refused:
+        return "not tested"
+    return units.percent(test.mean_error, 2) + (" of the value" if series.chance is None else "")
+
+
+def finding(series: list[Series]) -> list[str]:
+    """The best of each metric in a sentence, as HTML."""
+    found = []
+    for one in series[:3]:
+        last = one.points[one.points["last"]]
+        if last.empty:
+            continue
+        if all(any("no signal" in reason for reason in fit.transfer.refused) for fit in one.fits.values()):
+            found.append(f"{escape(one.title)}: no architecture does better than guessing, {one.shown(one.chance)}.")
+            continue
+        best = last.loc[last["value"].idxmax() if one.chance is not None else last["value"].idxmin()]
+        guessing = f", where guessing gives {one.shown(one.chance)}" if one.chance else ""
+        found.append(
+            f"{escape(one.title)}: the best is <b>{escape(best['architecture'])}</b> with {one.shown(best['value'])}"
+            f"{guessing}, after {units.flops(best['C'])}."
+        )
+    return found
+
+
+def table(study: Study, series: list[Series]) -> str:
+    """Both steps of every metric and architecture, with intervals and errors, or why there are none."""
+    head = (
+        '<th>Metric</th><th>Architecture</th><th class="n">Points, runs</th><th>L(C), nats per token</th>'
+        "<th>Metric of the loss L</th>"
+        '<th class="n">Error of both</th><th class="n">Held-out error</th>'
+    )
+    rows = []
+    for one in series:
+        for index, (name, fit) in enumerate(one.fits.items()):
+            first = escape(one.title) if index == 0 else ""
+            cells = f"<th>{first}</th><td>{shell.swatch(study.architectures, name)}</td>"
+            cells += f'<td class="n">{fit.transfer.points}, {fit.transfer.runs}</td>'
+            cells += f"<td>{_step(fit.law.refused, _law_text(fit.law), _law_spans(fit.law))}</td>"
+            notes = [*_transfer_spans(one, fit), *fit.transfer.notes]
+            cells += f"<td>{_step(fit.transfer.refused, _formula(fit), notes)}</td>"
+            error = units.MISSING if fit.rms_error is None else one.shown(fit.rms_error)
+            cells += f'<td class="n">{error}</td><td class="n">{_held_out(one, fit)}</td>'
+            rows.append(f"<tr>{cells}</tr>")
+    return shell.table("downstream", head, rows)
+
+
+def _step(refused: list[str], text: str, fine: list[str]) -> str:
+    if refused:
+        return f'<span class="refused">refused</span><div class="why">{escape("; ".join(refused))}</div>'
+    return f'<div class="law">{text}</div>' + "".join(f'<div class="fine">{escape(line)}</div>' for line in fine)
+
+
+def _law_text(law: Law) -> str:
+    if law.refused:
+        return ""
+    constant = f"{units.significant(law.constant)} + " if law.constant is not None else ""
+    return f"{constant}{units.significant(law.coefficient)} C<sup>{units.significant(law.exponent)}</sup>"
+
+
+def _law_spans(law: Law) -> list[str]:
+    at = None if law.refused else law.interval_at(law.c_max)
+    if at is None:
+        return []
+    return [f"L {units.significant(at[0])} to {units.significant(at[1])} at {units.scientific(law.c_max, 2)}"]
+
+
+def _formula(fit: Downstream) -> str:
+    step = fit.transfer
+    if step.refused:
+        return ""
+    first, second = units.significant(step.first), units.significant(step.second)
+    if step.chance is None:
+        return f"{first} L<sup>{second}</sup>"
+    floor = f"{units.significant(step.chance, 2)} + " if step.chance else ""
+    return f"{floor}{units.significant(1 - step.chance, 2)} / (1 + e<sup>{second} (L − {first})</sup>)"
+
+
+def _transfer_spans(series: Series, fit: Downstream) -> list[str]:
+    step = fit.transfer
+    if step.refused:
+        return []
+    spans = [f"{n} {units.significant(a)} to {units.significant(b)}" for n, (a, b) in step.intervals.items()]
+    return [*spans, f"error {series.shown(step.rms_error)}"]
+
+
+def _held_out(series: Series, fit: Downstream) -> str:
+    if fit.test is None:
+        return units.MISSING
+    if fit.test.refused:
+        return f'<div class="why">{escape("; ".join(fit.test.refused))}</div>'
+    points = units.plural(fit.test.tested, "point")
+    where = f"{points} above {units.scientific(fit.test.c_max, 2)} FLOPs"
+    return f'<div class="law">{_tested(series, fit.test)}</div><div class="fine">{where}</div>'

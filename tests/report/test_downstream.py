@@ -1,0 +1,159 @@
+"""Evaluations in the report: read from the record and from RUN/evaluations, drawn, fitted, or refused in words."""
+
+import argparse
+import json
+import optparse
+import re
+from pathlib import Path
+
+import pytest
+from synthetic_study import RESAMPLES, TRANSFER, write_study
+
+from linnet.config import ConfigError, parse
+from linnet.evaluate.results import Evaluation, Item, Result
+from linnet.report import downstream, downstream_figures, shell, write_report
+from linnet.report.records import read_study
+from linnet.study import StudyConfig, run_study
+from linnet.study.fit import fit_study
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """A study whose runs were evaluated on the way; its first run was evaluated by `linnet evaluate` too."""
+    folder = tmp_path_factory.mktemp("evaluated") / "study"
+    write_study(folder, architectures=("llama", "tnl"), widths=(16, 32, 64), spoil={"tnl": "failed"}, evaluations=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def series(evaluated):
+    study = read_study(evaluated, bootstrap=0)
+    return study, downstream.read_series(study, 50)
+
+
+def test_series_are_the_metrics_with_their_points(series):
+    study, found = series
+    assert [(one.evaluation, one.metric, one.chance) for one in found] == [
+        ("questions", "accuracy", 0.25), ("luck", "accuracy", 0.25), ("book", "bits_per_byte", None),
+    ]  # fmt: skip
+    points = found[0].points
+    assert len(points) == 3 * (2 * 4 * 3 - 1) and points["last"].sum() == 23
+    last = points[points["last"]].set_index("run")
+    table = study.usable.set_index("run")
+    assert (last["loss"] == table["loss"]).all() and (last["C"] == table["flops"]).all()
+    assert (points["questions"] == 400).all()
+
+
+def test_fits_are_those_that_made_the_data(series):
+    _, (questions, luck, book) = series
+    for name in ("llama", "tnl"):
+        chance, midpoint, steepness = TRANSFER["questions"]
+        step = questions.fits[name].transfer
+        assert step.parameters == pytest.approx({"midpoint": midpoint, "steepness": steepness}, rel=0.1)
+        low, high = step.intervals["midpoint"]
+        assert low < step.first < high
+        assert book.fits[name].transfer.second == pytest.approx(TRANSFER["book"][2], rel=0.02)
+        assert "no signal" in luck.fits[name].transfer.refused[0]
+        assert questions.fits[name].test.mean_error < 0.05
+
+
+def test_the_page_has_figures_fits_and_refusals(evaluated, monkeypatch):
+    monkeypatch.setattr(shell, "write_pictures", lambda folder, figure: None)
+    monkeypatch.setattr(
+        "linnet.report.records.fit_study",
+        lambda table, curves, bootstrap: fit_study(table, curves, method="isoflop", bootstrap=0),
+    )
+    told = []
+    source = write_report(evaluated, bootstrap=RESAMPLES, tell=told.append).read_text()
+    specs = {
+        name: json.loads(text.replace("<\\/", "</"))
+        for name, text in re.findall(r'id="spec-([\w-]+)">(.*?)</script>', source, re.S)
+    }
+    assert len(specs["evaluations"]["vconcat"]) == 3 and len(specs["compute-to-metric"]["vconcat"]) == 2
+    titles = json.dumps(specs["evaluations"], ensure_ascii=False)
+    for title in ("training compute C (FLOPs)", "training tokens D", "non-embedding parameters N", "bits per byte",
+                  "share of right answers", "questions: accuracy"):  # fmt: skip
+        assert title in titles
+    drawn = [row for rows in specs["evaluations"]["datasets"].values() for row in rows if "run" in row]
+    assert {row["run"] for row in drawn} == {run.name for run in (evaluated / "runs").iterdir()} - {_failed(evaluated)}
+    [table] = re.findall(r'<table id="downstream".*?</table>', source, re.S)
+    assert table.count("<tr>") == 1 + 6 and table.count("no signal") == 2 and "midpoint" in table
+    assert "luck: accuracy: no architecture does better than guessing, 25.0" in source
+    assert "questions: accuracy: the best is <b>" in source
+    assert len(told) == 6 and told[0].startswith("questions: accuracy, llama: L = ")
+    assert re.search(
+        r"\(95 %: midpoint [\d.]+ to [\d.]+, steepness .*\); error .* on the runs, .* beyond them", told[0]
+    )
+
+
+def _failed(folder: Path) -> str:
+    return next(path.parent.name for path in (folder / "runs").glob("*/error.txt"))
+
+
+def test_pictures_are_drawn(series, tmp_path):
+    for figure in downstream_figures.draw(*series):
+        shell.write_pictures(tmp_path, figure)
+        svg = (tmp_path / f"{figure.name}.svg").read_text()
+        assert svg.count("<path") > 50 and "NaN" not in svg
+
+
+def test_results_of_linnet_evaluate_count_too(tmp_path):
+    folder = write_study(tmp_path / "study", architectures=("tnl",), widths=(16, 32), curves=True)
+    study = read_study(folder, bootstrap=0)
+    for number, (_, run) in enumerate(study.table.iterrows()):
+        path, steps = study.run_folder(run), int(run["tokens"]) // 2048
+        with open(path / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": steps, "tokens": run["tokens"], "validation_loss": run["loss"]}) + "\n")
+        items = [Item(str(i), float(i <= 3 * number)) for i in range(30)]
+        results = (Result.of_items("piqa", "acc", items), Result.of_items("piqa", "acc_norm", items))
+        model = {"run": path.name, "step": steps, "tokens": int(run["tokens"]), "flops": run["flops"]}
+        Evaluation("csr", model, {"tasks": ["piqa"]}, results).save(path)
+        if number == 0:  # asked in another way as well, and one file is damaged
+            Evaluation("csr", model, {"tasks": ["piqa"], "limit": 5}, results[:1]).save(path)
+            (path / "evaluations" / "bad.json").write_text("{")
+    [one] = downstream.read_series(study, 0)[:1]
+    assert one.title == "csr piqa (evaluated): acc" and one.chance == 0.0
+    assert len(one.points) == 7 and one.points["last"].all() and one.points["questions"].unique() == [30]
+    assert any("bad.json" in problem for problem in study.problems)
+
+
+def test_too_few_points_are_told_and_what_there_is_is_drawn(tmp_path):
+    folder = write_study(tmp_path / "study", architectures=("tnl",), budgets=(1.5e11,), widths=(16,), evaluations=True)
+    study = read_study(folder, bootstrap=0)
+    series = downstream.read_series(study, 10)
+    [figure] = downstream_figures.draw(study, series)
+    assert figure.name == "evaluations"
+    [line] = [line for line in downstream.lines(series) if line.startswith("book")]
+    assert "3 points of different loss; it needs 5" in line and "1 run with a loss that no cheaper run has" in line
+    assert downstream_figures.draw(study, []) == []
+
+
+def test_a_study_of_seconds_from_training_to_the_page(tmp_path, monkeypatch):
+    """Nothing made up: runs are trained, evaluated on the way, and drawn; then the folder of runs alone."""
+    held = tmp_path / "held.py"
+    held.write_text(Path(optparse.__file__).read_text())
+    config = {
+        "name": "tiny", "architectures": ["llama", "tnl"], "tokens": [2048, 4096, 8192], "sizes": [[16, 2, 2]],
+        "seq_len": 32, "batch_size": 4, "minimum_steps": 10, "learning_rate": 1e-2, "executor": {"kind": "inline"},
+        "data": {"source": [argparse.__file__]},
+        "train": {"device": "cpu", "evaluate_every": 8, "evaluate_tokens": 2048, "keep_checkpoints": 1, "evaluations": [
+            {"kind": "text", "name": "other", "paths": [str(held)], "most_bytes": 1000},
+            {"kind": "needle", "lengths": [256], "depths": [0.5], "every": 30},
+        ]},
+    }  # fmt: skip
+    result = run_study(parse(StudyConfig, config), tmp_path)
+    assert len(result.rows) == 6 and not result.broken
+    told = []
+    page = write_report(result.folder, bootstrap=RESAMPLES, tell=told.append)
+    assert {path.stem for path in page.parent.glob("*.png")} >= {"evaluations", "compute-to-metric"}
+    text = {line.partition(":")[0]: line for line in told if ", tnl: " in line}
+    assert "bits_per_byte = " in text["other"] and "refused" not in text["other"]
+    assert "loss -> metric: " in text["needle"]
+
+    monkeypatch.setattr(shell, "write_pictures", lambda folder, figure: None)
+    runs = write_report(result.folder / "runs", bootstrap=RESAMPLES)
+    source = runs.read_text()
+    assert runs.parent == result.folder / "runs" / "report" and "<h1>Runs: runs</h1>" in source
+    assert 'id="evaluations"' in source and 'id="training-curves"' in source and "No laws could be" not in source
+    with pytest.raises(ConfigError, match="or give a folder of run folders"):
+        write_report(tmp_path / "cache")
