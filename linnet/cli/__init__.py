@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.cli.bench import bench
+from linnet.cli.compare import compare
 from linnet.cli.convert import convert
 from linnet.cli.data import data
 from linnet.cli.evaluate import evaluate
@@ -46,7 +47,7 @@ app = typer.Typer(
     epilog="Start with [bold]linnet models[/], then [bold]linnet study configs/demo.yaml --plan[/].",
 )
 
-for verb in (models, data, train, generate, serve, evaluate, study, fit, convert, report):
+for verb in (models, data, train, generate, serve, evaluate, compare, study, fit, convert, report):
     app.command(name=verb.__name__)(verb)
 app.add_typer(mad, name="mad")
 app.add_typer(bench, name="bench")

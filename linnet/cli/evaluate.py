@@ -121,6 +121,10 @@ def evaluate(
         str | None,
         typer.Option(help="Text file to hide needles in.", show_default="text made up", rich_help_panel=NEEDLES),
     ] = None,
+    digits: Annotated[
+        int,
+        typer.Option(help="Of the hidden numbers; fewer for small models.", min=1, max=6, rich_help_panel=NEEDLES),
+    ] = 5,
     suite: Annotated[
         list[Suite] | None,
         typer.Option(
@@ -218,6 +222,7 @@ def evaluate(
     if needle:
         asked = {"variant": needle.value} if needle.value not in ("easy", "standard") else {"mode": needle.value}
         asked |= {"samples": samples, "scoring": scoring.value, "haystack": haystack, "lengths": places}
+        asked |= {"digits": digits}
         found["needle"] = find_needles(opened, asked | {"depths": [i / max(depths - 1, 1) for i in range(depths)]})
     questions = Asked(include, shots, limit, context, too_long and too_long.value)
     for one in suite or []:

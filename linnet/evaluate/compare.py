@@ -8,7 +8,8 @@ R. A. Fisher, "The Design of Experiments", 1935, section 21); all signs are gone
 The p-values of one call are adjusted together (S. Holm, Scand. J. Statist. 6, 1979): the chance that any of the
 differences called real is not is then at most the level.
 
-A task's first metric that has items is tested; its others are shown. They are mostly the same scores in other units.
+One metric of a task is tested: the first that has items, of those that the record says count (`detail["shown"]`) where
+it does. The others, mostly the same scores in other units, are shown.
 """
 
 import itertools
@@ -22,7 +23,14 @@ from linnet.config import digest
 from linnet.evaluate.results import Evaluation, Result
 from linnet.runs.record import plain
 
-OWN_WAYS = ("precision", "method", "window", "stride")  # may differ between models that are compared
+OWN_WAYS = (
+    "precision",
+    "method",
+    "window",
+    "stride",
+    "context",
+    "too_long",
+)  # may differ between models that are compared
 RESAMPLES = 2000  # of the bootstrap
 FLIPS = 9999  # random exchanges of a test
 EXACT = 13  # items that differ, up to which all exchanges are gone through: 2 ** 13
@@ -212,9 +220,11 @@ def _of_group(group: Shared, seed: int) -> list[Comparison]:
     for entry in group.entries:
         for result in entry.evaluation.results:
             results.setdefault((result.task, result.metric), {})[entry.name] = result
+    counting = {tuple(pair) for entry in group.entries for pair in entry.evaluation.detail.get("shown", [])}
     found, tested = [], set()
-    for (task, _), by_name in results.items():
+    for (task, metric), by_name in results.items():
         asks = task not in tested and all(result.items for result in by_name.values())
+        asks = asks and (not counting or (task, metric) in counting)
         tested |= {task} if asks else set()
         found.append(_of_metric(group, by_name, asks, seed))
     return found

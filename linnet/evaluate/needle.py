@@ -49,6 +49,7 @@ class NeedleConfig(Config):
         scoring: match asks the model to go on and looks for the answer; choice compares its likelihood with those of
             `RIVALS` other answers, of which one in ten is right by chance.
         haystack: a text file to hide in; None makes text up.
+        digits: of the numbers that are hidden; fewer for models too small to copy five.
     """
 
     mode: Literal["easy", "standard"] = "easy"
@@ -62,6 +63,7 @@ class NeedleConfig(Config):
     samples: Annotated[int, Field(ge=1)] = 1
     scoring: Literal["match", "choice"] = "match"
     haystack: str | None = None
+    digits: Annotated[int, Field(ge=1, le=6)] = 5
     seed: int = 0
 
 
@@ -162,7 +164,8 @@ def _check_limit(engine: Engine, asked: Sequence[tuple[int, int, Item]]) -> None
 def _question(config: NeedleConfig, generator: np.random.Generator) -> _Question:
     kinds = [f"{kind} {thing}" for kind in _KIND for thing in _THING]
     keys = [kinds[i] for i in generator.permutation(len(kinds))[:VALUES]]
-    values = [str(value) for value in generator.choice(np.arange(10_000, 100_000), VALUES, replace=False)]
+    low = 10 ** (config.digits - 1)
+    values = [str(value) for value in generator.choice(np.arange(low, 10 * low), VALUES, replace=False)]
 
     def state(key: str, value: str) -> str:
         return f"The number of the {key} is {value}."

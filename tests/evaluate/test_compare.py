@@ -145,3 +145,11 @@ def test_results_without_items_are_shown_and_not_tested():
     quiz, average = compare(shared(rows))
     assert quiz.metric == "acc" and len(quiz.differences) == 1
     assert average.metric == "mean" and average.differences == () and average.numbers[0].interval is None
+
+
+def test_the_metric_that_counts_is_tested():
+    items = (Item("x", 1.0), Item("y", 0.0))
+    results = tuple(Result.of_items("quiz", metric, items) for metric in ("acc", "acc_norm"))
+    for shown, tested in (([["quiz", "acc_norm"]], "acc_norm"), ([], "acc")):
+        rows = {name: [Evaluation("csr", {}, {}, results, {"shown": shown} if shown else {})] for name in "ab"}
+        assert [one.metric for one in compare(shared(rows)) if one.differences] == [tested]

@@ -1,0 +1,188 @@
+"""`linnet compare`: models side by side on what they were all evaluated on."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from linnet.config import ConfigError
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folders that linnet evaluate was run on.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option(help="The page; pictures go beside it.", metavar="PAGE")] = Path(
+        "comparison/index.html"
+    ),
+    page: Annotated[bool, typer.Option(help="Write the page (needs the extra study).")] = True,
+    depth_ratio: Annotated[float, typer.Option(help="Of needles: weight of a depth to that of the one above.")] = 1.01,
+    length_ratio: Annotated[
+        float, typer.Option(help="Of needles: weight of a length to that of the one before.")
+    ] = 1.01,
+    threshold: Annotated[
+        float,
+        typer.Option(help="Of needles: from this share on a cell counts as found, and recall goes on.", min=0, max=1),
+    ] = 0.5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and write no page.")] = False,
+    open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+) -> None:
+    """Compare models on the texts, questions and needles that they share: intervals, paired tests, a page.
+
+    Intervals are over documents, questions or cells; a difference between two models is tested on the same items, with
+    all p-values adjusted together (Holm). Only evaluations with the same settings are compared. The page also shows the
+    grids of needles, where recall ends, and what the constants of the metrics change; it is written for one model, too.
+
+    Example: [bold]linnet compare runs/llama-10m-* runs/tnl-10m-*[/]
+    """
+    import webbrowser
+
+    from linnet.evaluate.compare import compare as compare_all
+    from linnet.evaluate.compare import shared
+
+    _check(depth_ratio, length_ratio, page and not as_json)
+    found = _read(runs)
+    groups = shared({name: evaluations for name, (_, evaluations) in found.items()})
+    if len(found) > 1:
+        groups = [group for group in groups if len(group.lacking) < len(found) - 1]
+        if not groups:
+            raise ConfigError([_nothing_in_common(found)], "compare")
+    comparisons = compare_all(groups)
+    if as_json:
+        typer.echo(json.dumps([_to_dict(one) for one in comparisons], indent=1))
+        return
+    console = Console(highlight=False)
+    for group in groups:
+        _show(
+            group, [one for one in comparisons if one.kind == group.kind and one.asked == group.asked], found, console
+        )
+    if page:
+        from linnet.report.compare import write_comparison
+        from linnet.report.needle import Constants
+
+        command = shlex.join(["linnet", "compare", *(run.name for run, _ in found.values())])
+        constants = Constants(depth_ratio, length_ratio, threshold)
+        console.print(
+            str(write_comparison(groups, comparisons, out, command=command, constants=constants)), soft_wrap=True
+        )
+        if open_:
+            webbrowser.open(out.resolve().as_uri())
+
+
+def _read(runs: list[Path]) -> dict[str, tuple[Path, list]]:
+    """Folder and evaluations by the name of the run. Raises ConfigError for all runs without any or given twice."""
+    from linnet.evaluate.results import read_evaluations
+    from linnet.runs import RunFolder
+
+    problems, found = [], {}
+    folders = [run.resolve() for run in runs]
+    for run, folder in zip(runs, folders, strict=True):
+        alone = [other.name for other in folders].count(folder.name) == 1
+        try:
+            evaluations = read_evaluations(RunFolder.open(run).path)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        if folders.count(folder) > 1:
+            problems.append(f"{run}: is given twice; name another run")
+        elif not evaluations:
+            problems.append(f"{run}: has no evaluation yet; make one, for example: linnet evaluate {run} --text TEXT")
+        found[folder.name if alone else str(run)] = (run, evaluations)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), "compare")
+    return found
+
+
+def _nothing_in_common(found: dict[str, tuple[Path, list]]) -> str:
+    """What each run has, and what would make the first one's last evaluation of the others."""
+    from linnet.evaluate.compare_words import command
+
+    lines = ["the runs have no evaluation with the same settings in common"]
+    for run, evaluations in found.values():
+        lines.append(f"{run} has: " + "; ".join(dict.fromkeys(command(one, "RUN") for one in evaluations)))
+    (_, evaluations), *others = found.values()
+    lines.append("to compare, run: " + " && ".join(command(evaluations[0], str(run)) for run, _ in others))
+    return "\n    ".join(lines)
+
+
+def _check(depth_ratio: float, length_ratio: float, page: bool) -> None:
+    """Constants, and what draws the page, before anything is printed."""
+    from importlib.util import find_spec
+
+    given = {"depth-ratio": depth_ratio, "length-ratio": length_ratio}
+    problems = [
+        f"--{name}: is {value:g}; give a positive number"
+        for name, value in given.items()
+        if not 0 < value < float("inf")
+    ]
+    missing = [name for name in ("altair", "vl_convert", "pandas", "scipy") if page and find_spec(name) is None]
+    if missing:
+        problems.append(f"page: {', '.join(missing)} not installed: pip install 'linnet[study]', or give --no-page")
+    if problems:
+        raise ConfigError(problems, "compare")
+
+
+def _show(group, comparisons, found, console: Console) -> None:
+    from rich.markup import escape
+
+    from linnet.evaluate.compare_words import between, command, notes, shown, title
+
+    console.print(f"\n[bold]{escape(title(group))}[/]", soft_wrap=True)
+    names = [entry.name for entry in group.entries]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("task", "metric", "items"):
+        table.add_column(column, justify="right" if column == "items" else "left", no_wrap=True)
+    for name in names:
+        table.add_column(escape(name), justify="right", overflow="fold")
+    for one in comparisons:
+        cells = []
+        for name in names:
+            number = next((number for number in one.numbers if number.name == name), None)
+            value = "" if number is None else shown(number.value)
+            value = f"[bold]{value}[/]" if name == one.best and len(names) > 1 else value
+            interval = (
+                "" if number is None or not number.interval else f"\n[dim]{between(number.interval).strip(' ()')}[/]"
+            )
+            cells.append(value + interval)
+        table.add_row(escape(one.task), one.metric.replace("_", " "), f"{one.n:,}" if one.n else "", *cells)
+    console.print(table)
+    _show_pairs(comparisons, console)
+    for note in notes(group, comparisons):
+        console.print(escape(note), soft_wrap=True, style="dim")
+    for name in group.lacking:
+        run = str(found[name][0])
+        console.print(
+            f"{escape(name)} has none of these; run: {escape(command(group.entries[0].evaluation, run))}",
+            soft_wrap=True,
+        )
+
+
+def _show_pairs(comparisons, console: Console) -> None:
+    from rich.markup import escape
+
+    from linnet.evaluate.compare_words import REAL, between, shown
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("task", "metric", "model", "minus", "difference", "p", "adjusted", ""):
+        table.add_column(column, justify="right" if column in ("difference", "p", "adjusted") else "left")
+    for one in comparisons:
+        for d in one.differences:
+            numbers = (shown(d.value) + between(d.interval), f"{d.p:.2g}", f"{d.adjusted:.2g}")
+            verdict = "differ" if d.adjusted < REAL else "not shown"
+            about = (escape(one.task), one.metric.replace("_", " "), escape(d.first), escape(d.second))
+            table.add_row(*about, *numbers, verdict)
+    if table.row_count:
+        console.print(table)
+
+
+def _to_dict(one) -> dict:
+    import dataclasses
+
+    from linnet.runs.record import plain
+
+    return plain(dataclasses.asdict(one) | {"best": one.best})

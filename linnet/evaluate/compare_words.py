@@ -1,0 +1,79 @@
+"""Comparisons in words: what an evaluation is called, how numbers read, and what to know before reading them."""
+
+import math
+import shlex
+from collections.abc import Sequence
+
+from linnet.evaluate.compare import Comparison, Shared, common
+from linnet.evaluate.results import Evaluation
+
+REAL = 0.05  # adjusted p-values below this are called differences
+_NEEDLE_OPTIONS = {"samples": 1, "scoring": "match", "haystack": None, "digits": 5}
+
+
+def needle_name(asked: dict) -> str:
+    """What `linnet evaluate --needle` calls this kind of needle."""
+    return asked["mode"] if asked["variant"] == "single" else asked["variant"]
+
+
+def title(group: Shared) -> str:
+    """An evaluation by its kind and what tells it from others of the kind."""
+    asked = group.asked
+    if group.kind == "text":
+        return f"text: {', '.join(asked['text'])}"
+    if group.kind == "needle":
+        lengths = f"{len(asked['lengths'])} lengths up to {max(asked['lengths']):,} tokens"
+        return f"needle: {needle_name(asked)}, {lengths}, {len(asked['depths'])} depths"
+    if group.kind == "tasks":
+        return f"tasks: {', '.join(asked['tasks'])}"
+    return group.kind
+
+
+def command(evaluation: Evaluation, run: str) -> str:
+    """What makes this evaluation of another run."""
+    asked, words = common(evaluation.asked), ["linnet", "evaluate", run]
+    if evaluation.kind == "text":
+        for path in asked["text"]:
+            words += ["--text", path]
+        words += ["--text-key", asked["text_key"]] if asked.get("text_key", "text") != "text" else []
+    elif evaluation.kind == "needle":
+        words += ["--needle", needle_name(asked), "--lengths", ",".join(map(str, asked["lengths"]))]
+        words += ["--depths", str(len(asked["depths"]))]
+        for name, usual in _NEEDLE_OPTIONS.items():
+            words += [f"--{name}", str(asked[name])] if asked.get(name, usual) != usual else []
+    elif evaluation.kind == "tasks":
+        words += ["--task", ",".join(asked["tasks"])]
+    else:
+        words += ["--suite", evaluation.kind]
+    for name in ("include", "shots", "limit"):
+        words += [f"--{name}", str(asked[name])] if asked.get(name) is not None else []
+    return shlex.join(words)
+
+
+def shown(value: float) -> str:
+    """Four digits behind the point, or four in all where the value is large."""
+    if not math.isfinite(value):
+        return "–"
+    text = f"{value:.4f}" if abs(value) < 100 else f"{value:,.1f}" if abs(value) < 1e6 else f"{value:.4g}"
+    return text.replace("-", "−")
+
+
+def between(interval: tuple[float, float] | None) -> str:
+    """An interval, to stand behind a value; nothing where there is none."""
+    return "" if interval is None else f" ({shown(interval[0])} to {shown(interval[1])})"
+
+
+def notes(group: Shared, comparisons: Sequence[Comparison]) -> list[str]:
+    """Ways of reading that differ between the models, items that not all have, and what could not be tested."""
+    found = []
+    for way in ("method", "window", "context", "precision"):
+        values = {entry.name: entry.evaluation.asked.get(way) for entry in group.entries}
+        if len({value for value in values.values() if value is not None}) > 1:
+            found.append(f"The {way} differs: {', '.join(f'{name} {value}' for name, value in values.items())}.")
+    steps = {entry.name: entry.evaluation.model.get("step") for entry in group.entries}
+    if len({entry.evaluation.model.get("tokenizer") for entry in group.entries}) > 1 and group.kind == "needle":
+        found.append("The tokenizers differ, so prompts of as many tokens are not the same texts.")
+    if len({step for step in steps.values() if step is not None}) > 1:
+        found.append(f"Steps of training: {', '.join(f'{name} {step}' for name, step in steps.items())}.")
+    reasons = {(one.task, one.untested) for one in comparisons if one.untested}
+    return found + [f"{task}: not tested, because {reason}." for task, reason in sorted(reasons)]

@@ -1,0 +1,248 @@
+"""The page of `linnet compare`: models side by side, with intervals, paired tests, and needles."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from linnet.evaluate.compare import LEVEL, RESAMPLES, Comparison, Difference, Shared
+from linnet.evaluate.compare_words import REAL, between, needle_name, notes, shown, title
+from linnet.report import needle, shell, style, units
+from linnet.report.marks import Canvas, Figure
+from linnet.report.needle import Constants, Haystack
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a page of comparisons is drawn from; `architectures` are the models' names, as `Canvas` wants them."""
+
+    architectures: list[str]
+    groups: Sequence[Shared]
+    comparisons: Sequence[Comparison]
+    constants: Constants
+
+    def of(self, group: Shared) -> list[Comparison]:
+        return [one for one in self.comparisons if one.kind == group.kind and one.asked == group.asked]
+
+
+def write_comparison(
+    groups: Sequence[Shared],
+    comparisons: Sequence[Comparison],
+    page: str | Path,
+    *,
+    command: str = "linnet compare",
+    constants: Constants | None = None,
+) -> Path:
+    """Writes the page, and a PNG and an SVG of each figure beside it.
+
+    Args:
+        groups: from `linnet.evaluate.compare.shared`; comparisons: from `compare` of the same module.
+        page: an .html file; its folder is made.
+        command: what makes the page anew.
+        constants: of the needles' metrics.
+
+    Raises:
+        ConfigError: the page is no .html file, or the extra `study` is not installed.
+    """
+    shell.check_extra(("altair", "vl_convert"))
+    path = shell.page_path(Path(page).parent, page)
+    names = list(dict.fromkeys(entry.name for group in groups for entry in group.entries))
+    side = Side(names, groups, comparisons, constants or Constants())
+    drawn = [(group, *_group(side, group, number)) for number, group in enumerate(groups)]
+    for _, figures, _, _ in drawn:
+        for figure in figures:
+            shell.write_pictures(path.parent, figure)
+    path.write_text(_page(side, drawn, command), encoding="utf-8")
+    return path
+
+
+def _page(side: Side, drawn: list[tuple], command: str) -> str:
+    findings = [line for _, _, lines, _ in drawn for line in lines]
+    parts = [
+        f'<p class="lead">{_summary(side)}</p>',
+        *(f'<p class="notice">{escape(line)}.</p>' for line in _lacking(side)),
+        "<h2>What was found</h2>",
+        f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in findings)}</ul>',
+        shell.key(side.architectures),
+    ]
+    for _, figures, _, after in drawn:
+        parts += [*(shell.section(figure, command) for figure in figures), *after]
+    facts = {
+        "Redraw": f"<code>{escape(command)}</code>, from the evaluations of the run folders alone",
+        "Intervals": f"{LEVEL:.0%}, percentiles of {RESAMPLES:,} bootstrap resamples over items (documents, questions, "
+        "needle cells), the same ones for every model",
+        "Tests": "paired permutation test of a task's first metric; p-values of all tests on this page adjusted "
+        f"together by Holm's method; a difference is called one below {REAL:g}",
+        "Drawn with": escape(shell.drawn_with()),
+    }
+    parts += ["<h2>How this was made</h2>", shell.facts(facts)]
+    return shell.document("Models compared", parts)
+
+
+def _summary(side: Side) -> str:
+    models = units.plural(len(side.architectures), "model")
+    tests = sum(len(one.differences) for one in side.comparisons)
+    text = f"{models}, {units.plural(len(side.groups), 'evaluation')}, {units.plural(tests, 'paired test')}."
+    return escape(text)
+
+
+def _lacking(side: Side) -> list[str]:
+    return [
+        f"{units.listed(list(group.lacking))} {'has' if len(group.lacking) == 1 else 'have'} no {title(group)}"
+        for group in side.groups
+        if group.lacking
+    ]
+
+
+def _group(side: Side, group: Shared, number: int) -> tuple[list[Figure], list[str], list[str]]:
+    """Figures, headlines and tables of one evaluation."""
+    own = side.of(group)
+    figures, lines, after = [], [_line(one) for one in own if one.differences], _tables(side, group, own, number)
+    if group.kind == "needle":
+        name = needle_name(group.asked)
+        grids = [needle.Grid.of(entry.name, entry.evaluation, side.constants) for entry in group.entries]
+        haystack = Haystack(f"needle-{name}-{number}" if number else f"needle-{name}", grids, side.architectures)
+        figures += needle.figures(haystack)
+        lines = needle.lines(haystack) + lines
+        after = needle.tables(haystack) + after
+    else:
+        figures += _intervals(side, group, own, number)
+        if group.kind == "text":
+            figures += _contexts(side, group, number)
+    return figures, [line for line in lines if line], after
+
+
+def _line(one: Comparison) -> str:
+    """Who is first, and which differences are none that chance could not make."""
+    best = next(number for number in one.numbers if number.name == one.best)
+    most = "highest" if one.better == "higher" else "lowest"
+    text = f"{escape(one.task)}: <b>{escape(best.name)}</b> has the {most} {escape(one.metric.replace('_', ' '))}, "
+    text += f"{shown(best.value)}{between(best.interval)}"
+    unclear = [d for d in one.differences if best.name in (d.first, d.second) and d.adjusted >= REAL]
+    if not unclear:
+        return f"{text}; it differs from all others (p ≤ {_p(max(_own(one, best.name)))})."
+    others = [d.second if d.first == best.name else d.first for d in unclear]
+    return f"{text}, but no difference from {units.listed([escape(name) for name in others])} is shown (p ≥ " + (
+        f"{_p(min(d.adjusted for d in unclear))})."
+    )
+
+
+def _own(one: Comparison, name: str) -> list[float]:
+    return [d.adjusted for d in one.differences if name in (d.first, d.second)]
+
+
+def _p(value: float) -> str:
+    return f"{value:.2g}"
+
+
+def _tables(side: Side, group: Shared, own: list[Comparison], number: int) -> list[str]:
+    """Values of all metrics, and the pairs that were tested."""
+    names = [entry.name for entry in group.entries]
+    head = "<th>Task</th><th>Metric</th>" + '<th class="n">Items</th>'
+    head += "".join(f'<th class="n">{shell.swatch(side.architectures, name)}</th>' for name in names)
+    rows = []
+    for one in own:
+        cells = []
+        for name in names:
+            found = next((value for value in one.numbers if value.name == name), None)
+            if found is None:
+                cells.append(f'<td class="n" data-v="">{units.MISSING}</td>')
+                continue
+            value = f"<b>{shown(found.value)}</b>" if name == one.best and len(names) > 1 else shown(found.value)
+            fine = "" if found.interval is None else f'<div class="fine">{between(found.interval).strip(" ()")}</div>'
+            cells.append(f'<td class="n" data-v="{found.value:.10g}">{value}{fine}</td>')
+        better = f'<div class="fine">{one.better} is better</div>'
+        count = f"{one.n:,}" if one.n else units.MISSING
+        count += f'<div class="fine">{one.left_out:,} not in common</div>' if one.left_out else ""
+        metric = escape(one.metric.replace("_", " "))
+        about = f'<td>{escape(one.task)}</td><td>{metric}{better}</td><td class="n">{count}</td>'
+        rows.append(f"<tr>{about}{''.join(cells)}</tr>")
+    parts = [f"<h2>All numbers: {escape(title(group))}</h2>"]
+    parts += [f'<p class="caption">{escape(note)}</p>' for note in notes(group, own)]
+    parts.append(shell.table(f"numbers-{number}", head, rows, "sortable"))
+    differences = [(one, difference) for one in own for difference in one.differences]
+    if differences:
+        parts.append(_pairs(side, differences, number))
+    return parts
+
+
+def _pairs(side: Side, differences: list[tuple[Comparison, Difference]], number: int) -> str:
+    titles = ("Difference", "95 % interval", "p", "p, adjusted")
+    head = "<th>Task</th><th>Metric</th><th>Model</th><th>minus</th>"
+    head += "".join(f'<th class="n">{title}</th>' for title in titles)
+    rows = []
+    for one, found in differences:
+        cells = [f'<td class="n" data-v="{found.value:.10g}">{shown(found.value)}</td>']
+        cells.append(f'<td class="n">{between(found.interval).strip(" ()")}</td>')
+        for p in (found.p, found.adjusted):
+            text = f"<b>{_p(p)}</b>" if p == found.adjusted and found.adjusted < REAL else _p(p)
+            cells.append(f'<td class="n" data-v="{p:.10g}">{text}</td>')
+        models = "".join(f"<td>{shell.swatch(side.architectures, name)}</td>" for name in (found.first, found.second))
+        metric = escape(one.metric.replace("_", " "))
+        rows.append(f"<tr><td>{escape(one.task)}</td><td>{metric}</td>{models}{''.join(cells)}</tr>")
+    return shell.table(f"pairs-{number}", head, rows, "sortable")
+
+
+def _intervals(side: Side, group: Shared, own: list[Comparison], number: int) -> list[Figure]:
+    """Each task's first metric by model, with its interval."""
+    firsts: dict[str, Comparison] = {}
+    for one in own:
+        if one.n and one.task not in firsts:
+            firsts[one.task] = one
+    if not firsts:
+        return []
+    canvas = Canvas(side)
+    alt = canvas.alt
+    rows = []
+    for one in firsts.values():
+        for found in one.numbers:
+            low, high = found.interval or (found.value, found.value)
+            row = {"architecture": found.name, "task": f"{one.task}: {one.metric.replace('_', ' ')}"}
+            row |= {"value": found.value, "low": low, "high": high}
+            rows.append(row | {"number": f"{shown(found.value)}{between(found.interval)}"})
+    domain = style.padded([row[end] for row in rows for end in ("low", "high")], False)
+    x = alt.X("value:Q", title=None, scale=alt.Scale(domain=domain, nice=False, zero=False))
+    y = alt.Y("task:N", title=None, sort=None).axis(labelLimit=300)
+    offset = alt.YOffset("architecture:N", sort=side.architectures)
+    base, tooltip = canvas.chart(rows), canvas.tooltip(("architecture", "task", "number"))
+    bar = base.mark_rule(strokeWidth=2.5).encode(
+        alt.X("low:Q", title=None, scale=alt.Scale(domain=domain, nice=False, zero=False)), alt.X2("high:Q"), y, offset,
+        canvas.colour(), strokeOpacity=canvas.fade(0.75),
+    )  # fmt: skip
+    dot = base.mark_point(size=80, filled=True, opacity=1)
+    dot = dot.encode(x, y, offset, canvas.colour(), canvas.shape(), fillOpacity=canvas.fade(), tooltip=tooltip)
+    step = max(26, 14 * len(group.entries))
+    chart = canvas.layer(bar, dot).properties(width=700, height=step * len(firsts) + 10)
+    better = {one.better for one in firsts.values()}
+    caption = "Each task's first metric with its 95 % interval over items"
+    caption += f"; {better.pop()} is better." if len(better) == 1 else "."
+    return [canvas.figure(f"intervals-{number}", f"Side by side: {title(group)}", caption, chart)]
+
+
+def _contexts(side: Side, group: Shared, number: int) -> list[Figure]:
+    """Loss by the number of tokens before, where the models share a tokenizer."""
+    if len({entry.evaluation.model.get("tokenizer") for entry in group.entries}) > 1:
+        return []
+    canvas = Canvas(side)
+    alt = canvas.alt
+    rows = [
+        {"architecture": entry.name, "context": one["start"], "loss": one["loss"], "place":
+         f"{one['start']:,} to {one['end'] - 1:,} tokens before", "number": f"{one['loss']:.4f} nats per token"}
+        for entry in group.entries
+        for one in entry.evaluation.detail.get("contexts", [])
+    ]  # fmt: skip
+    if not rows:
+        return []
+    places = [row["context"] for row in rows]
+    x = alt.X("context:Q", title="tokens of context (at least)", scale=alt.Scale(type="log", base=2))
+    x = x.axis(values=sorted(set(places)), format="~s", grid=False)
+    y = alt.Y("loss:Q", title="loss (nats per token)", scale=alt.Scale(zero=False))
+    base, tooltip = canvas.chart(rows), canvas.tooltip(("architecture", "place", "number"))
+    line = base.mark_line(strokeWidth=1.8).encode(x, y, canvas.colour(), strokeOpacity=canvas.fade(0.9))
+    dots = base.mark_point(size=58, filled=True, opacity=1)
+    dots = dots.encode(x, y, canvas.colour(), canvas.shape(), fillOpacity=canvas.fade(), tooltip=tooltip)
+    chart = canvas.layer(line, dots).properties(width=860, height=280)
+    caption = (
+        "Mean loss of tokens by how many tokens of their document stand before them: where it falls, context helps."
+    )
+    return [canvas.figure(f"contexts-{number}", f"Loss by context: {title(group)}", caption, chart)]

@@ -1,0 +1,105 @@
+"""`linnet compare`: evaluations of small models side by side, and what it says when there is nothing to compare."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from linnet.cli import app
+from linnet.data import ByteTokenizer
+from linnet.evaluate.compare_words import command
+from linnet.evaluate.results import read_evaluations
+from linnet.models import build_model, family
+from linnet.runs.model import save_model
+
+NEEDLES = ("--needle", "easy", "--lengths", "300:500:3", "--depths", 3, "--scoring", "choice", "--digits", 2)
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)), terminal_width=200)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Three models: two with texts and needles in common, one with a text of its own, one without evaluations."""
+    path = tmp_path_factory.mktemp("compared")
+    (path / "a.jsonl").write_text("".join(json.dumps({"text": f"some text, number {i} " * 9}) + "\n" for i in range(6)))
+    (path / "b.txt").write_text("another text\n" * 20)
+    for number, name in enumerate(("tnl", "llama", "alone", "none")):
+        config = family("llama" if name == "llama" else "tnl")(32, 2, vocab_size=256)
+        save_model(path / name, config, build_model(config, seed=number).state_dict(), ByteTokenizer())
+    for name in ("tnl", "llama"):
+        result = call("evaluate", path / name, "--text", path / "a.jsonl", *NEEDLES)
+        assert result.exit_code == 0, result.output
+    assert call("evaluate", path / "alone", "--text", path / "b.txt").exit_code == 0
+    return path
+
+
+def test_json_has_every_metric_with_intervals_and_tests(folder):
+    result = call("compare", folder / "tnl", folder / "llama", "--json")
+    assert result.exit_code == 0, result.output
+    found = {(one["task"], one["metric"]): one for one in json.loads(result.stdout)}
+    bits, cells = found["text", "bits_per_byte"], found["needle-easy", "accuracy"]
+    assert bits["n"] == 6 and cells["n"] == 9
+    assert [number["name"] for number in bits["numbers"]] == ["tnl", "llama"]
+    for number, run in zip(bits["numbers"], ("tnl", "llama"), strict=True):
+        [kept] = [e for e in read_evaluations(folder / run) if e.kind == "text"]
+        assert number["value"] == pytest.approx(kept.results[0].value)
+        assert number["interval"][0] <= number["value"] <= number["interval"][1]
+    [difference] = bits["differences"]
+    assert difference["value"] == pytest.approx(bits["numbers"][0]["value"] - bits["numbers"][1]["value"])
+    assert 1 / 32 <= difference["p"] <= difference["adjusted"] <= 1
+    assert not found["text", "perplexity"]["differences"]  # the same scores in another unit
+    assert found["needle-easy", "niah_score"]["n"] == 0
+
+
+def test_the_table_and_the_page(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = call("compare", folder / "tnl", folder / "llama", "--threshold", 0.25)
+    assert result.exit_code == 0, result.output
+    for part in ("bits per byte", "adjusted", "needle: easy, 3 lengths up to 500 tokens", "The method differs"):
+        assert part in result.stdout, result.stdout
+    page = (tmp_path / "comparison" / "index.html").read_text()
+    assert "comparison/index.html" in result.stdout
+    for part in ("Needles: needle-easy", "from 25%", "Loss by context", "NIAH score, found from 100%", "minus"):
+        assert part in page, part
+    pictures = {path.name for path in (tmp_path / "comparison").glob("*.png")}
+    assert pictures == {"needle-easy-grids.png", "needle-easy-lengths.png", "intervals-1.png", "contexts-1.png"} or (
+        pictures == {"needle-easy-1-grids.png", "needle-easy-1-lengths.png", "intervals-0.png", "contexts-0.png"}
+    )
+
+
+def test_one_model_alone_has_a_table_and_no_tests(folder):
+    result = call("compare", folder / "tnl", "--no-page")
+    assert result.exit_code == 0 and "bits per byte" in result.stdout and "adjusted" not in result.stdout
+
+
+def test_a_model_that_lacks_one_is_told_how_to_get_it(folder):
+    result = call("compare", folder / "tnl", folder / "llama", folder / "alone", "--no-page")
+    assert result.exit_code == 0, result.output
+    assert (
+        f"alone has none of these; run: linnet evaluate {folder / 'alone'} --text {folder / 'a.jsonl'}" in result.stdout
+    )
+
+
+def test_the_commands_make_the_same_evaluation_again(folder):
+    for evaluation in read_evaluations(folder / "tnl"):
+        before = {path.name for path in (folder / "tnl" / "evaluations").iterdir()}
+        arguments = command(evaluation, str(folder / "tnl")).split()[1:]
+        assert call(*arguments).exit_code == 0
+        assert {path.name for path in (folder / "tnl" / "evaluations").iterdir()} == before
+
+
+def test_what_cannot_be_compared(folder):
+    result = call("compare", folder / "tnl", folder / "alone")
+    text = " ".join(result.output.split())
+    assert result.exit_code == 2 and "no evaluation with the same settings in common" in text
+    assert f"{folder / 'alone'} has: linnet evaluate RUN --text {folder / 'b.txt'}" in text
+    assert f"to compare, run: linnet evaluate {folder / 'alone'} --" in text
+    result = call("compare", folder / "none", folder / "missing", folder / "tnl", folder / "tnl", "--depth-ratio", 0)
+    assert result.exit_code == 2 and "--depth-ratio: is 0; give a positive number" in result.output
+    result = call("compare", folder / "none", folder / "missing", folder / "tnl", folder / "tnl")
+    text = " ".join(result.output.split())
+    assert result.exit_code == 2
+    for part in ("none: has no evaluation yet", "missing: is not a run folder", "tnl: is given twice"):
+        assert part in text, text
