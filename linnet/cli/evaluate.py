@@ -22,6 +22,7 @@ class Needle(StrEnum):
     multivalue = "multivalue"
     multiquery = "multiquery"
     tracking = "tracking"
+    words = "words"
 
 
 class Suite(StrEnum):
@@ -93,7 +94,7 @@ def evaluate(
         Needle | None,
         typer.Option(
             help="Hide facts in a long text and ask for them. easy: the text holds the question too; standard: the "
-            "answer alone; the others: several keys, values, questions, or a chain of variables.",
+            "answer alone; the others: several keys, values, questions, a chain of variables, or common words.",
             show_default=False,
             rich_help_panel=NEEDLES,
         ),

@@ -20,6 +20,7 @@ from pydantic import Field
 from linnet.config import Config, ConfigError
 from linnet.data import Tokenizer
 from linnet.evaluate.likelihood import log_likelihoods
+from linnet.evaluate.ruler import common_words
 from linnet.inference import Engine, Sampling
 
 VALUES = 4  # values, keys asked for or links of a chain in the variants that have several
@@ -53,7 +54,7 @@ class NeedleConfig(Config):
     """
 
     mode: Literal["easy", "standard"] = "easy"
-    variant: Literal["single", "multikey", "multivalue", "multiquery", "tracking"] = "single"
+    variant: Literal["single", "multikey", "multivalue", "multiquery", "tracking", "words"] = "single"
     lengths: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] = Field(
         default_factory=lambda: np.linspace(1024, 16_384, 35).round().astype(int).tolist()
     )
@@ -94,6 +95,9 @@ def items(config: NeedleConfig, tokenizer: Tokenizer) -> Iterator[tuple[int, int
         for row, depth in enumerate(config.depths):
             for sample in range(config.samples):
                 generator = np.random.default_rng([config.seed, length, row, sample])
+                if config.variant == "words":  # of a list; the depth only draws another one
+                    yield row, column, Item(*common_words(length, RIVALS, generator, tokenizer))
+                    continue
                 question = _question(config, generator)
                 yield row, column, _hide(question, sentences, length, depth, generator, tokenizer)
 
