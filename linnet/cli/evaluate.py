@@ -55,7 +55,8 @@ class Precision(StrEnum):
     float64 = "float64"
 
 
-TEXTS, NEEDLES, TASKS = "Texts", "Needles", "Suites and tasks"
+TEXTS, NEEDLES, RECALL, TASKS = "Texts", "Needles", "Recall", "Suites and tasks"
+NEEDLE_LENGTHS, RECALL_LENGTHS = "1024:16384:35", "64,128,256,512,1024"
 
 
 def evaluate(
@@ -100,17 +101,25 @@ def evaluate(
         ),
     ] = None,
     lengths: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Tokens of needle prompts: FROM:TO:HOW MANY, or lengths with commas.", rich_help_panel=NEEDLES
+            help="Tokens of prompts, of --recall too: FROM:TO:HOW MANY, or lengths with commas.",
+            show_default=f"{NEEDLE_LENGTHS}; recall {RECALL_LENGTHS}",
+            rich_help_panel=NEEDLES,
         ),
-    ] = "1024:16384:35",
+    ] = None,
     depths: Annotated[
         int, typer.Option(help="How many depths of a needle, from 0 to 1.", min=1, rich_help_panel=NEEDLES)
     ] = 35,
     samples: Annotated[
-        int, typer.Option(help="Needle prompts of each length and depth.", min=1, rich_help_panel=NEEDLES)
-    ] = 1,
+        int | None,
+        typer.Option(
+            help="Prompts of each cell: length and depth, or length and pairs.",
+            min=1,
+            show_default="1; recall 32",
+            rich_help_panel=NEEDLES,
+        ),
+    ] = None,
     scoring: Annotated[
         Scoring,
         typer.Option(
@@ -126,6 +135,17 @@ def evaluate(
         int,
         typer.Option(help="Of the hidden numbers; fewer for small models.", min=1, max=6, rich_help_panel=NEEDLES),
     ] = 5,
+    recall: Annotated[
+        bool,
+        typer.Option(
+            "--recall",
+            help="Ask MQAR and recall tasks of MAD in words of the model's own, without training on them.",
+            rich_help_panel=RECALL,
+        ),
+    ] = False,
+    pairs: Annotated[
+        str, typer.Option(help="Pairs of keys and values in a sequence, with commas.", rich_help_panel=RECALL)
+    ] = "4,8,16,32,64",
     suite: Annotated[
         list[Suite] | None,
         typer.Option(
@@ -187,50 +207,61 @@ def evaluate(
     precision: Annotated[Precision, typer.Option(help="Of weights and products.")] = Precision.float32,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with every document.")] = False,
 ) -> None:
-    """Score a model on texts (--text), look for needles in a haystack (--needle), ask questions (--suite, --task).
+    """Score a model: on texts (--text), by needles (--needle), by recall (--recall), by questions (--suite, --task).
 
     Texts: perplexity by token, word and byte, with intervals over documents, and by the length of the context.
     A text file is one document, JSONL has one a line.
     Needles: accuracy by depth and length, and the four scores of paper 000.
+    Recall: accuracy by the length of a sequence and the pairs in it, beside that of guessing.
     Suites: csr (seven tasks of commonsense), perplexity, scrolls, mmlu and ceval, as papers 000 and 001 have them.
     Results are also kept in RUN/evaluations, with the score of every document, cell and question.
 
     Example: [bold]linnet evaluate runs/tnl-10m-1a2b3c4d5e6f --text "books/*.txt"[/]
     """
-    from linnet.cli.evaluate_needle import find_needles, parse_lengths
+    from linnet.cli.evaluate_needle import find_needles, parse_numbers
+    from linnet.cli.evaluate_recall import ask_recall
     from linnet.cli.evaluate_run import keep, open_run, print_json
     from linnet.cli.evaluate_tasks import Asked, ask_suite, ask_tasks, check_extra
     from linnet.cli.evaluate_text import score_texts
 
     names = [name.strip() for name in task.split(",") if name.strip()] if task else []
     problems = []
-    if not (text or needle or suite or names):
-        problems.append("nothing to evaluate: give --text PATH, --needle MODE, --suite NAME or --task NAME,...")
+    speaks = bool(text or needle or suite or names)
+    if not speaks and not recall:
+        message = "give --text PATH, --needle MODE, --recall, --suite NAME or --task NAME,..."
+        problems.append(f"nothing to evaluate: {message}")
     if include is not None and not names:
         problems.append("include: without --task NAME,... nothing of that folder is asked; name its tasks")
-    places = parse_lengths(lengths, problems) if needle else []
+    places = parse_numbers("lengths", lengths or NEEDLE_LENGTHS, problems) if needle or lengths else []
+    many = parse_numbers("pairs", pairs, problems)
     if problems:
         raise ConfigError(problems, "evaluate")
     if suite or names:
         check_extra()
-    opened = open_run(run, device.value, precision.value, as_json)
+    opened = open_run(run, device.value, precision.value, as_json, needs_text=speaks)
     window = window or opened.training_length or 1024
     if stride is not None and stride >= window:
         raise ConfigError([f"stride: is {stride}, but a window has {window} tokens; give a smaller one"], "evaluate")
     found = {}
+
+    def done(kind: str, evaluation) -> None:  # at once, so that what comes next may fail
+        found[kind] = evaluation
+        keep(opened, evaluation)
+
     if text:
-        found["text"] = score_texts(opened, text, text_key, method.value, window, stride)
+        done("text", score_texts(opened, text, text_key, method.value, window, stride))
     if needle:
         asked = {"variant": needle.value} if needle.value not in ("easy", "standard") else {"mode": needle.value}
-        asked |= {"samples": samples, "scoring": scoring.value, "haystack": haystack, "lengths": places}
-        asked |= {"digits": digits}
-        found["needle"] = find_needles(opened, asked | {"depths": [i / max(depths - 1, 1) for i in range(depths)]})
+        asked |= {"samples": samples or 1, "scoring": scoring.value, "haystack": haystack, "digits": digits}
+        asked |= {"lengths": places, "depths": [i / max(depths - 1, 1) for i in range(depths)]}
+        done("needle", find_needles(opened, asked))
+    if recall:
+        sizes = places if lengths else parse_numbers("lengths", RECALL_LENGTHS, problems)
+        done("recall", ask_recall(opened, {"lengths": sizes, "pairs": many, "samples": samples or 32}))
     questions = Asked(include, shots, limit, context, too_long and too_long.value)
     for one in suite or []:
-        found[one.value] = ask_suite(opened, one.value, questions)
+        done(one.value, ask_suite(opened, one.value, questions))
     if names:
-        found["tasks"] = ask_tasks(opened, names, questions)
-    for evaluation in found.values():
-        keep(opened, evaluation)
+        done("tasks", ask_tasks(opened, names, questions))
     if as_json:
         print_json(found)

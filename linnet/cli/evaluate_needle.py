@@ -40,8 +40,8 @@ def find_needles(opened: Opened, asked: dict):
     return Evaluation("needle", opened.about, config.model_dump() | {"precision": opened.precision}, results, detail)
 
 
-def parse_lengths(text: str, problems: list[str]) -> list[int]:
-    """Lengths given as FROM:TO:HOW MANY (evenly spaced) or with commas."""
+def parse_numbers(key: str, text: str, problems: list[str]) -> list[int]:
+    """Numbers given as FROM:TO:HOW MANY (evenly spaced) or with commas."""
     try:
         if ":" in text:
             first, last, count = map(int, text.split(":"))
@@ -53,7 +53,7 @@ def parse_lengths(text: str, problems: list[str]) -> list[int]:
             return found
     except ValueError:
         pass
-    problems.append(f"lengths: {text!r} is not FROM:TO:HOW MANY or ascending numbers with commas; give 1024:16384:35")
+    problems.append(f"{key}: {text!r} is not FROM:TO:HOW MANY or ascending numbers with commas; give 1024:16384:35")
     return []
 
 

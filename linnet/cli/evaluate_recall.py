@@ -6,7 +6,7 @@ from rich.table import Table
 from linnet.cli.evaluate_run import Opened, progress
 
 
-def recall(opened: Opened, asked: dict):
+def ask_recall(opened: Opened, asked: dict):
     """Asks MQAR and the recall tasks of MAD, prints accuracy by length and pairs, and gives the record.
 
     Args:

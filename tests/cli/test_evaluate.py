@@ -89,6 +89,48 @@ def test_needles_are_looked_for_and_kept(folder):
     assert "NIAH score" in shown.stdout and "500" in shown.stdout
 
 
+def test_recall_is_asked_of_models_without_a_tokenizer_too(folder, tmp_path):
+    config = family("tnl")(32, 2, vocab_size=64)
+    save_model(tmp_path / "mute", config, build_model(config).state_dict())
+    arguments = ["--recall", "--lengths", "16,32", "--pairs", "4,8", "--samples", 2]
+    for path in (tmp_path / "mute", folder / "tnl"):
+        result = call(path, *arguments, "--json")
+        assert result.exit_code == 0, result.output
+        record = json.loads(result.stdout)["recall"]
+        assert {one["task"] for one in record["results"]} >= {"recall-mqar", "recall-selective_copying"}
+        cells = {(one["task"], one["length"], one["pairs"]): one for one in record["detail"]["cells"]}
+        assert cells["mqar", 16, 4]["chance"] == 0.25 and ("mqar", 16, 8) not in cells
+        [kept] = (path / "evaluations").glob("recall-*.json")
+        assert json.loads(kept.read_text()) == record
+    shown = call(folder / "tnl", *arguments).stdout
+    assert "mqar: right of all tokens" in shown and "(0.25)" in shown
+
+
+def test_common_words_are_asked_like_needles(folder):
+    result = call(folder / "tnl", "--needle", "words", "--lengths", "300,400", "--depths", 1, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["needle"]["results"][0]["task"] == "needle-words"
+
+
+def test_tasks_are_refused_or_cut_where_attention_would_read_too_far(folder, tmp_path):
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    (tmp_path / "one.yaml").write_text(
+        "task: one\ndataset_path: json\ndataset_kwargs: {data_files: {test: one.jsonl}}\ntest_split: test\n"
+        "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: c\ndoc_to_target: a\n"
+    )
+    (tmp_path / "one.jsonl").write_text(json.dumps({"q": "x" * 99, "c": ["yes", "no"], "a": 0}) + "\n")
+    arguments = ["--task", "one", "--include", tmp_path]
+    for more, message in {
+        (): "does not say how long the sequences of training were; give --context N",
+        ("--context", 50): "context: 2 of 2 requests are longer than 50 tokens, the longest 102",
+    }.items():
+        result = call(folder / "llama", *arguments, *more)
+        assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output
+    result = call(folder / "llama", *arguments, "--context", 50, "--too-long", "cut", "--json")
+    assert json.loads(result.stdout)["tasks"]["detail"]["cuts"] == 2
+    assert call(folder / "tnl", *arguments).exit_code == 0
+
+
 def test_what_cannot_be_done(folder, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     config = family("tnl")(32, 2, vocab_size=256)
@@ -101,6 +143,8 @@ def test_what_cannot_be_done(folder, tmp_path):
         (folder / "tnl", "--text", folder / "a.txt", "--window", 8, "--stride", 8): "stride: is 8",
         (folder / "tnl", "--text", folder / "b.jsonl", "--text-key", "body"): "body",
         (folder / "tnl",): "nothing to evaluate: give --text PATH, --needle MODE",
+        (folder / "tnl", "--recall", "--include", tmp_path): "include: without --task NAME,... nothing of that folder",
+        (folder / "tnl", "--recall", "--pairs", "0,4"): "pairs: '0,4' is not",
         (folder / "tnl", "--needle", "easy", "--lengths", "9,5"): "lengths: '9,5' is not",
         (folder / "tnl", "--needle", "easy", "--lengths", "10:20"): "lengths: '10:20' is not",
         (folder / "tnl", "--needle", "easy", "--lengths", "20"): "20 tokens do not hold",
