@@ -70,6 +70,13 @@ def check_kept(rows, width, gain, dtype=torch.float32, device="cuda"):
     assert_agrees(lambda x, weight: rms_norm(x, weight, keep=True)[0], x, weight)
 
 
+def check_branch(rows, width, gain, dtype=torch.bfloat16, device="cuda"):
+    """A branch in half precision on a residual in float32, as under autocast: each has its gradient in its dtype."""
+    x, residual = normal(rows, width, dtype=dtype, device=device), normal(1, rows, width, device=device)[0]
+    weight = normal(width, device=device) if gain else None
+    assert_agrees(lambda x, weight, residual: rms_norm(x, weight, residual=residual), x, weight, residual)
+
+
 def check_activation(shape, activation, dtype=torch.float32, device="cuda"):
     a, b = normal(*shape, dtype=dtype, device=device), normal(1, *shape, dtype=dtype, device=device)[0]
     assert_agrees(lambda a, b: gated_activation(a, b, activation), a, b)
@@ -107,6 +114,14 @@ def test_norm_with_what_goes_around_it(gain, activation, residual):
 @pytest.mark.parametrize("width", [100, 8192])
 def test_norm_that_hands_its_input_on(width, gain, dtype):
     check_kept(333, width, gain, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gain", [False, True])
+@pytest.mark.parametrize("width", [100, 2048])
+def test_norm_of_a_branch_in_half_precision(width, gain, dtype):
+    check_branch(333, width, gain, dtype)
 
 
 @gpu
@@ -211,7 +226,7 @@ def test_dead_rows_have_finite_gradients():
 INTERPRETED = [
     *[(check_norm, (37, 24, *options)) for options in [(False, None, False), (True, "silu", True)]],
     *[(check_norm, (9, 64, *options)) for options in [(True, None, False), (False, "sigmoid", True)]],
-    *[(check_kept, (9, 24, gain)) for gain in (False, True)],
+    *[(check, (9, 24, gain)) for gain in (False, True) for check in (check_kept, check_branch)],
     *[(check_activation, ((7, 301), activation)) for activation in ("none", "silu", "sigmoid", "relu")],
     (check_rotation, ((2, 9, 3, 8), 3, True, "silu", 1000)),
     (check_rotation, ((2, 9, 3, 6), 1, False, "none", 1000)),

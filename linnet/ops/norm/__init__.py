@@ -92,7 +92,7 @@ class _RmsNorm(torch.autograd.Function):
         y, h = kernels.norm_forward(x, weight, gate, residual, eps, gate_activation, dtype)
         ctx.save_for_backward(h, weight, gate)
         ctx.constants = kernels, eps, gate_activation
-        ctx.dtypes = None if residual is None else (x.dtype, residual.dtype)
+        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
         return y, (h if keep else None)
 
@@ -102,12 +102,12 @@ class _RmsNorm(torch.autograd.Function):
         h, weight, gate = ctx.saved_tensors
         kernels, eps, gate_activation = ctx.constants
         dy = torch.zeros_like(h) if dy is None else dy
-        dx, dweight, dgate = kernels.norm_backward(
-            h, weight, gate, dy, dh, eps, gate_activation, ctx.needs_input_grad[1]
+        of_x, of_residual = ctx.dtypes
+        dresidual, dweight, dgate, dx = kernels.norm_backward(
+            h, weight, gate, dy, dh, eps, gate_activation, ctx.needs_input_grad[1], of_x
         )
-        if ctx.dtypes is None:
-            return dx, dweight, dgate, None, None, None, None, None
-        return dx.to(ctx.dtypes[0]), dweight, dgate, dx.to(ctx.dtypes[1]), None, None, None, None
+        dresidual = None if of_residual is None else dresidual.to(of_residual)
+        return dx, dweight, dgate, dresidual, None, None, None, None
 
 
 _apply = find_apply(_RmsNorm)

@@ -70,19 +70,21 @@ def norm_backward(
     eps: float,
     gate_activation: str,
     needs_weight: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of h, weight and gate from those of y and (with a residual) of h as an output."""
+    narrow: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Gradients of h, weight and gate from those of y and (with a residual) of h as an output; and that of h in the
+    dtype `narrow` as well, if it is another."""
     h, weight, gate, dy, dh = map(align, (h, weight, gate, dy, dh))
     dx = torch.empty_like(h)
     dgate = None if gate is None else torch.empty_like(gate)
+    dnarrow = None if narrow in (None, h.dtype) else torch.empty_like(h, dtype=narrow)
     needs_weight = needs_weight and weight is not None
-    width, dtypes, gains = h.shape[-1], _dtypes(h, weight, gate, dy, dh), _count_gains(weight)
+    width, dtypes, gains = h.shape[-1], _dtypes(h, weight, gate, dy, dh, dnarrow), _count_gains(weight)
     launch, programs = _plan_backward(width, h.numel(), *dtypes, gate_activation, needs_weight, h.device, gains)
     partial = h.new_empty(programs, width, dtype=torch.float32) if needs_weight else None
-    launch(h, weight, gate, dy, dh, dx, dgate, partial, _count_rows(h, weight), gains, eps)
-    if not needs_weight:
-        return dx, None, dgate
-    return dx, partial.view(*weight.shape[:-1], -1, width).sum(-2).to(weight.dtype), dgate
+    launch(h, weight, gate, dy, dh, dx, dnarrow, dgate, partial, _count_rows(h, weight), gains, eps)
+    dweight = partial.view(*weight.shape[:-1], -1, width).sum(-2).to(weight.dtype) if needs_weight else None
+    return dx, dweight, dgate, dx if dnarrow is None else dnarrow
 
 
 def _count_gains(weight: Tensor | None) -> int:
@@ -108,7 +110,7 @@ def _plan_forward(width, numel, x, residual, weight, gate, y, gate_activation, d
 
 @functools.lru_cache(1024)
 def _plan_backward(
-    width, numel, h, weight, gate, dy, dh, gate_activation, needs_weight, device, gains
+    width, numel, h, weight, gate, dy, dh, dnarrow, gate_activation, needs_weight, device, gains
 ) -> tuple[Launcher, int]:
     columns, rows, warps = choose_tile(width, gain=needs_weight)
     part = numel // width // gains
@@ -117,7 +119,8 @@ def _plan_backward(
         walkers, stages = choose_walk(rows * columns, sum(t.itemsize for t in (h, gate, dy, dh) if t is not None))
         programs = min(programs, triton.cdiv(walkers * count_processors(device, interpreted=1), gains))
     kind = "absent" if gate is None else gate_activation
-    constants = (width, columns, rows, weight is not None, kind, dh is not None, needs_weight, stages, gains > 1)
+    given = weight is not None, kind, dh is not None, dnarrow is not None
+    constants = (width, columns, rows, *given, needs_weight, stages, gains > 1)
     return Launcher(backward_kernel, gains * programs, constants, num_warps=warps), gains * programs
 
 
@@ -163,9 +166,9 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    h, weight, gate, dy, dh, dx, dgate, partial, count, parts, eps,
+    h, weight, gate, dy, dh, dx, dnarrow, dgate, partial, count, parts, eps,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr,
-    HAS_DH: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
+    HAS_DH: tl.constexpr, NARROW: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Gradients; with PARTS there are `parts` of `count` rows, each with a gain of its own."""
     pid = tl.program_id(0)
@@ -214,5 +217,7 @@ def backward_kernel(
         if HAS_DH:
             tdx += tl.load(dh + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + at, tdx.to(dx.dtype.element_ty), mask=mask)
+        if NARROW:
+            tl.store(dnarrow + at, tdx.to(dnarrow.dtype.element_ty), mask=mask)
     if NEEDS_WEIGHT:
         tl.store(partial + pid * WIDTH + column, tl.sum(total, 0), mask=column < WIDTH)
