@@ -189,7 +189,7 @@ def start_from(session: Session, run: str) -> None:
     if path is None:
         raise ConfigError(problems or [f"{run}: has no checkpoint"], where)
     mine, theirs = vocabulary(session.config, session.corpus), meta["vocabulary"]
-    if mine != theirs:
+    if any(mine[key] != theirs[key] for key in ("model", "tokens", "digest")):  # a tokenizer's name may be its file's
         message = (
             f"the vocabulary differs: {path} has {theirs['model']} rows for the {theirs['tokens']} tokens of "
             f"{theirs['tokenizer']} ({theirs['digest']}), this configuration {mine['model']} rows for the "

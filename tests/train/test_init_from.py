@@ -33,6 +33,19 @@ def test_another_vocabulary_is_refused(settings, cache, tmp_path):
     assert str(other.path) in message and "use the same data.tokenizer" in message
 
 
+def test_a_tokenizer_may_be_named_by_its_file(settings, cache, tmp_path):
+    from linnet.config import parse
+    from linnet.train import TrainConfig
+
+    values = settings(steps=1).model_dump(mode="json")
+    values["model"] |= {"vocab_size": 300}
+    values["data"] |= {"tokenizer": "bpe:300"}
+    other = train(parse(TrainConfig, values), tmp_path, cache)
+    values["data"] |= {"tokenizer": str(other.path / "tokenizer.json")}
+    run = train(parse(TrainConfig, values | {"init_from": str(other.path)}), tmp_path, cache)
+    assert run.done and run.path != other.path
+
+
 def test_another_shape_is_refused_with_every_difference(settings, cache, tmp_path):
     other = train(settings(), tmp_path, cache)
     values = settings(init_from=str(other.path)).model_dump(mode="json")
