@@ -117,15 +117,13 @@ def _law(study: Study, architecture: str) -> Law | None:
 
 
 def _of_training(records: list[dict]) -> list[tuple]:
-    """((evaluation, metric), chance, point) of the first metric of each row."""
+    """((evaluation, metric), chance, point) of the metrics that each row wants shown."""
     found = []
     for row in records:
-        if "evaluation" not in row or not row.get("metrics"):
-            continue
-        metric, value = next(iter(row["metrics"].items()))
-        point = {"step": row["step"], "D": row["tokens"], "C": row["flops"], "value": value}
-        point["questions"] = row.get("questions")
-        found.append(((row["evaluation"], metric), (row.get("chance") or {}).get(metric), point))
+        for metric in row.get("shown", ()):
+            point = {"step": row["step"], "D": row["tokens"], "C": row["flops"], "value": row["metrics"][metric]}
+            point["questions"] = row.get("questions")
+            found.append(((row["evaluation"], metric), row["chance"].get(metric), point))
     return found
 
 

@@ -11,12 +11,12 @@ from linnet.data import DataConfig, load_tokenizer
 from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig
 from linnet.train.device import DeviceName
-from linnet.train.evaluation import Evaluation, label
 from linnet.train.guards import GuardConfig
 from linnet.train.optim import OptimizerConfig
 from linnet.train.recompute import Recompute
 from linnet.train.schedule import ScheduleConfig
 from linnet.train.sinks import SinkName
+from linnet.train.suites import Evaluation, label
 
 DEFAULT_STEPS = 1000
 

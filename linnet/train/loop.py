@@ -26,12 +26,13 @@ from linnet.runs.model import TOKENIZER
 from linnet.train import device as devices
 from linnet.train.clock import Clock
 from linnet.train.config import TrainConfig, check_vocabulary, resolve
-from linnet.train.evaluation import Evaluations, Subject, rows_kept
+from linnet.train.evaluation import Evaluations, rows_kept
 from linnet.train.guards import Trouble
 from linnet.train.schedule import factor
 from linnet.train.session import Session, model_tensors, start_from
 from linnet.train.sinks import check_sinks, open_sinks
 from linnet.train.stop import Stop, graceful_stop
+from linnet.train.suites import Subject
 
 Progress = Callable[[dict], None]
 

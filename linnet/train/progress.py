@@ -48,9 +48,9 @@ class TerminalProgress:
         elif "event" in row:
             self._say(f"[yellow]{self._event(row)}[/]")
         elif "evaluation" in row:
-            name, value = next(iter(row["metrics"].items()))
-            what = f"{row['evaluation']} [bold]{value:.4f}[/] {name.replace('_', ' ')}"
-            self._say(f"step {row['step']:>7,}  {what}  ({row['seconds']:.1f} s)")
+            shown = row["shown"] or list(row["metrics"])[:1]
+            told = ", ".join(f"[bold]{row['metrics'][name]:.4f}[/] {escape(name.replace('_', ' '))}" for name in shown)
+            self._say(f"step {row['step']:>7,}  {row['evaluation']} {told}  ({row['seconds']:.1f} s)")
         elif "validation_loss" in row:
             loss, bits = row["validation_loss"], row["validation_bits_per_byte"]
             self._say(f"step {row['step']:>7,}  held-out loss [bold]{loss:.4f}[/]  {bits:.4f} bits/byte")

@@ -130,11 +130,13 @@ def _evaluate(path, tokens, flops, law, final, chance) -> None:
             right = floor + (1 - floor) / (1 + math.exp(steepness * (loss - midpoint)))
             for name, p in (("questions", right), ("luck", floor)):
                 p = sum(chance.random() < p for _ in range(400)) / 400
-                row = {"kind": "tasks", "metrics": {"accuracy": p}, "chance": {"accuracy": floor}, "questions": 400}
+                row = {"kind": "tasks", "metrics": {"accuracy": p}, "shown": ["accuracy"], "questions": 400}
+                row |= {"chance": {"accuracy": floor}}
                 file.write(json.dumps(place | {"evaluation": name} | row) + "\n")
             _, coefficient, exponent = TRANSFER["book"]
             bits = coefficient * loss**exponent * (1 + 0.004 * chance.gauss(0, 1))
             row = {"evaluation": "book", "kind": "text", "metrics": {"bits_per_byte": bits, "perplexity": 2**bits}}
+            row |= {"shown": ["bits_per_byte"], "chance": {}}
             file.write(json.dumps(place | row) + "\n")
 
 

@@ -108,7 +108,7 @@ def test_training_is_the_same_bit_for_bit(settings, cache, tmp_path, suites, cha
 
 def test_what_a_suite_draws_or_changes_stays_with_it(settings, cache, tmp_path, suites, monkeypatch):
     """A suite that seeds everything, draws, and writes into its model and its gradients."""
-    from linnet.train import evaluation
+    from linnet.train import suites as kinds
 
     def vandal(self, subject):
         def measure(model):
@@ -116,11 +116,11 @@ def test_what_a_suite_draws_or_changes_stays_with_it(settings, cache, tmp_path, 
             for parameter in model.parameters():
                 parameter.data.fill_(9.0)
                 parameter.grad = torch.ones_like(parameter)
-            return evaluation.Found({"nothing": 0.0})
+            return kinds.Found({"nothing": 0.0})
 
         return measure
 
-    monkeypatch.setattr(evaluation.TextEvaluation, "prepare", vandal)
+    monkeypatch.setattr(kinds.TextEvaluation, "prepare", vandal)
     with_it = train(settings(**EVERY, evaluations=suites[:1]), tmp_path / "with", cache)
     assert len(rows(with_it, True)) == 3
     same_training(with_it, train(settings(**EVERY), tmp_path / "without", cache))

@@ -1,0 +1,45 @@
+"""What guessing gives: without it nobody knows whether a share of right answers is any good."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from lm_eval.api.task import Task
+
+from linnet.evaluate.results import Result
+from linnet.evaluate.suites import Suite, averages, counting
+
+PICKED = ("acc", "acc_norm", "acc_bytes")  # of one answer among several
+FOUND = ("exact_match", "em", "f1", "acc")  # of an answer that is free, which nobody guesses
+
+
+def chances(
+    tasks: Mapping[str, Task], results: Sequence[Result], suite: Suite | None = None, limit: int | None = None
+) -> dict[tuple[str, str], float]:
+    """(task, metric) -> the value that guessing gives, of each result that is a share of right answers.
+
+    Args:
+        tasks: that were asked, with their questions. results: of them, and the averages of `suite`.
+        limit: first questions of each task that were asked; None is all.
+    """
+    found = {}
+    for name, task in tasks.items():
+        own = [one.metric for one in results if one.task == name]
+        if task.OUTPUT_TYPE == "multiple_choice":
+            shares = [1 / len(task.doc_to_choice(doc)) for doc in islice(task.eval_docs, limit)]
+            found |= {(name, metric): sum(shares) / len(shares) for metric in own if metric in PICKED}
+        else:
+            found |= {(name, metric): 0.0 for metric in own if metric.partition(",")[0] in FOUND}
+    if suite is None:
+        return found
+    guessed = [replace(one, value=found[one.task, one.metric], items=()) for one in results if _place(one) in found]
+    if suite.by_question:
+        wanted = [one.value for one in counting(suite, guessed)]
+        return found | {_place(one): sum(wanted) / len(wanted) for one in results if one.task == suite.name and wanted}
+    if len(counting(suite, guessed)) == len(counting(suite, results)):
+        found |= {_place(one): one.value for one in averages(suite, guessed)}
+    return found
+
+
+def _place(result: Result) -> tuple[str, str]:
+    return result.task, result.metric

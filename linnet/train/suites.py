@@ -1,0 +1,310 @@
+"""The kinds of evaluations that training can make on its way: each a configuration with `prepare`, which reads what it
+needs and gives the function from a model to what was found.
+"""
+
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from linnet.config import Config, ConfigError
+from linnet.data import Tokenizer
+from linnet.data.sources import find_files
+from linnet.evaluate.needle import RIVALS, NeedleConfig, items, run_needle
+from linnet.evaluate.needle_scores import needle_scores
+from linnet.evaluate.recall import Probe, RecallConfig, ask, cells, run_recall, words_of
+from linnet.evaluate.text import natural_method, read_texts, score_text
+from linnet.inference import Engine
+from linnet.models import CausalLM, ModelConfig
+
+NAME = r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one evaluation came to.
+
+    Attributes:
+        metrics: numbers by name.
+        shown: those that figures show.
+        chance: of the metrics that are shares from 0 to 1, more of which is better: what guessing gives. Of others less
+            is better.
+        questions: how many a share is of, where it is one of answers.
+    """
+
+    metrics: dict[str, float]
+    shown: tuple[str, ...] = ()
+    chance: dict[str, float] = field(default_factory=dict)
+    questions: int | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated: its tokenizer and configuration, and how it is trained.
+
+    Attributes:
+        seq_len: tokens of a sequence of training.
+        sources: sources of the training text.
+    """
+
+    tokenizer: Tokenizer
+    model: ModelConfig
+    seq_len: int
+    device: torch.device
+    precision: Literal["float32", "bfloat16"]
+    sources: Sequence[str] | str
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """As in training."""
+        if self.precision == "bfloat16":
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def engine(self, model: CausalLM, context_length: int) -> Engine:
+        """To generate with; takes the model over."""
+        dtype = torch.bfloat16 if self.precision == "bfloat16" else torch.float32
+        settings = {"context_length": context_length, "device": self.device.type, "dtype": dtype}
+        return Engine(model, self.tokenizer, **settings)
+
+
+Measure = Callable[[CausalLM], Found]
+
+
+class TextEvaluation(Config):
+    """Perplexity of texts (docs/evaluation.md); what is shown is bits per byte.
+
+    Attributes:
+        name: label in the record, distinct among a run's evaluations; default: the kind.
+        every: steps between two; null: with each validation. All are done at the end too.
+        paths: files, folders, globs: none that is trained on.
+        text_key: key (JSONL) or column (Parquet) of the text.
+        most_bytes: only the first so many are scored, to be cheap; null: all.
+        method: `carried`, `windowed`, or `auto`: carried where the state does not grow.
+        window, stride: of windows, in tokens; default: the length of training, and half a window.
+    """
+
+    kind: Literal["text"]
+    name: str = Field("", pattern=NAME)
+    every: int | None = Field(None, ge=1)
+    paths: list[str] = Field(min_length=1)
+    text_key: str = "text"
+    most_bytes: int | None = Field(262_144, ge=1)
+    method: Literal["auto", "carried", "windowed"] = "auto"
+    window: int | None = Field(None, ge=2)
+    stride: int | None = Field(None, ge=1)
+
+    @field_validator("paths")
+    @classmethod
+    def _are_there(cls, paths: list[str]) -> list[str]:
+        problems: list[str] = []
+        find_files(paths, "text", problems, [])
+        if problems:
+            raise ValueError("; ".join(line.removeprefix("text: ") for line in problems))
+        return paths
+
+    @field_validator("stride")
+    @classmethod
+    def _below_window(cls, stride: int | None, info: ValidationInfo) -> int | None:
+        window = info.data.get("window")
+        if stride is not None and window is not None and stride >= window:
+            raise ValueError(f"{stride} tokens, but a window has {window}; give fewer")
+        return stride
+
+    def prepare(self, subject: Subject) -> Measure:
+        """Raises ConfigError for a text that is trained on, or that holds nothing to score."""
+        trained_on = {file.path.resolve() for file in find_files(subject.sources, "source", [], [])}
+        mine = [file.path for file in find_files(self.paths, "text", [], [])]
+        seen = [f"paths: {path} is trained on (data.source)" for path in mine if path.resolve() in trained_on]
+        if seen:
+            raise ConfigError([f"{line}; give text of its own" for line in seen])
+        window = self.window or subject.seq_len
+        if self.stride is not None and self.stride >= window:
+            raise ConfigError([f"stride: {self.stride} tokens, but a window has {window}; give fewer"])
+        documents = read_texts(self.paths, subject.tokenizer, self.text_key, self.most_bytes)
+        method = natural_method(subject.model) if self.method == "auto" else self.method
+
+        def measure(model: CausalLM) -> Found:
+            ways = {"method": method, "window": window, "stride": self.stride}
+            score = score_text(model, documents, **ways, autocast=subject.autocast())
+            names = ("bits_per_byte", "loss", "perplexity", "word_perplexity")
+            return Found({name: getattr(score, name) for name in names}, names[:1])
+
+        return measure
+
+
+class NeedleEvaluation(NeedleConfig):
+    """Needles in haystacks (`linnet.evaluate.needle.NeedleConfig`), by default few and at small sizes; what is shown is
+    the mean accuracy.
+
+    Attributes:
+        name, every: as those of texts.
+    """
+
+    kind: Literal["needle"]
+    name: str = Field("", pattern=NAME)
+    every: int | None = Field(None, ge=1)
+    lengths: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] = [256, 512]
+    depths: Annotated[list[Annotated[float, Field(ge=0.0, le=1.0)]], Field(min_length=1)] = [0.0, 0.25, 0.5, 0.75, 1.0]
+    scoring: Literal["match", "choice"] = "choice"
+
+    @field_validator("lengths")
+    @classmethod
+    def _ascend(cls, lengths: list[int]) -> list[int]:
+        if lengths != sorted(set(lengths)):
+            raise ValueError(f"{lengths} do not ascend; give each length once, the shortest first")
+        return lengths
+
+    @field_validator("haystack")
+    @classmethod
+    def _is_there(cls, haystack: str | None) -> str | None:
+        if haystack is not None and not Path(haystack).is_file():
+            raise ValueError(f"{haystack!r} is no file; give a text file, or null for text made up")
+        return haystack
+
+    def prepare(self, subject: Subject) -> Measure:
+        """Raises ConfigError for lengths that do not hold needle and question, and a haystack that is not text."""
+        longest = max(len(item.prompt) for _, _, item in items(self, subject.tokenizer))
+
+        def measure(model: CausalLM) -> Found:
+            grid = run_needle(subject.engine(model, longest + 128), self)
+            scores = needle_scores(grid)
+            metrics = {"accuracy": grid.mean().item(), "weighted": scores.weighted, "niah_score": scores.score}
+            guessed = 1 / (RIVALS + 1) if self.scoring == "choice" else 0.0
+            chance = dict.fromkeys(("accuracy", "weighted"), guessed)
+            return Found(metrics, ("accuracy",), chance, grid.size * self.samples)
+
+        return measure
+
+
+class RecallEvaluation(RecallConfig):
+    """Recall probes (`linnet.evaluate.recall.RecallConfig`), by default few and short; what is shown is for each task
+    the accuracy among the values of its sequence.
+
+    Attributes:
+        name, every: as those of texts.
+    """
+
+    kind: Literal["recall"]
+    name: str = Field("", pattern=NAME)
+    every: int | None = Field(None, ge=1)
+    tasks: Annotated[list[Probe], Field(min_length=1)] = ["mqar", "in_context_recall"]
+    lengths: Annotated[list[Annotated[int, Field(ge=8)]], Field(min_length=1)] = [64, 128]
+    pairs: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)] = [4, 8]
+
+    def prepare(self, subject: Subject) -> Measure:
+        """Raises ConfigError where no length holds any number of pairs, or the vocabulary has too few words."""
+        vocabulary = subject.model.vocab_size
+        words = words_of(subject.tokenizer, vocabulary)
+        if all(ask(task, 1, words, vocabulary) is None for _, _, _, task in list(cells(self))):
+            raise ConfigError([f"pairs: {len(words)} tokens of visible text are too few for any of {self.pairs}"])
+
+        def measure(model: CausalLM) -> Found:
+            found = run_recall(model, subject.tokenizer, self, autocast=subject.autocast())
+            metrics, chance = {}, {}
+            for task in dict.fromkeys(cell.task for cell in found):
+                own = [cell for cell in found if cell.task == task]
+                metrics[task] = sum(cell.choices.mean().item() for cell in own) / len(own)
+                chance[task] = sum(cell.chance for cell in own) / len(own)
+                metrics[f"{task}_of_all_tokens"] = sum(cell.accuracies.mean().item() for cell in own) / len(own)
+            return Found(metrics, tuple(chance), chance, self.samples * len(found) // len(chance))
+
+        return measure
+
+
+class TaskEvaluation(Config):
+    """Questions through lm-evaluation-harness (extra `eval`): a suite of the papers, or tasks by name, such as those of
+    a folder of one's own. What is shown is the average of a suite, or the first metric of each task.
+
+    Attributes:
+        name, every: as those of texts.
+        suite: of `linnet.evaluate.suites`; or `tasks`: names, those in the folder `include` first.
+        shots: examples before each question; null: as the suite or the task says.
+        limit: first questions of each task that are asked, to be cheap; null: all.
+        too_long: what happens where a model whose state grows is asked more than the length of training: `refuse` makes
+            the evaluation fail, `cut` leaves out the beginning.
+    """
+
+    kind: Literal["tasks"]
+    name: str = Field("", pattern=NAME)
+    every: int | None = Field(None, ge=1)
+    suite: Literal["csr", "perplexity", "scrolls", "mmlu", "ceval"] | None = None
+    tasks: list[str] = []
+    include: str | None = None
+    shots: int | None = Field(None, ge=0)
+    limit: int | None = Field(100, ge=1)
+    too_long: Literal["refuse", "cut"] = "refuse"
+
+    @field_validator("kind")
+    @classmethod
+    def _can_ask(cls, kind: str) -> str:
+        if find_spec("lm_eval") is None:
+            raise ValueError("tasks need lm-evaluation-harness; pip install 'linnet[eval]'")
+        return kind
+
+    @field_validator("include")
+    @classmethod
+    def _is_there(cls, include: str | None) -> str | None:
+        if include is not None and not Path(include).is_dir():
+            raise ValueError(f"{include!r} is no folder; name one with the YAML files of tasks")
+        return include
+
+    @model_validator(mode="after")
+    def _one_form(self):
+        if (self.suite is None) == (not self.tasks):
+            raise ValueError("give a `suite` or `tasks`, one of the two")
+        return self
+
+    def prepare(self, subject: Subject) -> Measure:
+        """Raises ConfigError for tasks that are unknown, questions that are wrong, or data that cannot be had."""
+        from linnet.evaluate.chance import chances  # what follows imports the harness, which takes seconds
+        from linnet.evaluate.harness import LinnetLM
+        from linnet.evaluate.suites import counting, find_suite, load_suite, run_suite
+        from linnet.evaluate.tasks import find_tasks, run_tasks
+
+        suite = None if self.suite is None else find_suite(self.suite)
+        if suite is not None:
+            tasks = load_suite(suite, self.shots)
+        else:
+            tasks = find_tasks(self.tasks, self.include, shots=self.shots)
+        cut = suite is not None and suite.cut
+        longest = subject.seq_len if cut or natural_method(subject.model) == "windowed" else None
+
+        def measure(model: CausalLM) -> Found:
+            engine = subject.engine(model, longest + 1 if longest else 4096)
+            lm = LinnetLM(engine, longest, "cut" if cut else self.too_long)
+            with contextlib.redirect_stderr(io.StringIO()):  # where the harness draws a bar for each task
+                if suite is not None:
+                    results = run_suite(lm, suite, tasks, self.limit)
+                else:
+                    results = run_tasks(lm, tasks, self.limit)
+            guessed = chances(tasks, results, suite, self.limit)
+            alone = suite is None and len(tasks) == 1
+            names = {(r.task, r.metric): r.metric if alone or r.task == self.suite else f"{r.task}/{r.metric}"
+                     for r in results}  # fmt: skip
+            metrics = {names[r.task, r.metric]: r.value for r in results}
+            chance = {names[place]: value for place, value in guessed.items()}
+            averages = [r for r in results if suite is not None and r.task == suite.name]
+            first: dict[str, str] = {}
+            for r in averages or (results if suite is None else counting(suite, results)):
+                if r.better == "lower" or (r.task, r.metric) in guessed:  # of the others nobody knows the range
+                    first.setdefault(r.task, names[r.task, r.metric])
+            asked = {r.task: r.n for r in results if r.task in tasks}.values()
+            return Found(metrics, tuple(first.values()), chance, sum(asked) if averages else min(asked))
+
+        return measure
+
+
+Evaluation = Annotated[
+    TextEvaluation | NeedleEvaluation | RecallEvaluation | TaskEvaluation, Field(discriminator="kind")
+]
+
+
+def label(config: Evaluation) -> str:
+    """What an evaluation is called in the record."""
+    return config.name or config.kind

@@ -1,0 +1,176 @@
+"""Recall probes and tasks while a model trains: they give what the checkpoint gives, and say what is wrong."""
+
+import json
+import typing
+from pathlib import Path
+
+import pytest
+import torch
+
+from linnet.config import ConfigError, parse
+from linnet.data import ByteTokenizer
+from linnet.evaluate.recall import RecallConfig, run_recall, to_results
+from linnet.inference import Engine
+from linnet.models import build_model, family
+from linnet.runs import load_model
+from linnet.train import train
+from linnet.train.suites import RecallEvaluation, Subject, TaskEvaluation
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
+EVERY = {"steps": 12, "log_every": 4, "evaluate_every": 6, "keep_checkpoints": 9}
+
+
+def evaluated(run) -> list[dict]:
+    return [row for row in run.metrics() if "evaluation" in row]
+
+
+def subject(mixer: str = "tnl", seq_len: int = 64) -> Subject:
+    model = family(mixer)(16, 2, num_heads=2, vocab_size=256)
+    return Subject(ByteTokenizer(), model, seq_len, torch.device("cpu"), "float32", "stdlib")
+
+
+def test_recall_is_that_of_the_checkpoint(settings, cache, tmp_path):
+    asked = {"tasks": ["mqar", "noisy_recall"], "lengths": [64], "pairs": [4, 8], "samples": 6}
+    run = train(settings(**EVERY, evaluations=[{"kind": "recall", **asked}]), tmp_path, cache)
+    first, last = evaluated(run)
+    assert (first["step"], last["step"]) == (6, 12) and last["shown"] == ["mqar", "noisy_recall"]
+    found = run_recall(*load_model(run.path), RecallConfig(**asked))
+    values = {(one.task, one.metric): one.value for one in to_results(found)}
+    for task in last["shown"]:
+        assert last["metrics"][task] == pytest.approx(values[f"recall-{task}", "choice"])
+        assert last["metrics"][f"{task}_of_all_tokens"] == pytest.approx(values[f"recall-{task}", "accuracy"])
+        chances = [cell.chance for cell in found if cell.task == task]
+        assert last["chance"][task] == pytest.approx(sum(chances) / 2) and last["questions"] == 12
+
+
+def test_probes_that_do_not_fit_are_told_before(settings, cache, tmp_path):
+    wrong = [
+        {"kind": "recall", "tasks": ["mqar"], "lengths": [8], "pairs": [16]},
+        {"kind": "recall", "name": "many", "pairs": [1]},
+    ]
+    with pytest.raises(ConfigError, match="evaluations.1.recall.pairs.0"):
+        settings(evaluations=wrong)
+    with pytest.raises(ConfigError, match=r"evaluations.0 \(recall\): lengths: none of \[8\] holds any of \[16\]"):
+        train(settings(evaluations=wrong[:1]), tmp_path, cache)
+    words = parse(RecallEvaluation, {"kind": "recall", "tasks": ["mqar"], "lengths": [512], "pairs": [64]})
+    with pytest.raises(ConfigError, match="tokens of visible text are too few"):
+        words.prepare(subject())
+
+
+def test_an_extra_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr("linnet.train.suites.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'linnet\[eval\]'"):
+        parse(TaskEvaluation, {"kind": "tasks", "suite": "csr"})
+
+
+def test_either_a_suite_or_tasks(tmp_path):
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    for values in ({}, {"suite": "csr", "tasks": ["piqa"]}):
+        with pytest.raises(ConfigError, match="one of the two"):
+            parse(TaskEvaluation, {"kind": "tasks", **values})
+    with pytest.raises(ConfigError) as caught:
+        parse(TaskEvaluation, {"kind": "tasks", "suite": "crs", "include": str(tmp_path / "none"), "every": 0})
+    assert [line.split(":")[0] for line in caught.value.problems] == ["every", "suite", "include"]
+
+
+def test_tasks_are_those_of_the_checkpoint(settings, cache, tmp_path):
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    from linnet.evaluate.harness import LinnetLM
+    from linnet.evaluate.tasks import find_tasks, run_tasks
+
+    evaluations = [
+        {"kind": "tasks", "name": "both", "tasks": ["capitals", "opposites"], "include": str(EXAMPLES), "limit": 5},
+        {"kind": "tasks", "name": "one", "tasks": ["capitals"], "include": str(EXAMPLES), "limit": None},
+    ]
+    with_them = train(settings(**EVERY, evaluations=evaluations), tmp_path, cache)
+    rows = evaluated(with_them)
+    assert [row["step"] for row in rows] == [6, 6, 12, 12] and not any("event" in row for row in rows)
+    _, _, both, one = rows
+    assert both["shown"] == ["capitals/acc", "opposites/exact_match,remove_whitespace"] or both["shown"] == [
+        "capitals/acc", "opposites/exact_match",
+    ]  # fmt: skip
+    assert both["questions"] == 4 and both["chance"][both["shown"][1]] == 0.0
+    assert one["shown"] == ["acc"] and one["chance"] == {"acc": 0.25, "acc_norm": 0.25}
+
+    model, tokenizer = load_model(with_them.path)
+    lm = LinnetLM(Engine(model, tokenizer, device="cpu"))
+    tasks = find_tasks(["capitals", "opposites"], EXAMPLES)
+    values = {f"{r.task}/{r.metric}": r.value for r in run_tasks(lm, tasks, 5)}
+    assert both["metrics"] == pytest.approx(values)
+
+    without = train(settings(**EVERY), tmp_path / "without", cache)
+    losses = [[row["loss"] for row in run.metrics() if "loss" in row] for run in (with_them, without)]
+    assert losses[0] == losses[1]
+
+
+def test_tasks_that_are_wrong_are_told_before(settings, cache, tmp_path):
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    (tmp_path / "own.yaml").write_text((EXAMPLES / "capitals.yaml").read_text().replace("capitals", "own"))
+    lines = (EXAMPLES / "capitals.jsonl").read_text().splitlines()
+    lines[1] = json.dumps(json.loads(lines[1]) | {"answer": 9})
+    (tmp_path / "own.jsonl").write_text("\n".join(lines))
+    wrong = [
+        {"kind": "tasks", "name": "first", "tasks": ["own"], "include": str(tmp_path)},
+        {"kind": "tasks", "name": "second", "tasks": ["capital"], "include": str(EXAMPLES)},
+    ]
+    with pytest.raises(ConfigError) as caught:
+        train(settings(evaluations=wrong), tmp_path / "runs", cache)
+    first, second = caught.value.problems
+    assert first.startswith("evaluations.0 (first): ") and "own.jsonl:2" in first
+    assert second.startswith("evaluations.1 (second): task: 'capital' is unknown; did you mean 'capitals'?")
+
+
+def test_a_model_whose_state_grows_is_asked_no_more_than_it_was_trained_on():
+    """Refused, or cut where that is wanted; a linear model reads all."""
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    asked = {"kind": "tasks", "tasks": ["capitals"], "include": str(EXAMPLES), "limit": 2}
+    for mixer, ways, refused in (("llama", {}, True), ("llama", {"too_long": "cut"}, False), ("tnl", {}, False)):
+        own = subject(mixer, seq_len=32)
+        measure = parse(TaskEvaluation, asked | ways).prepare(own)
+        model = build_model(own.model)
+        if refused:
+            with pytest.raises(ConfigError, match="32"):
+                measure(model)
+        else:
+            assert 0 <= measure(model).metrics["acc"] <= 1
+
+
+def test_the_suites_are_those_that_there_are():
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    from linnet.evaluate.suites import SUITES
+
+    literal = TaskEvaluation.model_fields["suite"].annotation
+    names = [name for part in typing.get_args(literal) for name in typing.get_args(part)]
+    assert names == list(SUITES)
+
+
+def test_guessing_in_averages():
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    from linnet.evaluate.chance import chances
+    from linnet.evaluate.results import Item, Result
+    from linnet.evaluate.suites import Suite, averages
+
+    class Choices:
+        """A task of so many choices a question; the harness's own need the network."""
+
+        OUTPUT_TYPE = "multiple_choice"
+
+        def __init__(self, *choices: int):
+            self.eval_docs = choices
+
+        def doc_to_choice(self, doc: int) -> list:
+            return list(range(doc))
+
+    suite = Suite("s", {"a": ("acc",), "b": ("acc_norm",)}, (), averages={"average": (), "without_a": ("a",)})
+    tasks = {"a": Choices(2, 2, 2), "b": Choices(4, 5, 2)}
+    results = [Result("a", "acc", 0.6), Result("b", "acc", 0.3), Result("b", "acc_norm", 0.4), Result("b", "nats", 1.0)]
+    results = [*averages(suite, results), *results]
+    b = (1 / 4 + 1 / 5) / 2
+    assert chances(tasks, results, suite, limit=2) == {
+        ("a", "acc"): 0.5, ("b", "acc"): b, ("b", "acc_norm"): b,
+        ("s", "average"): (0.5 + b) / 2, ("s", "without_a"): b,
+    }  # fmt: skip
+    group = Suite("g", {"g": ("acc",)}, (), by_question=True)
+    parts = [Result.of_items(name, "acc", [Item("0", 1.0)]) for name in ("a", "b")]
+    found = chances(tasks, [*averages(group, parts), *parts], group)
+    assert found["g", "average"] == pytest.approx((0.5 + (1 / 4 + 1 / 5 + 1 / 2) / 3) / 2)
