@@ -4,6 +4,7 @@ A configuration class sits next to what it configures and derives from `Config`.
 `parse`, which reports all problems of a configuration at once.
 """
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -34,6 +35,15 @@ class ConfigError(ValueError):
         self.problems = list(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__(f"{where}: {count}\n" + "\n".join(f"  - {line}" for line in self.problems))
+
+
+@contextlib.contextmanager
+def gather(problems: list[str]) -> typing.Iterator[None]:
+    """Adds what a `ConfigError` inside says to `problems`, so that one error can tell all that is wrong."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
 
 
 C = typing.TypeVar("C", bound=Config)

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import Field, field_validator, model_validator
 
-from linnet.config import Config, ConfigError, digest, nearest, override, parse, parse_yaml, read_yaml
+from linnet.config import Config, ConfigError, digest, gather, nearest, override, parse, parse_yaml, read_yaml
 
 
 class Inner(Config):
@@ -37,6 +37,17 @@ def test_every_problem_is_reported_with_key_value_and_fix():
     assert "many.0.knid: unknown key (value 'x'); did you mean 'kind'?" in text
     assert "colour: unknown key (value 1)" in text
     assert "name: required" in text
+
+
+def test_problems_of_several_configurations_are_gathered():
+    problems = ["first"]
+    with gather(problems):
+        raise ConfigError(["second", "third"])
+    with gather(problems):
+        problems.append("fourth")
+    assert problems == ["first", "second", "third", "fourth"]
+    with pytest.raises(ZeroDivisionError), gather(problems):
+        problems.append(1 / 0)
 
 
 def test_types_are_not_converted():
