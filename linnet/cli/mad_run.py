@@ -105,46 +105,52 @@ def run(
     """
     from rich.console import Console
 
-    from linnet.config import ConfigError, parse
+    from linnet.config import ConfigError, gather, override, parse
     from linnet.study.executors import ExecutorConfig
-    from linnet.study.mad.run import run_mad
-    from linnet.study.mad.settings import BUDGETS, MQAR_WIDTHS
-    from linnet.study.mad.state import state_size
+    from linnet.study.mad.run import prepare, train
+    from linnet.study.mad.settings import BUDGETS
 
     mqar = budget in BUDGETS and BUDGETS[budget].mqar
-    models = _models(layouts or [], mixer or [], set_ or [], None if mqar else state)
-    problems = []
-    if device not in ("auto", "cpu", "cuda"):
-        problems.append(f"--device {device!r} is unknown; use auto, cpu or cuda")
+    problems: list[str] = []
+    changes, where, models, seeds = {}, None, {}, [0]
+    with gather(problems):
+        changes = override({}, set_ or [])
+    with gather(problems):
+        models = _models(layouts or [], mixer or [], changes, None if mqar else state, problems)
     if not all(part.strip().isdigit() for part in seed.split(",")):
         problems.append(f"--seed {seed!r}: write numbers with commas between, such as 0,1,2")
+    else:
+        seeds = list(dict.fromkeys(int(part) for part in seed.split(",")))
+    if device not in ("auto", "cpu", "cuda"):
+        problems.append(f"--device {device!r} is unknown; use auto, cpu or cuda")
     if mqar and state != 4096:
         problems.append(f"--state {state}: the models of MQAR have the state of their options; leave it out")
+    if executor not in ("inline", "local", "ray"):
+        problems.append(f"--executor {executor!r} is unknown; use inline, local or ray")
+    elif address is not None and executor != "ray":
+        problems.append(f"--address {address!r} is of a Ray cluster; use it with --executor ray")
+    else:
+        where = parse(ExecutorConfig, {"kind": executor, "workers": workers, "address": address, "retries": 1})
+    with gather(problems):
+        work = prepare(
+            models,
+            out or Path("mad") / (budget if spec == "paper" else f"{budget}-{spec}"),
+            budget=budget,
+            tasks=_names(tasks),
+            settings=_names(settings),
+            spec=spec,
+            seeds=seeds,
+            device=device if device in ("cpu", "cuda") else "auto",
+            executor=where,
+            plugins=mixer or [],
+            spare_decay=spare_decay,
+        )
     if problems:
-        raise ConfigError(problems, "command line")
-    where = parse(ExecutorConfig, {"kind": executor, "workers": workers, "address": address, "retries": 1}, "executor")
+        raise ConfigError(list(dict.fromkeys(problems)), "command line")
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
     for name, model in models.items():
-        layout = "" if model.layout == name else f" {model.layout},"
-        widths = MQAR_WIDTHS if mqar else (model.d_model,)
-        sizes = [f"width {width}, state {state_size(_at(model, width)):,}" for width in widths]
-        console.print(f"{name}:{layout} {'; '.join(sizes)}", markup=False)
-    result = run_mad(
-        models,
-        out or Path("mad") / (budget if spec == "paper" else f"{budget}-{spec}"),
-        budget=budget,
-        tasks=_names(tasks),
-        settings=_names(settings),
-        spec=spec,
-        seeds=list(dict.fromkeys(int(part) for part in seed.split(","))),
-        device=device,
-        executor=where,
-        bundle=bundle,
-        compile=compile_,
-        plugins=mixer or [],
-        spare_decay=spare_decay,
-        console=console,
-    )
+        console.print(_about(name, model, mqar), markup=False)
+    result = train(work, bundle=bundle, compile=compile_, console=console)
     if as_json:
         rows = result.scores.to_rows() if result.scores is not None else []
         about = {"folder": str(result.folder), "budget": budget, "comparable": BUDGETS[budget].comparable}
@@ -215,37 +221,42 @@ def _page(folder: Path) -> Path | None:
     return write_mad_report(folder)
 
 
-def _at(model, width: int):
-    """The model at another width."""
+def _about(name: str, model, mqar: bool) -> str:
+    """A model in a line: its layout, its width, its state."""
     from linnet.models import ModelConfig
+    from linnet.study.mad.settings import MQAR_WIDTHS
+    from linnet.study.mad.state import state_size
 
-    return ModelConfig.model_validate(model.model_dump() | {"d_model": width})
+    sizes = []
+    for width in MQAR_WIDTHS if mqar else (model.d_model,):
+        wide = ModelConfig.model_validate(model.model_dump() | {"d_model": width})
+        sizes.append(f"width {width}, state {state_size(wide):,}")
+    layout = "" if model.layout == name else f" {model.layout},"
+    return f"{name}:{layout} {'; '.join(sizes)}"
 
 
-def _models(layouts: list[str], mixers: list[str], assignments: list[str], state: int | None):
-    """Name -> model, all problems at once; `state` is None for the models of MQAR."""
-    from linnet.config import ConfigError, override
+def _models(layouts: list[str], mixers: list[str], changes: dict, state: int | None, problems: list[str]):
+    """Name -> model of those that can be built, what is wrong with the others added to `problems`; `state` is None for
+    the models of MQAR."""
+    from linnet.config import ConfigError, gather
     from linnet.layers.base import load_plugin
     from linnet.study.mad.architectures import architecture, mqar_architecture
 
+    if not layouts and not mixers:
+        problems.append("LAYOUT: give a layout ('tnl+swiglu x2') or recipe, or --mixer FILE.py:Class")
     form = "{}" if state is None else "{}+swiglu x2"
-    names = [*layouts, *(form.format(load_plugin(mixer)) for mixer in mixers)]
-    if not names:
-        raise ConfigError(
-            ["LAYOUT: give a layout ('tnl+swiglu x2') or recipe, or --mixer FILE.py:Class"], "command line"
-        )
-    changes, problems, models = override({}, assignments), [], {}
+    names, models = list(layouts), {}
+    for mixer in mixers:
+        with gather(problems):
+            names.append(form.format(load_plugin(mixer)))
     for name in names:
+        hint = ""
         try:
-            one = mqar_architecture(name, changes) if state is None else architecture(name, changes, state)
-            models[name] = one
+            models[name] = mqar_architecture(name, changes) if state is None else architecture(name, changes, 0)
+            hint = "; or --state 0, which takes it as it is"
+            models[name] = architecture(name, changes, state) if state else models[name]
         except ConfigError as error:
-            problems += [f"{name}: {problem}" for problem in error.problems]
-    if problems:
-        raise ConfigError(
-            problems,
-            f"models with a fixed state of {state:,} (--state 0 takes them as they are)" if state else "models",
-        )
+            problems += [f"{name}: {problem}{hint}" for problem in error.problems]
     return models
 
 

@@ -149,7 +149,7 @@ def test_what_cannot_run_is_said_before_anything_is(tmp_path):
 
     found = problems("tnl+swigl x2", "hgrn+swiglu x2")
     assert "did you mean 'swiglu'?" in found and "hgrn: a layer has 128 and should have 2,048" in found
-    assert "--state 0" in found
+    assert "or --state 0, which takes it as it is" in found and found.count("--state 0") == 1
     assert "did you mean 'mad-mamba'? As a layout: layer 'mad-mambo' is unknown" in problems("mad-mambo")
     assert "tnl: options.tnl.num_hads: unknown key" in problems("tnl", "--set", "options.tnl.num_hads=3")
     assert "give a layout" in problems()
@@ -157,3 +157,40 @@ def test_what_cannot_run_is_said_before_anything_is(tmp_path):
     assert "did you mean 'smoke'?" in problems("tnl+swiglu x2", "--budget", "smok")
     assert "--device 'tpu' is unknown" in problems("tnl+swiglu x2", "--device", "tpu")
     assert "write path/to/file.py:ClassName" in problems("--mixer", "nothing")
+    assert "--address 'auto' is of a Ray cluster" in problems("tnl+swiglu x2", "--address", "auto")
+    assert "vocab" not in problems("tnl+swiglu x2", "--set", "d_model=130")
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path):
+    """Of the models, of every option, of the budget and of the folder."""
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    options = "--budget smok --tasks fuzy --settings seqlen,nothing --spec papr --seed a --device tpu --executor rai"
+    arguments = ["tnl+swigl x2", "hgrn+swiglu x2", "--mixer", "nothing", "--set", "foo", *options.split()]
+    result = call("run", *arguments, "--out", taken)
+    assert result.exit_code == 2
+    found = " ".join(result.stderr.split())
+    expected = (
+        "13 problems",
+        "--set 'foo': write key=value",
+        "write path/to/file.py:ClassName",
+        "tnl+swigl x2: layout: channel mixer 'swigl' is unknown",
+        "hgrn+swiglu x2: hgrn: a layer has 128 and should have 2,048",
+        "--seed 'a'",
+        "--device 'tpu' is unknown",
+        "--executor 'rai' is unknown",
+        "budget 'smok' is unknown; did you mean 'smoke'?",
+        "tasks: 'fuzy' is not a task of MAD; did you mean 'fuzzy_recall'?",
+        "spec 'papr' is unknown",
+        "settings: 'seqlen' is not a setting; did you mean 'seq_len'?",
+        "settings: 'nothing' is not a setting; linnet mad list has them all",
+        f"{taken}: is a file",
+    )
+    assert [part for part in expected if part not in found] == []
+
+
+def test_a_folder_of_other_runs_is_named_with_all_else(tmp_path):
+    (tmp_path / "plan.json").write_text(json.dumps({"budget": "core", "spec": "paper"}))
+    found = call("run", "tnl+swiglu x2", "--tasks", "fuzy", "--out", tmp_path).stderr
+    assert "holds runs of budget core, not smoke" in found and "did you mean 'fuzzy_recall'" in found
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]

@@ -46,7 +46,7 @@ def test_table_bar_and_page(tmp_path):
 def test_what_is_no_mixer_is_refused(tmp_path):
     result = call("mad-mamba", "hgrn4", "--budget", "mqar", "--out", tmp_path / "mad")
     assert result.exit_code == 2 and not (tmp_path / "mad").exists()
-    assert "mad-mamba is a recipe with a width of its own" in result.stderr and "did you mean 'hgrn'?" in result.stderr
+    assert "mad-mamba: a recipe has a width of its own" in result.stderr and "did you mean 'hgrn'?" in result.stderr
     assert "leave it out" in call("hgrn2", "--budget", "mqar", "--state", "0", "--out", tmp_path / "mad").stderr
     assert not (tmp_path / "mad").exists()
     assert "MQAR has one form only" in call("hgrn2", "--budget", "mqar", "--spec", "mad-lab").stderr

@@ -58,7 +58,7 @@ def mqar_architecture(name: str, changes: Mapping[str, Any] | None = None) -> Mo
         ConfigError: an unknown layer, a recipe, or options that a layer refuses.
     """
     if name in RECIPES:
-        raise ConfigError([f"{name} is a recipe with a width of its own; give a token mixer or a layout"], name)
+        raise ConfigError(["a recipe has a width of its own; give a token mixer or a layout"], name)
     _check(name)
     changes = dict(changes or {})
     layout = f"{name} x2" if name in MIXERS else name

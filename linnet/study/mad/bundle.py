@@ -4,11 +4,10 @@ Runs share a bundle where model, length, number of samples, epochs and batch siz
 at one setting, its seeds, and settings that differ in their data alone. If memory runs out, the bundle is halved.
 """
 
-import contextlib
 import gc
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
@@ -23,8 +22,8 @@ from linnet.data.synthetic import Samples, Split, Task, find_task, generate
 from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig, build_model, flops_exact
 from linnet.runs import Record, RunFolder
-from linnet.runs.files import FULL
 from linnet.study.executors import Job, is_out_of_memory
+from linnet.study.mad.folder import room
 from linnet.study.mad.loads import expert_loads, is_routed
 from linnet.study.mad.resume import BundleCheckpoint, finish, write_results
 from linnet.study.mad.training import Counted, Training, Watch
@@ -79,10 +78,12 @@ def train_bundle(job: Job) -> str:
 
 def run_flops(run: Mapping[str, Any]) -> float:
     """Training FLOPs of one run, its model's backbone and head."""
-    config = ModelConfig.model_validate(run["model"])
-    unasked = run["input_length"] - run["answers"] if "answers" in run else 0  # their logits are not computed
-    head = 6.0 * unasked * config.d_model * config.vocab_size
-    return run["epochs"] * run["train_samples"] * (flops_exact(config, run["input_length"]) - head)
+    model, length = run["model"], run["input_length"]
+    token = 6.0 * model["d_model"]  # of the head, for one logit
+    # The backbone is counted at one vocabulary, so that all settings of a length share what was counted.
+    backbone = flops_exact(ModelConfig.model_validate(model | {"vocab_size": 2}), length) - 2 * token * length
+    asked = run.get("answers", length)  # the logits of other positions are not computed
+    return run["epochs"] * run["train_samples"] * (backbone + token * asked * model["vocab_size"])
 
 
 def build(run: Mapping[str, Any]):
@@ -97,18 +98,6 @@ def build(run: Mapping[str, Any]):
 
         return build_recall(config, run["answers"], seed=run["seed"])
     return build_model(config, seed=run["seed"])
-
-
-@contextlib.contextmanager
-def room(folder: str | Path) -> Iterator[None]:
-    """Says what to do where the disk is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        problem = f"{folder}: the disk is full; free some space and run the same command again to go on"
-        raise ConfigError([problem], "MAD") from None
 
 
 def _trained(runs: list[dict], payload: Mapping[str, Any]) -> bool:

@@ -268,13 +268,11 @@ def plan(
         problems.append(f"spec {spec!r} is unknown; use paper or mad-lab")
     elif chosen is not None and chosen.mqar and spec != "paper":
         problems.append(f"spec {spec!r}: MQAR has one form only; leave spec at paper")
-    if problems:
-        raise ConfigError(problems, "MAD")
-    every = mqar_settings() if chosen.mqar else mad_settings(spec)
+    every = (
+        mqar_settings() if chosen is not None and chosen.mqar else mad_settings(spec if spec == "mad-lab" else "paper")
+    )
     names = {name for setting in every for name in _names(setting)}
-    problems = [
-        f"settings: {name!r} is not a setting; {nearest(name, names)}" for name in settings if name not in names
-    ]
+    problems += [f"settings: {name!r} is not a setting; {_hint(name, names)}" for name in settings if name not in names]
     if problems:
         raise ConfigError(problems, "MAD")
     asked = [
@@ -316,6 +314,11 @@ def listing(runs: Sequence[PlannedRun]) -> dict[str, Any]:
         "grid": [point._asdict() for point in points],
         "settings": list(settings.values()),
     }
+
+
+def _hint(name: str, names: set[str]) -> str:
+    hint = nearest(name, names)
+    return hint if hint.startswith("did you mean") else "linnet mad list has them all"
 
 
 def _names(setting: Setting) -> set[str]:

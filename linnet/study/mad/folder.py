@@ -1,0 +1,153 @@
+"""A folder of MAD runs: what was asked of it, who works in it, and the table of its results.
+
+<folder>/
+    plan.json     budget, specification, the models and the runs, by the names of their folders
+    runs/         one run folder each: config.yaml, metrics.jsonl, result.json
+    mad.csv       all results, a pure function of the run folders
+    scores.csv    the scores of the architectures
+"""
+
+import contextlib
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from linnet.config import ConfigError
+from linnet.layers.base import load_plugin
+from linnet.models import ModelConfig
+from linnet.runs import LockedError, RunFolder
+from linnet.runs.files import FULL, write_atomic
+from linnet.study.mad.results import TABLE
+
+PLAN, RUNS = "plan.json", "runs"
+
+COLUMNS = (
+    "architecture task setting varied learning_rate weight_decay seed accuracy macro_batch validation_accuracy loss "
+    "validation_loss train_loss epoch parameters state_size status diverged_at steps budget spec decay loads run"
+).split()
+
+
+def collect(folder: Path) -> list[dict[str, Any]]:
+    """The results of all run folders as rows, by architecture, setting and point; writes mad.csv atomically."""
+    rows = []
+    for path in sorted((folder / RUNS).glob("*/result.json")):
+        rows.append(RunFolder(path.parent).result() | {"run": path.parent.name})
+    rows.sort(key=lambda row: [row[k] for k in ("architecture", "setting", "learning_rate", "weight_decay", "seed")])
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(row | {"loads": json.dumps(row["loads"]) if row.get("loads") else ""} for row in rows)
+    write_atomic(folder / TABLE, text.getvalue())
+    return rows
+
+
+def designs(architectures: Mapping[str, ModelConfig], plugins: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What each name stands for: the model, and the contents of the files that its mixers come from."""
+    files = {load_plugin(one): Path(one.rpartition(":")[0]).read_bytes() for one in plugins}
+    sums = {mixer: hashlib.sha256(text).hexdigest()[:12] for mixer, text in files.items()}
+    return {
+        name: model.model_dump(mode="json")
+        | {"mixer file": {spec.mixer: sums[spec.mixer] for spec in model.blocks if spec.mixer in sums}}
+        for name, model in architectures.items()
+    }
+
+
+def check_plan(folder: Path, about: Mapping[str, Any], models: Mapping[str, dict[str, Any]]) -> None:
+    """Keeps runs of one budget and specification in one folder, and of one model under a name.
+
+    Args:
+        about: budget and the like, which all runs of the folder share. models: as `designs` gives them.
+
+    Raises:
+        ConfigError: the folder holds others, or is none; all problems at once.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError([f"{folder}: is a file; choose another --out"], "MAD")
+    before = _read_plan(folder)
+    problems = [
+        f"{folder}: holds runs of {key} {before[key]}, not {value}; give another --out"
+        for key, value in about.items()
+        if before.get(key, value) != value
+    ]
+    known = before.get("models", {})
+    changed = {name: ", ".join(_changes(known[name], one)) for name, one in models.items() if name in known}
+    if any(changed.values()):
+        begun = _begun(folder)
+        problems += [
+            f"{folder}: holds runs of another {name} ({what}); give another --out"
+            for name, what in changed.items()
+            if what and name in begun
+        ]
+    if problems:
+        raise ConfigError(problems, "MAD")
+
+
+def write_plan(
+    folder: Path, about: Mapping[str, Any], models: Mapping[str, dict[str, Any]], runs: Sequence[str]
+) -> None:
+    """Adds models and the names of runs to what was asked of a folder."""
+    before = _read_plan(folder)
+    whole = dict(about) | {"models": before.get("models", {}) | models}
+    whole["runs"] = list(dict.fromkeys([*before.get("runs", []), *runs]))
+    write_atomic(folder / PLAN, json.dumps(whole, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def room(folder: str | Path) -> Iterator[None]:
+    """Says what to do where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        problem = f"{folder}: the disk is full; free some space and run the same command again to go on"
+        raise ConfigError([problem], "MAD") from None
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Makes the folder and holds it, so that two processes do not train the same runs."""
+    try:
+        (folder / RUNS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        raise ConfigError([f"{folder}: cannot be made ({error.strerror}); choose another --out"], "MAD") from None
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(RunFolder(folder).lock())
+        except LockedError:
+            message = (
+                f"{folder}: another linnet mad run works in this folder; wait for it, stop it, or use another --out"
+            )
+            raise ConfigError([message], "MAD") from None
+        yield
+
+
+def _read_plan(folder: Path) -> dict[str, Any]:
+    path = folder / PLAN
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError([f"{path}: is damaged ({error}); delete it and run again"], "MAD") from None
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any], at: str = "") -> Iterator[str]:
+    for key in dict.fromkeys([*old, *new]):
+        one, two = old.get(key), new.get(key)
+        if isinstance(one, Mapping) and isinstance(two, Mapping):
+            yield from _changes(one, two, f"{at}{key}.")
+        elif one != two:
+            yield f"{at}{key} was {one!r} and is {two!r}"
+
+
+def _begun(folder: Path) -> set[str]:
+    """Architectures with a result or a checkpoint."""
+    every = [RunFolder(path) for path in (folder / RUNS).iterdir() if path.is_dir()]
+    return {run.config["architecture"] for run in every if run.done or run.checkpoints()}
