@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 FEW_TOKENS = 512  # ids of an embedding that is read by a product
-NARROW = 64  # width of the input of a linear layer whose bias is read by its product
 PADDING = 8  # columns that a bias takes, so that rows stay aligned as products in half precision want them
 
 
@@ -43,11 +42,12 @@ class _Widened(nn.Linear):
 
 
 def multiply(model: nn.Module, biases: bool = True) -> None:
-    """Has plain embeddings of few ids, and with `biases` those of plain linear layers of a narrow input, read by
-    products of matrices."""
+    """Has plain embeddings of few ids, and with `biases` those of plain linear layers from a narrow input to a wide
+    output, read by products of matrices."""
     for module in model.modules():
         if type(module) is nn.Embedding and module.padding_idx is None and module.max_norm is None:
             if module.num_embeddings <= FEW_TOKENS:
                 module.__class__ = _Multiplied
-        elif biases and type(module) is nn.Linear and module.bias is not None and module.in_features <= NARROW:
-            module.__class__ = _Widened
+        elif biases and type(module) is nn.Linear and module.bias is not None:
+            if 2 * module.in_features <= module.out_features:  # else what it copies is as much as what it spares
+                module.__class__ = _Widened

@@ -41,17 +41,17 @@ def test_embeddings(together):
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_biases(together, precision):
-    x = torch.randn((4, 8, 16) if together else (MODELS, 4, 8, 16))
+    x = torch.randn((4, 8, 8) if together else (MODELS, 4, 8, 8))
     with torch.autocast("cpu", precision, enabled=precision == torch.bfloat16):
-        expected, actual = both_ways(lambda: nn.Linear(16, 6), x, together)
+        expected, actual = both_ways(lambda: nn.Linear(8, 32), x, together)
     assert actual[0].dtype == precision
     tolerance = {"rtol": 2e-2, "atol": 4e-2} if precision == torch.bfloat16 else {}
     torch.testing.assert_close(actual, expected, check_dtype=False, **tolerance)
 
 
 def test_what_stays_as_it_is():
-    kept = [nn.Embedding(1000, 2), nn.Embedding(7, 6, padding_idx=0), nn.Linear(16, 6, bias=False), nn.Linear(128, 6)]
-    holder = nn.ModuleList([*kept, nn.Linear(16, 6)])
+    kept = [nn.Embedding(1000, 2), nn.Embedding(7, 6, padding_idx=0), nn.Linear(8, 32, bias=False), nn.Linear(32, 32)]
+    holder = nn.ModuleList([*kept, nn.Linear(8, 32)])
     multiply(holder, biases=False)
     assert [type(layer) for layer in holder[-1:]] == [nn.Linear]
     multiply(holder)
