@@ -221,7 +221,7 @@ def evaluate(
     from linnet.cli.evaluate_needle import find_needles, parse_numbers
     from linnet.cli.evaluate_recall import ask_recall
     from linnet.cli.evaluate_run import keep, open_run, print_json
-    from linnet.cli.evaluate_tasks import Asked, ask_suite, ask_tasks, check_extra
+    from linnet.cli.evaluate_tasks import Asked, ask, context_of, prepare
     from linnet.cli.evaluate_text import score_texts
 
     names = [name.strip() for name in task.split(",") if name.strip()] if task else []
@@ -236,12 +236,14 @@ def evaluate(
     many = parse_numbers("pairs", pairs, problems)
     if problems:
         raise ConfigError(problems, "evaluate")
-    if suite or names:
-        check_extra()
+    asked = Asked(include, shots, limit, context, too_long and too_long.value)
+    questions = prepare([one.value for one in suite or []], names, asked)
     opened = open_run(run, device.value, precision.value, as_json, needs_text=speaks)
     window = window or opened.training_length or 1024
     if stride is not None and stride >= window:
         raise ConfigError([f"stride: is {stride}, but a window has {window} tokens; give a smaller one"], "evaluate")
+    for one in questions:
+        context_of(opened, one, asked)
     found = {}
 
     def done(kind: str, evaluation) -> None:  # at once, so that what comes next may fail
@@ -251,17 +253,14 @@ def evaluate(
     if text:
         done("text", score_texts(opened, text, text_key, method.value, window, stride))
     if needle:
-        asked = {"variant": needle.value} if needle.value not in ("easy", "standard") else {"mode": needle.value}
-        asked |= {"samples": samples or 1, "scoring": scoring.value, "haystack": haystack, "digits": digits}
-        asked |= {"lengths": places, "depths": [i / max(depths - 1, 1) for i in range(depths)]}
-        done("needle", find_needles(opened, asked))
+        grid = {"variant": needle.value} if needle.value not in ("easy", "standard") else {"mode": needle.value}
+        grid |= {"samples": samples or 1, "scoring": scoring.value, "haystack": haystack, "digits": digits}
+        grid |= {"lengths": places, "depths": [i / max(depths - 1, 1) for i in range(depths)]}
+        done("needle", find_needles(opened, grid))
     if recall:
         sizes = places if lengths else parse_numbers("lengths", RECALL_LENGTHS, problems)
         done("recall", ask_recall(opened, {"lengths": sizes, "pairs": many, "samples": samples or 32}))
-    questions = Asked(include, shots, limit, context, too_long and too_long.value)
-    for one in suite or []:
-        done(one.value, ask_suite(opened, one.value, questions))
-    if names:
-        done("tasks", ask_tasks(opened, names, questions))
+    for one in questions:
+        done(one.kind, ask(opened, one, asked))
     if as_json:
         print_json(found)

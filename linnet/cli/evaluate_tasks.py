@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,80 +23,95 @@ class Asked:
     too_long: str | None = None
 
 
-def check_extra() -> None:
-    """Raises ConfigError where the harness is not installed."""
+@dataclass(frozen=True)
+class Questions:
+    """Tasks with their data: of a suite, or by the names that were given."""
+
+    kind: str
+    suite: Any
+    names: list[str]
+    tasks: dict[str, Any]
+
+
+def prepare(suites: list[str], names: list[str], asked: Asked) -> list[Questions]:
+    """Loads and checks all questions. Raises ConfigError with what is wrong with them, or for a missing extra."""
     from importlib.util import find_spec
 
+    if not suites and not names:
+        return []
     if find_spec("lm_eval") is None:
         raise ConfigError(["suites and tasks need lm-evaluation-harness; pip install 'linnet[eval]'"], "evaluate")
+    from linnet.evaluate.suites import find_suite, load_suite
+    from linnet.evaluate.tasks import find_tasks
+
+    found = [Questions(name, find_suite(name), [], load_suite(find_suite(name), asked.shots)) for name in suites]
+    if names:
+        found.append(Questions("tasks", None, names, find_tasks(names, asked.include, shots=asked.shots)))
+    return found
 
 
-def ask_suite(opened: Opened, name: str, asked: Asked):
-    """Asks a suite, prints what its papers print, and gives the record."""
-    from linnet.evaluate.suites import counting, find_suite, load_suite, run_suite
+def context_of(opened: Opened, questions: Questions, asked: Asked) -> tuple[int | None, str]:
+    """How far the model may see, None for all, and what becomes of what is longer.
 
-    suite = find_suite(name)
-    tasks = load_suite(suite, asked.shots)
-    lm, ways = _model(opened, asked, suite.cut)
-    with progress(opened, "requests", None) as bar:
-        lm.progress = bar.reach
-        results = run_suite(lm, suite, tasks, asked.limit)
-    averages = [one for one in results if one.task == suite.name]
-    shown = averages if suite.by_question else [*counting(suite, results), *averages]
-    return _finish(opened, name, tasks, lm, results, shown, ways | {"suite": name, "shots": asked.shots})
-
-
-def ask_tasks(opened: Opened, names: list[str], asked: Asked):
-    """Asks tasks of the harness or of a folder, prints all their metrics, and gives the record."""
-    from linnet.evaluate.tasks import find_tasks, run_tasks
-
-    tasks = find_tasks(names, asked.include, shots=asked.shots)
-    lm, ways = _model(opened, asked, False)
-    with progress(opened, "requests", None) as bar:
-        lm.progress = bar.reach
-        results = run_tasks(lm, tasks, asked.limit)
-    ways |= {"tasks": names, "include": None if asked.include is None else str(asked.include), "shots": asked.shots}
-    return _finish(opened, "tasks", tasks, lm, results, results, ways)
-
-
-def _model(opened: Opened, asked: Asked, cut: bool):
-    """The adapter, and what was decided about contexts: attention reads no further than it was trained to."""
-    from linnet.evaluate.harness import LinnetLM
+    Raises:
+        ConfigError: the length of training is needed, and the folder does not say it.
+    """
     from linnet.evaluate.text import natural_method
 
-    longest = asked.context
+    cut, longest = questions.suite is not None and questions.suite.cut, asked.context
     if longest is None and (cut or natural_method(opened.model.config) == "windowed"):
         longest = opened.training_length
         if longest is None:
             message = f"context: {opened.path} does not say how long the sequences of training were; give --context N"
             raise ConfigError([message], "evaluate")
-    too_long = asked.too_long or ("cut" if cut else "refuse")
-    engine = opened.engine(longest + 1 if longest else 4096)
-    ways = {"context": longest, "too_long": too_long, "limit": asked.limit, "precision": opened.precision}
-    return LinnetLM(engine, longest, too_long), ways
+    return longest, asked.too_long or ("cut" if cut else "refuse")
 
 
-def _finish(opened: Opened, kind: str, tasks: dict, lm, results: tuple, shown, asked: dict):
+def ask(opened: Opened, questions: Questions, asked: Asked):
+    """Asks them, prints what came of it (of a suite, what its papers print), and gives the record."""
+    from linnet.evaluate.chance import chances
+    from linnet.evaluate.harness import LinnetLM
     from linnet.evaluate.results import Evaluation
+    from linnet.evaluate.suites import counting, run_suite
+    from linnet.evaluate.tasks import run_tasks
 
+    longest, too_long = context_of(opened, questions, asked)
+    suite, tasks = questions.suite, questions.tasks
+    with progress(opened, "requests", None) as bar:
+        lm = LinnetLM(opened.engine(longest + 1 if longest else 4096), longest, too_long, bar.reach)
+        results = run_tasks(lm, tasks, asked.limit) if suite is None else run_suite(lm, suite, tasks, asked.limit)
+    shown = results
+    if suite is not None:
+        averages = [one for one in results if one.task == suite.name]
+        shown = averages if suite.by_question else [*counting(suite, results), *averages]
+    guessed = chances(tasks, results, suite, asked.limit)
     if not opened.quiet:
-        _show(shown)
+        _show(shown, guessed)
     told = {
         name: {"shots": task.get_config("num_fewshot"), "version": task.VERSION, "output_type": task.OUTPUT_TYPE}
         for name, task in tasks.items()
     }
+    settings = {"context": longest, "too_long": too_long, "limit": asked.limit, "shots": asked.shots}
+    settings |= {"suite": questions.kind} if suite is not None else {"tasks": questions.names}
+    settings |= {"include": None if asked.include is None else str(asked.include), "precision": opened.precision}
     detail = {"tasks": told, "cuts": lm.cuts, "shown": [[one.task, one.metric] for one in shown]}
-    return Evaluation(kind, opened.about, asked, results, detail)
+    detail["chance"] = [[task, metric, value] for (task, metric), value in guessed.items()]
+    return Evaluation(questions.kind, opened.about, settings, results, detail)
 
 
-def _show(results) -> None:
+def _show(results, guessed: dict[tuple[str, str], float]) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("task", "metric", "value", "error", "questions"):
+    for column in ("task", "metric", "value", "error", "guessing", "questions"):
         table.add_column(column, justify="left" if column in ("task", "metric") else "right")
     for one in results:
         error = _standard_error(one)
-        cells = (f"{one.value:,.4f}", "" if error is None else f"{error:.4f}", f"{one.n:,}")
-        table.add_row(escape(one.task), escape(one.metric), *cells)
+        chance = guessed.get((one.task, one.metric))
+        cells = (
+            f"{one.value:,.4f}",
+            "" if error is None else f"{error:.4f}",
+            "" if chance is None else f"{chance:.4f}",
+        )
+        table.add_row(escape(one.task), escape(one.metric), *cells, f"{one.n:,}")
     Console().print(table)
 
 
