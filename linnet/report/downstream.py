@@ -11,6 +11,7 @@ from html import escape
 from typing import Any
 
 from linnet.config import ConfigError, digest
+from linnet.evaluate.needle import RIVALS
 from linnet.evaluate.results import Evaluation, read_evaluations
 from linnet.report import shell, units
 from linnet.report.records import Study
@@ -128,7 +129,10 @@ def _of_training(records: list[dict]) -> list[tuple]:
 
 
 def _of_files(evaluations: list[Evaluation]) -> list[tuple]:
-    """The same of the first metric of each task. What was asked in several ways has the digest of each in its name."""
+    """The same of the first metric of each task, and of the averages of a suite alone.
+
+    What was asked in several ways has the digest of each in its name.
+    """
     ways: dict[str, dict[str, None]] = {}
     for one in evaluations:
         ways.setdefault(one.kind, {})[digest(one.asked)] = None
@@ -137,18 +141,31 @@ def _of_files(evaluations: list[Evaluation]) -> list[tuple]:
         if one.model.get("tokens") is None or one.model.get("flops") is None:
             continue
         name = one.kind if len(ways[one.kind]) == 1 else f"{one.kind}-{digest(one.asked)[:4]}"
-        seen = set()
-        for result in one.results:
-            if result.task in seen:
+        chances, model, seen = _chances(one), one.model, set()
+        averages = [result for result in one.results if result.task == one.kind]
+        for result in averages or one.results:
+            place = (result.task, result.metric)
+            if result.task in seen or (result.better == "higher" and place not in chances):
                 continue
             seen.add(result.task)
             label = name if result.task == one.kind else f"{name} {result.task}"
-            share = result.better == "higher" and 0 <= result.value <= 1
-            chance = (one.detail.get("chance") or {}).get(result.task, 0.0) if share else None
-            model = one.model
             point = {"step": model["step"], "D": model["tokens"], "C": model["flops"], "value": result.value}
-            found.append(((f"{label} (evaluated)", result.metric), chance, {**point, "questions": result.n or None}))
+            point["questions"] = None if averages else result.n
+            found.append(((f"{label} (linnet evaluate)", result.metric), chances.get(place), point))
     return found
+
+
+def _chances(one: Evaluation) -> dict[tuple[str, str], float]:
+    """(task, metric) -> what guessing gives, of the shares of right answers."""
+    if one.kind == "needle":
+        guessed = 1 / (RIVALS + 1) if one.asked.get("scoring") == "choice" else 0.0
+        return {(result.task, "accuracy"): guessed for result in one.results}
+    if one.kind == "recall":
+        cells: dict[str, list[float]] = {}
+        for cell in one.detail["cells"]:
+            cells.setdefault(f"recall-{cell['task']}", []).append(cell["chance"])
+        return {(task, "choice"): sum(found) / len(found) for task, found in cells.items()}
+    return {(task, metric): value for task, metric, value in one.detail.get("chance", ())}
 
 
 def lines(series: list[Series]) -> list[str]:

@@ -98,23 +98,41 @@ def test_pictures_are_drawn(series, tmp_path):
 
 
 def test_results_of_linnet_evaluate_count_too(tmp_path):
-    folder = write_study(tmp_path / "study", architectures=("tnl",), widths=(16, 32), curves=True)
+    """Tasks with what guessing gives, probes, needles and texts; what nobody can guess the range of is left out."""
+    folder = write_study(tmp_path / "study", architectures=("tnl",), widths=(16, 32))
     study = read_study(folder, bootstrap=0)
     for number, (_, run) in enumerate(study.table.iterrows()):
         path, steps = study.run_folder(run), int(run["tokens"]) // 2048
         with open(path / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"step": steps, "tokens": run["tokens"], "validation_loss": run["loss"]}) + "\n")
         items = [Item(str(i), float(i <= 3 * number)) for i in range(30)]
-        results = (Result.of_items("piqa", "acc", items), Result.of_items("piqa", "acc_norm", items))
         model = {"run": path.name, "step": steps, "tokens": int(run["tokens"]), "flops": run["flops"]}
-        Evaluation("csr", model, {"tasks": ["piqa"]}, results).save(path)
-        if number == 0:  # asked in another way as well, and one file is damaged
-            Evaluation("csr", model, {"tasks": ["piqa"], "limit": 5}, results[:1]).save(path)
-            (path / "evaluations" / "bad.json").write_text("{")
-    [one] = downstream.read_series(study, 0)[:1]
-    assert one.title == "csr piqa (evaluated): acc" and one.chance == 0.0
-    assert len(one.points) == 7 and one.points["last"].all() and one.points["questions"].unique() == [30]
+
+        def keep(kind, results, detail, asked, model=model, path=path):
+            Evaluation(kind, model, asked, tuple(results), detail).save(path)
+
+        piqa = [Result.of_items("piqa", metric, items) for metric in ("acc", "acc_norm")]
+        chance = {"chance": [["piqa", "acc", 0.5], ["piqa", "acc_norm", 0.5]]}
+        keep("tasks", [*piqa, Result("sums", "rouge1", 31.0)], chance, {"tasks": ["piqa", "sums"]})
+        keep("csr", [Result("csr", "average", 0.4, n=7), *piqa], {"chance": [["csr", "average", 0.4]]}, {})
+        keep("recall", [Result.of_items("recall-mqar", metric, items) for metric in ("accuracy", "choice")],
+             {"cells": [{"task": "mqar", "chance": c} for c in (0.25, 0.125)]}, {})  # fmt: skip
+        keep("needle", [Result.of_items("needle-easy", "accuracy", items)], {}, {"scoring": "choice"})
+        keep("text", [Result("text", "bits_per_byte", 3.0, n=2, better="lower")], {}, {"text": ["a"]})
+        keep("text", [Result("text", "bits_per_byte", 2.0, n=2, better="lower")], {}, {"text": ["b"]})
+    (path / "evaluations" / "bad.json").write_text("{")
+    found = downstream.read_series(study, 0)
     assert any("bad.json" in problem for problem in study.problems)
+    told = {one.title: (one.chance, len(one.points)) for one in found}
+    texts = {title: told.pop(title) for title in list(told) if title.startswith("text-")}
+    assert told == {
+        "tasks piqa (linnet evaluate): acc": (0.5, 7),
+        "csr (linnet evaluate): average": (0.4, 7),
+        "recall recall-mqar (linnet evaluate): choice": (0.1875, 7),
+        "needle needle-easy (linnet evaluate): accuracy": (0.1, 7),
+    }
+    assert list(texts.values()) == [(None, 7)] * 2
+    assert all(one.points["last"].all() and one.points["loss"].notna().all() for one in found)
 
 
 def test_too_few_points_are_told_and_what_there_is_is_drawn(tmp_path):
