@@ -232,6 +232,8 @@ def evaluate(
         problems.append(f"nothing to evaluate: {message}")
     if include is not None and not names:
         problems.append("include: without --task NAME,... nothing of that folder is asked; name its tasks")
+    if needle and recall and (lengths or samples):
+        problems.append("needle, recall: --lengths and --samples of one do not suit the other; ask in two commands")
     places = parse_numbers("lengths", lengths or NEEDLE_LENGTHS, problems) if needle or lengths else []
     many = parse_numbers("pairs", pairs, problems)
     if problems:

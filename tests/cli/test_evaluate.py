@@ -144,6 +144,7 @@ def test_what_cannot_be_done(folder, tmp_path):
         (folder / "tnl", "--text", folder / "b.jsonl", "--text-key", "body"): "body",
         (folder / "tnl",): "nothing to evaluate: give --text PATH, --needle MODE",
         (folder / "tnl", "--recall", "--include", tmp_path): "include: without --task NAME,... nothing of that folder",
+        (folder / "tnl", "--recall", "--needle", "easy", "--samples", 2): "ask in two commands",
         (folder / "tnl", "--recall", "--pairs", "0,4"): "pairs: '0,4' is not",
         (folder / "tnl", "--needle", "easy", "--lengths", "9,5"): "lengths: '9,5' is not",
         (folder / "tnl", "--needle", "easy", "--lengths", "10:20"): "lengths: '10:20' is not",
