@@ -49,7 +49,7 @@ class Decoder:
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.logits = torch.zeros(slots, vocab, dtype=model.embedding.weight.dtype, device=device)
         self.knobs = Knobs.empty(slots, vocab, device)
-        self._model_step = torch.compile(model.step, fullgraph=True, dynamic=False) if compile else model.step
+        self._model_step = _compiled(model.step) if compile else model.step
         self.graphs = graphs and device.type == "cuda"
         self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
         self._chosen: dict[str, Chosen] = {}
@@ -126,3 +126,19 @@ class Decoder:
             self.graphs = False
             return call
         return graph.replay
+
+
+def _compiled(step: Callable) -> Callable:
+    """`torch.compile` of a model's step for calls that are always alike: the same model, shapes and modes."""
+
+    def own(tokens: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
+        return step(tokens, states)
+
+    # What was compiled is kept with the code object, and found again by guards on every module and tensor, which take
+    # as long as the step of a small model. So this decoder has a code object of its own, and no guards.
+    own.__code__ = own.__code__.replace()
+    options = {
+        "guard_filter_fn": lambda guards: [False] * len(guards),
+        "cpp.min_chunk_size": 16_384,  # elements for a thread of its own: fewer are done before another one has begun
+    }
+    return torch.compile(own, fullgraph=True, dynamic=False, options=options)

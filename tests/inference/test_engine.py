@@ -168,6 +168,16 @@ def test_a_compiled_engine_says_the_same():
     assert compiled == plain
 
 
+def test_compiled_engines_do_not_take_each_others_steps():
+    prompts, settings = random_prompts(5, 3), Sampling(max_tokens=6)
+    for name, slots in (("tnl-70m", 1), ("hgrn2-70m", 1), ("tnl-70m", 2)):
+        plain, compiled = (
+            Engine(lively(shrunk(name)), slots=slots, device="cpu", compile=flag).generate(prompts, settings)
+            for flag in (False, True)
+        )
+        assert [found.tokens for found in compiled] == [found.tokens for found in plain]
+
+
 def test_a_short_prompt_does_not_wait_for_a_long_one(hybrid):
     engine = hybrid(slots=3, prefill_chunk=4, context_length=400)
     long = engine.submit([1] * 300, Sampling(max_tokens=2))
