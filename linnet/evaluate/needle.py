@@ -78,7 +78,9 @@ class Item:
 
 
 @dataclass(frozen=True)
-class _Question:
+class Question:
+    """What is hidden, and what is asked about it."""
+
     needles: tuple[str, ...]  # the first goes to the asked depth, the others anywhere
     asked: str  # ends the prompt; the answer follows at once
     answers: tuple[str, ...]
@@ -98,7 +100,7 @@ def items(config: NeedleConfig, tokenizer: Tokenizer) -> Iterator[tuple[int, int
                 if config.variant == "words":  # of a list; the depth only draws another one
                     yield row, column, Item(*common_words(length, RIVALS, generator, tokenizer))
                     continue
-                question = _question(config, generator)
+                question = draw_question(config, generator)
                 yield row, column, _hide(question, sentences, length, depth, generator, tokenizer)
 
 
@@ -165,7 +167,8 @@ def _check_limit(engine: Engine, asked: Sequence[tuple[int, int, Item]]) -> None
         )  # fmt: skip
 
 
-def _question(config: NeedleConfig, generator: np.random.Generator) -> _Question:
+def draw_question(config: NeedleConfig, generator: np.random.Generator) -> Question:
+    """A question of the configuration's variant, and mode, about things and numbers drawn at random."""
     kinds = [f"{kind} {thing}" for kind in _KIND for thing in _THING]
     keys = [kinds[i] for i in generator.permutation(len(kinds))[:VALUES]]
     low = 10 ** (config.digits - 1)
@@ -181,28 +184,28 @@ def _question(config: NeedleConfig, generator: np.random.Generator) -> _Question
         case "single":
             key, value = keys[0], values[0]
             needle = f"{ask(key)} {value}." if config.mode == "easy" else state(key, value)
-            return _Question((needle,), ask(key), (value,))
+            return Question((needle,), ask(key), (value,))
         case "multikey":
-            return _Question(tuple(map(state, keys, values)), ask(keys[0]), (values[0],))
+            return Question(tuple(map(state, keys, values)), ask(keys[0]), (values[0],))
         case "multivalue":
             key, needles = keys[0], tuple(state(keys[0], value) for value in values)
-            return _Question(needles, f"Question: What are all numbers of the {key}? Answer: They are", tuple(values))
+            return Question(needles, f"Question: What are all numbers of the {key}? Answer: They are", tuple(values))
         case "multiquery":
             asked = "Question: What are the numbers of the " + ", the ".join(keys) + "? Answer: They are"
-            return _Question(tuple(map(state, keys, values)), asked, tuple(values))
+            return Question(tuple(map(state, keys, values)), asked, tuple(values))
         case "tracking":
             names = ["".join(generator.choice(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), 5)) for _ in range(VALUES)]
             links = [f"VAR {names[0]} = {values[0]}."]
             links += [f"VAR {b} = VAR {a}." for a, b in zip(names, names[1:], strict=False)]
             asked = f"Question: Which variables have the value {values[0]}? Answer: They are"
-            return _Question(tuple(links), asked, tuple(names))
+            return Question(tuple(links), asked, tuple(names))
 
 
 def _haystack(config: NeedleConfig, tokenizer: Tokenizer) -> list[np.ndarray]:
     """Sentences as token ids, each ending in white space, more than the longest prompt needs."""
     if config.haystack is None:
         generator = np.random.default_rng(config.seed)
-        texts = [_sentence(generator) for _ in range(400)]
+        texts = [draw_sentence(generator) for _ in range(400)]
     else:
         try:
             text = Path(config.haystack).read_text(encoding="utf-8")
@@ -214,7 +217,8 @@ def _haystack(config: NeedleConfig, tokenizer: Tokenizer) -> list[np.ndarray]:
     return [np.asarray(tokenizer.encode(text), dtype=np.int64) for text in texts]
 
 
-def _sentence(generator: np.random.Generator) -> str:
+def draw_sentence(generator: np.random.Generator) -> str:
+    """A sentence of haystack, with the space behind it."""
     who, did, where, when = (_pick(words, generator) for words in (_WHO, _DID, _WHERE, _WHEN))
     return f"{who[0].upper()}{who[1:]} {did} the {where} {when}. "
 
@@ -224,7 +228,7 @@ def _pick(words: list[str], generator: np.random.Generator) -> str:
 
 
 def _hide(
-    question: _Question,
+    question: Question,
     sentences: list[np.ndarray],
     length: int,
     depth: float,
