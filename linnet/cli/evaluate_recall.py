@@ -21,6 +21,7 @@ def ask_recall(opened: Opened, asked: dict):
     with progress(opened, "sequences", total) as advance:
         found = run_recall(opened.model, opened.tokenizer, config, progress=advance)
     if not opened.quiet:
+        Console().print("share right: of all tokens, of the values in the sequence (by guessing among these)")
         for task in dict.fromkeys(cell.task for cell in found):
             _show(task, [cell for cell in found if cell.task == task])
     settings = config.model_dump() | {"precision": opened.precision}
@@ -31,14 +32,13 @@ def ask_recall(opened: Opened, asked: dict):
 
 def _show(task: str, found: list) -> None:
     lengths = sorted({cell.length for cell in found})
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title_justify="left")
-    table.title, table.title_style = f"{task}: right of all tokens, of the sequence's values (by guessing)", ""
-    table.add_column("pairs", justify="right")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(task, min_width=17)
     for length in lengths:
         table.add_column(f"{length:,} tokens", justify="right")
     for pairs in sorted({cell.pairs for cell in found}):
         row = {cell.length: cell for cell in found if cell.pairs == pairs}
-        table.add_row(f"{pairs:,}", *(_cell(row.get(length)) for length in lengths))
+        table.add_row(f"{pairs:,} pairs", *(_cell(row.get(length)) for length in lengths))
     Console().print(table)
 
 

@@ -44,9 +44,10 @@ def prepare(suites: list[str], names: list[str], asked: Asked) -> list[Questions
     from linnet.evaluate.suites import find_suite, load_suite
     from linnet.evaluate.tasks import find_tasks
 
-    found = [Questions(name, find_suite(name), [], load_suite(find_suite(name), asked.shots)) for name in suites]
-    if names:
-        found.append(Questions("tasks", None, names, find_tasks(names, asked.include, shots=asked.shots)))
+    with Console(stderr=True).status("reading the questions"):
+        found = [Questions(name, find_suite(name), [], load_suite(find_suite(name), asked.shots)) for name in suites]
+        if names:
+            found.append(Questions("tasks", None, names, find_tasks(names, asked.include, shots=asked.shots)))
     return found
 
 

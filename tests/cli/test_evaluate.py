@@ -10,7 +10,7 @@ from linnet.cli import app
 from linnet.data import ByteTokenizer
 from linnet.evaluate.text import Document, score_text
 from linnet.models import build_model, family
-from linnet.runs import load_model
+from linnet.runs import checkpoint, load_model
 from linnet.runs.model import save_model
 
 
@@ -103,7 +103,7 @@ def test_recall_is_asked_of_models_without_a_tokenizer_too(folder, tmp_path):
         [kept] = (path / "evaluations").glob("recall-*.json")
         assert json.loads(kept.read_text()) == record
     shown = call(folder / "tnl", *arguments).stdout
-    assert "mqar: right of all tokens" in shown and "(0.25)" in shown
+    assert "share right: of all tokens" in shown and "mqar" in shown and "(0.25)" in shown
 
 
 def test_common_words_are_asked_like_needles(folder):
@@ -129,6 +129,24 @@ def test_tasks_are_refused_or_cut_where_attention_would_read_too_far(folder, tmp
     result = call(folder / "llama", *arguments, "--context", 50, "--too-long", "cut", "--json")
     assert json.loads(result.stdout)["tasks"]["detail"]["cuts"] == 2
     assert call(folder / "tnl", *arguments).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "tokenizer, message",
+    [
+        ({"kind": "bpe", "vocab_size": 256}, "has no tokenizer.json; copy it from the folder of its corpus"),
+        ({"kind": "file", "path": "/nowhere/tokenizer.json"}, "/nowhere/tokenizer.json"),
+        (None, "has no tokenizer.json, so no text can be read; put one there"),
+    ],
+)
+def test_a_run_whose_tokenizer_is_missing(tmp_path, tokenizer, message):
+    config = family("tnl")(32, 2, vocab_size=256)
+    values = {"model": config.model_dump(mode="json"), "data": {} if tokenizer is None else {"tokenizer": tokenizer}}
+    (tmp_path / "config.yaml").write_text(json.dumps(values))
+    checkpoint.save(tmp_path / "checkpoints", 3, {"model": build_model(config).state_dict()}, {})
+    (tmp_path / "a.txt").write_text("text")
+    result = call(tmp_path, "--text", tmp_path / "a.txt")
+    assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output
 
 
 def test_what_cannot_be_done(folder, tmp_path):
