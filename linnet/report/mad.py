@@ -233,7 +233,7 @@ def _lost(records: Records) -> str:
 
 def _scores(records: Records) -> list[str]:
     every = list(records.scores.values())
-    columns = {"Score": lambda one: _number(one.score, points)}
+    columns = {"Score": lambda one: _number(one.score if one.architecture in records.whole else None, points)}
     if any(one.spread is not None for one in every):
         columns["Spread"] = lambda one: _number(one.spread, points)
     columns |= {_title(task): _of_task(task) for task in records.scores.tasks}
@@ -248,7 +248,8 @@ def _scores(records: Records) -> list[str]:
     head = "".join(f'<th class="n">{title}</th>' for title in columns)
     head = f"<th>Architecture</th>{head}<th>Comparable</th>"
     rows = []
-    for name, one in records.scores.items():
+    for name in records.architectures:
+        one = records.scores[name]
         cells = [cell(one) for cell in columns.values()]
         cells.append("<td>yes</td>" if one.comparable else '<td class="bad">no</td>')
         swatch = shell.swatch(records.architectures, name)
