@@ -17,7 +17,7 @@ from linnet.report import shell, units
 from linnet.report.records import Study
 from linnet.runs import RunFolder
 from linnet.study.fit import Law
-from linnet.study.fit.downstream import Downstream, HeldOutTest, fit_downstream
+from linnet.study.fit.downstream import Downstream, HeldOutTest, Transfer, fit_downstream
 
 COLUMNS = ("run", "architecture", "N", "D", "C", "loss", "value", "questions", "last", "folder")
 
@@ -110,9 +110,12 @@ def _fit(series: Series, study: Study, architecture: str, bootstrap: int) -> Dow
 
 
 def _law(study: Study, architecture: str) -> Law | None:
-    """The study's L(C) of the held-out loss, with a constant where one shows; that of the envelope is of training."""
+    """The study's L(C), with a constant where one shows, if it goes through the lowest losses of each budget.
+
+    That of the envelope is of training losses, and that of a surface lies below what any size that was trained reached.
+    """
     fit = study.fits.get(architecture)
-    if fit is None or fit.headline == "envelope":
+    if fit is None or fit.headline not in ("isoflop", "power"):
         return None
     return fit.L if fit.L_irreducible.refused else fit.L_irreducible
 
@@ -227,19 +230,21 @@ def table(study: Study, series: list[Series]) -> str:
             first = escape(one.title) if index == 0 else ""
             cells = f"<th>{first}</th><td>{shell.swatch(study.architectures, name)}</td>"
             cells += f'<td class="n">{fit.transfer.points}, {fit.transfer.runs}</td>'
-            cells += f"<td>{_step(fit.law.refused, _law_text(fit.law), _law_spans(fit.law))}</td>"
-            notes = [*_transfer_spans(one, fit), *fit.transfer.notes]
-            cells += f"<td>{_step(fit.transfer.refused, _formula(fit), notes)}</td>"
+            cells += f"<td>{_step(fit.law, _law_text(fit.law), _law_spans(fit.law))}</td>"
+            cells += f"<td>{_step(fit.transfer, _formula(fit), _transfer_spans(one, fit))}</td>"
             error = units.MISSING if fit.rms_error is None else one.shown(fit.rms_error)
             cells += f'<td class="n">{error}</td><td class="n">{_held_out(one, fit)}</td>'
             rows.append(f"<tr>{cells}</tr>")
     return shell.table("downstream", head, rows)
 
 
-def _step(refused: list[str], text: str, fine: list[str]) -> str:
-    if refused:
-        return f'<span class="refused">refused</span><div class="why">{escape("; ".join(refused))}</div>'
-    return f'<div class="law">{text}</div>' + "".join(f'<div class="fine">{escape(line)}</div>' for line in fine)
+def _step(step: Law | Transfer, text: str, fine: list[str]) -> str:
+    if step.refused:
+        return f'<span class="refused">refused</span><div class="why">{escape("; ".join(step.refused))}</div>'
+    lines = [("fine", line) for line in fine] + [("why", note) for note in step.notes]
+    return f'<div class="law">{text}</div>' + "".join(
+        f'<div class="{kind}">{escape(line)}</div>' for kind, line in lines
+    )
 
 
 def _law_text(law: Law) -> str:
@@ -278,8 +283,8 @@ def _transfer_spans(series: Series, fit: Downstream) -> list[str]:
 def _held_out(series: Series, fit: Downstream) -> str:
     if fit.test is None:
         return units.MISSING
+    alone = f'<div class="fine">with the loss known {_tested(series, fit.step_test)}</div>'
     if fit.test.refused:
-        return f'<div class="why">{escape("; ".join(fit.test.refused))}</div>'
-    points = units.plural(fit.test.tested, "point")
-    where = f"{points} above {units.scientific(fit.test.c_max, 2)} FLOPs"
-    return f'<div class="law">{_tested(series, fit.test)}</div><div class="fine">{where}</div>'
+        return f'<div class="why">{escape("; ".join(fit.test.refused))}</div>{alone}'
+    where = f"{units.plural(fit.test.tested, 'point')} above {units.scientific(fit.test.c_max, 2)} FLOPs"
+    return f'<div class="law">{_tested(series, fit.test)}</div><div class="fine">{where}</div>{alone}'

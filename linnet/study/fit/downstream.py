@@ -240,8 +240,13 @@ def _law(front: pd.DataFrame, bootstrap: int, seed: int) -> Law:
     if len(front) < FEWEST_RUNS:
         reason = f"{count_of(len(front), 'run')} with a loss that no cheaper run has; it needs {FEWEST_RUNS}"
         return Law("L", refused=[f"{reason}, at different compute"])
-    counts = resampling.draw_counts(bootstrap, len(front), seed + 1) if bootstrap else None
-    return law_through("L", front["C"], front["loss"], weights=counts)
+    # Resamples of three runs are lines through two of them, which say little about the error of the third.
+    drawn = bootstrap and len(front) > FEWEST_RUNS
+    counts = resampling.draw_counts(bootstrap, len(front), seed + 1) if drawn else None
+    law = law_through("L", front["C"], front["loss"], weights=counts)
+    if bootstrap and not drawn:
+        law.notes.append(f"no intervals: {count_of(len(front), 'run')}, and they need {FEWEST_RUNS + 1}")
+    return law
 
 
 def _unfit(points: pd.DataFrame, chance: float | None) -> list[str]:
