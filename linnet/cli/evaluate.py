@@ -167,7 +167,8 @@ def evaluate(
     include: Annotated[
         Path | None,
         typer.Option(
-            help="A folder with tasks of your own: YAML files, and JSONL files beside them.",
+            help="A folder with tasks of your own: YAML files, and JSONL files beside them. They come before the "
+            "harness's of the same names, in suites too.",
             show_default=False,
             rich_help_panel=TASKS,
         ),
@@ -230,7 +231,7 @@ def evaluate(
     if not speaks and not recall:
         message = "give --text PATH, --needle MODE, --recall, --suite NAME or --task NAME,..."
         problems.append(f"nothing to evaluate: {message}")
-    if include is not None and not names:
+    if include is not None and not names and not suite:
         problems.append("include: without --task NAME,... nothing of that folder is asked; name its tasks")
     if needle and recall and (lengths or samples):
         problems.append("needle, recall: --lengths and --samples of one do not suit the other; ask in two commands")

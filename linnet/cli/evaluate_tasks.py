@@ -45,7 +45,11 @@ def prepare(suites: list[str], names: list[str], asked: Asked) -> list[Questions
     from linnet.evaluate.tasks import find_tasks
 
     with Console(stderr=True).status("reading the questions"):
-        found = [Questions(name, find_suite(name), [], load_suite(find_suite(name), asked.shots)) for name in suites]
+        asked_of = {name: find_suite(name) for name in suites}
+        found = [
+            Questions(name, suite, [], load_suite(suite, asked.shots, asked.include))
+            for name, suite in asked_of.items()
+        ]
         if names:
             found.append(Questions("tasks", None, names, find_tasks(names, asked.include, shots=asked.shots)))
     return found

@@ -10,6 +10,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lm_eval.api.task import Task
 
@@ -100,11 +101,14 @@ def find_suite(name: str) -> Suite:
     return SUITES[name]
 
 
-def load_suite(suite: Suite, shots: int | None = None, fetch: Fetch | None = None) -> dict[str, Task]:
+def load_suite(
+    suite: Suite, shots: int | None = None, include: str | Path | None = None, fetch: Fetch | None = None
+) -> dict[str, Task]:
     """The tasks of a suite with their data.
 
     Args:
         shots: examples before each question instead of the suite's own.
+        include: a folder whose tasks replace the harness's of the same names.
         fetch: finds the zip file of a data set of SCROLLS; None asks Hugging Face's hub.
 
     Raises:
@@ -112,7 +116,7 @@ def load_suite(suite: Suite, shots: int | None = None, fetch: Fetch | None = Non
     """
     replaced = scrolls_tasks(fetch) if suite.name == "scrolls" else None
     shots = suite.shots if shots is None else shots
-    return find_tasks(list(suite.tasks), shots=shots, folders=suite.folders, replaced=replaced)
+    return find_tasks(list(suite.tasks), include, shots=shots, folders=suite.folders, replaced=replaced)
 
 
 def run_suite(lm: LinnetLM, suite: Suite, tasks: dict[str, Task], limit: int | None = None) -> tuple[Result, ...]:

@@ -37,10 +37,12 @@ def check_task(name: str, config: Mapping[str, Any], files: Mapping[str, list[Pa
     """What is wrong with the questions of a task, each with its file and line.
 
     Fields are those that the task's templates name. A task that turns its rows into others first (`process_docs`) is
-    checked for JSON alone.
+    checked for JSON alone, and answers are where no function of the task makes them.
     """
     problems: list[str] = []
     fields = set() if "process_docs" in config else _fields(config)
+    choosing = config.get("output_type") == "multiple_choice" and "process_docs" not in config
+    choosing &= not any(_is_function(config.get(key)) for key in ("doc_to_choice", "doc_to_target"))
     for paths in files.values():
         for path in paths:
             for where, row in _rows(name, path, problems):
@@ -48,7 +50,7 @@ def check_task(name: str, config: Mapping[str, Any], files: Mapping[str, list[Pa
                 if missing:
                     given = ", ".join(map(repr, row)) or "nothing"
                     problems.append(f"{where}: has no {', '.join(map(repr, missing))}; it has {given}")
-                elif config.get("output_type") == "multiple_choice" and "process_docs" not in config:
+                elif choosing:
                     problems += [f"{where}: {problem}" for problem in _check_choice(config, row)]
     if len(problems) > MOST:
         problems[MOST:] = [f"{name}: and {len(problems) - MOST} more"]
@@ -102,14 +104,16 @@ def _fields(config: Mapping[str, Any]) -> set[str]:
 
 def _check_choice(config: Mapping[str, Any], row: dict) -> list[str]:
     """What is wrong with the choices and the answer of one question."""
-    choices = _value(config.get("doc_to_choice"), row)
+    try:
+        choices, answer = (_value(config.get(key), row) for key in ("doc_to_choice", "doc_to_target"))
+    except Exception as error:  # whatever a template does with this row
+        return [f"choices or answer cannot be made of it ({type(error).__name__}: {error})"]
     if isinstance(choices, dict):
         choices = list(choices.values())
     if choices is None:
         return []
     if not isinstance(choices, list) or len(choices) < 2:
         return [f"choices {choices!r} are no list of at least two"]
-    answer = _value(config.get("doc_to_target"), row)
     problems = []
     for one in answer if isinstance(answer, list) else [answer]:
         if isinstance(one, str) and one.isdigit():
@@ -120,6 +124,11 @@ def _check_choice(config: Mapping[str, Any], row: dict) -> list[str]:
         elif one not in choices:
             problems.append(f"answer {one!r} is neither an index nor one of the choices {choices!r}")
     return problems
+
+
+def _is_function(template: Any) -> bool:
+    """Whether it stands for a function of a Python file, which the harness writes as a path until it is called."""
+    return isinstance(template, str) and Path(template).is_absolute() and "{" not in template
 
 
 def _value(template: Any, row: dict) -> Any:

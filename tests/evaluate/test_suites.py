@@ -1,9 +1,11 @@
 """The papers' suites: tasks and metrics that the harness has, averages by hand, and SCROLLS on texts made here."""
 
+import dataclasses
 import json
 import zipfile
 
 import pytest
+import yaml
 
 pytest.importorskip("lm_eval", reason="needs the extra eval")
 
@@ -13,7 +15,7 @@ from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
 from linnet.evaluate.harness import LinnetLM
 from linnet.evaluate.results import Item, Result
-from linnet.evaluate.suites import SUITES, averages, find_suite, load_suite, run_suite
+from linnet.evaluate.suites import SUITES, averages, counting, find_suite, load_suite, run_suite
 from linnet.evaluate.tasks import OWN
 from linnet.inference import Engine
 from linnet.models import build_model, family
@@ -61,6 +63,90 @@ def test_a_number_that_failed_is_dropped():
     assert (average.value, average.n) == (pytest.approx(0.3), 2)
     with pytest.raises(ConfigError, match="'scroll' is unknown; did you mean 'scrolls'"):
         find_suite("scroll")
+
+
+# A question of each, in the words of the data that the harness asks; the first choice is the longest.
+QUESTIONS = {
+    "boolq": ("super_glue/boolq/default.yaml", {"passage": "It is dark.", "question": "is it dark", "label": 1}),
+    "piqa": ("piqa/piqa.yaml", {"goal": "Open a door", "sol1": "Turn the handle.", "sol2": "Sing.", "label": 0}),
+    "hellaswag": (
+        "hellaswag/hellaswag.yaml",
+        {
+            "activity_label": "Door",
+            "ctx_a": "A man waits.",
+            "ctx_b": "he",
+            "endings": ["opens it.", "eats.", "b", "c"],
+            "label": "0",
+        },
+    ),
+    "winogrande": (
+        "winogrande/default.yaml",
+        {"sentence": "The cat saw the dog and _ ran.", "option1": "the cat", "option2": "the dog", "answer": "1"},
+    ),
+    "arc_easy": (
+        "arc/arc_easy.yaml",
+        {"question": "Which?", "choices": {"text": ["one", "two"], "label": ["A", "B"]}, "answerKey": "B"},
+    ),
+    "arc_challenge": (
+        "arc/arc_challenge.yaml",
+        {"question": "Which?", "choices": {"text": ["one", "two"], "label": ["1", "2"]}, "answerKey": "1"},
+    ),
+    "openbookqa": (
+        "openbookqa/openbookqa.yaml",
+        {"question_stem": "The sun", "choices": {"text": ["shines", "sinks"], "label": ["A", "B"]}, "answerKey": "A"},
+    ),
+    "wikitext": ("wikitext/wikitext.yaml", {"page": " = A title = \n\n Some @-@ what words . \n"}),
+    "lambada_openai": ("lambada/lambada_openai.yaml", {"text": "The last word of this sentence is here"}),
+}
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    """The harness's tasks on questions of our own: what somebody without a network has."""
+    folder = tmp_path_factory.mktemp("copies")
+    for name, (path, row) in QUESTIONS.items():
+        files = {split: f"{name}.jsonl" for split in ("train", "validation", "test")}
+        changes = {"task": name, "dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"include": str(OWN / path), **changes}))
+        (folder / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 2)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["csr", "perplexity"])
+def test_a_suite_is_asked_of_local_copies(copies, name):
+    suite = SUITES[name]
+    tasks = load_suite(suite, include=copies)
+    assert list(tasks) == list(suite.tasks) and all(task.get_config("num_fewshot") == 0 for task in tasks.values())
+    lm = LinnetLM(Engine(build_model(family("tnl")(32, 1, vocab_size=256)), ByteTokenizer(), slots=1))
+    results = run_suite(lm, suite, tasks)
+    counted = counting(suite, results)
+    assert [(one.task, one.metric) for one in counted] == [(t, m) for t, ms in suite.tasks.items() for m in ms]
+    assert all(len(one.items) == one.n == 2 for one in counted)
+    if name == "csr":
+        by_name = {one.metric: one for one in results if one.task == "csr"}
+        assert by_name["average"].value == pytest.approx(sum(one.value for one in counted) / 7)
+    else:
+        assert all(one.better == "lower" and one.average == "exp" for one in counted)
+
+
+@pytest.mark.parametrize("name, subject", [("mmlu", "mmlu_anatomy"), ("ceval", "ceval-valid_law")])
+def test_five_examples_come_before_a_question_of_a_subject(tmp_path, name, subject):
+    suite = SUITES[name]
+    index = TaskManager(include_path=[OWN / folder for folder in suite.folders], include_defaults=False).task_index
+    files = dict.fromkeys(("dev", "val", "test", "validation", "auxiliary_train"), "asked.jsonl")
+    changes = {"task": subject, "dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}}
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump({"include": str(index[subject].yaml_path), **changes}))
+    choices = {"choices": list("wxyz"), "answer": 1} if name == "mmlu" else dict(zip("ABCD", "wxyz", strict=True))
+    rows = [{"answer": "B", **choices, "question": f"Which is number {i}?"} for i in range(6)]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one = dataclasses.replace(suite, tasks={subject: suite.tasks[next(iter(suite.tasks))]})
+    tasks = load_suite(one, include=tmp_path)
+    lm = LinnetLM(Engine(build_model(family("tnl")(32, 1, vocab_size=256)), ByteTokenizer(), slots=1))
+    average, by_subject, *_ = run_suite(lm, one, tasks)
+    assert average.n == 6 and by_subject.n == 1 and average.value == pytest.approx(by_subject.value)
+    asked = tasks[subject].instances[-1].args[0]
+    assert [asked.count(f"Which is number {i}?") for i in range(6)] == [1] * 6 and asked.count(" B\n") == 5
+    assert load_suite(one, shots=0, include=tmp_path)[subject].get_config("num_fewshot") == 0
 
 
 STORY = "It was a dark night. Nobody slept."

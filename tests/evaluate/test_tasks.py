@@ -147,6 +147,12 @@ def test_all_that_is_wrong_is_told_at_once_with_its_line(tmp_path):
         find_tasks(["many"], tmp_path)
 
 
+def test_a_template_that_fails_on_a_row_names_its_line(tmp_path):
+    write(tmp_path, "keys", [question("A"), question("D")], target="\"{{['A', 'B', 'C'].index(answer)}}\"")
+    with pytest.raises(ConfigError, match=r"keys.jsonl:2: choices or answer cannot be made of it \(ValueError"):
+        find_tasks(["keys"], tmp_path)
+
+
 def test_fields_that_a_template_asks_for_may_be_missing(tmp_path):
     text = CHOICE.format(name="some", choices="choices", target="answer")
     text = text.replace("{{question}}", "{% if hint is defined %}{{hint}}{% endif %}{{question}}")
