@@ -96,6 +96,8 @@ class Tokenizer:
         byte_lengths: int64 [vocab_size], how many bytes of text each token stands for (0 for the end of a document), or
             None where a token alone does not say (a tokenizer.json that normalises text or is not byte-level).
         unknown: the id that replaces text the tokenizer cannot express, or None if it can express all text.
+        prompt_start: ids that the model expects in front of a text to go on from, as converted Llamas do; `encode` and
+            documents do without.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Tokenizer:
     end_of_document: int
     byte_lengths: np.ndarray | None
     unknown: int | None = None
+    prompt_start: tuple[int, ...] = ()
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int64 [n], without an end of document. Raises ValueError for NUL among bytes."""
@@ -196,6 +199,12 @@ class FileTokenizer(Tokenizer):
         dtype = token_dtype(self.vocab_size)
         texts = [document.decode() for document in documents]
         return [np.concatenate([np.asarray(piece, dtype=dtype) for piece in pieces]) for pieces in self._encode(texts)]
+
+    def own_start(self) -> tuple[int, ...]:
+        """Ids that the library's own rule, which is turned off here, puts in front of a text."""
+        bare, whole = (self._inner.encode("a", add_special_tokens=flag).ids for flag in (False, True))
+        places = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        return tuple(whole[: next(places, 0)])
 
     def to_json(self) -> str:
         # Other programs read this too, unless it has to note which of its tokens is the end of a document.

@@ -109,6 +109,13 @@ def _take(plan: Plan, source: Source, name: str) -> Tensor:
 
 def _tokenizer(source: Source, plan: Plan, notes: list[str]) -> Tokenizer | None:
     file = source.path / TOKENIZER
+    if not file.is_file() and (source.path / "tokenizer.model").is_file():
+        notes.append(
+            f"the tokenizer was left out: tokenizer.model is sentencepiece's file, and Linnet reads {TOKENIZER}; write "
+            f"one beside it with transformers, AutoTokenizer.from_pretrained({str(source.path)!r}).save_pretrained("
+            f"{str(source.path)!r}), which needs sentencepiece, and convert again"
+        )
+        return None
     if not file.is_file():
         notes.append(f"there is no {TOKENIZER} beside the weights, so the model folder has no tokenizer")
         return None
@@ -124,6 +131,8 @@ def _tokenizer(source: Source, plan: Plan, notes: list[str]) -> Tokenizer | None
             f"the tokenizer was left out: it has {tokenizer.vocab_size} tokens, the model {plan.model.vocab_size} rows"
         )
         return None
+    if _extra(source).get("add_bos_token") is not False:
+        tokenizer.prompt_start = tokenizer.own_start()
     return tokenizer
 
 

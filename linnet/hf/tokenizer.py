@@ -22,7 +22,8 @@ def to_transformers(tokenizer: Tokenizer, chat_template: str | None = None) -> P
     else:
         values = json.loads(tokenizer.to_json())
         values.pop("linnet", None)
-        values["post_processor"] = None  # it would add tokens that the model was not trained on
+        if not tokenizer.prompt_start:
+            values["post_processor"] = None  # it would add tokens that the model was not trained on
         inner = tokenizers.Tokenizer.from_str(json.dumps(values))
         end = inner.id_to_token(tokenizer.end_of_document)
     return PreTrainedTokenizerFast(

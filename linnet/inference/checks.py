@@ -23,14 +23,21 @@ def check_settings(slots: int, context_length: int | None, prefill_chunk: int | 
         raise ConfigError(problems, "engine")
 
 
-def encode(prompt: str | Sequence[int], tokenizer: Tokenizer | None, vocab: int, problems: list[str]) -> np.ndarray:
-    """The token ids of a prompt, int64; where it has none that can be used, `problems` says why."""
+def encode(
+    prompt: str | Sequence[int], tokenizer: Tokenizer | None, vocab: int, problems: list[str], begins: bool = True
+) -> np.ndarray:
+    """The token ids of a prompt, int64; where it has none that can be used, `problems` says why.
+
+    A text that `begins` has the tokenizer's `prompt_start` in front. Where there is none an empty text is the end of a
+    document, which stands before each document in training: the model begins a new one.
+    """
     if isinstance(prompt, str):
         if tokenizer is None:
             problems.append("prompt: is text, but the model has no tokenizer here; give token ids")
             return NOTHING
         try:
-            return tokenizer.encode(prompt)
+            start = tokenizer.prompt_start or (() if prompt else (tokenizer.end_of_document,))
+            return np.concatenate([np.asarray(start if begins else (), np.int64), tokenizer.encode(prompt)])
         except ValueError as error:
             problems.append(f"prompt: {error}")
             return NOTHING

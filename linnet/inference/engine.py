@@ -144,7 +144,7 @@ class Engine:
         """Puts a request into the queue.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, or token ids. An empty text begins a new document.
             prefix: what the prompt goes on from; then it may be empty.
 
         Raises:
@@ -159,7 +159,7 @@ class Engine:
     def check(self, prompt: str | Sequence[int], sampling: Sampling, prefix: Prefix | None = None) -> Request:
         """The request that `submit` would take. Raises `ConfigError` as it does."""
         problems: list[str] = []
-        tokens = encode(prompt, self.tokenizer, self.vocab, problems)
+        tokens = encode(prompt, self.tokenizer, self.vocab, problems, begins=prefix is None)
         total = len(tokens) + (0 if prefix is None else prefix.tokens)
         if not problems and total == 0:
             problems.append("prompt: is empty; give at least one token")

@@ -3,7 +3,8 @@
 Two kinds of folder hold one: a run (its last good checkpoint counts), and a model folder, which is what is left of a
 run without its history, and what `linnet convert` writes:
 
-    config.yaml          the model's configuration under `model`, as in a run's; `plugins` where its mixers need them
+    config.yaml          the model's configuration under `model`, as in a run's; `plugins` where its mixers need them;
+                         `prompt_start` where token ids stand in front of each prompt
     model.safetensors    its weights
     tokenizer.json       its tokenizer, as `linnet.data.load_tokenizer` reads it, if there is one
 """
@@ -87,7 +88,13 @@ def read_tokenizer(folder: RunFolder) -> Tokenizer | None:
         ConfigError: the tokenizer is damaged, or was learned for this run and is only in the cache of its corpus.
     """
     if (folder.path / TOKENIZER).is_file():
-        return load_tokenizer(folder.path / TOKENIZER)
+        tokenizer = load_tokenizer(folder.path / TOKENIZER)
+        start = folder.config.get("prompt_start", [])
+        if not isinstance(start, list) or any(type(x) is not int or not 0 <= x < tokenizer.vocab_size for x in start):
+            message = f"prompt_start: {start!r} is no list of tokens; use numbers from 0 to {tokenizer.vocab_size - 1}"
+            raise ConfigError([message], f"{folder.path}/config.yaml")
+        tokenizer.prompt_start = tuple(start)
+        return tokenizer
     match folder.config.get("data", {}).get("tokenizer"):
         case {"kind": "byte"}:
             return ByteTokenizer()
@@ -120,6 +127,8 @@ def save_model(
         if tokenizer is not None:
             tokenizer.save(path / TOKENIZER)
         values = {"model": config.model_dump(mode="json")} | ({"plugins": plugins} if plugins else {})
+        if tokenizer is not None and tokenizer.prompt_start:
+            values["prompt_start"] = list(tokenizer.prompt_start)
         write_atomic(path / "config.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     except (OSError, SafetensorError) as error:
         raise ConfigError([f"{path}: cannot be written ({error})"], "model folder") from error

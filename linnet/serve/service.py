@@ -112,8 +112,6 @@ class Service:
             ApiError: lists all that is wrong.
         """
         settings, engine, problems = self.settings, self.engine, []
-        if isinstance(prompt, str) and not prompt and engine.tokenizer is not None:
-            prompt = [engine.tokenizer.end_of_document]  # what stands before each document in training
         ids = encode(prompt, engine.tokenizer, engine.vocab, problems)
         if not problems and not len(ids):
             problems.append("prompt: is empty; give at least one token")

@@ -52,6 +52,11 @@ def test_streams_the_text_that_the_json_has(linnet):
     assert linnet("--prompt-file", "prompt.txt", "--max-tokens", 12).stdout == done.stdout
 
 
+def test_an_empty_prompt_begins_a_document(linnet):
+    [found] = generated(linnet, "", "--max-tokens", 6)
+    assert found["prompt_tokens"] == 1 and len(found["tokens"]) > 0
+
+
 def test_samples_have_seeds_and_logprobs(linnet):
     options = (PROMPT, "--max-tokens", 8, "--temperature", 1.0, "--top-p", 0.9, "--samples", 3, "--logprobs", 2)
     found = generated(linnet, *options, "--seed", 7)
@@ -87,7 +92,6 @@ def test_stop_strings_end_the_text(linnet):
         ((PROMPT, "--temperature", "nan", "--max-tokens", "-3"), ("--temperature: ", "--max-tokens: ", "given -3")),
         ((PROMPT, "--top-p", "0", "--dtype", "int8"), ("--top-p: ", "--dtype: 'int8' is unknown")),
         ((), ("PROMPT: give a text",)),
-        (("",), ("prompt: is empty",)),
         ((PROMPT, "--prompt-file", "x"), ("both given",)),
         (("--prompt-file", "missing.txt"), ("missing.txt: cannot be read",)),
         ((PROMPT, "--from-state", "missing.state"), ("missing.state: there is no such file",)),

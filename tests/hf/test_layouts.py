@@ -181,6 +181,44 @@ def test_tokenizer_and_chat_template_come_along(tmp_path):
     assert "the tokenizer was left out" in hf.convert(source, tmp_path / "without").notes[0]
 
 
+def test_what_a_tokenizer_puts_in_front_of_a_text_comes_along(tmp_path):
+    import tokenizers
+
+    from linnet.inference import Engine, Sampling
+
+    words = ["<unk>", "<s>", "</s>", "plain", "words", *(f"w{i}" for i in range(5, LLAMA["vocab_size"]))]
+    vocab = {word: i for i, word in enumerate(words)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    inner.add_special_tokens(["<s>", "</s>"])
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    source = tmp_path / "source"
+    torch.manual_seed(0)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    llama.save_pretrained(source)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+    theirs.save_pretrained(source)
+    found = hf.convert(source, tmp_path / "out")
+    model, tokenizer = load_model(found.path)
+    assert not found.notes and tokenizer.prompt_start == (1,) and tokenizer.encode("plain words").tolist() == [3, 4]
+    [completion] = Engine(model, tokenizer, device="cpu").generate(["plain words"], Sampling(max_tokens=5))
+    ids = theirs("plain words", return_tensors="pt").input_ids
+    expected = llama.generate(ids, max_new_tokens=5, do_sample=False)[0, 3:].tolist()
+    assert completion.request.prompt_tokens == ids.shape[1] == 3
+    assert completion.tokens == expected[: len(completion.tokens)]
+    again = transformers.AutoTokenizer.from_pretrained(hf.export(found.path, tmp_path / "hf"))
+    assert again("plain words").input_ids == ids[0].tolist()
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": False}))
+    assert load_model(hf.convert(source, tmp_path / "bare").path)[1].prompt_start == ()
+    (found.path / "config.yaml").write_text((found.path / "config.yaml").read_text().replace("- 1", "- 500"))
+    with pytest.raises(ConfigError, match=r"prompt_start: \[500\] is no list of tokens"):
+        load_model(found.path)
+    (source / "tokenizer.json").rename(source / "tokenizer.model")
+    [note] = hf.convert(source, tmp_path / "without").notes
+    assert "tokenizer.model is sentencepiece's file" in note and "save_pretrained" in note
+
+
 def test_an_export_comes_back(tmp_path):
     from hf_models import small
 

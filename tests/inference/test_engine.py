@@ -260,7 +260,6 @@ def test_a_window_slides_over_its_ring():
 def test_what_is_wrong_with_a_request_is_said_at_once(hybrid):
     engine = hybrid(context_length=32)
     for prompt, message in [
-        ("", "prompt: is empty"),
         ([], "prompt: is empty"),
         ([1, 256, -1], r"prompt: \[256, -1\] are no tokens; use numbers from 0 to 255"),
         ([0.5], "whole numbers"),
@@ -278,6 +277,25 @@ def test_what_is_wrong_with_a_request_is_said_at_once(hybrid):
         bare.submit("abc")
     with pytest.raises(ConfigError, match="stop: .*needs a tokenizer"):
         bare.submit([1], Sampling(stop=["x"]))
+
+
+def test_texts_begin_as_the_tokenizer_says(hybrid):
+    engine = hybrid(slots=1)
+    ask = Sampling(max_tokens=6)
+    [from_end, by_id] = engine.generate(["", [0]], ask)  # bytes: 0 ends a document
+    assert from_end.tokens == by_id.tokens and from_end.request.prompt_tokens == 1
+    prefix = engine.prefix("ab")
+    with pytest.raises(ConfigError, match="prompt: is empty"):
+        engine.submit([])
+    engine.tokenizer.prompt_start = (7, 8)
+    try:
+        for text, ids in (("ab", [7, 8, *b"ab"]), ("", [7, 8])):
+            found, expected = engine.generate([text, ids], ask)
+            assert found.tokens == expected.tokens and found.request.prompt_tokens == len(ids)
+        [found] = engine.generate(["c"], ask, prefix)  # goes on in the middle of a text
+        assert found.tokens == engine.generate([list(b"abc")], ask)[0].tokens
+    finally:
+        engine.tokenizer.prompt_start = ()
 
 
 def test_what_is_wrong_with_an_engine_is_said_at_once(tmp_path):
