@@ -81,9 +81,7 @@ def data(
 
 @mad.command("list")
 def list_settings(
-    budget: Annotated[
-        str, typer.Option(help="What to run of it.", metavar="smoke|core|full|mqar|mqar-short", show_default="full")
-    ] = "full",
+    budget: Annotated[str, typer.Option(help="smoke, core, full, mqar or mqar-short.", metavar="NAME")] = "full",
     tasks: Annotated[
         str, typer.Option(help="Only these tasks, with commas between.", metavar="TASK,...", show_default="all")
     ] = "",

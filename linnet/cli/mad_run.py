@@ -39,8 +39,9 @@ def run(
     budget: Annotated[
         str,
         typer.Option(
-            help="smoke only shows that it learns; mqar is beside the score; [bold]linnet mad list[/] counts.",
-            metavar="smoke|core|full|mqar|mqar-short",
+            help="smoke (does it learn at all?), core (the six baselines), full (all 66 settings); beside the score "
+            "mqar and mqar-short. [bold]linnet mad list[/] counts their runs.",
+            metavar="NAME",
         ),
     ] = "smoke",
     tasks: Annotated[
@@ -54,7 +55,7 @@ def run(
     ] = "",
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Change every model: --set options.tnl.num_heads=4.", metavar="KEY=VALUE"),
+        typer.Option("--set", help="Change every model, such as d_model=64; may be given again.", metavar="KEY=VALUE"),
     ] = None,
     state: Annotated[
         int,
@@ -206,7 +207,8 @@ def _print_table(scores, console) -> None:
         spread = "" if one.spread is None else f" ± {one.spread:.3f}"
         parameters = "-" if one.parameters is None else count(one.parameters)
         state = "-" if one.state_size is None else f"{one.state_size:,}"
-        table.add_row(escape(name), *cells, f"[bold]{one.score:.3f}[/]{spread}", parameters, state)
+        total = f"[bold]{one.score:.3f}[/]{spread}" if name in scores.whole else "-"
+        table.add_row(escape(name), *cells, total, parameters, state)
     console.print(table)
 
 

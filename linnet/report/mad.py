@@ -233,7 +233,7 @@ def _lost(records: Records) -> str:
 
 def _scores(records: Records) -> list[str]:
     every = list(records.scores.values())
-    columns = {"Score": lambda one: _number(one.score if one.architecture in records.whole else None, points)}
+    columns = {"Score": lambda one: _number(one.score if one.architecture in records.scores.whole else None, points)}
     if any(one.spread is not None for one in every):
         columns["Spread"] = lambda one: _number(one.spread, points)
     columns |= {_title(task): _of_task(task) for task in records.scores.tasks}

@@ -28,7 +28,7 @@ class Records:
     """What a MAD report is drawn from.
 
     Attributes:
-        architectures: those of `whole` first, of both the highest score first.
+        architectures: those of `Scores.whole` first; of both kinds the highest score first.
     """
 
     folder: Path
@@ -38,13 +38,8 @@ class Records:
 
     @property
     def architectures(self) -> list[str]:
-        return [*self.whole, *(name for name in self.scores if name not in self.whole)]
-
-    @property
-    def whole(self) -> dict[str, Score]:
-        """Those with every setting that any has: the mean over fewer is no score to set beside theirs."""
-        every = {setting for one in self.scores.values() for setting in one.settings}
-        return {name: one for name, one in self.scores.items() if len(one.settings) == len(every)}
+        whole = self.scores.whole
+        return [*whole, *(name for name in self.scores if name not in whole)]
 
 
 def draw(records: Records) -> list[Figure]:
@@ -68,7 +63,7 @@ def heatmap(records: Records) -> Figure:
     alt = canvas.alt
     rows, totals = [], []
     for one in records.scores.values():
-        totals.append(_cell(one, one if one.architecture in records.whole else None, "score"))
+        totals.append(_cell(one, one if one.architecture in records.scores.whole else None, "score"))
         rows += [_cell(one, one.tasks.get(task), task_name(task)) for task in records.scores.tasks]
     y = alt.Y("architecture:N", sort=records.architectures, title=None)
     named = y.axis(domain=False, ticks=False, labelLimit=320, labelFontSize=12, labelPadding=8)
@@ -78,7 +73,7 @@ def heatmap(records: Records) -> Figure:
         f"Accuracy in per cent on the test split ({_metric(records.scores)}): of each task the mean over its settings, "
         "and the score, the mean over the tasks. Hover over a cell for its settings and the spread over seeds."
     )
-    if not all(one.comparable for one in records.whole.values()):
+    if not all(one.comparable for one in records.scores.whole.values()):
         caption += " A score with an asterisk is not comparable with others."
     if any(row["value"] is None for row in rows):
         caption += (
@@ -134,7 +129,7 @@ def sizes(records: Records) -> Figure | None:
     """The score against the fixed state of the model and against its parameters."""
     canvas = Canvas(records)
     alt = canvas.alt
-    rows = [_size_row(one) for one in records.whole.values()]
+    rows = [_size_row(one) for one in records.scores.whole.values()]
     ends = [row[end] for row in rows for end in ("low", "high")]
     panels = []
     for field, what in (("state", "fixed state of the model (numbers)"), ("parameters", "parameters of the model")):

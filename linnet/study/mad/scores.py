@@ -102,6 +102,12 @@ class Scores(Mapping):
     by_name: dict[str, Score]
     unscored: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def whole(self) -> dict[str, Score]:
+        """Those with every setting that any has: a mean over fewer is no score to set beside theirs."""
+        every = {setting for one in self.values() for setting in one.settings}
+        return {name: one for name, one in self.items() if len(one.settings) == len(every)}
+
     def __getitem__(self, name: str) -> Score:
         return self.by_name[name]
 
