@@ -17,7 +17,7 @@ from lm_eval.api.task import Task
 from linnet.config import ConfigError, nearest
 from linnet.evaluate.harness import LinnetLM
 from linnet.evaluate.results import Result
-from linnet.evaluate.suites_scrolls import Fetch, scrolls_tasks
+from linnet.evaluate.suites_scrolls import scrolls_tasks
 from linnet.evaluate.tasks import find_tasks, run_tasks
 
 # Below 7B these say little: in 000's Table 4 every BoolQ of a smaller model is under the share of its most frequent
@@ -101,20 +101,17 @@ def find_suite(name: str) -> Suite:
     return SUITES[name]
 
 
-def load_suite(
-    suite: Suite, shots: int | None = None, include: str | Path | None = None, fetch: Fetch | None = None
-) -> dict[str, Task]:
+def load_suite(suite: Suite, shots: int | None = None, include: str | Path | None = None) -> dict[str, Task]:
     """The tasks of a suite with their data.
 
     Args:
         shots: examples before each question instead of the suite's own.
-        include: a folder whose tasks replace the harness's of the same names.
-        fetch: finds the zip file of a data set of SCROLLS; None asks Hugging Face's hub.
+        include: a folder whose tasks replace the harness's of the same names; of SCROLLS, one with its zip files.
 
     Raises:
         ConfigError: data that cannot be loaded.
     """
-    replaced = scrolls_tasks(fetch) if suite.name == "scrolls" else None
+    replaced = scrolls_tasks(include) if suite.name == "scrolls" else None
     shots = suite.shots if shots is None else shots
     return find_tasks(list(suite.tasks), include, shots=shots, folders=suite.folders, replaced=replaced)
 

@@ -24,17 +24,18 @@ from lm_eval.api.task import ConfigurableTask, Task
 
 from linnet.evaluate.metrics import ROUGES, f1, normalise, rouge
 
-Fetch = Callable[[str], str | Path]  # the name of a data set -> its zip file
+REPOSITORY = "tau/scrolls"  # on Hugging Face's hub: a zip file for each data set
 _RELATIONS = ["Not mentioned", "Entailment", "Contradiction"]
 _OPTIONS = ("(A)", "(B)", "(C)", "(D)")
 
 
-def scrolls_tasks(fetch: Fetch | None = None) -> dict[str, Callable[[], Task]]:
-    """Makers of the seven tasks by their names in the harness. `fetch` finds their data; None asks the hub."""
-    return {
-        name: partial(_Asked, config=_config(name, kind, fetch or partial(_from_hub, "tau/scrolls")))
-        for name, kind in _KINDS.items()
-    }
+def scrolls_tasks(folder: str | Path | None = None) -> dict[str, Callable[[], Task]]:
+    """Makers of the seven tasks by their names in the harness.
+
+    Args:
+        folder: where the zip files of the data sets may be (qasper.zip, ...); those that are not come from the hub.
+    """
+    return {name: partial(_Asked, config=_config(name, kind, folder)) for name, kind in _KINDS.items()}
 
 
 class _Kind(NamedTuple):
@@ -45,14 +46,16 @@ class _Kind(NamedTuple):
     metrics: tuple[str, ...]
 
 
-def _from_hub(repository: str, name: str) -> str:
-    return hf_hub_download(repository, f"{name}.zip", repo_type="dataset")
+def _find(name: str, folder: str | Path | None) -> str | Path:
+    if folder is not None and (path := Path(folder) / f"{name}.zip").is_file():
+        return path
+    return hf_hub_download(REPOSITORY, f"{name}.zip", repo_type="dataset")
 
 
-def _config(name: str, kind: _Kind, fetch: Fetch) -> dict:
+def _config(name: str, kind: _Kind, folder: str | Path | None) -> dict:
     return {
         "task": name,
-        "custom_dataset": lambda **_: {"validation": Dataset.from_list(_documents(kind, fetch(kind.data)))},
+        "custom_dataset": lambda **_: {"validation": Dataset.from_list(_documents(kind, _find(kind.data, folder)))},
         "validation_split": "validation",
         "output_type": "generate_until",
         "doc_to_text": lambda document: document["prompt"],

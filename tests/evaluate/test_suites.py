@@ -172,11 +172,11 @@ def zips(tmp_path):
         text = "".join(json.dumps(dict(zip(keys, row, strict=True)) | {"pid": row[0]}) + "\n" for row in rows)
         with zipfile.ZipFile(tmp_path / f"{name}.zip", "w") as archive:
             archive.writestr(f"{name}/validation.jsonl", text)
-    return lambda name: tmp_path / f"{name}.zip"
+    return tmp_path
 
 
 def test_the_questions_of_scrolls(zips):
-    tasks = load_suite(SUITES["scrolls"], fetch=zips)
+    tasks = load_suite(SUITES["scrolls"], include=zips)
     documents = {name.removeprefix("scrolls_"): list(task.validation_docs()) for name, task in tasks.items()}
     yes, who = documents["qasper"]
     assert yes["choices"] == ["yes", "no"] and yes["prompt"] == f"{STORY}\n\nQuestion: Is it dark?\nAnswer:"
@@ -210,7 +210,7 @@ class Oracle(LinnetLM):
 def test_the_scores_of_scrolls_by_hand(zips):
     suite = SUITES["scrolls"]
     lm = Oracle(Engine(build_model(family("tnl")(32, 1, vocab_size=256)), ByteTokenizer(), slots=1))
-    results = run_suite(lm, suite, load_suite(suite, fetch=zips))
+    results = run_suite(lm, suite, load_suite(suite, include=zips))
     found = {(one.task.removeprefix("scrolls_"), one.metric): one for one in results}
     expected = {
         ("govreport", "rouge1"): 0.25,  # "the summary" and "a summary" share one word of two; nothing said is 0
@@ -237,5 +237,5 @@ def test_scrolls_of_a_model_with_long_contexts_cut(zips):
     suite = SUITES["scrolls"]
     engine = Engine(build_model(family("llama")(32, 1, vocab_size=256)), ByteTokenizer(), slots=2, context_length=301)
     lm = LinnetLM(engine, max_length=300)
-    results = run_suite(lm, suite, load_suite(suite, fetch=zips), limit=1)
+    results = run_suite(lm, suite, load_suite(suite, include=zips), limit=1)
     assert len(results) == 14 and lm.cuts > 0
