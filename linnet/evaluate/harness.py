@@ -17,7 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from linnet.config import ConfigError
 from linnet.data import Tokenizer
 from linnet.evaluate.likelihood import log_likelihoods
-from linnet.evaluate.text import Document, score_text
+from linnet.evaluate.text import Document, first_token, score_text
 from linnet.inference import Engine, Sampling
 
 LONGEST = 256  # tokens to generate where a task does not say
@@ -55,13 +55,19 @@ class LinnetLM(TemplateLM):
         return self.encoder.end_of_document
 
     @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text or an answer without a question."""
+        return first_token(self.encoder)
+
+    @property
     def tokenizer_name(self) -> str:
         """For the harness's cache of requests."""
         return f"linnet-{self.encoder.name}-{self.encoder.digest}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids of a text. There are no special tokens to add; the end of a document is no text."""
-        return self.encoder.encode(string.replace("\0", "")).tolist()
+        """Token ids of a text, after those with which a converted model begins a prompt unless that is turned off."""
+        start = () if add_special_tokens is False else self.encoder.prompt_start
+        return [*start, *self.encoder.encode(string.replace("\0", "")).tolist()]
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """The log-likelihoods of continuations, and whether greedy decoding gives them, without a bar of tqdm's."""
@@ -77,17 +83,17 @@ class LinnetLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts, their first token after the end of a document."""
-        texts = [self.tok_encode(request.args[0]) for request in requests]
+        texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
         self._refuse([len(tokens) for tokens in texts])
         found, count = [], self._counter(len(texts))
         for tokens in texts:
             if not tokens:
                 found.append(0.0)
             elif self.max_length is None:
-                row = Document("", np.array([self.eot_token_id, *tokens]), 0, 0)
+                row = Document("", np.array([self.prefix_token_id, *tokens]), 0, 0)
                 found.append(-score_text(self.engine.model, [row]).documents[0].nats)
             else:
-                windows = get_rolling_token_windows(tokens, self.eot_token_id, self.max_length, context_len=1)
+                windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
                 pairs = [make_disjoint_window(window) for window in windows]
                 self.cuts += len(pairs) > 1
                 found.append(sum(one.nats for one in log_likelihoods(self.engine.model, pairs)))

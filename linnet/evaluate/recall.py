@@ -25,6 +25,7 @@ from linnet.data import Tokenizer
 from linnet.data.synthetic import IGNORE, Mqar, Task, find_task, generate
 from linnet.evaluate.mode import evaluating
 from linnet.evaluate.results import Item, Result
+from linnet.evaluate.text import first_token
 from linnet.models import CausalLM
 
 Probe = Literal["mqar", "in_context_recall", "noisy_recall", "fuzzy_recall", "selective_copying"]
@@ -122,14 +123,14 @@ def run_recall(
     """Asks all cells that fit the lengths and the vocabulary.
 
     Args:
-        tokenizer: where there is one, only tokens of visible text are used, after the end of a document.
+        tokenizer: where there is one, only tokens of visible text are used, after what stands before a document.
         progress: called with the number of sequences that a step has read.
 
     Raises:
         ConfigError: no cell fits.
     """
     words, found = words_of(tokenizer, model.config.vocab_size), []
-    first = None if tokenizer is None else tokenizer.end_of_document
+    first = None if tokenizer is None else first_token(tokenizer)
     with evaluating(model), autocast or contextlib.nullcontext():
         for name, length, pairs, task in cells(config):
             asked = ask(task, config.samples, words, model.config.vocab_size, config.seed)

@@ -46,9 +46,14 @@ class Document:
 
     @classmethod
     def of_text(cls, name: str, text: str, tokenizer: Tokenizer) -> "Document":
-        """A text after the end-of-document token. Words are what white space separates; bytes are UTF-8."""
-        tokens = np.concatenate([[tokenizer.end_of_document], tokenizer.encode(text)])
+        """A text after `first_token`. Words are what white space separates; bytes are UTF-8."""
+        tokens = np.concatenate([[first_token(tokenizer)], tokenizer.encode(text)])
         return cls(name, tokens, len(text.split()), len(text.encode()))
+
+
+def first_token(tokenizer: Tokenizer) -> int:
+    """What stands before a document: the end of the one before it, or what a converted model begins with instead."""
+    return (tokenizer.end_of_document, *tokenizer.prompt_start)[-1]
 
 
 def read_texts(

@@ -185,6 +185,19 @@ def test_generation_ends_before_its_stop(lm):
     assert cut == text[: text.index(stop)]
 
 
+def test_prompts_and_texts_begin_as_a_converted_model_expects(model):
+    tokenizer = ByteTokenizer()
+    tokenizer.prompt_start = (1,)
+    begun = LinnetLM(Engine(model, tokenizer, slots=2, context_length=512))
+    assert begun.tok_encode("ab") == [1, 97, 98] and begun.tok_encode("ab", add_special_tokens=False) == [97, 98]
+    [(nats, _)] = begun.loglikelihood([Instance("loglikelihood", {}, ("ab", "c"), 0)])
+    [(expected, _)] = begun._loglikelihood_tokens([(("", ""), [1, 97, 98], [99])])
+    assert nats == pytest.approx(expected)
+    [whole] = begun.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("abc",), 0)])
+    [(expected, _)] = begun._loglikelihood_tokens([(("", ""), [1], [97, 98, 99])])
+    assert whole == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_model_without_a_tokenizer():
     with pytest.raises(ValueError, match="has no tokenizer"):
         LinnetLM(Engine(build_model(family("tnl")(32, 1, vocab_size=256))))

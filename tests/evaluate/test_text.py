@@ -104,6 +104,13 @@ def test_perplexities_are_by_tokens_words_and_bytes():
     assert found.to_dict()["tokens"] == 26
 
 
+def test_a_document_begins_as_the_model_expects():
+    tokenizer = ByteTokenizer()
+    assert Document.of_text("x", "ab", tokenizer).tokens.tolist() == [0, 97, 98]
+    tokenizer.prompt_start = (1,)  # as of a converted Llama
+    assert Document.of_text("x", "ab", tokenizer).tokens.tolist() == [1, 97, 98]
+
+
 def test_the_interval_is_over_documents():
     one, other = DocumentScore("a", 100.0, 10, 5, 100), DocumentScore("b", 300.0, 10, 5, 100)
     drawn = resampled([one, other]) * math.log(2)
