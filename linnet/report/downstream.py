@@ -176,14 +176,13 @@ def lines(series: list[Series]) -> list[str]:
     found = []
     for one in series:
         for name, fit in one.fits.items():
-            head = f"{one.title}, {name}"
-            if fit.refused:
-                found.append(f"{head}: {'; '.join(fit.refused)}")
-                continue
-            found.append(
-                f"{head}: {fit.law.text()}, {one.metric} = {fit.transfer.formula}{_spans(fit)}; "
-                f"error {one.shown(fit.rms_error)} on the runs, {_tested(one, fit.test)} beyond them"
-            )
+            parts = [] if fit.law.refused else [fit.law.text()]
+            parts += [] if fit.transfer.refused else [f"{one.metric} = {fit.transfer.formula}{_spans(fit)}"]
+            parts += fit.refused
+            if fit.rms_error is not None:
+                error = f"error {one.shown(fit.rms_error)} on the runs"
+                parts.append(f"{error}, {_tested(one, fit.test)} beyond them")
+            found.append(f"{one.title}, {name}: {'; '.join(parts)}")
     return found
 
 

@@ -223,7 +223,8 @@ class TaskEvaluation(Config):
 
     Attributes:
         name, every: as those of texts.
-        suite: of `linnet.evaluate.suites`; or `tasks`: names, those in the folder `include` first.
+        suite: of `linnet.evaluate.suites`; or `tasks`: names.
+        include: a folder of tasks of one's own, which come before the harness's of the same names.
         shots: examples before each question; null: as the suite or the task says.
         limit: first questions of each task that are asked, to be cheap; null: all.
         too_long: what happens where a model whose state grows is asked more than the length of training: `refuse` makes
@@ -269,7 +270,7 @@ class TaskEvaluation(Config):
 
         suite = None if self.suite is None else find_suite(self.suite)
         if suite is not None:
-            tasks = load_suite(suite, self.shots)
+            tasks = load_suite(suite, self.shots, self.include)
         else:
             tasks = find_tasks(self.tasks, self.include, shots=self.shots)
         cut = suite is not None and suite.cut

@@ -103,6 +103,42 @@ def test_tasks_are_those_of_the_checkpoint(settings, cache, tmp_path):
     assert losses[0] == losses[1]
 
 
+def test_suites_show_their_average_or_their_tasks(settings, cache, tmp_path, monkeypatch):
+    """On questions of our own in place of the harness's, which need the network; csr with two of its seven tasks."""
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    import yaml
+
+    from linnet.evaluate.suites import SUITES, Suite
+    from linnet.evaluate.tasks import OWN
+
+    questions = {
+        "piqa/piqa": {"goal": "Open a door", "sol1": "Turn the handle.", "sol2": "Sing.", "label": 0},
+        "arc/arc_easy": {
+            "question": "Which?",
+            "choices": {"text": list("abcd"), "label": list("ABCD")},
+            "answerKey": "B",
+        },
+        "wikitext/wikitext": {"page": " = A title = \n\n Some words . \n"},
+        "lambada/lambada_openai": {"text": "The last word of this sentence is here"},
+    }
+    for path, row in questions.items():
+        name = path.rpartition("/")[2]
+        files = {split: f"{name}.jsonl" for split in ("train", "validation", "test")}
+        changes = {"task": name, "dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"include": str(OWN / f"{path}.yaml"), **changes}))
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    small = Suite("csr", {"piqa": ("acc",), "arc_easy": ("acc",)}, ("piqa", "arc"), averages={"average": ()})
+    monkeypatch.setitem(SUITES, "csr", small)
+    asked = [{"kind": "tasks", "name": name, "suite": name, "include": str(tmp_path)} for name in ("csr", "perplexity")]
+    run = train(settings(evaluations=asked), tmp_path / "runs", cache)
+    csr, perplexity = evaluated(run)
+    assert csr["shown"] == ["average"] and csr["chance"]["average"] == (1 / 2 + 1 / 4) / 2 and csr["questions"] == 2
+    metrics = csr["metrics"]
+    assert metrics["average"] == (metrics["piqa/acc"] + metrics["arc_easy/acc"]) / 2
+    assert perplexity["shown"] == ["wikitext/word_perplexity", "lambada_openai/perplexity"]
+    assert set(perplexity["chance"]) == {"lambada_openai/acc"}
+
+
 def test_tasks_that_are_wrong_are_told_before(settings, cache, tmp_path):
     pytest.importorskip("lm_eval", reason="needs the extra eval")
     (tmp_path / "own.yaml").write_text((EXAMPLES / "capitals.yaml").read_text().replace("capitals", "own"))
