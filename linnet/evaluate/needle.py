@@ -10,7 +10,7 @@ The haystack is text of this module's own, or any text file. Everything follows 
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -93,15 +93,18 @@ def items(config: NeedleConfig, tokenizer: Tokenizer) -> Iterator[tuple[int, int
         ConfigError: a length that does not hold its needles and question, or a haystack that is empty or unreadable.
     """
     sentences = _haystack(config, tokenizer)
+    start = np.asarray(tokenizer.prompt_start, dtype=np.int64)  # of a converted model
     for column, length in enumerate(config.lengths):
+        room = length - len(start)
         for row, depth in enumerate(config.depths):
             for sample in range(config.samples):
                 generator = np.random.default_rng([config.seed, length, row, sample])
                 if config.variant == "words":  # of a list; the depth only draws another one
-                    yield row, column, Item(*common_words(length, RIVALS, generator, tokenizer))
-                    continue
-                question = draw_question(config, generator)
-                yield row, column, _hide(question, sentences, length, depth, generator, tokenizer)
+                    item = Item(*common_words(room, RIVALS, generator, tokenizer))
+                else:
+                    question = draw_question(config, generator)
+                    item = _hide(question, sentences, room, depth, generator, tokenizer)
+                yield row, column, replace(item, prompt=np.concatenate([start, item.prompt]))
 
 
 def run_needle(engine: Engine, config: NeedleConfig, progress=None) -> np.ndarray:

@@ -43,6 +43,15 @@ def test_each_place_of_the_grid_has_a_list_of_its_own():
     assert all((a.prompt == b.prompt).all() for (_, _, a), (_, _, b) in zip(found, again, strict=True))
 
 
+@pytest.mark.parametrize("variant", ["words", "single"])
+def test_prompts_begin_as_a_converted_model_expects(variant):
+    tokenizer, config = ByteTokenizer(), NeedleConfig(variant=variant, lengths=[400], depths=[0.5])
+    [(_, _, bare)] = items(config, tokenizer)
+    tokenizer.prompt_start = (1,)
+    [(_, _, begun)] = items(config, tokenizer)
+    assert begun.prompt[0] == 1 and begun.prompt[1] == bare.prompt[0] and len(begun.prompt) <= 400
+
+
 @pytest.mark.parametrize("scoring", ["match", "choice"])
 def test_a_model_that_learned_nothing_finds_few(scoring):
     engine = Engine(build_model(family("tnl")(32, 1, vocab_size=256)), TOKENIZER, slots=5)
