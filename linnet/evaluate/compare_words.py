@@ -41,6 +41,9 @@ def command(evaluation: Evaluation, run: str) -> str:
         words += ["--depths", str(len(asked["depths"]))]
         for name, usual in _NEEDLE_OPTIONS.items():
             words += [f"--{name}", str(asked[name])] if asked.get(name, usual) != usual else []
+    elif evaluation.kind == "recall":
+        words += ["--recall", "--lengths", ",".join(map(str, asked["lengths"]))]
+        words += ["--pairs", ",".join(map(str, asked["pairs"])), "--samples", str(asked["samples"])]
     elif evaluation.kind == "tasks":
         words += ["--task", ",".join(asked["tasks"])]
     else:

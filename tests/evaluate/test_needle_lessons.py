@@ -1,4 +1,4 @@
-"""Text to learn needles from: each document answers its question before it is asked last."""
+"""Text to learn needles from: whatever is asked at the end of a document stands in it before."""
 
 import json
 import re
@@ -8,16 +8,29 @@ from linnet.evaluate.needle_lessons import lessons, write_lessons
 ASKED = re.compile(r"Question: What is the number of the (\w+ \w+)\? Answer: The number of the \1 is (\d+)\.")
 
 
-def test_each_document_asks_one_question_again():
-    shortest, longest, times = 10**9, 0, set()
-    for text in lessons(300, 12, hidden=3, digits=3, seed=1):
+def sentences(text: str) -> int:
+    return len(re.findall(r"[.?]", text)) - 2 * len(ASKED.findall(text))
+
+
+def test_one_question_is_hidden_and_asked_again():
+    texts = list(lessons(300, 12, hidden=3, digits=3, seed=1))
+    for text in texts:
         found = ASKED.findall(text)
-        assert len(set(found)) == 1 and 2 <= len(found) <= 4 and len(found[0][1]) == 3
+        assert len(set(found)) == 1 and 2 <= len(found) <= 5 and len(found[0][1]) == 3
         assert text.endswith(f"is {found[0][1]}.")
-        sentences = len(re.findall(r"[.?]", text)) - 2 * len(found)
-        shortest, longest = min(shortest, sentences), max(longest, sentences)
-        times.add(len(found))
-    assert (shortest, longest, times) == (0, 12, {2, 3, 4})
+    assert {len(ASKED.findall(text)) for text in texts} == {2, 3, 4, 5}
+    assert {sentences(text) for text in texts} == set(range(13))
+
+
+def test_of_several_questions_each_has_one_answer():
+    kinds = set()
+    for text in lessons(300, 6, keys=3, seed=2):
+        found = ASKED.findall(text)
+        assert len({key for key, _ in found}) == len(set(found)) <= 3
+        kinds.add(len(set(found)))
+        last = found[-1]
+        assert found.count(last) >= 2, "what is asked last was told before"
+    assert kinds == {1, 2, 3}
 
 
 def test_the_seed_decides_and_a_file_is_written_once(tmp_path):

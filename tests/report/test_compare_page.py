@@ -1,0 +1,96 @@
+"""The page of `linnet compare`: what it says about needles, tests and texts, and that a browser draws all of it."""
+
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from linnet.config import ConfigError
+from linnet.evaluate.compare import compare, shared
+from linnet.evaluate.needle import NeedleConfig
+from linnet.evaluate.needle_scores import needle_scores
+from linnet.evaluate.results import Evaluation, Item, Result
+from linnet.report.compare import write_comparison
+from linnet.report.needle import Constants
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --virtual-time-budget=20000 "
+    "--window-size=1280,3000 --enable-logging=stderr"
+).split()
+LENGTHS = [100, 200, 300, 400]
+FIGURES = {"needle-easy-grids", "needle-easy-lengths", "intervals-1", "contexts-1"}
+
+
+def needles(grid) -> Evaluation:
+    config = NeedleConfig(lengths=LENGTHS, depths=[0.0, 0.5, 1.0]).model_dump()
+    grid = np.asarray(grid, dtype=float)
+    cells = [Item(f"{n} tokens, {row}", grid[row, column]) for column, n in enumerate(LENGTHS) for row in range(3)]
+    score = Result("needle-easy", "niah_score", needle_scores(grid).score, n=12)
+    detail = {"config": config, "accuracy": grid.tolist()}
+    return Evaluation("needle", {}, config, (Result.of_items("needle-easy", "accuracy", cells), score), detail)
+
+
+def texts(shift: float, method: str) -> Evaluation:
+    base = np.random.default_rng(0).normal(2.0, 0.3, 20)
+    documents = [Item(f"{i}", float(value + shift), 100.0 + i) for i, value in enumerate(base)]
+    contexts = [{"start": 2**i, "end": 2 ** (i + 1), "loss": 3.0 - 0.2 * i + shift, "tokens": 9} for i in range(5)]
+    result = Result.of_items("text", "bits_per_byte", documents, "lower")
+    return Evaluation(
+        "text", {"tokenizer": "x"}, {"text": ["a <b>"], "method": method}, (result,), {"contexts": contexts}
+    )
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    ended = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 1]]
+    rows = {"soft": [needles(np.ones((3, 4))), texts(0.0, "windowed")]}
+    rows |= {"linear": [needles(ended), texts(0.1, "carried")], "nothing": [needles(np.zeros((3, 4)))]}
+    groups = shared(rows)
+    path = tmp_path_factory.mktemp("page") / "out" / "index.html"
+    return write_comparison(groups, compare(groups), path, command="linnet compare soft linear nothing")
+
+
+def test_it_says_where_recall_ends(page):
+    text = re.sub(r"<[^>]+>", "", page.read_text().split("<script")[0])
+    assert "soft finds at least 100% of the needles at every length up to the longest, 400 tokens" in text
+    assert "Recall of linear ends at 200 tokens: at 300 it finds 0% of the needles, less than 50%" in text
+    assert "nothing finds less than 50% of the needles at the shortest length, 100 tokens" in text
+    assert "the NIAH score ranks the models alike under all 12 choices" in text
+
+
+def test_it_shows_constants_tests_and_what_is_lacking(page):
+    html = page.read_text()
+    linear = needle_scores([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 1]], depth_ratio=1.2, length_ratio=1.2).score
+    assert f"{linear:.4f}" in html and "NIAH score, found from 25%" in html
+    assert "nothing has no text: a &lt;b&gt;" in html and "<b>soft</b> has the lowest bits per byte" in html
+    assert "The method differs: soft windowed, linear carried." in html
+    for name in FIGURES:
+        assert f'id="{name}"' in html and (page.parent / f"{name}.png").stat().st_size > 5000
+        assert (page.parent / f"{name}.svg").is_file()
+
+
+def test_other_constants_are_shown(page, tmp_path):
+    groups = shared({"linear": [needles([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 1]])]})
+    constants = Constants(depth_ratio=2.0, length_ratio=1.0, threshold=0.9)
+    html = write_comparison(groups, compare(groups), tmp_path / "one.html", constants=constants).read_text()
+    assert "by 2 a step of depth and 1 a step of length" in html and "stays at 90% or more" in html
+    assert "Recall of <b>linear</b> ends at <b>100 tokens</b>" in html
+
+
+def test_a_page_is_an_html_file(tmp_path):
+    with pytest.raises(ConfigError, match="name a page"):
+        write_comparison([], [], tmp_path / "page")
+
+
+def test_a_browser_draws_every_figure_without_a_complaint(page, tmp_path):
+    if CHROMIUM is None:
+        pytest.skip("no chromium here: install it to see the page drawn (apt-get install chromium)")
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    assert f'data-drawn="{len(FIGURES)}"' in done.stdout
+    assert done.stdout.count("<svg") >= len(FIGURES)
