@@ -84,6 +84,7 @@ def test_the_page_has_figures_fits_and_refusals(evaluated, monkeypatch):
     assert re.search(
         r"\(95 %: midpoint [\d.]+ to [\d.]+, steepness .*\); error .* on the runs, .* beyond them", told[0]
     )
+    assert re.match(r"luck: accuracy, tnl: L = .*; loss -> metric: no signal", told[3])
 
 
 def _failed(folder: Path) -> str:
