@@ -64,10 +64,15 @@ def exact_results(inputs, gradients):
     return [o, final, dq, None, dgate, *(dbound or [None]), dv, dinitial]
 
 
-def assert_agrees(*call, **options):
+def assert_agrees(*call, without=(), **options):
+    """`without`: which of the initial state and of the final state's gradient is left out."""
     from linnet.ops.gated import triton
 
     inputs, gradients = make(*call, **options)
+    if "initial" in without:
+        inputs = (*inputs[:5], None, *inputs[6:])
+    if "final" in without:
+        gradients = (gradients[0], None)
     expected = exact_results(inputs, gradients)
     for x in expected:  # leaves NaN in the memory that the results will get, for what is not written
         if x is not None:
@@ -124,6 +129,17 @@ def test_segments(segments, K, V, offsets, monkeypatch):
 
     monkeypatch.setattr(triton, "_count_segments", lambda *_: segments)
     assert_agrees(1, 2100, K, V, offsets=offsets)
+
+
+@gpu
+@pytest.mark.parametrize("without", ["initial", "final"])
+@pytest.mark.parametrize("segments", [1, 3])
+def test_one_state_of_two(without, segments, monkeypatch):
+    """The sweeps of a backward share a launch, and each has its state."""
+    from linnet.ops.gated import triton
+
+    monkeypatch.setattr(triton, "_count_segments", lambda *_: segments)
+    assert_agrees(2, 333, 64, 64, without=without)
 
 
 @gpu
@@ -192,7 +208,8 @@ INTERPRETED = [
     ((1, 20, 24, 16), {"decay": "resets", "state": False}),
     ((1, 20, 16, 16), {"dtype": "float16", "decay": "extreme"}),
     ((1, 50, 16, 16), {"offsets": [0, 0, 20, 21, 50, 50], "forget": True}),
-    ((1, 70, 16, 16), {"decay": "slow", "forget": True, "segments": 2}),
+    ((1, 70, 16, 16), {"decay": "slow", "forget": True, "segments": 2, "without": "final"}),
+    ((1, 33, 16, 16), {"without": "initial"}),
 ]
 
 

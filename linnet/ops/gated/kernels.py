@@ -48,7 +48,7 @@ def prepare_kernel(
         mask = (r < left)[:, None] & (i < K)[None, :]
         at, to = r[:, None] * (H * K) + i[None, :], r[:, None] * K + i[None, :]
         tk, decay = read_gate(
-            k, gate, load_bound(bound, h, i, K, BOUNDED), at, mask, C, FORGET, MASKED, False, OPERAND, PRECISION
+            k, gate, load_bound(bound, h, i, K, BOUNDED), at, mask, FORGET, MASKED, None, OPERAND, PRECISION
         )
         first = tl.sum(tl.where((r < C // 2)[:, None], decay, 0.0), 0)
         second = tl.sum(tl.where((r < C // 2)[:, None], 0.0, decay), 0)
@@ -110,16 +110,17 @@ def _prepare_strongly(
         k += base
     tq = load_tile(q + base, at, mask, MASKED).to(tl.float32) * scale
     tk, decay = read_gate(
-        k, gate + base, load_bound(bound, h, i, K, BOUNDED), at, mask, C, FORGET, MASKED, False, OPERAND, PRECISION
+        k, gate + base, load_bound(bound, h, i, K, BOUNDED), at, mask, FORGET, MASKED, None, OPERAND, PRECISION
     )
-    late_q = tq * exp2(sum_tokens(choose_until(C), decay, OPERAND, PRECISION), OPERAND)
-    early_k = tk * exp2(sum_tokens(choose_after(C), decay, OPERAND, PRECISION), OPERAND)
+    later, earlier = r[:, None], r[None, :]
+    late_q = tq * exp2(sum_tokens(choose_until(later, earlier), decay, OPERAND, PRECISION), OPERAND)
+    early_k = tk * exp2(sum_tokens(choose_after(later, earlier), decay, OPERAND, PRECISION), OPERAND)
     store_tile(since_q + tile * (C * K), to, late_q, (i < K)[None, :], PADDED)
     store_tile(until_k + tile * (C * K), to, early_k, (i < K)[None, :], PADDED)
     pairs = tl.where(r[:, None] == r[None, :], tl.sum(tq * tk, 1)[:, None], 0.0)
     LEVELS: tl.constexpr = C.bit_length() - 1
     for level in tl.range(0, LEVELS):
-        apart = exp2(sum_tokens(choose_from_halves(level, C), decay, OPERAND, PRECISION), OPERAND)
+        apart = exp2(sum_tokens(choose_from_halves(later, earlier, level), decay, OPERAND, PRECISION), OPERAND)
         half_q, half_k = (tq * apart).to(OPERAND), (tk * apart).to(OPERAND)
         between = tl.dot(half_q, tl.trans(half_k), input_precision=PRECISION)
         pairs += tl.where(is_between(r[:, None], r[None, :], level), between, 0.0)
@@ -128,13 +129,44 @@ def _prepare_strongly(
 
 @triton.jit
 def sweep_kernel(
-    since, until, c, out, scores, decays, entry, leave, keep, sums, sum_decays, offsets, T, N, G, H: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
-    HAS_ENTRY: tl.constexpr, HAS_LEAVE: tl.constexpr, OUT: tl.constexpr, KEEP: tl.constexpr, SUMMARY: tl.constexpr,
-    SPLIT: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    since, until, scores, decays, c, out, entry, leave, keep, c2, entry2, keep2, sums, sum_decays, offsets, T, N, G,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PK: tl.constexpr, BV: tl.constexpr,
+    BOTH: tl.constexpr, HAS_ENTRY: tl.constexpr, HAS_ENTRY2: tl.constexpr, HAS_LEAVE: tl.constexpr,
+    SUMMARY: tl.constexpr, SPLIT: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """A sweep with c; of BOTH, that one runs from the last chunk to the first, beside one with c2 that has no `out`."""
     pid = tl.program_id(0)
+    if BOTH:
+        half = tl.num_programs(0) // 2  # the longer sweeps first
+        if pid < half:
+            _sweep(
+                pid, until, since, scores, decays, c, out, entry, leave, keep, sums, sum_decays, offsets, 1, T, N, G,
+                H, K, V, C, PK, BV, True, HAS_ENTRY, HAS_LEAVE, not SUMMARY, not SUMMARY, SUMMARY, SPLIT, DOCUMENTS,
+                EVEN, OPERAND, PRECISION, STAGES,
+            )  # fmt: skip
+        else:
+            _sweep(
+                pid - half, since, until, scores, decays, c2, None, entry2, None, keep2, sums, sum_decays, offsets, 0,
+                T, N, G, H, K, V, C, PK, BV, False, HAS_ENTRY2, False, False, not SUMMARY, SUMMARY, SPLIT, DOCUMENTS,
+                EVEN, OPERAND, PRECISION, STAGES,
+            )  # fmt: skip
+    else:
+        _sweep(
+            pid, since, until, scores, decays, c, out, entry, leave, keep, sums, sum_decays, offsets, 0, T, N, G,
+            H, K, V, C, PK, BV, False, HAS_ENTRY, HAS_LEAVE, not SUMMARY, False, SUMMARY, SPLIT, DOCUMENTS,
+            EVEN, OPERAND, PRECISION, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sweep(
+    pid, since, until, scores, decays, c, out, entry, leave, keep, sums, sum_decays, offsets, direction, T, N, G,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PK: tl.constexpr, BV: tl.constexpr,
+    REVERSE: tl.constexpr, HAS_ENTRY: tl.constexpr, HAS_LEAVE: tl.constexpr, OUT: tl.constexpr, KEEP: tl.constexpr,
+    SUMMARY: tl.constexpr, SPLIT: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     nh = (pid // BLOCKS) % (N * H)
     g = pid // (BLOCKS * N * H)
@@ -160,7 +192,7 @@ def sweep_kernel(
         state += tl.trans(straight)
     if SPLIT:
         for before in tl.range(0, g):
-            part = nh.to(tl.int64) * (G - 1) + before
+            part = (direction * (N * H) + nh).to(tl.int64) * (G - 1) + before
             decay = tl.load(sum_decays + part * K + i, mask=i < K, other=1.0)
             summary = tl.load(sums + part * (K * V) + j[:, None] * K + i[None, :], mask=state_mask, other=0.0)
             state = state * decay[None, :] + summary
@@ -209,7 +241,7 @@ def sweep_kernel(
             total *= decay
 
     if SUMMARY:
-        part = nh.to(tl.int64) * (G - 1) + g
+        part = (direction * (N * H) + nh).to(tl.int64) * (G - 1) + g
         if g < G - 1:
             tl.store(sums + part * (K * V) + j[:, None] * K + i[None, :], state, mask=state_mask)
             tl.store(sum_decays + part * K + i, total, mask=i < K)

@@ -45,43 +45,52 @@ def any_strong(strong, begin, tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
+def to_operand(x, OPERAND: tl.constexpr):
+    """x in the dtype of operands. To bfloat16 two numbers at a time: one by one it takes as long as exponentials."""
+    if OPERAND == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    return x.to(OPERAND)
+
+
+@triton.jit
 def sum_tokens(choice, x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """choice [C, C] of 0, 1 and -1 @ x [C, K]: sums over tokens, to 2^-17 of the largest term for bfloat16."""
     if OPERAND == tl.bfloat16:
-        high = x.to(tl.bfloat16)
-        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        high = to_operand(x, OPERAND)
+        low = to_operand(x - high.to(tl.float32), OPERAND)
         return tl.dot(choice.to(tl.bfloat16), low, tl.dot(choice.to(tl.bfloat16), high))
     return tl.dot(choice.to(tl.float32), x, input_precision=PRECISION)
 
 
 @triton.jit
-def lay_out(x, C: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """x [C, K] in float32, laid out as the results of products.
+def sum_turned(x, choice, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """x [K, C] @ choice [C, C]: as `sum_tokens`, of a turned tile with the choices turned."""
+    if OPERAND == tl.bfloat16:
+        high = to_operand(x, OPERAND)
+        low = to_operand(x - high.to(tl.float32), OPERAND)
+        return tl.dot(high, choice.to(tl.bfloat16), tl.dot(low, choice.to(tl.bfloat16)))
+    return tl.dot(x, choice.to(tl.float32), input_precision=PRECISION)
 
-    A product with the identity does what no function asks for: left to itself the compiler evaluates the gate anew in
-    each of the four layouts in which its parts are used, which takes four times the registers.
+
+@triton.jit
+def lay_out(x, one, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """A turned tile [K, C] in float32, laid out as the results of products.
+
+    A product with the identity, `one`, does what no function asks for: left to itself the compiler evaluates the gate
+    anew in each of the layouts in which its parts are used.
     """
     if OPERAND == tl.bfloat16:
-        one = tl.where(tl.arange(0, C)[:, None] == tl.arange(0, C)[None, :], 1.0, 0.0)
         if x.dtype == tl.bfloat16:
-            return tl.dot(one.to(tl.bfloat16), x)
-        return sum_tokens(one, x.to(tl.float32), OPERAND, PRECISION)
+            return tl.dot(x, one)
+        return sum_turned(x.to(tl.float32), one, OPERAND, PRECISION)
     return x.to(tl.float32)
 
 
 @triton.jit
-def choose_from_middle(C: tl.constexpr):
-    """Chooses the tokens between the middle of the chunk and each token, times -1 before the middle."""
-    r, u = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    after = (u >= C // 2) & (u <= r)
-    before = (u < C // 2) & (u > r)
-    return tl.where(after, 1.0, tl.where(before, -1.0, 0.0))
-
-
-@triton.jit
-def choose_from_halves(level, C: tl.constexpr):
-    """Chooses the tokens between each token and where the halves, of 2^level tokens, of its block meet."""
-    r, u = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+def choose_from_halves(r, u, level):
+    """For tokens r, chooses the tokens u between r and where the halves, of 2^level tokens, of its block meet."""
     same = r >> (level + 1) == u >> (level + 1)
     after = (r >> level & 1 == 1) & (u >> level & 1 == 1) & (u <= r)
     before = (r >> level & 1 == 0) & (u >> level & 1 == 0) & (u > r)
@@ -89,15 +98,15 @@ def choose_from_halves(level, C: tl.constexpr):
 
 
 @triton.jit
-def choose_until(C: tl.constexpr):
-    """Chooses the tokens up to each token."""
-    return tl.where(tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :], 1.0, 0.0)
+def choose_until(r, u):
+    """For tokens r, chooses the tokens u up to r."""
+    return tl.where(u <= r, 1.0, 0.0)
 
 
 @triton.jit
-def choose_after(C: tl.constexpr):
-    """Chooses the tokens after each token."""
-    return tl.where(tl.arange(0, C)[:, None] < tl.arange(0, C)[None, :], 1.0, 0.0)
+def choose_after(r, u):
+    """For tokens r, chooses the tokens u after r."""
+    return tl.where(u > r, 1.0, 0.0)
 
 
 @triton.jit
@@ -163,15 +172,15 @@ def store_tile(pointer, at, x, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def read_gate(
-    k, gate, lower, at, mask, C: tl.constexpr, FORGET: tl.constexpr, MASKED: tl.constexpr, LAID: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    k, gate, lower, at, mask, FORGET: tl.constexpr, MASKED: tl.constexpr, one, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """k and the log-decay of a tile, in float32."""
+    """k and the log-decay of a tile, in float32; with `one` as in `lay_out`, of a turned tile."""
     x = load_tile(gate, at, mask, MASKED)
     if not FORGET:
         x = tl.maximum(x.to(tl.float32) * LOG2_E, FLOOR)
-    if LAID:
-        x = lay_out(x, C, OPERAND, PRECISION)
+    if one is not None:
+        x = lay_out(x, one, OPERAND, PRECISION)
     x = x.to(tl.float32)
     if FORGET:
         u, top, share = open_gate(x, lower, OPERAND)
@@ -182,8 +191,8 @@ def read_gate(
             decay = tl.where(mask, decay, 0.0)
     else:
         key = load_tile(k, at, mask, MASKED)
-        if LAID:
-            key = lay_out(key, C, OPERAND, PRECISION)
+        if one is not None:
+            key = lay_out(key, one, OPERAND, PRECISION)
         key, decay = key.to(tl.float32), x
     return key, tl.maximum(decay, FLOOR)
 

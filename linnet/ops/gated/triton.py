@@ -7,9 +7,9 @@ of a chunk are one product of q exp(g_r - g_m) and k exp(g_m - g_s) around its m
 than 2^-LIMIT in half a chunk these factors might overflow. Such a chunk is `strong`, and left to a kernel of its own,
 which halves it down to single tokens, as the chunked form does: slower, and exact for any decay. It mostly finds none.
 
-The backward prepares anew, sweeps forward for the states that the chunks find (kept in the dtype of products), and
-backward for those that their ends' gradients find, with dv on the way; then `gradients` has dq, dk and dlog_decay of
-all chunks at once, and turns the latter two into those of the gate's logits and lower bound.
+The backward prepares anew; one launch sweeps forward for the states that the chunks find (kept in the dtype of
+products), and backward for those that their ends' gradients find, with dv on the way; then `gradients` has dq, dk and
+dlog_decay of all chunks at once, and turns the latter two into those of the gate's logits and lower bound.
 
 Where heads are few, a sequence is cut into segments: one launch sums each segment up (its state from zero, its decay),
 and the sweep of a segment starts from the decayed sum of the summaries before it.
@@ -17,6 +17,7 @@ and the sweep of a segment starts from the decayed sum of the summaries before i
 float64, mixed dtypes and widths that are no multiple of 8 or above 256 run in the chunked form.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from linnet.ops import backend
 from linnet.ops.documents import count_states, documents
 from linnet.ops.gated import chunked
-from linnet.ops.gated.gradient_kernel import gradients_kernel, gradients_strong_kernel
+from linnet.ops.gated.gradient_kernel import gradients_kernel, gradients_strong_kernel, pairs_kernel
 from linnet.ops.gated.kernels import prepare_kernel, prepare_strong_kernel, sweep_kernel
 from linnet.ops.launching import choose_operands, count_processors, launch, pad
 
@@ -140,7 +141,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     o = torch.empty_like(call.v)
     final = call.empty(call.states, call.H, call.K, call.V, dtype=torch.float32)
     prepared = _prepare(call)
-    _sweep(call, prepared, call.v, call.initial_state, out=o, leave=final)
+    _sweep(call, prepared, call.v, call.initial_state, o, final)
     return o, final
 
 
@@ -152,8 +153,7 @@ def backward(call: Call, do: Tensor, dfinal: Tensor | None):
     dinitial = call.empty(call.states, call.H, call.K, call.V, dtype=torch.float32)
     entries, exits = (call.empty(call.slots, call.H, call.V, call.K) for _ in range(2))
     prepared = _prepare(call)
-    _sweep(call, prepared, call.v, call.initial_state, keep=entries)
-    _sweep(call, prepared, do, dfinal, out=dv, leave=dinitial, keep=exits, reverse=True)
+    _sweep(call, prepared, do, dfinal, dv, dinitial, exits, beside=(call.v, call.initial_state, entries))
     strong = prepared.strong
     del prepared  # its memory may serve for the gradients
     return *_gradients(call, do, entries, exits, strong, dv), dinitial
@@ -197,52 +197,62 @@ def _prepare(call: Call) -> Prepared:
 
 
 def _sweep(
-    call: Call, prepared: Prepared, c: Tensor, entry: Tensor | None, *, out=None, leave=None, keep=None, reverse=False
+    call: Call, prepared: Prepared, c: Tensor, entry: Tensor | None, out: Tensor, leave: Tensor, keep=None, beside=None
 ) -> None:
-    """Fills `out` (o, or dv), `leave` (the state after the last chunk of the sweep) and `keep` (those before each)."""
-    tiles = call.tiles
+    """Fills `out` (o, or dv) and `leave`, the state after the last chunk of the sweep.
+
+    Args:
+        keep: takes the states before each chunk, in a sweep from the last chunk to the first.
+        beside: c, entry and `keep` of a sweep from the first chunk to the last, which runs beside that one.
+    """
+    tiles, both = call.tiles, beside is not None
     since, until, scores, decays, _ = prepared
-    if reverse:
-        since, until = until, since
-    blocks = triton.cdiv(call.V, tiles.columns)
-    segments = _count_segments(call, blocks)
+    c2, entry2, keep2 = beside or (None, None, None)
+    programs = triton.cdiv(call.V, tiles.columns) * call.states * call.H * (1 + both)
+    segments = _count_segments(call, programs)
     sums = sum_decays = None
 
-    def walk(segments: int, summary: bool) -> None:
-        entry_, out_, leave_, keep_ = (None,) * 4 if summary else (entry, out, leave, keep)
-        split = sums is not None and not summary
-        tensors = since, until, c, out_, scores, decays, entry_, leave_, keep_, sums, sum_decays, call.cu_seqlens
+    def walk(summary: bool) -> None:
+        if summary:
+            tensors = since, until, scores, decays, c, None, None, None, None, c2, None, None
+        else:
+            tensors = since, until, scores, decays, c, out, entry, leave, keep, c2, entry2, keep2
         constants = (
-            call.T, call.states, segments, call.H, call.K, call.V, tiles.chunk, call.PK, tiles.columns, reverse,
-            entry_ is not None, leave_ is not None, out_ is not None, keep_ is not None, summary, split,
-            *call.shape_flags, *call.arithmetic, tiles.stages,
+            call.T, call.states, segments, call.H, call.K, call.V, tiles.chunk, call.PK, tiles.columns, both,
+            tensors[6] is not None, tensors[10] is not None, not summary, summary, segments > 1 and not summary,
+            *call.shape_flags, *call.arithmetic, _count_stages(call, programs * segments),
         )  # fmt: skip
-        programs = blocks * call.states * call.H * (segments - summary)
-        launch(sweep_kernel, programs, tensors, (), constants, num_warps=tiles.warps)
+        tensors = *tensors, sums, sum_decays, call.cu_seqlens
+        launch(sweep_kernel, programs * (segments - summary), tensors, (), constants, num_warps=tiles.warps)
 
     if segments > 1:
-        sums = call.empty(call.states, call.H, segments - 1, call.V, call.K, dtype=torch.float32)
-        sum_decays = call.empty(call.states, call.H, segments - 1, call.K, dtype=torch.float32)
-        walk(segments, True)
-    walk(segments, False)
+        shape = 1 + both, call.states, call.H, segments - 1
+        sums = call.empty(*shape, call.V, call.K, dtype=torch.float32)
+        sum_decays = call.empty(*shape, call.K, dtype=torch.float32)
+        walk(True)
+    walk(False)
 
 
 def _gradients(call: Call, do: Tensor, entries: Tensor, exits: Tensor, strong: Tensor, dv: Tensor):
     dq, dgate = torch.empty_like(call.q), torch.empty_like(call.gate)
     dk = None if call.k is None else torch.empty_like(call.k)
     parts = None if call.bound is None else call.empty(call.slots, call.H, call.K, dtype=torch.float32)
-    tiles = call.tiles
+    tiles, chunks = call.tiles, call.slots * call.H
+    dscores, same = call.empty(chunks, tiles.chunk, tiles.chunk), call.empty(chunks, tiles.chunk, dtype=torch.float32)
+    constants = (
+        call.T, call.states, call.H, call.V, tiles.chunk, min(128, call.PV), *call.shape_flags, *call.arithmetic,
+    )  # fmt: skip
+    launch(pairs_kernel, chunks, (do, call.v, dscores, same, call.cu_seqlens), (), constants, num_warps=1)
     tensors = (
-        call.q, call.k, call.gate, call.bound, call.v, do, entries, exits, strong, dq, dk, dgate, parts,
-        call.cu_seqlens,
+        call.q, call.k, call.gate, call.bound, call.v, do, entries, exits, dscores, same, strong,
+        _choices(tiles.chunk, call.operand, do.device), dq, dk, dgate, parts, call.cu_seqlens,
     )  # fmt: skip
     constants = (
         call.T, call.states, call.H, call.K, call.V, tiles.chunk, tiles.channels, min(64, call.PV), *call.gate_flags,
         *call.shape_flags, *call.arithmetic, tiles.gradient_stages,
     )  # fmt: skip
-    programs = triton.cdiv(call.K, tiles.channels) * call.slots * call.H
+    programs = triton.cdiv(call.K, tiles.channels) * chunks
     launch(gradients_kernel, programs, tensors, (call.scale,), constants, num_warps=tiles.gradient_warps)
-    chunks = call.slots * call.H
     constants = (
         call.T, call.states, chunks, call.H, call.K, call.V, tiles.chunk, min(32, call.PK), min(64, call.PV),
         *call.gate_flags, *call.shape_flags, *call.arithmetic, GROUP,
@@ -252,7 +262,28 @@ def _gradients(call: Call, do: Tensor, entries: Tensor, exits: Tensor, strong: T
     return dq, dk, dv, dgate, None if parts is None else parts.sum(0).to(call.bound.dtype)
 
 
-def _count_segments(call: Call, blocks: int) -> int:
-    """As many as let a sweep fill the GPU, but of at least 16 chunks on average. Documents are cut alike."""
-    places = RESIDENT * count_processors(call.q.device)
-    return max(1, min(places // (blocks * call.states * call.H), call.slots // (16 * call.states)))
+@functools.cache
+def _choices(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[4, C, C], right factors that make of a row of tokens: itself, its sums up to each token, from it on, before it.
+
+    Loaded, since what Triton makes of them in a kernel goes to shared memory number by number.
+    """
+    one = torch.ones(C, C, dtype=dtype, device=device)
+    return torch.stack([torch.eye(C, dtype=dtype, device=device), one.triu(), one.tril(), one.triu(1)])
+
+
+def _count_segments(call: Call, programs: int) -> int:
+    """As many as let a sweep fill the GPU, but of at least 16 chunks on average. Documents are cut alike.
+
+    A program on each multiprocessor with more chunks in flight does better than two of them and the summaries.
+    """
+    processors = count_processors(call.q.device)
+    if programs >= 0.9 * processors:
+        return 1
+    return max(1, min(RESIDENT * processors // programs, call.slots // (16 * call.states)))
+
+
+def _count_stages(call: Call, programs: int) -> int:
+    """Chunks in flight of a sweep. Those of wider keys do not fit into shared memory."""
+    alone = programs <= count_processors(call.q.device)
+    return 5 if alone and call.tiles.stages == 3 and call.PK <= 128 else call.tiles.stages
