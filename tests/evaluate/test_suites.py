@@ -56,6 +56,22 @@ def test_the_average_of_many_subjects_is_over_questions_first():
     assert [item.id for item in found[0].items] == ["mmlu_a:0", "mmlu_a:1", "mmlu_a:2", "mmlu_b:0"]
 
 
+@pytest.mark.parametrize(
+    "row, printed",
+    [  # 000, Table 8: TNL of 160M, which failed in GovReport, and cosFormer2 of 160M, which Table 4 gives 8.71
+        ("- - - 9.88 1.21 8.09 3.36 0.82 2.76 8.19 6.39 27.90 9.06", 7.77),
+        ("7.01 1.89 5.44 8.07 0.9 6.85 9.28 1.52 8.14 8.33 5.66 26.41 10.70", 7.71),
+        ("17.4 7.33 11.43 12.92 1.75 9.95 14.59 3.7 11.8 32.35 22.31 33.84 10.03", 14.57),
+    ],
+)
+def test_the_average_of_scrolls_is_that_of_the_numbers_printed(row, printed):
+    suite = SUITES["scrolls"]
+    places = [(task, metric) for task, metrics in suite.tasks.items() for metric in metrics]
+    values = [float("nan") if one == "-" else float(one) for one in row.split()]
+    [average] = averages(suite, [Result(*place, value) for place, value in zip(places, values, strict=True)])
+    assert average.value == pytest.approx(printed, abs=0.005)
+
+
 def test_a_number_that_failed_is_dropped():
     suite = SUITES["scrolls"]
     results = [Result("scrolls_qasper", "f1", 0.2), Result("scrolls_quality", "em", 0.4)]
