@@ -130,6 +130,22 @@ def test_what_cannot_be_scored():
         score_text(model, documents(5), method="windowed", window=8, stride=8)
 
 
+@pytest.mark.parametrize("method", ["carried", "windowed"])
+def test_progress_counts_every_token_once(method):
+    told = []
+    found = score_text(tiny("tnl"), documents(100, 1, 37), method=method, window=16, chunk=30, progress=told.append)
+    assert sum(told) == found.to_dict()["tokens"] and len(told) > 6
+
+
+def test_results_hold_each_document_with_what_it_weighs():
+    found = score_text(tiny("tnl"), documents(50, 80))
+    results = {one.metric: one for one in found.results()}
+    for metric in ("loss", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"):
+        assert results[metric].value == pytest.approx(getattr(found, metric)) and results[metric].better == "lower"
+    assert [item.id for item in results["loss"].items] == ["50", "80"]
+    assert [item.weight for item in results["bits_per_byte"].items] == [one.bytes for one in found.documents]
+
+
 def test_a_failure_leaves_the_model_in_training():
     model = tiny("tnl").train()
     broken = Document("x", np.array([0, 999]), 1, 1)
