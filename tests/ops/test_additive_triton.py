@@ -216,11 +216,15 @@ def test_hopper_segments(segments, few_heads):
         for state in (True, False):
             assert_agrees(2, 1024, K, V, state=state)
             assert_agrees(1, 1536, K, V, state=state, kind="masked")
+    assert_agrees(1, 4096, 128, 128)  # segments in several pieces
 
 
 @gpu
 def test_hopper_with_many_heads():
-    assert_agrees(9, 1024, 128, 128, H=16, state=False)
+    for theta in (False, True):
+        assert_agrees(9, 1024, 128, 128, H=16, state=False, theta=theta)
+        assert_agrees(9, 192, 128, 128, H=16, theta=theta)
+    assert_agrees(9, 128, 128, 128, H=16, kind="masked", theta=True, positions=True)
     assert_agrees(5, 128, 128, 128, H=16)
 
 

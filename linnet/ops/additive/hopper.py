@@ -63,13 +63,13 @@ def _fetch3(d0, d1, d2, row, i0, i1, i2, s0, s1, s2, barriers, slot, wanted, BYT
 
 @gluon.jit
 def hopper_values_kernel(
-    q, k, c, o, entry, entry_z, leave, leave_z, sums, sums_z, edges, scale, T, N, G, H: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, C: gl.constexpr, BC: gl.constexpr, REVERSE: gl.constexpr, HAS_ENTRY: gl.constexpr,
+    q, k, c, o, entry, entry_z, leave, leave_z, sums, sums_z, edges, scale, T, N, G, F, H: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BC: gl.constexpr, REVERSE: gl.constexpr, HAS_ENTRY: gl.constexpr,
     HAS_LEAVE: gl.constexpr, SPLIT: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """o from c = v, or (REVERSE) dv from c = do. A program has BC columns of V of one head, turned: [BC, K].
 
-    SPLIT, which cannot be reversed: of one of G segments; `sums`, `sums_z` are those of each from zero.
+    SPLIT, which cannot be reversed: of one of G segments; `sums`, `sums_z` are those of F pieces of each, from zero.
     """
     W: gl.constexpr = BC // 16
     BLOCKS: gl.constexpr = V // BC
@@ -102,7 +102,7 @@ def hopper_values_kernel(
     for slot in gl.static_range(S):
         mbarrier.init(barriers.index(slot), count=1)
     whole = T // C
-    per = gl.cdiv(whole, G)
+    per = gl.cdiv(whole, G * F) * F
     chunks = gl.minimum(per, whole - g * per)
     row = n * T + g * per * C
     hop = C
@@ -146,8 +146,8 @@ def hopper_values_kernel(
             state *= gl.convert_layout(mass, ACROSS)[None, :]
 
     if SPLIT:
-        for past in range(0, g):
-            at = nh.to(gl.int64) * G + past
+        for past in range(0, g * F):
+            at = nh.to(gl.int64) * (G * F) + past
             z = gl.load(sums_z + at * K + i) * LOG2_E
             top = gl.maximum(reference, z - SHIFT)
             keep = gl.exp2(reference - top)

@@ -15,7 +15,8 @@ try:
     from linnet.ops.additive.hopper import hopper_values_kernel
     from linnet.ops.additive.hopper_keys import hopper_keys_kernel, hopper_queries_kernel
     from linnet.ops.additive.hopper_turned import hopper_turned_kernel
-    from linnet.ops.additive.hopper_turned_keys import hopper_turned_keys_kernel, hopper_turned_queries_kernel
+    from linnet.ops.additive.hopper_turned_keys import hopper_turned_keys_kernel
+    from linnet.ops.additive.hopper_turned_queries import hopper_turned_queries_kernel
     from linnet.ops.additive.hopper_whole import hopper_product_kernel, hopper_sums_kernel
 except ImportError:  # a Triton without Gluon
     hopper_values_kernel = None
@@ -24,6 +25,10 @@ CHUNK = 64
 WIDTHS = (64, 128)
 # Heads a multiprocessor from which on a sequence is not cut into segments.
 LEAST = 0.45
+# With LRPE a program has 12 warps, some of which turn while the others multiply: registers of each thread at the start,
+# and of those that turn, by the columns of V or by what the sweep is for. The others get what is left.
+TURNING = {"scratch": True, "maxnreg": 168}
+REGISTERS = {64: 144, 128: 104, "dq": 128, "dk": 128}
 
 
 def suits(call: Call, causal: bool = True, backward: bool = False) -> bool:
@@ -45,12 +50,12 @@ def forward(call: Call, S: Tensor | None, z: Tensor | None) -> tuple[Tensor, Ten
     """o and the final state."""
     o = torch.empty_like(call.v)
     leave = call.empty_state()
-    segments, sums = 1, (None, None)
+    cut, sums = (1, 1), (None, None)
     if call.theta is None:
-        segments = count_segments(call)
+        cut = segments, pieces = _cut(call)
         if segments > 1:
-            sums = _sum(call, segments, segments - 1)
-    _values(call, call.v, o, (align(S), align(z)), leave, sums, segments, None)
+            sums = _sum(call, segments * pieces, (segments - 1) * pieces)
+    _values(call, call.v, o, (align(S), align(z)), leave, sums, cut, None)
     return o, *leave
 
 
@@ -75,15 +80,14 @@ def backward(
         launch(hopper_keys_kernel, programs, (q, k, v, do, dq, dk, dS, dz, S_end, *leave, edges), (scale,),
                (*sizes, dS is not None, True, 2), **options)  # fmt: skip
     else:
-        programs, options = B * H * (K // 64), {"scratch": True, "num_warps": 8}
-        sizes = (*_sizes(call), call.positions is not None)
+        programs, sizes = B * H * (K // 64), (*_sizes(call), call.positions is not None)
         more = (edges, call.theta, dtheta[0], call.positions)
         launch(hopper_turned_queries_kernel, programs, (q, k, v, do, dq, S, z, *more), (scale,),
-               (*sizes, S is not None), **options)  # fmt: skip
+               (*sizes, S is not None, REGISTERS["dq"]), num_warps=8, **TURNING)  # fmt: skip
         more = (S_end, *leave, edges, call.theta, dtheta[1], call.positions)
         launch(hopper_turned_keys_kernel, programs, (q, k, v, do, dq, dk, dS, dz, *more), (scale,),
-               (*sizes, dS is not None), **options)  # fmt: skip
-    _values(call, do, dv, (dS, None), (None, None), (None, None), 1, edges)
+               (*sizes, dS is not None, REGISTERS["dk"]), num_warps=8, **TURNING)  # fmt: skip
+    _values(call, do, dv, (dS, None), (None, None), (None, None), (1, 1), edges)
     return dq, dk, dv, call.sum_slopes(dtheta, 1, theta), *leave
 
 
@@ -101,12 +105,22 @@ def forward_whole(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def count_segments(call: Call) -> int:
-    """Of the forward: as many as fill the GPU, a program of 8 or two of 4 warps a multiprocessor, of 8 chunks each."""
+    """Of the forward: as many as fill the GPU, a program of 8 warps or two of 4 a multiprocessor, 8 chunks each."""
     B, T, H, K = call.q.shape
     width = choose_columns(K, call.v.shape[3])
     programs = B * H * (call.v.shape[3] // width)
-    segments = max(1, min(count_processors(call.q.device) * 128 // width // programs, T // CHUNK // 8))
-    return triton.cdiv(T // CHUNK, triton.cdiv(T // CHUNK, segments))  # none empty
+    return max(1, min(count_processors(call.q.device) * 128 // width // programs, T // CHUNK // 8))
+
+
+def _cut(call: Call) -> tuple[int, int]:
+    """Segments of a sequence, and pieces of each, which are summed up one by one: two programs a multiprocessor."""
+    B, T, H, _ = call.q.shape
+    chunks, segments = T // CHUNK, count_segments(call)
+    if segments == 1:
+        return 1, 1
+    places = 2 * count_processors(call.q.device) // (B * H * (segments - 1))
+    pieces = max(1, min(places, chunks // (4 * segments)))
+    return triton.cdiv(chunks, triton.cdiv(chunks, segments * pieces) * pieces), pieces  # no segment is empty
 
 
 def choose_columns(K: int, V: int, programs: int = 1 << 30, processors: int = 1) -> int:
@@ -124,7 +138,14 @@ def _sum(call: Call, segments: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _values(
-    call: Call, c: Tensor, out: Tensor, entry: tuple, leave: tuple, sums: tuple, segments: int, edges: Tensor | None
+    call: Call,
+    c: Tensor,
+    out: Tensor,
+    entry: tuple,
+    leave: tuple,
+    sums: tuple,
+    cut: tuple[int, int],
+    edges: Tensor | None,
 ) -> None:
     """o, or dv where there are `edges`."""
     B, T, H, K = call.q.shape
@@ -133,14 +154,16 @@ def _values(
     tensors = (call.q, call.k, c, out, *entry, *leave)
     if call.theta is None:
         columns = _columns(call) if reverse else choose_columns(K, V)
-        constants = (T, B, segments, H, K, V, CHUNK, columns, reverse, *flags, segments > 1, 3)
+        segments, _ = cut
+        constants = (T, B, *cut, H, K, V, CHUNK, columns, reverse, *flags, segments > 1, 3)
         programs = B * H * segments * (V // columns)
         launch(hopper_values_kernel, programs, (*tensors, *sums, edges), (call.scale,), constants, scratch=True,
                num_warps=columns // 16)  # fmt: skip
     else:
-        constants = (*_sizes(call), reverse, call.positions is not None, *flags)
-        launch(hopper_turned_kernel, B * H * (V // 64), (*tensors, edges, call.theta, call.positions), (call.scale,),
-               constants, scratch=True, num_warps=8)  # fmt: skip
+        columns = _columns(call)
+        constants = (*_sizes(call), columns, reverse, call.positions is not None, *flags, REGISTERS[columns])
+        launch(hopper_turned_kernel, B * H * (V // columns), (*tensors, edges, call.theta, call.positions),
+               (call.scale,), constants, num_warps=columns // 16, **TURNING)  # fmt: skip
 
 
 def _sizes(call: Call) -> tuple[int, ...]:

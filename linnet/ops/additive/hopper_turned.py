@@ -1,6 +1,4 @@
-"""The sweeps of `linnet.ops.additive.hopper` that own columns of V, with LRPE: keys and queries are turned on the way,
-into a cosine half where they lay and a sine half beside it, and the state has two halves.
-"""
+"""The sweeps of `linnet.ops.additive.hopper` that own columns of V, with LRPE: o and dv (see `hopper_turning`)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,236 +10,341 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from linnet.ops.additive.hopper import LN_2, LOG2_E, NOTHING, SHIFT, _fetch3, _invert, _invert_tile, _start, _turn
-
-TURN_HIGH = gl.constexpr(0.15915493667125702)  # as in `linnet.ops.angles`
-TURN_LOW = gl.constexpr(6.420638326565253e-09)
-TWO_PI = gl.constexpr(6.283185307179586)
+from linnet.ops.additive.hopper import LN_2, LOG2_E, NOTHING, SHIFT, _invert, _start
+from linnet.ops.additive.hopper_turning import _fetch1, _frequencies, _inverse, _load, _power, _sweep_angles, _turns
 
 
 @gluon.jit
-def _frequencies(theta):
-    """Turns a token, in two parts."""
-    high = theta * TURN_HIGH
-    return high, gl.fma(theta, gl.full_like(theta, TURN_HIGH), -high) + theta * TURN_LOW
+def _put(tile, HALF: gl.constexpr, PART: gl.constexpr, values):
+    """Stores 64 channels of 32 tokens."""
+    tile.slice(HALF * 64, 64, dim=1).slice(32 * PART, 32).permute((1, 0)).store(values.to(gl.bfloat16))
 
 
 @gluon.jit
-def _cosine_sine(place, high, low):
-    """Cosine and sine of tensors of one shape, as `linnet.ops.angles.cosine_sine`."""
-    whole = gl.floor(gl.fma(place, high, gl.full_like(place, 0.5)))
-    angle = (gl.fma(place, high, -whole) + place * low) * TWO_PI
-    cos = gl.inline_asm_elementwise("cos.approx.ftz.f32 $0, $1;", "=f,f", [angle], gl.float32, is_pure=True, pack=1)
-    sin = gl.inline_asm_elementwise("sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], gl.float32, is_pure=True, pack=1)
-    return cos, sin
+def _turn_half(
+    from_q, from_k, raw_q, raw_k, x1, x2, y1, y2, keeps, earlier, loaded, empty, edges, theta, positions, scale, row,
+    place, hop, h, x, chunks, reference, mass, top, before, HALF: gl.constexpr, WAIT: gl.constexpr, H: gl.constexpr,
+    K: gl.constexpr, C: gl.constexpr, REVERSE: gl.constexpr, PLACED: gl.constexpr, TURNED: gl.constexpr,
+):  # fmt: skip
+    """Keys and queries of 64 channels of chunk x, 32 tokens at a time, for few registers.
 
-
-@gluon.jit
-def _turns(place, high, low, empty):
-    """Cosine and sine [channel, token]."""
-    return _cosine_sine(empty + place[None, :], empty + high[:, None], empty + low[:, None])
-
-
-@gluon.jit
-def _advance(cos, sin, step_cos, step_sin):
-    """Cosine and sine one chunk further: off by some 1e-7 a chunk, against 1e-3 that bfloat16 is off."""
-    return cos * step_cos[:, None] - sin * step_sin[:, None], sin * step_cos[:, None] + cos * step_sin[:, None]
-
-
-@gluon.jit
-def _places(positions, row, start, tokens, PLACED: gl.constexpr):
-    if PLACED:
-        place = gl.load(positions + row.to(gl.int64) + tokens).to(gl.float32)
+    Returns reference and mass after the chunk, and (REVERSE) those of the chunk to come.
+    """
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=TURNED, k_width=2)
+    slot = x & 1
+    i = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, TURNED))
+    nothing = gl.zeros([64, 32], gl.float32, TURNED)
+    high, low = _frequencies(gl.load(theta + h * K + i))
+    more = x + 1 < chunks
+    at_k = h * K + HALF * 64
+    tk = raw_k.index(HALF)
+    tq = raw_q.index(HALF)
+    mbarrier.wait(loaded.index(HALF), x & 1)
+    next_top = top
+    next_before = before
+    if REVERSE:
+        keep = _power(top - reference)
+        now = top
+        next_row = chunks - 1 - gl.minimum(x + 1, chunks - 1)
+        next_top = gl.load(edges + i + next_row * (2 * H * K))
+        next_before = gl.load(edges + i + next_row * (2 * H * K) + K)
     else:
-        place = (start + tokens).to(gl.float32)
-    return place
+        highest = gl.max(gl.maximum(_load(tk.slice(0, 32), TURNED), _load(tk.slice(32, 32), TURNED)), 1)
+        now = gl.maximum(reference, highest * LOG2_E - SHIFT)
+        keep = _power(reference - now)
+        before = mass * keep
+    if WAIT:
+        mbarrier.wait(empty.index(slot), (x >> 1) & 1 ^ 1)
+    keeps.index(slot).slice(HALF * 64, 64).store(keep)
+    mbarrier.wait(loaded.index(2 + HALF), x & 1)
+    for part in gl.static_range(C // 32):
+        key = _power(_load(tk.slice(32 * part, 32), TURNED) * LOG2_E - now[:, None])
+        if part == C // 32 - 1:
+            _fetch1(from_k, row + hop, at_k, loaded.index(HALF), tk, more, 2 * C * 64)
+        wide = gl.convert_layout(key.to(gl.bfloat16), OPERAND)
+        masses = warpgroup_mma(wide, earlier, nothing, use_acc=False, is_async=True)
+        if PLACED:
+            tokens = row.to(gl.int64) + 32 * part + gl.arange(0, 32, gl.SliceLayout(0, TURNED))
+            cos, sin = _turns(gl.load(positions + tokens).to(gl.float32), high, low, nothing)
+        else:
+            cos, sin = _sweep_angles((place + 32 * part).to(gl.float32), high, low, TURNED, 32)
+        _put(x1.index(slot), HALF, part, key * cos)
+        _put(x2.index(slot), HALF, part, key * sin)
+        masses, _ = warpgroup_mma_wait(0, deps=[masses, wide])
+        query = _load(tq.slice(32 * part, 32), TURNED) * (_inverse(masses + before[:, None]) * scale)
+        if part == C // 32 - 1:
+            _fetch1(from_q, row + hop, at_k, loaded.index(2 + HALF), tq, more, 2 * C * 64)
+        before += gl.sum(key, 1)
+        _put(y1.index(slot), HALF, part, query * cos)
+        _put(y2.index(slot), HALF, part, query * sin)
+    return now, before, next_top, next_before
+
+
+@gluon.jit
+def _begin(entry_z, edges, nh, chunks, i, H: gl.constexpr, K: gl.constexpr, REVERSE: gl.constexpr,
+           HAS_ENTRY: gl.constexpr):  # fmt: skip
+    """Reference and mass of channels before the sweep, and (REVERSE) those of the first chunk."""
+    reference = gl.full_like(i.to(gl.float32), NOTHING)
+    mass = gl.full_like(i.to(gl.float32), 0.0)
+    top = reference
+    before = mass
+    if REVERSE:
+        reference = gl.load(edges + i + chunks * (2 * H * K))
+        top = gl.load(edges + i + (chunks - 1) * (2 * H * K))
+        before = gl.load(edges + i + (chunks - 1) * (2 * H * K) + K)
+    else:
+        if HAS_ENTRY:
+            reference, mass = _start(gl.load(entry_z + nh * K + i))
+    return reference, mass, top, before
+
+
+@gluon.jit
+def _turn_tiles(
+    from_q, from_k, raw_q, raw_k, x1, x2, y1, y2, keeps, earlier, loaded, full, empty, entry_z, leave_z, edges, theta,
+    positions, scale, row, place, hop, n, h, chunks, FIRST: gl.constexpr, HALVES: gl.constexpr, H: gl.constexpr,
+    K: gl.constexpr, C: gl.constexpr, REVERSE: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
+    HAS_LEAVE: gl.constexpr,
+):  # fmt: skip
+    """What 4 turning warps do: the half FIRST of the channels, or (HALVES 2) both, one after the other."""
+    TURNED: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
+    i = FIRST * 64 + gl.arange(0, 64, gl.SliceLayout(1, TURNED))
+    nh = n.to(gl.int64) * H + h
+    if REVERSE:
+        edges += (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K)
+    r0, m0, top0, before0 = _begin(entry_z, edges, nh, chunks, i, H, K, REVERSE, HAS_ENTRY)
+    if HALVES == 2:
+        r1, m1, top1, before1 = _begin(entry_z, edges, nh, chunks, 64 + i, H, K, REVERSE, HAS_ENTRY)
+    for x in range(0, chunks):
+        r0, m0, top0, before0 = _turn_half(
+            from_q, from_k, raw_q, raw_k, x1, x2, y1, y2, keeps, earlier, loaded, empty, edges, theta, positions, scale,
+            row, place, hop, h, x, chunks, r0, m0, top0, before0, FIRST, True, H, K, C, REVERSE, PLACED, TURNED,
+        )  # fmt: skip
+        if HALVES == 2:
+            r1, m1, top1, before1 = _turn_half(
+                from_q, from_k, raw_q, raw_k, x1, x2, y1, y2, keeps, earlier, loaded, empty, edges, theta, positions,
+                scale, row, place, hop, h, x, chunks, r1, m1, top1, before1, 1, False, H, K, C, REVERSE, PLACED, TURNED,
+            )  # fmt: skip
+        fence_async_shared()
+        mbarrier.arrive(full.index(x & 1), count=1)
+        row += hop
+        place += hop
+    if HAS_LEAVE:
+        # What normalises the final state goes where the factors of one more chunk would.
+        slot = chunks & 1
+        mbarrier.wait(empty.index(slot), (chunks >> 1) & 1 ^ 1)
+        keeps.index(slot).slice(FIRST * 64, 64).store(_invert(m0))
+        if HALVES == 2:
+            keeps.index(slot).slice(64, 64).store(_invert(m1))
+        mbarrier.arrive(full.index(slot), count=1)
+        gl.store(leave_z + nh * K + i, _log_sum(r0, m0))
+        if HALVES == 2:
+            gl.store(leave_z + nh * K + 64 + i, _log_sum(r1, m1))
+
+
+@gluon.jit
+def _log_sum(reference, mass):
+    return gl.where(mass > 0, (reference + gl.log2(gl.where(mass > 0, mass, 1.0))) * LN_2, -float("inf"))
+
+
+@gluon.jit
+def _use(state, out, factors, tile, OUT: gl.constexpr):
+    """64 channels of the state, scaled and rounded, times those of queries (or keys); adds to `out`."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    state *= factors.load(gl.SliceLayout(0, state.type.layout))[None, :]
+    held = gl.convert_layout(state.to(gl.bfloat16), OPERAND)
+    out = warpgroup_mma(held, tile.permute((1, 0)), out, is_async=True)
+    out, _ = warpgroup_mma_wait(0, deps=[out, held])
+    return state, out
+
+
+@gluon.jit
+def _multiply(
+    from_c, to, x1, x2, y1, y2, sc, so, keeps, loaded, full, empty, entry, entry_z, leave, edges, row, hop,
+    n, h, block, chunks, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BC: gl.constexpr,
+    REVERSE: gl.constexpr, HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr,
+):  # fmt: skip
+    """What the other warps do. The state is in quarters, [BC, 64]: cosines of either half of channels, then sines."""
+    W: gl.constexpr = BC // 16
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, W // 4], instr_shape=[16, C * 4 // W, 16]
+    )
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, C, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, 64, 16])
+    at_c = h * V + block * BC
+    down = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
+    right = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
+    inside = down >= right if REVERSE else down <= right
+    no_scores = gl.zeros([C, C], gl.float32, SCORES)
+    nh = n.to(gl.int64) * H + h
+    across = gl.arange(0, 64, gl.SliceLayout(0, STATE))
+    j = block * BC + gl.arange(0, BC, gl.SliceLayout(1, STATE))
+    s0 = gl.zeros([BC, 64], gl.float32, STATE)
+    s1 = gl.zeros([BC, 64], gl.float32, STATE)
+    s2 = gl.zeros([BC, 64], gl.float32, STATE)
+    s3 = gl.zeros([BC, 64], gl.float32, STATE)
+    if HAS_ENTRY:
+        place = entry + nh * (2 * K * V) + across[None, :] * V + j[:, None]
+        if REVERSE:
+            edge = edges + (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K) + chunks * (2 * H * K) + K + across
+            factor0 = _invert(gl.load(edge))[None, :]
+            factor1 = _invert(gl.load(edge + 64))[None, :]
+        else:
+            _, mass0 = _start(gl.load(entry_z + nh * K + across))
+            _, mass1 = _start(gl.load(entry_z + nh * K + 64 + across))
+            factor0 = mass0[None, :]
+            factor1 = mass1[None, :]
+        s0 = gl.load(place) * factor0
+        s1 = gl.load(place + 64 * V) * factor1
+        s2 = gl.load(place + K * V) * factor0
+        s3 = gl.load(place + (K + 64) * V) * factor1
+    for x in range(0, chunks):
+        slot = x & 1
+        phase = (x >> 1) & 1
+        mbarrier.wait(full.index(slot), phase)
+        ta = x1.index(slot) if REVERSE else y1.index(slot)
+        ta2 = x2.index(slot) if REVERSE else y2.index(slot)
+        tb = y1.index(slot) if REVERSE else x1.index(slot)
+        tb2 = y2.index(slot) if REVERSE else x2.index(slot)
+        tc = sc.index(slot).permute((1, 0))
+        weights = so.slice(0, C, dim=1)
+        scores = warpgroup_mma(tb, ta.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(tb2, ta2.permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        tma.store_wait(0)
+        weights.store(gl.where(inside, scores, 0.0).to(gl.bfloat16))
+        fence_async_shared()
+        out = gl.zeros([BC, C], gl.float32, OUT)
+        factors = keeps.index(slot)
+        s0, out = _use(s0, out, factors.slice(0, 64), ta.slice(0, 64, dim=1), OUT)
+        s1, out = _use(s1, out, factors.slice(64, 64), ta.slice(64, 64, dim=1), OUT)
+        s2, out = _use(s2, out, factors.slice(0, 64), ta2.slice(0, 64, dim=1), OUT)
+        s3, out = _use(s3, out, factors.slice(64, 64), ta2.slice(64, 64, dim=1), OUT)
+        mbarrier.wait(loaded.index(slot), phase)
+        out = warpgroup_mma(tc, weights, out, is_async=True)
+        s0 = warpgroup_mma(tc, tb.slice(0, 64, dim=1), s0, is_async=True)
+        s1 = warpgroup_mma(tc, tb.slice(64, 64, dim=1), s1, is_async=True)
+        s2 = warpgroup_mma(tc, tb2.slice(0, 64, dim=1), s2, is_async=True)
+        s3 = warpgroup_mma(tc, tb2.slice(64, 64, dim=1), s3, is_async=True)
+        out = warpgroup_mma_wait(4, deps=[out])
+        so.permute((1, 0)).store(out.to(gl.bfloat16))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(to, [row + hop * x, at_c], so)
+        s0, s1, s2, s3 = warpgroup_mma_wait(0, deps=[s0, s1, s2, s3])
+        mbarrier.arrive(empty.index(slot), count=1)
+        _fetch1(
+            from_c, row + hop * (x + 2), at_c, loaded.index(slot), sc.index(slot), x + 2 < chunks, 2 * C * BC
+        )  # fmt: skip
+    tma.store_wait(0)
+    if HAS_LEAVE:
+        slot = chunks & 1
+        mbarrier.wait(full.index(slot), (chunks >> 1) & 1)
+        factor0 = keeps.index(slot).slice(0, 64).load(gl.SliceLayout(0, STATE))[None, :]
+        factor1 = keeps.index(slot).slice(64, 64).load(gl.SliceLayout(0, STATE))[None, :]
+        to_state = leave + nh * (2 * K * V) + across[None, :] * V + j[:, None]
+        gl.store(to_state, s0 * factor0)
+        gl.store(to_state + 64 * V, s1 * factor1)
+        gl.store(to_state + K * V, s2 * factor0)
+        gl.store(to_state + (K + 64) * V, s3 * factor1)
 
 
 @gluon.jit
 def hopper_turned_kernel(
     q, k, c, o, entry, entry_z, leave, leave_z, edges, theta, positions, scale, T, N, H: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, C: gl.constexpr, REVERSE: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
-    HAS_LEAVE: gl.constexpr,
+    V: gl.constexpr, C: gl.constexpr, BC: gl.constexpr, REVERSE: gl.constexpr, PLACED: gl.constexpr,
+    HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """o from c = v, or (REVERSE) dv from c = do, in 64 columns of V of one head a program; two chunks are in flight."""
-    S: gl.constexpr = 2
-    W: gl.constexpr = 8
-    BC: gl.constexpr = 64
+    """o from c = v, or (REVERSE) dv from c = do, in BC columns of V of one head a program.
+
+    With 64 columns there are 4 multiplying warps, and two groups of turning ones; with 128 columns 8 and one.
+    """
     BLOCKS: gl.constexpr = V // BC
     block = gl.program_id(0) % BLOCKS
     nh = gl.program_id(0) // BLOCKS
     n, h = nh // H, nh % H
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 64], gl.bfloat16)
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
     COLUMNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BC], gl.bfloat16)
-    CC: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
-    STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BC, K], gl.bfloat16)
-    # Channels by tokens: a warp has 16 channels. Products are of 64 rows, and two groups of warps halve their columns.
-    TURNED: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, C, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, C // 2, 16])
-    STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, K // 2, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=TURNED, k_width=2)
-    CHANNEL: gl.constexpr = gl.SliceLayout(1, TURNED)
-    ACROSS: gl.constexpr = gl.SliceLayout(0, STATE)
-    dq = tma.make_tensor_descriptor(q, [N * T, H * K], [H * K, 1], [C, K], KEYS)
-    dk = tma.make_tensor_descriptor(k, [N * T, H * K], [H * K, 1], [C, K], KEYS)
-    dc = tma.make_tensor_descriptor(c, [N * T, H * V], [H * V, 1], [C, BC], COLUMNS)
-    do = tma.make_tensor_descriptor(o, [N * T, H * V], [H * V, 1], [C, BC], COLUMNS)
-    sq = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
-    sk = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
-    sines_q = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
-    sines_k = gl.allocate_shared_memory(gl.bfloat16, [S, C, K], KEYS)
-    sc = gl.allocate_shared_memory(gl.bfloat16, [S, C, BC], COLUMNS)
-    so = gl.allocate_shared_memory(gl.bfloat16, [C, BC], COLUMNS)
-    held = gl.allocate_shared_memory(gl.bfloat16, [2, BC, K], STATES)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [C, C], CC)
-    earlier = gl.allocate_shared_memory(gl.bfloat16, [C, C], CC)
-    barriers = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(S):
-        mbarrier.init(barriers.index(slot), count=1)
+    EARLIER: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, 32], gl.bfloat16)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    from_q = tma.make_tensor_descriptor(q, [N * T, H * K], [H * K, 1], [C, 64], HALF)
+    from_k = tma.make_tensor_descriptor(k, [N * T, H * K], [H * K, 1], [C, 64], HALF)
+    from_c = tma.make_tensor_descriptor(c, [N * T, H * V], [H * V, 1], [C, BC], COLUMNS)
+    to = tma.make_tensor_descriptor(o, [N * T, H * V], [H * V, 1], [C, BC], COLUMNS)
+    raw_q = gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], HALF)
+    raw_k = gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], HALF)
+    x1 = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], KEYS)
+    x2 = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], KEYS)
+    y1 = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], KEYS)
+    y2 = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], KEYS)
+    sc = gl.allocate_shared_memory(gl.bfloat16, [2, C, BC], COLUMNS)
+    so = gl.allocate_shared_memory(gl.bfloat16, [C, BC], COLUMNS)  # scores, then the output
+    earlier = gl.allocate_shared_memory(gl.bfloat16, [32, 32], EARLIER)
+    keeps = gl.allocate_shared_memory(gl.float32, [2, K], LINE)
+    from_memory = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    from_memory_c = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(4):
+        mbarrier.init(from_memory.index(slot), count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(from_memory_c.index(slot), count=1)
+        mbarrier.init(full.index(slot), count=2 if BC == 64 else 1)
+        mbarrier.init(empty.index(slot), count=1)
     chunks = T // C
     row = n * T
-    hop = C
-    start = 0
+    place = h * 0
+    hop = h * 0 + C
     if REVERSE:
         row = n * T + T - C
-        hop = -C
-        start = T - C
-    at_k = h * K
-    at_c = h * V + block * BC
-    BYTES: gl.constexpr = 2 * C * (2 * K + BC)
-    for x in gl.static_range(S):
-        _fetch3(dq, dk, dc, row + hop * x, at_k, at_k, at_c, sq, sk, sc, barriers, x, x < chunks, BYTES)
-
-    down = gl.arange(0, C, gl.SliceLayout(1, OUT))[:, None]
-    right = gl.arange(0, C, gl.SliceLayout(0, OUT))[None, :]
+        place = h * 0 + T - C
+        hop = h * 0 - C
+    for half in gl.static_range(2):
+        at = h * K + half * 64
+        _fetch1(from_k, row, at, from_memory.index(half), raw_k.index(half), True, 2 * C * 64)
+        _fetch1(from_q, row, at, from_memory.index(2 + half), raw_q.index(half), True, 2 * C * 64)
+    for x in gl.static_range(2):
+        _fetch1(
+            from_c, row + hop * x, h * V + block * BC, from_memory_c.index(x), sc.index(x), x < chunks, 2 * C * BC
+        )  # fmt: skip
+    MASK: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [BC // 16, 1], [1, 0])
+    down = gl.arange(0, 32, gl.SliceLayout(1, MASK))[:, None]
+    right = gl.arange(0, 32, gl.SliceLayout(0, MASK))[None, :]
     earlier.store(gl.where(down <= right, 1.0, 0.0).to(gl.bfloat16))
-    inside = down >= right if REVERSE else down <= right
-    tokens = gl.arange(0, C, gl.SliceLayout(0, TURNED))
-    no_out = gl.zeros([BC, C], gl.float32, OUT)
-    no_masses = gl.zeros([K, C], gl.float32, TURNED)
-    i = gl.arange(0, K, CHANNEL)
-    high, low = _frequencies(gl.load(theta + h * K + i))
-    step_cos, step_sin = _cosine_sine(gl.full_like(high, hop), high, low)
-    across = gl.arange(0, K, ACROSS)
-    j = block * BC + gl.arange(0, BC, gl.SliceLayout(1, STATE))
-    place = nh.to(gl.int64) * (2 * K * V) + across[None, :] * V + j[:, None]
-    state = gl.zeros([BC, K], gl.float32, STATE)
-    state2 = gl.zeros([BC, K], gl.float32, STATE)
-    reference = gl.full([K], NOTHING, gl.float32, CHANNEL)
-    mass = gl.zeros([K], gl.float32, CHANNEL)
-    if HAS_ENTRY:
-        state += gl.load(entry + place)
-        state2 += gl.load(entry + place + K * V)
-    if REVERSE:
-        edge = edges + (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K) + i
-        reference = gl.load(edge + chunks * (2 * H * K))
-        factor = gl.convert_layout(_invert(gl.load(edge + chunks * (2 * H * K) + K)), ACROSS)[None, :]
-        state *= factor
-        state2 *= factor
-        top = gl.load(edge + (chunks - 1) * (2 * H * K))
-        mass = gl.load(edge + (chunks - 1) * (2 * H * K) + K)
-        keep = gl.exp2(top - reference)
+    fence_async_shared()
+    if BC == 64:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    from_c, to, x1, x2, y1, y2, sc, so, keeps, from_memory_c, full, empty, entry, entry_z,
+                    leave, edges, row, hop, n, h, block, chunks, H, K, V, C, BC, REVERSE, HAS_ENTRY, HAS_LEAVE,
+                )),
+                (_turn_tiles, (
+                    from_q, from_k, raw_q, raw_k, x1, x2, y1, y2, keeps, earlier, from_memory, full, empty, entry_z,
+                    leave_z, edges, theta, positions, scale, row, place, hop, n, h, chunks, 0, 1, H, K, C, REVERSE,
+                    PLACED, HAS_ENTRY, HAS_LEAVE,
+                )),
+                (_turn_tiles, (
+                    from_q, from_k, raw_q, raw_k, x1, x2, y1, y2, keeps, earlier, from_memory, full, empty, entry_z,
+                    leave_z, edges, theta, positions, scale, row, place, hop, n, h, chunks, 1, 1, H, K, C, REVERSE,
+                    PLACED, HAS_ENTRY, HAS_LEAVE,
+                )),
+            ],
+            [4, 4],
+            [REGISTERS, REGISTERS],
+        )  # fmt: skip
     else:
-        if HAS_ENTRY:
-            reference, mass = _start(gl.load(entry_z + nh.to(gl.int64) * K + i))
-            factor = gl.convert_layout(mass, ACROSS)[None, :]
-            state *= factor
-            state2 *= factor
-
-    mbarrier.wait(barriers.index(0), 0)
-    raw = _turn(sk.index(0), TURNED, OPERAND)
-    if not REVERSE:
-        top = gl.maximum(reference, gl.max(raw, 1) * LOG2_E - SHIFT)
-        keep = gl.exp2(reference - top)
-        mass *= keep
-    key = gl.exp2(raw * LOG2_E - top[:, None])
-    wide = gl.convert_layout(key.to(gl.bfloat16), OPERAND)
-    masses = warpgroup_mma(wide, earlier, no_masses, use_acc=False, is_async=True)
-    cos, sin = _turns(_places(positions, row, start, tokens, PLACED), high, low, no_masses)
-    sk.index(0).permute((1, 0)).store((key * cos).to(gl.bfloat16))
-    sines_k.index(0).permute((1, 0)).store((key * sin).to(gl.bfloat16))
-    reference = top
-    masses, _ = warpgroup_mma_wait(0, deps=[masses, wide])
-    query = _turn(sq.index(0), TURNED, OPERAND) * (_invert_tile(masses + mass[:, None]) * scale)
-    if not REVERSE:
-        mass += gl.sum(key, 1)
-    sq.index(0).permute((1, 0)).store((query * cos).to(gl.bfloat16))
-    sines_q.index(0).permute((1, 0)).store((query * sin).to(gl.bfloat16))
-    slot = 0
-    phase = 0
-    for x in range(0, chunks):
-        following = gl.minimum(x + 1, chunks - 1)
-        if REVERSE:
-            top = gl.load(edge + (chunks - 1 - following) * (2 * H * K))
-            mass = gl.load(edge + (chunks - 1 - following) * (2 * H * K) + K)
-        ta = sk.index(slot) if REVERSE else sq.index(slot)
-        tb = sq.index(slot) if REVERSE else sk.index(slot)
-        ta2 = sines_k.index(slot) if REVERSE else sines_q.index(slot)
-        tb2 = sines_q.index(slot) if REVERSE else sines_k.index(slot)
-        tc = sc.index(slot)
-        factor = gl.convert_layout(keep, ACROSS)[None, :]
-        state *= factor
-        state2 *= factor
-        held.index(0).store(state.to(gl.bfloat16))
-        held.index(1).store(state2.to(gl.bfloat16))
-        fence_async_shared()
-        scores = warpgroup_mma(tb, ta.permute((1, 0)), no_out, use_acc=False, is_async=True)
-        scores = warpgroup_mma(tb2, ta2.permute((1, 0)), scores, is_async=True)
-        out = warpgroup_mma(held.index(0), ta.permute((1, 0)), no_out, use_acc=False, is_async=True)
-        out = warpgroup_mma(held.index(1), ta2.permute((1, 0)), out, is_async=True)
-        done = warpgroup_mma_wait(2, deps=[scores])
-        state = warpgroup_mma(tc.permute((1, 0)), tb, state, is_async=True)
-        state2 = warpgroup_mma(tc.permute((1, 0)), tb2, state2, is_async=True)
-        tma.store_wait(0)
-        weights.store(gl.where(inside, done, 0.0).to(gl.bfloat16))
-
-        # The keys of the next chunk; after the last one, of what lies there, and unused.
-        next_slot = slot ^ 1
-        next_phase = phase ^ slot
-        mbarrier.wait(barriers.index(next_slot), next_phase, pred=x + 1 < chunks)
-        tk = sk.index(next_slot)
-        tq = sq.index(next_slot)
-        raw = _turn(tk, TURNED, OPERAND)
-        before = mass
-        if REVERSE:
-            keep = gl.exp2(top - reference)
-        else:
-            top = gl.maximum(reference, gl.max(raw, 1) * LOG2_E - SHIFT)
-            keep = gl.exp2(reference - top)
-            before = mass * keep
-        key = gl.exp2(raw * LOG2_E - top[:, None])
-        if not REVERSE:
-            more = x + 1 < chunks
-            mass = gl.where(more, before + gl.sum(key, 1), mass)
-            top = gl.where(more, top, reference)
-        reference = top
-        if PLACED:
-            cos, sin = _turns(_places(positions, row + hop * following, 0, tokens, PLACED), high, low, no_masses)
-        else:
-            cos, sin = _advance(cos, sin, step_cos, step_sin)
-        tk.permute((1, 0)).store((key * cos).to(gl.bfloat16))
-        sines_k.index(next_slot).permute((1, 0)).store((key * sin).to(gl.bfloat16))
-        fence_async_shared()
-        wide = gl.convert_layout(key.to(gl.bfloat16), OPERAND)
-        out = warpgroup_mma_wait(2, deps=[out])
-        out = warpgroup_mma(tc.permute((1, 0)), weights, out, is_async=True)
-        masses = warpgroup_mma(wide, earlier, no_masses, use_acc=False, is_async=True)
-        out, state, state2 = warpgroup_mma_wait(1, deps=[out, state, state2])
-        _fetch3(dq, dk, dc, row + hop * (x + S), at_k, at_k, at_c, sq, sk, sc, barriers, slot, x + S < chunks, BYTES)
-        so.permute((1, 0)).store(out.to(gl.bfloat16))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(do, [row + hop * x, at_c], so)
-        masses, _ = warpgroup_mma_wait(0, deps=[masses, wide])
-        query = _turn(tq, TURNED, OPERAND) * (_invert_tile(masses + before[:, None]) * scale)
-        tq.permute((1, 0)).store((query * cos).to(gl.bfloat16))
-        sines_q.index(next_slot).permute((1, 0)).store((query * sin).to(gl.bfloat16))
-        slot = next_slot
-        phase = next_phase
-    tma.store_wait(0)
-    if HAS_LEAVE:
-        factor = gl.convert_layout(_invert(mass), ACROSS)[None, :]
-        gl.store(leave + place, state * factor)
-        gl.store(leave + place + K * V, state2 * factor)
-        if block == 0:
-            z = gl.where(mass > 0, (reference + gl.log2(gl.where(mass > 0, mass, 1.0))) * LN_2, -float("inf"))
-            gl.store(leave_z + nh.to(gl.int64) * K + i, z)
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    from_c, to, x1, x2, y1, y2, sc, so, keeps, from_memory_c, full, empty, entry, entry_z,
+                    leave, edges, row, hop, n, h, block, chunks, H, K, V, C, BC, REVERSE, HAS_ENTRY, HAS_LEAVE,
+                )),
+                (_turn_tiles, (
+                    from_q, from_k, raw_q, raw_k, x1, x2, y1, y2, keeps, earlier, from_memory, full, empty, entry_z,
+                    leave_z, edges, theta, positions, scale, row, place, hop, n, h, chunks, 0, 2, H, K, C, REVERSE,
+                    PLACED, HAS_ENTRY, HAS_LEAVE,
+                )),
+            ],
+            [4],
+            [REGISTERS],
+        )  # fmt: skip
