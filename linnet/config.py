@@ -32,9 +32,18 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, problems: list[str], where: str = "configuration"):
-        self.problems = list(problems)
+        self.problems, self.where = list(problems), where
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__(f"{where}: {count}\n" + "\n".join(f"  - {line}" for line in self.problems))
+
+    def __reduce__(self):  # a worker's errors come back pickled; by default, with the message for problems
+        return _again, (type(self), self.problems, self.where), self.__dict__
+
+
+def _again(kind: type, problems: list[str], where: str) -> ConfigError:
+    error = kind.__new__(kind)
+    ConfigError.__init__(error, problems, where)
+    return error
 
 
 @contextlib.contextmanager

@@ -1,9 +1,13 @@
 """Configurations: strict, all problems at once, each with key, value and fix."""
 
+import pickle
+from pathlib import Path
+
 import pytest
 from pydantic import Field, field_validator, model_validator
 
 from linnet.config import Config, ConfigError, digest, gather, nearest, override, parse, parse_yaml, read_yaml
+from linnet.runs.folder import LockedError
 
 
 class Inner(Config):
@@ -115,3 +119,10 @@ def test_a_digest_depends_on_content_and_not_on_order():
 def test_nearest_names_one_or_all():
     assert nearest("hgnr2", ["hgrn2", "tnl"]) == "did you mean 'hgrn2'?"
     assert nearest("zzz", ["b", "a"]) == "known: a, b"
+
+
+def test_an_error_comes_back_whole_from_another_process():
+    error = pickle.loads(pickle.dumps(ConfigError(["a: is wrong", "b: too"], "there")))
+    assert error.problems == ["a: is wrong", "b: too"] and str(error).startswith("there: 2 problems")
+    locked = pickle.loads(pickle.dumps(LockedError(Path("run"), "7")))
+    assert isinstance(locked, LockedError) and str(locked) == str(LockedError(Path("run"), "7"))

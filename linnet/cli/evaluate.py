@@ -60,7 +60,10 @@ NEEDLE_LENGTHS, RECALL_LENGTHS = "1024:16384:35", "64,128,256,512,1024"
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or a folder of linnet convert.")],
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN", help="Run folder, or a folder of linnet convert.", show_default=False),
+    ] = None,
     text: Annotated[
         list[str] | None,
         typer.Option(
@@ -207,6 +210,14 @@ def evaluate(
     device: Annotated[Device, typer.Option(help="auto is the GPU where there is one.")] = Device.auto,
     precision: Annotated[Precision, typer.Option(help="Of weights and products.")] = Precision.float32,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with every document.")] = False,
+    demo: Annotated[
+        bool,
+        typer.Option(
+            "--demo",
+            help="Train two small models in RUN (default runs/evaluate-demo), evaluate them in every way that needs no "
+            "network, and compare them: a minute or two on two cores.",
+        ),
+    ] = False,
 ) -> None:
     """Score a model: on texts (--text), by needles (--needle), by recall (--recall), by questions (--suite, --task).
 
@@ -219,12 +230,18 @@ def evaluate(
 
     Example: [bold]linnet evaluate runs/tnl-10m-1a2b3c4d5e6f --text "books/*.txt"[/]
     """
+    from linnet.cli.evaluate_demo import FOLDER, run_demo
     from linnet.cli.evaluate_needle import find_needles, parse_numbers
     from linnet.cli.evaluate_recall import ask_recall
     from linnet.cli.evaluate_run import keep, open_run, print_json
     from linnet.cli.evaluate_tasks import Asked, ask, context_of, prepare
     from linnet.cli.evaluate_text import score_texts
 
+    if demo:
+        run_demo(run or FOLDER)
+        return
+    if run is None:
+        raise ConfigError(["RUN: name a run folder to evaluate, or give --demo"], "evaluate")
     names = [name.strip() for name in task.split(",") if name.strip()] if task else []
     problems = []
     speaks = bool(text or needle or suite or names)

@@ -1,0 +1,132 @@
+"""`linnet evaluate --demo`: two small models from nothing to a page that compares them, in a minute or two.
+
+A softmax Transformer and TNL learn to find needles from `linnet.evaluate.needle_lessons`, in three trainings with ever
+longer texts, side by side in two processes. Then both are evaluated in every way that needs no network, and compared.
+The lessons, the shapes and the steps are all in demo.yaml, beside this file.
+"""
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+FOLDER = Path("runs/evaluate-demo")
+
+
+def run_demo(folder: Path, plan: dict | None = None) -> None:
+    """Trains and evaluates the models in `folder`, prints the table, and writes the page.
+
+    What was trained is not trained again.
+
+    Args:
+        plan: what demo.yaml holds.
+    """
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from importlib.util import find_spec
+    from multiprocessing import get_context
+    from time import perf_counter
+
+    from linnet.cli.compare import compare
+
+    started, console = perf_counter(), Console(highlight=False, soft_wrap=True)
+    plan = plan or read_plan()
+    _write(folder, plan)
+    names = list(plan["models"])
+    console.print(f"{' and '.join(names)} learn to find needles, then are evaluated (in {folder}):")
+    # Spawned, since a fork of a process with torch's threads may hang.
+    with ProcessPoolExecutor(
+        len(names), mp_context=get_context("spawn"), initializer=_start, initargs=(len(names),)
+    ) as pool:
+        waiting = {pool.submit(_make, str(folder), name, plan): name for name in names}
+        for future in as_completed(waiting):
+            for line in future.result()[1]:
+                console.print(f"  {line}")
+    runs = [Path(future.result()[0]) for future in waiting]
+    compare(runs, out=folder / "comparison" / "index.html")
+    if find_spec("lm_eval") is None:
+        console.print("No questions were asked: that needs lm-evaluation-harness (pip install 'linnet\\[eval]')")
+    console.print(f"[dim]{perf_counter() - started:.0f} s. Again: linnet compare {' '.join(map(str, runs))}[/]")
+
+
+def read_plan() -> dict:
+    """What demo.yaml says."""
+    from importlib.resources import files
+
+    from linnet.config import parse_yaml
+
+    return parse_yaml(files("linnet.cli").joinpath("demo.yaml").read_text(encoding="utf-8"))
+
+
+def _write(folder: Path, plan: dict) -> None:
+    """Lessons, held-out documents, and a task of the harness made of such documents."""
+    from linnet.evaluate.needle_lessons import lessons, write_lessons
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, stage in enumerate(plan["stages"]):
+        write_lessons(folder / "lessons" / f"{number}.jsonl", **stage["lessons"], seed=number)
+    write_lessons(folder / "held-out.jsonl", **plan["held_out"], seed=len(plan["stages"]))
+    task = folder / "task"
+    task.mkdir(exist_ok=True)
+    (task / "numbers.yaml").write_text(plan["task"], encoding="utf-8")
+    rows = []
+    for text in lessons(**plan["questions"], seed=1 + len(plan["stages"])):
+        question, _, answer = text.removesuffix(".").rpartition(" ")
+        wrong = [str(10 + (int(answer) - 10 + step) % 90) for step in (17, 41, 66)]
+        rows.append(json.dumps({"question": question, "choices": [answer, *wrong], "answer": 0}))
+    (task / "numbers.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+def _start(processes: int) -> None:
+    import torch
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+
+
+def _make(folder: str, name: str, plan: dict) -> tuple[str, list[str]]:
+    """Trains one model, evaluates it, and gives its folder and what to tell."""
+    from time import perf_counter
+
+    from linnet.cli.evaluate import evaluate
+    from linnet.config import parse
+    from linnet.train import TrainConfig, train
+
+    root, started = Path(folder), perf_counter()
+    previous, tokenizer = None, plan["tokenizer"]
+    for number, stage in enumerate(plan["stages"]):
+        last = number == len(plan["stages"]) - 1
+        values = {**plan["train"], **stage["train"], "name": name if last else f"{name}-{number}"}
+        values |= {"model": plan["models"][name], "init_from": previous}
+        values["data"] = {"source": [str(root / "lessons" / f"{number}.jsonl")], "tokenizer": tokenizer}
+        run = train(parse(TrainConfig, values, "demo"), root if last else root / "stages", root / "cache")
+        previous, tokenizer = str(run.path), str(run.path / "tokenizer.json")
+    told = [f"{name}: trained in {perf_counter() - started:.0f} s, held-out loss {run.result()['loss']:.3f}"]
+    for option, options in _asked(root, plan):
+        started = perf_counter()
+        with _silence():
+            evaluate(run.path, **options)
+        told.append(f"{name}: {option} in {perf_counter() - started:.0f} s")
+    return str(run.path), told
+
+
+def _asked(root: Path, plan: dict) -> Iterator[tuple[str, dict]]:
+    """Options of `linnet evaluate`, one kind after the other."""
+    from importlib.util import find_spec
+
+    from linnet.cli.evaluate import Needle
+
+    yield "--text", {"text": [str(root / "held-out.jsonl")]}
+    yield "--needle", {"needle": Needle.easy, **plan["needles"]}
+    yield "--recall", {"recall": True, **plan["recall"]}
+    if find_spec("lm_eval") is not None:  # of the extra `eval`
+        yield "--task", {"task": "numbers", "include": root / "task"}
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Keeps tables to the end, and the bars of several processes out of each other's lines."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield

@@ -1,0 +1,49 @@
+"""`linnet evaluate --demo`: from nothing to a table and a page, with a plan so short that nothing is learned."""
+
+import pytest
+from typer.testing import CliRunner
+
+from linnet.cli import app
+from linnet.cli.evaluate_demo import read_plan, run_demo
+from linnet.config import parse
+from linnet.evaluate.results import read_evaluations
+from linnet.train import TrainConfig
+
+
+@pytest.fixture
+def short():
+    """The plan with few and short lessons, and few steps."""
+    plan = read_plan()
+    for stage in plan["stages"]:
+        stage["lessons"]["count"], stage["train"]["steps"] = 400, 2
+    plan["held_out"]["count"] = 4
+    plan["questions"] |= {"count": 4, "sentences": 2}
+    plan["tokenizer"] = "bpe:400"
+    plan["needles"] |= {"lengths": "150,200", "depths": 2, "samples": 1}
+    plan["recall"] |= {"lengths": "64", "samples": 2}
+    return plan
+
+
+def test_it_ends_with_a_table_and_a_page(short, tmp_path, capsys):
+    run_demo(tmp_path / "demo", short)
+    shown = capsys.readouterr().out
+    assert (tmp_path / "demo" / "comparison" / "index.html").is_file()
+    runs = [path for name in short["models"] for path in (tmp_path / "demo").glob(f"{name}-*")]
+    assert len(runs) == len(short["models"]) == 2
+    for run in runs:
+        assert {"text", "needle", "recall"} <= {one.kind for one in read_evaluations(run)}
+        assert run.name in shown
+    for part in ("bits per byte", "needle-easy", "recall-mqar", "adjusted", "comparison/index.html"):
+        assert part in shown.replace("\n", ""), shown
+
+
+def test_the_plan_is_what_can_be_trained():
+    plan = read_plan()
+    for model in plan["models"].values():
+        for stage in plan["stages"]:
+            parse(TrainConfig, {**plan["train"], **stage["train"], "model": model, "data": {"tokenizer": "bpe:550"}})
+
+
+def test_without_a_run_something_must_be_asked():
+    result = CliRunner().invoke(app, ["evaluate"])
+    assert result.exit_code == 2 and "name a run folder to evaluate, or give --demo" in result.output
