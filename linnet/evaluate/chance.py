@@ -29,7 +29,10 @@ def chances(
             shares = [1 / len(task.doc_to_choice(doc)) for doc in islice(task.eval_docs, limit)]
             found |= {(name, metric): sum(shares) / len(shares) for metric in own if metric in PICKED}
         else:
-            found |= {(name, metric): 0.0 for metric in own if metric.partition(",")[0] in FOUND}
+            guess = getattr(task, "guess", None)  # of SCROLLS, some of whose questions have choices
+            shares = [guess(doc) for doc in islice(task.eval_docs, limit)] if guess is not None else [0.0]
+            free = sum(shares) / len(shares)
+            found |= {(name, metric): free for metric in own if metric.partition(",")[0] in FOUND}
     if suite is None:
         return found
     guessed = [replace(one, value=found[one.task, one.metric], items=()) for one in results if _place(one) in found]

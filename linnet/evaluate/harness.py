@@ -1,4 +1,4 @@
-"""A model of Linnet's as a model of lm-evaluation-harness (extra `eval`), and the suites of papers 000 and 001.
+"""A model of Linnet's as a model of lm-evaluation-harness (extra `eval`).
 
 The adapter works on the native model: answers that share a question read it once (`linnet.evaluate.likelihood`), texts
 are scored by the carried state, and generation goes through the engine. What the harness's own adapter for transformers

@@ -70,6 +70,10 @@ def _config(name: str, kind: _Kind, folder: str | Path | None) -> dict:
 class _Asked(ConfigurableTask):
     """Documents with choices are asked by likelihood, the others by generation."""
 
+    def guess(self, doc: dict) -> float:
+        """What guessing scores: one in the number of choices, 0 where the answer is free."""
+        return 1 / len(doc["choices"]) if doc["choices"] else 0.0
+
     def construct_requests(self, doc: dict, ctx: str, **kwargs) -> list[Instance] | Instance:
         if not doc["choices"]:
             return super().construct_requests(doc, ctx, **kwargs)

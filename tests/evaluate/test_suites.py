@@ -13,6 +13,7 @@ from lm_eval.tasks import TaskManager
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
+from linnet.evaluate.chance import chances
 from linnet.evaluate.harness import LinnetLM
 from linnet.evaluate.results import Item, Result
 from linnet.evaluate.suites import SUITES, averages, counting, find_suite, load_suite, run_suite
@@ -247,6 +248,13 @@ def test_the_scores_of_scrolls_by_hand(zips):
     average = found["scrolls", "average"]
     assert average.value == pytest.approx(sum(expected.values()) / 13) and average.n == 13
     assert [item.score for item in found["qasper", "f1"].items] == [1.0, 0.0]
+    guessed = chances(load_suite(suite, include=zips), results, suite)
+    assert {place[0].removeprefix("scrolls_"): value for place, value in guessed.items()} == {
+        "qasper": 0.25,  # one of two questions is answered by yes or no
+        "narrativeqa": 0.0,
+        "quality": 0.25,
+        "contractnli": pytest.approx(1 / 3),
+    }
 
 
 def test_scrolls_of_a_model_with_long_contexts_cut(zips):
