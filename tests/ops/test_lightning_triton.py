@@ -125,14 +125,16 @@ hopper = pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
 
 
 @hopper
-@pytest.mark.parametrize("columns, stages", [(64, 3), (64, 4), (128, 3)])
+@pytest.mark.parametrize("columns, stages", [(32, 8), (64, 3), (64, 4), (128, 3)])
 @pytest.mark.parametrize("K, V", [(64, 64), (128, 128), (64, 128), (128, 64), (256, 128), (256, 256), (64, 256)])
 @pytest.mark.parametrize("segments", [1, 5])
 def test_hopper_configurations(columns, stages, K, V, segments, monkeypatch):
     """All that the heuristics may choose, for one chunk, few, and more than are in flight; states given or not."""
     from linnet.ops.lightning import triton
 
-    def choose(inner, outer, *_):
+    def choose(inner, outer, programs, processors, sweeps):
+        if columns == 32 and not inner == outer == 64 * sweeps:
+            return (64, 2) if inner == 256 else (64, 3)
         return (64, 2) if inner == 256 else (min(outer, columns), stages)
 
     monkeypatch.setattr(triton, "choose_hopper_tiles", choose)
@@ -145,6 +147,15 @@ def test_hopper_configurations(columns, stages, K, V, segments, monkeypatch):
         assert_agrees(B, T, K, V, decay=decay, state=state)
     assert used
     triton._plan.cache_clear()
+
+
+@hopper
+def test_few_heads_of_64():
+    """As many as leave half of the multiprocessors to another program."""
+    from linnet.ops.lightning.triton import choose_hopper_tiles
+
+    assert choose_hopper_tiles(64, 64, 60, 132, 1)[0] == 32
+    assert_agrees(30, 704, 64, 64, decay="mixed")
 
 
 @gpu

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
-def _fetch(da, db, dc, row, i, j, sa, sb, sc, barriers, slot, wanted, BYTES: gl.constexpr):
+def fetch(da, db, dc, row, i, j, sa, sb, sc, barriers, slot, wanted, BYTES: gl.constexpr):
     barrier = barriers.index(slot)
     mbarrier.expect(barrier, BYTES, pred=wanted)
     tma.async_copy_global_to_shared(da, [row, i], barrier, sa.index(slot), pred=wanted)
@@ -103,7 +103,7 @@ def hopper_kernel(
     hop = (1 - 2 * reverse) * C
     BYTES: gl.constexpr = 2 * C * (2 * DA + BC)
     for x in gl.static_range(S):
-        _fetch(da, db, dc, row + hop * (first + x), at_ab, at_co, sa, sb, sc, barriers, x, first + x < last, BYTES)
+        fetch(da, db, dc, row + hop * (first + x), at_ab, at_co, sa, sb, sc, barriers, x, first + x < last, BYTES)
 
     rate = 0.0
     if HAS_DECAY:
@@ -175,7 +175,7 @@ def hopper_kernel(
             sb.index(next_slot), sa.index(next_slot).permute((1, 0)), no_scores, use_acc=False, is_async=True
         )
         out, state, _ = warpgroup_mma_wait(1, deps=[out, state, decayed])
-        _fetch(da, db, dc, row + hop * (x + S), at_ab, at_co, sa, sb, sc, barriers, slot, x + S < last, BYTES)
+        fetch(da, db, dc, row + hop * (x + S), at_ab, at_co, sa, sb, sc, barriers, slot, x + S < last, BYTES)
         so.permute((1, 0)).store(out.to(gl.bfloat16))
         fence_async_shared()
         tma.async_copy_shared_to_global(do, [row + hop * x, at_co], so)

@@ -14,9 +14,9 @@ final state reaches the last token undecayed.
 Where heads are few, a sequence is cut into segments: one launch sums each segment up (its state from zero), and the
 sweep of a segment starts from the decayed sum of the summaries before it.
 
-On a Hopper GPU the usual shapes (bfloat16, widths of 64, 128 or 256, whole chunks, no documents) run in the kernel of
-`linnet.ops.lightning.hopper`. float64, mixed dtypes and widths that are no multiple of 8 or above 256 run in the
-chunked form.
+On a Hopper GPU the usual shapes (bfloat16, widths of 64, 128 or 256, whole chunks, no documents) run in the kernels of
+`linnet.ops.lightning.hopper` and `hopper_narrow`. float64, mixed dtypes and widths that are no multiple of 8 or above
+256 run in the chunked form.
 """
 
 import functools
@@ -34,8 +34,9 @@ from linnet.ops.lightning.kernels import summarise_kernel, sweep_kernel
 
 try:
     from linnet.ops.lightning.hopper import hopper_kernel
+    from linnet.ops.lightning.hopper_narrow import narrow_kernel
 except ImportError:  # a Triton without Gluon
-    hopper_kernel = None
+    hopper_kernel = narrow_kernel = None
 
 
 class Tiles(NamedTuple):
@@ -59,8 +60,8 @@ RESIDENT = 2
 def choose_tiles(inner: int, outer: int, dtype: torch.dtype, wide: bool = False) -> Tiles:
     """Tiles for a state of padded sizes [inner, outer]: on an H200 the fastest of those in docs/negative-results.md.
 
-    The sweeps of a backward need one chunk, since they share summaries: it depends on both sizes alike. `wide`: for
-    forwards of so many heads of 256 that reading a and b less often counts for more than programs side by side.
+    The sweeps of a backward need one chunk, since they share summaries: it depends on both sizes alike. `wide`: for so
+    many heads of 256 that reading a and b less often counts for more than programs side by side.
     """
     if wide:
         return Tiles(32, 128, 8, 4, True)
@@ -242,7 +243,8 @@ def _plan(
     if backward:
         # The first sweep, do with v and k, has a's width of the values.
         inner, outer = outer, inner
-    heads_of_256 = inner == outer == 256 and dtype == torch.bfloat16 and not backward
+    # A backward of longer sequences is faster in the Hopper kernel, which takes longer to begin.
+    heads_of_256 = inner == outer == 256 and dtype == torch.bfloat16 and (not backward or B * T <= 1024 * states)
     wide = heads_of_256 and 2 * states * H >= 3 * count_processors(device)
     shape = Shape(B, T, H, states, dtype, rates is not None, documents, wide, device)
     forms = [Form(inner, outer, False, backward, entry, leave and not backward)]
@@ -325,11 +327,14 @@ def _is_hopper(device: torch.device) -> bool:
     return hopper_kernel is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def choose_hopper_tiles(inner: int, outer: int, programs: int, processors: int) -> tuple[int, int]:
+def choose_hopper_tiles(inner: int, outer: int, programs: int, processors: int, sweeps: int) -> tuple[int, int]:
     """Columns of a program and chunks in flight. One of 128 columns (8 warps) reads a and b once; where so few leave
-    multiprocessors idle, two of 64 columns do better. More chunks of width 256 do not fit into shared memory."""
+    multiprocessors idle, two of 64 columns do better; of a forward's heads of 64, two of 32. More chunks of width 256
+    do not fit into shared memory."""
     if inner == 256:
         return 64, 2
+    if inner == outer == 64 and sweeps == 1 and 2 * programs <= processors:
+        return 32, 8
     if outer == 64:
         return 64, 3
     return (128, 3) if programs * outer // 128 >= 0.9 * processors else (64, 4)
@@ -338,12 +343,19 @@ def choose_hopper_tiles(inner: int, outer: int, programs: int, processors: int) 
 def _prepare_hopper(shape: Shape, group: list[Form], segments: int) -> Launcher:
     first, last = group[0], group[-1]
     programs = shape.states * shape.heads * segments
-    columns, stages = choose_hopper_tiles(first.inner, first.outer, programs, count_processors(shape.device))
-    constants = (
-        shape.length, shape.states, segments, shape.heads,
-        first.inner, first.outer, HOPPER_CHUNK, columns, len(group), first.reverse, first.flip,
-        shape.rates, first.entry, last.entry, last.leave, segments > 1, stages,
-    )  # fmt: skip
+    columns, stages = choose_hopper_tiles(
+        first.inner, first.outer, programs, count_processors(shape.device), len(group)
+    )
     programs *= first.outer // columns * len(group)
+    sizes = (
+        shape.length, shape.states, segments, shape.heads, first.inner, first.outer, HOPPER_CHUNK, columns,
+    )  # fmt: skip
+    if columns == 32:
+        constants = *sizes, shape.rates, first.entry, last.leave, segments > 1, stages
+        return Launcher(narrow_kernel, programs, constants, scratch=True, num_warps=4)
+    constants = (
+        *sizes, len(group), first.reverse, first.flip, shape.rates, first.entry, last.entry, last.leave, segments > 1,
+        stages,
+    )  # fmt: skip
     warps = columns // 16 * (1 + (first.inner == 256))
     return Launcher(hopper_kernel, programs, constants, scratch=True, num_warps=warps)
