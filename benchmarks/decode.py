@@ -111,8 +111,7 @@ class Served:
 
     def __init__(self, model: CausalLM, batch: int):
         merge_projections(model)
-        if batch == 1:
-            serve_rows(model)
+        serve_rows(model)
         self._decoder = inference.Decoder(model, batch, VOCABULARY, 1, torch.device("cuda"))
         self.tokens, self.states, self.logits = self._decoder.tokens, self._decoder.states, self._decoder.logits
         self._empty = model.init_state(batch, 1, "cuda")

@@ -90,7 +90,7 @@ class Engine:
             dtype: default bfloat16 on a GPU, float32 on a CPU. States are float32 in any case.
             compile: torch.compile the step: seconds to a minute at the start, and tokens in half the time on a CPU.
             graphs: decode through a CUDA graph, on a GPU.
-            merge: one matrix product where layers read the same input.
+            merge: one matrix product where layers read the same input, unless the step is compiled.
 
         Raises:
             ConfigError: settings that make no sense.
@@ -117,10 +117,9 @@ class Engine:
         lower_precision(model, dtype or (torch.bfloat16 if gpu else torch.float32))
         self.model = model.to(self.device)
         with torch.no_grad():
-            if merge:
+            if merge and not compile:  # Inductor of torch 2.11 takes wrong parts of merged products on a CPU
                 merge_projections(self.model)
-            if slots == 1:
-                serve_rows(self.model)
+            serve_rows(self.model)
             self._decoder = Decoder(self.model, slots, self.vocab, self._context, self.device, graphs, compile)
         self.counters = Counters()
         self._lock = threading.Lock()

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.ops.matvec import linear
+from linnet.layers.channels.glu import GatedLinearUnit
+from linnet.ops.matvec import gated_linear, linear, linears, make_counters
 
 
 class Product:
@@ -22,26 +23,22 @@ class Product:
         biased = linears[0].bias is not None
         self.bias = torch.cat([linear.bias.detach() for linear in linears]) if biased else None
         self.sizes = [linear.out_features for linear in linears]
-        self._stack: Tensor | None = None  # [parts, K, N] where all parts have one size
-        if not biased and len(set(self.sizes)) == 1:
-            self._stack = self.weight.view(len(linears), self.sizes[0], -1).transpose(1, 2)
+        self.counters = make_counters(self.weight.device)
         self._x: Tensor | None = None
         self._parts: list[Tensor | None] = []
 
     def take(self, index: int, x: Tensor) -> Tensor:
         """The part of layer `index` for x [B, K]."""
         if x is not self._x or self._parts[index] is None:
-            self._parts, self._x = self._compute(x), x
+            self._parts, self._x = linears(x, self.weight, self.sizes, self.bias, self.counters), x
         part, self._parts[index] = self._parts[index], None
         if not any(part is not None for part in self._parts):
             self._x = None
         return part
 
-    def _compute(self, x: Tensor) -> list[Tensor | None]:
-        if x.is_cuda and x.shape[0] > 1 and self._stack is not None:
-            # As many tensors in one piece: slices of wider rows would be copied by the kernels that read them.
-            return list(torch.bmm(x.expand(len(self.sizes), *x.shape), self._stack).unbind(0))
-        return list(linear(x, self.weight, self.bias).split(self.sizes, -1))
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """act(first part) * second part for x [B, K], of a product of two without a bias."""
+        return gated_linear(x, self.weight, activation, self.counters)
 
 
 class Part(nn.Linear):
@@ -62,10 +59,21 @@ class Part(nn.Linear):
 
 
 class Row(nn.Linear):
-    """A linear layer that has a kernel for a single row."""
+    """A linear layer that has kernels for one and a few rows."""
+
+    counters: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.counters)
+
+
+class Glu(GatedLinearUnit):
+    """A gated linear unit of two parts of a product, whose activation is taken where the product is made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 2:
+            return super().forward(x)
+        return self.down_proj(self.gate_proj._product.gated(x, self.activation))
 
 
 @torch.no_grad()
@@ -73,8 +81,8 @@ def merge_projections(model: nn.Module) -> int:
     """Merges the linear layers of a `CausalLM` that read the same token; returns how many products that saves."""
     device = next(model.parameters()).device
     inputs: list[tuple[nn.Linear, Tensor]] = []  # holds the tensors, so that no two of them have one identity
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
-    handles = [module.register_forward_pre_hook(lambda m, args: inputs.append((m, args[0]))) for module in linears]
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    handles = [module.register_forward_pre_hook(lambda m, args: inputs.append((m, args[0]))) for module in layers]
     try:
         model.step(torch.zeros(1, dtype=torch.int64, device=device), model.init_state(1, 1, device))
     finally:
@@ -94,11 +102,14 @@ def merge_projections(model: nn.Module) -> int:
         for name, child in list(parent.named_children()):
             if child in parts:
                 setattr(parent, name, parts[child])
+        if isinstance(parent, GatedLinearUnit) and isinstance(parent.gate_proj, Part):
+            parent.activation = parent.activation  # the class's, if it is not the module's own
+            parent.__class__ = Glu
     return len(parts) - len(groups)
 
 
 def serve_rows(model: nn.Module) -> None:
-    """Makes the linear layers that were not merged ready for batches of one."""
+    """Makes the linear layers that were not merged ready for batches of one and of a few."""
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.__class__ = Row
+            module.__class__, module.counters = Row, make_counters(module.weight.device)

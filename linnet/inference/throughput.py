@@ -71,6 +71,7 @@ class Linnet:
             self._model = random_model(config, self.device, dtype)
             if not plain:
                 merge_projections(self._model)
+                serve_rows(self._model)
         self.weight_bytes = sum(p.numel() * p.element_size() for p in set(self._model.parameters()))
         self._decoder: tuple[tuple[int, int], Decoder] | None = None
 
@@ -105,8 +106,6 @@ class Linnet:
         """A decoder with its graph: made once for all repeats of a case."""
         if self._decoder is None or self._decoder[0] != (batch, context):
             self._decoder = None
-            if batch == 1 and not self._plain:
-                serve_rows(self._model)
             shape = (batch, self.vocab_size, context, self.device)
             made = Decoder(self._model, *shape, graphs=not self._plain, kinds=(PLAIN,))
             self._decoder = (batch, context), made

@@ -1,6 +1,7 @@
 """`linnet bench generate` as a person uses it."""
 
 import csv
+import importlib.util
 import json
 
 import pytest
@@ -46,6 +47,40 @@ def test_rows_as_json_with_the_ways_to_run():
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
     assert [row["system"] for row in rows] == ["linnet", "linnet-plain"]
+
+
+def test_peers_alone_have_the_size_that_is_asked_for(tmp_path):
+    pytest.importorskip("transformers")
+    peers = ("--only-peers", "--peer", "transformers", "--peer-size", "10m", "--json", "--out", tmp_path)
+    done = run("mad-mamba", *SMALL, *peers)
+    assert done.exit_code == 0, done.output
+    [row] = json.loads(done.stdout)
+    assert (row["model"], row["system"]) == ("llama-10m", "transformers") and row["token_ms"] > 0
+    with open(tmp_path / "generate.csv", newline="") as file:
+        assert [kept["model"] for kept in csv.DictReader(file)] == ["llama-10m"]
+
+
+def test_what_was_measured_is_there_when_it_is_stopped(tmp_path, monkeypatch):
+    from linnet.inference.throughput import Linnet
+
+    warm = Linnet.warm
+
+    def stop(self, tokens, new):
+        if len(tokens) == 2:
+            raise KeyboardInterrupt
+        warm(self, tokens, new)
+
+    monkeypatch.setattr(Linnet, "warm", stop)
+    run("mad-mamba", *SMALL, "--batch", 1, "--batch", 2, "--out", tmp_path)
+    with open(tmp_path / "generate.csv", newline="") as file:
+        assert [row["batch"] for row in csv.DictReader(file)] == ["1"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fla") is not None, reason="fla is installed")
+def test_peers_that_are_not_installed_are_named():
+    done = run("tnl-10m", *SMALL, "--peer", "fla")
+    assert done.exit_code == 2 and "--peer needs fla, which is not installed" in done.output
+    assert "--only-peers: there is no --peer" in run("tnl-10m", *SMALL, "--only-peers").output
 
 
 def test_what_is_wrong_is_said_at_once():

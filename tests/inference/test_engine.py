@@ -135,16 +135,24 @@ def test_a_request_gets_the_same_tokens_in_any_company_and_order(hybrid, device)
 def test_graphs_and_merged_products_change_rounding_at_most(name, slots):
     """Log-probabilities of the same tokens, step by step, in bfloat16."""
     config = family(name)(256, 4, inner=704, vocab_size=256)
-    settings = Sampling(max_tokens=40, temperature=1.0, seed=3, logprobs=0)
+    settings = [Sampling(max_tokens=40, temperature=1.0, seed=seed, logprobs=0) for seed in range(8)]
     found = [
-        Engine(build_model(config), slots=slots, device="cuda", **options).generate([[1, 2, 3]] * slots, settings)
+        Engine(build_model(config), slots=slots, device="cuda", **options).generate([[1, 2, 3]] * 8, settings)
         for options in ({}, {"graphs": False}, {"graphs": False, "merge": False})
     ]
     for graph, eager in zip(found[0], found[1], strict=True):
         assert graph.tokens == eager.tokens and graph.logprobs == eager.logprobs
-    merged, plain = found[1][0], found[2][0]
-    same = list(itertools.takewhile(lambda i: merged.tokens[: i + 1] == plain.tokens[: i + 1], range(40)))
-    assert len(same) > 2 and all(abs(merged.logprobs[i] - plain.logprobs[i]) < 0.05 for i in same)
+    compared = 0
+    for merged, plain in zip(found[1], found[2], strict=True):
+        pairs = zip(_told(merged), _told(plain), strict=True)
+        same = list(itertools.takewhile(lambda pair: pair[0][0] == pair[1][0], pairs))
+        assert all(abs(ours - theirs) < 0.05 for (_, ours), (_, theirs) in same)
+        compared += len(same)
+    assert compared >= 24  # a draw that falls between two tokens ends what can be compared
+
+
+def _told(completion):
+    return zip(completion.tokens, completion.logprobs, strict=True)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from linnet.inference.merging import Part, merge_projections
+from linnet.inference.merging import Glu, Part, merge_projections, serve_rows
 from linnet.models import ModelConfig, build_model, family
 
 OPTIONS = {"hyena_experts": {"num_experts": 4}, "moe": {"num_experts": 4}, "mh_hyena": {"num_heads": 4}}
@@ -24,9 +24,11 @@ def called(model) -> int:
     """Products of a step: linear layers that are called, those that share one counted once."""
     seen = set()
     handles = [
-        module.register_forward_pre_hook(lambda m, _: seen.add(getattr(m, "_product", m)))
+        module.register_forward_pre_hook(
+            lambda m, _: seen.add(m.gate_proj._product if isinstance(m, Glu) else getattr(m, "_product", m))
+        )
         for module in model.modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, (nn.Linear, Glu))
     ]
     model.step(torch.zeros(1, dtype=torch.int64), model.init_state(1, 4))
     for handle in handles:
@@ -43,6 +45,7 @@ def test_steps_and_forward_are_the_same(layout):
     before = called(model)
     saved = merge_projections(model)
     assert called(model) == before - saved and saved > 0
+    serve_rows(model)
     if layout in COUNTS:
         assert (before, before - saved) == COUNTS[layout]
     tokens = torch.randint(0, 31, (3, 9), generator=torch.Generator().manual_seed(0))

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from linnet.config import ConfigError
 from linnet.inference import Engine, Sampling
-from linnet.inference.throughput import Case, Linnet, measure
+from linnet.inference.throughput import Case, Linnet, _fill, measure
 from linnet.models import ModelConfig, build_model, family, get_recipe
 
 SMALL = {"d_model": 32, "vocab_size": 64}
@@ -47,6 +47,17 @@ def test_batches_are_read_in_parts_as_in_one_piece(monkeypatch):
     torch.testing.assert_close(outputs[2], outputs[0])
 
 
+def test_a_full_memory_has_room_for_what_a_sequence_grows_to(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (10**7, 10**8))
+    cached = linnet("attention+swiglu")
+    for case, length in ((Case("max", 8, 4), 12), (Case("max", 8, 4, room=50), 50)):
+        assert _fill(cached, case) == int(0.9 * 10**7 / (cached.carried_bytes(length) + 8 * 64))
+    recurrent = linnet()
+    assert _fill(recurrent, Case("max", 8, 4)) == _fill(recurrent, Case("max", 8, 4, room=50))
+
+
 class Largest(TorchDispatchMode):
     """The number of elements of the largest tensor that any operation makes."""
 
@@ -69,6 +80,22 @@ def test_long_prompts_take_no_more_memory_than_a_few_chunks(name):
             engine.generate([[1] * (64 * chunks)], Sampling(max_tokens=2))
         largest.append(mode.numel)
     assert largest[1] <= max(largest[0], 8 * 64 * 16)  # or the prompt itself, as integers
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: fla's layers run nowhere else")
+def test_flas_hgrn2_is_the_model_of_the_recipe():
+    pytest.importorskip("fla")
+    from linnet.inference.peers import make_peer
+
+    config = family("hgrn2")(128, 2, vocab_size=64)
+    ours = Linnet(config, "hgrn2", "cuda", torch.bfloat16)
+    peer = make_peer("fla", config, "hgrn2", "cuda", torch.bfloat16)
+    assert peer.carried_bytes(10) == ours.carried_bytes(10)
+    assert peer.weight_bytes == pytest.approx(ours.weight_bytes, rel=0.02)  # it has gains in its norms
+    [row] = measure(peer, [Case(2, 8, 5)], 1, 1e10)
+    assert row["error"] == "" and row["decode_tokens_per_second"] > 0
+    with pytest.raises(ConfigError, match="tnl-10m is no HGRN2"):
+        make_peer("fla", get_recipe("tnl-10m"), "tnl-10m", "cuda", torch.bfloat16)
 
 
 def test_transformers_llama_is_the_model_of_the_recipe():

@@ -1,4 +1,4 @@
-"""A matrix times a vector: against float64, in the interpreter here and compiled on a GPU."""
+"""A matrix times one or a few rows: against float64, in the interpreter here and compiled on a GPU."""
 
 import importlib.util
 import os
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from linnet.ops.matvec import linear
+from linnet.ops.matvec import gated_linear, linear, linears, make_counters
 
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 SHAPES = [(1, 1), (3, 17), (16, 256), (37, 300), (8, 1024), (5, 1025), (24, 2816)]  # rows and columns of the matrix
@@ -37,17 +37,70 @@ def check(count: int, width: int, dtype: torch.dtype, device: str) -> None:
         assert matvec(x, weight, b).equal(found)
 
 
+# Rows, sizes of the matrices, their width, an activation of a gated pair.
+ROWS = [
+    (64, [48, 48, 48, 16], 80, None),
+    (3, [64], 288, None),
+    (17, [96, 96], 272, "silu"),
+    (5, [48, 48], 1024, "none"),
+    (1, [16, 16], 16, "sigmoid"),
+]
+TILES = [None, (16, 64, 1, 2), (32, 64, 3, 3), (16, 128, 2, 2)]  # one, two and three parts of a sum
+
+
+def check_rows(rows, sizes, width, activation, tile, dtype, device) -> None:
+    from linnet.ops.matvec.rows import few_rows, supports
+
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, width, generator=generator).to(device, dtype)
+    matrix = torch.full((sum(sizes) + 2, width), float("nan"), dtype=dtype, device=device)
+    matrix[1:-1] = torch.randn(sum(sizes), width, generator=generator).to(device, dtype) / width**0.5
+    weight, counters = matrix[1:-1], make_counters(torch.device(device))
+    assert supports(x, weight, sizes, activation)
+    expected = [x.double() @ part.double().T for part in weight.split(sizes)]
+    if activation is not None:
+        act = {"none": lambda gate: gate, "silu": F.silu, "sigmoid": torch.sigmoid}[activation]
+        expected = [act(expected[0]) * expected[1]]
+    found = few_rows(x, weight, sizes, counters, activation, tile)
+    again = few_rows(x, weight, sizes, counters, activation, tile)
+    for ours, repeated, reference in zip(found, again, expected, strict=True):
+        assert ours.shape == reference.shape and ours.is_contiguous() and ours.equal(repeated)
+        assert ((ours.double() - reference).norm() / reference.norm()).item() <= TOLERANCE[dtype]
+    assert not counters.any()  # ready for the next call
+    if device == "cuda":  # a row does not depend on where it stands; for the interpreter's products it may
+        for ours, turned in zip(found, few_rows(x.flip(0), weight, sizes, counters, activation, tile), strict=True):
+            assert turned.flip(0).equal(ours)
+
+
 def test_on_a_cpu_it_is_a_linear_layer():
     x, weight, bias = torch.randn(1, 5), torch.randn(3, 5), torch.randn(3)
     assert linear(x, weight, bias).equal(F.linear(x, weight, bias))
     assert linear(x[None], weight).equal(F.linear(x[None], weight))
+    x, weight = torch.randn(4, 6), torch.randn(10, 6)
+    found = linears(x, weight, [7, 3])
+    assert [part.shape for part in found] == [(4, 7), (4, 3)] and torch.cat(found, 1).equal(F.linear(x, weight))
+    gate, up = F.linear(x, weight).split(5, -1)
+    torch.testing.assert_close(gated_linear(x, weight, "silu"), F.silu(gate) * up)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_what_the_kernel_of_few_rows_does_not_take():
+    from linnet.ops.matvec.rows import supports
+
+    x, weight = torch.zeros(4, 32, dtype=torch.float16), torch.zeros(64, 32, dtype=torch.float16)
+    assert supports(x, weight, [48, 16], None) and supports(x, weight, [32, 32], "none")
+    assert not supports(x, weight, [16, 48], None) and not supports(x, weight, [40, 24], None)
+    assert not supports(x, weight, [48, 16], "none") and not supports(x, weight, [32, 32], "gelu")
+    assert not supports(x.float(), weight.float(), [64], None) and not supports(x[:, ::2], weight, [64], None)
+    assert not supports(torch.zeros(65, 32, dtype=torch.float16), weight, [64], None)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_interpreted():
     code = (
-        "import torch\nfrom test_matvec import SHAPES, check\n"
+        "import torch\nfrom test_matvec import ROWS, SHAPES, TILES, check, check_rows\n"
         "for shape in SHAPES:\n    for dtype in (torch.float32, torch.bfloat16):\n        check(*shape, dtype, 'cpu')\n"
+        "for case in ROWS:\n    for tile in TILES:\n        check_rows(*case, tile, torch.float16, 'cpu')\n"
     )
     folder = Path(__file__).parent
     path = os.pathsep.join([str(folder), str(folder.parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -65,3 +118,28 @@ def test_compiled(dtype):
     weight = torch.randn(48, 64, device="cuda", dtype=dtype, requires_grad=True)
     linear(x, weight).sum().backward()  # a gradient is asked for: the library's product
     assert weight.grad is not None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_rows_compiled(dtype):
+    for case in ROWS:
+        for tile in TILES:
+            check_rows(*case, tile, dtype, "cuda")
+    for case in ((64, [1024, 1024, 1024, 128], 1024, None), (64, [1024], 2816, None), (8, [2816, 2816], 1024, "none")):
+        check_rows(*case, None, dtype, "cuda")
+    weight, counters = torch.randn(96, 64, device="cuda", dtype=dtype) / 8, make_counters(torch.device("cuda"))
+    for rows in (1, 2, 64, 65):
+        x = torch.randn(rows, 64, device="cuda", dtype=dtype)
+        with torch.no_grad():
+            expected = F.linear(x.double(), weight.double())
+            found = [
+                linear(x, weight, None, counters),
+                torch.cat(linears(x, weight, [64, 32], None, counters), 1),
+                torch.cat(linears(x, weight, [32, 32, 32], None, counters), 1),
+            ]
+            for ours in found:
+                torch.testing.assert_close(ours.double(), expected, rtol=1e-2, atol=1e-2)
+            gate, up = expected.split(48, 1)
+            ours = gated_linear(x, weight, "silu", counters).double()
+            torch.testing.assert_close(ours, F.silu(gate) * up, rtol=2e-2, atol=2e-2)
