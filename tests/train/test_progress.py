@@ -36,6 +36,7 @@ def test_a_bar_on_a_terminal():
 SPIKE = {"event": "spike", "loss": 9.5, "grad_norm": 3.0}
 NAN = {"event": "non-finite", "loss": float("nan"), "grad_norm": 1.0}
 BACK = {"action": "rollback", "to_step": 5, "left_out": [6, 7]}
+FAILED = {"event": "evaluation_failed", "evaluation": "needle", "error": "RuntimeError: [no] step"}
 DAMAGED = {"event": "damaged_checkpoint", "problems": ["a/[b]: truncated"]}
 
 
@@ -45,11 +46,20 @@ DAMAGED = {"event": "damaged_checkpoint", "problems": ["a/[b]: truncated"]}
         (SPIKE | {"action": "skip"}, "step 7: loss spike (loss 9.5, gradient 3); batch skipped"),
         (NAN | {"action": "stop"}, "loss or gradient not finite (loss nan, gradient 1); stopped"),
         (SPIKE | BACK, "back to step 5, 2 batches left out"),
+        (FAILED, "step 7: evaluation needle failed (RuntimeError: [no] step); going on"),
         (DAMAGED, "set aside: a/[b]: truncated; going on from step 7"),
     ],
 )
 def test_events(event, expected):
     assert expected in shown([START, {"step": 7, **event}])
+
+
+def test_evaluations():
+    found = {"step": 7, "evaluation": "both", "metrics": {"a/acc": 0.5, "b/acc": 0.25, "b/other": 1.0}, "seconds": 1.26}
+    assert "step       7  both 0.5000 a/acc, 0.2500 b/acc  (1.3 s)" in shown(
+        [START, found | {"shown": ["a/acc", "b/acc"]}]
+    )
+    assert "both 0.5000 a/acc  (" in shown([START, found | {"shown": []}])
 
 
 def test_follows_a_real_run(settings, cache, tmp_path):

@@ -20,6 +20,26 @@ def test_tensorboard_shows_the_rows(settings, cache, tmp_path):
     assert [event.step for event in events.Scalars("validation_loss")] == [12]
 
 
+def test_tensorboard_shows_evaluations_by_name(settings, cache, tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    probe = {
+        "kind": "recall",
+        "name": "probe",
+        "tasks": ["mqar"],
+        "lengths": [32],
+        "pairs": [4],
+        "every": 6,
+        "samples": 2,
+    }
+    run = train(settings(sinks=["tensorboard"], evaluations=[probe]), tmp_path, cache)
+    events = event_accumulator.EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    found = [(row["step"], row["metrics"]["mqar"]) for row in run.metrics() if "evaluation" in row]
+    assert [(event.step, pytest.approx(event.value)) for event in events.Scalars("probe/mqar")] == found
+    assert [step for step, _ in found] == [6, 12]
+    assert len(events.Scalars("seconds")) == sum("loss" in row for row in run.metrics()), "of training alone"
+
+
 def test_wandb_gets_the_rows_under_the_name_of_the_run(settings, cache, tmp_path, monkeypatch):
     calls = []
 
