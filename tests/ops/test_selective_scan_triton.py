@@ -237,6 +237,8 @@ INTERPRETED = [
     ((1, 16, 64, 4), {"state": False, "skip": False}, 1),
     ((1, 40, 3, 16), {"softplus": True}, 3),
     ((2, 9, 130, 2), {"dtype": "float16"}, 1),
+    ((1, 11, 3, 16), {"dtype": "bfloat16"}, 1),
+    ((2, 9, 5, 4), {"dtype": "bfloat16"}, 1),
     ((4, 11, 3, 1), {"models": 2, "softplus": True}, 2),
     ((1, 9, 5, 23), {}, 1),
     ((1, 30, 5, 8), {"offsets": [0, 0, 10, 11, 30, 30]}, 2),

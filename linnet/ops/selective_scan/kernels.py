@@ -61,11 +61,39 @@ def _store(pointer, row, value, d, g, valid, D: tl.constexpr, NG: tl.constexpr, 
 
 
 @triton.jit
-def _load_pair(pointer, row, n, valid, N: tl.constexpr, FULL: tl.constexpr, MASKED: tl.constexpr):
-    """[1, NG] of a token's B or C."""
-    if FULL and not MASKED:
-        return tl.load(pointer + row * N + n).to(tl.float32)
-    return tl.load(pointer + row * N + n, mask=(n < N) & valid, other=0.0).to(tl.float32)
+def _halves(word, DTYPE: tl.constexpr):
+    """The two numbers of 16 bits in one of 32, lower bits first, float32."""
+    if DTYPE == tl.bfloat16:
+        return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+    low, high = word.to(tl.int16), (word >> 16).to(tl.int16)
+    return low.to(DTYPE, bitcast=True).to(tl.float32), high.to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _load_row(pointer, row, g, valid, N: tl.constexpr, NG: tl.constexpr, NB: tl.constexpr, MASKED: tl.constexpr):
+    """NB of [1, NG] of a token's B or C, float32; 0 where there is none."""
+    values = ()
+    if NB % 2 == 0 and NG * NB == N and pointer.dtype.element_ty.primitive_bitwidth == 16:
+        # Two or four in one load: single ones would be as many instructions as half of the arithmetic.
+        EACH: tl.constexpr = 4 if NB % 4 == 0 else 2
+        words = pointer.to(tl.pointer_type(tl.int64 if EACH == 4 else tl.int32), bitcast=True) + row * (N // EACH)
+        for i in tl.static_range(NB // EACH):
+            place = g * (NB // EACH) + i
+            if MASKED:
+                word = tl.load(words + place, mask=valid & (g < NG), other=0)
+            else:
+                word = tl.load(words + place)
+            for j in tl.static_range(EACH // 2):
+                values = values + _halves((word >> (32 * j)).to(tl.int32), pointer.dtype.element_ty)
+    else:
+        for j in tl.static_range(NB):
+            n = g * NB + j
+            if MASKED or NG * NB != N:
+                value = tl.load(pointer + row * N + n, mask=(n < N) & valid, other=0.0)
+            else:
+                value = tl.load(pointer + row * N + n)
+            values = values + (value.to(tl.float32),)
+    return values
 
 
 @triton.jit
@@ -142,10 +170,10 @@ def _run(x, delta, B, rates, state, t, stop, d, g, D: tl.constexpr, N: tl.conste
     for k in tl.static_range(L):
         step = deltas[k].to(tl.float32)
         written = step * xs[k].to(tl.float32)
+        b = _load_row(B, row + k, g, t + k < stop, N, NG, NB, MASKED)
         new = ()
         for j in tl.static_range(NB):
-            b = _load_pair(B, row + k, g * NB + j, t + k < stop, N, NG * NB == N, MASKED)
-            new = new + (tl.exp2(step * LOG2_E * rates[j]) * state[j] + written * b,)
+            new = new + (tl.exp2(step * LOG2_E * rates[j]) * state[j] + written * b[j],)
         state = new
     return state
 
@@ -177,14 +205,14 @@ def summarise_kernel(
             step = deltas[m].to(tl.float32)
             value = xs[m].to(tl.float32)
             total += step
+            b = _load_row(B, row + m, g, t + m < stop, N, NG, NB, MASKED)
             new = ()
             for j in tl.static_range(NB):
                 decay = tl.exp2(step * LOG2_E * rates[j])
-                b = _load_pair(B, row + m, g * NB + j, t + m < stop, N, NG * NB == N, MASKED)
                 if REVERSE:
-                    new = new + (decay * (b * value + state[j]),)
+                    new = new + (decay * (b[j] * value + state[j]),)
                 else:
-                    new = new + (decay * state[j] + step * value * b,)
+                    new = new + (decay * state[j] + step * value * b[j],)
             state = new
     place = (seq * G + segment).to(tl.int64)
     _store_states(sums, place * (D * N), state, d, g, 1, D, D, N, NB)
@@ -200,7 +228,6 @@ def forward_kernel(
     """y, the final states, and the states to keep."""
     block, segment, seq, model, begin, stop, slot = _segment(offsets, T, G, PER, D, BD, L * R, DOCUMENTS)
     d, g = _channels(block, BD, NG)
-    FULL: tl.constexpr = NG * NB == N
     rates = _load_states(A, model.to(tl.int64) * (D * N), d, g, N, 1, D, N, NB)
     weight = tl.zeros_like(rates[0])
     if HAS_SKIP:
@@ -219,13 +246,13 @@ def forward_kernel(
             step = deltas[k].to(tl.float32)
             value = xs[k].to(tl.float32)
             total = tl.zeros_like(step)
+            b = _load_row(B, row + k, g, t + k < stop, N, NG, NB, MASKED)
+            c = _load_row(C, row + k, g, t + k < stop, N, NG, NB, MASKED)
             new = ()
             for j in tl.static_range(NB):
                 decay = tl.exp2(step * LOG2_E * rates[j])
-                b = _load_pair(B, row + k, g * NB + j, t + k < stop, N, FULL, MASKED)
-                c = _load_pair(C, row + k, g * NB + j, t + k < stop, N, FULL, MASKED)
-                after = decay * state[j] + step * value * b
-                total += c * after
+                after = decay * state[j] + step * value * b[j]
+                total += c[j] * after
                 new = new + (after,)
             state = new
             out = _over_states(total, NG)
@@ -250,7 +277,6 @@ def backward_kernel(
     """
     block, segment, seq, model, begin, stop, slot = _segment(offsets, T, G, PER, D, BD, L * R, DOCUMENTS)
     d, g = _channels(block, BD, NG)
-    FULL: tl.constexpr = NG * NB == N
     rates = _load_states(A, model.to(tl.int64) * (D * N), d, g, N, 1, D, N, NB)
     weight, dweight = tl.zeros_like(rates[0]), tl.zeros_like(rates[0])
     if HAS_SKIP:
@@ -287,27 +313,27 @@ def backward_kernel(
         for k in tl.static_range(L):
             step = deltas[k].to(tl.float32)
             written = step * xs[k].to(tl.float32)
+            b = _load_row(B, row + k, g, t + k < stop, N, NG, NB, MASKED)
             for j in tl.static_range(NB):
                 decay = tl.exp2(step * LOG2_E * rates[j])
-                b = _load_pair(B, row + k, g * NB + j, t + k < stop, N, FULL, MASKED)
                 decays = decays + (decay,)
-                states = states + (decay * states[k * NB + j] + written * b,)
+                states = states + (decay * states[k * NB + j] + written * b[j],)
         for m in tl.static_range(L - 1, -1, -1):
             step = deltas[m].to(tl.float32)
             value = xs[m].to(tl.float32)
             dout = dys[m].to(tl.float32)
             read, turned = tl.zeros_like(step), tl.zeros_like(step)
             place = block.to(tl.int64) * tokens + row + m
+            b = _load_row(B, row + m, g, t + m < stop, N, NG, NB, MASKED)
+            c_ = _load_row(C, row + m, g, t + m < stop, N, NG, NB, MASKED)
             new, new_rates = (), ()
             for j in tl.static_range(NB):
                 n = g * NB + j
-                b = _load_pair(B, row + m, n, t + m < stop, N, FULL, MASKED)
-                read_ = _load_pair(C, row + m, n, t + m < stop, N, FULL, MASKED)
-                gradient = read_ * dout + h[j]
+                gradient = c_[j] * dout + h[j]
                 there = (n < N) & (t + m < stop)
                 tl.store(dC + place * N + n, tl.sum(dout * states[(m + 1) * NB + j], 0)[None, :], mask=there)
                 tl.store(dB + place * N + n, tl.sum(step * value * gradient, 0)[None, :], mask=there)
-                read += b * gradient
+                read += b[j] * gradient
                 before = decays[m * NB + j] * gradient
                 found = before * states[m * NB + j]  # the gradient of delta A
                 turned += rates[j] * found

@@ -26,7 +26,7 @@ from linnet.ops.selective_scan.kernels import backward_kernel, forward_kernel, s
 from linnet.ops.selective_scan.shapes import Shape, runs_in_kernels, tokens_between
 from linnet.ops.selective_scan.steps import make_steps, pass_steps
 
-WARPS = 12  # of a multiprocessor: sequences are cut into segments until there are so many
+WARPS = {False: 12, True: 12}  # of a multiprocessor, until which sequences are cut into segments; True for the backward
 SHORTEST = 64  # tokens of a segment, on average
 
 
@@ -66,7 +66,7 @@ class Call:
         dtypes = tuple(None if y is None else y.dtype for y in (*self.inputs, D))
         self.key = self.shape, dtypes, x.device
         self.tile = choose_tile(self.shape.states, backward)
-        self.segments = count_segments(self.shape, self.tile, x.device)
+        self.segments = count_segments(self.shape, self.tile, WARPS[backward], x.device)
 
     def empty(self, *shape: int) -> Tensor:
         return self.inputs[0].new_empty(shape, dtype=torch.float32)
@@ -163,8 +163,8 @@ def _plan(
 
 
 @functools.lru_cache(1024)
-def count_segments(shape: Shape, tile: Tile, device: torch.device) -> int:
-    """As many as give every multiprocessor some warps; documents are cut alike."""
+def count_segments(shape: Shape, tile: Tile, warps: int, device: torch.device) -> int:
+    """As many as give every multiprocessor `warps`; documents are cut alike."""
     programs = shape.sequences * triton.cdiv(shape.channels, tile.channels)
     tokens = shape.rows * shape.length // shape.sequences
-    return max(1, min(WARPS * count_processors(device, interpreted=1) // programs, tokens // SHORTEST))
+    return max(1, min(warps * count_processors(device, interpreted=1) // programs, tokens // SHORTEST))
