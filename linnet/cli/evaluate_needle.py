@@ -1,6 +1,7 @@
 """The part of `linnet evaluate` that looks for needles in haystacks: --needle."""
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from linnet.cli.evaluate_run import Opened, progress
@@ -24,6 +25,7 @@ def find_needles(opened: Opened, asked: dict):
     scores = needle_scores(grid)
     if not opened.quiet:
         _show(grid, config, scores)
+        Console().print(f"the grid as a page: linnet compare {escape(str(opened.path))}", soft_wrap=True, style="dim")
     cells = [
         Item(f"{length} tokens, depth {depth:g}", grid[row, column].item())
         for column, length in enumerate(config.lengths)
