@@ -3,6 +3,7 @@
 settings.py                       the 66 settings, the six (learning rate, weight decay) points, and budgets of runs
 architectures.py, state.py        models by recipe or layout, normalised to a fixed state of 4,096; those of MQAR
 run.py, bundle.py, training.py    the runs of a budget, trained in bundles; the forms of training
+folder.py, resume.py              what is on disk: a folder of runs; what a bundle that was killed goes on from
 loads.py                          what the experts of a model get
 results.py, scores.py             runs as rows; scores with their spread over seeds
 traits.py, checks.py              what a name says of a design; the paper's findings, checked on pairs

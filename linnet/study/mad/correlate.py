@@ -117,7 +117,9 @@ def correlate(
 
     scores = score(read_results(folder), metric=metric, legacy=legacy)
     table, curves, _ = load_study(study)
-    matched = match(list(scores), list(dict.fromkeys(table["architecture"])), names or {}, str(folder), str(study))
+    matched = match(
+        list(scores.whole), list(dict.fromkeys(table["architecture"])), names or {}, str(folder), str(study)
+    )
     kept = table[table["architecture"].isin(matched.values())]
     fits = fit_study(kept, curves, bootstrap=resamples, seed=seed, progress=progress)
     laws = {name: fits[other].L for name, other in matched.items()}
@@ -188,6 +190,9 @@ def correlate_laws(
     beyond = [point.architecture for point in points if point.beyond]
     if beyond:
         notes.append(f"{compute:.3g} FLOPs lie outside the data of {', '.join(beyond)}: their losses are extrapolated")
+    short = [name for name in scores if name not in scores.whole]
+    if short:
+        notes.append(f"{', '.join(short)}: no part is taken, for settings that others have are not there")
     odd = [point.architecture for point in points if not scores[point.architecture].comparable]
     if odd:
         reasons = dict.fromkeys(reason for name in odd for reason in scores[name].reasons)

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from mad_folders import rows, write_mad
+from mad_folders import rows, write_mad, write_rows
 from scipy import stats
 
 from linnet.config import ConfigError
@@ -171,3 +171,6 @@ def test_from_folders(tmp_path):
     json.dumps(result.to_dict(), allow_nan=False)
     alone = correlate(mad, study, resamples=0)
     assert alone.overall["all"].architectures == 5
+    lacking = [r for r in rows(LEVELS) if (r["architecture"], r["task"]) != ("mad-mamba", "compression")]
+    part = correlate(write_rows(tmp_path / "part", lacking), study, resamples=0)
+    assert part.overall["all"].architectures == 4 and "mad-mamba: no part is taken" in part.notes[0]
