@@ -1,10 +1,14 @@
 """The same training on a GPU."""
 
+import threading
+
 import pytest
 import torch
 
+from linnet.data import prepare
 from linnet.runs import RunFolder
 from linnet.train import device, train
+from linnet.train.session import Session
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -21,6 +25,16 @@ def test_losses_are_those_of_the_cpu(settings, cache, tmp_path):
     assert gpu.result()["loss"] == pytest.approx(cpu.result()["loss"], rel=1e-3)
     norms = [[row["grad_norm"] for row in run.metrics() if "loss" in row] for run in (cpu, gpu)]
     assert norms[1] == pytest.approx(norms[0], rel=2e-2)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_backward_stays_in_its_thread(settings, cache, accumulation):
+    config, threads = settings(device="cuda", accumulation=accumulation), []
+    run = Session(config, prepare(config.data, cache), torch.device("cuda"))
+    parameter = next(run.model.parameters())
+    parameter.register_hook(lambda gradient: threads.append(threading.get_ident()))
+    run.gradients()
+    assert threads == [threading.get_ident()] * accumulation and parameter.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
