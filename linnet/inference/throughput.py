@@ -85,6 +85,7 @@ class Linnet:
         for rows in {self._rows(batch, length), batch % self._rows(batch, length)} - {0}:
             self._read(tokens[:rows], decoder, length + new)
         decoder.choose(PLAIN)()
+        decoder.advance()
 
     @torch.no_grad()
     def run(self, tokens: Tensor, new: int) -> tuple[float, float]:
