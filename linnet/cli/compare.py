@@ -1,6 +1,7 @@
 """`linnet compare`: models side by side on what they were all evaluated on."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -81,7 +82,9 @@ def _read(runs: list[Path]) -> dict[str, tuple[Path, list]]:
 
     problems, found = [], {}
     folders = [run.resolve() for run in runs]
-    for run, folder in zip(runs, folders, strict=True):
+    labels = [re.sub(r"-[0-9a-f]{12}$", "", folder.name) for folder in folders]  # without the digest of the settings
+    for run, folder, label in zip(runs, folders, labels, strict=True):
+        name = label if labels.count(label) == 1 else folder.name
         alone = [other.name for other in folders].count(folder.name) == 1
         try:
             evaluations = read_evaluations(RunFolder.open(run).path)
@@ -92,7 +95,7 @@ def _read(runs: list[Path]) -> dict[str, tuple[Path, list]]:
             problems.append(f"{run}: is given twice; name another run")
         elif not evaluations:
             problems.append(f"{run}: has no evaluation yet; make one, for example: linnet evaluate {run} --text TEXT")
-        found[folder.name if alone else str(run)] = (run, evaluations)
+        found[name if alone else str(run)] = (run, evaluations)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), "compare")
     return found
@@ -169,10 +172,13 @@ def _show_pairs(comparisons, console: Console) -> None:
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("task", "metric", "model", "minus", "difference", "p", "adjusted", ""):
-        table.add_column(column, justify="right" if column in ("difference", "p", "adjusted") else "left")
+        table.add_column(
+            column, justify="right" if column in ("difference", "p", "adjusted") else "left", overflow="fold"
+        )
     for one in comparisons:
         for d in one.differences:
-            numbers = (shown(d.value) + between(d.interval), f"{d.p:.2g}", f"{d.adjusted:.2g}")
+            value = f"{shown(d.value)}\n[dim]{between(d.interval).strip(' ()')}[/]"
+            numbers = (value, f"{d.p:.2g}", f"{d.adjusted:.2g}")
             verdict = "differ" if d.adjusted < REAL else "not shown"
             about = (escape(one.task), one.metric.replace("_", " "), escape(d.first), escape(d.second))
             table.add_row(*about, *numbers, verdict)

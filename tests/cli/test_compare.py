@@ -1,6 +1,7 @@
 """`linnet compare`: evaluations of small models side by side, and what it says when there is nothing to compare."""
 
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
@@ -88,6 +89,15 @@ def test_the_commands_make_the_same_evaluation_again(folder):
         arguments = command(evaluation, str(folder / "tnl")).split()[1:]
         assert call(*arguments).exit_code == 0
         assert {path.name for path in (folder / "tnl" / "evaluations").iterdir()} == before
+
+
+def test_names_are_as_short_as_they_can_be(folder, tmp_path):
+    for name in ("a-0123456789ab", "b-0123456789ab", "b-ba9876543210"):
+        shutil.copytree(folder / "tnl", tmp_path / name)
+    result = call("compare", *sorted(tmp_path.iterdir()), "--json")
+    assert result.exit_code == 0, result.output
+    names = [number["name"] for number in json.loads(result.stdout)[0]["numbers"]]
+    assert names == ["a", "b-0123456789ab", "b-ba9876543210"]
 
 
 def test_what_cannot_be_compared(folder):
