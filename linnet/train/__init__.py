@@ -6,6 +6,7 @@ session.py    what a step changes: model, optimizer, position; saved to and rest
 optim.py      AdamW and Muon        schedule.py   learning rate as a function of the step
 guards.py     losses that are not finite or spike
 recompute.py  activations computed again to save memory
+evaluation.py evaluations on the way, which change nothing    suites.py      their kinds
 feed.py       batches on the device    device.py   device, peak speed, memory    stop.py   Ctrl-C
 sinks.py      TensorBoard, Weights & Biases    progress.py   the line on the terminal
 """

@@ -123,7 +123,7 @@ class TextEvaluation(Config):
         seen = [f"paths: {path} is trained on (data.source)" for path in mine if path.resolve() in trained_on]
         if seen:
             raise ConfigError([f"{line}; give text of its own" for line in seen])
-        window = self.window or subject.seq_len
+        window = self.window or max(2, subject.seq_len)
         if self.stride is not None and self.stride >= window:
             raise ConfigError([f"stride: {self.stride} tokens, but a window has {window}; give fewer"])
         documents = read_texts(self.paths, subject.tokenizer, self.text_key, self.most_bytes)

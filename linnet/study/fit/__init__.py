@@ -15,10 +15,13 @@ Needs NumPy, SciPy and pandas only (the extra `study`); no torch.
     study.crossings                             where two architectures' laws meet
     study.to_json()                             all of it as plain values
 
+    fit_downstream(points, chance=0.25)         -> Downstream: compute to loss to a metric, .law .transfer .predict(C)
+
 A law that cannot be known has `refused` filled and no numbers; `fit.refused` lists all reasons of an architecture.
 """
 
 from linnet.study.fit.bootstrap import draw_counts
+from linnet.study.fit.downstream import Downstream, Transfer, fit_downstream
 from linnet.study.fit.envelope import fit_envelope
 from linnet.study.fit.frontier import fit_frontier
 from linnet.study.fit.isoflop import fit_isoflop
@@ -54,6 +57,7 @@ __all__ = [
     "Bootstrap",
     "Convention",
     "Crossing",
+    "Downstream",
     "EnvelopeFit",
     "HeldOut",
     "IsoflopFit",
@@ -65,12 +69,14 @@ __all__ = [
     "ParametricFit",
     "PowerFit",
     "StudyFit",
+    "Transfer",
     "apply_convention",
     "assign_budgets",
     "crossing",
     "curves_of",
     "draw_counts",
     "filter_table",
+    "fit_downstream",
     "fit_envelope",
     "fit_frontier",
     "fit_isoflop",
