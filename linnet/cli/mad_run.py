@@ -142,7 +142,7 @@ def run(
             spec=spec,
             seeds=seeds,
             device=device if device in ("cpu", "cuda") else "auto",
-            executor=where,
+            executor=None if problems else where,  # making one may start a Ray
             plugins=mixer or [],
             spare_decay=spare_decay,
         )
