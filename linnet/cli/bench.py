@@ -147,7 +147,7 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     for make in makers:
         system = make()
         for row in measure(system, cases, repeats, bandwidth):
-            yield row | constants | {"torch": torch.__version__}
+            yield row | constants | peer_systems.versions()
         del system
 
 

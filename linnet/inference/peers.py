@@ -4,6 +4,7 @@
 same with a static one, for which `generate` compiles the model; `fla` is flash-linear-attention's HGRN2.
 """
 
+import importlib.metadata
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ _PACKAGES = {
     "transformers-static": _TRANSFORMERS,
     "fla": ("fla", "pip install flash-linear-attention"),
 }
+_RECORDED = "torch", "triton", "transformers", "flash-linear-attention"
 
 
 class _Clock:
@@ -79,6 +81,17 @@ def missing(names: Sequence[str]) -> list[str]:
         for package, fix in sorted(packages)
         if importlib.util.find_spec(package) is None
     ]
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that decide how fast Linnet and its peers are; empty where one is not installed."""
+    found = {}
+    for name in _RECORDED:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
 
 
 def make_peer(name: str, config: ModelConfig, model: str, device: str, dtype: torch.dtype) -> _Generator:

@@ -47,6 +47,7 @@ def test_rows_as_json_with_the_ways_to_run():
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
     assert [row["system"] for row in rows] == ["linnet", "linnet-plain"]
+    assert all(row["torch"] and "transformers" in row for row in rows)
 
 
 def test_peers_alone_have_the_size_that_is_asked_for(tmp_path):
