@@ -5,8 +5,9 @@
 Models of about 390M parameters: 26 layers, width 1,024, 8 heads of 128, GLU 2,816, 50,304 tied tokens, weights in
 bfloat16, states in float32. A token is the step, an argmax of its logits and the copy of that into the input, so that
 nothing leaves the GPU. `graph` replays the captured step, `compiled` one that went through torch.compile first
-(`fullgraph`), and `engine` is what linnet.inference runs: merged projections, a kernel for single rows, graphs of the
-step and of the choice, whose token is copied to the host. The floor is the bytes of the weights once and of the states
+(`fullgraph`), and `engine` is what linnet.inference runs: merged projections, kernels for few rows, graphs of the step
+and of the choice, whose token is copied to the host. `requests` are rounds of the engine itself with a request in each
+slot, all that it does on the host included. The floor is the bytes of the weights once and of the states
 twice over the measured copy bandwidth.
 
 Every row is first held against the parallel form (chunked, in PyTorch): `error` is the relative RMS error of the logits
@@ -27,6 +28,7 @@ import timing
 import torch
 from torch import Tensor
 
+from linnet.inference import Engine, Sampling
 from linnet.inference import decoder as inference
 from linnet.inference.merging import merge_projections, serve_rows
 from linnet.inference.precision import lower_precision
@@ -35,7 +37,7 @@ from linnet.ops import use_backend
 
 KEYS = ("model", "batch", "mode", "layers", "width")
 MODELS = ("tnl", "hgrn2", "cosformer2", "lightnet", "gla", "hgrn")
-MODES = ("eager", "graph", "compiled", "engine")
+MODES = ("eager", "graph", "compiled", "engine", "requests")
 VOCABULARY = 50_304
 GATE_TOKENS = 16
 
@@ -44,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["tnl", "hgrn2"], choices=MODELS)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
-    parser.add_argument("--modes", nargs="+", default=["eager", "graph", "engine"], choices=MODES)
+    parser.add_argument("--modes", nargs="+", default=["eager", "graph", "engine", "requests"], choices=MODES)
     parser.add_argument("--layers", type=int, default=26)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--inner", type=int, default=2816)
@@ -125,6 +127,17 @@ class Served:
             x.copy_(empty)
 
 
+class Requests:
+    """Rounds of an engine whose slots are all in use. The model is changed."""
+
+    def __init__(self, model: CausalLM, batch: int):
+        engine = Engine(model, slots=batch, device="cuda")
+        requests = [engine.submit([1, 2, 3], Sampling(max_tokens=None)) for _ in range(batch)]
+        while not all(request.generated for request in requests):
+            engine.advance()
+        self.states, self.advance = engine.model.init_state(batch, 1, "meta"), engine.advance
+
+
 def tensors(states: dict[str, dict[str, Tensor]]) -> list[Tensor]:
     return [x for state in states.values() for x in state.values()]
 
@@ -133,9 +146,15 @@ def tensors(states: dict[str, dict[str, Tensor]]) -> list[Tensor]:
 def time_row(name: str, model: CausalLM, batch: int, mode: str, bandwidth: float, profile: Path | None) -> dict:
     """One row of the table."""
     began = time.perf_counter()
-    decoder = Served(copy.deepcopy(model), batch) if mode == "engine" else Decoder(model, batch, mode)
+    match mode:
+        case "engine":
+            decoder = Served(copy.deepcopy(model), batch)
+        case "requests":
+            decoder = Requests(copy.deepcopy(model), batch)
+        case _:
+            decoder = Decoder(model, batch, mode)
     first = time.perf_counter() - began
-    error = gate(model, decoder)
+    error = 0.0 if mode == "requests" else gate(model, decoder)  # its steps are those of `engine`
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     states = sum(x.numel() * x.element_size() for x in tensors(decoder.states))
     timing.warm_up(decoder.advance)
