@@ -204,20 +204,25 @@ def draw_question(config: NeedleConfig, generator: np.random.Generator) -> Quest
             return Question(tuple(links), asked, tuple(names))
 
 
-def _haystack(config: NeedleConfig, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Sentences as token ids, each ending in white space, more than the longest prompt needs."""
+def _haystack(config: NeedleConfig, tokenizer: Tokenizer) -> list[tuple[str, int]]:
+    """Sentences, each with its number of tokens behind another."""
     if config.haystack is None:
         generator = np.random.default_rng(config.seed)
-        texts = [draw_sentence(generator) for _ in range(400)]
+        texts = [draw_sentence(generator).rstrip() for _ in range(400)]
     else:
         try:
             text = Path(config.haystack).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError([f"haystack: {config.haystack!r} cannot be read as text ({error})"], "needle") from None
-        texts = [f"{part.rstrip()} " for part in _SENTENCE.findall(" ".join(text.split()))]
+        texts = [part.rstrip() for part in _SENTENCE.findall(" ".join(text.split()))]
         if not texts:
             raise ConfigError([f"haystack: {config.haystack!r} is empty; give a text file"], "needle")
-    return [np.asarray(tokenizer.encode(text), dtype=np.int64) for text in texts]
+    return [(text, _count(text, tokenizer)) for text in texts]
+
+
+def _count(text: str, tokenizer: Tokenizer) -> int:
+    """Tokens of a text that stands behind another."""
+    return len(tokenizer.encode(f" {text}"))
 
 
 def draw_sentence(generator: np.random.Generator) -> str:
@@ -232,32 +237,39 @@ def _pick(words: list[str], generator: np.random.Generator) -> str:
 
 def _hide(
     question: Question,
-    sentences: list[np.ndarray],
+    sentences: list[tuple[str, int]],
     length: int,
     depth: float,
     generator: np.random.Generator,
     tokenizer: Tokenizer,
 ) -> Item:
-    """A prompt of at most `length` tokens, shorter by less than a sentence (the file is repeated where it is short)."""
-    needles = [np.asarray(tokenizer.encode(f"{needle} "), dtype=np.int64) for needle in question.needles]
-    asked = np.asarray(tokenizer.encode(question.asked), dtype=np.int64)
-    room = length - len(asked) - sum(map(len, needles))
+    """A prompt of at most `length` tokens, shorter by less than a sentence (the file is repeated where it is short).
+
+    The prompt is made as text and tokenised whole: sentences that were tokenised alone, with the space behind them,
+    are not what a tokenizer makes of running text, and a model would see words that it never met.
+    """
+    room = length - sum(_count(text, tokenizer) for text in (*question.needles, question.asked))
     if room < 0:
         message = f"lengths: {length} tokens do not hold the needles and the question ({length - room}); give more"
         raise ConfigError([message], "needle")
     hay, first = [], int(generator.integers(len(sentences)))
     while True:
-        sentence = sentences[(first + len(hay)) % len(sentences)]
-        if len(sentence) > room:
+        text, size = sentences[(first + len(hay)) % len(sentences)]
+        if size > room:
             break
-        hay.append(sentence)
-        room -= len(sentence)
-    places = [round(depth * len(hay)), *sorted(generator.integers(0, len(hay) + 1, len(needles) - 1).tolist())]
-    parts = list(hay)
-    for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: -pair[0]):
-        parts.insert(place, needle)
+        hay.append(text)
+        room -= size
+    others = generator.random(len(question.needles) - 1)  # where the needles lie that are not asked for, or not first
     rivals = tuple(", ".join(_rival(answer, generator) for answer in question.answers) for _ in range(RIVALS))
-    return Item(np.concatenate([*parts, asked]), question.answers, rivals)
+    while True:
+        places = [round(depth * len(hay)), *sorted((others * (len(hay) + 1)).astype(int).tolist())]
+        parts = list(hay)
+        for place, needle in sorted(zip(places, question.needles, strict=True), key=lambda pair: -pair[0]):
+            parts.insert(place, needle)
+        prompt = np.asarray(tokenizer.encode(" ".join([*parts, question.asked])), dtype=np.int64)
+        if len(prompt) <= length or not hay:
+            return Item(prompt, question.answers, rivals)
+        hay.pop()  # a tokenizer that makes more of the whole than of its parts
 
 
 def _rival(answer: str, generator: np.random.Generator) -> str:

@@ -6,6 +6,7 @@ import torch
 
 from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer
+from linnet.data.tokenizer import train_bpe
 from linnet.evaluate.needle import NeedleConfig, items, run_needle, share_found
 from linnet.inference import Engine
 from linnet.models import build_model, family
@@ -120,3 +121,14 @@ def test_a_model_in_float64_goes_on():
     )
     grid = run_needle(engine, NeedleConfig(lengths=[300], depths=[0.0]))
     assert grid.shape == (1, 1)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prompts_are_tokenised_as_running_text(variant):
+    """As a model has read it in training: with the space before a word in the word's token."""
+    text = " ".join("The old clerk wrote about the mill at noon. Question: What is the number?" for _ in range(50))
+    tokenizer = train_bpe([text], 300)
+    config = NeedleConfig(variant=variant, lengths=[400], depths=[0.0, 0.5], samples=2)
+    for _, _, item in items(config, tokenizer):
+        assert item.prompt.tolist() == tokenizer.encode(tokenizer.decode(item.prompt)).tolist()
+        assert 340 < len(item.prompt) <= 400
