@@ -15,7 +15,7 @@ from linnet.data import Tokenizer
 
 TIERS = ((10, 30, 3), (10, 10, 1), (5, 10, 1), (2, 10, 1), (1, 5, 1))  # words, how often they stand, and the others
 _SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
-_INTRODUCTION = "A list of words, of which some come more often than others: "
+_INTRODUCTION = "A list of words, of which some come more often than others:"
 
 
 def common_words(
@@ -33,24 +33,24 @@ def common_words(
     words = [_SYLLABLES[i // len(_SYLLABLES)] + _SYLLABLES[i % len(_SYLLABLES)] for i in ids]
     for number, often, rarely in TIERS:
         question = _question(number)
-        start, asked = (np.asarray(tokenizer.encode(text), dtype=np.int64) for text in (_INTRODUCTION, question))
-        room = length - len(start) - len(asked)
-        listed = [np.asarray(tokenizer.encode(f"{word} "), dtype=np.int64) for word in words[:number]] * often
-        taken = sum(map(len, listed))
+        room = length - len(tokenizer.encode(_INTRODUCTION)) - len(tokenizer.encode(f" {question}"))
+        listed = words[:number] * often
+        taken = sum(len(tokenizer.encode(f" {word}")) for word in listed)
         if 2 * taken > room:
             continue
         others = []
         for word in words[number:]:
-            tokens = np.asarray(tokenizer.encode(f"{word} "), dtype=np.int64)
-            if taken + rarely * len(tokens) > room:
+            size = rarely * len(tokenizer.encode(f" {word}"))
+            if taken + size > room:
                 break
             others.append(word)
-            listed += [tokens] * rarely
-            taken += rarely * len(tokens)
+            listed += [word] * rarely
+            taken += size
         if len(others) < number:
             continue
         order = generator.permutation(len(listed))
-        prompt = np.concatenate([start, *(listed[i] for i in order), asked])
+        text = " ".join([_INTRODUCTION, *(listed[i] for i in order), question])
+        prompt = np.asarray(tokenizer.encode(text), dtype=np.int64)  # as running text, not word by word
         wrong = tuple(", ".join(generator.choice(others, number, replace=False)) for _ in range(rivals))
         return prompt, tuple(words[:number]), wrong
     least = length - room + 2 * taken

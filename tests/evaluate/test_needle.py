@@ -123,7 +123,7 @@ def test_a_model_in_float64_goes_on():
     assert grid.shape == (1, 1)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "words"])
 def test_prompts_are_tokenised_as_running_text(variant):
     """As a model has read it in training: with the space before a word in the word's token."""
     text = " ".join("The old clerk wrote about the mill at noon. Question: What is the number?" for _ in range(50))
@@ -131,4 +131,4 @@ def test_prompts_are_tokenised_as_running_text(variant):
     config = NeedleConfig(variant=variant, lengths=[400], depths=[0.0, 0.5], samples=2)
     for _, _, item in items(config, tokenizer):
         assert item.prompt.tolist() == tokenizer.encode(tokenizer.decode(item.prompt)).tolist()
-        assert 340 < len(item.prompt) <= 400
+        assert 300 < len(item.prompt) <= 400
