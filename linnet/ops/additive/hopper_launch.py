@@ -28,7 +28,7 @@ LEAST = 0.45
 # With LRPE a program has 12 warps, some of which turn while the others multiply: registers of each thread at the start,
 # and of those that turn, by the columns of V or by what the sweep is for. The others get what is left.
 TURNING = {"scratch": True, "maxnreg": 168}
-REGISTERS = {64: 144, 128: 104, "dq": 128, "dk": 128}
+REGISTERS = {64: 144, 128: 104, "dq": 128, "dk": 136}
 
 
 def suits(call: Call, causal: bool = True, backward: bool = False) -> bool:

@@ -16,9 +16,9 @@ from linnet.ops.additive.hopper_turning import _angles, _fetch2, _fetch3, _frequ
 
 @gluon.jit
 def _turn_for_keys(
-    from_q, from_k, from_dq, sq, sk, sg, keys, y1, y2, negative, keeps, falls, earlier, loaded, full, empty, entry,
-    entry_z, end, leave_z, edges, theta, positions, scale, row, n, h, block, chunks, H: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
+    from_q, from_k, from_dq, sq, sk, sg, sv, sd, keys, y1, y2, negative, weights, keeps, falls, earlier, loaded_k,
+    loaded, full, empty, entry, entry_z, end, leave_z, edges, theta, positions, scale, row, n, h, block, chunks,
+    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
 ):  # fmt: skip
     TURNED: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=TURNED, k_width=2)
@@ -26,6 +26,7 @@ def _turn_for_keys(
     empty_tile = gl.zeros([64, C], gl.float32, TURNED)
     i = block * 64 + gl.arange(0, 64, CHANNEL)
     high, low = _frequencies(gl.load(theta + h * K + i))
+    inside = gl.arange(0, C, CHANNEL)[:, None] >= gl.arange(0, C, gl.SliceLayout(0, TURNED))[None, :]
     nh = n.to(gl.int64) * H + h
     edge = edges + (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K) + i
     fall = gl.zeros([64], gl.float32, CHANNEL)
@@ -43,7 +44,7 @@ def _turn_for_keys(
     at_k = h * K + block * 64
     for x in range(0, chunks):
         slot = x & 1
-        mbarrier.wait(loaded, x & 1)
+        mbarrier.wait(loaded_k, x & 1)
         raw = _load(sk, TURNED)
         keep = _power(top - reference)
         key = _power(raw * LOG2_E - top[:, None]).to(gl.bfloat16)
@@ -55,7 +56,7 @@ def _turn_for_keys(
         query = _load(sq, TURNED)
         slope = query * _load(sg, TURNED)
         _fetch3(
-            from_q, from_k, from_dq, row - C * (x + 1), at_k, at_k, at_k, sq, sk, sg, loaded, x + 1 < chunks,
+            from_q, from_k, from_dq, row - C * (x + 1), at_k, at_k, at_k, sq, sk, sg, loaded_k, x + 1 < chunks,
             2 * C * 3 * 64,
         )  # fmt: skip
         mbarrier.wait(empty.index(slot), (x >> 1) & 1 ^ 1)
@@ -72,6 +73,10 @@ def _turn_for_keys(
         _, cos, sin = _angles(positions, row - C * x, (chunks - 1 - x) * C, high, low, TURNED, C, PLACED)
         y1.index(slot).permute((1, 0)).store((query * cos).to(gl.bfloat16))
         y2.index(slot).permute((1, 0)).store((query * sin).to(gl.bfloat16))
+        mbarrier.wait(loaded.index(slot), (x >> 1) & 1)
+        scores = warpgroup_mma(sd.index(slot), sv.index(slot).permute((1, 0)), empty_tile, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        weights.index(slot).store(gl.where(inside, scores, 0.0).to(gl.bfloat16))
         fence_async_shared()
         mbarrier.arrive(full.index(slot), count=1)
         reference = top
@@ -93,7 +98,6 @@ def _multiply_for_keys(
     at_k = h * K + block * 64
     at_v = h * V
     nh = n.to(gl.int64) * H + h
-    inside = gl.arange(0, C, CHANNEL)[:, None] >= gl.arange(0, C, gl.SliceLayout(0, SQUARE))[None, :]
     empty_tile = gl.zeros([64, C], gl.float32, SQUARE)
     i = block * 64 + gl.arange(0, 64, CHANNEL)
     high, low = _frequencies(gl.load(theta + h * K + i))
@@ -122,15 +126,10 @@ def _multiply_for_keys(
         held.index(1).store(state2.to(gl.bfloat16))
         fence_async_shared()
         mbarrier.wait(loaded.index(slot), phase)
-        scores = warpgroup_mma(td, tv, empty_tile, use_acc=False, is_async=True)
         out = warpgroup_mma(held.index(0), tv, empty_tile, use_acc=False, is_async=True)
+        out = warpgroup_mma(ty, weights.index(slot), out, is_async=True)
         out2 = warpgroup_mma(held.index(1), tv, empty_tile, use_acc=False, is_async=True)
-        done = warpgroup_mma_wait(2, deps=[scores])
-        weights.store(gl.where(inside, done, 0.0).to(gl.bfloat16))
-        fence_async_shared()
-        out, out2 = warpgroup_mma_wait(0, deps=[out, out2])
-        out = warpgroup_mma(ty, weights, out, is_async=True)
-        out2 = warpgroup_mma(ty2, weights, out2, is_async=True)
+        out2 = warpgroup_mma(ty2, weights.index(slot), out2, is_async=True)
         tail = warpgroup_mma(
             negative.index(slot).permute((1, 0)), earlier.permute((1, 0)), empty_tile, use_acc=False, is_async=True
         )
@@ -193,7 +192,7 @@ def hopper_turned_keys_kernel(
     falls = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
     held = gl.allocate_shared_memory(gl.bfloat16, [2, 64, V], STATES)
     so = gl.allocate_shared_memory(gl.bfloat16, [C, 64], KEYS)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [C, C], KEYS)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], KEYS)
     earlier = gl.allocate_shared_memory(gl.bfloat16, [C, C], KEYS)
     loaded_k = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -225,9 +224,9 @@ def hopper_turned_keys_kernel(
                 PLACED, HAS_ENTRY,
             )),
             (_turn_for_keys, (
-                from_q, from_k, from_dq, sq, sk, sg, keys, y1, y2, negative, keeps, falls, earlier, loaded_k.index(0),
-                full, empty, entry, entry_z, end, leave_z, edges, theta, positions, scale, row, n, h, block, chunks, H,
-                K, V, C, PLACED, HAS_ENTRY,
+                from_q, from_k, from_dq, sq, sk, sg, sv, sd, keys, y1, y2, negative, weights, keeps, falls, earlier,
+                loaded_k.index(0), loaded, full, empty, entry, entry_z, end, leave_z, edges, theta, positions, scale,
+                row, n, h, block, chunks, H, K, V, C, PLACED, HAS_ENTRY,
             )),
         ],
         [4],

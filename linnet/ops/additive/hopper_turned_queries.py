@@ -1,7 +1,7 @@
 """The sweep of `linnet.ops.additive.hopper` for dq, with LRPE (see `hopper_turning`).
 
 A program has 64 channels; its state has a cosine and a sine half, [64, V] each. Two groups of warps share the columns
-of every product.
+of every product. The scores v do^T, which want no state, are made by the warps that turn.
 """
 
 from triton.experimental import gluon
@@ -20,8 +20,9 @@ from linnet.ops.additive.hopper_turning import _angles, _fetch1, _fetch3, _frequ
 
 @gluon.jit
 def _turn_for_queries(
-    from_k, sk, x1, x2, inverses, keeps, earlier, loaded, full, empty, entry_z, edges, theta, positions, scale, row, n,
-    h, block, chunks, H: gl.constexpr, K: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
+    from_k, sk, sv, sd, x1, x2, weights, inverses, keeps, earlier, loaded_k, loaded, full, empty, entry_z, edges, theta,
+    positions, scale, row, n, h, block, chunks, H: gl.constexpr, K: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr,
+    HAS_ENTRY: gl.constexpr,
 ):  # fmt: skip
     TURNED: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=TURNED, k_width=2)
@@ -29,6 +30,7 @@ def _turn_for_queries(
     empty_tile = gl.zeros([64, C], gl.float32, TURNED)
     i = block * 64 + gl.arange(0, 64, CHANNEL)
     high, low = _frequencies(gl.load(theta + h * K + i))
+    inside = gl.arange(0, C, CHANNEL)[:, None] <= gl.arange(0, C, gl.SliceLayout(0, TURNED))[None, :]
     edge = edges + (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K) + i
     reference = gl.full([64], NOTHING, gl.float32, CHANNEL)
     mass = gl.zeros([64], gl.float32, CHANNEL)
@@ -36,10 +38,10 @@ def _turn_for_queries(
         reference, mass = _start(gl.load(entry_z + (n.to(gl.int64) * H + h) * K + i))
     for x in range(0, chunks):
         slot = x & 1
-        mbarrier.wait(loaded, x & 1)
+        mbarrier.wait(loaded_k, x & 1)
         raw = _load(sk, TURNED)
         more = x + 1 < chunks
-        _fetch1(from_k, row + C * (x + 1), h * K + block * 64, loaded, sk, more, 2 * C * 64)
+        _fetch1(from_k, row + C * (x + 1), h * K + block * 64, loaded_k, sk, more, 2 * C * 64)
         top = gl.maximum(reference, gl.max(raw, 1) * LOG2_E - SHIFT)
         keep = _power(reference - top)
         before = mass * keep
@@ -56,6 +58,10 @@ def _turn_for_queries(
         x2.index(slot).permute((1, 0)).store((key * sin).to(gl.bfloat16))
         gl.store(edge + x * (2 * H * K), top)
         gl.store(edge + x * (2 * H * K) + K, before)
+        mbarrier.wait(loaded.index(slot), (x >> 1) & 1)
+        scores = warpgroup_mma(sv.index(slot), sd.index(slot).permute((1, 0)), empty_tile, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        weights.index(slot).store(gl.where(inside, scores, 0.0).to(gl.bfloat16))
         reference = top
         fence_async_shared()
         mbarrier.arrive(full.index(slot), count=1)
@@ -76,7 +82,6 @@ def _multiply_for_queries(
     at_k = h * K + block * 64
     at_v = h * V
     nh = n.to(gl.int64) * H + h
-    inside = gl.arange(0, C, CHANNEL)[:, None] <= gl.arange(0, C, gl.SliceLayout(0, SQUARE))[None, :]
     empty_tile = gl.zeros([64, C], gl.float32, SQUARE)
     i = block * 64 + gl.arange(0, 64, CHANNEL)
     high, low = _frequencies(gl.load(theta + h * K + i))
@@ -104,15 +109,10 @@ def _multiply_for_queries(
         held.index(1).store(state2.to(gl.bfloat16))
         fence_async_shared()
         mbarrier.wait(loaded.index(slot), phase)
-        scores = warpgroup_mma(tv, td, empty_tile, use_acc=False, is_async=True)
         out = warpgroup_mma(held.index(0), td, empty_tile, use_acc=False, is_async=True)
+        out = warpgroup_mma(tk, weights.index(slot), out, is_async=True)
         out2 = warpgroup_mma(held.index(1), td, empty_tile, use_acc=False, is_async=True)
-        done = warpgroup_mma_wait(2, deps=[scores])
-        weights.store(gl.where(inside, done, 0.0).to(gl.bfloat16))
-        fence_async_shared()
-        out, out2 = warpgroup_mma_wait(0, deps=[out, out2])
-        out = warpgroup_mma(tk, weights, out, is_async=True)
-        out2 = warpgroup_mma(tk2, weights, out2, is_async=True)
+        out2 = warpgroup_mma(tk2, weights.index(slot), out2, is_async=True)
         state = warpgroup_mma(tk, tv, state, is_async=True)
         state2 = warpgroup_mma(tk2, tv, state2, is_async=True)
         place, cos, sin = _angles(positions, row + C * x, x * C, high, low, SQUARE, C, PLACED)
@@ -164,7 +164,7 @@ def hopper_turned_queries_kernel(
     keeps = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
     held = gl.allocate_shared_memory(gl.bfloat16, [2, 64, V], STATES)
     so = gl.allocate_shared_memory(gl.bfloat16, [C, 64], KEYS)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [C, C], KEYS)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], KEYS)
     earlier = gl.allocate_shared_memory(gl.bfloat16, [C, C], KEYS)
     loaded_k = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     loaded = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -196,8 +196,8 @@ def hopper_turned_queries_kernel(
                 HAS_ENTRY,
             )),
             (_turn_for_queries, (
-                from_k, sk, x1, x2, inverses, keeps, earlier, loaded_k.index(0), full, empty, entry_z, edges, theta,
-                positions, scale, row, n, h, block, chunks, H, K, C, PLACED, HAS_ENTRY,
+                from_k, sk, sv, sd, x1, x2, weights, inverses, keeps, earlier, loaded_k.index(0), loaded, full, empty,
+                entry_z, edges, theta, positions, scale, row, n, h, block, chunks, H, K, C, PLACED, HAS_ENTRY,
             )),
         ],
         [4],
