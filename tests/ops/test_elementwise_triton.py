@@ -225,6 +225,7 @@ def test_dead_rows_have_finite_gradients():
 
 INTERPRETED = [
     *[(check_norm, (37, 24, *options)) for options in [(False, None, False), (True, "silu", True)]],
+    *[(check_norm, (2, 4100, gain, None, False)) for gain in (False, True)],
     *[(check_norm, (9, 64, *options)) for options in [(True, None, False), (False, "sigmoid", True)]],
     *[(check, (9, 24, gain)) for gain in (False, True) for check in (check_kept, check_branch)],
     *[(check_activation, ((7, 301), activation)) for activation in ("none", "silu", "sigmoid", "relu")],

@@ -59,6 +59,7 @@ def check_norms(device):
             (*arguments, gate, residual),
             (0, 0, 0, None),
         )
+    check(device, rms_norm, (randn(MODELS, 2, 4100), randn(MODELS, 4100)), (0, 0))
     check(device, rms_norm, (randn(4, MODELS, 24),), (1,))
     check(device, rms_norm, (randn(4, MODELS, 24), randn(24)), (1, None))
     check(device, rms_norm, (randn(4, 24), randn(MODELS, 24)), (None, 0))

@@ -26,7 +26,7 @@ from linnet.ops.selective_scan.kernels import backward_kernel, forward_kernel, s
 from linnet.ops.selective_scan.shapes import Shape, runs_in_kernels, tokens_between
 from linnet.ops.selective_scan.steps import make_steps, pass_steps
 
-WARPS = {False: 12, True: 12}  # of a multiprocessor, until which sequences are cut into segments; True for the backward
+WARPS = {False: 20, True: 16}  # of a multiprocessor, until which sequences are cut into segments; True for the backward
 SHORTEST = 64  # tokens of a segment, on average
 
 
@@ -41,8 +41,8 @@ class Tile(NamedTuple):
     every: int
 
 
-# By states a channel, up to a power of two. 4 channels a thread, so that they share sums over channels and reads of B
-# and C, and up to 16 states; the backward holds those of a chunk with their decays, so with many its chunks are short.
+# By states a channel, up to a power of two. Some channels a thread, so that they share sums over channels and reads of
+# B and C, and up to 16 states; the backward holds those of a chunk with their decays, so many states mean short chunks.
 FORWARD = {1: (128, 1, 1, 8), 2: (128, 1, 2, 8), 4: (128, 1, 4, 8)}
 BACKWARD = {1: (128, 1, 1, 8), 2: (128, 1, 2, 8), 4: (64, 2, 2, 8)}
 
@@ -50,7 +50,8 @@ BACKWARD = {1: (128, 1, 1, 8), 2: (128, 1, 2, 8), 4: (64, 2, 2, 8)}
 def choose_tile(states: int, backward: bool) -> Tile:
     padded = triton.next_power_of_2(states)
     tiles = BACKWARD if backward else FORWARD
-    channels, groups, own, length = tiles.get(padded, (512 // padded, padded // 4, 4, 4 if backward else 8))
+    many = (512 // padded, padded // 4, 4, 4) if backward else (512 // padded, padded // 8, 8, 8)
+    channels, groups, own, length = tiles.get(padded, many)
     return Tile(channels, groups, own, length, tokens_between(states) // length)
 
 
