@@ -177,7 +177,7 @@ def few_heads(monkeypatch):
     """Lets the kernels for Hopper GPUs, which other GPUs do without, run where heads are few."""
     from linnet.ops.additive import hopper_launch
 
-    monkeypatch.setattr(hopper_launch, "LEAST", 0)
+    monkeypatch.setattr(hopper_launch, "LEAST", {False: 0.0, True: 0.0})
     return monkeypatch
 
 

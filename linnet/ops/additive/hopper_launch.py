@@ -23,8 +23,8 @@ except ImportError:  # a Triton without Gluon
 
 CHUNK = 64
 WIDTHS = (64, 128)
-# Heads a multiprocessor from which on a sequence is not cut into segments.
-LEAST = 0.45
+# Heads a multiprocessor from which on a sequence is not cut into segments, without LRPE and with it.
+LEAST = {False: 0.45, True: 0.1}
 # With LRPE a program has 12 warps, some of which turn while the others multiply: registers of each thread at the start,
 # and of those that turn, by the columns of V or by what the sweep is for. The others get what is left.
 TURNING = {"scratch": True, "maxnreg": 168}
@@ -43,7 +43,8 @@ def suits(call: Call, causal: bool = True, backward: bool = False) -> bool:
         return False
     if not causal:
         return call.theta is None
-    return not (backward or call.theta is not None) or B * H >= LEAST * count_processors(q.device)
+    turned = call.theta is not None
+    return not (backward or turned) or B * H >= LEAST[turned] * count_processors(q.device)
 
 
 def forward(call: Call, S: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
