@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linnet.data import prepare
-from linnet.runs import RunFolder
+from linnet.runs import RunFolder, latest_good
 from linnet.train import device, train
 from linnet.train.session import Session
 
@@ -35,6 +35,20 @@ def test_the_backward_stays_in_its_thread(settings, cache, accumulation):
     parameter.register_hook(lambda gradient: threads.append(threading.get_ident()))
     run.gradients()
     assert threads == [threading.get_ident()] * accumulation and parameter.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_evaluations_change_nothing(settings, cache, tmp_path, precision):
+    """Generation by CUDA graphs among them: losses and weights are the same bit for bit."""
+    needle = {"kind": "needle", "lengths": [256], "depths": [0.5], "every": 4}
+    suites = [needle, needle | {"name": "match", "scoring": "match"}, {"kind": "recall", "lengths": [64], "every": 6}]
+    own = {"device": "cuda", "precision": precision}
+    runs = [train(settings(**own, evaluations=some), tmp_path / str(len(some)), cache) for some in (suites, [])]
+    made = [row for row in runs[0].metrics() if "evaluation" in row]
+    assert len(made) == 8 and not [row for row in made if "event" in row]
+    assert losses(runs[0]) == losses(runs[1])
+    models = [latest_good(run.checkpoint_folder)[1]["model"] for run in runs]
+    assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
