@@ -218,6 +218,10 @@ def evaluate(
             "network, and compare them: a minute or two on two cores.",
         ),
     ] = False,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Of --demo: what to train and ask, such as configs/needles.yaml.", show_default=False),
+    ] = None,
 ) -> None:
     """Score a model: on texts (--text), by needles (--needle), by recall (--recall), by questions (--suite, --task).
 
@@ -230,7 +234,7 @@ def evaluate(
 
     Example: [bold]linnet evaluate runs/tnl-10m-1a2b3c4d5e6f --text "books/*.txt"[/]
     """
-    from linnet.cli.evaluate_demo import FOLDER, run_demo
+    from linnet.cli.evaluate_demo import FOLDER, read_plan, run_demo
     from linnet.cli.evaluate_needle import find_needles, parse_numbers
     from linnet.cli.evaluate_recall import ask_recall
     from linnet.cli.evaluate_run import keep, open_run, print_json
@@ -238,8 +242,10 @@ def evaluate(
     from linnet.cli.evaluate_text import score_texts
 
     if demo:
-        run_demo(run or FOLDER)
+        run_demo(run or FOLDER, read_plan(plan))
         return
+    if plan is not None:
+        raise ConfigError(["plan: belongs to --demo; give both, or none"], "evaluate")
     if run is None:
         raise ConfigError(["RUN: name a run folder to evaluate, or give --demo"], "evaluate")
     names = [name.strip() for name in task.split(",") if name.strip()] if task else []

@@ -52,12 +52,14 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
     console.print(f"[dim]{perf_counter() - started:.0f} s. Again: linnet compare {' '.join(map(str, runs))}[/]")
 
 
-def read_plan() -> dict:
-    """What demo.yaml says."""
+def read_plan(path: Path | None = None) -> dict:
+    """What a file says, by default demo.yaml."""
     from importlib.resources import files
 
-    from linnet.config import parse_yaml
+    from linnet.config import parse_yaml, read_yaml
 
+    if path is not None:
+        return read_yaml(path)
     return parse_yaml(files("linnet.cli").joinpath("demo.yaml").read_text(encoding="utf-8"))
 
 
@@ -95,11 +97,12 @@ def _make(folder: str, name: str, plan: dict) -> tuple[str, list[str]]:
     from linnet.train import TrainConfig, train
 
     root, started = Path(folder), perf_counter()
-    previous, tokenizer = None, plan["tokenizer"]
+    previous, tokenizer, made = None, plan["tokenizer"], plan["models"][name]
     for number, stage in enumerate(plan["stages"]):
         last = number == len(plan["stages"]) - 1
         values = {**plan["train"], **stage["train"], "name": name if last else f"{name}-{number}"}
-        values |= {"model": plan["models"][name], "init_from": previous}
+        values |= {"model": made["model"], "optimizer": made["optimizer"]}
+        values |= {"steps": made["steps"][number], "init_from": previous}
         values["data"] = {"source": [str(root / "lessons" / f"{number}.jsonl")], "tokenizer": tokenizer}
         run = train(parse(TrainConfig, values, "demo"), root if last else root / "stages", root / "cache")
         previous, tokenizer = str(run.path), str(run.path / "tokenizer.json")

@@ -1,5 +1,7 @@
 """`linnet evaluate --demo`: from nothing to a table and a page, with a plan so short that nothing is learned."""
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -9,13 +11,17 @@ from linnet.config import parse
 from linnet.evaluate.results import read_evaluations
 from linnet.train import TrainConfig
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture
 def short():
     """The plan with few and short lessons, and few steps."""
     plan = read_plan()
     for stage in plan["stages"]:
-        stage["lessons"]["count"], stage["train"]["steps"] = 400, 2
+        stage["lessons"]["count"] = 400
+    for model in plan["models"].values():
+        model["steps"] = [2, 2, 2]
     plan["held_out"]["count"] = 4
     plan["questions"] |= {"count": 4, "sentences": 2}
     plan["tokenizer"] = "bpe:400"
@@ -37,11 +43,14 @@ def test_it_ends_with_a_table_and_a_page(short, tmp_path, capsys):
         assert part in shown.replace("\n", ""), shown
 
 
-def test_the_plan_is_what_can_be_trained():
-    plan = read_plan()
+@pytest.mark.parametrize("path", [None, ROOT / "configs" / "needles.yaml"])
+def test_the_plans_are_what_can_be_trained(path):
+    plan = read_plan(path)
     for model in plan["models"].values():
         for stage in plan["stages"]:
-            parse(TrainConfig, {**plan["train"], **stage["train"], "model": model, "data": {"tokenizer": "bpe:550"}})
+            values = {**plan["train"], **stage["train"], "model": model["model"], "optimizer": model["optimizer"]}
+            parse(TrainConfig, values | {"data": {"tokenizer": plan["tokenizer"]}})
+        assert len(model["steps"]) == len(plan["stages"])
 
 
 def test_without_a_run_something_must_be_asked():
