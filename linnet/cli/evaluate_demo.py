@@ -100,9 +100,8 @@ def _make(folder: str, name: str, plan: dict) -> tuple[str, list[str]]:
     previous, tokenizer, made = None, plan["tokenizer"], plan["models"][name]
     for number, stage in enumerate(plan["stages"]):
         last = number == len(plan["stages"]) - 1
-        values = {**plan["train"], **stage["train"], "name": name if last else f"{name}-{number}"}
-        values |= {"model": made["model"], "optimizer": made["optimizer"]}
-        values |= {"steps": made["steps"][number], "init_from": previous}
+        values = {**plan["train"], **stage["train"], **made["train"], "name": name if last else f"{name}-{number}"}
+        values |= {"model": made["model"], "steps": made["steps"][number], "init_from": previous}
         values["data"] = {"source": [str(root / "lessons" / f"{number}.jsonl")], "tokenizer": tokenizer}
         run = train(parse(TrainConfig, values, "demo"), root if last else root / "stages", root / "cache")
         previous, tokenizer = str(run.path), str(run.path / "tokenizer.json")

@@ -48,7 +48,7 @@ def test_the_plans_are_what_can_be_trained(path):
     plan = read_plan(path)
     for model in plan["models"].values():
         for stage in plan["stages"]:
-            values = {**plan["train"], **stage["train"], "model": model["model"], "optimizer": model["optimizer"]}
+            values = {**plan["train"], **stage["train"], **model["train"], "model": model["model"]}
             parse(TrainConfig, values | {"data": {"tokenizer": plan["tokenizer"]}})
         assert len(model["steps"]) == len(plan["stages"])
 

@@ -19,8 +19,7 @@ def test_a_softmax_model_learns_to_find_every_needle(tmp_path):
     stage = plan["stages"][0]
     path = write_lessons(tmp_path / "lessons.jsonl", **stage["lessons"], seed=0)
     made = plan["models"]["llama"]
-    values = {**plan["train"], **stage["train"], "model": made["model"]}
-    values |= {"optimizer": made["optimizer"], "steps": made["steps"][0]}
+    values = {**plan["train"], **stage["train"], **made["train"], "model": made["model"], "steps": made["steps"][0]}
     values["data"] = {"source": [str(path)], "tokenizer": plan["tokenizer"]}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tests run side by side
