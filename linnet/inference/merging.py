@@ -102,10 +102,20 @@ def merge_projections(model: nn.Module) -> int:
         for name, child in list(parent.named_children()):
             if child in parts:
                 setattr(parent, name, parts[child])
-        if isinstance(parent, GatedLinearUnit) and isinstance(parent.gate_proj, Part):
+        if _is_pair(parent):
             parent.activation = parent.activation  # the class's, if it is not the module's own
             parent.__class__ = Glu
     return len(parts) - len(groups)
+
+
+def _is_pair(unit: nn.Module) -> bool:
+    """Whether a module is computed as a gated linear unit, from a product of its two parts and no other."""
+    if not isinstance(unit, GatedLinearUnit) or type(unit).forward is not GatedLinearUnit.forward:
+        return False
+    gate, up = unit.gate_proj, unit.up_proj
+    if not isinstance(gate, Part) or not isinstance(up, Part) or gate._product is not up._product:
+        return False
+    return len(gate._product.sizes) == 2 and (gate._index, up._index) == (0, 1) and gate.bias is None
 
 
 def serve_rows(model: nn.Module) -> None:

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from linnet.inference.merging import Glu, Part, merge_projections, serve_rows
+from linnet.layers.base import LayerContext
+from linnet.layers.channels.glu import GluWidthConfig, SwiGLU
 from linnet.models import ModelConfig, build_model, family
 
 OPTIONS = {"hyena_experts": {"num_experts": 4}, "moe": {"num_experts": 4}, "mh_hyena": {"num_heads": 4}}
@@ -98,4 +100,45 @@ def test_a_layer_read_twice_and_one_with_another_bias_stay_alone():
     model = Twice()
     expected = model.step(None, None)[0]
     assert merge_projections(model) == 0
+    torch.testing.assert_close(model.step(None, None)[0], expected)
+
+
+class Scaled(SwiGLU):
+    """A unit that computes something else."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Beside(nn.Module):
+    """Reads what its unit reads, before the unit does."""
+
+    def __init__(self, unit):
+        super().__init__()
+        self.own, self.unit = nn.Linear(8, 8, bias=False), unit
+
+    def step(self, x, states):
+        return self.own(x) + self.unit(x), states
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind, beside, merged", [(SwiGLU, False, True), (Scaled, False, False), (SwiGLU, True, False)])
+def test_only_units_of_two_parts_are_computed_as_such(kind, beside, merged):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            unit = kind(GluWidthConfig(inner=16), LayerContext(d_model=8))
+            self.layer = Beside(unit) if beside else unit
+
+        def step(self, tokens, states):
+            x = torch.linspace(-1, 1, 16).view(2, 8)
+            return self.layer.step(x, states) if beside else (self.layer(x), states)
+
+        def init_state(self, *_):
+            return {}
+
+    model = Model()
+    expected = model.step(None, None)[0]
+    assert merge_projections(model) == 1 + beside
+    assert (type(model.layer.unit if beside else model.layer) is Glu) == merged
     torch.testing.assert_close(model.step(None, None)[0], expected)
