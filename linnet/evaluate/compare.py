@@ -23,14 +23,7 @@ from linnet.config import digest
 from linnet.evaluate.results import Evaluation, Result
 from linnet.runs.record import plain
 
-OWN_WAYS = (
-    "precision",
-    "method",
-    "window",
-    "stride",
-    "context",
-    "too_long",
-)  # may differ between models that are compared
+OWN_WAYS = ("precision", "method", "window", "stride", "context", "too_long")  # may differ between compared models
 RESAMPLES = 2000  # of the bootstrap
 FLIPS = 9999  # random exchanges of a test
 EXACT = 13  # items that differ, up to which all exchanges are gone through: 2 ** 13
@@ -167,7 +160,13 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def permutation_p(differences: np.ndarray, seed: int = 0) -> float:
-    """Two-sided p-value of the sum of paired differences, float64 [n], when the sign of each is chance."""
+    """Two-sided p-value of the sum of paired differences, float64 [n], when the sign of each is chance.
+
+    Raises:
+        ValueError: a difference that is not finite, of which no sum is as large as any other.
+    """
+    if not np.isfinite(differences).all():
+        raise ValueError("differences: some are not finite, so there is no test of them; leave those items out")
     differences = differences[differences != 0]
     if not len(differences):
         return 1.0
@@ -245,15 +244,18 @@ def _of_metric(group: Shared, by_name: dict[str, Result], asks: bool, seed: int)
         return Comparison(*about, 0, len(everything), numbers, untested="they have no item in common")
     table = np.array([[one[id_] for id_ in ids] for one in scores])  # [models, items, score and weight]
     values, weights = table[..., 0], table[..., 1]
-    change = np.exp if first.average == "exp" else np.asarray
+    finite = bool(np.isfinite(values).all())  # not so of a model that gives NaN
+    change = _exp if first.average == "exp" else np.asarray
     means = change((values * weights).sum(1) / weights.sum(1))
-    drawn = change(bootstrap_means(values, weights, seed)) if len(ids) > 1 else None
+    drawn = change(bootstrap_means(values, weights, seed)) if finite and len(ids) > 1 else None
     numbers = tuple(
         Number(name, means[i].item(), None if drawn is None else _interval(drawn[:, i])) for i, name in enumerate(names)
     )
     differences, untested = [], ""
     if asks and len(names) > 1:
-        if drawn is None:
+        if not finite:
+            untested = "some of their scores are not finite"
+        elif drawn is None:
             untested = "one item alone"
         elif not np.allclose(weights, weights[0], rtol=1e-9, atol=0):
             untested = "the items do not weigh the same for all models (another text, or another tokenizer)"
@@ -265,6 +267,11 @@ def _of_metric(group: Shared, by_name: dict[str, Result], asks: bool, seed: int)
                 differences.append(Difference(names[i], names[j], (means[i] - means[j]).item(), between, p, p))
     left_out = len(everything) - len(ids)
     return Comparison(*about, len(ids), left_out, numbers, tuple(differences), untested)
+
+
+def _exp(means: np.ndarray) -> np.ndarray:
+    """As `Result.of_items` makes perplexities: none is infinite."""
+    return np.exp(np.minimum(means, 700.0))
 
 
 def _interval(drawn: np.ndarray) -> tuple[float, float]:

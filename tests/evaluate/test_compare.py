@@ -105,6 +105,26 @@ def test_items_that_weigh_differently_are_not_tested():
     assert not found.differences and "do not weigh the same" in found.untested
 
 
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+@pytest.mark.parametrize("average", ["mean", "exp"])
+def test_scores_that_are_not_finite_are_no_difference(score, average):
+    """Of a model that diverged: no sum of differences is as large as NaN, which looked like a p-value of 0."""
+    rows = {"a": [evaluation([1.0, 2.0, 3.0], average=average)]}
+    rows["b"] = [evaluation([1.0, score, 3.0], average=average)]
+    [found] = compare(shared(rows))
+    assert not found.differences and "not finite" in found.untested
+    assert [number.interval for number in found.numbers] == [None, None]
+    assert math.isfinite(found.numbers[0].value)
+    with pytest.raises(ValueError, match="not finite"):
+        permutation_p(np.array([0.5, score]))
+
+
+def test_perplexities_beyond_all_numbers_have_intervals():
+    rows = {name: [evaluation([900.0, 800.0, 1.0], better="lower", average="exp")] for name in "ab"}
+    [found] = compare(shared(rows))
+    assert found.numbers[0].interval[1] == math.exp(700.0) and found.differences[0].p == 1.0
+
+
 def test_only_common_items_count():
     one, two = evaluation([1, 2, 3], ids=["x", "y", "z"]), evaluation([5, 6], ids=["z", "y"])
     [found] = compare(shared({"a": [one], "b": [two]}))
