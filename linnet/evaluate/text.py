@@ -65,19 +65,23 @@ def read_texts(
         most_bytes: of the text, from its beginning on; the last document may be cut. None takes all.
 
     Raises:
-        ConfigError: what cannot be found or read, or holds no text.
+        ConfigError: what cannot be found or read (of what is wanted), or holds no text.
     """
     problems: list[str] = []
     files = find_files(paths, "text", problems, skipped=[])
     documents, room = [], math.inf if most_bytes is None else most_bytes
     for file in files:
-        for number, text in enumerate(list(read_documents(file, text_key, problems)), 1):
+        for number, text in enumerate(read_documents(file, text_key, problems), 1):
             if len(text) > room:
                 text = text[: int(room)]
             room -= len(text)
             name = str(file.path) if file.kind == "text" else f"{file.path}:{number}"
-            if text:  # what is cut inside a character loses it
-                documents.append(Document.of_text(name, text.decode(errors="ignore"), tokenizer))
+            # What is cut inside a character loses it.
+            documents.append(Document.of_text(name, text.decode(errors="ignore"), tokenizer))
+            if not room:
+                break
+        if not room:  # what comes behind may be far more than is wanted
+            break
     if not documents and not problems:
         problems.append(f"text: {', '.join(map(repr, paths))} holds no text; name files with some")
     if problems:

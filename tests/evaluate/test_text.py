@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
-from linnet.evaluate.text import Document, DocumentScore, resampled, score_text
+from linnet.evaluate.text import Document, DocumentScore, read_texts, resampled, score_text
 from linnet.models import build_model, family
 
 FAMILIES = ["tnl", "hgrn2", "lightnet", "cosformer2", "hgrn", "gla", "llama"]
@@ -102,6 +103,18 @@ def test_perplexities_are_by_tokens_words_and_bytes():
     assert found.word_perplexity == pytest.approx(math.exp(nats / 3))
     assert found.bits_per_byte == pytest.approx(nats / 13 / math.log(2))
     assert found.to_dict()["tokens"] == 26
+
+
+def test_no_more_is_read_than_is_wanted(tmp_path):
+    """The beginning of a large corpus costs no reading of the rest, which here is no text."""
+    (tmp_path / "a.jsonl").write_text('{"text": "four"}\n{"text": "andé"}\n{"text": "no')
+    (tmp_path / "b.jsonl").write_text("[]")
+    paths = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    found = read_texts(paths, ByteTokenizer(), most_bytes=8)  # in the middle of é
+    assert [(document.name, document.bytes) for document in found] == [(f"{paths[0]}:1", 4), (f"{paths[0]}:2", 3)]
+    for wanted in (10, None):
+        with pytest.raises(ConfigError, match="a.jsonl"):
+            read_texts(paths, ByteTokenizer(), most_bytes=wanted)
 
 
 def test_a_document_begins_as_the_model_expects():
