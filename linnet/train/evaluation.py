@@ -7,6 +7,7 @@ fails later is an event in the record, and training goes on. Their kinds are in 
 """
 
 import contextlib
+import gc
 import random
 from collections.abc import Iterator, Sequence
 
@@ -66,6 +67,8 @@ class Evaluations:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             lines = [line.strip() for line in lines if line.strip()]
             return row | {"event": "evaluation_failed", "error": f"{type(error).__name__}: {' '.join(lines)}"[:1000]}
+        finally:  # the copy may be part of a cycle, and would keep its memory from training
+            gc.collect()
         row |= {"metrics": found.metrics, "shown": list(found.shown), "chance": found.chance}
         return row | ({"questions": found.questions} if found.questions is not None else {})
 

@@ -1,10 +1,12 @@
 """Evaluations while a model trains: what they find, that they change nothing, and that a kill repeats none."""
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from linnet.evaluate.text import read_texts, score_text
 from linnet.inference import Engine
 from linnet.runs import RunFolder, checkpoint, load_model
 from linnet.train import TrainConfig, run_folder, session, train
+from linnet.train.evaluation import Evaluations
 
 TIMES = {"tokens_per_second", "seconds", "memory_bytes", "flop_utilisation"}
 EVERY = {"steps": 12, "log_every": 1, "checkpoint_every": 0, "keep_checkpoints": 9}
@@ -124,6 +127,35 @@ def test_what_a_suite_draws_or_changes_stays_with_it(settings, cache, tmp_path, 
     with_it = train(settings(**EVERY, evaluations=suites[:1]), tmp_path / "with", cache)
     assert len(rows(with_it, True)) == 3
     same_training(with_it, train(settings(**EVERY), tmp_path / "without", cache))
+
+
+@pytest.mark.parametrize("scoring", ["match", "none"])
+def test_nothing_is_left_of_the_copy(settings, cache, tmp_path, suites, monkeypatch, scoring):
+    """Its memory is training's again at once, also where evaluation fails: no cycle waits for the collector."""
+    copies, copy = [], Evaluations._copy
+
+    def watched(self, weights):
+        model = copy(self, weights)
+        copies.append(weakref.ref(model))
+        if scoring == "none":
+            model.step = model.step  # a cycle
+            raise RuntimeError("on purpose")
+        return model
+
+    left = []
+
+    def look(row):
+        if "evaluation" in row:
+            left.append(copies[-1]())
+
+    monkeypatch.setattr(Evaluations, "_copy", watched)
+    suites[1]["scoring"] = "match"
+    gc.disable()
+    try:
+        train(settings(**EVERY, evaluations=suites[1:]), tmp_path, cache, look)
+    finally:
+        gc.enable()
+    assert left == [None, None]
 
 
 @pytest.mark.parametrize("number", [1, 4, 5])
