@@ -25,7 +25,12 @@ def test_a_softmax_model_learns_to_find_every_needle(tmp_path):
     plan = read_plan()
     stage = plan["stages"][0]
     path = write_lessons(tmp_path / "lessons.jsonl", **stage["lessons"], seed=0)
-    values = {**plan["train"], **stage["train"], "model": MODEL, "steps": 300}
+    values = {
+        **plan["train"],
+        **stage["train"],
+        "model": MODEL,
+        "steps": 450,
+    }  # how long the plateau is depends on the seed
     values["optimizer"] = {"learning_rate": 5e-3, "weight_decay": 0.0}
     values["data"] = {"source": [str(path)], "tokenizer": plan["tokenizer"]}
     threads = torch.get_num_threads()
