@@ -113,18 +113,22 @@ def _nothing_in_common(found: dict[str, tuple[Path, list]]) -> str:
     return "\n    ".join(lines)
 
 
-def _check(depth_ratio: float, length_ratio: float, page: bool) -> None:
-    """Constants, and what draws the page, before anything is printed."""
+def missing_for_page() -> list[str]:
+    """What draws the page and is not installed."""
     from importlib.util import find_spec
 
+    return [name for name in ("altair", "vl_convert", "pandas", "scipy") if find_spec(name) is None]
+
+
+def _check(depth_ratio: float, length_ratio: float, page: bool) -> None:
+    """Constants, and what draws the page, before anything is printed."""
     given = {"depth-ratio": depth_ratio, "length-ratio": length_ratio}
     problems = [
         f"--{name}: is {value:g}; give a positive number"
         for name, value in given.items()
         if not 0 < value < float("inf")
     ]
-    missing = [name for name in ("altair", "vl_convert", "pandas", "scipy") if page and find_spec(name) is None]
-    if missing:
+    if page and (missing := missing_for_page()):
         problems.append(f"page: {', '.join(missing)} not installed: pip install 'linnet[study]', or give --no-page")
     if problems:
         raise ConfigError(problems, "compare")

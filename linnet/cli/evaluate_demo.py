@@ -14,7 +14,64 @@ from pathlib import Path
 
 from rich.console import Console
 
+from linnet.config import Config, ConfigError
+
 FOLDER = Path("runs/evaluate-demo")
+
+
+class Lessons(Config):
+    """As `linnet.evaluate.needle_lessons.lessons` takes them."""
+
+    count: int
+    sentences: int
+    keys: int = 1
+    hidden: int = 1
+
+
+class Stage(Config):
+    """Lessons, and what of `linnet train` is their own."""
+
+    lessons: Lessons
+    train: dict
+
+
+class Learner(Config):
+    """A model, what of `linnet train` is its own, and its steps in each stage."""
+
+    model: dict
+    train: dict
+    steps: list[int]
+
+
+class Needles(Config):
+    """Options of `linnet evaluate`."""
+
+    lengths: str
+    depths: int
+    samples: int
+    digits: int
+
+
+class Recall(Config):
+    """Options of `linnet evaluate`."""
+
+    lengths: str
+    pairs: str
+    samples: int
+
+
+class Plan(Config):
+    """What a file says: `train` of all, `held_out` and `questions` like lessons, `task` in the harness's YAML."""
+
+    models: dict[str, Learner]
+    tokenizer: str
+    train: dict
+    stages: list[Stage]
+    held_out: Lessons
+    needles: Needles
+    recall: Recall
+    questions: Lessons
+    task: str
 
 
 def run_demo(folder: Path, plan: dict | None = None) -> None:
@@ -30,7 +87,7 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
     from multiprocessing import get_context
     from time import perf_counter
 
-    from linnet.cli.compare import compare
+    from linnet.cli.compare import compare, missing_for_page
 
     started, console = perf_counter(), Console(highlight=False, soft_wrap=True)
     plan = plan or read_plan()
@@ -46,21 +103,35 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
             for line in future.result()[1]:
                 console.print(f"  {line}")
     runs = [Path(future.result()[0]) for future in waiting]
-    compare(runs, out=folder / "comparison" / "index.html")
+    missing = missing_for_page()
+    compare(runs, out=folder / "comparison" / "index.html", page=not missing)
+    if missing:
+        console.print(f"No page was drawn: {', '.join(missing)} not installed (pip install 'linnet\\[study]')")
     if find_spec("lm_eval") is None:
         console.print("No questions were asked: that needs lm-evaluation-harness (pip install 'linnet\\[eval]')")
     console.print(f"[dim]{perf_counter() - started:.0f} s. Again: linnet compare {' '.join(map(str, runs))}[/]")
 
 
 def read_plan(path: Path | None = None) -> dict:
-    """What a file says, by default demo.yaml."""
+    """What a file says, by default demo.yaml. Raises ConfigError for a file that says no `Plan`."""
     from importlib.resources import files
 
-    from linnet.config import parse_yaml, read_yaml
+    from linnet.config import parse, parse_yaml, read_yaml
 
+    where = "demo.yaml" if path is None else str(path)
     if path is not None:
-        return read_yaml(path)
-    return parse_yaml(files("linnet.cli").joinpath("demo.yaml").read_text(encoding="utf-8"))
+        values = read_yaml(path)
+    else:
+        values = parse_yaml(files("linnet.cli").joinpath(where).read_text(encoding="utf-8"))
+    plan = parse(Plan, values, where)
+    problems = [
+        f"models.{name}.steps: {len(one.steps)} numbers for {len(plan.stages)} stages; give one for each"
+        for name, one in plan.models.items()
+        if len(one.steps) != len(plan.stages)
+    ]
+    if problems:
+        raise ConfigError(problems, where)
+    return values
 
 
 def _write(folder: Path, plan: dict) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from linnet.cli import app
@@ -50,7 +51,23 @@ def test_the_plans_are_what_can_be_trained(path):
         for stage in plan["stages"]:
             values = {**plan["train"], **stage["train"], **model["train"], "model": model["model"]}
             parse(TrainConfig, values | {"data": {"tokenizer": plan["tokenizer"]}})
-        assert len(model["steps"]) == len(plan["stages"])
+
+
+def test_what_is_wrong_with_a_plan_is_told_before_any_work(tmp_path):
+    plan = read_plan()
+    plan["models"]["tnl"]["steps"] = [1]
+    short, wrong = tmp_path / "short.yaml", tmp_path / "wrong.yaml"
+    short.write_text(yaml.safe_dump(plan))
+    plan["stages"][0]["lessons"]["sentence"] = plan["stages"][0]["lessons"].pop("sentences")
+    del plan["recall"]
+    wrong.write_text(yaml.safe_dump(plan))
+    runner = CliRunner()
+    result = runner.invoke(app, ["evaluate", str(tmp_path / "demo"), "--demo", "--plan", str(short)])
+    assert result.exit_code == 2 and "models.tnl.steps: 1 numbers for 3 stages; give one for each" in result.output
+    result = runner.invoke(app, ["evaluate", str(tmp_path / "demo"), "--demo", "--plan", str(wrong)])
+    for part in ("stages.0.lessons.sentence", "did you mean 'sentences'?", "recall"):
+        assert part in result.output
+    assert not (tmp_path / "demo").exists()
 
 
 def test_without_a_run_something_must_be_asked():
