@@ -164,6 +164,21 @@ def test_many_wide_heads(T):
     assert_agrees(100, T, 256, 256)
 
 
+@pytest.mark.parametrize("is_hopper", [False, True])
+@pytest.mark.parametrize("tensors", [3, 4])
+def test_wide_tiles_are_for_hopper(is_hopper, tensors, monkeypatch):
+    """Others have less shared memory than they take."""
+    triton = pytest.importorskip("linnet.ops.lightning.triton")
+    chosen = []
+    monkeypatch.setattr(triton, "_is_hopper", lambda _: is_hopper)
+    choose, dtypes = triton.choose_tiles, (torch.bfloat16,) * tensors
+    monkeypatch.setattr(triton, "choose_tiles", lambda *sizes: chosen.append(sizes[3]) or choose(*sizes))
+    triton._plan.__wrapped__(
+        torch.Size((100, 100, 1, 256)), 256, dtypes, None, False, 100, torch.device("cpu"), False, False, False
+    )
+    assert set(chosen) == {is_hopper}
+
+
 @hopper
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("width", [64, 128, 256])

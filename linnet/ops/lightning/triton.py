@@ -245,7 +245,8 @@ def _plan(
         inner, outer = outer, inner
     # A backward of longer sequences is faster in the Hopper kernel, which takes longer to begin.
     heads_of_256 = inner == outer == 256 and dtype == torch.bfloat16 and (not backward or B * T <= 1024 * states)
-    wide = heads_of_256 and 2 * states * H >= 3 * count_processors(device)
+    # Its 184 KiB of shared memory are there on Hopper GPUs, not on those before.
+    wide = heads_of_256 and _is_hopper(device) and 2 * states * H >= 3 * count_processors(device)
     shape = Shape(B, T, H, states, dtype, rates is not None, documents, wide, device)
     forms = [Form(inner, outer, False, backward, entry, leave and not backward)]
     if backward:
