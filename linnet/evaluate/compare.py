@@ -89,12 +89,16 @@ class Comparison:
     untested: str = ""
 
     @property
-    def best(self) -> str:
-        """The name of the model with the best value."""
-        sign = 1 if self.better == "higher" else -1
-        return max(
-            self.numbers, key=lambda number: sign * number.value if math.isfinite(number.value) else -math.inf
-        ).name
+    def leaders(self) -> tuple[str, ...]:
+        """The names of the models with the best value: several where they are level, none where no value is finite."""
+        values = [number.value for number in self.numbers if math.isfinite(number.value)]
+        best = (max if self.better == "higher" else min)(values, default=None)
+        return tuple(number.name for number in self.numbers if number.value == best)
+
+    @property
+    def best(self) -> str | None:
+        """The name of the model with the best value; None where several are level."""
+        return self.leaders[0] if len(self.leaders) == 1 else None
 
 
 @dataclass(frozen=True)

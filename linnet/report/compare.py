@@ -1,6 +1,6 @@
 """The page of `linnet compare`: models side by side, with intervals, paired tests, and needles."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -114,17 +114,26 @@ def _group(side: Side, group: Shared, number: int) -> tuple[list[Figure], list[s
 
 def _line(one: Comparison) -> str:
     """Who is first, and which differences are none that chance could not make."""
-    best = next(number for number in one.numbers if number.name == one.best)
+    leaders, [best, *_] = one.leaders, [number for number in one.numbers if number.name in one.leaders]
     most = "highest" if one.better == "higher" else "lowest"
-    text = f"{escape(one.task)}: <b>{escape(best.name)}</b> has the {most} {escape(one.metric.replace('_', ' '))}, "
-    text += f"{shown(best.value)}{between(best.interval)}"
+    metric, value = escape(one.metric.replace("_", " ")), f"{shown(best.value)}{between(best.interval)}"
+    if len(leaders) > 1:
+        names = units.listed([f"<b>{escape(name)}</b>" for name in leaders])
+        return f"{escape(one.task)}: {names} are level, with the {most} {metric}, {shown(best.value)}."
+    text = f"{escape(one.task)}: <b>{escape(best.name)}</b> has the {most} {metric}, {value}"
     unclear = [d for d in one.differences if best.name in (d.first, d.second) and d.adjusted >= REAL]
     if not unclear:
-        return f"{text}; it differs from all others (p ≤ {_p(max(_own(one, best.name)))})."
+        return f"{text}; it differs from all others (p {_bound(max, _own(one, best.name))})."
     others = [d.second if d.first == best.name else d.first for d in unclear]
-    return f"{text}, but no difference from {units.listed([escape(name) for name in others])} is shown (p ≥ " + (
-        f"{_p(min(d.adjusted for d in unclear))})."
+    return f"{text}, but no difference from {units.listed([escape(name) for name in others])} is shown (p " + (
+        f"{_bound(min, [d.adjusted for d in unclear])})."
     )
+
+
+def _bound(which: Callable, values: list[float]) -> str:
+    """The largest or the smallest of some p-values, with the sign that holds for all of them."""
+    sign = "=" if len(set(values)) == 1 else "≤" if which is max else "≥"
+    return f"{sign} {_p(which(values))}"
 
 
 def _own(one: Comparison, name: str) -> list[float]:

@@ -83,6 +83,12 @@ def test_a_paired_difference_is_found_where_intervals_overlap():
     assert found.best == "a"
 
 
+def test_models_that_are_level_have_no_best():
+    rows = {"a": [evaluation([1.0, 0.0])], "b": [evaluation([0.0, 1.0])], "c": [evaluation([0.0, 0.0])]}
+    [found] = compare(shared(rows))
+    assert found.best is None and found.leaders == ("a", "b")
+
+
 def test_adjusted_over_all_tests_of_a_call():
     rows = {name: [evaluation(np.random.default_rng(i).normal(0, 1, 30))] for i, name in enumerate("abc")}
     [found] = compare(shared(rows))

@@ -73,6 +73,19 @@ def test_it_shows_constants_tests_and_what_is_lacking(page):
         assert (page.parent / f"{name}.svg").is_file()
 
 
+def test_models_that_are_level_have_no_leader(tmp_path):
+    groups = shared({name: [texts(0.0, "carried")] for name in ("one", "other")})
+    html = write_comparison(groups, compare(groups), tmp_path / "level.html").read_text().split("<script")[0]
+    assert "<b>one</b> and <b>other</b> are level, with the lowest bits per byte" in html
+    assert "<b>one</b> has" not in html and not re.search(r"<td[^>]*><b>", html)
+
+
+def test_a_single_p_value_is_no_bound(tmp_path):
+    groups = shared({"one": [texts(0.0, "carried")], "other": [texts(0.1, "carried")]})
+    html = write_comparison(groups, compare(groups), tmp_path / "two.html").read_text()
+    assert re.search(r"<b>one</b> has the lowest .* it differs from all others \(p = 0\.\d+\)", html)
+
+
 def test_other_constants_are_shown(page, tmp_path):
     groups = shared({"linear": [needles([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 1]])]})
     constants = Constants(depth_ratio=2.0, length_ratio=1.0, threshold=0.9)
