@@ -1,8 +1,9 @@
 """metrics.jsonl: one JSON object a line, appended while a run trains.
 
-Training rows, validation rows (`validation_loss`) and events (`event`) share the file, in the order in which they
-happened. A checkpoint remembers how many rows there were, so that a run resumed from it goes on behind exactly those
-rows: none is written twice, and a line torn by a kill is dropped.
+Training rows, validation rows (`validation_loss`), evaluations (`evaluation`) and events (`event`; one is that of an
+evaluation that failed) share the file, in the order in which they happened. A checkpoint remembers how many rows there
+were, so that a run resumed from it goes on behind exactly those rows: none is written twice, and a line torn by a kill
+is dropped.
 """
 
 import errno
@@ -60,8 +61,9 @@ class Record:
         return ConfigError([message], "record")
 
     def roll_back(self, keep: int) -> None:
-        """Forgets all rows behind the first `keep` but the events, which tell how the run came to go back."""
-        events = [row for row in read_rows(self.path)[keep:] if "event" in row]
+        """Forgets all rows behind the first `keep` but the events, which tell how the run came to go back; evaluations
+        that failed are none of these, and will be made again."""
+        events = [row for row in read_rows(self.path)[keep:] if "event" in row and "evaluation" not in row]
         self._file.close()
         self.__init__(self.path, keep)
         for row in events:

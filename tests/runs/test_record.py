@@ -35,7 +35,8 @@ def test_goes_on_behind_the_rows_of_a_checkpoint(tmp_path):
 
 def test_going_back_keeps_the_events(tmp_path):
     record = Record(tmp_path / "metrics.jsonl")
-    for row in ({"step": 1}, {"step": 2}, {"step": 3, "event": "spike"}, {"step": 2}, {"step": 3, "event": "spike"}):
+    spike, failed = {"step": 3, "event": "spike"}, {"step": 2, "event": "evaluation_failed", "evaluation": "text"}
+    for row in ({"step": 1}, {"step": 2}, spike, {"step": 2}, failed, spike):
         record.write(row)
     record.roll_back(1)
     record.write({"step": 2})
