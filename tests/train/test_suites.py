@@ -141,19 +141,20 @@ def test_suites_show_their_average_or_their_tasks(settings, cache, tmp_path, mon
 
 def test_tasks_that_are_wrong_are_told_before(settings, cache, tmp_path):
     pytest.importorskip("lm_eval", reason="needs the extra eval")
-    (tmp_path / "own.yaml").write_text((EXAMPLES / "capitals.yaml").read_text().replace("capitals", "own"))
     lines = (EXAMPLES / "capitals.jsonl").read_text().splitlines()
     lines[1] = json.dumps(json.loads(lines[1]) | {"answer": 9})
-    (tmp_path / "own.jsonl").write_text("\n".join(lines))
-    wrong = [
-        {"kind": "tasks", "name": "first", "tasks": ["own"], "include": str(tmp_path)},
-        {"kind": "tasks", "name": "second", "tasks": ["capital"], "include": str(EXAMPLES)},
-    ]
+    for name, questions in (("first", "\n".join(lines)), ("second", "")):
+        (tmp_path / name).mkdir()
+        own = (EXAMPLES / "capitals.yaml").read_text().replace("capitals", name)
+        (tmp_path / name / f"{name}.yaml").write_text(own)
+        (tmp_path / name / f"{name}.jsonl").write_text(questions)
+    # Unknown names are for tests/evaluate/test_tasks.py: they are looked for in all of the harness's, which takes long.
+    wrong = [{"kind": "tasks", "name": n, "tasks": [n], "include": str(tmp_path / n)} for n in ("first", "second")]
     with pytest.raises(ConfigError) as caught:
         train(settings(evaluations=wrong), tmp_path / "runs", cache)
     first, second = caught.value.problems
-    assert first.startswith("evaluations.0 (first): ") and "own.jsonl:2" in first
-    assert second.startswith("evaluations.1 (second): task: 'capital' is unknown; did you mean 'capitals'?")
+    assert first.startswith("evaluations.0 (first): ") and "first.jsonl:2" in first
+    assert second.startswith("evaluations.1 (second): ") and "second.jsonl is empty" in second
 
 
 def test_a_model_whose_state_grows_is_asked_no_more_than_it_was_trained_on():
