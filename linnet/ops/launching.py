@@ -138,3 +138,11 @@ def choose_operands(dtype: torch.dtype) -> tuple[tl.dtype, str]:
 def count_processors(device: torch.device, interpreted: int = 8) -> int:
     """The multiprocessors of a GPU; as many as `interpreted` in Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else interpreted
+
+
+@functools.cache
+def has_little_shared_memory(device: torch.device) -> bool:
+    """Whether programs of a GPU get less shared memory than the 160 KiB and more of A100, H100 and their like."""
+    if device.type != "cuda":
+        return False
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"] < 160 * 1024

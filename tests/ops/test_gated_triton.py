@@ -145,6 +145,16 @@ def test_one_state_of_two(without, segments, monkeypatch):
     assert_agrees(2, 333, 64, 64, without=without)
 
 
+@pytest.mark.parametrize("width, little, stages", [(128, True, 5), (256, False, 3), (256, True, 2)])
+def test_fewer_chunks_of_wide_keys_are_in_flight_where_shared_memory_is_small(width, little, stages, monkeypatch):
+    from linnet.ops.gated import triton
+
+    monkeypatch.setattr(triton, "has_little_shared_memory", lambda _: little)
+    q = torch.zeros(1, 64, 1, width, dtype=torch.bfloat16)
+    call = triton.Call(q, q, q, None, q, None, None, 1.0)
+    assert triton._count_stages(call, 1) == stages
+
+
 @gpu
 def test_long_sequence():
     assert_agrees(1, 131_072, 64, 64)

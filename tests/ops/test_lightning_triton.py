@@ -179,6 +179,15 @@ def test_wide_tiles_are_for_hopper(is_hopper, tensors, monkeypatch):
     assert set(chosen) == {is_hopper}
 
 
+@pytest.mark.parametrize("width, little, stages", [(128, True, 4), (256, False, 4), (256, True, 2)])
+def test_fewer_chunks_of_wide_heads_are_in_flight_where_shared_memory_is_small(width, little, stages, monkeypatch):
+    triton = pytest.importorskip("linnet.ops.lightning.triton")
+    monkeypatch.setattr(triton, "has_little_shared_memory", lambda _: little)
+    shape = triton.Shape(1, 64, 1, 1, torch.bfloat16, False, False, False, torch.device("cpu"))
+    for sizes in ((width, 64), (64, width)):
+        assert triton._tiles(triton.Form(*sizes, False, False, False, False), shape).stages == stages
+
+
 @hopper
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("width", [64, 128, 256])

@@ -29,7 +29,7 @@ from linnet.ops.documents import count_states, documents
 from linnet.ops.gated import chunked
 from linnet.ops.gated.gradient_kernel import gradients_kernel, gradients_strong_kernel, pairs_kernel
 from linnet.ops.gated.kernels import prepare_kernel, prepare_strong_kernel, sweep_kernel
-from linnet.ops.launching import choose_operands, count_processors, launch, pad
+from linnet.ops.launching import choose_operands, count_processors, has_little_shared_memory, launch, pad
 
 
 class Tiles(NamedTuple):
@@ -285,6 +285,8 @@ def _count_segments(call: Call, programs: int) -> int:
 
 
 def _count_stages(call: Call, programs: int) -> int:
-    """Chunks in flight of a sweep. Those of wider keys do not fit into shared memory."""
+    """Chunks in flight of a sweep. More of wider keys do not fit into shared memory, nor do three where it is small."""
+    if call.PK > 128 and has_little_shared_memory(call.q.device):
+        return min(call.tiles.stages, 2)
     alone = programs <= count_processors(call.q.device)
     return 5 if alone and call.tiles.stages == 3 and call.PK <= 128 else call.tiles.stages

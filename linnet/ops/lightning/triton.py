@@ -28,7 +28,7 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.documents import count_states, documents
-from linnet.ops.launching import Launcher, align, choose_operands, count_processors, pad
+from linnet.ops.launching import Launcher, align, choose_operands, count_processors, has_little_shared_memory, pad
 from linnet.ops.lightning import chunked
 from linnet.ops.lightning.kernels import summarise_kernel, sweep_kernel
 
@@ -283,7 +283,11 @@ def _blank(device: torch.device) -> Tensor:
 
 
 def _tiles(form: Form, shape: Shape) -> Tiles:
-    return choose_tiles(pad(form.inner), pad(form.outer), shape.dtype, shape.wide)
+    sizes = pad(form.inner), pad(form.outer)
+    tiles = choose_tiles(*sizes, shape.dtype, shape.wide)
+    if max(sizes) > 128 and has_little_shared_memory(shape.device):
+        return tiles._replace(stages=min(tiles.stages, 2))  # 68 KiB of them instead of 140
+    return tiles
 
 
 def _prepare_summary(shape: Shape, forms: list[Form], segments: int, hopper: bool) -> Launcher:
