@@ -93,11 +93,16 @@ class Optimizer:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
     def clip(self, norm: Tensor | float) -> None:
-        """Scales the gradients down to the norm `clip`. With their norm as a tensor a GPU is not waited for."""
+        """Scales gradients of norm `norm` down to `clip`. With a tensor a GPU is not waited for; a number gives the
+        same bits, so that training does not depend on when losses are read (for the record, say)."""
         limit = self.config.clip
-        if limit is None or (isinstance(norm, float) and norm <= limit):
+        if limit is None:
             return
-        scale = limit / norm if isinstance(norm, float) else torch.clamp(limit / (norm + 1e-12), max=1.0)
+        scale = torch.clamp(limit / (torch.as_tensor(norm, dtype=torch.float32) + 1e-12), max=1.0)
+        if isinstance(norm, float):
+            scale = scale.item()
+            if scale == 1.0:
+                return
         torch._foreach_mul_([p.grad for p in self._all if p.grad is not None], scale)
 
     def tensors(self) -> dict[str, Tensor]:

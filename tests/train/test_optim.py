@@ -75,6 +75,24 @@ def test_a_gradient_below_the_limit_stays_as_it_is(clip, as_number):
     assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("clip", [0.3, 1.0, 3.0])
+def test_a_norm_clips_alike_as_a_number_and_as_a_tensor(clip):
+    """On a GPU it is a number at the steps where losses are read: more rows or evaluations are no other training."""
+    net, generator = model(), torch.Generator().manual_seed(0)
+    optimizer = Optimizer(net, OptimizerConfig(clip=clip))
+    norms = torch.cat(
+        [5 * torch.rand(60, generator=generator), clip * (1 + 4e-7 * torch.randn(40, generator=generator))]
+    )
+    for norm in norms:
+        found = []
+        for one in (norm, norm.item()):
+            for index, p in enumerate(net.parameters()):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(index))
+            optimizer.clip(one)
+            found.append([p.grad for p in net.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), norm
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_learns_and_its_state_goes_on_exactly(name):
     config = OptimizerConfig(name=name, learning_rate=0.01)
