@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,8 +155,12 @@ def _write(folder: Path, plan: dict) -> None:
 
 
 def _start(processes: int) -> None:
+    """Sets up a worker: its share of the cores, and its end when the parent is gone, which could not tell it."""
     import torch
 
+    from linnet.study.executors import end_with_parent
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
 
 

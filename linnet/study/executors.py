@@ -267,7 +267,7 @@ def prepare_worker(threads: int, device: str | None, watch: bool = True) -> None
         if hasattr(os, "setpgrp"):
             os.setpgrp()
         signal.signal(signal.SIGTERM, _stop)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        threading.Thread(target=end_with_parent, daemon=True).start()
     import torch
 
     torch.set_num_threads(threads)
@@ -337,7 +337,8 @@ def _stop(signum, frame) -> None:
     raise KeyboardInterrupt
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Ends this process once its parent is gone, however that ended; for a daemon thread of a worker."""
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])

@@ -1,5 +1,11 @@
 """`linnet evaluate --demo`: from nothing to a table and a page, with a plan so short that nothing is learned."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -42,6 +48,42 @@ def test_it_ends_with_a_table_and_a_page(short, tmp_path, capsys):
         assert run.name in shown
     for part in ("bits per byte", "needle-easy", "recall-mqar", "adjusted", "comparison/index.html"):
         assert part in shown.replace("\n", ""), shown
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the workers in /proc, which Linux alone has")
+def test_workers_end_with_their_parent(short, tmp_path):
+    """SIGTERM ends the parent at once, so it tells its workers nothing."""
+    short["models"] = {"tnl": {**short["models"]["tnl"], "steps": [100_000] * 3}}
+    code = "import json, sys; from pathlib import Path; from linnet.cli.evaluate_demo import run_demo; "
+    code += "run_demo(Path(sys.argv[1]), json.loads(sys.argv[2]))"
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), json.dumps(short)], cwd=ROOT)
+    workers = []
+    try:
+        wait_until(lambda: list(tmp_path.glob("stages/*/metrics.jsonl")), 90)  # it trains
+        workers = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        assert workers
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(30) == -signal.SIGTERM
+        wait_until(lambda: not any(map(runs, workers)), 30)
+    finally:
+        for worker in filter(runs, workers):
+            os.kill(int(worker), signal.SIGKILL)
+        parent.kill()
+
+
+def wait_until(condition, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def runs(pid: str) -> bool:
+    """Whether there is such a process; one that has ended and that nobody waited for is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.mark.parametrize("path", [None, ROOT / "configs" / "needles.yaml"])
