@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.launching import Launcher, align, count_processors
+from linnet.ops.launching import Launcher, align, count_processors, count_shared_memory
 
 WIDEST = 16_384  # of a row that a program holds
 WHOLE, PART = 3072, 2048  # the widest row that a forward without more holds, and columns at a time of a wider one
@@ -36,11 +36,11 @@ def choose_tile(width: int, gain: bool = False) -> tuple[int, int, int]:
     return columns, rows, min(16, max(4, columns // (256 if gain else 1024)))
 
 
-def choose_walk(elements: int, bytes_each: int) -> tuple[int, int]:
+def choose_walk(elements: int, bytes_each: int, shared: int) -> tuple[int, int]:
     """For programs that walk over the rows in blocks of `elements`: how many a multiprocessor, and how many blocks each
-    has in flight, where 192 KiB of shared memory hold those to come (`bytes_each` an element, all inputs)."""
+    has in flight, where `shared` bytes hold those to come (`bytes_each` an element, all inputs)."""
     walkers = max(1, 8192 // elements)
-    return walkers, max(1, min(3, 1 + 192 * 1024 // (walkers * elements * bytes_each)))
+    return walkers, max(1, min(3, 1 + shared // (walkers * elements * bytes_each)))
 
 
 def norm_forward(
@@ -121,7 +121,9 @@ def _plan_backward(
     part = numel // width // gains
     programs, stages = triton.cdiv(part, rows), 1  # programs of a part
     if needs_weight:
-        walkers, stages = choose_walk(rows * columns, sum(t.itemsize for t in (h, gate, dy, dh) if t is not None))
+        inputs = sum(t.itemsize for t in (h, gate, dy, dh) if t is not None)
+        # 35 KiB are left to the sums: 192 KiB of an H200 hold blocks.
+        walkers, stages = choose_walk(rows * columns, inputs, count_shared_memory(device) - 35 * 1024)
         programs = min(programs, triton.cdiv(walkers * count_processors(device, interpreted=1), gains))
     kind = "absent" if gate is None else gate_activation
     given = weight is not None, kind, dh is not None, dnarrow is not None
