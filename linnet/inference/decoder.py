@@ -133,10 +133,10 @@ def _compiled(model: CausalLM, slots: int, context_length: int, device: torch.de
     fast = _compile(model.step)
     # Inductor of torch 2.11 compiles wrong steps on some processors, without an error.
     expected, found = (_try_out(step, model, slots, context_length, device) for step in (model.step, fast))
-    error = ((found - expected).norm() / expected.norm()).item()
-    if error <= (0.1 if model.embedding.weight.dtype.itemsize < 4 else 1e-3):
+    error, size = (found - expected).norm().item(), expected.norm().item()
+    if error <= (0.1 if model.embedding.weight.dtype.itemsize < 4 else 1e-3) * size:  # both may be 0
         return fast
-    message = f"the compiled step differs from the model's by {error:.1e}; decoding goes on without, or update torch"
+    message = f"the compiled step differs from the model's by {error / (size or 1.0):.1e}; decoding goes on without, or update torch"
     warnings.warn(message, stacklevel=4)
     return model.step
 
