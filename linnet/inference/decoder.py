@@ -136,7 +136,8 @@ def _compiled(model: CausalLM, slots: int, context_length: int, device: torch.de
     error, size = (found - expected).norm().item(), expected.norm().item()
     if error <= (0.1 if model.embedding.weight.dtype.itemsize < 4 else 1e-3) * size:  # both may be 0
         return fast
-    message = f"the compiled step differs from the model's by {error / (size or 1.0):.1e}; decoding goes on without, or update torch"
+    apart = f"{error / (size or 1.0):.1e}"
+    message = f"the compiled step differs from the model's by {apart}; decoding goes on without, or update torch"
     warnings.warn(message, stacklevel=4)
     return model.step
 
