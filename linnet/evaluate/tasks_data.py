@@ -116,8 +116,6 @@ def _check_choice(config: Mapping[str, Any], row: dict) -> list[str]:
         return [f"choices {choices!r} are no list of at least two"]
     problems = []
     for one in answer if isinstance(answer, list) else [answer]:
-        if isinstance(one, str) and one.isdigit():
-            one = int(one)
         if isinstance(one, int) and not isinstance(one, bool):
             if not 0 <= one < len(choices):
                 problems.append(f"answer {one} is no index of its {len(choices)} choices; use 0 to {len(choices) - 1}")
@@ -132,14 +130,14 @@ def _is_function(template: Any) -> bool:
 
 
 def _value(template: Any, row: dict) -> Any:
-    """A template's value for a row, as the harness makes it: a field, a list, or text that is rendered."""
-    if isinstance(template, list):
-        return [apply_template(one, row) if isinstance(one, str) else one for one in template]
+    """A template's value for a row, as the harness makes it: a field, a list as it is, or text that is rendered."""
     if not isinstance(template, str):
-        return template if isinstance(template, int) else None
+        return template if isinstance(template, int | list) else None
     if template in row:
         return row[template]
     text = apply_template(template, row)
+    if text.isdigit():  # of a template alone: a field with digits is text, "12" one of the choices "12" and "29"
+        return int(text)
     if text.startswith(("[", "{")):
         try:
             return ast.literal_eval(text)

@@ -104,16 +104,21 @@ def test_shots_are_the_task_s_unless_asked_and_never_where_it_wants_none(tmp_pat
 @pytest.mark.parametrize(
     "choices, target, right, wrong",
     [
-        ("choices", "answer", ["two", 0, "2"], ["four", 3, -1]),
+        ("choices", "answer", ["two", 0], ["four", 3, -1, "2"]),  # digits in a field are text, as the harness has it
+        ('["12", "29"]', "answer", ["29", 1], ["1"]),
         ('"{{choices}}"', '"{{answer}}"', [0, 2], [3, "x"]),
         ('["a", "b"]', '"{{answer - 1}}"', [1, 2], [3]),
-        ('["a", "{{question}}"]', "answer", ["a", "Which?"], ["b"]),
+        ('["a", "{{question}}"]', "answer", ["a"], ["b", "Which?"]),  # the harness takes a list as it is
     ],
 )
 def test_an_answer_is_an_index_or_one_of_the_choices(tmp_path, choices, target, right, wrong):
     for answers in ([one] for one in right):
         write(tmp_path, "good", [question(one) for one in answers], choices, target)
-        assert find_tasks(["good"], tmp_path)["good"].test_docs()
+        task = find_tasks(["good"], tmp_path)["good"]
+        [doc] = task.test_docs()
+        count = len(task.doc_to_choice(doc))
+        likeliest = [task.process_results(doc, [(-float(i != j), False) for j in range(count)]) for i in range(count)]
+        assert sum(found["acc"] for found in likeliest) == 1, "the harness finds the right answer among the choices"
     write(tmp_path, "bad", [question(one) for one in wrong], choices, target)
     with pytest.raises(ConfigError) as error:
         find_tasks(["bad"], tmp_path)
