@@ -77,7 +77,8 @@ def read_yaml(path: str | Path) -> dict:
     """Reads a YAML mapping; `3e-4` is a number, as people expect. Raises `ConfigError` naming file and line."""
     path = Path(path)
     try:
-        values = parse_yaml(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            values = parse_yaml(file)
     except FileNotFoundError:
         raise ConfigError([f"{path}: there is no such file"]) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -87,7 +88,8 @@ def read_yaml(path: str | Path) -> dict:
     return values
 
 
-def parse_yaml(text: str) -> typing.Any:
+def parse_yaml(text: str | typing.TextIO) -> typing.Any:
+    """What YAML says. From a file, errors name it."""
     return yaml.load(text, Loader=_Loader)
 
 
@@ -141,6 +143,14 @@ def _explain(cls: type[BaseModel], problem: dict) -> str:
         return f"{key}: unknown key (value {problem['input']!r}); {nearest(str(last), _fields_at(cls, parents))}"
     if problem["type"] == "missing":
         return f"{key}: required, but not given"
+    if problem["type"] == "union_tag_not_found":
+        tag = problem["ctx"]["discriminator"].strip("'")
+        return f"{key}.{tag}: required, but not given (given {problem['input']!r})"
+    if problem["type"] == "union_tag_invalid":
+        about = problem["ctx"]
+        return f"{key}.{about['discriminator'].strip(chr(39))}: {about['tag']!r} is none of {about['expected_tags']}"
+    if problem["type"] in ("model_attributes_type", "model_type"):
+        return f"{key}: must be a mapping of keys to values (given {problem['input']!r})"
     cause = problem.get("ctx", {}).get("error")
     message = problem["msg"].removeprefix("Value error, ")
     if isinstance(cause, ConfigError):  # raised by a part that is parsed on its own

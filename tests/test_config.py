@@ -2,6 +2,7 @@
 
 import pickle
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
 from pydantic import Field, field_validator, model_validator
@@ -81,6 +82,41 @@ def test_a_problem_of_several_keys_together_stands_for_itself():
     with pytest.raises(ConfigError) as error:
         parse(Both, {"least": 3})
     assert error.value.problems == ["least: 3 is more than most"]
+
+
+class Square(Config):
+    kind: Literal["square"]
+    side: int
+
+
+class Circle(Config):
+    kind: Literal["circle"]
+
+
+class Shapes(Config):
+    shapes: list[Annotated[Square | Circle, Field(discriminator="kind")]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [
+        ({"kind": "sqare"}, "shapes.0.kind: 'sqare' is none of 'square', 'circle'"),
+        ({"side": 3}, "shapes.0.kind: required, but not given (given {'side': 3})"),
+        ("circle", "shapes.0: must be a mapping of keys to values (given 'circle')"),
+    ],
+)
+def test_one_of_several_kinds_names_its_key(shape, told):
+    with pytest.raises(ConfigError) as caught:
+        parse(Shapes, {"shapes": [shape]})
+    assert caught.value.problems == [told]
+
+
+def test_what_is_no_yaml_is_told_with_file_and_line(tmp_path):
+    path = tmp_path / "broken.yaml"
+    path.write_text("steps: 3\nmodel: [tnl\nseed: 1\n")
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(path)
+    assert f'in "{path}", line 3' in caught.value.problems[0]
 
 
 def test_configurations_do_not_change():
