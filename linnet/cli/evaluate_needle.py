@@ -55,7 +55,8 @@ def parse_numbers(key: str, text: str, problems: list[str]) -> list[int]:
             return found
     except ValueError:
         pass
-    problems.append(f"{key}: {text!r} is not FROM:TO:HOW MANY or ascending numbers with commas; give 1024:16384:35")
+    usual = "4,8,16" if key == "pairs" else "1024:16384:35"
+    problems.append(f"{key}: {text!r} is not FROM:TO:HOW MANY or ascending numbers above 0 with commas; give {usual}")
     return []
 
 

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.cli.evaluate_run import Opened, progress
-from linnet.config import ConfigError
+from linnet.config import ConfigError, gather
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,16 @@ def prepare(suites: list[str], names: list[str], asked: Asked) -> list[Questions
     from linnet.evaluate.tasks import find_tasks
 
     with Console(stderr=True).status("reading the questions"):
-        asked_of = {name: find_suite(name) for name in suites}
-        found = [
-            Questions(name, suite, [], load_suite(suite, asked.shots, asked.include))
-            for name, suite in asked_of.items()
-        ]
+        found, problems = [], []
+        for name in dict.fromkeys(suites):
+            with gather(problems):
+                suite = find_suite(name)
+                found.append(Questions(name, suite, [], load_suite(suite, asked.shots, asked.include)))
         if names:
-            found.append(Questions("tasks", None, names, find_tasks(names, asked.include, shots=asked.shots)))
+            with gather(problems):
+                found.append(Questions("tasks", None, names, find_tasks(names, asked.include, shots=asked.shots)))
+    if problems:  # what several say alike, such as where data come from, is said once, at the last
+        raise ConfigError(list(dict.fromkeys(reversed(problems)))[::-1], "tasks")
     return found
 
 

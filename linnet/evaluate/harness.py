@@ -133,7 +133,7 @@ class LinnetLM(TemplateLM):
         if longer := [length for length in lengths if length > self.max_length]:
             message = (
                 f"context: {len(longer)} of {len(lengths)} requests are longer than {self.max_length} tokens, the "
-                f"longest {max(longer)}; allow more, or have them cut"
+                f"longest {max(longer)}; allow more (context), or have them cut (too-long)"
             )
             raise ConfigError([message], "evaluate")
 

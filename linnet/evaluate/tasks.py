@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import datasets
 import huggingface_hub
 import lm_eval
+import yaml
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
@@ -48,11 +49,13 @@ def find_tasks(
         replaced: tasks that are made here instead of by the harness.
 
     Raises:
-        ConfigError: all names that are unknown, and all that is wrong with the questions in `include`; or data that
-            cannot be loaded.
+        ConfigError: all files in `include` that are no YAML; all names that are unknown, and all that is wrong with
+            the questions there; or data that cannot be loaded.
     """
     if include is not None and not Path(include).is_dir():
         raise ConfigError([f"include: {str(include)!r} is no folder; name one with the YAML files of tasks"], "tasks")
+    if include is not None and (problems := list(_broken(Path(include)))):
+        raise ConfigError(problems, "tasks")
     replaced = replaced or {}
     paths = [] if folders is None else [OWN / folder for folder in folders]
     asked = [name for name in names if name not in replaced]
@@ -131,6 +134,16 @@ def _result(task: str, shown: str, value: float, samples: list[dict], metric: st
         if math.isclose(found.value, value, rel_tol=1e-6, abs_tol=1e-12):
             return found
     return Result(task, shown, value, better=better, n=len(samples))
+
+
+def _broken(folder: Path) -> Iterator[str]:
+    """What is no YAML in a folder of tasks: the harness would pass over it and ask a task of its own of that name."""
+    for path in sorted(folder.rglob("*.yaml")):
+        try:
+            with path.open(encoding="utf-8") as file:
+                yaml.compose(file)  # not loaded: tags such as !function are the harness's
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            yield f"{path}: is no YAML: {' '.join(str(error).split())}"
 
 
 def _leaves(index: Mapping[str, Any], name: str, replaced: Mapping[str, Any]) -> Iterator[str]:

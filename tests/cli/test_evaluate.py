@@ -149,6 +149,13 @@ def test_a_run_whose_tokenizer_is_missing(tmp_path, tokenizer, message):
     assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output
 
 
+def test_what_is_wrong_with_suites_and_tasks_is_told_together(folder, tmp_path):
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    (tmp_path / "wikitext.yaml").write_text("task: [\n")
+    result = call(folder / "tnl", "--suite", "perplexity", "--suite", "csr", "--task", "x", "--include", tmp_path)
+    assert result.exit_code == 2 and "tasks: 1 problem" in result.output and "is no YAML" in result.output
+
+
 def test_what_cannot_be_done(folder, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     config = family("tnl")(32, 2, vocab_size=256)
@@ -163,7 +170,7 @@ def test_what_cannot_be_done(folder, tmp_path):
         (folder / "tnl",): "nothing to evaluate: give --text PATH, --needle MODE",
         (folder / "tnl", "--recall", "--include", tmp_path): "include: without --task NAME,... nothing of that folder",
         (folder / "tnl", "--recall", "--needle", "easy", "--samples", 2): "ask in two commands",
-        (folder / "tnl", "--recall", "--pairs", "0,4"): "pairs: '0,4' is not",
+        (folder / "tnl", "--recall", "--pairs", "0,4"): "above 0 with commas; give 4,8,16",
         (folder / "tnl", "--needle", "easy", "--lengths", "9,5"): "lengths: '9,5' is not",
         (folder / "tnl", "--needle", "easy", "--lengths", "10:20"): "lengths: '10:20' is not",
         (folder / "tnl", "--needle", "easy", "--lengths", "20"): "20 tokens do not hold",

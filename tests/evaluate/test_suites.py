@@ -263,3 +263,11 @@ def test_scrolls_of_a_model_with_long_contexts_cut(zips):
     lm = LinnetLM(engine, max_length=300)
     results = run_suite(lm, suite, load_suite(suite, include=zips), limit=1)
     assert len(results) == 14 and lm.cuts > 0
+
+
+def test_a_local_copy_that_is_no_yaml_is_named_instead_of_asking_the_harness_s(tmp_path):
+    (tmp_path / "piqa.yaml").write_text("task: piqa\ntest_split: [\nmetric_list: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        load_suite(SUITES["csr"], include=tmp_path)
+    [problem] = caught.value.problems
+    assert "piqa.yaml: is no YAML" in problem and "line 2" in problem
