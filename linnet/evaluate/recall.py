@@ -143,10 +143,10 @@ def run_recall(
 
 
 def to_results(found: list[Cell]) -> tuple[Result, ...]:
-    """Of the record of an evaluation: an item a sequence, all cells of a task together."""
+    """Of the record of an evaluation: an item a sequence, all cells of a task together; first what comparisons test."""
     results = []
     for task in dict.fromkeys(cell.task for cell in found):
-        for metric, of in (("accuracy", "accuracies"), ("choice", "choices")):
+        for metric, of in (("choice", "choices"), ("accuracy", "accuracies")):
             items = [
                 Item(f"{cell.length} tokens, {cell.pairs} pairs, {row}", score)
                 for cell in found

@@ -71,8 +71,8 @@ def _page(side: Side, drawn: list[tuple], command: str) -> str:
         "Redraw": f"<code>{escape(command)}</code>, from the evaluations of the run folders alone",
         "Intervals": f"{LEVEL:.0%}, percentiles of {RESAMPLES:,} bootstrap resamples over items (documents, questions, "
         "needle cells), the same ones for every model",
-        "Tests": "paired permutation test of a task's first metric; p-values of all tests on this page adjusted "
-        f"together by Holm's method; a difference is called one below {REAL:g}",
+        "Tests": "paired permutation test of one metric a task (what its suite counts, else the first); p-values "
+        f"of all tests on this page adjusted together by Holm's method; a difference is called one below {REAL:g}",
         "Drawn with": escape(shell.drawn_with()),
     }
     parts += ["<h2>How this was made</h2>", shell.facts(facts)]
@@ -193,10 +193,10 @@ def _pairs(side: Side, differences: list[tuple[Comparison, Difference]], number:
 
 
 def _intervals(side: Side, group: Shared, own: list[Comparison], number: int) -> list[Figure]:
-    """Each task's first metric by model, with its interval."""
+    """Each task's metric that is tested, else its first, by model, with its interval."""
     firsts: dict[str, Comparison] = {}
     for one in own:
-        if one.n and one.task not in firsts:
+        if one.n and (one.task not in firsts or one.differences):
             firsts[one.task] = one
     if not firsts:
         return []
@@ -223,7 +223,7 @@ def _intervals(side: Side, group: Shared, own: list[Comparison], number: int) ->
     step = max(26, 14 * len(group.entries))
     chart = canvas.layer(bar, dot).properties(width=700, height=step * len(firsts) + 10)
     better = {one.better for one in firsts.values()}
-    caption = "Each task's first metric with its 95 % interval over items"
+    caption = "Each task's metric that is tested, else its first, with its 95 % interval over items"
     caption += f"; {better.pop()} is better." if len(better) == 1 else "."
     return [canvas.figure(f"intervals-{number}", f"Side by side: {title(group)}", caption, chart)]
 

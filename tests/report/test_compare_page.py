@@ -80,6 +80,17 @@ def test_models_that_are_level_have_no_leader(tmp_path):
     assert "<b>one</b> has" not in html and not re.search(r"<td[^>]*><b>", html)
 
 
+def test_the_figure_shows_the_metric_that_is_tested(tmp_path):
+    def asked(right) -> Evaluation:
+        items = [Item(f"{i}", float(i in right)) for i in range(8)]
+        results = tuple(Result.of_items("quiz", metric, items) for metric in ("acc", "acc_norm"))
+        return Evaluation("tasks", {}, {"tasks": ["quiz"]}, results, {"shown": [["quiz", "acc_norm"]]})
+
+    groups = shared({"one": [asked({0, 1})], "other": [asked({0, 1, 2})]})
+    write_comparison(groups, compare(groups), tmp_path / "index.html")
+    assert "quiz: acc norm" in (tmp_path / "intervals-0.svg").read_text()
+
+
 def test_a_single_p_value_is_no_bound(tmp_path):
     groups = shared({"one": [texts(0.0, "carried")], "other": [texts(0.1, "carried")]})
     html = write_comparison(groups, compare(groups), tmp_path / "two.html").read_text()
