@@ -149,5 +149,5 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], at: str = "") -> It
 
 def _begun(folder: Path) -> set[str]:
     """Architectures with a result or a checkpoint."""
-    every = [RunFolder(path) for path in (folder / RUNS).iterdir() if path.is_dir()]
+    every = [RunFolder(path) for path in (folder / RUNS).glob("*") if path.is_dir()]
     return {run.config["architecture"] for run in every if run.done or run.checkpoints()}
