@@ -242,6 +242,9 @@ def evaluate(
     from linnet.cli.evaluate_text import score_texts
 
     if demo:
+        if run is not None and (run / "config.yaml").exists():
+            message = f"RUN: {run} is a run folder; --demo trains models of its own, name a folder for them"
+            raise ConfigError([message], "evaluate")
         run_demo(run or FOLDER, read_plan(plan))
         return
     if plan is not None:

@@ -32,7 +32,11 @@ def page_path(folder: str | Path, out: str | Path | None) -> Path:
     page = Path(out) if out is not None else Path(folder) / "report" / "index.html"
     if page.suffix.lower() not in (".html", ".htm"):
         raise ConfigError([f"--out {str(page)!r}: name a page, for example {str(page / 'index.html')!r}"], "report")
-    page.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"--out {str(page)!r}: its folder cannot be made ({error.strerror}); name another"
+        raise ConfigError([problem], "report") from None
     return page
 
 

@@ -112,6 +112,13 @@ def test_what_is_wrong_with_a_plan_is_told_before_any_work(tmp_path):
     assert not (tmp_path / "demo").exists()
 
 
+def test_a_run_folder_is_left_alone(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: tnl-10m\n")
+    result = CliRunner().invoke(app, ["evaluate", str(tmp_path), "--demo"])
+    assert result.exit_code == 2 and "is a run folder; --demo trains models of its own" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
 def test_without_a_run_something_must_be_asked():
     result = CliRunner().invoke(app, ["evaluate"])
     assert result.exit_code == 2 and "name a run folder to evaluate, or give --demo" in result.output

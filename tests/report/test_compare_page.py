@@ -105,6 +105,12 @@ def test_other_constants_are_shown(page, tmp_path):
     assert "Recall of <b>linear</b> ends at <b>100 tokens</b>" in html
 
 
+def test_a_page_whose_folder_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="its folder cannot be made"):
+        write_comparison([], [], tmp_path / "file" / "out" / "index.html")
+
+
 def test_a_page_is_an_html_file(tmp_path):
     with pytest.raises(ConfigError, match="name a page"):
         write_comparison([], [], tmp_path / "page")
