@@ -172,18 +172,21 @@ def _chances(one: Evaluation) -> dict[tuple[str, str], float]:
 
 
 def lines(series: list[Series]) -> list[str]:
-    """The fits as text for a terminal, one line each."""
-    found = []
+    """The fits as text for a terminal, one line each; what has none at all together, by the reason."""
+    found, without = [], {}
     for one in series:
         for name, fit in one.fits.items():
             parts = [] if fit.law.refused else [fit.law.text()]
             parts += [] if fit.transfer.refused else [f"{one.metric} = {fit.transfer.formula}{_spans(fit)}"]
+            if not parts:
+                without.setdefault("; ".join(fit.refused), []).append(f"{one.title}, {name}")
+                continue
             parts += fit.refused
             if fit.rms_error is not None:
                 error = f"error {one.shown(fit.rms_error)} on the runs"
                 parts.append(f"{error}, {_tested(one, fit.test)} beyond them")
             found.append(f"{one.title}, {name}: {'; '.join(parts)}")
-    return found
+    return found + [f"no fit ({reason}) of {' | '.join(names)}" for reason, names in without.items()]
 
 
 def _spans(fit: Downstream) -> str:

@@ -142,7 +142,8 @@ def test_too_few_points_are_told_and_what_there_is_is_drawn(tmp_path):
     series = downstream.read_series(study, 10)
     [figure] = downstream_figures.draw(study, series)
     assert figure.name == "evaluations"
-    [line] = [line for line in downstream.lines(series) if line.startswith("book")]
+    [line] = [line for line in downstream.lines(series) if "book" in line]  # what has no fit stands together
+    assert line.startswith("no fit (") and " | " in line
     assert "3 points of different loss; it needs 5" in line and "1 run with a loss that no cheaper run has" in line
     assert downstream_figures.draw(study, []) == []
 
