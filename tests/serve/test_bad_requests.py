@@ -100,7 +100,7 @@ def test_wrong_value_of_a_completion(tiny: Running, values: dict, param: str, fi
     [
         ({}, "messages", "required"),
         ({"messages": []}, "messages", "at least 1"),
-        ({"messages": ["x"]}, "messages", "dictionary"),
+        ({"messages": ["x"]}, "messages", "mapping"),
         ({"messages": [{"role": "user"}]}, "messages", "messages.0.content: required"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "'assistant'"),
         ({"messages": [{"role": "user", "content": None}]}, "messages", "required"),
