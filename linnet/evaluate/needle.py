@@ -260,7 +260,7 @@ def _hide(
         hay.append(text)
         room -= size
     others = generator.random(len(question.needles) - 1)  # where the needles lie that are not asked for, or not first
-    rivals = tuple(", ".join(_rival(answer, generator) for answer in question.answers) for _ in range(RIVALS))
+    rivals = _rivals(question.answers, generator)
     while True:
         places = [round(depth * len(hay)), *sorted((others * (len(hay) + 1)).astype(int).tolist())]
         parts = list(hay)
@@ -272,10 +272,16 @@ def _hide(
         hay.pop()  # a tokenizer that makes more of the whole than of its parts
 
 
-def _rival(answer: str, generator: np.random.Generator) -> str:
-    """Another answer of the same form and length."""
-    while True:
-        letters = list("0123456789" if answer.isdigit() else "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-        other = "".join(generator.choice(letters, len(answer)))
-        if other != answer and not other.startswith("0"):
-            return other
+def _rivals(answers: Sequence[str], generator: np.random.Generator) -> tuple[str, ...]:
+    """`RIVALS` other answers of the same form and length, no two alike: so one in ten is right by chance."""
+    found: dict[str, None] = {", ".join(answers): None}
+    while len(found) <= RIVALS:
+        found[", ".join(_like(answer, generator) for answer in answers)] = None
+    return tuple(found)[1:]
+
+
+def _like(answer: str, generator: np.random.Generator) -> str:
+    """As many digits (the first of several is no 0), or as many capitals."""
+    letters = list("0123456789" if answer.isdigit() else "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    first = letters[1:] if answer.isdigit() and len(answer) > 1 else letters
+    return "".join([generator.choice(first), *generator.choice(letters, len(answer) - 1)])

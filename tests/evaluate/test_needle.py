@@ -78,10 +78,11 @@ def test_a_model_that_learned_nothing_finds_nothing_but_by_chance(scoring):
     assert found.mean() == 0.0 if scoring == "match" else found.mean() < 0.5
 
 
-def test_rivals_look_like_the_answer():
-    [(_, _, item)] = items(NeedleConfig(lengths=[300], depths=[0.5]), TOKENIZER)
-    assert len(item.rivals) == 9 and item.answers[0] not in item.rivals
-    assert all(len(rival) == 5 and rival.isdigit() for rival in item.rivals)
+@pytest.mark.parametrize("digits", [1, 5])
+def test_rivals_look_like_the_answer_and_are_nine(digits):
+    [(_, _, item)] = items(NeedleConfig(lengths=[300], depths=[0.5], digits=digits), TOKENIZER)
+    assert len({item.answers[0], *item.rivals}) == 10
+    assert all(len(rival) == digits and rival.isdigit() for rival in item.rivals)
 
 
 def test_what_cannot_be_asked(tmp_path):
