@@ -7,6 +7,7 @@ A configuration class sits next to what it configures and derives from `Config`.
 import contextlib
 import difflib
 import hashlib
+import importlib.util
 import json
 import re
 import types
@@ -53,6 +54,22 @@ def gather(problems: list[str]) -> typing.Iterator[None]:
         yield
     except ConfigError as error:
         problems += error.problems
+
+
+FIGURES = ("altair", "vl_convert")  # draw figures: modules of the extra `study`
+FITS = ("pandas", "scipy")  # fit laws and hold tables: the others
+
+
+def not_installed(modules: typing.Iterable[str]) -> list[str]:
+    """Those that are not installed; none is imported for the answer."""
+    return [name for name in modules if importlib.util.find_spec(name) is None]
+
+
+def check_study(modules: typing.Iterable[str], where: str, otherwise: str = "") -> None:
+    """Raises ConfigError where modules of the extra `study` are not installed; `otherwise` says how to do without."""
+    fix = "install the extra `study`: pip install 'linnet[study]'" + otherwise
+    if problems := [f"{name}: not installed; {fix}" for name in not_installed(modules)]:
+        raise ConfigError(problems, where)
 
 
 C = typing.TypeVar("C", bound=Config)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from linnet.config import ConfigError
+from linnet.config import FIGURES, FITS, ConfigError, check_study, gather
 
 
 def compare(
@@ -113,13 +113,6 @@ def _nothing_in_common(found: dict[str, tuple[Path, list]]) -> str:
     return "\n    ".join(lines)
 
 
-def missing_for_page() -> list[str]:
-    """What draws the page and is not installed."""
-    from importlib.util import find_spec
-
-    return [name for name in ("altair", "vl_convert", "pandas", "scipy") if find_spec(name) is None]
-
-
 def _check(depth_ratio: float, length_ratio: float, page: bool) -> None:
     """Constants, and what draws the page, before anything is printed."""
     given = {"depth-ratio": depth_ratio, "length-ratio": length_ratio}
@@ -128,8 +121,9 @@ def _check(depth_ratio: float, length_ratio: float, page: bool) -> None:
         for name, value in given.items()
         if not 0 < value < float("inf")
     ]
-    if page and (missing := missing_for_page()):
-        problems.append(f"page: {', '.join(missing)} not installed: pip install 'linnet[study]', or give --no-page")
+    if page:
+        with gather(problems):
+            check_study(FIGURES + FITS, "compare", ", or give --no-page")
     if problems:
         raise ConfigError(problems, "compare")
 

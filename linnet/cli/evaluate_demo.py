@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from linnet.config import Config, ConfigError
+from linnet.config import FIGURES, FITS, Config, ConfigError, not_installed
 
 FOLDER = Path("runs/evaluate-demo")
 
@@ -84,11 +84,10 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
         plan: what demo.yaml holds.
     """
     from concurrent.futures import ProcessPoolExecutor, as_completed
-    from importlib.util import find_spec
     from multiprocessing import get_context
     from time import perf_counter
 
-    from linnet.cli.compare import compare, missing_for_page
+    from linnet.cli.compare import compare
 
     started, console = perf_counter(), Console(highlight=False, soft_wrap=True)
     plan = plan or read_plan()
@@ -104,11 +103,11 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
             for line in future.result()[1]:
                 console.print(f"  {line}")
     runs = [Path(future.result()[0]) for future in waiting]
-    missing = missing_for_page()
-    compare(runs, out=folder / "comparison" / "index.html", page=not missing)
-    if missing:
-        console.print(f"No page was drawn: {', '.join(missing)} not installed (pip install 'linnet\\[study]')")
-    if find_spec("lm_eval") is None:
+    absent = not_installed(FIGURES + FITS)
+    compare(runs, out=folder / "comparison" / "index.html", page=not absent)
+    if absent:
+        console.print(f"No page was drawn: {', '.join(absent)} not installed (pip install 'linnet\\[study]')")
+    if not_installed(["lm_eval"]):
         console.print("No questions were asked: that needs lm-evaluation-harness (pip install 'linnet\\[eval]')")
     console.print(f"[dim]{perf_counter() - started:.0f} s. Again: linnet compare {' '.join(map(str, runs))}[/]")
 
@@ -192,14 +191,12 @@ def _make(folder: str, name: str, plan: dict) -> tuple[str, list[str]]:
 
 def _asked(root: Path, plan: dict) -> Iterator[tuple[str, dict]]:
     """Options of `linnet evaluate`, one kind after the other."""
-    from importlib.util import find_spec
-
     from linnet.cli.evaluate import Needle
 
     yield "--text", {"text": [str(root / "held-out.jsonl")]}
     yield "--needle", {"needle": Needle.easy, **plan["needles"]}
     yield "--recall", {"recall": True, **plan["recall"]}
-    if find_spec("lm_eval") is not None:  # of the extra `eval`
+    if not not_installed(["lm_eval"]):  # of the extra `eval`
         yield "--task", {"task": "numbers", "include": root / "task"}
 
 

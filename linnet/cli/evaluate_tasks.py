@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.cli.evaluate_run import Opened, progress
-from linnet.config import ConfigError, gather
+from linnet.config import ConfigError, gather, not_installed
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,9 @@ class Questions:
 
 def prepare(suites: list[str], names: list[str], asked: Asked) -> list[Questions]:
     """Loads and checks all questions. Raises ConfigError with what is wrong with them, or for a missing extra."""
-    from importlib.util import find_spec
-
     if not suites and not names:
         return []
-    if find_spec("lm_eval") is None:
+    if not_installed(["lm_eval"]):
         raise ConfigError(["suites and tasks need lm-evaluation-harness; pip install 'linnet[eval]'"], "evaluate")
     from linnet.evaluate.suites import find_suite, load_suite
     from linnet.evaluate.tasks import find_tasks

@@ -93,10 +93,11 @@ def correlate(
 
     from rich.console import Console
 
+    from linnet.config import FITS, check_study
     from linnet.study.mad.correlate import correlate as compute
 
     names = _names(pair or [])
-    _check_extra()
+    check_study(FITS, "correlate")
     console = Console(stderr=True)
     with console.status("fitting the laws") if console.is_terminal else nullcontext() as status:
         found = compute(
@@ -119,17 +120,6 @@ def correlate(
 
         written = write_correlate_page(found, folder, study, out)
         typer.echo(f"page: {written}", err=as_json)
-
-
-def _check_extra() -> None:
-    from importlib.util import find_spec
-
-    from linnet.config import ConfigError
-
-    missing = [name for name in ("pandas", "scipy") if find_spec(name) is None]
-    if missing:
-        fix = "install the extra `study`: pip install 'linnet[study]'"
-        raise ConfigError([f"{name}: not installed; {fix}" for name in missing], "correlate")
 
 
 def _names(pairs: list[str]) -> dict[str, str]:

@@ -214,9 +214,9 @@ def _print_table(scores, console) -> None:
 
 def _page(folder: Path) -> Path | None:
     """The report of a folder, None where the extra that draws it is not installed."""
-    from importlib.util import find_spec
+    from linnet.config import FIGURES, not_installed
 
-    if find_spec("altair") is None or find_spec("vl_convert") is None:
+    if not_installed(FIGURES):
         return None
     from linnet.report.mad import write_mad_report
 

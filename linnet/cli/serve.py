@@ -55,17 +55,12 @@ def serve(
     [bold]LINNET_API_KEY=... linnet serve RUN --host 0.0.0.0 --slots 64[/]
     [bold]OPENAI_BASE_URL=http://127.0.0.1:8000/v1[/] is what clients need
     """
-    import importlib.util
-
     from rich.console import Console
     from rich.markup import escape
 
-    from linnet.config import ConfigError
+    from linnet.config import ConfigError, not_installed
 
-    missing = [
-        part for part in ("fastapi", "uvicorn", "jinja2", "prometheus_client") if not importlib.util.find_spec(part)
-    ]
-    if missing:
+    if missing := not_installed(["fastapi", "uvicorn", "jinja2", "prometheus_client"]):
         raise ConfigError([f"{', '.join(missing)} missing; install them with: pip install 'linnet[serve]'"], "serve")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     settings = _settings(

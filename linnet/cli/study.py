@@ -59,6 +59,7 @@ def study(
     from rich.console import Console
 
     from linnet.cli.study_page import print_laws, print_plan
+    from linnet.config import FIGURES, FITS, check_study
     from linnet.study.executors import worker_slots
     from linnet.study.ladder import plan as make_plan
     from linnet.study.runner import run_study
@@ -66,7 +67,7 @@ def study(
 
     settings = _settings(config, mixer, architectures, budgets, workers, set_ or [])
     if not plan:
-        _check_extra(report)
+        check_study(FITS + FIGURES if report else FITS, "study")  # before the training, not after it
     console = Console(stderr=True) if json_ else Console()
     with console.status("counting FLOPs, timing a few steps"):
         ladder = make_plan(settings, check_data=not plan, where=str(config or "study"))
@@ -92,19 +93,6 @@ def study(
 
         page = write_report(result.folder, fit=laws)
         console.print(f"\nreport: [bold]{page}[/]", highlight=False, soft_wrap=True)
-
-
-def _check_extra(report: bool) -> None:
-    """Says before the training, not after it, that its laws could not be fitted or drawn."""
-    from importlib.util import find_spec
-
-    from linnet.config import ConfigError
-
-    needed = ["pandas", "scipy", *(["altair", "vl_convert"] if report else [])]
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        fix = "install the extra `study`: pip install 'linnet[study]'"
-        raise ConfigError([f"{name}: not installed; {fix}" for name in missing], "study")
 
 
 def _fit(folder: Path, console):

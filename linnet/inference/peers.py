@@ -5,7 +5,6 @@ same with a static one, for which `generate` compiles the model; `fla` is flash-
 """
 
 import importlib.metadata
-import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, not_installed
 from linnet.inference.throughput import synchronize
 from linnet.models import ModelConfig
 
@@ -79,7 +78,7 @@ def missing(names: Sequence[str]) -> list[str]:
     return [
         f"--peer needs {package}, which is not installed; {fix}"
         for package, fix in sorted(packages)
-        if importlib.util.find_spec(package) is None
+        if not_installed([package])
     ]
 
 

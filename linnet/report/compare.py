@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from linnet.config import FIGURES, check_study
 from linnet.evaluate.compare import LEVEL, RESAMPLES, Comparison, Difference, Shared
 from linnet.evaluate.compare_words import REAL, between, needle_name, notes, shown, title
 from linnet.report import needle, shell, style, units
@@ -44,7 +45,7 @@ def write_comparison(
     Raises:
         ConfigError: the page is no .html file, or the extra `study` is not installed.
     """
-    shell.check_extra(("altair", "vl_convert"))
+    check_study(FIGURES, "compare")
     path = shell.page_path(Path(page).parent, page)
     names = list(dict.fromkeys(entry.name for group in groups for entry in group.entries))
     side = Side(names, groups, comparisons, constants or Constants())

@@ -4,6 +4,7 @@ from html import escape
 from pathlib import Path
 from statistics import fmean
 
+from linnet.config import FIGURES, check_study
 from linnet.report import mad_experts, mad_mqar, shell, units
 from linnet.report.mad_figures import Records, draw, points, task_name
 from linnet.study.mad.checks import NOT_ENOUGH, Check, checks
@@ -31,7 +32,7 @@ def write_mad_report(
     Raises:
         ConfigError: the folder holds no runs or unusable ones, or the extra `study` is not installed.
     """
-    shell.check_extra(("altair", "vl_convert"))
+    check_study(FIGURES, "report")
     results = read_results(folder)
     scores = score(results, metric=metric, legacy=legacy)
     records = Records(Path(folder), results, scores, checks(scores))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from linnet.config import FIGURES, check_study
 from linnet.report import shell, style, units
 from linnet.report.mad_figures import points, task_name
 from linnet.report.marks import Canvas, Figure
@@ -40,7 +41,7 @@ def write_correlate_page(
     Raises:
         ConfigError: the extra `study` is not installed, or `out` is no page.
     """
-    shell.check_extra(("altair", "vl_convert"))
+    check_study(FIGURES, "report")
     page = shell.page_path(folder, out if out is not None else Path(folder) / "report" / "correlate.html")
     families = Families.of(found)
     figures = [scatter(found, families), by_task(found, families)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from linnet.config import FIGURES, FITS, check_study
 from linnet.report import downstream, downstream_figures, shell, tables
 from linnet.report.figures import draw
 from linnet.report.findings import findings, summary
@@ -37,7 +38,7 @@ def write_report(
     Raises:
         ConfigError: the folder or its table is not there or unusable, or the extra `study` is not installed.
     """
-    shell.check_extra()
+    check_study(FIGURES + FITS, "report")
     study = read_study(study_folder, fit, bootstrap)
     page = shell.page_path(study_folder, out)
     series = downstream.read_series(study, bootstrap)

@@ -14,19 +14,6 @@ from linnet.report import style
 from linnet.report.marks import Figure
 
 
-def check_extra(modules: Sequence[str] = ("altair", "vl_convert", "pandas", "scipy")) -> None:
-    """Raises ConfigError where a module that a report needs is not installed."""
-    missing = []
-    for module in modules:
-        try:
-            __import__(module)
-        except ImportError:
-            missing.append(module)
-    if missing:
-        fix = "the report needs the extra `study`: pip install 'linnet[study]'"
-        raise ConfigError([f"{name}: not installed; {fix}" for name in missing], "report")
-
-
 def page_path(folder: str | Path, out: str | Path | None) -> Path:
     """Where a page goes: `out`, or report/index.html in the folder that it is about; makes the folder of it."""
     page = Path(out) if out is not None else Path(folder) / "report" / "index.html"

@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from linnet.config import ConfigError
+from linnet.config import FIGURES, ConfigError, check_study
 from linnet.report import shell, style, units
 from linnet.report.marks import Figure
 
@@ -22,7 +22,7 @@ def write_throughput(rows: list[dict], folder: Path) -> list[Path]:
     Raises:
         ConfigError: the extra `study`, which draws figures, is not installed.
     """
-    shell.check_extra(("altair", "vl_convert"))
+    check_study(FIGURES, "report")
     folder.mkdir(parents=True, exist_ok=True)
     figure = draw(rows)
     shell.write_pictures(folder, figure)

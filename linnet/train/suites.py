@@ -6,14 +6,13 @@ import contextlib
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from linnet.config import Config, ConfigError
+from linnet.config import Config, ConfigError, not_installed
 from linnet.data import Tokenizer
 from linnet.data.sources import find_files
 from linnet.evaluate.needle import RIVALS, NeedleConfig, items, run_needle
@@ -244,7 +243,7 @@ class TaskEvaluation(Config):
     @field_validator("kind")
     @classmethod
     def _can_ask(cls, kind: str) -> str:
-        if find_spec("lm_eval") is None:
+        if not_installed(["lm_eval"]):
             raise ValueError("tasks need lm-evaluation-harness; pip install 'linnet[eval]'")
         return kind
 

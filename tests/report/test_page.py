@@ -1,5 +1,6 @@
 """The report as a whole: what it says, what it holds, and that it is a pure function of the study folder."""
 
+import importlib.util
 import json
 import math
 import re
@@ -279,16 +280,8 @@ def test_out_must_be_a_page(study, tmp_path):
 
 
 def test_missing_extra_is_named(study, monkeypatch):
-    import builtins
-
-    real = builtins.__import__
-
-    def without_altair(name, *arguments, **options):
-        if name == "altair":
-            raise ImportError(name)
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without_altair)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "altair" else real(name))
     with pytest.raises(ConfigError, match=r"altair: not installed; .*pip install 'linnet\[study\]'"):
         write_report(study(architectures=("tnl",), budgets=(2e11,), widths=(16,), curves=False))
 

@@ -58,7 +58,7 @@ def test_probes_that_do_not_fit_are_told_before(settings, cache, tmp_path):
 
 
 def test_an_extra_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("linnet.train.suites.find_spec", lambda name: None)
+    monkeypatch.setattr("linnet.train.suites.not_installed", list)
     with pytest.raises(ConfigError, match=r"pip install 'linnet\[eval\]'"):
         parse(TaskEvaluation, {"kind": "tasks", "suite": "csr"})
 
