@@ -200,6 +200,28 @@ def test_through_autograd_and_compile(forget):
 
 
 @gpu
+def test_a_cuda_graph_leaves_none_of_its_memory_behind():
+    from linnet.ops.gated.triton import _CHOICES
+
+    (q, k, gate, _, v, *_), _ = make(2, 200, 64, 64, state=False)
+    leaves = [x.requires_grad_() for x in (q, k, gate, v)]
+
+    def differentiate():
+        return torch.autograd.grad(gated_linear_attention(q, k, v, gate)[0].float().sum(), leaves)
+
+    expected = differentiate()  # compiles and loads the kernels
+    torch.cuda.synchronize()
+    _CHOICES.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.autograd.set_multithreading_enabled(False), torch.cuda.graph(graph):
+        captured = differentiate()
+    assert not _CHOICES
+    graph.replay()
+    for again in (captured, differentiate()):
+        assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+
+
+@gpu
 def test_strided_inputs():
     (q, k, gate, _, v, *_), _ = make(2, 100, 64, 64)
     expected, _ = gated_linear_attention(q, k, v, gate)

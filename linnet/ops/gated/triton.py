@@ -17,7 +17,6 @@ and the sweep of a segment starts from the decayed sum of the summaries before i
 float64, mixed dtypes and widths that are no multiple of 8 or above 256 run in the chunked form.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -51,6 +50,8 @@ class Tiles(NamedTuple):
 RESIDENT = 2
 # Chunks that a program for strong decays looks at; mostly there are none, and it ends at once.
 GROUP = 16
+
+_CHOICES: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
 
 def choose_tiles(K: int, V: int, dtype: torch.dtype) -> Tiles:
@@ -263,14 +264,19 @@ def _gradients(call: Call, do: Tensor, entries: Tensor, exits: Tensor, strong: T
     return dq, dk, dv, dgate, None if parts is None else parts.sum(0).to(call.bound.dtype)
 
 
-@functools.cache
 def _choices(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[4, C, C], right factors that make of a row of tokens: itself, its sums up to each token, from it on, before it.
 
-    Loaded, since what Triton makes of them in a kernel goes to shared memory number by number.
+    Loaded, since what Triton makes of them in a kernel goes to shared memory number by number. Kept for the next call,
+    but not what a CUDA graph is captured with: that is memory of the graph.
     """
-    one = torch.ones(C, C, dtype=dtype, device=device)
-    return torch.stack([torch.eye(C, dtype=dtype, device=device), one.triu(), one.tril(), one.triu(1)])
+    found = _CHOICES.get((C, dtype, device))
+    if found is None:
+        one = torch.ones(C, C, dtype=dtype, device=device)
+        found = torch.stack([torch.eye(C, dtype=dtype, device=device), one.triu(), one.tril(), one.triu(1)])
+        if not torch.cuda.is_current_stream_capturing():
+            _CHOICES[C, dtype, device] = found
+    return found
 
 
 def _count_segments(call: Call, programs: int) -> int:
