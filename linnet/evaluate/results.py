@@ -17,6 +17,7 @@ Each evaluation is two files in `RUN/evaluations`, whose name begins with its ki
 of items at all (null, then there are none). Results of two models can be paired where task, metric and ids agree.
 """
 
+import contextlib
 import csv
 import io
 import json
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from linnet.config import ConfigError, digest
+from linnet.config import ConfigError, digest, gather
 from linnet.models import count_parameters
 from linnet.runs import RunFolder
 from linnet.runs.files import write_atomic
@@ -36,6 +37,10 @@ from linnet.runs.record import plain
 FOLDER = "evaluations"
 FORMAT = 1
 _COLUMNS = ("task", "metric", "id", "score", "weight")
+
+
+class OtherFormatError(ConfigError):
+    """A JSON file that is no evaluation of this format."""
 
 
 class Item(NamedTuple):
@@ -134,14 +139,14 @@ def read_evaluation(path: str | Path) -> Evaluation:
     """An evaluation from its JSON file, with its items.
 
     Raises:
-        ConfigError: a file that is not there, is damaged, or is not of this format.
+        ConfigError: a file that is not there, or is damaged. OtherFormatError: one that is not of this format.
     """
     path = Path(path)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             message = f"{path}: is no evaluation of format {FORMAT}; delete it, or evaluate again"
-            raise ConfigError([message], "evaluations")
+            raise OtherFormatError([message], "evaluations")
         items: dict[tuple[str, str], list[Item]] = {}
         with open(path.with_name(values["items"]), encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file):
@@ -162,21 +167,23 @@ def read_evaluation(path: str | Path) -> Evaluation:
         raise ConfigError([message], "evaluations") from None
 
 
-def read_evaluations(run: str | Path) -> list[Evaluation]:
+def read_evaluations(run: str | Path, problems: list[str] | None = None) -> list[Evaluation]:
     """All evaluations of a run or model folder, by name; those of other formats are left out.
 
+    Args:
+        problems: takes what is wrong with damaged files, which then are left out.
+
     Raises:
-        ConfigError: all files that are damaged.
+        ConfigError: all files that are damaged, where `problems` is None.
     """
-    found, problems = [], []
+    found, damaged = [], []
     for path in sorted((Path(run) / FOLDER).glob("*.json")):
-        try:
+        with gather(damaged), contextlib.suppress(OtherFormatError):
             found.append(read_evaluation(path))
-        except ConfigError as error:
-            if not any("is no evaluation of format" in problem for problem in error.problems):
-                problems += error.problems
-    if problems:
-        raise ConfigError(problems, "evaluations")
+    if problems is not None:
+        problems += damaged
+    elif damaged:
+        raise ConfigError(damaged, "evaluations")
     return found
 
 

@@ -8,7 +8,15 @@ import yaml
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
-from linnet.evaluate.results import Evaluation, Item, Result, describe_model, read_evaluation, read_evaluations
+from linnet.evaluate.results import (
+    Evaluation,
+    Item,
+    OtherFormatError,
+    Result,
+    describe_model,
+    read_evaluation,
+    read_evaluations,
+)
 from linnet.models import build_model, family
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.model import load_checkpoint
@@ -64,7 +72,12 @@ def test_damaged_files_are_all_named_and_foreign_ones_left_out(tmp_path):
     (folder / "bare.json").write_text('{"format": 1, "kind": "x"}')
     with pytest.raises(ConfigError, match=r"(?s)2 problems.*bare.json: cannot be read.*torn.json: cannot be read"):
         read_evaluations(tmp_path)
-    with pytest.raises(ConfigError, match="is no evaluation of format 1"):
+    problems = ["before"]
+    assert len(read_evaluations(tmp_path, problems)) == 1
+    assert [problem.partition(": ")[0].rpartition("/")[2] for problem in problems] == [
+        "before", "bare.json", "torn.json",
+    ]  # fmt: skip
+    with pytest.raises(OtherFormatError, match="is no evaluation of format 1"):
         read_evaluation(folder / "old.json")
 
 
