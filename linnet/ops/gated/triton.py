@@ -274,7 +274,7 @@ def _choices(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if found is None:
         one = torch.ones(C, C, dtype=dtype, device=device)
         found = torch.stack([torch.eye(C, dtype=dtype, device=device), one.triu(), one.tril(), one.triu(1)])
-        if not torch.cuda.is_current_stream_capturing():
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             _CHOICES[C, dtype, device] = found
     return found
 
