@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from linnet.inference.sampling import Chosen, Knobs, choose, choose_greedy
+from linnet.inference.waiting import choose_interval, make_room
 from linnet.models import CausalLM, ModelState
 
 # What `choose` has to do: take the likeliest, draw as asked, tell log-probabilities too.
@@ -23,7 +24,9 @@ class Decoder:
 
     Attributes:
         slots, vocab: their number, and how many tokens may be chosen.
-        states: of all slots. logits [slots, vocab]: of each slot's next token. tokens [slots]: the last ones chosen.
+        states: of all slots; where tokens wait beside them (`linnet.inference.waiting`), of their last writes.
+        write_every: tokens between these writes, 1 where none wait.
+        logits [slots, vocab]: of each slot's next token. tokens [slots]: the last ones chosen.
         knobs: how each slot's token is chosen.
         graphs: whether steps are CUDA graphs.
     """
@@ -38,8 +41,13 @@ class Decoder:
         graphs: bool = True,
         compile: bool = False,
         kinds: Sequence[str] = KINDS,
+        write_every: int | None = None,
     ):
-        """`kinds`: ways of choosing that may be asked for; each takes some memory of the size of the logits."""
+        """Args beside the attributes:
+        context_length: capacity of KV caches.
+        kinds: ways of choosing that may be asked for; each takes some memory of the size of the logits.
+        write_every: tokens between writes of states whose layers can wait; None for what is fast.
+        """
         self.slots, self.vocab, self.device = slots, vocab, device
         self._model_step = _compiled(model, slots, context_length, device) if compile else model.step
         self.states = model.init_state(slots, context_length, device)
@@ -47,6 +55,9 @@ class Decoder:
         self._pool = self._tensors(self.states)
         if any(x.shape[0] != slots for x in self._pool):
             raise ValueError("state_spec: the first dimension of every tensor of a state must be the batch")
+        # A compiled step is one of plain states: it is tried out and called with the same.
+        self.write_every = 1 if compile else write_every or choose_interval(model, slots, device)
+        self._waiting = make_room(model, self.states, slots, self.write_every) if self.write_every > 1 else None
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.logits = torch.zeros(slots, vocab, dtype=model.embedding.weight.dtype, device=device)
         self.knobs = Knobs.empty(slots, vocab, device)
@@ -62,6 +73,8 @@ class Decoder:
         for pool, state in zip(self._pool, self._tensors(states), strict=True):
             pool[slot : slot + len(logits)].copy_(state)
         self.logits[slot : slot + len(logits)].copy_(logits[:, : self.vocab])
+        if self._waiting is not None:
+            self._waiting[slot : slot + len(logits)].zero_()
 
     def choose(self, kind: str) -> Callable[[], tuple[list, ...]]:
         """Chooses a token for every slot; the result waits for them and returns what `Chosen` holds, as lists."""
@@ -97,6 +110,8 @@ class Decoder:
             if new is not pool:  # a layer that does not write its state in place
                 pool.copy_(new)
         self.logits.copy_(logits[:, : self.vocab])
+        if self._waiting is not None:
+            self._waiting.add_(1).remainder_(self.write_every)
 
     def _tensors(self, states: ModelState) -> list[Tensor]:
         return [states[layer][name] for layer, name in self._names]

@@ -45,8 +45,18 @@ class _Generator:
 
     name: str
     device: torch.device
+    weight_bytes: int
     _model: Any
     _cache: dict[str, str] = {}  # arguments of `generate`
+
+    def carried_bytes(self, context: int) -> int:
+        raise NotImplementedError
+
+    def held_bytes(self, context: int) -> int:
+        return self.carried_bytes(context)
+
+    def moved_bytes(self, batch: int, context: int) -> int:
+        return self.weight_bytes + batch * self.carried_bytes(context)
 
     def warm(self, tokens: Tensor, new: int) -> None:
         self.run(tokens, new if self._cache else min(new, 8))  # the compiled model is one of its cache's length
@@ -172,6 +182,9 @@ class FlaHGRN2(_Generator):
 
     def carried_bytes(self, context: int) -> int:
         return self._state_bytes
+
+    def moved_bytes(self, batch: int, context: int) -> int:
+        return self.weight_bytes + 2 * batch * self._state_bytes  # read and written
 
 
 def _inner(channel: dict, config: ModelConfig) -> int:

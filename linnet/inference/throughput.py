@@ -4,8 +4,8 @@ A case is a batch of prompts of one length and a number of new tokens, all greed
 for: the first token (the whole batch of prompts read, one token chosen and brought to the host), and every token after
 it, each brought to the host before the next is asked for.
 
-`bandwidth_share` is the bytes that a token must move, over its time, over the measured bandwidth of a large copy: the
-weights once, states read and written, caches read.
+`bandwidth_share` is the bytes that a token moves, over its time, over the measured bandwidth of a large copy: the
+weights once, states read and written (those that wait to be written, as often as they are), caches read.
 """
 
 import gc
@@ -21,10 +21,12 @@ from torch import Tensor
 from linnet.inference.decoder import PLAIN, Decoder
 from linnet.inference.merging import merge_projections, serve_rows
 from linnet.inference.precision import lower_precision
+from linnet.inference.waiting import choose_interval, spared_bytes, waiting_bytes
 from linnet.models import CausalLM, ModelConfig, ModelState
 
 FILL = "max"  # a batch: as many as the memory holds
-_AT_A_TIME = 16_384  # tokens of a batch of prompts that are read in one piece
+_AT_A_TIME = 16_384  # tokens of a batch of prompts that are read in one piece,
+_STATES_AT_A_TIME = 2**31  # and bytes of their states, which are there twice: before and behind a chunk
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,12 @@ class System(Protocol):
     def carried_bytes(self, context: int) -> int:
         """Bytes that one sequence carries behind `context` tokens."""
 
+    def held_bytes(self, context: int) -> int:
+        """Bytes of memory that one sequence of a large batch takes where it may grow to `context` tokens."""
+
+    def moved_bytes(self, batch: int, context: int) -> int:
+        """Bytes that one token of all sequences moves behind `context` others."""
+
     def warm(self, tokens: Tensor, new: int) -> None:
         """Does what only the first `run` with such tokens would do: compiles, captures."""
 
@@ -77,6 +85,16 @@ class Linnet:
 
     def carried_bytes(self, context: int) -> int:
         return self._model.backbone.state_bytes(context)
+
+    def held_bytes(self, context: int) -> int:
+        return self.carried_bytes(context) + (waiting_bytes(self._model) if self.device.type == "cuda" else 0)
+
+    def moved_bytes(self, batch: int, context: int) -> int:
+        constant = self.carried_bytes(1)
+        if grown := self.carried_bytes(context) - constant:  # the one token of a cache is none of a state
+            constant = max(0, constant - grown // (context - 1))
+        spared = spared_bytes(self._model, choose_interval(self._model, batch, self.device))
+        return self.weight_bytes + batch * (2 * constant + grown - spared)
 
     @torch.no_grad()
     def warm(self, tokens: Tensor, new: int) -> None:
@@ -114,7 +132,8 @@ class Linnet:
 
     def _rows(self, batch: int, length: int) -> int:
         """How many prompts of a batch are read together."""
-        return max(1, min(batch, _AT_A_TIME // min(length, self._chunk)))
+        states = _STATES_AT_A_TIME // max(1, self.carried_bytes(length))
+        return max(1, min(batch, _AT_A_TIME // min(length, self._chunk), states))
 
     def _read(self, tokens: Tensor, decoder: Decoder, context: int) -> None:
         batch, length = tokens.shape
@@ -196,26 +215,21 @@ def _measure(system: System, batch: int, case: Case, repeats: int, bandwidth: fl
     }
     if case.new > 1:
         step = other / (case.new - 1)
-        constant = system.carried_bytes(1)
-        grown = system.carried_bytes(case.prompt + case.new // 2) - constant
-        if grown:  # the one token of a cache is no state that is read and written
-            constant = max(0, constant - grown // (case.prompt + case.new // 2 - 1))
-        moved = system.weight_bytes + batch * (2 * constant + grown)
         row |= {
             "token_ms": 1e3 * step,
             "decode_tokens_per_second": batch / step,
-            "bandwidth_share": moved / step / bandwidth,
+            "bandwidth_share": system.moved_bytes(batch, case.prompt + case.new // 2) / step / bandwidth,
         }
     return row
 
 
 def _fill(system: System, case: Case) -> int:
-    """The batch whose states or caches, logits and tokens would take nine tenths of the free memory."""
+    """The batch whose states or caches, what waits, logits and tokens would take nine tenths of the free memory."""
     if not torch.cuda.is_available():
         return 64
     _free(system)
     free, _ = torch.cuda.mem_get_info()
-    each = system.carried_bytes(case.room or case.prompt + case.new) + 8 * system.vocab_size
+    each = system.held_bytes(case.room or case.prompt + case.new) + 8 * system.vocab_size
     return max(1, int(0.9 * free / each))
 
 

@@ -90,6 +90,14 @@ class Mixer(nn.Module):
         """What the layer carries between tokens; a KV cache depends on `context_length`, a recurrence does not."""
         raise NotImplementedError
 
+    def waiting_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
+        """Where the last tokens wait beside a large state, so that `step` writes it only every `tokens` tokens.
+
+        {}: every step writes it. A state that has these tensors also has `waiting`, int32 [batch], which whoever calls
+        `step` counts: how many tokens wait, 0 to tokens - 1. Only with none it is the whole state.
+        """
+        return {}
+
     def flops_paper(self, seq_len: int) -> float:
         """Forward FLOPs of one sequence as paper 000, Table 1, counts them (ideal GLU, leading terms).
 

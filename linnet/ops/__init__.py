@@ -10,7 +10,7 @@ from linnet.ops.additive import additive_attention, additive_step
 from linnet.ops.backend import debug, use_backend
 from linnet.ops.cross_entropy import linear_cross_entropy
 from linnet.ops.gated import forget_gate, forget_gated_attention, forget_gated_step, gated_linear_attention, gated_step
-from linnet.ops.lightning import lightning_attention, lightning_step
+from linnet.ops.lightning import lightning_attention, lightning_step, lightning_waiting_step
 from linnet.ops.longconv import ModalFilter, filtered_attention, long_convolution, long_convolution_step
 from linnet.ops.modal import modal_convolution, modal_step
 from linnet.ops.norm import rms_norm
@@ -35,6 +35,7 @@ __all__ = [
     "gated_step",
     "lightning_attention",
     "lightning_step",
+    "lightning_waiting_step",
     "linear_cross_entropy",
     "long_convolution",
     "long_convolution_step",

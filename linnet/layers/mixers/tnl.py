@@ -22,7 +22,7 @@ from linnet.layers.norm import build_norm
 from linnet.layers.output import GatedOutput, GatedOutputConfig, split_heads
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.lrpe import Lrpe
-from linnet.ops import lightning_attention, lightning_step
+from linnet.ops import lightning_attention, lightning_step, lightning_waiting_step
 
 
 class TnlConfig(GatedOutputConfig):
@@ -82,7 +82,13 @@ class Tnl(Mixer):
         inside = self.lrpe is None and kind != "elu1"  # the step itself activates q and k
         q, k, v = self._project(x, state.get("position"), "none" if inside else kind)
         activation = kind if inside else "none"
-        o = lightning_step(q, k, v, state["matrix"], log_decay=self.log_decay, activation=activation)
+        settings = {"log_decay": self.log_decay, "activation": activation}
+        if "waiting" in state:
+            o = lightning_waiting_step(
+                q, k, v, state["matrix"], state["keys"], state["values"], state["waiting"], **settings
+            )
+        else:
+            o = lightning_step(q, k, v, state["matrix"], **settings)
         if self.lrpe is not None:
             state["position"] += 1
         return self.output(o.flatten(-2), x), state
@@ -93,6 +99,12 @@ class Tnl(Mixer):
         if self.lrpe is not None:
             spec["position"] = TensorSpec((batch,), torch.int64)
         return spec
+
+    def waiting_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
+        if self.lrpe is not None:  # turned keys are float32 and wider
+            return {}
+        rows = TensorSpec((batch, self.num_heads, tokens - 1, self.head_dim), self.k_proj.weight.dtype)
+        return {"keys": rows, "values": rows}
 
     def flops_paper(self, seq_len: int) -> float:
         """8nd^2 + 12nd^2/h + 4nd (paper 000, A.1.2 with block size and gate rank d/h)."""

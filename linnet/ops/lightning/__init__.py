@@ -15,8 +15,9 @@ from linnet.ops.folding import register_folding
 from linnet.ops.lightning import chunked
 from linnet.ops.lightning.reference import lightning_reference
 from linnet.ops.lightning.step import lightning_step
+from linnet.ops.lightning.waiting import lightning_waiting_step
 
-__all__ = ["lightning_attention", "lightning_step"]
+__all__ = ["lightning_attention", "lightning_step", "lightning_waiting_step"]
 
 
 def lightning_attention(

@@ -1,0 +1,99 @@
+"""Tokens that wait beside the slots' states: the same tokens as with states that every step writes."""
+
+import random
+
+import pytest
+import torch
+
+from linnet.inference import Engine, Sampling
+from linnet.inference.waiting import INTERVAL, choose_interval, spared_bytes, waiting_bytes
+from linnet.models import CausalLM, ModelConfig, build_model, family
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
+CONFIG = ModelConfig(
+    d_model=64,
+    layout="(tnl+sglu attention+swiglu) x2",
+    vocab_size=67,
+    options={"attention": {"num_heads": 4, "num_kv_heads": 2}, "tnl": {"num_heads": 4}},
+    init_std=0.3,
+)
+
+
+def lively(config=CONFIG):
+    model = build_model(config, seed=1)
+    with torch.no_grad():
+        model.embedding.weight.mul_(0.02)
+    return model
+
+
+@pytest.fixture
+def write_every(monkeypatch):
+    def set_to(tokens):
+        monkeypatch.setattr("linnet.inference.decoder.choose_interval", lambda *_: tokens)
+
+    return set_to
+
+
+def run(device, order_seed=None, dtype=torch.float32):
+    """Tokens of ten prompts on three slots, which come one by one, at different times if there is an order."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 67, (1 + 5 * i % 13,), generator=generator).tolist() for i in range(10)]
+    lengths = [4 + 7 * i % 19 for i in range(10)]
+    engine = Engine(lively(), slots=3, prefill_chunk=5, device=device, dtype=dtype)
+    waits = engine._decoder.write_every > 1
+    assert waits == any("waiting" in state for state in engine._decoder.states.values())
+    order, arrivals, requests = list(range(10)), random.Random(order_seed), {}
+    arrivals.shuffle(order)
+    tokens = [[] for _ in prompts]
+    while order or engine.busy:
+        while order and (order_seed is None or arrivals.random() < 0.3):
+            index = order.pop()
+            requests[engine.submit(prompts[index], Sampling(max_tokens=lengths[index]))] = index
+        for request, piece in engine.advance():
+            tokens[requests[request]].append(piece.token)
+    return tokens
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_are_those_of_states_that_are_always_written(device, write_every):
+    write_every(1)
+    expected = run(device)
+    assert len({token for tokens in expected for token in tokens}) > 4
+    for tokens, seed in ((2, 0), (4, 1), (8, 2)):
+        write_every(tokens)
+        assert run(device, seed) == expected
+
+
+@gpu
+def test_bfloat16_tokens_depend_on_no_company(write_every):
+    write_every(4)
+    assert run("cuda", 0, torch.bfloat16) == run("cuda", 1, torch.bfloat16) == run("cuda", 2, torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_saved_prefix_is_a_whole_state(device, write_every, tmp_path):
+    """What waits never leaves: prefixes are read apart from the slots, and a slot begins with nothing that waits."""
+    write_every(4)
+    engine = Engine(lively(), slots=2, prefill_chunk=5, device=device, dtype=torch.float32)
+    prompt, settings = [5, 3, 9, 12, 40, 2, 8], Sampling(max_tokens=10)
+    engine.generate([[1, 2, 3]] * 2, Sampling(max_tokens=6))  # the slots have tokens that wait
+    engine.prefix(prompt[:6]).save(tmp_path / "prefix.state")
+    prefix = engine.load_prefix(tmp_path / "prefix.state")
+    assert not any("waiting" in state for state in prefix.states.values())
+    [whole] = engine.generate([prompt], settings)
+    [behind] = engine.generate([prompt[6:]], settings, prefix=prefix)
+    assert behind.tokens == whole.tokens
+
+
+def test_states_are_written_every_token_unless_they_are_large():
+    with torch.device("meta"):
+        large, without = (CausalLM(family(name)(4096, 4, vocab_size=64)) for name in ("tnl", "llama"))
+    state = large.backbone.state_bytes(1)
+    cuda = torch.device("cuda")
+    assert choose_interval(large, 1, cuda) == 1 and choose_interval(large, 10_000, cuda) == INTERVAL
+    assert choose_interval(large, 10_000, torch.device("cpu")) == 1
+    assert choose_interval(without, 10_000, cuda) == 1 and spared_bytes(without, INTERVAL) == 0
+    assert waiting_bytes(large) == 4 * 2 * (INTERVAL - 1) * 4096 * 4  # float32 weights
+    assert spared_bytes(large, INTERVAL) == state * (INTERVAL - 1) // INTERVAL - waiting_bytes(large) // 2
+    assert spared_bytes(large, 1) == 0

@@ -1,0 +1,166 @@
+"""Tokens that wait beside the state: against single steps in float64 that write every token, slots in any mixture."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linnet.ops import lightning_step, lightning_waiting_step, use_backend
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+INF = float("inf")
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+class Slots:
+    """Sequences that begin anew at different tokens, their memory poisoned with NaN where nothing may be read."""
+
+    def __init__(self, shape, every, dtype=torch.float32, device="cpu", activation="silu", decays="some"):
+        self.generator = torch.Generator().manual_seed(sum(shape) + every)
+        self.B, self.H, self.K, self.V = B, H, K, V = shape
+        self.every, self.dtype, self.device = every, dtype, device
+        self.settings = {"scale": 0.7, "activation": activation}
+        rates = -self.normal(H, dtype=torch.float32).exp()
+        if decays == "extreme":
+            rates[::3], rates[1::3], rates[2::3] = 0.0, -INF, -30.0
+        self.log_decay = None if decays == "none" else rates
+        self.start = self.normal(B, H, K, V, dtype=torch.float32)
+        self.around = torch.full((B * H * K * V + 16,), float("nan"), device=device)
+        self.state = self.around[8:-8].view(B, H, K, V)
+        self.state.copy_(self.start)
+        self.keys, self.values = (
+            torch.full((B, H, every - 1, size), float("nan"), dtype=dtype, device=device) for size in (K, V)
+        )
+        self.waiting = torch.zeros(B, dtype=torch.int32, device=device)
+        self.exact = self.start.double()
+
+    def normal(self, *shape, dtype=None):
+        x = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        return x.to(self.device, dtype or self.dtype)
+
+    def advance(self, q, k, v, step=lightning_waiting_step):
+        room = (self.keys, self.values, self.waiting)
+        o = step(q, k, v, self.state, *room, log_decay=self.log_decay, **self.settings)
+        self.waiting.add_(1).remainder_(self.every)
+        return o
+
+    def check(self, backend, tokens=None):
+        errors, total = 0.0, 0.0
+        rates = None if self.log_decay is None else self.log_decay.double()
+        for t in range(tokens or 2 * self.every + 3):
+            for b in range(self.B):
+                if t == 1 + 2 * b:  # another request: what waited is nobody's
+                    self.waiting[b], self.state[b], self.exact[b] = 0, self.start[b], self.start[b].double()
+                    self.keys[b] = self.values[b] = float("nan")
+            q, k, v = (self.normal(self.B, self.H, size) for size in (self.K, self.K, self.V))
+            writes = self.waiting == self.every - 1
+            before = self.state.clone()
+            with use_backend("chunked"):
+                expected = lightning_step(
+                    q.double(), k.double(), v.double(), self.exact, log_decay=rates, **self.settings
+                )
+            with use_backend(backend):
+                o = self.advance(q, k, v)
+            assert o.dtype == self.dtype
+            errors, total = errors + (o.double() - expected).square().sum(), total + expected.square().sum()
+            assert torch.equal(self.state[~writes], before[~writes])  # nothing is written
+            written, wanted = self.state[writes].double(), self.exact[writes]
+            # Outside the kernel SiLU rounds to the dtype of k, as in `lightning_step`.
+            tolerance = TOLERANCE[torch.float32 if backend == "triton" else self.dtype]
+            assert (written - wanted).norm() <= tolerance * wanted.norm()
+        assert (errors / total).sqrt().item() <= TOLERANCE[self.dtype]
+        assert self.around[:8].isnan().all() and self.around[-8:].isnan().all()
+
+
+CASES = [
+    ((3, 2, 16, 32), 4, {}),
+    ((2, 3, 5, 19), 3, {"decays": "extreme"}),
+    ((2, 1, 20, 7), 2, {"decays": "none", "activation": "none"}),
+    ((2, 2, 16, 16), 8, {"dtype": torch.bfloat16}),
+]
+
+
+@pytest.mark.parametrize("shape, every, options", CASES)
+def test_agrees_with_steps_that_write(shape, every, options):
+    Slots(shape, every, **options).check("chunked")
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ({"keys": torch.zeros(2, 3, 4, 5)}, "N > 1"),
+    ({"keys": torch.zeros(2, 3, 0, 4), "values": torch.zeros(2, 3, 0, 4)}, "N > 1"),
+    ({"values": torch.zeros(2, 3, 4, 4, dtype=torch.float64)}, "those of k and v"),
+    ({"waiting": torch.zeros(2, dtype=torch.int64)}, "int32"),
+    ({"state": torch.zeros(2, 3, 4, 5)}, "state"),
+    ({"log_decay": torch.zeros(2)}, r"\[3\]"),
+    ({"activation": "gelu"}, "gelu"),
+])  # fmt: skip
+def test_refuses_what_does_not_go_together(wrong, message):
+    x, room = torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, 4)
+    right = {"state": torch.zeros(2, 3, 4, 4), "keys": room, "values": room.clone()}
+    right |= {"waiting": torch.zeros(2, dtype=torch.int32)}
+    assert lightning_waiting_step(x, x, x, **right).shape == x.shape
+    with pytest.raises(ValueError, match=message):
+        lightning_waiting_step(x, x, x, **right | wrong)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(2, 3, 32, 32), (3, 4, 96, 80), (9, 8, 128, 128), (2, 3, 256, 256), (2, 3, 33, 47)])
+@pytest.mark.parametrize("every", [2, 8, 16])
+def test_widths(shape, dtype, every):
+    Slots(shape, every, dtype, "cuda").check("triton")
+
+
+@gpu
+@pytest.mark.parametrize("B, H", [(1, 1), (64, 8), (300, 32)])
+def test_batches(B, H):
+    Slots((B, H, 64, 64), 8, torch.bfloat16, "cuda", decays="extreme").check("triton")
+
+
+@gpu
+def test_in_a_graph():
+    """Replays go through writes and waiting as eager steps do, each slot at its own count."""
+    eager, graphed = (Slots((3, 2, 64, 64), 4, torch.bfloat16, "cuda") for _ in range(2))
+    q, k, v = (eager.normal(3, 2, 64) for _ in range(3))
+    for slots in (eager, graphed):
+        slots.advance(q, k, v)  # compiles
+        slots.waiting.copy_(torch.tensor([1, 0, 3]))
+    graph = torch.cuda.CUDAGraph()
+    before = [x.clone() for x in (graphed.state, graphed.keys, graphed.values, graphed.waiting)]
+    with torch.cuda.graph(graph):
+        out = graphed.advance(q, k, v)
+    for x, was in zip((graphed.state, graphed.keys, graphed.values, graphed.waiting), before, strict=True):
+        x.copy_(was)
+    for _ in range(9):
+        graph.replay()
+        assert torch.equal(out, eager.advance(q, k, v))
+    assert torch.equal(eager.state, graphed.state)
+
+
+@gpu
+def test_compiled_in_one_graph():
+    eager, compiled = (Slots((3, 2, 64, 64), 3, torch.bfloat16, "cuda") for _ in range(2))
+    step = torch.compile(lightning_waiting_step, fullgraph=True)
+    for _ in range(4):
+        q, k, v = (eager.normal(3, 2, 64) for _ in range(3))
+        assert torch.equal(compiled.advance(q, k, v, step), eager.advance(q, k, v))
+    assert torch.equal(eager.state, compiled.state)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel itself is tested")
+def test_interpreted():
+    root = str(Path(__file__).parents[2])
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("agrees") == len(CASES), done.stdout + done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    for shape, every, options in CASES:
+        Slots(shape, every, **options).check("triton")
+        print(shape, every, options, "agrees")
