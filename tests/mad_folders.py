@@ -1,7 +1,7 @@
-"""MAD folders as `linnet mad run` leaves them, with accuracies computed from a few rules instead of trained.
+"""MAD folders as `linnet mad run` leaves them: trained in this process, or with accuracies from a few rules.
 
-The numbers are made for tests: a level for each architecture and task, less at harder settings, plus a little noise
-that depends on the run alone. They say nothing about any architecture.
+Those from rules are made for tests: a level for each architecture and task, less at harder settings, plus a little
+noise that depends on the run alone. They say nothing about any architecture.
 """
 
 import csv
@@ -10,6 +10,8 @@ import math
 import random
 from pathlib import Path
 
+from linnet.study.executors import ExecutorConfig
+from linnet.study.mad.run import MadResult, prepare, train
 from linnet.study.mad.settings import plan
 
 COLUMNS = (
@@ -31,6 +33,12 @@ LEVELS = {
     "mad-gla-swiglu": 0.68,
 }
 TASK_SHIFTS = {"in_context_recall": 0.1, "fuzzy_recall": -0.3, "noisy_recall": 0.05, "compression": -0.2}
+
+
+def train_mad(models, folder: Path, *, bundle=None, console=None, **options) -> MadResult:
+    """Trains what is missing of the smoke budget in this process, on the CPU; `options` are those of `prepare`."""
+    here = {"budget": "smoke", "device": "cpu", "executor": ExecutorConfig(kind="inline", retries=0)}
+    return train(prepare(models, folder, **here | options), bundle=bundle, console=console)
 
 
 def rows(architectures=LEVELS, budget="core", seeds=(0,), spec="paper", tasks=(), settings=()) -> list[dict]:

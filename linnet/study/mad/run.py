@@ -142,7 +142,15 @@ def prepare(
     plugins: Sequence[str] = (),
     spare_decay: bool = False,
 ) -> Work:
-    """Plans all runs of a budget without touching anything; the arguments are those of `run_mad`.
+    """Plans all runs of a budget without touching anything. Float32 on a CPU, bfloat16 autocast on a GPU.
+
+    Args:
+        architectures: name -> model; the vocabulary is that of each task.
+        folder: of one budget, specification and device type; several calls may add architectures, tasks and seeds.
+        tasks, settings: only these, as `plan` takes them.
+        executor: where bundles are trained; None is a process a GPU, or a CPU core.
+        plugins: files of mixers, as `linnet.layers.base.load_plugin` takes them.
+        spare_decay: weight decay acts on the matrices of linear layers alone.
 
     Raises:
         ConfigError: all that is wrong, at once: no such budget, task, setting or device, models that a task cannot be
@@ -169,54 +177,8 @@ def prepare(
     return Work(folder, about, models, runs, workers, kind, tuple(plugins))
 
 
-def run_mad(
-    architectures: Mapping[str, ModelConfig],
-    folder: str | Path,
-    *,
-    budget: str = "core",
-    tasks: Sequence[str] = (),
-    settings: Sequence[str] = (),
-    spec: str = "paper",
-    seeds: Sequence[int] = (0,),
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    executor: ExecutorConfig | None = None,
-    bundle: int | None = None,
-    compile: bool = False,
-    plugins: Sequence[str] = (),
-    spare_decay: bool = False,
-    console: Console | None = None,
-) -> MadResult:
-    """Trains what is missing of a budget and scores what is there. Float32 on a CPU, bfloat16 autocast on a GPU.
-
-    Args:
-        architectures: name -> model; the vocabulary is that of each task.
-        folder: of one budget, specification and device type; several calls may add architectures, tasks and seeds.
-        executor: where bundles are trained; None is a process a GPU, or a CPU core.
-        bundle, compile: as `train` takes them.
-        plugins: files of mixers, as `linnet.layers.base.load_plugin` takes them.
-        spare_decay: weight decay acts on the matrices of linear layers alone.
-
-    Raises:
-        ConfigError: as `prepare` and `train` do.
-    """
-    work = prepare(
-        architectures,
-        folder,
-        budget=budget,
-        tasks=tasks,
-        settings=settings,
-        spec=spec,
-        seeds=seeds,
-        device=device,
-        executor=executor,
-        plugins=plugins,
-        spare_decay=spare_decay,
-    )
-    return train(work, bundle=bundle, compile=compile, console=console)
-
-
 def train(work: Work, *, bundle: int | None = None, compile: bool = False, console: Console | None = None) -> MadResult:
-    """Trains what is missing of prepared work.
+    """Trains what is missing of prepared work and scores what is there.
 
     Args:
         bundle: most runs to train together; None is 24 on a GPU, and 1 on a CPU, which a single model keeps busy.

@@ -6,17 +6,15 @@ import re
 
 import pytest
 import torch
-from mad_folders import rows, write_rows
+from mad_folders import rows, train_mad, write_rows
 
 from linnet.config import ConfigError
 from linnet.layers.routing import record_loads
 from linnet.models import ModelConfig, build_model
 from linnet.report.mad import write_mad_report
-from linnet.study.executors import ExecutorConfig
 from linnet.study.mad.architectures import architecture
 from linnet.study.mad.loads import dead, expert_loads, is_routed
 from linnet.study.mad.results import read_results
-from linnet.study.mad.run import run_mad
 from linnet.study.mad.settings import BUDGETS, Budget, GridPoint
 from linnet.train.ensemble import Ensemble
 
@@ -56,8 +54,8 @@ def test_results_have_the_loads(tmp_path, monkeypatch):
     changes = {"d_model": 16, "options": {**OPTIONS, "swiglu": {"inner": 8}}}
     models = {"hyena_experts+moe": architecture("hyena_experts+moe", changes | {"options": OPTIONS}, state=0)}
     models["gla+swiglu"] = architecture("gla+swiglu", {"d_model": 16, "options": {"gla": {"num_heads": 2}}}, state=0)
-    options = {"budget": "smoke", "tasks": ["memorization", "compression"], "device": "cpu", "bundle": 2}
-    assert not run_mad(models, tmp_path, executor=ExecutorConfig(kind="inline", retries=0), **options).failed
+    options = {"tasks": ["memorization", "compression"], "bundle": 2}
+    assert not train_mad(models, tmp_path, **options).failed
     found = read_results(tmp_path)
     with open(tmp_path / "mad.csv", newline="") as file:
         table = {row["run"]: row["loads"] for row in csv.DictReader(file)}
@@ -73,7 +71,7 @@ def test_results_have_the_loads(tmp_path, monkeypatch):
 
 def test_loads_are_of_the_weights_that_are_scored(tmp_path, monkeypatch):
     """At a rate that harms, an early epoch counts in mad-lab; a run that ends there has the same loads."""
-    options = {"tasks": ["memorization"], "device": "cpu", "bundle": 2, "spec": "mad-lab", "budget": "smoke"}
+    options = {"tasks": ["memorization"], "bundle": 2, "spec": "mad-lab"}
     changes = {"d_model": 16, "options": {"attention": {"num_heads": 2}, "moe": OPTIONS["moe"]}}
     models = {"attention+moe": architecture("attention+moe", changes, state=0)}
 
@@ -82,7 +80,7 @@ def test_loads_are_of_the_weights_that_are_scored(tmp_path, monkeypatch):
         small = Budget("smoke", "", True, False, grid, epochs=epochs, batch_size=16, max_samples=32, held_out=24)
         monkeypatch.setitem(BUDGETS, "smoke", small)
         folder = tmp_path / f"{epochs}-{len(rates)}"
-        assert not run_mad(models, folder, executor=ExecutorConfig(kind="inline", retries=0), **options).failed
+        assert not train_mad(models, folder, **options).failed
         return {one.learning_rate: one for one in read_results(folder)}
 
     whole = go(6, (1e-3, 0.3))[0.3]

@@ -3,16 +3,16 @@
 import json
 
 import pytest
+from mad_folders import train_mad
 
 from linnet.config import ConfigError
 from linnet.models import ModelConfig
 from linnet.models.costs import flops_exact
-from linnet.study.executors import ExecutorConfig
 from linnet.study.mad.architectures import mqar_architecture
 from linnet.study.mad.bundle import build, run_flops
 from linnet.study.mad.mqar import HARDER, Place, compare, is_mqar, place_of
 from linnet.study.mad.results import Result
-from linnet.study.mad.run import bundles, mad_runs, run_mad
+from linnet.study.mad.run import bundles, mad_runs
 from linnet.study.mad.scores import score
 from linnet.study.mad.settings import BUDGETS, MQAR_WIDTHS, Budget, GridPoint, plan
 
@@ -57,12 +57,11 @@ def tiny(monkeypatch):
 
 def test_a_run_is_trained_bundled_and_resumed(tiny, tmp_path):
     models = {name: mqar_architecture(name) for name in ("hgrn2", "hgrn")}
-    options = {"budget": "mqar", "settings": ["64x4"], "device": "cpu", "bundle": 4}
-    options["executor"] = ExecutorConfig(kind="inline", retries=0)
-    result = run_mad({"hgrn2": models["hgrn2"]}, tmp_path, **options)
+    options = {"budget": "mqar", "settings": ["64x4"], "bundle": 4}
+    result = train_mad({"hgrn2": models["hgrn2"]}, tmp_path, **options)
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/result.json")}
     assert not result.failed and len(stamps) == 4
-    result = run_mad(models, tmp_path, **options)
+    result = train_mad(models, tmp_path, **options)
     found = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/result.json")]
     assert len(found) == 8 and {path: path.stat().st_mtime_ns for path in stamps} == stamps
     for one in found:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mad_folders import train_mad
 from rich.console import Console
 
 from linnet.config import ConfigError
@@ -23,12 +24,11 @@ from linnet.runs import RunFolder
 from linnet.study.executors import ExecutorConfig
 from linnet.study.mad import resume
 from linnet.study.mad.architectures import architecture
-from linnet.study.mad.run import bundles, mad_runs, run_mad
+from linnet.study.mad.run import bundles, mad_runs
 from linnet.study.mad.settings import BUDGETS, Budget, GridPoint
 from linnet.study.mad.state import state_size
 from linnet.train.ensemble import Ensemble
 
-INLINE = ExecutorConfig(kind="inline", retries=0)
 SMALL = {"d_model": 16, "options": {"tnl": {"num_heads": 2}, "swiglu": {"inner": 16}}}
 TASKS = ("memorization", "compression")
 
@@ -49,8 +49,7 @@ def models():
 
 
 def go(models, folder, **options):
-    options = {"budget": "smoke", "tasks": TASKS, "executor": INLINE, "device": "cpu", **options}
-    return run_mad(models, folder, **options)
+    return train_mad(models, folder, **{"tasks": TASKS} | options)
 
 
 def results(folder):

@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mad_folders import train_mad
 
 from linnet.config import ConfigError
-from linnet.study.executors import ExecutorConfig
 from linnet.study.mad.architectures import architecture
 from linnet.study.mad.results import read_results
-from linnet.study.mad.run import run_mad
 from linnet.study.mad.scores import score
 from linnet.study.mad.settings import BUDGETS, Budget, GridPoint
 from linnet.study.mad.training import MAD_LAB, MQAR, PAPER, Counted, Training, Watch
@@ -139,9 +138,7 @@ def go(monkeypatch, tmp_path):
     models = {"tnl+swiglu": architecture("tnl+swiglu", SMALL, state=0)}
 
     def run(name, tasks=("memorization", "compression"), **options):
-        options = {"budget": "smoke", "tasks": tasks, "device": "cpu", "bundle": 2, **options}
-        result = run_mad(models, tmp_path / name, executor=ExecutorConfig(kind="inline", retries=0), **options)
-        assert not result.failed
+        assert not train_mad(models, tmp_path / name, tasks=tasks, bundle=2, **options).failed
         return {one.key: one for one in read_results(tmp_path / name)}
 
     return run
