@@ -194,9 +194,8 @@ def load_plugin(spec: str) -> str:
             ) from error
     mixer = getattr(module, class_name, None)
     if mixer is None:
-        raise ConfigError(
-            [f"mixer {spec!r}: {path} has no {class_name}; {nearest(class_name, vars(module))}"], "plugins"
-        )
+        own = [name for name, one in vars(module).items() if getattr(one, "__module__", None) == module_name]
+        raise ConfigError([f"mixer {spec!r}: {path} has no {class_name}; {nearest(class_name, own)}"], "plugins")
     if getattr(mixer, "name", None) not in MIXERS:
         raise ConfigError([f"mixer {spec!r}: decorate the class with @register_mixer(name, ConfigClass)"], "plugins")
     return mixer.name

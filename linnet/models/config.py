@@ -81,7 +81,8 @@ class ModelConfig(Config):
             except ConfigError as error:
                 problems += [f"options.{name}.{problem}" for problem in error.problems]
             except ValueError as error:
-                problems.append(f"options.{error}")
+                text = str(error)  # of a part of the layer, where it does not begin with the name
+                problems.append(f"options.{text}" if text.startswith(f"{name}.") else f"options.{name}: {text}")
         if problems:
             raise ValueError("; ".join(problems))
         object.__setattr__(self, "options", resolved)

@@ -1,6 +1,7 @@
 """Norms, positions, slopes and channel mixers against their definitions."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,3 +162,6 @@ def test_plugins_say_what_is_wrong(tmp_path):
     for spec, message in cases.items():
         with pytest.raises(ConfigError, match=message):
             load_plugin(spec)
+    file = Path(__file__).parents[2] / "examples" / "my_mixer.py"
+    with pytest.raises(ConfigError, match="has no Nope; known: MyMixer, MyMixerConfig$"):
+        load_plugin(f"{file}:Nope")  # what the file imports is no mixer of its

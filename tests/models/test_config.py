@@ -69,14 +69,15 @@ def test_all_problems_of_a_model_at_once():
 def test_all_problems_of_the_layers_at_once():
     values = {
         "d_model": 100,
-        "layout": "tnl+sglu x2",
-        "options": {"tnl": {"num_heads": 7}, "sglu": {"iner": 8}, "gla": {}},
+        "layout": "tnl+sglu attention",
+        "options": {"tnl": {"num_heads": 7}, "sglu": {"iner": 8}, "gla": {}, "attention": {"num_heads": 100}},
     }
     with pytest.raises(ConfigError) as error:
         parse(ModelConfig, values)
     text = str(error.value)
-    assert "tnl.num_heads: 7 does not divide d_model 100; 5 does" in text
+    assert "options.tnl.num_heads: 7 does not divide d_model 100; 5 does" in text
     assert "sglu.iner: unknown key (value 8); did you mean 'inner'?" in text
+    assert "options.attention: RoPE needs an even head width, not 1; change num_heads" in text
     assert "options.gla" in text
 
 
