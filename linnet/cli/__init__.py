@@ -32,6 +32,13 @@ class _Group(typer.core.TyperGroup):
         except ConfigError as error:
             console.print(f"[bold red]error[/] {escape(str(error))}", highlight=False)
             raise typer.Exit(2) from None
+        except OSError as error:
+            from linnet.runs.files import FULL
+
+            if error.errno not in FULL:
+                raise
+            console.print("[bold red]error[/] the disk is full; free some space and run the same command again")
+            raise typer.Exit(2) from None
         except KeyboardInterrupt:
             console.print("[bold yellow]stopped[/]; nothing is lost: run the same command again to go on")
             raise typer.Exit(130) from None

@@ -7,6 +7,7 @@ from statistics import fmean
 from linnet.config import FIGURES, check_study
 from linnet.report import mad_experts, mad_mqar, shell, units
 from linnet.report.mad_figures import Records, draw, points, task_name
+from linnet.runs.files import write_atomic
 from linnet.study.mad.checks import NOT_ENOUGH, Check, checks
 from linnet.study.mad.mqar import is_mqar
 from linnet.study.mad.results import DONE, read_results
@@ -43,7 +44,7 @@ def write_mad_report(
     for figure in figures:
         shell.write_pictures(page.parent, figure)
     write_scores(page.parent, scores)
-    page.write_text(_page(records, figures), encoding="utf-8")
+    write_atomic(page, _page(records, figures))
     return page
 
 

@@ -11,6 +11,7 @@ from linnet.config import FIGURES, check_study
 from linnet.report import shell, style, units
 from linnet.report.mad_figures import points, task_name
 from linnet.report.marks import Canvas, Figure
+from linnet.runs.files import write_atomic
 from linnet.study.mad.correlate import Correlation, Correlations, Point
 
 NAMED = 14  # points up to which each has its name beside it
@@ -69,7 +70,7 @@ def write_correlate_page(
             }
         ),
     ]
-    page.write_text(shell.document(f"MAD scores and scaling: {names[0]}", parts), encoding="utf-8")
+    write_atomic(page, shell.document(f"MAD scores and scaling: {names[0]}", parts))
     return page
 
 

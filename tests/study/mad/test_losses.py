@@ -8,6 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from mad_folders import write_mad
+from typer.testing import CliRunner
+
+from linnet.cli import app
 
 ROOT = Path(__file__).parents[3]
 RUNS = 6
@@ -78,6 +82,17 @@ def test_a_full_disk_loses_no_run_that_has_ended(disk):
     assert process.returncode == 0, said
     assert len(after) == RUNS and {path: after[path] for path in before} == before
     assert f"{len(before)} of {RUNS} runs are done" in said
+
+
+def test_a_page_that_does_not_fit_on_the_disk_is_said_and_not_begun(disk):
+    pytest.importorskip("vl_convert")
+    folder = write_mad(disk("400k") / "mad", ["mad-mamba"])
+    result = CliRunner().invoke(app, ["mad", "report", str(folder)])
+    assert result.exit_code == 2 and "the disk is full; free some space" in result.stderr
+    assert not list(folder.glob("report/*index.html*"))
+    disk("8m", "remount")
+    assert CliRunner().invoke(app, ["mad", "report", str(folder)]).exit_code == 0
+    assert (folder / "report" / "index.html").read_text().rstrip().endswith("</html>")
 
 
 def test_a_killed_worker_and_a_killed_command_lose_no_run_that_has_ended(tmp_path):
