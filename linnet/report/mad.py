@@ -180,19 +180,24 @@ def _leaders(records: Records) -> str:
     if len(records.scores) < 2:
         return ""
     leaders: dict[str, list[str]] = {}
+    even = []  # tasks where nobody leads
     for task in records.scores.tasks:
         known = {name: one.tasks[task].score for name, one in records.scores.items() if task in one.tasks}
         settings = {frozenset(one.tasks[task].settings) for one in records.scores.values() if task in one.tasks}
         if len(known) < 2 or len(settings) > 1:
             continue  # nothing to compare, or means over different settings
         best = max(known, key=known.get)
-        ties = units.plural(sum(known[best] - CLOSE <= other for other in known.values()) - 1, "other")
-        close = "" if ties.startswith("0") else f", {ties} within a point"
+        ties = sum(known[best] - CLOSE <= other for other in known.values()) - 1
+        if ties == len(known) - 1:
+            even.append(f"{task_name(task)} ({points(known[best])}{units.SPACE}%)")
+            continue
+        close = f", {units.plural(ties, 'other')} within a point" if ties else ""
         leaders.setdefault(best, []).append(f"{task_name(task)} ({points(known[best])}{units.SPACE}%{close})")
-    if not leaders:
-        return ""
     parts = [f"{_strong(name)} at {units.listed(tasks)}" for name, tasks in leaders.items()]
-    return f"The highest on each task: {'; '.join(parts)}."
+    text = f"The highest on each task: {'; '.join(parts)}." if parts else ""
+    if even:
+        text += f" All are within a point of the highest at {units.listed(even)}."
+    return text.strip()
 
 
 def _finding(check: Check) -> str:

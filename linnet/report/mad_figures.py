@@ -12,6 +12,7 @@ from linnet.study.mad.settings import mad_settings
 
 ROW, CELL = 27, 102  # height and width of a cell of the heatmap
 LIGHT = 0.46  # accuracy from which dark text is easier to read on the colour of a cell than white
+NARROW = 0.03  # of a size: what an axis shows to both sides at least
 WIDTHS = {1: 430, 2: 390, 3: 252, 4: 182}  # of the panels of a row, by their number
 SAMPLES = "samples"
 VARIABLES = {
@@ -136,7 +137,9 @@ def sizes(records: Records) -> Figure | None:
         known = [row for row in rows if row[field]]
         if not known:
             continue
-        x = alt.X(f"{field}:Q", **style.axis(alt, "params", style.padded([row[field] for row in known], True), what, 5))
+        values = [row[field] for row in known]
+        wide = [min(values) * (1 - NARROW), max(values) * (1 + NARROW)]  # else equal models have an axis of equal ticks
+        x = alt.X(f"{field}:Q", **style.axis(alt, "params", style.padded(wide, True), what, 5))
         axis = alt.Axis(format=".1~%", tickCount=6)
         scale = alt.Scale(domain=style.padded(ends, False), zero=False, nice=False)
         common = {"title": None if panels else "score", "scale": scale, "axis": axis}

@@ -85,7 +85,8 @@ def tables(records: Records) -> list[str]:
             own = {place: setting for place, setting in settings.items() if place.width == width}
             cells = [_cell(own.get(Place(width, *shape))) for shape in HARDER]
             best = [run for setting in own.values() for run in setting.best.values()]
-            mean = sum(setting.score for setting in own.values()) / len(own)
+            whole = len(own) == len(HARDER)  # a mean over fewer is no number to set beside others
+            mean = sum(setting.score for setting in own.values()) / len(own) if whole else None
             numbers = [_number(mean, points), _number(best[0].parameters, units.count)]
             numbers += [_number(best[0].state_size, lambda value: f"{value:,}" if value else "none")]
             numbers += [_number(min(len(setting.best) for setting in own.values()), str)]

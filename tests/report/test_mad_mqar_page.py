@@ -65,3 +65,4 @@ def test_what_is_wrong_or_missing_is_named(found, tmp_path):
         "not enough runs : it holds in the 7 settings that both have, and both are needed at 256 with 16 pairs" in words
     )
     assert "Not comparable with other scores (1 of 8 settings" in words
+    assert re.search(r"hgrn2 128 [0-9.]+ [0-9.]+ – [0-9.]+ – ", words), "no mean where a length is missing"

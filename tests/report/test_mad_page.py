@@ -124,6 +124,23 @@ def test_attention_alone_has_no_fixed_state(full):
     assert "so not on the left: mad-attention-swiglu" in read(full[1])[0]
 
 
+def test_where_all_do_as_well_nobody_leads(tmp_path, write):
+    equal = {"accuracy": 1.0, "validation_accuracy": 1.0}
+    found = [row | (equal if row["task"] == "memorization" else {}) for row in rows(SIX[:3])]
+    words, _ = write(write_rows(tmp_path / "mad", found))
+    leaders, all_equal = re.search(r"The highest on each task: (.*?)\. (All are .*?)\. ", words).groups()
+    assert "compression" in leaders and "memorization" not in leaders
+    assert all_equal == "All are within a point of the highest at memorization (100.0 %)"
+
+
+def test_models_of_nearly_one_size_have_an_axis_that_tells_its_ticks_apart(tmp_path, write):
+    found = [row | {"parameters": 109_000 + len(row["architecture"])} for row in rows(SIX[:2])]
+    _, specs = write(write_rows(tmp_path / "mad", found))
+    axis = specs["score-against-size"]["hconcat"][-1]["layer"][-1]["encoding"]["x"]["axis"]
+    ticks = re.findall(r"'([^']+)'", axis["labelExpr"])
+    assert 1 < len(ticks) == len(set(ticks))
+
+
 def test_same_rows_give_the_same_bytes(tmp_path):
     first, second = (write_mad(tmp_path / part / "mad", SIX[:2]) for part in "ab")
     one, two = write_mad_report(first).parent, write_mad_report(second).parent
