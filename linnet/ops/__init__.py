@@ -9,7 +9,14 @@ from linnet.ops.activation import gated_activation
 from linnet.ops.additive import additive_attention, additive_step
 from linnet.ops.backend import debug, use_backend
 from linnet.ops.cross_entropy import linear_cross_entropy
-from linnet.ops.gated import forget_gate, forget_gated_attention, forget_gated_step, gated_linear_attention, gated_step
+from linnet.ops.gated import (
+    forget_gate,
+    forget_gated_attention,
+    forget_gated_step,
+    forget_gated_waiting_step,
+    gated_linear_attention,
+    gated_step,
+)
 from linnet.ops.lightning import lightning_attention, lightning_step, lightning_waiting_step
 from linnet.ops.longconv import ModalFilter, filtered_attention, long_convolution, long_convolution_step
 from linnet.ops.modal import modal_convolution, modal_step
@@ -30,6 +37,7 @@ __all__ = [
     "forget_gate",
     "forget_gated_attention",
     "forget_gated_step",
+    "forget_gated_waiting_step",
     "gated_activation",
     "gated_linear_attention",
     "gated_step",

@@ -13,9 +13,9 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 CONFIG = ModelConfig(
     d_model=64,
-    layout="(tnl+sglu attention+swiglu) x2",
+    layout="(tnl+sglu attention+swiglu hgrn2+sglu) x2",
     vocab_size=67,
-    options={"attention": {"num_heads": 4, "num_kv_heads": 2}, "tnl": {"num_heads": 4}},
+    options={"attention": {"num_heads": 4, "num_kv_heads": 2}, "tnl": {"num_heads": 4}, "hgrn2": {"num_heads": 4}},
     init_std=0.3,
 )
 

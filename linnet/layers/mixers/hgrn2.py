@@ -19,7 +19,7 @@ from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_
 from linnet.layers.lower_bound import shared_lower_bounds
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import split_heads
-from linnet.ops import forget_gated_attention, forget_gated_step
+from linnet.ops import forget_gated_attention, forget_gated_step, forget_gated_waiting_step
 
 
 class Hgrn2Config(Config):
@@ -63,11 +63,19 @@ class Hgrn2(Mixer):
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         q, gate, v, beta = self._project(x, one_token=True)
-        o = forget_gated_step(q, gate, v, state["matrix"], lower_bound=beta)
+        if "waiting" in state:
+            room = (state["gates"], state["values"], state["waiting"])
+            o = forget_gated_waiting_step(q, gate, v, state["matrix"], *room, lower_bound=beta)
+        else:
+            o = forget_gated_step(q, gate, v, state["matrix"], lower_bound=beta)
         return self.out_proj(self.norm(o.flatten(-2))), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         return {"matrix": TensorSpec((batch, self.num_heads, self.head_dim, self.head_dim))}
+
+    def waiting_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
+        rows = TensorSpec((batch, self.num_heads, tokens - 1, self.head_dim), self.f_proj.weight.dtype)
+        return {"gates": rows, "values": rows}
 
     def flops_paper(self, seq_len: int) -> float:
         """8nd^2 + 8nd^2/h + 7nd (paper 000, A.1.3)."""

@@ -84,9 +84,8 @@ class Tnl(Mixer):
         activation = kind if inside else "none"
         settings = {"log_decay": self.log_decay, "activation": activation}
         if "waiting" in state:
-            o = lightning_waiting_step(
-                q, k, v, state["matrix"], state["keys"], state["values"], state["waiting"], **settings
-            )
+            room = (state["keys"], state["values"], state["waiting"])
+            o = lightning_waiting_step(q, k, v, state["matrix"], *room, **settings)
         else:
             o = lightning_step(q, k, v, state["matrix"], **settings)
         if self.lrpe is not None:

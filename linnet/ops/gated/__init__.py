@@ -13,8 +13,16 @@ from linnet.ops.gated.forget import forget_gate, forget_gated_attention
 from linnet.ops.gated.reference import gated_reference
 from linnet.ops.gated.registration import register
 from linnet.ops.gated.step import forget_gated_step, gated_step
+from linnet.ops.gated.waiting import forget_gated_waiting_step
 
-__all__ = ["forget_gate", "forget_gated_attention", "forget_gated_step", "gated_linear_attention", "gated_step"]
+__all__ = [
+    "forget_gate",
+    "forget_gated_attention",
+    "forget_gated_step",
+    "forget_gated_waiting_step",
+    "gated_linear_attention",
+    "gated_step",
+]
 
 
 def gated_linear_attention(

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from linnet.ops.chunks import exact
 from linnet.ops.direct import shorten
 from linnet.ops.stepping import use_kernel
+from linnet.ops.waiting import check_room, enter, is_room
 
 
 def lightning_waiting_step(
@@ -52,56 +53,35 @@ def lightning_waiting_step(
         ValueError: shapes or dtypes that do not go together, an unknown activation.
     """
     B, H, K = q.shape
-    V, rows = v.shape[-1], keys.shape[-2]
     if activation not in ("none", "silu"):
         raise ValueError(f"lightning_waiting_step: activation {activation!r} is unknown; use none or silu")
-    if k.shape != q.shape or v.shape[:-1] != (B, H) or state.shape != (B, H, K, V):
+    if k.shape != q.shape or v.shape[:-1] != (B, H) or state.shape != (B, H, K, v.shape[-1]):
         raise ValueError(
             f"lightning_waiting_step: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, state "
             f"{list(state.shape)}; give q and k [B, H, K], v [B, H, V] and the state [B, H, K, V]"
         )
-    if keys.shape != (B, H, rows, K) or values.shape != (B, H, rows, V) or waiting.shape != (B,) or rows < 1:
-        raise ValueError(
-            f"lightning_waiting_step: keys {list(keys.shape)}, values {list(values.shape)}, waiting "
-            f"{list(waiting.shape)}; give keys [B, H, N - 1, K] and values [B, H, N - 1, V] with N > 1, waiting [B]"
-        )
-    if (keys.dtype, values.dtype, waiting.dtype) != (k.dtype, v.dtype, torch.int32):
-        raise ValueError(
-            f"lightning_waiting_step: keys {keys.dtype}, values {values.dtype}, waiting {waiting.dtype}; give those of "
-            f"k and v, {k.dtype} and {v.dtype}, and int32"
-        )
+    check_room("lightning_waiting_step", waiting, keys=(keys, k), values=(values, v))
     if log_decay is not None and log_decay.shape != (H,):
         raise ValueError(f"lightning_waiting_step: log_decay has shape {list(log_decay.shape)}; give [{H}], one a head")
-    whole = keys.is_contiguous() and values.is_contiguous() and rows < 32
-    if whole and use_kernel("lightning", state, q, k, v, log_decay):
+    if is_room(keys, values) and use_kernel("lightning", state, q, k, v, log_decay):
         return _kernel(q, k, v, state, keys, values, waiting, log_decay, float(scale), activation)
     with exact(q):
         return _plain(q, k, v, state, keys, values, waiting, log_decay, scale, activation)
 
 
 def _plain(q, k, v, state, keys, values, waiting, log_decay, scale, activation):
-    rows, number = keys.shape[2], waiting.long()
-    place = torch.arange(rows + 1, device=q.device)
-    own, earlier = place == number[:, None], place < number[:, None]  # [B, N]
-    all_keys = torch.where(own[:, None, :, None], k[:, :, None], F.pad(keys, (0, 0, 0, 1)))
-    all_values = torch.where(own[:, None, :, None], v[:, :, None], F.pad(values, (0, 0, 0, 1)))
-    full = number == rows
-    keys.copy_(torch.where(full[:, None, None, None], keys, all_keys[:, :, :-1]))
-    values.copy_(torch.where(full[:, None, None, None], values, all_values[:, :, :-1]))
+    (k, _, full), (v_all, _, _) = enter(k, keys, waiting), enter(v, values, waiting)
     if activation == "silu":
-        q, all_keys = F.silu(q), F.silu(all_keys)
-    there = (own | earlier)[:, None, :, None]
-    all_keys, all_values = (x.to(state.dtype).where(there, 0.0) for x in (all_keys, all_values))
+        q, k = F.silu(q), F.silu(k)
+    k, after = k.to(state.dtype), state
     if log_decay is not None:
-        rate = log_decay.to(state.dtype)[None, :, None]
-        ages = (number[:, None] - place).clamp_min(0)[:, None]
-        weights = torch.where(ages > 0, (rate * ages.clamp_min(1)).exp(), 1.0)  # [B, H, N]; no infinity times zero
-        all_keys = all_keys * weights[..., None]
-        after = state * (rate * (number + 1)[:, None, None]).exp()[..., None]
-    else:
-        after = state
-    after = after + all_keys.mT @ all_values
-    state.copy_(torch.where(full[:, None, None, None], after, state))
+        rate = log_decay.to(state.dtype)[:, None, None]
+        number = waiting.long()[:, None, None, None]
+        age = (number - torch.arange(k.shape[2], device=q.device)[:, None]).clamp_min(0)
+        k = k * torch.where(age > 0, (rate * age.clamp_min(1)).exp(), 1.0)  # no infinity times zero
+        after = state * (rate * (number + 1)).exp()
+    after = after + k.mT @ v_all.to(state.dtype)
+    state.copy_(torch.where(full, after, state))
     return (scale * (q.to(state.dtype)[..., None, :] @ after).squeeze(-2)).to(v.dtype)
 
 

@@ -9,25 +9,42 @@ from pathlib import Path
 import pytest
 import torch
 
-from linnet.ops import lightning_step, lightning_waiting_step, use_backend
+from linnet.ops import (
+    forget_gated_step,
+    forget_gated_waiting_step,
+    lightning_step,
+    lightning_waiting_step,
+    use_backend,
+)
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 INF = float("inf")
+STEPS = {
+    "lightning": (lightning_step, lightning_waiting_step),
+    "forget_gated": (forget_gated_step, forget_gated_waiting_step),
+}
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 
 
 class Slots:
     """Sequences that begin anew at different tokens, their memory poisoned with NaN where nothing may be read."""
 
-    def __init__(self, shape, every, dtype=torch.float32, device="cpu", activation="silu", decays="some"):
+    def __init__(self, op, shape, every, dtype=torch.float32, device="cpu", activation="silu", decays="some"):
         self.generator = torch.Generator().manual_seed(sum(shape) + every)
         self.B, self.H, self.K, self.V = B, H, K, V = shape
         self.every, self.dtype, self.device = every, dtype, device
-        self.settings = {"scale": 0.7, "activation": activation}
-        rates = -self.normal(H, dtype=torch.float32).exp()
-        if decays == "extreme":
-            rates[::3], rates[1::3], rates[2::3] = 0.0, -INF, -30.0
-        self.log_decay = None if decays == "none" else rates
+        self.plain, self.step = STEPS[op]
+        self.wide = 1.0
+        if op == "lightning":
+            rates = -self.normal(H, dtype=torch.float32).exp()
+            if decays == "extreme":
+                rates[::3], rates[1::3], rates[2::3] = 0.0, -INF, -30.0
+            self.settings = {"activation": activation, "log_decay": None if decays == "none" else rates}
+        else:
+            bounds = self.normal(H, K, dtype=torch.float32).sigmoid()
+            self.settings = {"lower_bound": None if decays == "none" else bounds}
+            self.wide = 200.0 if decays == "extreme" else 3.0  # gates that are all open or all closed
+        self.settings["scale"] = 0.7
         self.start = self.normal(B, H, K, V, dtype=torch.float32)
         self.around = torch.full((B * H * K * V + 16,), float("nan"), device=device)
         self.state = self.around[8:-8].view(B, H, K, V)
@@ -42,27 +59,31 @@ class Slots:
         x = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
         return x.to(self.device, dtype or self.dtype)
 
-    def advance(self, q, k, v, step=lightning_waiting_step):
-        room = (self.keys, self.values, self.waiting)
-        o = step(q, k, v, self.state, *room, log_decay=self.log_decay, **self.settings)
+    def tokens(self):
+        return (
+            self.normal(self.B, self.H, self.K),
+            self.wide * self.normal(self.B, self.H, self.K),
+            self.normal(self.B, self.H, self.V),
+        )
+
+    def advance(self, q, k, v, step=None):
+        o = (step or self.step)(q, k, v, self.state, self.keys, self.values, self.waiting, **self.settings)
         self.waiting.add_(1).remainder_(self.every)
         return o
 
     def check(self, backend, tokens=None):
         errors, total = 0.0, 0.0
-        rates = None if self.log_decay is None else self.log_decay.double()
+        settings = {name: x.double() if torch.is_tensor(x) else x for name, x in self.settings.items()}
         for t in range(tokens or 2 * self.every + 3):
             for b in range(self.B):
                 if t == 1 + 2 * b:  # another request: what waited is nobody's
                     self.waiting[b], self.state[b], self.exact[b] = 0, self.start[b], self.start[b].double()
                     self.keys[b] = self.values[b] = float("nan")
-            q, k, v = (self.normal(self.B, self.H, size) for size in (self.K, self.K, self.V))
+            q, k, v = self.tokens()
             writes = self.waiting == self.every - 1
             before = self.state.clone()
             with use_backend("chunked"):
-                expected = lightning_step(
-                    q.double(), k.double(), v.double(), self.exact, log_decay=rates, **self.settings
-                )
+                expected = self.plain(q.double(), k.double(), v.double(), self.exact, **settings)
             with use_backend(backend):
                 o = self.advance(q, k, v)
             assert o.dtype == self.dtype
@@ -77,22 +98,26 @@ class Slots:
 
 
 CASES = [
-    ((3, 2, 16, 32), 4, {}),
-    ((2, 3, 5, 19), 3, {"decays": "extreme"}),
-    ((2, 1, 20, 7), 2, {"decays": "none", "activation": "none"}),
-    ((2, 2, 16, 16), 8, {"dtype": torch.bfloat16}),
+    (op, *case)
+    for op in STEPS
+    for case in (
+        ((3, 2, 16, 32), 4, {}),
+        ((2, 3, 5, 19), 3, {"decays": "extreme"}),
+        ((2, 1, 20, 7), 2, {"decays": "none", "activation": "none"}),
+        ((2, 2, 16, 16), 8, {"dtype": torch.bfloat16}),
+    )
 ]
 
 
-@pytest.mark.parametrize("shape, every, options", CASES)
-def test_agrees_with_steps_that_write(shape, every, options):
-    Slots(shape, every, **options).check("chunked")
+@pytest.mark.parametrize("op, shape, every, options", CASES)
+def test_agrees_with_steps_that_write(op, shape, every, options):
+    Slots(op, shape, every, **options).check("chunked")
 
 
 @pytest.mark.parametrize("wrong, message", [
     ({"keys": torch.zeros(2, 3, 4, 5)}, "N > 1"),
     ({"keys": torch.zeros(2, 3, 0, 4), "values": torch.zeros(2, 3, 0, 4)}, "N > 1"),
-    ({"values": torch.zeros(2, 3, 4, 4, dtype=torch.float64)}, "those of k and v"),
+    ({"values": torch.zeros(2, 3, 4, 4, dtype=torch.float64)}, "of torch.float32"),
     ({"waiting": torch.zeros(2, dtype=torch.int64)}, "int32"),
     ({"state": torch.zeros(2, 3, 4, 5)}, "state"),
     ({"log_decay": torch.zeros(2)}, r"\[3\]"),
@@ -110,44 +135,47 @@ def test_refuses_what_does_not_go_together(wrong, message):
 @gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(2, 3, 32, 32), (3, 4, 96, 80), (9, 8, 128, 128), (2, 3, 256, 256), (2, 3, 33, 47)])
-@pytest.mark.parametrize("every", [2, 8, 16])
-def test_widths(shape, dtype, every):
-    Slots(shape, every, dtype, "cuda").check("triton")
+@pytest.mark.parametrize("op, every", [("lightning", 2), ("lightning", 16), ("forget_gated", 3), ("forget_gated", 8)])
+def test_widths(op, every, shape, dtype):
+    Slots(op, shape, every, dtype, "cuda").check("triton")
 
 
 @gpu
+@pytest.mark.parametrize("op", STEPS)
 @pytest.mark.parametrize("B, H", [(1, 1), (64, 8), (300, 32)])
-def test_batches(B, H):
-    Slots((B, H, 64, 64), 8, torch.bfloat16, "cuda", decays="extreme").check("triton")
+def test_batches(op, B, H):
+    Slots(op, (B, H, 64, 64), 8, torch.bfloat16, "cuda", decays="extreme").check("triton")
 
 
 @gpu
-def test_in_a_graph():
+@pytest.mark.parametrize("op", STEPS)
+def test_in_a_graph(op):
     """Replays go through writes and waiting as eager steps do, each slot at its own count."""
-    eager, graphed = (Slots((3, 2, 64, 64), 4, torch.bfloat16, "cuda") for _ in range(2))
-    q, k, v = (eager.normal(3, 2, 64) for _ in range(3))
+    eager, graphed = (Slots(op, (3, 2, 64, 64), 4, torch.bfloat16, "cuda") for _ in range(2))
+    tokens = eager.tokens()
     for slots in (eager, graphed):
-        slots.advance(q, k, v)  # compiles
+        slots.advance(*tokens)  # compiles
         slots.waiting.copy_(torch.tensor([1, 0, 3]))
     graph = torch.cuda.CUDAGraph()
     before = [x.clone() for x in (graphed.state, graphed.keys, graphed.values, graphed.waiting)]
     with torch.cuda.graph(graph):
-        out = graphed.advance(q, k, v)
+        out = graphed.advance(*tokens)
     for x, was in zip((graphed.state, graphed.keys, graphed.values, graphed.waiting), before, strict=True):
         x.copy_(was)
     for _ in range(9):
         graph.replay()
-        assert torch.equal(out, eager.advance(q, k, v))
+        assert torch.equal(out, eager.advance(*tokens))
     assert torch.equal(eager.state, graphed.state)
 
 
 @gpu
-def test_compiled_in_one_graph():
-    eager, compiled = (Slots((3, 2, 64, 64), 3, torch.bfloat16, "cuda") for _ in range(2))
-    step = torch.compile(lightning_waiting_step, fullgraph=True)
+@pytest.mark.parametrize("op", STEPS)
+def test_compiled_in_one_graph(op):
+    eager, compiled = (Slots(op, (3, 2, 64, 64), 3, torch.bfloat16, "cuda") for _ in range(2))
+    step = torch.compile(eager.step, fullgraph=True)
     for _ in range(4):
-        q, k, v = (eager.normal(3, 2, 64) for _ in range(3))
-        assert torch.equal(compiled.advance(q, k, v, step), eager.advance(q, k, v))
+        tokens = eager.tokens()
+        assert torch.equal(compiled.advance(*tokens, step), eager.advance(*tokens))
     assert torch.equal(eager.state, compiled.state)
 
 
@@ -161,6 +189,6 @@ def test_interpreted():
 
 
 if __name__ == "__main__":
-    for shape, every, options in CASES:
-        Slots(shape, every, **options).check("triton")
-        print(shape, every, options, "agrees")
+    for op, shape, every, options in CASES:
+        Slots(op, shape, every, **options).check("triton")
+        print(op, shape, every, options, "agrees")
