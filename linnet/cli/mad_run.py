@@ -255,7 +255,7 @@ def _models(layouts: list[str], mixers: list[str], changes: dict, state: int | N
         hint = ""
         try:
             models[name] = mqar_architecture(name, changes) if state is None else architecture(name, changes, 0)
-            hint = "; or --state 0, which takes it as it is"
+            hint = "; --state asks for another, and --state 0 takes the model as it is"
             models[name] = architecture(name, changes, state) if state else models[name]
         except ConfigError as error:
             problems += [f"{name}: {problem}{hint}" for problem in error.problems]

@@ -126,6 +126,8 @@ def test_run_scores_layouts_and_a_mixer_file(tmp_path):
     assert first.exit_code == 0, first.output
     assert "mad-gla-swiglu: gla+swiglu x2, width 32, state 256" in first.stdout
     assert "not comparable: a smoke score" in first.stdout and "memorization" in first.stdout
+    lines = [line for line in first.stdout.splitlines() if "memorization/baseline" in line]
+    assert len(lines) == 4 and len({line.index("memorization/") for line in lines}) == 1, "columns"
     stamps = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/result.json")}
     assert len(stamps) == 4
     second = call("run", "attention+swiglu", "--mixer", mixer, *common, "--json")
@@ -149,7 +151,7 @@ def test_what_cannot_run_is_said_before_anything_is(tmp_path):
 
     found = problems("tnl+swigl x2", "hgrn+swiglu x2")
     assert "did you mean 'swiglu'?" in found and "hgrn: a layer has 128 and should have 2,048" in found
-    assert "or --state 0, which takes it as it is" in found and found.count("--state 0") == 1
+    assert "--state 0 takes the model as it is" in found and found.count("--state 0") == 1
     assert "did you mean 'mad-mamba'? As a layout: layer 'mad-mambo' is unknown" in problems("mad-mambo")
     assert "tnl: options.tnl.num_hads: unknown key" in problems("tnl", "--set", "options.tnl.num_hads=3")
     assert "give a layout" in problems()

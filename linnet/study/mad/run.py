@@ -254,6 +254,7 @@ def _train(runs: list[MadRun], jobs: list[Job], folder: Path, executor: Executor
     root = folder / RUNS
     progress = StudyProgress(runs, root, None, executor.workers, console)
     failed: dict[str, str] = {}
+    width = max(len(run.config["architecture"]) for run in runs)
     with progress, contextlib.closing(executor.run(jobs, train_bundle)) as outcomes:
         for outcome in outcomes:
             if outcome is None:
@@ -264,14 +265,14 @@ def _train(runs: list[MadRun], jobs: list[Job], folder: Path, executor: Executor
                 if not RunFolder(root / name).done:
                     RunFolder.create(root, run).write_error(outcome.error)
                     failed[name] = outcome.error.strip().splitlines()[-1].strip()
-                progress.line(name, _line(run, outcome, root / name))
+                progress.line(name, _line(run, outcome, root / name, width))
     return failed
 
 
-def _line(run: dict[str, Any], outcome: Outcome, path: Path) -> str:
-    """One run in one line: what it was, and what it came to."""
+def _line(run: dict[str, Any], outcome: Outcome, path: Path, width: int) -> str:
+    """One run in one line: what it was, its name in a column of `width`, and what it came to."""
     point = f"lr {run['learning_rate']:g} wd {run['weight_decay']:g}"
-    head = f"{escape(run['architecture'])}  {run['setting']:<34} {point:<16}"
+    head = f"{escape(run['architecture'].ljust(width))}  {run['setting']:<34} {point:<16}"
     if not RunFolder(path).done:
         return f"{head}  [red]failed[/]: {escape(outcome.error.strip().splitlines()[-1].strip())}"
     result = RunFolder(path).result()
