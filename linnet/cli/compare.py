@@ -2,15 +2,18 @@
 
 import json
 import re
-import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from linnet.config import FIGURES, FITS, ConfigError, check_study, gather
+
+OUT = Path("comparison/index.html")
 
 
 def compare(
@@ -18,9 +21,7 @@ def compare(
         list[Path],
         typer.Argument(metavar="RUN...", help="Folders that linnet evaluate was run on.", show_default=False),
     ],
-    out: Annotated[Path, typer.Option(help="The page; pictures go beside it.", metavar="PAGE")] = Path(
-        "comparison/index.html"
-    ),
+    out: Annotated[Path, typer.Option(help="The page; pictures go beside it.", metavar="PAGE")] = OUT,
     page: Annotated[bool, typer.Option(help="Write the page (needs the extra study).")] = True,
     depth_ratio: Annotated[float, typer.Option(help="Of needles: weight of a depth to that of the one above.")] = 1.01,
     length_ratio: Annotated[
@@ -46,8 +47,11 @@ def compare(
     from linnet.evaluate.compare import compare as compare_all
     from linnet.evaluate.compare import shared
 
-    _check(depth_ratio, length_ratio, page and not as_json)
-    found = _read(runs)
+    page = page and not as_json
+    _check(depth_ratio, length_ratio, out if page else None)
+    found, problems = _read(runs)
+    for problem in problems:
+        Console(stderr=True).print(f"[bold yellow]left out[/] {escape(problem)}", highlight=False, soft_wrap=True)
     groups = shared({name: evaluations for name, (_, evaluations) in found.items()})
     if len(found) > 1:
         groups = [group for group in groups if len(group.lacking) < len(found) - 1]
@@ -66,28 +70,41 @@ def compare(
         from linnet.report.compare import write_comparison
         from linnet.report.needle import Constants
 
-        command = shlex.join(["linnet", "compare", *(run.name for run, _ in found.values())])
         constants = Constants(depth_ratio, length_ratio, threshold)
-        console.print(
-            str(write_comparison(groups, comparisons, out, command=command, constants=constants)), soft_wrap=True
-        )
+        command = _command(runs, out, constants)
+        written = write_comparison(groups, comparisons, out, command=command, constants=constants, problems=problems)
+        console.print(str(written), soft_wrap=True)
         if open_:
             webbrowser.open(out.resolve().as_uri())
 
 
-def _read(runs: list[Path]) -> dict[str, tuple[Path, list]]:
-    """Folder and evaluations by the name of the run. Raises ConfigError for all runs without any or given twice."""
+def _command(runs: list[Path], out: Path, constants) -> str:
+    """What makes this page again, from the same folder."""
+    from linnet.report.needle import Constants
+    from linnet.report.shell import typed
+
+    usual = vars(Constants())
+    changed = {name: value for name, value in vars(constants).items() if value != usual[name]}
+    return typed("linnet", "compare", *runs, out=None if out == OUT else out, **changed)
+
+
+def _read(runs: list[Path]) -> tuple[dict[str, tuple[Path, list]], list[str]]:
+    """Folder and evaluations by the name of the run, and what is wrong with those that are left out.
+
+    Raises:
+        ConfigError: for all runs without any evaluation or given twice.
+    """
     from linnet.evaluate.results import read_evaluations
     from linnet.runs import RunFolder
 
-    problems, found = [], {}
+    problems, found, damaged = [], {}, []
     folders = [run.resolve() for run in runs]
     labels = [re.sub(r"-[0-9a-f]{12}$", "", folder.name) for folder in folders]  # without the digest of the settings
     for run, folder, label in zip(runs, folders, labels, strict=True):
         name = label if labels.count(label) == 1 else folder.name
         alone = [other.name for other in folders].count(folder.name) == 1
         try:
-            evaluations = read_evaluations(RunFolder.open(run).path)
+            evaluations = read_evaluations(RunFolder.open(run).path, damaged)
         except ConfigError as error:
             problems += error.problems
             continue
@@ -97,8 +114,8 @@ def _read(runs: list[Path]) -> dict[str, tuple[Path, list]]:
             problems.append(f"{run}: has no evaluation yet; make one, for example: linnet evaluate {run} --text TEXT")
         found[name if alone else str(run)] = (run, evaluations)
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "compare")
-    return found
+        raise ConfigError(list(dict.fromkeys(problems + damaged)), "compare")
+    return found, damaged
 
 
 def _nothing_in_common(found: dict[str, tuple[Path, list]]) -> str:
@@ -113,35 +130,34 @@ def _nothing_in_common(found: dict[str, tuple[Path, list]]) -> str:
     return "\n    ".join(lines)
 
 
-def _check(depth_ratio: float, length_ratio: float, page: bool) -> None:
-    """Constants, and what draws the page, before anything is printed."""
+def _check(depth_ratio: float, length_ratio: float, page: Path | None) -> None:
+    """Constants, and whether the page can be drawn and written, before anything is read."""
     given = {"depth-ratio": depth_ratio, "length-ratio": length_ratio}
     problems = [
         f"--{name}: is {value:g}; give a positive number"
         for name, value in given.items()
         if not 0 < value < float("inf")
     ]
-    if page:
+    if page is not None:
+        from linnet.report.shell import check_page
+
         with gather(problems):
             check_study(FIGURES + FITS, "compare", ", or give --no-page")
+        with gather(problems):
+            check_page(page)
     if problems:
         raise ConfigError(problems, "compare")
 
 
 def _show(group, comparisons, found, console: Console) -> None:
-    from rich.markup import escape
-
     from linnet.evaluate.compare_words import between, command, notes, shown, title
 
     console.print(f"\n[bold]{escape(title(group))}[/]", soft_wrap=True)
     names = [entry.name for entry in group.entries]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("task", "metric", "items"):
-        table.add_column(column, justify="right" if column == "items" else "left", no_wrap=True)
-    for name in names:
-        table.add_column(escape(name), justify="right", overflow="fold")
+    chance = any(one.chance is not None for one in comparisons)
+    table = _table(["task", "metric"], ["items", "guessing"] if chance else ["items"], names)
     for one in comparisons:
-        cells = []
+        cells = ["" if one.chance is None else shown(one.chance)] if chance else []
         for name in names:
             number = next((number for number in one.numbers if number.name == name), None)
             value = "" if number is None else shown(number.value)
@@ -164,24 +180,28 @@ def _show(group, comparisons, found, console: Console) -> None:
 
 
 def _show_pairs(comparisons, console: Console) -> None:
-    from rich.markup import escape
-
+    """The tests of differences, with the p-values that count."""
     from linnet.evaluate.compare_words import REAL, between, shown
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("task", "metric", "model", "minus", "difference", "p", "adjusted", ""):
-        table.add_column(
-            column, justify="right" if column in ("difference", "p", "adjusted") else "left", overflow="fold"
-        )
+    table = _table(["task, metric", "models"], ["difference", "adjusted p"])
     for one in comparisons:
         for d in one.differences:
+            about = f"{escape(one.task)}\n[dim]{one.metric.replace('_', ' ')}[/]"
             value = f"{shown(d.value)}\n[dim]{between(d.interval).strip(' ()')}[/]"
-            numbers = (value, f"{d.p:.2g}", f"{d.adjusted:.2g}")
-            verdict = "differ" if d.adjusted < REAL else "not shown"
-            about = (escape(one.task), one.metric.replace("_", " "), escape(d.first), escape(d.second))
-            table.add_row(*about, *numbers, verdict)
+            p = f"{d.adjusted:.2g}\n[dim]{'they differ' if d.adjusted < REAL else 'may be chance'}[/]"
+            table.add_row(about, f"{escape(d.first)}\n− {escape(d.second)}", value, p)
     if table.row_count:
         console.print(table)
+
+
+def _table(left: list[str], right: list[str], models: Sequence[str] = ()) -> Table:
+    """A table without lines: columns to the left and to the right, and those of models, whose names may break."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in (*left, *right):
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+    for name in models:
+        table.add_column(escape(name), justify="right", overflow="fold")
+    return table
 
 
 def _to_dict(one) -> dict:

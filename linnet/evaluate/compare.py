@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from linnet.config import digest
+from linnet.evaluate.needle import RIVALS
 from linnet.evaluate.results import Evaluation, Result
 from linnet.runs.record import plain
 
@@ -75,6 +76,7 @@ class Comparison:
         left_out: items that some model has and another has not.
         numbers: by model, in the order of the runs.
         differences: of all pairs; empty where the metric is not tested. `untested` says why, or is "".
+        chance: what guessing gives, of a share of right answers; None where nobody guesses, or the record does not say.
     """
 
     kind: str
@@ -87,6 +89,12 @@ class Comparison:
     numbers: tuple[Number, ...]
     differences: tuple[Difference, ...] = ()
     untested: str = ""
+    chance: float | None = None
+
+    def guesses(self, number: Number) -> bool:
+        """Whether a model is not shown to do better than guessing: its interval, else its value, is not above it."""
+        low = number.value if number.interval is None else number.interval[0]
+        return self.chance is not None and not low > self.chance
 
     @property
     def leaders(self) -> tuple[str, ...]:
@@ -146,6 +154,19 @@ def compare(groups: Sequence[Shared], seed: int = 0) -> list[Comparison]:
     tests = [difference for comparison in found for difference in comparison.differences]
     adjusted = iter(holm([difference.p for difference in tests]))
     return [replace(c, differences=tuple(replace(d, adjusted=next(adjusted)) for d in c.differences)) for c in found]
+
+
+def guessing(evaluation: Evaluation) -> dict[tuple[str, str], float]:
+    """(task, metric) -> what guessing gives, of the results that are shares of right answers."""
+    if evaluation.kind == "needle":
+        guessed = 1 / (RIVALS + 1) if evaluation.asked.get("scoring") == "choice" else 0.0
+        return {(result.task, "accuracy"): guessed for result in evaluation.results}
+    if evaluation.kind == "recall":
+        cells: dict[str, list[float]] = {}
+        for cell in evaluation.detail["cells"]:
+            cells.setdefault(f"recall-{cell['task']}", []).append(cell["chance"])
+        return {(task, "choice"): sum(found) / len(found) for task, found in cells.items()}
+    return {(task, metric): value for task, metric, value in evaluation.detail.get("chance", ())}
 
 
 def common(asked: dict) -> dict:
@@ -223,13 +244,15 @@ def _of_group(group: Shared, seed: int) -> list[Comparison]:
     for entry in group.entries:
         for result in entry.evaluation.results:
             results.setdefault((result.task, result.metric), {})[entry.name] = result
+    chances = {place: value for entry in group.entries for place, value in guessing(entry.evaluation).items()}
     counting = {tuple(pair) for entry in group.entries for pair in entry.evaluation.detail.get("shown", [])}
     found, tested = [], set()
     for (task, metric), by_name in results.items():
         asks = task not in tested and all(result.items for result in by_name.values())
         asks = asks and (not counting or (task, metric) in counting)
         tested |= {task} if asks else set()
-        found.append(_of_metric(group, by_name, asks, seed))
+        one = _of_metric(group, by_name, asks, seed)
+        found.append(replace(one, chance=chances.get((task, metric))))
     return found
 
 

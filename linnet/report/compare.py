@@ -33,6 +33,7 @@ def write_comparison(
     *,
     command: str = "linnet compare",
     constants: Constants | None = None,
+    problems: Sequence[str] = (),
 ) -> Path:
     """Writes the page, and a PNG and an SVG of each figure beside it.
 
@@ -41,9 +42,10 @@ def write_comparison(
         page: an .html file; its folder is made.
         command: what makes the page anew.
         constants: of the needles' metrics.
+        problems: what could not be read, to stand on the page.
 
     Raises:
-        ConfigError: the page is no .html file, or the extra `study` is not installed.
+        ConfigError: the page cannot be written, or the extra `study` is not installed.
     """
     check_study(FIGURES, "compare")
     path = shell.page_path(Path(page).parent, page)
@@ -53,15 +55,16 @@ def write_comparison(
     for _, figures, _, _ in drawn:
         for figure in figures:
             shell.write_pictures(path.parent, figure)
-    path.write_text(_page(side, drawn, command), encoding="utf-8")
+    path.write_text(_page(side, drawn, command, problems), encoding="utf-8")
     return path
 
 
-def _page(side: Side, drawn: list[tuple], command: str) -> str:
+def _page(side: Side, drawn: list[tuple], command: str, problems: Sequence[str]) -> str:
     findings = [line for _, _, lines, _ in drawn for line in lines]
     parts = [
         f'<p class="lead">{_summary(side)}</p>',
         *(f'<p class="notice">{escape(line)}.</p>' for line in _lacking(side)),
+        *(f'<p class="notice">Left out: {escape(problem)}.</p>' for problem in problems),
         "<h2>What was found</h2>",
         f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in findings)}</ul>',
         shell.key(side.architectures),
@@ -114,14 +117,18 @@ def _group(side: Side, group: Shared, number: int) -> tuple[list[Figure], list[s
 
 
 def _line(one: Comparison) -> str:
-    """Who is first, and which differences are none that chance could not make."""
+    """Who is first, whether it beats guessing, and which differences are none that chance could not make."""
+    task, metric = escape(one.task), escape(one.metric.replace("_", " "))
+    guessing = "" if not one.chance else f"; guessing has {shown(one.chance)}"
+    if all(one.guesses(number) for number in one.numbers):
+        return f"{task}: no model is shown to do better than guessing, which has {metric} {shown(one.chance)}."
     leaders, [best, *_] = one.leaders, [number for number in one.numbers if number.name in one.leaders]
     most = "highest" if one.better == "higher" else "lowest"
-    metric, value = escape(one.metric.replace("_", " ")), f"{shown(best.value)}{between(best.interval)}"
     if len(leaders) > 1:
         names = units.listed([f"<b>{escape(name)}</b>" for name in leaders])
-        return f"{escape(one.task)}: {names} are level, with the {most} {metric}, {shown(best.value)}."
-    text = f"{escape(one.task)}: <b>{escape(best.name)}</b> has the {most} {metric}, {value}"
+        return f"{task}: {names} are level, with the {most} {metric}, {shown(best.value)}{guessing}."
+    value = f"{shown(best.value)}{between(best.interval)}{guessing}"
+    text = f"{task}: <b>{escape(best.name)}</b> has the {most} {metric}, {value}"
     unclear = [d for d in one.differences if best.name in (d.first, d.second) and d.adjusted >= REAL]
     if not unclear:
         return f"{text}; it differs from all others (p {_bound(max, _own(one, best.name))})."
@@ -163,6 +170,7 @@ def _tables(side: Side, group: Shared, own: list[Comparison], number: int) -> li
             cells.append(f'<td class="n" data-v="{found.value:.10g}">{value}{fine}</td>')
         better = f'<div class="fine">{one.better} is better</div>'
         count = f"{one.n:,}" if one.n else units.MISSING
+        better += "" if one.chance is None else f'<div class="fine">guessing has {shown(one.chance)}</div>'
         count += f'<div class="fine">{one.left_out:,} not in common</div>' if one.left_out else ""
         metric = escape(one.metric.replace("_", " "))
         about = f'<td>{escape(one.task)}</td><td>{metric}{better}</td><td class="n">{count}</td>'
@@ -203,14 +211,16 @@ def _intervals(side: Side, group: Shared, own: list[Comparison], number: int) ->
         return []
     canvas = Canvas(side)
     alt = canvas.alt
-    rows = []
+    rows, guesses = [], []
     for one in firsts.values():
+        task = f"{one.task}: {one.metric.replace('_', ' ')}"
+        guesses += [] if one.chance is None else [{"task": task, "value": one.chance}]
         for found in one.numbers:
             low, high = found.interval or (found.value, found.value)
-            row = {"architecture": found.name, "task": f"{one.task}: {one.metric.replace('_', ' ')}"}
-            row |= {"value": found.value, "low": low, "high": high}
+            row = {"architecture": found.name, "task": task, "value": found.value, "low": low, "high": high}
             rows.append(row | {"number": f"{shown(found.value)}{between(found.interval)}"})
-    domain = style.padded([row[end] for row in rows for end in ("low", "high")], False)
+    domain = [row[end] for row in rows for end in ("low", "high")] + [row["value"] for row in guesses]
+    domain = style.padded(domain, False)
     x = alt.X("value:Q", title=None, scale=alt.Scale(domain=domain, nice=False, zero=False))
     y = alt.Y("task:N", title=None, sort=None).axis(labelLimit=300)
     offset = alt.YOffset("architecture:N", sort=side.architectures)
@@ -222,10 +232,12 @@ def _intervals(side: Side, group: Shared, own: list[Comparison], number: int) ->
     dot = base.mark_point(size=80, filled=True, opacity=1)
     dot = dot.encode(x, y, offset, canvas.colour(), canvas.shape(), fillOpacity=canvas.fade(), tooltip=tooltip)
     step = max(26, 14 * len(group.entries))
-    chart = canvas.layer(bar, dot).properties(width=700, height=step * len(firsts) + 10)
+    guessing = canvas.chart(guesses).mark_tick(thickness=2, size=step, style=style.QUIET, orient="vertical")
+    chart = canvas.layer(guessing.encode(x, y), bar, dot).properties(width=700, height=step * len(firsts) + 10)
     better = {one.better for one in firsts.values()}
     caption = "Each task's metric that is tested, else its first, with its 95 % interval over items"
     caption += f"; {better.pop()} is better." if len(better) == 1 else "."
+    caption += " Grey lines are guessing." if guesses else ""
     return [canvas.figure(f"intervals-{number}", f"Side by side: {title(group)}", caption, chart)]
 
 

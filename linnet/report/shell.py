@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import re
+import shlex
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -17,14 +19,35 @@ from linnet.report.marks import Figure
 def page_path(folder: str | Path, out: str | Path | None) -> Path:
     """Where a page goes: `out`, or report/index.html in the folder that it is about; makes the folder of it."""
     page = Path(out) if out is not None else Path(folder) / "report" / "index.html"
-    if page.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError([f"--out {str(page)!r}: name a page, for example {str(page / 'index.html')!r}"], "report")
+    check_page(page)
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         problem = f"--out {str(page)!r}: its folder cannot be made ({error.strerror}); name another"
         raise ConfigError([problem], "report") from None
     return page
+
+
+def check_page(page: Path) -> None:
+    """Raises ConfigError where a page cannot be written; makes nothing, so that it can be asked before any work."""
+    if page.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError([f"--out {str(page)!r}: name a page, for example {str(page / 'index.html')!r}"], "report")
+    if page.is_dir():
+        raise ConfigError([f"--out {str(page)!r}: is a folder; name a page, for example one in it"], "report")
+    there = next(parent for parent in page.absolute().parents if parent.exists())
+    if not there.is_dir():
+        problem = f"--out {str(page)!r}: its folder cannot be made, {str(there)!r} is a file; name another"
+        raise ConfigError([problem], "report")
+    if not os.access(there, os.W_OK | os.X_OK) or (page.exists() and not os.access(page, os.W_OK)):
+        raise ConfigError([f"--out {str(page)!r}: may not be written in {there}; name another place"], "report")
+
+
+def typed(*words: str | Path, **options: object) -> str:
+    """A command as one types it: `options` that are None are left out, True stands alone."""
+    line = [str(word) for word in words]
+    for name, value in options.items():
+        line += [] if value is None else [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return shlex.join(line)
 
 
 def write_pictures(folder: Path, figure: Figure) -> None:

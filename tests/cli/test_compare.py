@@ -1,7 +1,10 @@
 """`linnet compare`: evaluations of small models side by side, and what it says when there is nothing to compare."""
 
 import json
+import re
+import shlex
 import shutil
+from html import unescape
 
 import pytest
 from typer.testing import CliRunner
@@ -60,6 +63,7 @@ def test_the_table_and_the_page(folder, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     for part in ("bits per byte", "adjusted", "needle: easy, 3 lengths up to 500 tokens", "The method differs"):
         assert part in result.stdout, result.stdout
+    assert re.search(r"guessing.*\nneedle-easy +accuracy +9 +0\.1000 ", result.stdout), result.stdout
     page = (tmp_path / "comparison" / "index.html").read_text()
     assert "comparison/index.html" in result.stdout
     for part in ("Needles: needle-easy", "from 25%", "Loss by context", "NIAH score, found from 100%", "minus"):
@@ -68,6 +72,51 @@ def test_the_table_and_the_page(folder, tmp_path, monkeypatch):
     assert pictures == {"needle-easy-grids.png", "needle-easy-lengths.png", "intervals-1.png", "contexts-1.png"} or (
         pictures == {"needle-easy-1-grids.png", "needle-easy-1-lengths.png", "intervals-0.png", "contexts-0.png"}
     )
+
+
+def test_the_page_says_the_command_that_makes_it_again(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my runs").symlink_to(folder)
+    arguments = ["my runs/tnl", "my runs/llama", "--out", "a b/page.html", "--depth-ratio", 1.5]
+    assert call("compare", *arguments).exit_code == 0
+    page = tmp_path / "a b" / "page.html"
+    before = page.read_text()
+    commands = set(re.findall(r"<code>(linnet compare .*?)</code>", before))
+    assert len(commands) == 1
+    page.unlink()
+    again = call(*shlex.split(unescape(commands.pop()))[1:])
+    assert again.exit_code == 0, again.output
+    assert page.read_text() == before and "1.5 a step of depth" in before
+
+
+def test_a_damaged_record_is_left_out_and_named(folder, tmp_path):
+    for name in ("tnl", "llama"):
+        shutil.copytree(folder / name, tmp_path / name)
+    torn = tmp_path / "llama" / "evaluations" / "torn.json"
+    torn.write_text("{")
+    runs = (tmp_path / "tnl", tmp_path / "llama")
+    result = call("compare", *runs, "--out", tmp_path / "page.html")
+    assert result.exit_code == 0 and f"left out {torn}: cannot be read" in result.stderr
+    assert "bits per byte" in result.stdout and f"Left out: {torn}" in (tmp_path / "page.html").read_text()
+    assert json.loads(call("compare", *runs, "--json").stdout)
+    for path in torn.parent.glob("*-*.json"):
+        path.unlink()
+    result = call("compare", *runs)
+    assert result.exit_code == 2
+    assert "llama: has no evaluation yet" in result.output and "torn.json: cannot be read" in result.output
+
+
+@pytest.mark.parametrize(
+    "out, message", [("file/index.html", "is a file"), ("page", "name a page"), ("folder.html", "is a folder")]
+)
+def test_a_page_that_cannot_be_written_is_told_before_any_work(tmp_path, monkeypatch, out, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.html").mkdir()
+    result = call("compare", "missing", "--out", out, "--length-ratio", -1)
+    assert result.exit_code == 2 and message in result.output and "--length-ratio: is -1" in result.output
+    assert "missing" not in result.output  # nothing was read yet
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.html"]
 
 
 def test_one_model_alone_has_a_table_and_no_tests(folder):

@@ -80,6 +80,26 @@ def test_models_that_are_level_have_no_leader(tmp_path):
     assert "<b>one</b> has" not in html and not re.search(r"<td[^>]*><b>", html)
 
 
+def quiz(right: int) -> Evaluation:
+    """So many of forty answers right, of which guessing gets ten."""
+    items = [Item(f"{i}", float(i < right)) for i in range(40)]
+    detail = {"chance": [["quiz", "acc", 0.25]]}
+    return Evaluation("tasks", {}, {"tasks": ["quiz"]}, (Result.of_items("quiz", "acc", items),), detail)
+
+
+def test_a_leader_that_guesses_is_not_called_best(tmp_path):
+    groups = shared({"one": [quiz(12)], "other": [quiz(9)]})  # 0.3 of 40 answers: guessing lies in the interval
+    html = write_comparison(groups, compare(groups), tmp_path / "guess.html").read_text()
+    assert "quiz: no model is shown to do better than guessing, which has acc 0.2500" in html
+    assert "<b>one</b> has" not in html
+    assert '<div class="fine">guessing has 0.2500</div>' in html
+    groups = shared({"one": [quiz(38)], "other": [quiz(9)]})
+    html = write_comparison(groups, compare(groups), tmp_path / "know.html").read_text()
+    assert re.search(r"<b>one</b> has the highest acc, 0.9500 \([^)]*\); guessing has 0.2500; it differs", html)
+    assert '"task":"quiz: acc","value":0.25}' in html  # the mark of guessing in the figure
+    assert "Grey lines are guessing" in html
+
+
 def test_the_figure_shows_the_metric_that_is_tested(tmp_path):
     def asked(right) -> Evaluation:
         items = [Item(f"{i}", float(i in right)) for i in range(8)]
