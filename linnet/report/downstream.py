@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from linnet.config import ConfigError, digest
-from linnet.evaluate.needle import RIVALS
+from linnet.config import digest
+from linnet.evaluate.compare import guessing
 from linnet.evaluate.results import Evaluation, read_evaluations
 from linnet.report import shell, units
 from linnet.report.records import Study
@@ -72,10 +72,7 @@ def read_series(study: Study, bootstrap: int = 1000) -> list[Series]:
             continue
         records = RunFolder(folder).metrics()
         found = _of_training(records)
-        try:
-            found += _of_files(read_evaluations(folder))
-        except ConfigError as error:
-            problems += error.problems
+        found += _of_files(read_evaluations(folder, problems))
         losses = {row["step"]: row["validation_loss"] for row in records if "validation_loss" in row}
         final = run["tokens"] if run["status"] == "done" else math.inf
         for key, chance, point in found:
@@ -144,7 +141,7 @@ def _of_files(evaluations: list[Evaluation]) -> list[tuple]:
         if one.model.get("tokens") is None or one.model.get("flops") is None:
             continue
         name = one.kind if len(ways[one.kind]) == 1 else f"{one.kind}-{digest(one.asked)[:4]}"
-        chances, model, seen = _chances(one), one.model, set()
+        chances, model, seen = guessing(one), one.model, set()
         averages = [result for result in one.results if result.task == one.kind]
         for result in averages or one.results:
             place = (result.task, result.metric)
@@ -156,19 +153,6 @@ def _of_files(evaluations: list[Evaluation]) -> list[tuple]:
             point["questions"] = None if averages else result.n
             found.append(((f"{label} (linnet evaluate)", result.metric), chances.get(place), point))
     return found
-
-
-def _chances(one: Evaluation) -> dict[tuple[str, str], float]:
-    """(task, metric) -> what guessing gives, of the shares of right answers."""
-    if one.kind == "needle":
-        guessed = 1 / (RIVALS + 1) if one.asked.get("scoring") == "choice" else 0.0
-        return {(result.task, "accuracy"): guessed for result in one.results}
-    if one.kind == "recall":
-        cells: dict[str, list[float]] = {}
-        for cell in one.detail["cells"]:
-            cells.setdefault(f"recall-{cell['task']}", []).append(cell["chance"])
-        return {(task, "choice"): sum(found) / len(found) for task, found in cells.items()}
-    return {(task, metric): value for task, metric, value in one.detail.get("chance", ())}
 
 
 def lines(series: list[Series]) -> list[str]:
@@ -201,22 +185,50 @@ def _tested(series: Series, test: HeldOutTest | None) -> str:
 
 
 def finding(series: list[Series]) -> list[str]:
-    """The best of each metric in a sentence, as HTML."""
+    """The best of each metric in a sentence, as HTML: whether it beats guessing, and who is level with it."""
     found = []
     for one in series[:3]:
         last = one.points[one.points["last"]]
         if last.empty:
             continue
+        guessing = "" if one.chance is None else one.shown(one.chance)
+        best, *others = _leaders(one, last)
         if all(any("no signal" in reason for reason in fit.transfer.refused) for fit in one.fits.values()):
-            found.append(f"{escape(one.title)}: no architecture does better than guessing, {one.shown(one.chance)}.")
-            continue
-        best = last.loc[last["value"].idxmax() if one.chance is not None else last["value"].idxmin()]
-        guessing = f", where guessing gives {one.shown(one.chance)}" if one.chance else ""
-        found.append(
-            f"{escape(one.title)}: the best is <b>{escape(best['architecture'])}</b> with {one.shown(best['value'])}"
-            f"{guessing}, after {units.flops(best['C'])}."
-        )
+            found.append(f"{escape(one.title)}: no architecture does better than guessing, {guessing}.")
+        elif one.chance is not None and best["value"] - one.chance <= 2 * _error(one.chance, best["questions"]):
+            text = (
+                f"no run is two standard errors above guessing, {guessing}; the highest is {one.shown(best['value'])}"
+            )
+            found.append(f"{escape(one.title)}: {text}, of {escape(best['architecture'])}.")
+        else:
+            names = [f"<b>{escape(run['architecture'])}</b> with {one.shown(run['value'])}" for run in (best, *others)]
+            guess = f", where guessing gives {guessing}" if one.chance else ""
+            text = f"the best is {names[0]}{guess}, after {units.flops(best['C'])}"
+            text += f", but {units.listed(names[1:])} {'is' if len(others) == 1 else 'are'} too near to tell apart"
+            found.append(f"{escape(one.title)}: {text if others else text.partition(', but ')[0]}.")
     return found
+
+
+def _leaders(series: Series, last) -> list:
+    """The best run, and behind it those of other architectures that are too near to be told from it.
+
+    Near are shares of right answers at most two standard errors of the difference apart, other metrics that read alike.
+    """
+    order = last.sort_values("value", ascending=series.chance is None, kind="stable")
+    best, *others = (run for _, run in order.drop_duplicates("architecture").iterrows())
+    return [best, *(run for run in others if _near(series, best, run))]
+
+
+def _near(series: Series, best, other) -> bool:
+    if series.chance is None or not math.isfinite(best["questions"] + other["questions"]):
+        return series.shown(best["value"]) == series.shown(other["value"])
+    errors = [_error(run["value"], run["questions"]) for run in (best, other)]
+    return best["value"] - other["value"] <= 2 * math.hypot(*errors)
+
+
+def _error(share: float, questions: float) -> float:
+    """Standard error of a share of right answers; 0 where the questions were not counted."""
+    return math.sqrt(max(share * (1 - share), 0.0) / questions) if math.isfinite(questions) else 0.0
 
 
 def table(study: Study, series: list[Series]) -> str:

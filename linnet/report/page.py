@@ -39,22 +39,28 @@ def write_report(
         ConfigError: the folder or its table is not there or unusable, or the extra `study` is not installed.
     """
     check_study(FIGURES + FITS, "report")
+    if out is not None:
+        shell.check_page(Path(out))
     study = read_study(study_folder, fit, bootstrap)
     page = shell.page_path(study_folder, out)
+    command = shell.typed("linnet", "report", study_folder, out=out, bootstrap=None if bootstrap == 1000 else bootstrap)
     series = downstream.read_series(study, bootstrap)
     for line in downstream.lines(series) if tell is not None else ():
         tell(line)
     figures = draw(study), downstream_figures.draw(study, series)
     for figure in [*figures[0], *figures[1]]:
         shell.write_pictures(page.parent, figure)
-    page.write_text(_page(study, series, figures, page.parent), encoding="utf-8")
+    page.write_text(_page(study, series, figures, page.parent, command), encoding="utf-8")
     return page
 
 
 def _page(
-    study: Study, series: list[downstream.Series], figures: tuple[list[Figure], list[Figure]], folder: Path
+    study: Study,
+    series: list[downstream.Series],
+    figures: tuple[list[Figure], list[Figure]],
+    folder: Path,
+    command: str,
 ) -> str:
-    command = f"linnet report {study.folder.name}"
     found = findings(study) + downstream.finding(series)
     parts = [
         f'<p class="lead">{summary(study)}</p>',
@@ -75,14 +81,14 @@ def _page(
 def _laws(study: Study) -> list[str]:
     if not study.fits:
         return []
-    method = study.fit.headline
+    method, command = study.fit.headline, shell.typed("linnet", "fit", study.folder, json=True)
     preferred = "" if method == "isoflop" else ", since too few optima lie between the sizes for the IsoFLOP method"
     caption = (
         f"Power laws as in paper 000's Table 3, C in FLOPs, by the {_METHODS[method]}{preferred}. Under each law stand "
         "the 95 % bootstrap intervals of its exponent and coefficient, its value at the largest compute, and for the "
         "loss the same law with an irreducible constant. Exponent and coefficient move together, so compare values "
         "rather than coefficients. The held-out error is that of a law fitted to less compute. "
-        f"<code>linnet fit {escape(study.folder.name)} --json</code> prints all of it, by all methods and in full."
+        f"<code>{escape(command)}</code> prints all of it, by all methods and in full."
     )
     return ["<h2>The laws</h2>", f'<p class="caption">{caption}</p>', tables.law_table(study)]
 

@@ -2,10 +2,13 @@
 
 import argparse
 import json
+import math
 import optparse
 import re
+import types
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from synthetic_study import RESAMPLES, TRANSFER, write_study
 
@@ -91,6 +94,43 @@ def _failed(folder: Path) -> str:
     return next(path.parent.name for path in (folder / "runs").glob("*/error.txt"))
 
 
+def of_two(first: float, second: float, chance: float | None, questions: float = 400) -> downstream.Series:
+    """A metric of one run of each of two architectures."""
+    rows = [
+        dict.fromkeys(downstream.COLUMNS, 1.0)
+        | {"architecture": name, "value": value, "questions": questions, "C": 1e12}
+        for name, value in (("tnl", first), ("llama", second))
+    ]
+    return downstream.Series("quiz", "accuracy", chance, pd.DataFrame(rows).astype({"last": bool}), {"tnl": NO_FIT})
+
+
+NO_FIT = types.SimpleNamespace(transfer=types.SimpleNamespace(refused=["too few points"]))
+
+
+@pytest.mark.parametrize(
+    "one, sentence",
+    [
+        (of_two(0.9, 0.5, 0.25), "the best is <b>tnl</b> with 90.0%, where guessing gives 25.0%, after 10¹² FLOPs."),
+        (of_two(0.2, 0.1, 0.25), "no run is two standard errors above guessing, 25.0%; the highest is 20.0%, of tnl."),
+        (of_two(0.29, 0.1, 0.25), "no run is two standard errors above guessing, 25.0%; the highest is 29.0%, of tnl."),
+        (of_two(0.29, 0.1, 0.25, 4000), "the best is <b>tnl</b> with 29.0%"),
+        (of_two(0.0, 0.0, 0.0), "no run is two standard errors above guessing, 0"),
+        (of_two(0.9, 0.88, 0.25), "but <b>llama</b> with 88.0% is too near to tell apart."),
+        (of_two(0.9, 0.9, 0.25, math.nan), "but <b>llama</b> with 90.0% is too near to tell apart."),
+        (of_two(0.9, 0.88, 0.25, math.nan), "the best is <b>tnl</b> with 90.0%, where guessing gives 25.0%, after 10"),
+        (of_two(3.0, 2.0, None), "the best is <b>llama</b> with 2.000, after 10¹² FLOPs."),
+        (
+            of_two(2.00001, 2.0, None),
+            "the best is <b>llama</b> with 2.000, after 10¹² FLOPs, but <b>tnl</b> with 2.000",
+        ),
+    ],
+)
+def test_the_headline_names_no_best_that_guesses_or_is_level(one, sentence):
+    [text] = downstream.finding([one])
+    text = text.replace("\N{NO-BREAK SPACE}", "").replace("\N{NARROW NO-BREAK SPACE}", "")
+    assert sentence.replace(" FLOPs", "FLOPs") in text.replace(" FLOPs", "FLOPs"), text
+
+
 def test_pictures_are_drawn(series, tmp_path):
     for figure in downstream_figures.draw(*series):
         shell.write_pictures(tmp_path, figure)
@@ -127,12 +167,12 @@ def test_results_of_linnet_evaluate_count_too(tmp_path):
     told = {one.title: (one.chance, len(one.points)) for one in found}
     texts = {title: told.pop(title) for title in list(told) if title.startswith("text-")}
     assert told == {
-        "tasks piqa (linnet evaluate): acc": (0.5, 7),
-        "csr (linnet evaluate): average": (0.4, 7),
-        "recall recall-mqar (linnet evaluate): choice": (0.1875, 7),
-        "needle needle-easy (linnet evaluate): accuracy": (0.1, 7),
+        "tasks piqa (linnet evaluate): acc": (0.5, 8),
+        "csr (linnet evaluate): average": (0.4, 8),
+        "recall recall-mqar (linnet evaluate): choice": (0.1875, 8),
+        "needle needle-easy (linnet evaluate): accuracy": (0.1, 8),
     }
-    assert list(texts.values()) == [(None, 7)] * 2
+    assert list(texts.values()) == [(None, 8)] * 2
     assert all(one.points["last"].all() and one.points["loss"].notna().all() for one in found)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from synthetic_study import LAWS
+from synthetic_study import LAWS, RESAMPLES
 
 from linnet.config import ConfigError
 from linnet.report import write_report
@@ -108,7 +108,8 @@ def test_page_needs_no_network(page):
 
 def test_every_figure_is_on_the_page_with_its_command(page):
     assert set(page.specs()) == FIGURES <= page.ids
-    assert page.text.count("redrawn by linnet report ladder") == len(FIGURES)
+    study, bootstrap = page.path.parents[1], f"--bootstrap {RESAMPLES}"
+    assert page.text.count(f"redrawn by linnet report {study} {bootstrap}") == len(FIGURES)
     assert all("focus" in json.dumps(spec["params"]) for spec in page.specs().values())
 
 
@@ -155,10 +156,13 @@ def test_laws_on_the_page_are_those_that_made_the_data(page):
         assert row.count(" to ") >= 6  # the 95 % intervals
 
 
-def test_same_folder_gives_the_same_bytes(study, tmp_path, quick_fits):
+def test_same_folder_gives_the_same_bytes(study, tmp_path, quick_fits, monkeypatch):
     folder = study(architectures=("tnl",), budgets=(2e11, 4e11, 8e11), widths=(16, 24, 32, 48))
-    copy = shutil.copytree(folder, tmp_path / "copy" / folder.name)
-    first, second = (write_report(path).parent for path in (folder, copy))
+    copy, made = shutil.copytree(folder, tmp_path / "copy" / folder.name), []
+    for path in (folder, copy):
+        monkeypatch.chdir(path.parent)  # the page says the command as it was typed
+        made.append(write_report(path.name).parent.resolve())
+    first, second = made
     assert {path.name for path in first.iterdir()} == {path.name for path in second.iterdir()}
     for path in first.iterdir():
         assert path.read_bytes() == (second / path.name).read_bytes(), path.name
