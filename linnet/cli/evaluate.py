@@ -49,13 +49,20 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
-class Precision(StrEnum):
+class Dtype(StrEnum):
     bfloat16 = "bfloat16"
     float32 = "float32"
     float64 = "float64"
 
 
 TEXTS, NEEDLES, RECALL, TASKS = "Texts", "Needles", "Recall", "Suites and tasks"
+OPTIONS = {  # that say how to ask, by what asks so
+    ("--text",): ("method", "window", "stride", "text_key"),
+    ("--needle",): ("depths", "scoring", "haystack", "digits"),
+    ("--needle", "--recall"): ("lengths", "samples"),
+    ("--recall",): ("pairs",),
+    ("--suite", "--task"): ("include", "shots", "limit", "context", "too_long"),
+}
 NEEDLE_LENGTHS, RECALL_LENGTHS = "1024:16384:35", "64,128,256,512,1024"
 
 
@@ -208,7 +215,7 @@ def evaluate(
         ),
     ] = None,
     device: Annotated[Device, typer.Option(help="auto is the GPU where there is one.")] = Device.auto,
-    precision: Annotated[Precision, typer.Option(help="Of weights and products.")] = Precision.float32,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and products.")] = Dtype.float32,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with every document.")] = False,
     demo: Annotated[
         bool,
@@ -222,6 +229,7 @@ def evaluate(
         Path | None,
         typer.Option(help="Of --demo: what to train and ask, such as configs/needles.yaml.", show_default=False),
     ] = None,
+    typed: typer.Context = None,  # which options the command line has; a call from Python has none
 ) -> None:
     """Score a model: on texts (--text), by needles (--needle), by recall (--recall), by questions (--suite, --task).
 
@@ -241,36 +249,38 @@ def evaluate(
     from linnet.cli.evaluate_tasks import Asked, ask, context_of, prepare
     from linnet.cli.evaluate_text import score_texts
 
+    given = set() if typed is None else {name for name in typed.params if _is_given(typed, name)}
     if demo:
+        message = "not with --demo, which asks what its plan says; leave it out"
+        problems = [f"{_option(name)}: {message}" for name in sorted(given - {"demo", "plan", "run"})]
         if run is not None and (run / "config.yaml").exists():
-            message = f"RUN: {run} is a run folder; --demo trains models of its own, name a folder for them"
-            raise ConfigError([message], "evaluate")
+            problems.append(f"RUN: {run} is a run folder; --demo trains models of its own, name a folder for them")
+        if problems:
+            raise ConfigError(problems, "evaluate")
         run_demo(run or FOLDER, read_plan(plan))
         return
+    problems = _idle(given, method, needle)
     if plan is not None:
-        raise ConfigError(["plan: belongs to --demo; give both, or none"], "evaluate")
+        problems.append("--plan: belongs to --demo; give both, or none")
     if run is None:
-        raise ConfigError(["RUN: name a run folder to evaluate, or give --demo"], "evaluate")
+        problems.append("RUN: name a run folder to evaluate, or give --demo")
     names = [name.strip() for name in task.split(",") if name.strip()] if task else []
-    problems = []
     speaks = bool(text or needle or suite or names)
     if not speaks and not recall:
         message = "give --text PATH, --needle MODE, --recall, --suite NAME or --task NAME,..."
         problems.append(f"nothing to evaluate: {message}")
-    if include is not None and not names and not suite:
-        problems.append("include: without --task NAME,... nothing of that folder is asked; name its tasks")
     if needle and recall and (lengths or samples):
-        problems.append("needle, recall: --lengths and --samples of one do not suit the other; ask in two commands")
+        problems.append("--needle, --recall: --lengths and --samples of one do not suit the other; ask in two commands")
     places = parse_numbers("lengths", lengths or NEEDLE_LENGTHS, problems) if needle or lengths else []
     many = parse_numbers("pairs", pairs, problems)
     if problems:
         raise ConfigError(problems, "evaluate")
     asked = Asked(include, shots, limit, context, too_long and too_long.value)
     questions = prepare([one.value for one in suite or []], names, asked)
-    opened = open_run(run, device.value, precision.value, as_json, needs_text=speaks)
+    opened = open_run(run, device.value, dtype.value, as_json, needs_text=speaks)
     window = window or opened.training_length or 1024
     if stride is not None and stride >= window:
-        raise ConfigError([f"stride: is {stride}, but a window has {window} tokens; give a smaller one"], "evaluate")
+        raise ConfigError([f"--stride: is {stride}, but a window has {window} tokens; give a smaller one"], "evaluate")
     for one in questions:
         context_of(opened, one, asked)
     found = {}
@@ -293,3 +303,26 @@ def evaluate(
         done(one.kind, ask(opened, one, asked))
     if as_json:
         print_json(found)
+
+
+def _is_given(typed: typer.Context, name: str) -> bool:
+    source = typed.get_parameter_source(name)
+    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
+
+
+def _option(name: str) -> str:
+    return {"as_json": "--json"}.get(name, f"--{name.replace('_', '-')}")
+
+
+def _idle(given: set[str], method: Method, needle: Needle | None) -> list[str]:
+    """What is wrong with options that would change nothing: of what is not asked, and of a way not taken."""
+    asked, found = {_option(name) for name in given}, []
+    for askers, names in OPTIONS.items():
+        if not asked & set(askers):
+            needed = " or ".join(askers)
+            found.append((names, f"says how {needed} asks; give {needed} too, or leave it out"))
+    if method is Method.carried:
+        found.append((("window", "stride"), "belongs to windows; leave it out, or give --method windowed"))
+    if needle is Needle.words:
+        found.append((("haystack", "digits"), "--needle words asks for words of a list; leave it out"))
+    return [f"{_option(name)}: {message}" for names, message in found for name in names if name in given]

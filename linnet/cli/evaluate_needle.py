@@ -56,7 +56,7 @@ def parse_numbers(key: str, text: str, problems: list[str]) -> list[int]:
     except ValueError:
         pass
     usual = "4,8,16" if key == "pairs" else "1024:16384:35"
-    problems.append(f"{key}: {text!r} is not FROM:TO:HOW MANY or ascending numbers above 0 with commas; give {usual}")
+    problems.append(f"--{key}: {text!r} is not FROM:TO:HOW MANY or ascending numbers above 0 with commas; give {usual}")
     return []
 
 

@@ -60,7 +60,8 @@ def test_results_of_two_keys_are_both_kept(folder, tmp_path):
 def test_attention_reads_in_windows_unless_asked_otherwise(folder):
     numbers = {}
     for method in ("auto", "carried"):
-        arguments = ["--window", 64, "--method", method, "--precision", "float64", "--json"]
+        arguments = ["--method", method, "--dtype", "float64", "--json"]
+        arguments += ["--window", 64] if method == "auto" else []
         found = json.loads(call(folder / "llama", "--text", folder / "a.txt", *arguments).stdout)["text"]["detail"]
         numbers[found["method"]] = found["loss"]
         assert found["stride"] == (32 if method == "auto" else None)
@@ -156,6 +157,27 @@ def test_what_is_wrong_with_suites_and_tasks_is_told_together(folder, tmp_path):
     assert result.exit_code == 2 and "tasks: 1 problem" in result.output and "is no YAML" in result.output
 
 
+def test_options_that_would_change_nothing_are_all_named(folder, tmp_path):
+    """Also where the value is the default: what counts is what was typed."""
+    text = ["--text", folder / "a.txt"]
+    for arguments, messages in {
+        (folder / "tnl", *text, "--pairs", "4,8", "--limit", 3, "--digits", 5): (
+            "--pairs: says how --recall asks; give --recall too",
+            "--limit: says how --suite or --task asks",
+            "--digits: says how --needle asks",
+            "3 problems",
+        ),  # fmt: skip
+        (folder / "tnl", "--recall", "--samples", 2, "--stride", 4): ("--stride: says how --text asks", "1 problem"),
+        (folder / "tnl", *text, "--method", "carried", "--window", 8): ("--window: belongs to windows", "1 problem"),
+        (folder / "tnl", "--needle", "words", "--digits", 2): ("--digits: --needle words asks for words of a list",),
+        (tmp_path / "demo", "--demo", *text, "--json"): ("--json: not with --demo", "--text: not with --demo"),
+        ("--plan", "x.yaml", "--window", 8): ("--plan: belongs to --demo", "RUN: name a run folder", "4 problems"),
+    }.items():
+        result = call(*arguments)
+        assert result.exit_code == 2 and all(message in result.output for message in messages), result.output
+    assert not (tmp_path / "demo").exists()
+
+
 def test_what_cannot_be_done(folder, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     config = family("tnl")(32, 2, vocab_size=256)
@@ -168,7 +190,7 @@ def test_what_cannot_be_done(folder, tmp_path):
         (folder / "tnl", "--text", folder / "a.txt", "--window", 8, "--stride", 8): "stride: is 8",
         (folder / "tnl", "--text", folder / "b.jsonl", "--text-key", "body"): "body",
         (folder / "tnl",): "nothing to evaluate: give --text PATH, --needle MODE",
-        (folder / "tnl", "--recall", "--include", tmp_path): "include: without --task NAME,... nothing of that folder",
+        (folder / "tnl", "--recall", "--include", tmp_path): "--include: says how --suite or --task asks; give",
         (folder / "tnl", "--recall", "--needle", "easy", "--samples", 2): "ask in two commands",
         (folder / "tnl", "--recall", "--pairs", "0,4"): "above 0 with commas; give 4,8,16",
         (folder / "tnl", "--needle", "easy", "--lengths", "9,5"): "lengths: '9,5' is not",
@@ -177,6 +199,7 @@ def test_what_cannot_be_done(folder, tmp_path):
     }.items():
         result = call(*arguments)
         assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output
+    assert call(folder / "tnl", "--text", folder / "a.txt", "--window", 8).exit_code == 0  # as --method auto may read
     if not torch.cuda.is_available():
         result = call(folder / "tnl", "--text", folder / "a.txt", "--device", "cuda")
         assert result.exit_code == 2 and "device: 'cuda' was asked for" in result.output
