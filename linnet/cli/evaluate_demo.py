@@ -98,11 +98,10 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
     with ProcessPoolExecutor(
         len(names), mp_context=get_context("spawn"), initializer=_start, initargs=(len(names),)
     ) as pool:
-        waiting = {pool.submit(_make, str(folder), name, plan): name for name in names}
+        waiting = [pool.submit(_make, str(folder), name, plan) for name in names]
         for future in as_completed(waiting):
-            for line in future.result()[1]:
-                console.print(f"  {line}")
-    runs = [Path(future.result()[0]) for future in waiting]
+            future.result()  # raises at once what one of them raised
+    runs = [Path(future.result()) for future in waiting]
     absent = not_installed(FIGURES + FITS)
     compare(runs, out=folder / "comparison" / "index.html", page=not absent)
     if absent:
@@ -163,30 +162,38 @@ def _start(processes: int) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
 
 
-def _make(folder: str, name: str, plan: dict) -> tuple[str, list[str]]:
-    """Trains one model, evaluates it, and gives its folder and what to tell."""
-    from time import perf_counter
-
+def _make(folder: str, name: str, plan: dict) -> str:
+    """Trains one model and evaluates it, tells what begins and ends, and gives its folder."""
     from linnet.cli.evaluate import evaluate
     from linnet.config import parse
     from linnet.train import TrainConfig, train
 
-    root, started = Path(folder), perf_counter()
+    root, count = Path(folder), len(plan["stages"])
     previous, tokenizer, made = None, plan["tokenizer"], plan["models"][name]
-    for number, stage in enumerate(plan["stages"]):
-        last = number == len(plan["stages"]) - 1
+    for number, (stage, steps) in enumerate(zip(plan["stages"], made["steps"], strict=True)):
+        last = number == count - 1
         values = {**plan["train"], **stage["train"], **made["train"], "name": name if last else f"{name}-{number}"}
-        values |= {"model": made["model"], "steps": made["steps"][number], "init_from": previous}
+        values |= {"model": made["model"], "steps": steps, "init_from": previous}
         values["data"] = {"source": [str(root / "lessons" / f"{number}.jsonl")], "tokenizer": tokenizer}
-        run = train(parse(TrainConfig, values, "demo"), root if last else root / "stages", root / "cache")
+        with _told(f"{name}: lessons {number + 1} of {count}, {steps:,} steps") as results:
+            run = train(parse(TrainConfig, values, "demo"), root if last else root / "stages", root / "cache")
+            results.append(f"held-out loss {run.result()['loss']:.3f}")
         previous, tokenizer = str(run.path), str(run.path / "tokenizer.json")
-    told = [f"{name}: trained in {perf_counter() - started:.0f} s, held-out loss {run.result()['loss']:.3f}"]
     for option, options in _asked(root, plan):
-        started = perf_counter()
-        with _silence():
+        with _told(f"{name}: {option}"), _silence():
             evaluate(run.path, **options)
-        told.append(f"{name}: {option} in {perf_counter() - started:.0f} s")
-    return str(run.path), told
+    return str(run.path)
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[list[str]]:
+    """A line as it begins, and one as it ends with what is put into the list; whole lines, since workers mix theirs."""
+    from time import perf_counter
+
+    started, results = perf_counter(), []
+    print(f"  {what} ...", flush=True)
+    yield results
+    print(f"  {what}: {', '.join([f'{perf_counter() - started:.0f} s', *results])}", flush=True)
 
 
 def _asked(root: Path, plan: dict) -> Iterator[tuple[str, dict]]:

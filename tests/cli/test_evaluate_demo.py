@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,15 +38,19 @@ def short():
     return plan
 
 
-def test_it_ends_with_a_table_and_a_page(short, tmp_path, capsys):
+def test_it_ends_with_a_table_and_a_page(short, tmp_path, capfd):
     run_demo(tmp_path / "demo", short)
-    shown = capsys.readouterr().out
+    shown = capfd.readouterr().out
     assert (tmp_path / "demo" / "comparison" / "index.html").is_file()
     runs = [path for name in short["models"] for path in (tmp_path / "demo").glob(f"{name}-*")]
     assert len(runs) == len(short["models"]) == 2
     for run in runs:
         assert {"text", "needle", "recall"} <= {one.kind for one in read_evaluations(run)}
         assert run.name in shown
+    for name in short["models"]:  # as each part begins and ends
+        begun, ended = (shown.index(f"  {name}: lessons 1 of 3, 2 steps{end}") for end in (" ...", ": "))
+        assert begun < ended < shown.index(f"  {name}: --text ...") < shown.index(f"  {name}: --recall: ")
+        assert re.search(rf"  {name}: lessons 3 of 3, 2 steps: \d+ s, held-out loss \d", shown), shown
     for part in ("bits per byte", "needle-easy", "recall-mqar", "adjusted", "comparison/index.html"):
         assert part in shown.replace("\n", ""), shown
 
