@@ -93,20 +93,39 @@ def correlate(
 
     from rich.console import Console
 
-    from linnet.config import FITS, check_study
+    from linnet.config import FIGURES, FITS, ConfigError, check_study, gather
     from linnet.study.mad.correlate import correlate as compute
+    from linnet.study.mad.correlate import read
 
-    names = _names(pair or [])
-    check_study(FITS, "correlate")
+    problems: list[str] = []
+    names, sources = {}, None
+    page = page and (out is not None or not as_json)
+    with gather(problems):
+        check_study(FITS, "correlate")
+    readable = not problems
+    if page:
+        with gather(problems):
+            check_study(FIGURES, "correlate", ", or give --no-page")
+        if out is not None:
+            from linnet.report.shell import check_page
+
+            with gather(problems):
+                check_page(out)
+    if at is not None and not 0 < at < float("inf"):
+        problems.append(f"--at {at:g}: give FLOPs above zero, such as 1e12")
+    with gather(problems):
+        names = _names(pair or [])
+    if readable:
+        with gather(problems):
+            sources = read(folder, study, metric=metric, legacy=legacy)
+    if problems:
+        raise ConfigError(problems, "correlate")
     console = Console(stderr=True)
     with console.status("fitting the laws") if console.is_terminal else nullcontext() as status:
         found = compute(
-            folder,
-            study,
+            sources,
+            names,
             compute=at,
-            names=names,
-            metric=metric,
-            legacy=legacy,
             resamples=bootstrap,
             seed=seed,
             progress=(lambda line: status.update(f"fitting {line}")) if status is not None else None,
@@ -115,7 +134,7 @@ def correlate(
         typer.echo(json.dumps(found.to_dict(), indent=1, allow_nan=False))
     else:
         _print(found)
-    if page and (out is not None or not as_json):
+    if page:
         from linnet.report.mad_correlate import write_correlate_page
 
         written = write_correlate_page(found, folder, study, out)
@@ -172,7 +191,9 @@ def _print(found) -> None:
 
 
 def _add(table, one) -> None:
-    name = one.group.replace("_", " ")
+    from linnet.report.mad_figures import task_name
+
+    name = task_name(one.group)
     if one.refused:
         table.add_row(name, str(one.architectures), "–", "–", "–", "–")
         return

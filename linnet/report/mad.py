@@ -4,7 +4,7 @@ from html import escape
 from pathlib import Path
 from statistics import fmean
 
-from linnet.config import FIGURES, check_study
+from linnet.config import FIGURES, ConfigError, check_study, gather
 from linnet.report import mad_experts, mad_mqar, shell, units
 from linnet.report.mad_figures import Records, draw, points, task_name
 from linnet.runs.files import write_atomic
@@ -31,11 +31,22 @@ def write_mad_report(
         The path of the page.
 
     Raises:
-        ConfigError: the folder holds no runs or unusable ones, or the extra `study` is not installed.
+        ConfigError: the folder holds no runs or unusable ones, the metric is unknown, `out` is no page, or the extra
+            `study` is not installed; all problems at once.
     """
-    check_study(FIGURES, "report")
-    results = read_results(folder)
-    scores = score(results, metric=metric, legacy=legacy)
+    problems: list[str] = []
+    results, scores = [], None
+    with gather(problems):
+        check_study(FIGURES, "report")
+    with gather(problems):
+        results = read_results(folder)
+    with gather(problems):
+        scores = score(results, metric=metric, legacy=legacy)
+    if out is not None:
+        with gather(problems):
+            shell.check_page(Path(out))
+    if problems:
+        raise ConfigError(problems, "report")
     records = Records(Path(folder), results, scores, checks(scores))
     page = shell.page_path(folder, out)
     figures = []

@@ -1,6 +1,7 @@
 """`linnet mad report` and `linnet mad correlate`: what they write and print, and what they say about bad input."""
 
 import html
+import importlib.util
 import json
 import re
 import shlex
@@ -144,9 +145,24 @@ def test_correlate_with_bad_pairs(scored, studied, pairs, problem):
     assert result.exit_code == 2 and problem in result.output and "Traceback" not in result.output
 
 
-def test_correlate_without_a_study(scored, tmp_path):
-    result = call("correlate", scored, "--study", tmp_path / "nowhere")
-    assert result.exit_code == 2 and "nowhere" in result.output and "Traceback" not in result.output
+def test_all_that_is_wrong_with_a_correlation_is_said_at_once(tmp_path):
+    wrong = ["--pair", "mad-mamba", "--at", "-1", "--out", tmp_path / "page", "--metric", "acuracy"]
+    result = call("correlate", tmp_path / "unscored", "--study", tmp_path / "nowhere", *wrong)
+    assert result.exit_code == 2 and "error correlate: 6 problems" in result.output
+    for problem in ("unscored", "nowhere", "write SCORED=STUDIED", "--at -1: give FLOPs above zero", "index.html"):
+        assert problem in result.output
+    result = call("report", tmp_path / "unscored", *wrong[-4:])
+    assert result.exit_code == 2 and "error report: 3 problems" in result.output
+
+
+def test_what_draws_the_page_is_asked_for_before_anything_is_fitted(scored, studied, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "altair" else real(name))
+    result = call("correlate", scored, "--study", studied, *PAIRS)
+    assert result.exit_code == 2 and not result.stdout
+    assert "altair: not installed; install the extra `study`" in result.stderr and "or give --no-page" in result.stderr
+    result = call("correlate", scored, "--study", studied, "--bootstrap", 0, "--no-page", *PAIRS)
+    assert result.exit_code == 0 and "in-context recall" in result.stdout and not (scored / "report").exists()
 
 
 @pytest.mark.parametrize("verb, words", [("report", "linnet mad report mad/core"), ("correlate", "--study")])

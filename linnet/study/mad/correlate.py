@@ -1,6 +1,6 @@
 """Do MAD scores tell how an architecture scales? Their correlation with compute-optimal loss (004, Figure 5.1).
 
-found = correlate(folder, study_folder, compute=1e12)
+found = correlate(read(folder, study_folder, compute=1e12))
 found.overall["all"].spearman           -0.83; a good score means -1, the higher the score the lower the loss
 found.tasks["fuzzy_recall"]             the same of one task
 """
@@ -9,14 +9,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from linnet.config import ConfigError, nearest
+from linnet.config import ConfigError, gather, nearest
 from linnet.study.mad.results import read_results
 from linnet.study.mad.scores import Scores, score
 from linnet.study.mad.traits import traits
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FEWEST = 3  # architectures of a correlation
 FEWEST_FOR_INTERVAL = 4
@@ -88,40 +91,69 @@ class Correlations:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Sources:
+    """What `read` took from a MAD folder and a study: scores, runs and their training curves."""
+
+    folder: str
+    study: str
+    scores: Scores
+    table: "pd.DataFrame"
+    curves: "pd.DataFrame | None"
+
+
+def read(folder: str | Path, study: str | Path, *, metric: str = "accuracy", legacy: bool = False) -> Sources:
+    """Reads what is to be correlated; nothing is fitted.
+
+    Args:
+        folder: of `linnet mad run`. study: of `linnet study`, or one with a table.csv.
+        metric, legacy: as in `score`.
+
+    Raises:
+        ConfigError: a folder is unusable; the problems of both at once.
+    """
+    from linnet.study.fit import load_study
+
+    problems: list[str] = []
+    results, scores, table, curves = [], None, None, None
+    with gather(problems):
+        results = read_results(folder)
+    with gather(problems):
+        scores = score(results, metric=metric, legacy=legacy)
+    with gather(problems):
+        table, curves, _ = load_study(study)
+    if problems:
+        raise ConfigError(problems, "correlate")
+    return Sources(str(folder), str(study), scores, table, curves)
+
+
 def correlate(
-    folder: str | Path,
-    study: str | Path,
+    sources: Sources,
+    names: Mapping[str, str] | None = None,
     *,
     compute: float | None = None,
-    names: Mapping[str, str] | None = None,
-    metric: str = "accuracy",
-    legacy: bool = False,
     resamples: int = 1000,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Correlations:
-    """Correlates the scores of a MAD folder with the compute-optimal losses of a study.
+    """Correlates the scores with the compute-optimal losses of the study.
 
     Args:
-        folder: of `linnet mad run`. study: of `linnet study`, or one with a table.csv.
         compute: FLOPs; by default the largest to which the laws of all common architectures were fitted.
         names: architecture of the scores -> that of the study, where the two differ.
-        metric, legacy: as in `score`.
         resamples: of architectures, and of the runs that the laws are fitted to; 0 for no intervals.
 
     Raises:
-        ConfigError: a folder is unusable, or fewer than three architectures have a score and a law; names those that
-            are in one of the two only.
+        ConfigError: fewer than three architectures have a score and a law; names those that are in one of the two
+            only.
     """
-    from linnet.study.fit import fit_study, load_study
+    from linnet.study.fit import fit_study
 
-    scores = score(read_results(folder), metric=metric, legacy=legacy)
-    table, curves, _ = load_study(study)
-    matched = match(
-        list(scores.whole), list(dict.fromkeys(table["architecture"])), names or {}, str(folder), str(study)
-    )
+    scores, table = sources.scores, sources.table
+    studied = list(dict.fromkeys(table["architecture"]))
+    matched = match(list(scores.whole), studied, names or {}, sources.folder, sources.study)
     kept = table[table["architecture"].isin(matched.values())]
-    fits = fit_study(kept, curves, bootstrap=resamples, seed=seed, progress=progress)
+    fits = fit_study(kept, sources.curves, bootstrap=resamples, seed=seed, progress=progress)
     laws = {name: fits[other].L for name, other in matched.items()}
     return correlate_laws(scores, laws, matched, compute=compute, method=fits.headline, resamples=resamples, seed=seed)
 

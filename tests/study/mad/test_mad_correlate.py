@@ -10,7 +10,7 @@ from scipy import stats
 
 from linnet.config import ConfigError
 from linnet.study.fit import Law
-from linnet.study.mad.correlate import correlate, correlate_laws, match, pearson, spearman
+from linnet.study.mad.correlate import correlate, correlate_laws, match, pearson, read, spearman
 from linnet.study.mad.results import Result
 from linnet.study.mad.scores import score
 
@@ -163,14 +163,14 @@ def test_from_folders(tmp_path):
     levels = {name.replace("mad-gla", "gla"): level for name, level in LEVELS.items()} | {"tnl": 0.5}
     study = write_study(tmp_path / "study", levels)
     names = {name: name.removeprefix("mad-") for name in LEVELS if "gla" in name}
-    result = correlate(mad, study, compute=1e13, names=names, resamples=30)
+    result = correlate(read(mad, study), names, compute=1e13, resamples=30)
     assert result.overall["all"].architectures == 7
     assert result.overall["all"].pearson < -0.95 and result.overall["all"].spearman < -0.9
     assert {point.study_name for point in result.points} == set(levels) - {"tnl"}
     assert all(1 < point.loss < 6 for point in result.points) and result.method
     json.dumps(result.to_dict(), allow_nan=False)
-    alone = correlate(mad, study, resamples=0)
+    alone = correlate(read(mad, study), resamples=0)
     assert alone.overall["all"].architectures == 5
     lacking = [r for r in rows(LEVELS) if (r["architecture"], r["task"]) != ("mad-mamba", "compression")]
-    part = correlate(write_rows(tmp_path / "part", lacking), study, resamples=0)
+    part = correlate(read(write_rows(tmp_path / "part", lacking), study), resamples=0)
     assert part.overall["all"].architectures == 4 and "mad-mamba: no part is taken" in part.notes[0]
