@@ -6,10 +6,11 @@ Everything that is wrong is found here, before any work, and reported at once.
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
-from linnet.config import ConfigError, parse
-from linnet.data import DataConfig, load_tokenizer
+from linnet.config import ConfigError, gather, parse
+from linnet.data import ByteTokenizer, DataConfig, load_tokenizer
 from linnet.data.sources import find_files
 from linnet.layers.base import CHANNELS, MIXERS, load_plugin
 from linnet.models import ModelConfig, count_parameters, family, flops_exact, parse_layout
@@ -17,6 +18,8 @@ from linnet.models.recipes.registry import default_heads
 from linnet.runs import RunFolder
 from linnet.study.config import Architecture, Size, StudyConfig
 from linnet.train import TrainConfig, resolve
+from linnet.train.evaluation import Evaluations
+from linnet.train.suites import Subject
 
 SET_BY_THE_LADDER = {
     "name": "the ladder names its runs",
@@ -122,7 +125,7 @@ def plan(config: StudyConfig, *, check_data: bool = True, where: str = "study") 
         for key in ("source", "validation"):
             if names := getattr(config.data, key):
                 find_files(names, f"data.{key}", problems, [])
-    rungs = []
+    rungs, wrong = [], []
     for architecture in config.architectures:
         for size in architecture.sizes or config.sizes:
             try:
@@ -130,7 +133,8 @@ def plan(config: StudyConfig, *, check_data: bool = True, where: str = "study") 
                 std = config.init_std.at(model.d_model)
                 rungs.append((architecture, size, model.model_copy(update={"init_std": std})))
             except ValueError as error:
-                problems += [f"architectures.{architecture.name} {size.label}: {line}" for line in _lines(error)]
+                wrong += [(architecture.name, size.label, line) for line in _lines(error)]
+    problems += _by_architecture(wrong)
     problems += [
         f"train.{key}: cannot be set here; {instead}"
         for key, instead in SET_BY_THE_LADDER.items()
@@ -164,8 +168,33 @@ def plan(config: StudyConfig, *, check_data: bool = True, where: str = "study") 
     if not runs:
         reasons = dict.fromkeys(f"{p.architecture} {p.size} at {p.target:.3g}: {p.reason}" for p in dropped)
         raise ConfigError(["no point of the ladder is worth a run", *reasons], where)
+    if check_data:
+        _check_evaluations(config, runs, where)
     runs.sort(key=lambda run: (-run.flops, -run.params_non_embedding, run.architecture, run.seed))
     return Plan(config, tuple(runs), tuple(dropped))
+
+
+def _by_architecture(wrong: list[tuple[str, str, str]]) -> list[str]:
+    """(architecture, size, problem) in lines: what is wrong at every size alike is told once."""
+    sizes: dict[tuple[str, str], list[str]] = {}
+    for architecture, size, line in wrong:
+        sizes.setdefault((architecture, line), []).append(size)
+    return [f"architectures.{name} {', '.join(found)}: {line}" for (name, line), found in sizes.items()]
+
+
+def _check_evaluations(config: StudyConfig, runs: list[PlannedRun], where: str) -> None:
+    """Raises ConfigError for evaluations that cannot be made, as far as is known before a tokenizer is trained."""
+    if config.data.tokenizer.kind == "bpe":
+        return
+    kind = config.data.tokenizer
+    tokenizer = load_tokenizer(kind.path, kind.end_of_document) if kind.kind == "file" else ByteTokenizer()
+    problems = []
+    for run in {run.seq_len: run.train for run in runs}.values():
+        subject = Subject(tokenizer, run.model, run.seq_len, torch.device("cpu"), run.precision, config.data.source)
+        with gather(problems):
+            Evaluations(run.evaluations, subject, run.evaluate_every)
+    if problems:
+        raise ConfigError([f"train.{line}" for line in dict.fromkeys(problems)], where)
 
 
 def make_model(architecture: Architecture, size: Size, vocab_size: int) -> ModelConfig:

@@ -115,12 +115,27 @@ def test_everything_wrong_is_listed_at_once(tmp_path):
         )
     problems = "\n".join(caught.value.problems)
     assert "'hgrm2' is unknown; did you mean 'hgrn2'?" in problems
+    assert problems.count("hgrm2 16x1, 30x2") == problems.count("'hgrm2' is unknown") == 1  # once for all sizes
     assert "tnl 30x2" in problems and "num_heads" in problems
     assert "swigl" in problems
     assert "nothing.txt" in problems
     assert "train.steps" in problems
     assert "train.schedul" in problems and "'schedule'" in problems
     assert "missing.py" in problems
+
+
+def test_evaluations_are_checked_before_any_run(tmp_path):
+    (text := tmp_path / "book.txt").write_text("some text to train on\n" * 500)
+    needles = {"kind": "needle", "lengths": [20]}
+    asked = {"evaluations": [{"kind": "text", "paths": [str(text)]}, needles]}
+    with pytest.raises(ConfigError) as caught:
+        plan_of(data={"source": [str(text)]}, train=asked)
+    trained_on, short = caught.value.problems  # one line each, however many runs
+    assert trained_on.startswith("train.evaluations.0 (text): paths: ") and "is trained on" in trained_on
+    assert short.startswith("train.evaluations.1 (needle): ") and "do not hold" in short
+    asked["evaluations"] = asked["evaluations"][:1]
+    config = parse(StudyConfig, VALUES | {"data": {"source": [str(tmp_path)]}, "train": asked})
+    assert plan(config, check_data=False).runs  # `--plan` needs no files
 
 
 def test_a_changed_plugin_makes_other_runs(tmp_path):
