@@ -70,7 +70,10 @@ class RunFolder:
         """An existing run. Raises `ConfigError` where `path` is none."""
         run = cls(path)
         if not run._config_file.is_file():
-            raise ConfigError([f"{path}: is not a run folder (it has no config.yaml)"], "run folder")
+            inside = sorted(run.path.glob("*/config.yaml")) or sorted(run.path.glob("runs/*/config.yaml"))
+            hint = f"; it holds runs, name one: {inside[0].parent}" if inside else ""
+            reason = "it has no config.yaml" if run.path.is_dir() else "there is no such folder"
+            raise ConfigError([f"{path}: is not a run folder ({reason}){hint}"], "run folder")
         return run
 
     @property

@@ -40,8 +40,14 @@ def test_what_killed_writers_left_is_removed(tmp_path):
 
 
 def test_open_needs_a_run(tmp_path):
-    with pytest.raises(ConfigError, match="is not a run folder"):
+    with pytest.raises(ConfigError, match=r"is not a run folder \(it has no config.yaml\)$"):
         RunFolder.open(tmp_path)
+    with pytest.raises(ConfigError, match=r"is not a run folder \(there is no such folder\)$"):
+        RunFolder.open(tmp_path / "none")
+    made = RunFolder.create(tmp_path / "study" / "runs", CONFIG).path
+    for holder in (made.parent, made.parent.parent):
+        with pytest.raises(ConfigError, match=f"it holds runs, name one: {made}"):
+            RunFolder.open(holder)
     assert RunFolder.open(RunFolder.create(tmp_path, CONFIG).path).config == CONFIG
 
 
