@@ -98,6 +98,8 @@ def read_yaml(path: str | Path) -> dict:
             values = parse_yaml(file)
     except FileNotFoundError:
         raise ConfigError([f"{path}: there is no such file"]) from None
+    except IsADirectoryError:
+        raise ConfigError([f"{path}: is a folder; give a YAML file"]) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([" ".join(str(error).split())], str(path)) from None
     if not isinstance(values, dict):

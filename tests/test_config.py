@@ -142,7 +142,9 @@ def test_overrides_reach_nested_keys_and_leave_the_original_alone():
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "torn.yaml").write_text("a: {b: 1\n")
-    for name, message in (("none.yaml", "no such file"), ("list.yaml", "mapping"), ("torn.yaml", "line")):
+    (tmp_path / "folder.yaml").mkdir()
+    wrong = {"none.yaml": "no such file", "list.yaml": "mapping", "torn.yaml": "line", "folder.yaml": "is a folder"}
+    for name, message in wrong.items():
         with pytest.raises(ConfigError, match=message):
             read_yaml(tmp_path / name)
 

@@ -35,9 +35,13 @@ class _Group(typer.core.TyperGroup):
         except OSError as error:
             from linnet.runs.files import FULL
 
-            if error.errno not in FULL:
+            if error.errno in FULL:
+                message = "the disk is full; free some space and run the same command again"
+            elif error.filename is not None:  # of a path that somebody named
+                message = f"{error.filename}: cannot be read or written ({error.strerror}); name another path"
+            else:
                 raise
-            console.print("[bold red]error[/] the disk is full; free some space and run the same command again")
+            console.print(f"[bold red]error[/] {escape(message)}", highlight=False)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             console.print("[bold yellow]stopped[/]; nothing is lost: run the same command again to go on")

@@ -118,6 +118,9 @@ def _settings(config, mixer, architectures, budgets, workers, assignments):
         raise ConfigError(["CONFIG: give a study file (configs/demo.yaml), or --mixer FILE.py:Class"], "command line")
     if config is not None:
         values = read_yaml(config)
+        if "model" in values and "architectures" not in values:
+            message = f"CONFIG: {config} is one training, not a study; run: linnet train {config}"
+            raise ConfigError([message], "command line")
     else:
         values = parse_yaml(files("linnet.study").joinpath("quick.yaml").read_text(encoding="utf-8"))
     if mixer is not None:

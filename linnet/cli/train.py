@@ -82,6 +82,10 @@ def _settings(
     if config is None and model is None:
         raise ConfigError(["CONFIG: give a training file, or --model NAME (linnet models lists them)"], "command line")
     values = read_yaml(config) if config is not None else {}
+    if model is None and "architectures" in values:
+        raise ConfigError(
+            [f"CONFIG: {config} is a study, not one training; run: linnet study {config}"], "command line"
+        )
     if model is not None:
         values["model"] = model
         values.setdefault("name", model)

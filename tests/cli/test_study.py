@@ -76,6 +76,9 @@ def test_every_mistake_is_named_before_any_work(config, tmp_path):
     assert result.exit_code == 2 and "no file no.py" in result.stderr
     result = CliRunner().invoke(app, ["study"])
     assert result.exit_code == 2 and "give a study file" in result.stderr
+    (tmp_path / "run.yaml").write_text("model: tnl-10m\n")
+    result = CliRunner().invoke(app, ["study", str(tmp_path / "run.yaml")])
+    assert result.exit_code == 2 and "is one training, not a study; run: linnet train" in result.stderr
     assert not (tmp_path / "studies").exists()
 
 

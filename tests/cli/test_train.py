@@ -75,6 +75,18 @@ def test_all_problems_at_once_and_nothing_is_made(linnet):
     assert linnet("missing.yaml").exit_code == 2 and "no such file" in linnet("missing.yaml").output
 
 
+def test_paths_that_are_something_else(linnet):
+    Path("study.yaml").write_text("architectures: [tnl]\nbudgets: [1e9]\n")
+    Path("file").write_text("")
+    for arguments, message in {
+        ("study.yaml",): "study.yaml is a study, not one training; run: linnet study study.yaml",
+        (".",): ".: is a folder; give a YAML file",
+        ("run.yaml", "--out", "file"): "cannot be read or written (Not a directory); name another path",
+    }.items():
+        done = linnet(*arguments)
+        assert done.exit_code == 2 and message in done.output and "Traceback" not in done.output, done.output
+
+
 def test_ctrl_c_and_on(linnet, monkeypatch):
     from linnet.train.progress import TerminalProgress
 
