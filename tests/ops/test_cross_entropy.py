@@ -1,10 +1,6 @@
 """Projection and cross-entropy in blocks against the plain way: values, gradients, and what else calls it."""
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -185,11 +181,8 @@ def test_impossible_tokens():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel itself is tested")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_interpreted():
-    root = str(Path(__file__).parents[2])
-    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("agrees") == 3, done.stdout + done.stderr[-3000:]
+def test_interpreted(interpreted):
+    assert interpreted(__file__) == 3
 
 
 if __name__ == "__main__":

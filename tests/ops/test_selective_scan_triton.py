@@ -1,10 +1,6 @@
 """The Triton form of the selective scan against float64: on a GPU, and small shapes in Triton's interpreter."""
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -233,27 +229,22 @@ def test_a_step_in_a_graph():
 
 # The interpreter cuts bfloat16 off instead of rounding it.
 INTERPRETED = [
-    ((2, 19, 5, 4), {"decay": "extreme"}, 1),
+    ((2, 11, 5, 4), {"decay": "extreme"}, 1),
     ((1, 16, 64, 4), {"state": False, "skip": False}, 1),
-    ((1, 40, 3, 16), {"softplus": True}, 3),
-    ((2, 9, 130, 2), {"dtype": "float16"}, 1),
+    ((1, 33, 3, 16), {"softplus": True}, 3),
+    ((1, 9, 130, 2), {"dtype": "float16"}, 1),
     ((1, 11, 3, 16), {"dtype": "bfloat16"}, 1),
-    ((2, 9, 5, 4), {"dtype": "bfloat16"}, 1),
-    ((4, 11, 3, 1), {"models": 2, "softplus": True}, 2),
-    ((1, 9, 5, 23), {}, 1),
-    ((1, 30, 5, 8), {"offsets": [0, 0, 10, 11, 30, 30]}, 2),
-    ((2, 22, 5, 3), {"offsets": [0, 8, 22], "models": 2}, 1),
+    ((1, 9, 5, 4), {"dtype": "bfloat16"}, 1),
+    ((4, 9, 3, 1), {"models": 2, "softplus": True}, 2),
+    ((1, 9, 5, 23), {"offsets": [0, 4, 9]}, 1),
+    ((1, 20, 5, 4), {"offsets": [0, 0, 10, 11, 20, 20]}, 2),
+    ((2, 11, 5, 3), {"offsets": [0, 8, 11], "models": 2}, 1),
 ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
-def test_interpreted():
-    root = str(Path(__file__).parents[2])
-    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("agrees") == len(INTERPRETED) + 2, (
-        done.stdout + done.stderr[-3000:]
-    )
+def test_interpreted(interpreted):
+    assert interpreted(__file__) == len(INTERPRETED) + 2
 
 
 if __name__ == "__main__":

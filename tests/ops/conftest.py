@@ -1,0 +1,34 @@
+"""Triton's interpreter, which wants a process of its own: one for all files of this folder."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("interpreter.py")
+
+
+@pytest.fixture(scope="session")
+def _interpreter() -> Iterator[subprocess.Popen]:
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, str(PROGRAM)], env=os.environ | settings, **pipes) as process:
+        yield process
+        process.stdin.close()  # the end of what it is asked
+
+
+@pytest.fixture
+def interpreted(_interpreter) -> Callable[[str], int]:
+    """interpreted(file): runs a test file as a program, which must end well; how often it said "agrees"."""
+
+    def run(file: str) -> int:
+        print(file, file=_interpreter.stdin, flush=True)
+        answer = json.loads(_interpreter.stdout.readline())
+        assert answer["code"] == 0, answer["output"][-4000:]
+        return answer["output"].count("agrees")
+
+    return run

@@ -1,0 +1,44 @@
+"""Runs test files as programs in Triton's interpreter, each in a fork of one process that imported PyTorch once.
+
+Reads the path of a file a line and answers with a line of JSON: how it ended and what it wrote.
+"""
+
+import json
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+
+import pytest  # noqa: F401
+import torch
+import triton.language  # noqa: F401
+
+import linnet.ops  # noqa: F401
+
+
+def run(path: str) -> None:
+    """Calls the file as Python calls a program, and ends the process."""
+    sys.path.insert(0, os.path.dirname(path))
+    try:
+        runpy.run_path(path, run_name="__main__")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        with tempfile.TemporaryFile() as output:
+            if (pid := os.fork()) == 0:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                run(line.strip())
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            output.seek(0)
+            print(json.dumps({"code": code, "output": output.read().decode(errors="replace")}), flush=True)
