@@ -171,11 +171,11 @@ def test_many_models_at_once_are_each_alone(name, length):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_compiles_in_one_graph(name):
+def test_a_call_with_states_compiles_in_one_graph(name):
+    """One without is in the recipes' tests."""
     mixer, x = build(name), inputs(2, 20, 24)
     torch._dynamo.reset()
     compiled = torch.compile(mixer, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x)[0], mixer(x)[0])
     state = mixer.init_state(2, 20, dtype=torch.float64)
     expected = mixer(x, state)
     actual = compiled(x, state)
