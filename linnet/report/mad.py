@@ -11,7 +11,7 @@ from linnet.runs.files import write_atomic
 from linnet.study.mad.checks import NOT_ENOUGH, Check, checks
 from linnet.study.mad.mqar import is_mqar
 from linnet.study.mad.results import DONE, read_results
-from linnet.study.mad.scores import Score, score, write_scores
+from linnet.study.mad.scores import METRICS, Score, score, write_scores
 from linnet.study.mad.settings import BUDGETS, MAD_TASKS, plan
 
 CLOSE = 0.01  # a point: what is within it of the highest is close to it
@@ -55,15 +55,13 @@ def write_mad_report(
     for figure in figures:
         shell.write_pictures(page.parent, figure)
     write_scores(page.parent, scores)
-    write_atomic(page, _page(records, figures))
+    options = {"out": out, "metric": None if metric == METRICS[0] else metric, "legacy": legacy or None}
+    write_atomic(page, _page(records, figures, shell.typed("linnet", "mad", "report", folder, **options)))
     return page
 
 
-def _page(records: Records, figures: list) -> str:
+def _page(records: Records, figures: list, command: str) -> str:
     name = records.folder.resolve().name
-    command = f"linnet mad report {name}"
-    command += "" if records.scores.metric == "accuracy" else f" --metric {records.scores.metric}"
-    command += " --legacy" if records.scores.legacy else ""
     lines = "".join(f"<li>{line}</li>" for line in findings(records))
     parts = [
         f'<p class="lead">{_summary(records)}</p>',

@@ -1,6 +1,5 @@
 """The page of `linnet mad correlate`: MAD scores against compute-optimal loss (paper 004, Figure 5.1)."""
 
-import shlex
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -48,8 +47,7 @@ def write_correlate_page(
     figures = [scatter(found, families), by_task(found, families)]
     for figure in figures:
         shell.write_pictures(page.parent, figure)
-    names = [Path(part).resolve().name for part in (folder, study)]
-    command = _command(found, *names)
+    command = _command(found, folder, study, out)
     parts = [
         f'<p class="lead">{escape(_summary(found))}</p>',
         *(f'<p class="notice">{escape(note[0].upper() + note[1:])}.</p>' for note in found.notes),
@@ -70,19 +68,24 @@ def write_correlate_page(
             }
         ),
     ]
-    write_atomic(page, shell.document(f"MAD scores and scaling: {names[0]}", parts))
+    write_atomic(page, shell.document(f"MAD scores and scaling: {Path(folder).resolve().name}", parts))
     return page
 
 
-def _command(found: Correlations, folder: str, study: str) -> str:
-    """What gives the same points again."""
+def _command(found: Correlations, folder: str | Path, study: str | Path, out: str | Path | None) -> str:
+    """What gives the same page again."""
     compute = f"{found.compute:.10g}"  # rounded up with fewer digits, it would count as outside the data of a law
     words = ["linnet", "mad", "correlate", folder, "--study", study, "--at", compute]
     for point in found.points:
         if point.study_name != point.architecture:
             words += ["--pair", f"{point.architecture}={point.study_name}"]
-    words += [] if found.metric == "accuracy" else ["--metric", found.metric]
-    return shlex.join(words + ["--legacy"] * found.legacy)
+    options = {"metric": "metric", "legacy": "legacy", "bootstrap": "resamples", "seed": "seed"}
+    changed = {
+        option: getattr(found, name)
+        for option, name in options.items()
+        if getattr(found, name) != getattr(Correlations, name)  # what is given where nothing is
+    }
+    return shell.typed(*words, out=out, **changed)
 
 
 def headlines(found: Correlations) -> list[str]:

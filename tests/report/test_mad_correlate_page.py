@@ -69,7 +69,7 @@ def test_words(made):
     both.tasks["fuzzy_recall"] = Correlation("fuzzy_recall", 3, -0.5, -0.4)
     last = headlines(both)[-1]
     assert last == ("Of single tasks <b>compression</b> tells most (rank −0.70) and <b>fuzzy recall</b> least (−0.40).")
-    assert "linnet mad correlate core --study ladder --at 1e+13" in words
+    assert f"linnet mad correlate {made[0].parents[1]} --study studies/ladder --at 1e+13 --pair" in words
     assert "mad-mamba mamba mamba 70.0 2.6" in words
     source = re.sub(r"<script.*?</script>", "", made[0].read_text(encoding="utf-8"), flags=re.S)
     assert not re.search(r'(src|href)="(https?:)?//', source)

@@ -75,7 +75,7 @@ class Correlations:
         overall: group -> correlation of the score: "all", "within families", "between families" and each family.
         tasks: task -> correlation of that task alone, over all architectures.
         notes: what to know when reading it.
-        metric, legacy: of the scores.
+        metric, legacy: of the scores. resamples, seed: of the intervals.
     """
 
     compute: float
@@ -86,6 +86,8 @@ class Correlations:
     notes: list[str] = field(default_factory=list)
     metric: str = "accuracy"
     legacy: bool = False
+    resamples: int = 1000
+    seed: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -229,7 +231,8 @@ def correlate_laws(
     if odd:
         reasons = dict.fromkeys(reason for name in odd for reason in scores[name].reasons)
         notes.append(f"not comparable, so read with care: {', '.join(odd)} ({'; '.join(reasons)})")
-    return Correlations(float(compute), method, points, overall, tasks, notes, scores.metric, scores.legacy)
+    how = {"metric": scores.metric, "legacy": scores.legacy, "resamples": resamples, "seed": seed}
+    return Correlations(float(compute), method, points, overall, tasks, notes, **how)
 
 
 def _point(scores: Scores, name: str, other: str, law, compute: float) -> Point:
