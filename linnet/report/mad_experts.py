@@ -34,12 +34,11 @@ def line(records: Records) -> str:
         for layer, shares in run.loads.items()
         if dead(shares)
     ]
-    what = (
-        f"In <b>{len(names)} of {units.plural(len(layers), 'layer')}</b> with experts of the runs that count, one or "
-    )
-    what += "more get next to no token"
+    where = f"{units.plural(len(layers), 'layer')} with experts of the runs that count"
+    if not names:
+        return f"Every expert gets tokens, in all {where}."
     shown = "; ".join(names[:4]) + (f"; and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"{what} ({shown})." if names else f"{what}."
+    return f"In <b>{len(names)}</b> of the {where}, one or more experts get next to no token ({shown})."
 
 
 def table(records: Records) -> list[str]:

@@ -97,7 +97,7 @@ def test_the_page_shows_loads_and_names_the_dead(tmp_path):
             row["loads"] = json.dumps({"0 channel": [0.25] * 4, "1 channel": shares})
     page = write_mad_report(write_rows(tmp_path, found)).read_text(encoding="utf-8")
     words = " ".join(re.sub(r"<[^>]*>", " ", re.sub(r"<(script|style)\b.*?</\1>", " ", page, flags=re.S)).split())
-    assert "In 1 of 12 layers with experts of the runs that count" in words
+    assert "In 1 of the 12 layers with experts of the runs that count, one or more experts get next to no" in words
     assert "(mad-hyena-moe, compression/baseline, layer 1 channel: 2)" in words
     assert "mad-hyena-moe compression 1 channel 50.0 0.0 25.0 25.0 2 " in words
     assert "mad-hyena-moe compression 0 channel 25.0 25.0 25.0 25.0 none" in words
