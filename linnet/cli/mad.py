@@ -148,6 +148,7 @@ def _print_samples(config, inputs, targets, split: str, show: int) -> None:
     console.print(f"{config.num_tokens:,} ids: {parts}", markup=False)
     console.print(
         f"{len(inputs):,} {split} samples of {inputs.shape[1]:,} tokens, {asked.mean():.2f} targets in each on average"
+        + (f"; {show} are shown (--show)" if show < len(inputs) else "")
     )
     width = max(20, console.width if console.is_terminal else 100)
     for number in range(min(show, len(inputs))):

@@ -113,11 +113,11 @@ def run(
 
     mqar = budget in BUDGETS and BUDGETS[budget].mqar
     problems: list[str] = []
-    changes, where, models, seeds = {}, None, {}, [0]
+    changes, where, models, plain, seeds = {}, None, {}, {}, [0]
     with gather(problems):
         changes = override({}, set_ or [])
     with gather(problems):
-        models = _models(layouts or [], mixer or [], changes, None if mqar else state, problems)
+        models, plain = _models(layouts or [], mixer or [], changes, None if mqar else state, problems)
     if not all(part.strip().isdigit() for part in seed.split(",")):
         problems.append(f"--seed {seed!r}: write numbers with commas between, such as 0,1,2")
     else:
@@ -150,7 +150,7 @@ def run(
         raise ConfigError(list(dict.fromkeys(problems)), "command line")
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
     for name, model in models.items():
-        console.print(_about(name, model, mqar), markup=False)
+        console.print(_about(name, model, plain[name], mqar), markup=False)
     result = train(work, bundle=bundle, compile=compile_, console=console)
     if as_json:
         rows = result.scores.to_rows() if result.scores is not None else []
@@ -223,8 +223,8 @@ def _page(folder: Path) -> Path | None:
     return write_mad_report(folder)
 
 
-def _about(name: str, model, mqar: bool) -> str:
-    """A model in a line: its layout, its width, its state."""
+def _about(name: str, model, plain, mqar: bool) -> str:
+    """A model in a line: its layout, its width, its state, and what differs for that from the model as it is given."""
     from linnet.models import ModelConfig
     from linnet.study.mad.settings import MQAR_WIDTHS
     from linnet.study.mad.state import state_size
@@ -234,12 +234,18 @@ def _about(name: str, model, mqar: bool) -> str:
         wide = ModelConfig.model_validate(model.model_dump() | {"d_model": width})
         sizes.append(f"width {width}, state {state_size(wide):,}")
     layout = "" if model.layout == name else f" {model.layout},"
-    return f"{name}:{layout} {'; '.join(sizes)}"
+    changed = [
+        f"{layer}.{key} {value}, not {plain.options[layer][key]}"
+        for layer, options in model.options.items()
+        for key, value in options.items()
+        if value != plain.options[layer][key]
+    ]
+    return f"{name}:{layout} {'; '.join(sizes)}" + (f" (for which {'; '.join(changed)})" if changed else "")
 
 
 def _models(layouts: list[str], mixers: list[str], changes: dict, state: int | None, problems: list[str]):
-    """Name -> model of those that can be built, what is wrong with the others added to `problems`; `state` is None for
-    the models of MQAR."""
+    """Name -> model of those that can be built, and the same before their state was changed; what is wrong with the
+    others is added to `problems`. `state` is None for the models of MQAR."""
     from linnet.config import ConfigError, gather
     from linnet.layers.base import load_plugin
     from linnet.study.mad.architectures import architecture, mqar_architecture
@@ -247,19 +253,19 @@ def _models(layouts: list[str], mixers: list[str], changes: dict, state: int | N
     if not layouts and not mixers:
         problems.append("LAYOUT: give a layout ('tnl+swiglu x2') or recipe, or --mixer FILE.py:Class")
     form = "{}" if state is None else "{}+swiglu x2"
-    names, models = list(layouts), {}
+    names, models, plain = list(layouts), {}, {}
     for mixer in mixers:
         with gather(problems):
             names.append(form.format(load_plugin(mixer)))
     for name in names:
         hint = ""
         try:
-            models[name] = mqar_architecture(name, changes) if state is None else architecture(name, changes, 0)
+            plain[name] = mqar_architecture(name, changes) if state is None else architecture(name, changes, 0)
             hint = "; --state asks for another, and --state 0 takes the model as it is"
-            models[name] = architecture(name, changes, state) if state else models[name]
+            models[name] = architecture(name, changes, state) if state else plain[name]
         except ConfigError as error:
             problems += [f"{name}: {problem}{hint}" for problem in error.problems]
-    return models
+    return models, plain
 
 
 def _names(text: str) -> list[str]:

@@ -36,7 +36,7 @@ def line(records: Records) -> str:
     ]
     where = f"{units.plural(len(layers), 'layer')} with experts of the runs that count"
     if not names:
-        return f"Every expert gets tokens, in all {where}."
+        return f"Every expert gets tokens, in the {where}."
     shown = "; ".join(names[:4]) + (f"; and {len(names) - 4} more" if len(names) > 4 else "")
     return f"In <b>{len(names)}</b> of the {where}, one or more experts get next to no token ({shown})."
 

@@ -25,7 +25,7 @@ def test_samples_a_person_reads():
     lines = result.stdout.splitlines()
     assert result.exit_code == 0
     assert "vocab_size=16 seq_len=16" in lines[1] and "keys 0 to 7, values 8 to 15" in lines[2]
-    assert "50 train samples of 16 tokens" in lines[3]
+    assert "50 train samples of 16 tokens" in lines[3] and lines[3].endswith("; 2 are shown (--show)")
     above, below = lines[5].split(), lines[6].split()
     assert len(above) == len(below) == 16 and {name[0] for name in above[::2]} == {"k"}
     assert below[14] == above[15] and below[15] == "."
@@ -130,8 +130,10 @@ def test_run_scores_layouts_and_a_mixer_file(tmp_path):
     assert len(lines) == 4 and len({line.index("memorization/") for line in lines}) == 1, "columns"
     stamps = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/result.json")}
     assert len(stamps) == 4
-    second = call("run", "attention+swiglu", "--mixer", mixer, *common, "--json")
+    second = call("run", "attention+swiglu", "--mixer", mixer, *common, "--state", 1024, "--json")
     assert second.exit_code == 0, second.output
+    changed = "my_mixer+swiglu x2: width 32, state 1,024 (for which my_mixer.num_heads 2, not 4)"
+    assert changed in second.stderr and "attention+swiglu: width 32, state 0\n" in second.stderr
     found = json.loads(second.stdout)
     assert found["comparable"] is False and found["failed"] == {}
     assert {row["architecture"] for row in found["scores"]} == {
