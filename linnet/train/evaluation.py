@@ -60,15 +60,17 @@ class Evaluations:
             being found.
         """
         row = {"evaluation": name, "kind": self._kinds[name]}
-        try:
-            with undisturbed(self._subject.device):
-                found = self._measures[name](self._copy(weights))
-        except Exception as error:  # whatever it is, training is worth more
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            lines = [line.strip() for line in lines if line.strip()]
-            return row | {"event": "evaluation_failed", "error": f"{type(error).__name__}: {' '.join(lines)}"[:1000]}
-        finally:  # the copy may be part of a cycle, and would keep its memory from training
-            gc.collect()
+        with collected():  # the copy may be part of a cycle, and would keep its memory from training
+            try:
+                with undisturbed(self._subject.device):
+                    found = self._measures[name](self._copy(weights))
+            except Exception as error:  # whatever it is, training is worth more
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                lines = [line.strip() for line in lines if line.strip()]
+                return row | {
+                    "event": "evaluation_failed",
+                    "error": f"{type(error).__name__}: {' '.join(lines)}"[:1000],
+                }
         row |= {"metrics": found.metrics, "shown": list(found.shown), "chance": found.chance}
         return row | ({"questions": found.questions} if found.questions is not None else {})
 
@@ -76,6 +78,17 @@ class Evaluations:
         model = empty_model(self._subject.model)
         assign_weights(model, {name: tensor.detach().clone() for name, tensor in weights.items()}, "evaluations")
         return model.eval().to(self._subject.device)
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[None]:
+    """Collects what the block leaves in cycles, and looks at nothing older, which would take a fraction of a second."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
 
 
 @contextlib.contextmanager

@@ -155,7 +155,7 @@ def test_nothing_is_left_of_the_copy(settings, cache, tmp_path, suites, monkeypa
         train(settings(**EVERY, evaluations=suites[1:]), tmp_path, cache, look)
     finally:
         gc.enable()
-    assert left == [None, None]
+    assert left == [None, None] and gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("number", [1, 4, 5])

@@ -4,7 +4,6 @@ Runs share a bundle where model, length, number of samples, epochs and batch siz
 at one setting, its seeds, and settings that differ in their data alone. If memory runs out, the bundle is halved.
 """
 
-import gc
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from linnet.study.mad.resume import BundleCheckpoint, finish, write_results
 from linnet.study.mad.training import Counted, Training, Watch
 from linnet.train import optim
 from linnet.train.ensemble import Ensemble, cosine
+from linnet.train.evaluation import collected
 from linnet.train.stop import Stop, graceful_stop
 
 DONE, DIVERGED = "done", "diverged"
@@ -57,9 +57,8 @@ def train_bundle(job: Job) -> str:
         runs = [run for run in runs if not _folder(payload, run).done]
         if not runs:
             continue
-        trained = _trained(runs, payload)
-        # Here the ensemble is gone, or the exception and what it kept alive, but for cycles.
-        gc.collect()
+        with collected():  # the ensemble is gone at its end, or the exception and what it kept alive, but for cycles
+            trained = _trained(runs, payload)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if trained:
