@@ -1,6 +1,7 @@
 """What a person types: one file a verb. Verbs import torch and the rest only when they run, so `--help` is instant."""
 
 import sys
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -58,6 +59,34 @@ app = typer.Typer(
     epilog="Start with [bold]linnet models[/], then [bold]linnet study configs/demo.yaml --plan[/].",
 )
 
+
+def _say_versions(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import PackageNotFoundError, version
+        from platform import python_version
+
+        import linnet
+
+        try:
+            torch = version("torch")
+        except PackageNotFoundError:
+            torch = "not installed"
+        typer.echo(f"linnet {linnet.__version__}, torch {torch}, python {python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _linnet(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Say the versions, for a report of a bug.", callback=_say_versions, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 for verb in (models, data, train, generate, serve, evaluate, compare, study, fit, convert, report):
     app.command(name=verb.__name__)(verb)
 app.add_typer(mad, name="mad")
@@ -65,4 +94,4 @@ app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    sys.exit(app())
+    sys.exit(app(prog_name="linnet"))

@@ -47,7 +47,7 @@ def data(
 ) -> None:
     """Draw samples of a task and print some, or write them.
 
-    Each input token is named by its part: k3 a key, v7 a value, n1 noise, d5 data, [b] a blank.
+    Each input token is named by its part: k3 a key, v7 a value, n1 noise, d5 data, \\[b] a blank.
     Under it stands what is to be predicted there; a dot where nothing is asked.
 
     Example: [bold]linnet mad data noisy_recall --set vocab_size=32 --set seq_len=32[/]

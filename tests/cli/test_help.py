@@ -1,0 +1,45 @@
+"""What every verb has: help that says all it was given, and one name for one thing."""
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import linnet
+from linnet.cli import app
+
+
+def verbs(group=None, name: str = ""):
+    """Names of all verbs, with their parameters by name."""
+    group = group or get_command(app)
+    for part, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from verbs(command, f"{name}{part} ")
+        else:
+            yield f"{name}{part}", {parameter.name: parameter for parameter in command.params}
+
+
+VERBS = dict(verbs())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_names_every_option(verb):
+    result = CliRunner().invoke(app, [*verb.split(), "--help"], terminal_width=200)
+    assert result.exit_code == 0
+    for parameter in VERBS[verb].values():
+        if parameter.param_type_name == "option":
+            assert parameter.opts[0] in result.output and parameter.help, parameter.name
+
+
+def test_brackets_in_help_are_no_markup():
+    assert "[b] a blank" in CliRunner().invoke(app, ["mad", "data", "--help"], terminal_width=200).output
+
+
+def test_the_type_of_numbers_is_dtype_wherever_a_model_is_run():
+    """`precision` is a key of training, where weights stay float32 whatever products are made in."""
+    assert not [verb for verb, parameters in VERBS.items() if "precision" in parameters]
+    assert {"generate", "serve", "evaluate", "bench generate"} <= {v for v, found in VERBS.items() if "dtype" in found}
+
+
+def test_versions_for_a_report_of_a_bug():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0 and result.output.startswith(f"linnet {linnet.__version__}, torch ")
