@@ -24,6 +24,11 @@ def score_texts(opened: Opened, text: list[str], text_key: str, method: str, win
     return Evaluation("text", opened.about, asked, score.results(), score.to_dict())
 
 
+def _short(perplexity: float) -> str:
+    """Two digits behind the point; four in all where it is so large that nobody would count them."""
+    return f"{perplexity:,.2f}" if perplexity < 1e6 else f"{perplexity:.4g}"
+
+
 def _show(score, name: str) -> None:
     console = Console()
     way = f"windows of {score.window} tokens every {score.stride}" if score.window else "the carried state"
@@ -36,7 +41,7 @@ def _show(score, name: str) -> None:
     table.add_row("loss", f"{score.loss:.4f}", "nats a token")
     for what in ("perplexity", "word_perplexity", "byte_perplexity"):
         per = what.partition("_")[0] if "_" in what else "token"
-        table.add_row("perplexity", f"{getattr(score, what):,.2f}", f"by {per}")
+        table.add_row("perplexity", _short(getattr(score, what)), f"by {per}")
     console.print(table)
     by_context = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("tokens of context", "loss", "tokens scored"):

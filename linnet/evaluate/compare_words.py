@@ -8,6 +8,7 @@ from linnet.evaluate.compare import Comparison, Shared, common
 from linnet.evaluate.results import Evaluation
 
 REAL = 0.05  # adjusted p-values below this are called differences
+FEWEST = 1 + math.ceil(math.log2(1 / REAL))  # items with which a permutation test can reach it: 2 ways of 2 ** items
 _NEEDLE_OPTIONS = {"samples": 1, "scoring": "match", "haystack": None, "digits": 5}
 
 
@@ -78,5 +79,11 @@ def notes(group: Shared, comparisons: Sequence[Comparison]) -> list[str]:
         found.append("The tokenizers differ, so prompts of as many tokens are not the same texts.")
     if len({step for step in steps.values() if step is not None}) > 1:
         found.append(f"Steps of training: {', '.join(f'{name} {step}' for name, step in steps.items())}.")
+    few = {(one.task, one.n) for one in comparisons if one.differences and one.n < FEWEST}
+    found += [
+        f"{task}: no difference can be shown with {n} item{'s' if n > 1 else ''}; it takes {FEWEST} at least, "
+        "more where several differences are tested."
+        for task, n in sorted(few)
+    ]
     reasons = {(one.task, one.untested) for one in comparisons if one.untested}
     return found + [f"{task}: not tested, because {reason}." for task, reason in sorted(reasons)]

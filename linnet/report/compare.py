@@ -222,6 +222,7 @@ def _intervals(side: Side, group: Shared, own: list[Comparison], number: int) ->
     domain = [row[end] for row in rows for end in ("low", "high")] + [row["value"] for row in guesses]
     domain = style.padded(domain, False)
     x = alt.X("value:Q", title=None, scale=alt.Scale(domain=domain, nice=False, zero=False))
+    x = x.axis(tickCount=8)
     y = alt.Y("task:N", title=None, sort=None).axis(labelLimit=300)
     offset = alt.YOffset("architecture:N", sort=side.architectures)
     base, tooltip = canvas.chart(rows), canvas.tooltip(("architecture", "task", "number"))
@@ -257,7 +258,7 @@ def _contexts(side: Side, group: Shared, number: int) -> list[Figure]:
         return []
     places = [row["context"] for row in rows]
     x = alt.X("context:Q", title="tokens of context (at least)", scale=alt.Scale(type="log", base=2))
-    x = x.axis(values=sorted(set(places)), format="~s", grid=False)
+    x = x.axis(values=sorted(set(places)), format=",", grid=False)
     y = alt.Y("loss:Q", title="loss (nats per token)", scale=alt.Scale(zero=False))
     base, tooltip = canvas.chart(rows), canvas.tooltip(("architecture", "place", "number"))
     line = base.mark_line(strokeWidth=1.8).encode(x, y, canvas.colour(), strokeOpacity=canvas.fade(0.9))

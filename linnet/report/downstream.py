@@ -297,8 +297,8 @@ def _transfer_spans(series: Series, fit: Downstream) -> list[str]:
 def _held_out(series: Series, fit: Downstream) -> str:
     if fit.test is None:
         return units.MISSING
-    alone = f'<div class="fine">with the loss known {_tested(series, fit.step_test)}</div>'
+    alone = f'<div class="fine">with the loss known<br>{_tested(series, fit.step_test)}</div>'
     if fit.test.refused:
         return f'<div class="why">{escape("; ".join(fit.test.refused))}</div>{alone}'
-    where = f"{units.plural(fit.test.tested, 'point')} above {units.scientific(fit.test.c_max, 2)} FLOPs"
+    where = f"{units.plural(fit.test.tested, 'point')}<br>above {units.scientific(fit.test.c_max, 2)} FLOPs"
     return f'<div class="law">{_tested(series, fit.test)}</div><div class="fine">{where}</div>{alone}'

@@ -111,6 +111,18 @@ def test_the_figure_shows_the_metric_that_is_tested(tmp_path):
     assert "quiz: acc norm" in (tmp_path / "intervals-0.svg").read_text()
 
 
+def test_too_few_items_for_a_difference_are_told(tmp_path):
+    """Five answers that all differ give p = 2 / 2 ** 5 = 0.0625, six 0.03."""
+    for n in (5, 6):
+        items = [[Item(f"{i}", float(right)) for i in range(n)] for right in (0, 1)]
+        one, other = (Evaluation("tasks", {}, {"tasks": ["q"]}, (Result.of_items("q", "acc", part),)) for part in items)
+        groups = shared({"one": [one], "other": [other]})
+        comparisons = compare(groups)
+        assert (comparisons[0].differences[0].p < 0.05) == (n == 6)
+        html = write_comparison(groups, comparisons, tmp_path / f"{n}.html").read_text()
+        assert ("q: no difference can be shown with 5 items; it takes 6 at least" in html) == (n == 5)
+
+
 def test_a_single_p_value_is_no_bound(tmp_path):
     groups = shared({"one": [texts(0.0, "carried")], "other": [texts(0.1, "carried")]})
     html = write_comparison(groups, compare(groups), tmp_path / "two.html").read_text()
