@@ -5,9 +5,8 @@ both have: differences between mixers do not come in, as they would in a mean ov
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -62,9 +61,6 @@ class Check:
     verdict: str
     needed: str = ""
     notes: list[str] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def checks(scores: Scores, *, resamples: int = 2000, seed: int = 0) -> list[Check]:
