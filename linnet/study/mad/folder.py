@@ -21,9 +21,9 @@ from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig
 from linnet.runs import LockedError, RunFolder
 from linnet.runs.files import FULL, write_atomic
-from linnet.study.mad.results import TABLE
+from linnet.study.mad.results import RUNS, TABLE
 
-PLAN, RUNS = "plan.json", "runs"
+PLAN = "plan.json"
 
 COLUMNS = (
     "architecture task setting varied learning_rate weight_decay seed accuracy macro_batch validation_accuracy loss "

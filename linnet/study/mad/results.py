@@ -1,4 +1,4 @@
-"""The runs of a MAD folder as rows: mad.csv, and the result.json of every run folder below it."""
+"""The runs of a MAD folder as rows: mad.csv, and the result.json of every run folder in it."""
 
 import csv
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 from linnet.config import ConfigError
 
-TABLE = "mad.csv"
+TABLE, RUNS = "mad.csv", "runs"
 DONE = "done"
 _TEXTS = ("architecture", "task", "setting", "varied", "status", "budget", "spec", "decay")
 _COUNTS = ("seed", "parameters", "state_size", "epoch")
@@ -88,7 +88,9 @@ def read_results(folder: str | Path) -> list[Result]:
         rest = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
         raise ConfigError(problems[:8] + rest, "MAD")
     if not found:
-        raise ConfigError([f"{folder}: no run has ended here (no rows in {TABLE}, no result.json); see linnet mad run"])
+        below = sorted(str(path.parent) for path in folder.glob(f"*/{TABLE}"))
+        hint = f"give one of {', '.join(below)}" if below else "see linnet mad run"
+        raise ConfigError([f"{folder}: no run has ended here (no rows in {TABLE}, no result.json); {hint}"], "MAD")
     return list(found.values())
 
 
@@ -101,7 +103,7 @@ def _rows(folder: Path, problems: list[str]):
                     yield f"{table}, line {number}", row
         except (UnicodeDecodeError, csv.Error) as error:
             problems.append(f"{table}: not a CSV table ({error})")
-    for path in sorted(folder.rglob("result.json")):
+    for path in sorted(folder.glob(f"{RUNS}/*/result.json")):
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:

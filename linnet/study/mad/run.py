@@ -20,8 +20,8 @@ from linnet.models.recipes.mad import fit_length
 from linnet.runs import RunFolder
 from linnet.study.executors import Executor, ExecutorConfig, Job, Outcome, make_executor
 from linnet.study.mad.bundle import DIVERGED, SHAPE, run_flops, train_bundle
-from linnet.study.mad.folder import RUNS, alone, check_plan, collect, designs, room, write_plan
-from linnet.study.mad.results import read_results
+from linnet.study.mad.folder import alone, check_plan, collect, designs, room, write_plan
+from linnet.study.mad.results import RUNS, read_results
 from linnet.study.mad.resume import finish
 from linnet.study.mad.scores import Scores, score, write_scores
 from linnet.study.mad.settings import BUDGETS, PlannedRun, Setting, plan

@@ -113,6 +113,14 @@ def test_a_result_file_takes_the_place_of_its_row(tmp_path):
     assert len(results) == len(found) and results[0].accuracy == 0.123
 
 
+def test_a_folder_of_folders_is_none(tmp_path):
+    """Runs of two budgets would take each other's place."""
+    for budget in ("core", "smoke"):
+        write_runs(write_rows(tmp_path / budget, rows(["mad-mamba"], budget)), rows(["mad-mamba"], budget))
+    with pytest.raises(ConfigError, match=f"no run has ended here .* give one of {tmp_path}/core, {tmp_path}/smoke"):
+        read_results(tmp_path)
+
+
 def test_written_scores_read_back(tmp_path):
     scores = score(read_results(write_mad(tmp_path, TWO, seeds=(0, 1))))
     with open(write_scores(tmp_path, scores), newline="") as file:
