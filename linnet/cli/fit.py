@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.config import ConfigError, nearest
+from linnet.config import FITS, ConfigError, check_study, gather, nearest
 
 CHOICES = {
     "method": ("all", "power", "isoflop", "envelope", "parametric"),
@@ -86,6 +86,8 @@ def fit(
     """
     settings = {"method": method, "count": count, "flops": flops, "envelope": envelope, "unit": unit}
     nominal, problems = _check(settings, budgets, bootstrap, hold_out, smooth)
+    with gather(problems):
+        check_study(FITS, "fit")
     if problems:
         raise ConfigError(problems, "command line")
 

@@ -31,6 +31,9 @@ def report(
 
     from rich.console import Console
 
+    from linnet.config import FIGURES, FITS, check_study
+
+    check_study(FIGURES + FITS, "report")  # before what needs them is imported
     from linnet.report import write_report
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
