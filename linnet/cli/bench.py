@@ -219,8 +219,9 @@ def _draw(rows: list[dict], out: Path, console) -> None:
     from linnet.config import ConfigError
     from linnet.report.throughput import write_throughput
 
-    console.print(f"in {out}: generate.csv", highlight=False)
+    console.print(f"in {out}: generate.csv", highlight=False, markup=False)
     try:
         write_throughput(rows, out)
     except ConfigError as error:  # the machine with the GPU need not have what draws
-        console.print(f"no picture: {error.problems[0]}; linnet bench draw {out} makes it elsewhere", highlight=False)
+        line = f"no picture: {error.problems[0]}; linnet bench draw {out} makes it elsewhere"
+        console.print(line, highlight=False, markup=False)  # which would take the extra in 'linnet[study]' for a style

@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,7 +94,7 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
     plan = plan or read_plan()
     _write(folder, plan)
     names = list(plan["models"])
-    console.print(f"{' and '.join(names)} learn to find needles, then are evaluated (in {folder}):")
+    console.print(f"{' and '.join(names)} learn to find needles, then are evaluated (in {folder}):", markup=False)
     # Spawned, since a fork of a process with torch's threads may hang.
     with ProcessPoolExecutor(
         len(names), mp_context=get_context("spawn"), initializer=_start, initargs=(len(names),)
@@ -108,7 +109,8 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
         console.print(f"No page was drawn: {', '.join(absent)} not installed (pip install 'linnet\\[study]')")
     if not_installed(["lm_eval"]):
         console.print("No questions were asked: that needs lm-evaluation-harness (pip install 'linnet\\[eval]')")
-    console.print(f"[dim]{perf_counter() - started:.0f} s. Again: linnet compare {' '.join(map(str, runs))}[/]")
+    again = shlex.join(["linnet", "compare", *map(str, runs)])
+    console.print(f"{perf_counter() - started:.0f} s. Again: {again}", style="dim", markup=False)
 
 
 def read_plan(path: Path | None = None) -> dict:

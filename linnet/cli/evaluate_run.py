@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from linnet.config import ConfigError
 
@@ -69,7 +70,7 @@ def keep(opened: Opened, evaluation: Any) -> None:
     try:
         evaluation.save(opened.path)
     except OSError as error:
-        message = f"[bold yellow]not kept[/] in {opened.path}: {error.strerror}"
+        message = f"[bold yellow]not kept[/] in {escape(str(opened.path))}: {error.strerror}"
         Console(stderr=True).print(message, highlight=False)
 
 

@@ -33,7 +33,7 @@ def _show(score, name: str) -> None:
     console = Console()
     way = f"windows of {score.window} tokens every {score.stride}" if score.window else "the carried state"
     documents = f"{len(score.documents):,} document{'s' if len(score.documents) != 1 else ''}"
-    console.print(f"{name}: {documents} by {way}", highlight=False)
+    console.print(f"{name}: {documents} by {way}", highlight=False, markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     low_high = score.interval()
     interval = f"95 % interval {low_high[0]:.4f} to {low_high[1]:.4f}" if low_high else ""

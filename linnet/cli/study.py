@@ -57,6 +57,7 @@ def study(
     import json
 
     from rich.console import Console
+    from rich.markup import escape
 
     from linnet.cli.study_page import print_laws, print_plan
     from linnet.config import FIGURES, FITS, check_study
@@ -81,7 +82,8 @@ def study(
 
     result = run_study(settings, out, plan=ladder, seconds=seconds, console=console)
     for row in result.broken:
-        console.print(f"[red]{row['status']}[/]: {result.folder / row['path']}", highlight=False, soft_wrap=True)
+        line = f"[red]{row['status']}[/]: {escape(str(result.folder / row['path']))}"
+        console.print(line, highlight=False, soft_wrap=True)
     if len(result.broken) == len(result.rows):
         raise typer.Exit(1)
     laws = _fit(result.folder, console)
@@ -92,7 +94,7 @@ def study(
         from linnet.report import write_report
 
         page = write_report(result.folder, fit=laws)
-        console.print(f"\nreport: [bold]{page}[/]", highlight=False, soft_wrap=True)
+        console.print(f"\nreport: [bold]{escape(str(page))}[/]", highlight=False, soft_wrap=True)
 
 
 def _fit(folder: Path, console):

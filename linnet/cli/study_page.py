@@ -16,7 +16,7 @@ def print_plan(
 ) -> None:
     """One row an architecture and budget: sizes, steps, tokens (or FLOPs) and time; then what is left to do costs."""
     by_tokens = bool(plan.config.tokens)
-    console.print(f"[bold]study {plan.config.name}[/]", highlight=False)
+    console.print(f"study {plan.config.name}", highlight=False, markup=False, style="bold")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("architecture", "tokens" if by_tokens else "FLOPs", "runs", "parameters", "steps"):
         table.add_column(heading, justify="left" if heading == "architecture" else "right", no_wrap=True)
@@ -48,7 +48,7 @@ def print_plan(
         total += "; too large to time here (set executor.throughput, FLOP/s of a worker, for an estimate)"
     console.print(total, highlight=False, soft_wrap=True)
     for note in plan.notes():
-        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
 
 
 def print_laws(study: StudyFit, console: Console) -> None:
@@ -67,9 +67,9 @@ def print_laws(study: StudyFit, console: Console) -> None:
             if reason.startswith(study.headline):  # `linnet fit` prints those of the other methods
                 reasons.setdefault(reason, []).append(name)
     for note in study.notes:
-        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     for reason, names in reasons.items():
-        console.print(f"refused, {', '.join(names)}: {reason}", highlight=False, soft_wrap=True)
+        console.print(f"refused, {', '.join(names)}: {reason}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _range(values: Iterable[float], shown: Callable[[float], str] = count) -> str:

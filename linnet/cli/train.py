@@ -100,13 +100,16 @@ def _settings(
 
 
 def _show_plan(settings, console) -> None:
+    from rich.markup import escape
+
     from linnet.models import count_parameters, flops_exact
 
     total, outside = count_parameters(settings.model)
     steps, tokens = settings.total_steps, settings.total_steps * settings.batch_size * settings.seq_len
     flops = steps * flops_exact(settings.model, settings.seq_len, settings.batch_size)
     console.print(
-        f"[bold]{settings.name or settings.architecture}[/]: {settings.model.layout}, width {settings.model.d_model}, "
+        f"[bold]{escape(settings.name or settings.architecture)}[/]: "
+        f"{escape(settings.model.layout)}, width {settings.model.d_model}, "
         f"{total:,} parameters ({outside:,} without embeddings), vocabulary {settings.model.vocab_size:,}",
         highlight=False,
     )

@@ -2,12 +2,15 @@
 
 import csv
 import importlib.util
+import io
 import json
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from linnet.cli import app
+from linnet.cli.bench import _draw
 
 SMALL = ("--device", "cpu", "--prompt", "8", "--new", "3", "--repeats", "1")
 
@@ -95,3 +98,12 @@ def test_what_is_wrong_is_said_at_once():
         "--dtype: 'int4' is unknown",
     ):
         assert message in done.output
+
+
+def test_without_a_picture_the_extra_is_named_whole(tmp_path, monkeypatch):
+    """A console that reads markup would print linnet[study] without its brackets."""
+    monkeypatch.setattr("linnet.config.not_installed", list)
+    console = Console(file=io.StringIO(), width=300)
+    _draw([], tmp_path / "a [b]", console)
+    shown = console.file.getvalue()
+    assert "a [b]: generate.csv" in shown and "pip install 'linnet[study]'" in shown

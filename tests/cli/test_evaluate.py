@@ -1,6 +1,7 @@
 """`linnet evaluate`: scores texts with a saved model, keeps the result, and says what is wrong."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -69,9 +70,10 @@ def test_attention_reads_in_windows_unless_asked_otherwise(folder):
 
 
 def test_what_a_person_sees(folder):
-    result = call(folder / "tnl", "--text", folder / "b.jsonl")
+    shutil.copytree(folder / "tnl", folder / "tnl [a]")  # a name that is no markup
+    result = call(folder / "tnl [a]", "--text", folder / "b.jsonl")
     assert result.exit_code == 0
-    for part in ("tnl: 2 documents by the carried state", "bits per byte", "by word", "8 to 15", "95 % interval"):
+    for part in ("tnl [a]: 2 documents by the carried state", "bits per byte", "by word", "8 to 15", "95 % interval"):
         assert part in result.stdout
 
 
