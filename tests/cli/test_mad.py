@@ -1,5 +1,6 @@
 """`linnet mad`: samples that a person and a program can read, and the list of what a score needs."""
 
+import dataclasses
 import json
 import math
 import re
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.data.synthetic import IGNORE, SelectiveCopying, generate
+from linnet.study.mad import settings
 
 
 def call(*arguments):
@@ -117,8 +119,10 @@ def test_help_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_run_scores_layouts_and_a_mixer_file(tmp_path):
-    """The tiny runs of the example in the documentation's form; the second call only adds the outside mixer."""
+def test_run_scores_layouts_and_a_mixer_file(tmp_path, monkeypatch):
+    """Runs of the example in the documentation's form, but shorter; the second call only adds the outside mixer."""
+    short = dataclasses.replace(settings.BUDGETS["smoke"], epochs=2, held_out=64)
+    monkeypatch.setitem(settings.BUDGETS, "smoke", short)
     out, mixer = tmp_path / "mad", Path(__file__).parents[2] / "examples" / "my_mixer.py:MyMixer"
     small = ["--tasks", "memorization", "--settings", "baseline", "--set", "d_model=32", "--set"]
     common = [*small, "options={swiglu: {inner: 16}}", "--state", 0, "--out", out, "--executor", "inline"]

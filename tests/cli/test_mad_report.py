@@ -12,6 +12,7 @@ from mad_folders import rows, write_mad, write_rows
 from typer.testing import CliRunner
 
 from linnet.cli import app
+from linnet.report import shell
 
 LEVELS = {
     "mad-hyena-swiglu": 0.50,
@@ -98,8 +99,9 @@ def test_correlate_prints_tables(scored, studied):
     assert (page.parent / "scaling.png").is_file() and (page.parent / "scaling-by-task.svg").is_file()
 
 
-def test_the_page_of_correlations_says_what_draws_it_again(scored, studied):
+def test_the_page_of_correlations_says_what_draws_it_again(scored, studied, monkeypatch):
     """At the largest compute, which must not be rounded beyond the laws, with the pairs and the choice of scores."""
+    monkeypatch.setattr(shell, "write_pictures", lambda folder, figure: None)  # that they are written is tested above
     arguments = ["--study", studied, "--bootstrap", 20, "--seed", 3, "--metric", "macro_batch", "--legacy", *PAIRS]
     assert call("correlate", scored, *arguments).exit_code == 0
     page = scored / "report" / "correlate.html"
