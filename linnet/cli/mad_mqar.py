@@ -33,11 +33,4 @@ def bar(scores) -> str:
     if not {"hgrn2", "hgrn"} <= set(scores):
         return ""
     found = compare(scores)
-    parts = []
-    for place, what in found.wrong.items():
-        one, two = found.accuracies[place]
-        parts.append(f"{what} at {place} ({one:.3f} and {two:.3f})")
-    if not parts and found.missing:
-        parts = [f"it holds in the {len(found.accuracies)} settings that both have"] if found.accuracies else []
-        parts += [f"both are needed at {place}" for place in found.missing]
-    return f"{found.claim}: {found.verdict}" + (f"; {', '.join(parts)}" if parts else "")
+    return f"{found.claim}: {found.verdict}{found.told}"

@@ -28,7 +28,7 @@ def test_table_bar_and_page(tmp_path):
     assert "4 runs in 4 bundles: at most 4 model-steps and" in first.stdout
     assert "MQAR: length, pairs" in first.stdout and "512,64" in first.stdout
     claim = "hgrn2 never below hgrn, and above it wherever that stays under 95%"
-    assert f"{claim}: does not hold; not above at 64 with 4 pairs at width 64 (0.000 and 0.000)" in first.stdout
+    assert f"{claim}: does not hold: not above at 64 with 4 pairs at width 64 (0.00 and 0.00 %)" in first.stdout
     assert "not comparable: 6 of 8 settings" in first.stdout
     assert (tmp_path / "report" / "mqar.png").is_file()
 

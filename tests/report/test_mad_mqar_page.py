@@ -58,7 +58,7 @@ def test_what_is_wrong_or_missing_is_named(found, tmp_path):
     worse = [row | {"accuracy": 0.05} if (row["architecture"], row["setting"]) == ("hgrn2", "mqar/512x64,width=64")
              else row for row in found]  # fmt: skip
     words = page_of(tmp_path / "worse", worse)[1]
-    assert "does not hold : below at 512 with 64 pairs at width 64 (5.0 and 9.9 %)" in words
+    assert "does not hold : below at 512 with 64 pairs at width 64 (5.00 and 9.90 %)" in words
     fewer = [row for row in found if row["setting"] != "mqar/256x16,width=128"]
     words = page_of(tmp_path / "fewer", fewer)[1]
     assert (

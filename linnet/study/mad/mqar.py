@@ -3,13 +3,14 @@
 Section 4.1 and Figure 4 of paper 002: the expanded state of HGRN2 recalls what HGRN, with one number a channel, cannot.
 """
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from linnet.study.mad.checks import FAILS, HOLDS, NOT_ENOUGH
 from linnet.study.mad.scores import Scores, SettingScore
-from linnet.study.mad.settings import BUDGETS, MQAR_SETTINGS, MQAR_WIDTHS
+from linnet.study.mad.settings import BUDGETS, HELD_OUT, MQAR_SETTINGS, MQAR_WIDTHS
 from linnet.study.mad.training import MQAR
 
 TASK = "mqar"
@@ -38,6 +39,7 @@ class Comparison:
         verdict: "holds" where the first is nowhere below the second, and above it wherever that stays under `OPEN`;
             "not enough runs" where a setting lacks one of the two, or some of its learning rates.
         wrong: setting -> what is wrong there. missing: settings without all runs of both.
+        close: settings that stay under `OPEN` where chance alone makes as much of a difference, at 95 %.
     """
 
     first: str
@@ -46,10 +48,28 @@ class Comparison:
     accuracies: dict[Place, tuple[float, float]]
     wrong: dict[Place, str] = field(default_factory=dict)
     missing: tuple[Place, ...] = ()
+    close: tuple[Place, ...] = ()
 
     @property
     def claim(self) -> str:
         return f"{self.first} never below {self.second}, and above it wherever that stays under {OPEN:.0%}"
+
+    @property
+    def told(self) -> str:
+        """What follows the verdict in a sentence."""
+        if self.wrong:
+            return ": " + ", ".join(f"{what} at {self._at(place)}" for place, what in self.wrong.items())
+        text = f" in all {len(self.accuracies)} settings"
+        if self.missing:
+            have = f"it holds in the {len(self.accuracies)} settings that both have, and " if self.accuracies else ""
+            text = f": {have}both are needed at {', '.join(map(str, self.missing))}"
+        if self.close:
+            text += f"; no more than chance sets the two apart at {', '.join(map(self._at, self.close))}"
+        return text
+
+    def _at(self, place: Place) -> str:
+        one, two = self.accuracies[place]
+        return f"{place} ({100 * one:.2f} and {100 * two:.2f} %)"
 
 
 def is_mqar(scores: Scores) -> bool:
@@ -78,7 +98,7 @@ def compare(scores: Scores, first: str = "hgrn2", second: str = "hgrn") -> Compa
     one, two = (_whole(scores, name) if name in scores else {} for name in (first, second))
     every = [Place(width, *shape) for width in MQAR_WIDTHS for shape in HARDER]
     missing = tuple(place for place in every if place not in one or place not in two)
-    accuracies, wrong = {}, {}
+    accuracies, wrong, close = {}, {}, []
     for place in sorted(one.keys() & two.keys()):
         high, low = one[place].score, two[place].score
         accuracies[place] = high, low
@@ -86,8 +106,18 @@ def compare(scores: Scores, first: str = "hgrn2", second: str = "hgrn") -> Compa
             wrong[place] = "below"
         elif low < OPEN and not high > low:
             wrong[place] = "not above"
+        elif low < OPEN and high - low < _chance(place, one[place], two[place]):
+            close.append(place)
     verdict = FAILS if wrong else NOT_ENOUGH if missing else HOLDS
-    return Comparison(first, second, verdict, accuracies, wrong, missing)
+    return Comparison(first, second, verdict, accuracies, wrong, missing, tuple(close))
+
+
+def _chance(place: Place, one: SettingScore, two: SettingScore) -> float:
+    """The difference that 95 of 100 pairs of equal models stay below, each question being asked by itself."""
+    budget = BUDGETS.get(next(iter(one.best.values())).budget)
+    asked = place.pairs * (budget.held_out if budget is not None else HELD_OUT)
+    mean = (one.score + two.score) / 2
+    return 1.96 * math.sqrt(mean * (1 - mean) * (1 / len(one.best) + 1 / len(two.best)) / asked)
 
 
 def _whole(scores: Scores, architecture: str) -> dict[Place, SettingScore]:
