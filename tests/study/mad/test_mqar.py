@@ -94,7 +94,7 @@ def test_the_bar_of_paper_002():
     assert found.verdict == "holds" and not found.wrong and not found.missing and len(found.accuracies) == 8
     assert found.accuracies[Place(64, 512, 64)] == (0.7, 0.1) and not found.close and found.told == " in all 8 settings"
 
-    # Both guess: 75 right of 192,000 questions and 58, which happens to equal models one time in seven; 75 and 40 do not.
+    # Both guess: 75 and 58 right of 192,000 questions, as of equal models one time in seven; not so 75 and 40.
     guessing = {"hgrn2": (*good[:3], 3.9e-4, *good[4:]), "hgrn": (*low[:3], 3.0e-4, *low[4:])}
     alike = compare(scores_of(**guessing))
     assert alike.verdict == "holds" and alike.close == (Place(64, 512, 64),)
