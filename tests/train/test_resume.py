@@ -21,7 +21,6 @@ LONG = {"steps": 40, "log_every": 1, "checkpoint_every": 3, "evaluate_every": 8}
 KILLER = """
 import os, random, signal, sys, time
 import torch
-import torch._dynamo  # the first optimizer of a process imports it, for longer than a child lives
 from linnet.config import parse, read_yaml
 from linnet.train import TrainConfig, train
 torch.set_num_threads(1)
