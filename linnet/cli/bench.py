@@ -222,6 +222,5 @@ def _draw(rows: list[dict], out: Path, console) -> None:
     console.print(f"in {out}: generate.csv", highlight=False, markup=False)
     try:
         write_throughput(rows, out)
-    except ConfigError as error:  # the machine with the GPU need not have what draws
-        line = f"no picture: {error.problems[0]}; linnet bench draw {out} makes it elsewhere"
-        console.print(line, highlight=False, markup=False)  # which would take the extra in 'linnet[study]' for a style
+    except ConfigError as error:  # the machine with the GPU need not have what draws; no markup, as of 'linnet[study]'
+        console.print(f"no picture: {error.problems[0]}", highlight=False, markup=False)

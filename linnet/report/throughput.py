@@ -20,9 +20,9 @@ def write_throughput(rows: list[dict], folder: Path) -> list[Path]:
     """Draws generate.svg and generate.png into `folder`.
 
     Raises:
-        ConfigError: the extra `study`, which draws figures, is not installed.
+        ConfigError: the extra `study`, which draws figures, is not installed, or all rows have one batch and context.
     """
-    check_study(FIGURES, "report")
+    check_study(FIGURES, "report", f", or draw it elsewhere: linnet bench draw {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     figure = draw(rows)
     shell.write_pictures(folder, figure)
@@ -48,7 +48,11 @@ def read_rows(file: Path) -> list[dict]:
 
 
 def draw(rows: list[dict]) -> Figure:
-    """Three panels, one line a model and system; rows without a time (out of memory) are left out."""
+    """Three panels, one line a model and system; rows without a time (out of memory) are left out.
+
+    Raises:
+        ConfigError: no two cases differ, so that there is nothing to draw.
+    """
     import altair as alt
 
     rows = [_row(row) for row in rows if not row["error"] and row.get("token_ms")]
@@ -79,6 +83,9 @@ def draw(rows: list[dict]) -> Figure:
         dots = dots.encode(**by, shape=alt.Shape("label:N", scale=shapes, title=None))
         line = base.mark_line(strokeWidth=1.8).encode(**by)
         panels.append((line + dots).properties(width=WIDTH, height=HEIGHT))
+    if not panels:
+        what = "all cases that were timed have the same batch and the same context; give --batch or --context again"
+        raise ConfigError([what], "linnet bench")
     drawn = alt.hconcat(*panels, spacing=28)
     caption = (
         "Greedy decoding, every token brought to the host. Left: a batch of prompts of one length. Centre and right: "

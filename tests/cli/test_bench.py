@@ -106,4 +106,13 @@ def test_without_a_picture_the_extra_is_named_whole(tmp_path, monkeypatch):
     console = Console(file=io.StringIO(), width=300)
     _draw([], tmp_path / "a [b]", console)
     shown = console.file.getvalue()
-    assert "a [b]: generate.csv" in shown and "pip install 'linnet[study]'" in shown
+    assert "a [b]: generate.csv" in shown and "pip install 'linnet[study]', or draw it elsewhere" in shown
+
+
+def test_one_case_alone_has_no_picture(tmp_path):
+    pytest.importorskip("vl_convert")
+    done = run("mad-mamba", *SMALL, "--out", tmp_path)
+    assert done.exit_code == 0 and "no picture: all cases that were timed have the same batch" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["generate.csv"]
+    again = CliRunner().invoke(app, ["bench", "draw", str(tmp_path)])
+    assert again.exit_code == 2 and "give --batch or --context again" in again.output
