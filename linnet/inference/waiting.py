@@ -1,6 +1,6 @@
 """Where tokens wait beside large states, so that a step reads all of them but writes each only every few tokens.
 
-A step of many slots is bound by the bytes of their states, each read and written, and writing every eighth token leaves
+A step of many slots is bound by the bytes of their states, each read and written, and writing every fourth token leaves
 little more than the reading. Which layers can wait, and what for, they say in `Mixer.waiting_spec`. Slots count for
 themselves, on the GPU: one that a request enters begins at none, so that its tokens do not depend on when it came.
 """
@@ -11,8 +11,8 @@ from torch import Tensor
 from linnet.layers.base import TensorSpec
 from linnet.models import CausalLM, ModelState
 
-INTERVAL = 8  # tokens between writes; with 16, what waits takes the time that is spared
-_LEAST = 2**28  # bytes of states that a step reads; of fewer, the caches and launches take what is spared
+INTERVAL = 4  # tokens between writes; with 8, what waits takes the time, and in a full memory the slots, that it spares
+_LEAST = 2**29  # bytes of states that a step reads; of fewer, caches and launches take what is spared
 
 
 def choose_interval(model: CausalLM, slots: int, device: torch.device) -> int:

@@ -156,6 +156,8 @@ def test_in_a_graph(op):
     for slots in (eager, graphed):
         slots.advance(*tokens)  # compiles
         slots.waiting.copy_(torch.tensor([1, 0, 3]))
+        slots.keys.fill_(0.5)
+        slots.values.fill_(0.5)
     graph = torch.cuda.CUDAGraph()
     before = [x.clone() for x in (graphed.state, graphed.keys, graphed.values, graphed.waiting)]
     with torch.cuda.graph(graph):

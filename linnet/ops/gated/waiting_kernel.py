@@ -30,7 +30,7 @@ def waiting_step(
     with torch.cuda.device_of(state):
         waiting_kernel[(B * H * blocks,)](
             q, x, v, state, gates, values, waiting, lower_bound, o, scale, q.stride(0), x.stride(0), v.stride(0),
-            H, K, V, room, triton.next_power_of_2(room), rows, columns, even, lower_bound is not None,
+            H, K, V, room, triton.next_power_of_2(room + 1), rows, columns, even, lower_bound is not None,
             num_warps=warps,
         )  # fmt: skip
     return o
@@ -67,41 +67,33 @@ def waiting_kernel(
     own_gate = tl.load(x + b * x_stride + h * K + i, mask=rows, other=0.0)
     own_value = tl.load(v + b * v_stride + h * V + j, mask=columns, other=0.0)
     query = tl.load(q + b * q_stride + h * K + i, mask=rows, other=0.0).to(tl.float32)
-    bound = 0.0
-    if BOUNDED:
-        bound = tl.load(lower_bound + h * K + i, mask=rows, other=0.0).to(tl.float32)
+    bound = tl.load(lower_bound + h * K + i, mask=rows, other=0.0).to(tl.float32) if BOUNDED else 0.0
+    bounds = bound[None, :] if BOUNDED else 0.0
     gates += head.to(tl.int64) * (ROOM * K)
     values += head.to(tl.int64) * (ROOM * V)
-    there, followed = n < number, n < number - 1
-    earlier = tl.load(gates + n[:, None] * K + i[None, :], mask=there[:, None] & rows[None, :], other=0.0)
-    later = tl.load(gates + (n + 1)[:, None] * K + i[None, :], mask=followed[:, None] & rows[None, :], other=0.0)
-    earlier_values = tl.load(values + n[:, None] * V + j[None, :], mask=there[:, None] & columns[None, :], other=0.0)
-    bounds = 0.0
-    if BOUNDED:
-        bounds = bound[None, :]
-    forget, key = _open(own_gate, bound, BOUNDED)
-    earlier_forget, earlier_key = _open(earlier, bounds, BOUNDED)
-    later_forget, _ = _open(later, bounds, BOUNDED)
-    # What the tokens behind each that waits have left of it, this one the last of them.
-    later_forget = tl.where(followed[:, None], later_forget, tl.where(there[:, None], forget[None, :], 1.0))
-    left = tl.cumprod(later_forget, 0, reverse=True)
-    first = tl.sum(tl.where((n == 0)[:, None], earlier_forget * left, 0.0), 0)
-    decay = tl.where(number > 0, first, forget)  # of the state
-    scores = tl.sum(tl.where(there[:, None], earlier_key * left * query[None, :], 0.0), 1)
-    value = own_value.to(tl.float32)
-    out = tl.sum(S * (decay * query)[:, None], 0) + tl.sum(key * query, 0) * value
-    out += tl.sum(scores[:, None] * earlier_values.to(tl.float32), 0)
+    earlier, own, next_is_own = (n < number)[:, None], (n == number)[:, None], (n == number - 1)[:, None]
+    all_values = tl.load(values + n[:, None] * V + j[None, :], mask=earlier & columns[None, :], other=0.0)
+    all_values = tl.where(own, own_value[None, :], all_values).to(tl.float32)
+    gate_at = gates + n[:, None] * K + i[None, :]
+    gate = tl.load(gate_at, mask=earlier & rows[None, :], other=0.0)
+    next_gate = tl.load(gate_at + K, mask=(n < number - 1)[:, None] & rows[None, :], other=0.0)
+    forget, key = _open(tl.where(own, own_gate[None, :], gate), bounds, BOUNDED)
+    next_forget, _ = _open(tl.where(next_is_own, own_gate[None, :], next_gate), bounds, BOUNDED)
+    left = tl.cumprod(tl.where(earlier, next_forget, 1.0), 0, reverse=True)  # of each by the tokens behind it
+    decay = tl.sum(tl.where((n == 0)[:, None], forget * left, 0.0), 0)
+    scores = tl.sum(tl.where(earlier | own, key * left * query[None, :], 0.0), 1)
+    out = tl.sum(S * (decay * query)[:, None], 0) + tl.sum(scores[:, None] * all_values, 0)
     tl.store(o + head * V + j, (out * scale).to(o.dtype.element_ty), mask=columns)
     if number == ROOM:  # all that waited, and this token, go into the state
-        S = S * decay[:, None] + key[:, None] * value[None, :]
-        left_of = forget
-        for m in range(ROOM):
-            row = ROOM - 1 - m
-            gate = tl.load(gates + row * K + i, mask=rows, other=0.0)
-            one = tl.load(values + row * V + j, mask=columns, other=0.0).to(tl.float32)
-            gate_forget, gate_key = _open(gate, bound, BOUNDED)
-            S += (gate_key * left_of)[:, None] * one[None, :]
-            left_of *= gate_forget
+        S *= decay[:, None]
+        own_forget, own_key = _open(own_gate, bound, BOUNDED)
+        S += own_key[:, None] * own_value.to(tl.float32)[None, :]
+        for m in tl.static_range(ROOM - 1, -1, -1):
+            one = tl.load(gates + m * K + i, mask=rows, other=0.0)
+            value = tl.load(values + m * V + j, mask=columns, other=0.0).to(tl.float32)
+            one_forget, one_key = _open(one, bound, BOUNDED)
+            S += (one_key * own_forget)[:, None] * value[None, :]
+            own_forget *= one_forget
         if EVEN:
             tl.store(at, S)
         else:

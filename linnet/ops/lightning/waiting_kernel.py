@@ -31,7 +31,7 @@ def waiting_step(
     with torch.cuda.device_of(state):
         waiting_kernel[(B * H * blocks,)](
             q, k, v, state, keys, values, waiting, o, log_decay, scale, q.stride(0), k.stride(0), v.stride(0),
-            H, K, V, room, triton.next_power_of_2(room), rows, columns, even, log_decay is not None, activation,
+            H, K, V, room, triton.next_power_of_2(room + 1), rows, columns, even, log_decay is not None, activation,
             num_warps=warps,
         )  # fmt: skip
     return o
@@ -64,32 +64,36 @@ def waiting_kernel(
     query = tl.load(q + b * q_stride + h * K + i, mask=rows, other=0.0).to(tl.float32)
     keys += head.to(tl.int64) * (ROOM * K)
     values += head.to(tl.int64) * (ROOM * V)
-    there = n < number
-    earlier_keys = tl.load(keys + n[:, None] * K + i[None, :], mask=there[:, None] & rows[None, :], other=0.0)
-    earlier_values = tl.load(values + n[:, None] * V + j[None, :], mask=there[:, None] & columns[None, :], other=0.0)
-    key, value, earlier = own_key.to(tl.float32), own_value.to(tl.float32), earlier_keys.to(tl.float32)
+    earlier, own = (n < number)[:, None], (n == number)[:, None]
+    all_keys = tl.load(keys + n[:, None] * K + i[None, :], mask=earlier & rows[None, :], other=0.0)
+    all_values = tl.load(values + n[:, None] * V + j[None, :], mask=earlier & columns[None, :], other=0.0)
+    all_keys = tl.where(own, own_key[None, :], all_keys).to(tl.float32)
+    all_values = tl.where(own, own_value[None, :], all_values).to(tl.float32)
     if ACTIVATION == "silu":
-        key, query, earlier = _silu(key), _silu(query), _silu(earlier)
-    scores = tl.sum(earlier * query[None, :], 1)
+        query, all_keys = _silu(query), _silu(all_keys)
+    scores = tl.sum(all_keys * query[None, :], 1)
     out = tl.sum(S * query[:, None], 0)
     if HAS_DECAY:
         rate = tl.load(rates + h).to(tl.float32)
-        scores *= tl.exp(rate * tl.maximum(number - n, 1).to(tl.float32))
-        decay = tl.exp(rate * (number + 1).to(tl.float32))
+        scores *= tl.where(n < number, tl.exp(rate * tl.maximum(number - n, 1)), 1.0)  # no infinity times zero
+        decay = tl.exp(rate * (number + 1))
         out *= decay
-    out += tl.sum(scores[:, None] * earlier_values.to(tl.float32), 0) + tl.sum(key * query, 0) * value
+    out += tl.sum(scores[:, None] * all_values, 0)
     tl.store(o + head * V + j, (out * scale).to(o.dtype.element_ty), mask=columns)
     if number == ROOM:  # all that waited, and this token, go into the state
         if HAS_DECAY:
             S *= decay
-        for m in range(ROOM):
-            one = tl.load(keys + m * K + i, mask=rows, other=0.0).to(tl.float32)
+        for m in tl.static_range(ROOM + 1):
+            if m < ROOM:
+                key = tl.load(keys + m * K + i, mask=rows, other=0.0).to(tl.float32)
+                value = tl.load(values + m * V + j, mask=columns, other=0.0).to(tl.float32)
+            else:
+                key, value = own_key.to(tl.float32), own_value.to(tl.float32)
             if ACTIVATION == "silu":
-                one = _silu(one)
-            if HAS_DECAY:
-                one *= tl.exp(rate * (ROOM - m))
-            S += one[:, None] * tl.load(values + m * V + j, mask=columns, other=0.0).to(tl.float32)[None, :]
-        S += key[:, None] * value[None, :]
+                key = _silu(key)
+            if HAS_DECAY and m < ROOM:
+                key *= tl.exp(rate * (ROOM - m))
+            S += key[:, None] * value[None, :]
         if EVEN:
             tl.store(at, S)
         else:
