@@ -30,7 +30,9 @@ Spec = Annotated[
 
 @mad.command()
 def data(
-    task: Annotated[str, typer.Argument(help="A task, such as in_context_recall; [bold]linnet mad list[/] has all.")],
+    task: Annotated[
+        str, typer.Argument(help="One of the six in [bold]linnet mad list[/], such as in_context_recall, or mqar.")
+    ],
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", help="A variable of the task: vocab_size=32; may be given again.", metavar="KEY=VALUE"),

@@ -23,7 +23,8 @@ def run(
     layouts: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Recipes, or quoted layouts such as 'tnl+swiglu x2' (two blocks of width 128).",
+            help="Recipes ([bold]linnet models mad[/] has the paper's), or quoted layouts such as 'tnl+swiglu x2' "
+            "(two blocks of width 128).",
             metavar="LAYOUT...",
             show_default=False,
         ),
@@ -118,8 +119,8 @@ def run(
         changes = override({}, set_ or [])
     with gather(problems):
         models, plain = _models(layouts or [], mixer or [], changes, None if mqar else state, problems)
-    if not all(part.strip().isdigit() for part in seed.split(",")):
-        problems.append(f"--seed {seed!r}: write numbers with commas between, such as 0,1,2")
+    if not all(part.strip().isdecimal() and int(part) < 1 << 63 for part in seed.split(",")):
+        problems.append(f"--seed {seed!r}: write numbers below 2^63 with commas between, such as 0,1,2")
     else:
         seeds = list(dict.fromkeys(int(part) for part in seed.split(",")))
     if device not in ("auto", "cpu", "cuda"):

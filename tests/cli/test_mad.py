@@ -161,7 +161,8 @@ def test_what_cannot_run_is_said_before_anything_is(tmp_path):
     assert "did you mean 'mad-mamba'? As a layout: layer 'mad-mambo' is unknown" in problems("mad-mambo")
     assert "tnl: options.tnl.num_hads: unknown key" in problems("tnl", "--set", "options.tnl.num_hads=3")
     assert "give a layout" in problems()
-    assert "--seed 'a'" in problems("tnl+swiglu x2", "--seed", "a")
+    for seed in ("a", "-1", "0,", "²", str(1 << 63)):
+        assert f"--seed '{seed}': write numbers below" in problems("tnl+swiglu x2", "--seed", seed)
     assert "did you mean 'smoke'?" in problems("tnl+swiglu x2", "--budget", "smok")
     assert "--device 'tpu' is unknown" in problems("tnl+swiglu x2", "--device", "tpu")
     assert "write path/to/file.py:ClassName" in problems("--mixer", "nothing")
