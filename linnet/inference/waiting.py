@@ -46,9 +46,10 @@ def waiting_bytes(model: CausalLM, tokens: int = INTERVAL) -> int:
 def spared_bytes(model: CausalLM, tokens: int) -> int:
     """By how many bytes a slot and token move less than with states that are written every token, on average.
 
-    Of what waits half is read, and one token of `tokens` - 1 is written; the first token in an interval reads none.
+    A token reads half of where tokens wait, and all but the last in an interval write one of these.
     """
-    return _bytes_that_can_wait(model) * (tokens - 1) // tokens - waiting_bytes(model, tokens) // 2
+    room = waiting_bytes(model, tokens)
+    return _bytes_that_can_wait(model) * (tokens - 1) // tokens - room // 2 - room // tokens
 
 
 def _specs(model: CausalLM, slots: int, tokens: int) -> dict[str, dict[str, TensorSpec]]:
