@@ -19,20 +19,21 @@ def generate(
     ] = None,
     batch: Annotated[
         list[str] | None,
-        typer.Option(help="Sequences at once, or [bold]max[/]: as many as fit (repeatable).", show_default="1"),
+        typer.Option(help="Sequences at once, or [bold]max[/]: as many as fit; may be given again.", show_default="1"),
     ] = None,
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt (paper 001, Figure 5: 512).", min=1)] = 512,
     new: Annotated[int, typer.Option(help="Tokens to generate (Figure 5: 1024).", min=2)] = 1024,
     repeats: Annotated[int, typer.Option(help="Timed runs of a case (Figure 5: 20); medians count.", min=1)] = 3,
     context: Annotated[
         list[int] | None,
-        typer.Option(help="Also time tokens behind so long a prompt, at the first batch (repeatable).", min=1),
+        typer.Option(help="Also time tokens behind so long a prompt, at the first batch; may be given again.", min=1),
     ] = None,
     context_new: Annotated[int, typer.Option(help="Tokens to generate behind each --context.", min=2)] = 64,
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="[bold]transformers[/], [bold]transformers-static[/]: its Llama; [bold]fla[/]: its HGRN2 (repeatable)."
+            help="[bold]transformers[/], [bold]transformers-static[/]: its Llama; [bold]fla[/]: its HGRN2; "
+            "may be given again."
         ),
     ] = None,
     peer_size: Annotated[str | None, typer.Option(help="Of the peers.", show_default="the first model's")] = None,

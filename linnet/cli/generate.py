@@ -23,7 +23,7 @@ def generate(
     ] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
     stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends the completion (repeatable).", show_default=False)
+        list[str] | None, typer.Option(help="Text that ends the completion; may be given again.", show_default=False)
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the draws; the same seed gives the same text.")] = None,
     samples: Annotated[int, typer.Option(help="Completions of the same prompt, with seeds one after another.")] = 1,

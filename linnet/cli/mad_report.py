@@ -66,7 +66,7 @@ def correlate(
     pair: Annotated[
         list[str] | None,
         typer.Option(
-            help="Where the study calls an architecture by another name: --pair mad-gla-swiglu=gla (repeatable).",
+            help="Where the study has another name: --pair mad-gla-swiglu=gla; may be given again.",
             metavar="SCORED=STUDIED",
         ),
     ] = None,

@@ -24,7 +24,9 @@ def serve(
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(help="Answer to this name in the Host header too; * for any (repeatable).", show_default=False),
+        typer.Option(
+            help="Answer to this name in the Host header too; * for any; may be given again.", show_default=False
+        ),
     ] = None,
     slots: Annotated[int, typer.Option(help="Completions that are generated at once; each takes one state.")] = 8,
     queue: Annotated[int, typer.Option(help="Completions that may wait for a slot; more are refused (429).")] = 256,

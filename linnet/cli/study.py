@@ -26,7 +26,7 @@ def study(
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Change a setting: --set seq_len=128 (repeatable).", metavar="KEY=VALUE"),
+        typer.Option("--set", help="Change a setting: --set seq_len=128; may be given again.", metavar="KEY=VALUE"),
     ] = None,
     workers: Annotated[
         int | None,

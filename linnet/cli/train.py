@@ -27,7 +27,7 @@ def train(
         list[str] | None,
         typer.Option(
             "--set",
-            help="Change a setting: --set steps=500 --set optimizer.learning_rate=3e-3 (repeatable).",
+            help="Change a setting: --set steps=500 --set optimizer.learning_rate=3e-3; may be given again.",
             metavar="KEY=VALUE",
         ),
     ] = None,
