@@ -1,60 +1,17 @@
 """Executors: every job has one outcome whatever happens to its process, and nothing outlives the study."""
 
 import contextlib
-import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from executor_jobs import jobs_of, tries, work
+from typer.testing import CliRunner
 
-from linnet.config import ConfigError
-from linnet.study.executors import ExecutorConfig, Inline, Job, LocalPool, is_out_of_memory, make_executor
-
-
-def work(job: Job) -> str:
-    """A stand-in for a training: notes that it started in the job's file, then does what the job says."""
-    does = job.payload
-    log = Path(does["log"])
-    with log.open("a") as file:
-        file.write(f"{os.getpid()}\n")
-    tries = len(log.read_text().split())
-    match does.get("do"):
-        case "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "die once" if tries == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "raise":
-            raise RuntimeError("a bad step")
-        case "raise once" if tries == 1:
-            raise OSError("a file was busy")
-        case "misconfigured":
-            raise ConfigError(["steps: must be positive"])
-        case "memory":
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-        case "diverge":
-            return "diverged"
-        case "sleep":
-            try:
-                time.sleep(60)
-            except KeyboardInterrupt:
-                log.write_text("interrupted")
-                raise
-    return "done"
-
-
-def jobs_of(folder: Path, *doings: str) -> list[Job]:
-    return [
-        Job(f"{number}-{does}", {"log": str(folder / f"{number}.log"), "do": does})
-        for number, does in enumerate(doings)
-    ]
-
-
-def tries(job: Job) -> int:
-    return len(Path(job.payload["log"]).read_text().split())
-
+from linnet.cli import app
+from linnet.study.executors import Inline, LocalPool, is_out_of_memory
 
 DOINGS = ("fine", "die", "diverge", "die once", "raise", "misconfigured", "fine", "memory", "raise once")
 
@@ -100,12 +57,12 @@ def test_stopping_interrupts_the_running_job(tmp_path):
 def test_workers_end_when_the_study_is_killed(tmp_path):
     script = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"
-        "from pathlib import Path; from test_executors import *\n"
+        "from executor_jobs import *; from linnet.study.executors import LocalPool\n"
         "if __name__ == '__main__':\n"
         "    list(LocalPool(1).run(jobs_of(Path(sys.argv[1]), 'sleep'), work))\n"
     )
     (tmp_path / "script.py").write_text(script)
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     parent = subprocess.Popen([sys.executable, str(tmp_path / "script.py"), str(tmp_path), *paths])
     log = tmp_path / "0.log"
     deadline = time.monotonic() + 60
@@ -120,19 +77,11 @@ def test_workers_end_when_the_study_is_killed(tmp_path):
         time.sleep(0.05)
 
 
-def test_ray_gives_every_job_its_outcome(tmp_path, monkeypatch):
-    ray = pytest.importorskip("ray")
-    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    try:
-        executor = make_executor(ExecutorConfig(kind="ray", workers=2, threads=1, retries=1))
-        jobs = jobs_of(tmp_path, "fine", "die once", "die", "misconfigured", "raise once")
-        outcomes = {outcome.job.run: outcome for outcome in executor.run(jobs, work) if outcome}
-    finally:
-        ray.shutdown()
-    assert [outcomes[job.run].status for job in jobs] == ["done", "done", "failed", "failed", "done"]
-    assert [tries(job) for job in jobs] == [1, 2, 2, 1, 2]
+def test_an_address_without_a_ray_cluster_is_said(tmp_path):
+    pytest.importorskip("ray")
+    arguments = ["tnl+swiglu x2", "--tasks", "memorization", "--executor", "ray", "--address", "127.0.0.1:1"]
+    result = CliRunner().invoke(app, ["mad", "run", *arguments, "--out", str(tmp_path / "mad")])
+    assert result.exit_code == 2 and "127.0.0.1:1" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_out_of_memory_is_recognised():
