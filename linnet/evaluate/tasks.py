@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import datasets
 import huggingface_hub
-import lm_eval
+import lm_eval.api.task
 import yaml
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
@@ -232,12 +232,14 @@ def _reachable(address: str) -> bool:
 def _quiet() -> Iterator[None]:
     """Without the data's bars and the harness's remarks: what goes wrong is raised."""
     logger, bars = logging.getLogger("lm_eval"), datasets.are_progress_bars_disabled()
-    level = logger.level
+    level, bar = logger.level, lm_eval.api.task.tqdm
     logger.setLevel(logging.ERROR)
+    lm_eval.api.task.tqdm = lambda rows, **_: rows  # of building requests, which no option leaves out
     datasets.disable_progress_bars()
     try:
         yield
     finally:
         logger.setLevel(level)
+        lm_eval.api.task.tqdm = bar
         if not bars:
             datasets.enable_progress_bars()

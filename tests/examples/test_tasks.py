@@ -23,6 +23,7 @@ def test_the_example_runs_and_is_kept(tmp_path):
     arguments = ["evaluate", tmp_path / "model", "--task", "capitals,opposites", "--include", TASKS]
     result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
     assert result.exit_code == 0, result.output
+    assert "it/s" not in result.stderr  # no bars but our own, and none beside JSON
     found = {(one["task"], one["metric"]): one for one in json.loads(result.stdout)["tasks"]["results"]}
     assert {key: one["n"] for key, one in found.items()} == {
         ("capitals", "acc"): 8,
