@@ -104,12 +104,13 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
             future.result()  # raises at once what one of them raised
     runs = [Path(future.result()) for future in waiting]
     absent = not_installed(FIGURES + FITS)
-    compare(runs, out=folder / "comparison" / "index.html", page=not absent)
+    page = folder / "comparison" / "index.html"
+    compare(runs, out=page, page=not absent)
     if absent:
         console.print(f"No page was drawn: {', '.join(absent)} not installed (pip install 'linnet\\[study]')")
     if not_installed(["lm_eval"]):
         console.print("No questions were asked: that needs lm-evaluation-harness (pip install 'linnet\\[eval]')")
-    again = shlex.join(["linnet", "compare", *map(str, runs)])
+    again = shlex.join(["linnet", "compare", *map(str, runs), *(["--no-page"] if absent else ["--out", str(page)])])
     console.print(f"{perf_counter() - started:.0f} s. Again: {again}", style="dim", markup=False)
 
 

@@ -47,6 +47,7 @@ def test_it_ends_with_a_table_and_a_page(short, tmp_path, capfd):
     for run in runs:
         assert {"text", "needle", "recall"} <= {one.kind for one in read_evaluations(run)}
         assert run.name in shown
+    assert f"--out {tmp_path / 'demo' / 'comparison' / 'index.html'}" in shown.replace("\n", "")  # to compare again
     for name in short["models"]:  # as each part begins and ends
         begun, ended = (shown.index(f"  {name}: lessons 1 of 3, 2 steps{end}") for end in (" ...", ": "))
         assert begun < ended < shown.index(f"  {name}: --text ...") < shown.index(f"  {name}: --recall: ")
