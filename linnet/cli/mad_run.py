@@ -106,9 +106,11 @@ def run(
     [bold]linnet mad run hgrn2 hgrn --budget mqar[/] (token mixers, in two layers)
     """
     from rich.console import Console
+    from rich.markup import escape
 
     from linnet.config import ConfigError, gather, override, parse
     from linnet.study.executors import ExecutorConfig
+    from linnet.study.mad.results import RUNS
     from linnet.study.mad.run import prepare, train
     from linnet.study.mad.settings import BUDGETS
 
@@ -164,7 +166,10 @@ def run(
         page = _page(result.folder) if report else None
         console.print(f"in {result.folder}" if page is None else f"report: {page}", markup=False)
     if result.failed:
-        console.print(f"[red]{len(result.failed)} runs failed[/]: error.txt in their folders says why")
+        first = result.folder / RUNS / next(iter(result.failed)) / "error.txt"
+        runs = "1 run" if len(result.failed) == 1 else f"{len(result.failed)} runs"
+        others = ", and error.txt in the folders of the others" if len(result.failed) > 1 else ""
+        console.print(f"[red]{runs} failed[/]: {escape(str(first))} says why{others}")
         raise typer.Exit(1)
 
 

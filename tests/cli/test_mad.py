@@ -149,6 +149,26 @@ def test_run_scores_layouts_and_a_mixer_file(tmp_path, monkeypatch):
     assert (out / "scores.csv").is_file() and (out / "mad.csv").is_file()
 
 
+def test_a_mixer_that_fails_while_it_trains_leaves_the_others_their_scores(tmp_path):
+    """It passes what is asked on the meta device before any run."""
+    text = (Path(__file__).parents[2] / "examples" / "my_mixer.py").read_text()
+    head, colon, body = text.replace('"my_mixer"', '"failing"').partition(
+        "        q, k, v, log_decay = self._project(x)\n"
+    )
+    assert colon
+    check = "        if x.device.type == 'cpu':\n            raise RuntimeError('no such thing')\n"
+    (tmp_path / "failing.py").write_text(head + check + line + body)
+    small = ["--tasks", "memorization", "--set", "d_model=32", "--set", "options={swiglu: {inner: 16}}", "--state", 0]
+    where = ["--mixer", tmp_path / "failing.py:MyMixer", "--out", tmp_path / "mad", "--executor", "inline"]
+    result = call("run", "attention+swiglu", *where, *small)
+    assert result.exit_code == 1 and "not comparable" in result.stdout
+    failed = re.search(
+        r"2 runs failed: (.*error.txt) says why, and error.txt in the folders of the others", result.stdout
+    )
+    assert "RuntimeError: no such thing" in Path(failed[1]).read_text()
+    assert len(list(tmp_path.glob("mad/runs/attention*/result.json"))) == 2
+
+
 def test_what_cannot_run_is_said_before_anything_is(tmp_path):
     def problems(*arguments):
         result = call("run", *arguments, "--out", tmp_path / "mad")
