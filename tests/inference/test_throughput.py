@@ -37,14 +37,17 @@ def test_rows_hold_what_the_protocol_asks_for():
 
 def test_batches_are_read_in_parts_as_in_one_piece(monkeypatch):
     tokens, outputs = torch.randint(64, (5, 30), generator=torch.Generator().manual_seed(0)), []
-    for at_a_time in (1, 60, 10_000):
+    state = linnet().carried_bytes(30)
+    for at_a_time, states, rows in ((1, 10**9, 1), (60, 10**9, 5), (10_000, 10**9, 5), (10_000, 2 * state, 2)):
         monkeypatch.setattr("linnet.inference.throughput._AT_A_TIME", at_a_time)
+        monkeypatch.setattr("linnet.inference.throughput._STATES_AT_A_TIME", states)
         torch.manual_seed(0)
         system = linnet(chunk=12)
+        assert system._rows(5, 30) == rows
         system.run(tokens, 5)
         outputs.append(system._decoder[1].logits.clone())
-    torch.testing.assert_close(outputs[1], outputs[0])
-    torch.testing.assert_close(outputs[2], outputs[0])
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0])
 
 
 def test_a_full_memory_has_room_for_what_a_sequence_grows_to(monkeypatch):
