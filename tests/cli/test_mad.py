@@ -152,10 +152,9 @@ def test_run_scores_layouts_and_a_mixer_file(tmp_path, monkeypatch):
 def test_a_mixer_that_fails_while_it_trains_leaves_the_others_their_scores(tmp_path):
     """It passes what is asked on the meta device before any run."""
     text = (Path(__file__).parents[2] / "examples" / "my_mixer.py").read_text()
-    head, colon, body = text.replace('"my_mixer"', '"failing"').partition(
-        "        q, k, v, log_decay = self._project(x)\n"
-    )
-    assert colon
+    text = text.replace('"my_mixer"', '"failing"')
+    head, line, body = text.partition("        q, k, v, log_decay = self._project(x)\n")
+    assert line
     check = "        if x.device.type == 'cpu':\n            raise RuntimeError('no such thing')\n"
     (tmp_path / "failing.py").write_text(head + check + line + body)
     small = ["--tasks", "memorization", "--set", "d_model=32", "--set", "options={swiglu: {inner: 16}}", "--state", 0]
