@@ -155,9 +155,13 @@ _Loader.add_implicit_resolver(
 )
 
 
+# What pydantic puts into the place of a key that takes several kinds: which of them did not fit.
+_KIND = re.compile(r"(constrained-)?(int|float|str|bool)|(list|dict|tuple)\[.*")
+
+
 def _explain(cls: type[BaseModel], problem: dict) -> str:
     *parents, last = problem["loc"] or ("",)
-    key = ".".join(str(part) for part in problem["loc"])
+    key = ".".join(str(part) for part in problem["loc"] if not _KIND.fullmatch(str(part)))
     if problem["type"] == "extra_forbidden":
         return f"{key}: unknown key (value {problem['input']!r}); {nearest(str(last), _fields_at(cls, parents))}"
     if problem["type"] == "missing":

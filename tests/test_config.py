@@ -149,6 +149,18 @@ def test_files_that_cannot_be_read(tmp_path):
             read_yaml(tmp_path / name)
 
 
+def test_a_key_of_several_kinds_is_named_alone():
+    class Either(Config):
+        size: Annotated[int, Field(gt=0)] | list[Annotated[int, Field(gt=0)]]
+
+    with pytest.raises(ConfigError) as caught:
+        parse(Either, {"size": 0})
+    assert [problem.partition(": ")[0] for problem in caught.value.problems] == ["size", "size"]
+    with pytest.raises(ConfigError) as caught:
+        parse(Either, {"size": [1, "x"]})
+    assert any(problem.startswith("size.1: ") for problem in caught.value.problems)
+
+
 def test_a_digest_depends_on_content_and_not_on_order():
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1, "b": 3})
     assert digest(Inner()) == digest(Inner().model_dump()) and len(digest({})) == 12
