@@ -1,5 +1,6 @@
 """What is lost when a disk is full or a worker is killed: nothing that has ended. Real disks, real signals."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from mad_folders import write_mad
 from typer.testing import CliRunner
 
 from linnet.cli import app
+from linnet.study.mad import settings
 
 ROOT = Path(__file__).parents[3]
 RUNS = 6
@@ -26,7 +28,7 @@ main()
 """
 
 
-def command(out):
+def arguments(out, executor="local"):
     options = {
         "--tasks": "memorization",
         "--settings": "baseline",
@@ -34,15 +36,28 @@ def command(out):
         "--seed": "0,1,2",
         "--device": "cpu",
     }
-    options |= {"--executor": "local", "--workers": "1", "--out": str(out)}
+    options |= {"--executor": executor, "--workers": "1", "--out": str(out)}
     model = ["attention+swiglu", "--set", "d_model=32", "--set", "options={swiglu: {inner: 16}}", "--no-report"]
-    return [sys.executable, "-c", PROGRAM, "mad", "run", *model, *(part for pair in options.items() for part in pair)]
+    return ["mad", "run", *model, *(part for pair in options.items() for part in pair)]
 
 
 def start(out):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command(out), env=environment, **pipes)
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments(out)], env=environment, **pipes)
+
+
+@pytest.fixture
+def finish(monkeypatch):
+    """The same command in this process, which saves two interpreters: its exit code and what it said."""
+    short = dataclasses.replace(settings.BUDGETS["smoke"], epochs=2, held_out=64)
+    monkeypatch.setitem(settings.BUDGETS, "smoke", short)
+
+    def run(out):
+        result = CliRunner().invoke(app, arguments(out, "inline"))
+        return result.exit_code, result.output
+
+    return run
 
 
 def results(out):
@@ -68,7 +83,7 @@ def disk(tmp_path):
     subprocess.run(["umount", str(place)], capture_output=True)
 
 
-def test_a_full_disk_loses_no_run_that_has_ended(disk):
+def test_a_full_disk_loses_no_run_that_has_ended(disk, finish):
     out = disk("40k") / "mad"
     process = start(out)
     said = process.communicate(timeout=240)[0]
@@ -76,10 +91,9 @@ def test_a_full_disk_loses_no_run_that_has_ended(disk):
     assert process.returncode == 2 and "the disk is full; free some space" in said and "Traceback" not in said
     assert 0 < len(before) < RUNS
     disk("8m", "remount")
-    process = start(out)
-    said = process.communicate(timeout=240)[0]
+    code, said = finish(out)
     after = results(out)
-    assert process.returncode == 0, said
+    assert code == 0, said
     assert len(after) == RUNS and {path: after[path] for path in before} == before
     assert f"{len(before)} of {RUNS} runs are done" in said
 
@@ -95,7 +109,7 @@ def test_a_page_that_does_not_fit_on_the_disk_is_said_and_not_begun(disk):
     assert (folder / "report" / "index.html").read_text().rstrip().endswith("</html>")
 
 
-def test_a_killed_worker_and_a_killed_command_lose_no_run_that_has_ended(tmp_path):
+def test_a_killed_worker_and_a_killed_command_lose_no_run_that_has_ended(tmp_path, finish):
     out = tmp_path / "mad"
     process = start(out)
     wait_for(out, 1, process)
@@ -107,10 +121,9 @@ def test_a_killed_worker_and_a_killed_command_lose_no_run_that_has_ended(tmp_pat
     between = results(out)
     assert {path: between[path] for path in before} == before
 
-    process = start(out)
-    said = process.communicate(timeout=240)[0]
+    code, said = finish(out)
     after = results(out)
-    assert process.returncode == 0, said
+    assert code == 0, said
     assert len(after) == RUNS and {path: after[path] for path in between} == between
     assert not list(out.rglob("error.txt")) and (out / "mad.csv").read_text().count("\n") == RUNS + 1
 
