@@ -73,6 +73,7 @@ def check_study(modules: typing.Iterable[str], where: str, otherwise: str = "") 
 
 
 C = typing.TypeVar("C", bound=Config)
+MOST = 100  # known names that a message lists
 
 
 def parse(cls: type[C], values: Mapping, where: str = "configuration") -> C:
@@ -84,10 +85,12 @@ def parse(cls: type[C], values: Mapping, where: str = "configuration") -> C:
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """Ends a message about an unknown name: the nearest right one, or all of them."""
+    """Ends a message about an unknown name: the nearest right one, or all of them if a person would read them."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known: {', '.join(known)}" if len(known) <= MOST else f"it is near none of {len(known):,} known names"
 
 
 def read_yaml(path: str | Path) -> dict:

@@ -271,8 +271,16 @@ def evaluate(
         problems.append(f"nothing to evaluate: {message}")
     if needle and recall and (lengths or samples):
         problems.append("--needle, --recall: --lengths and --samples of one do not suit the other; ask in two commands")
-    places = parse_numbers("lengths", lengths or NEEDLE_LENGTHS, problems) if needle or lengths else []
-    many = parse_numbers("pairs", pairs, problems)
+    places = parse_numbers("lengths", lengths or (NEEDLE_LENGTHS if needle else RECALL_LENGTHS), problems)
+    cells = {"lengths": places, "pairs": parse_numbers("pairs", pairs, problems), "samples": samples or 32}
+    if needle and recall:
+        cells["lengths"] = parse_numbers("lengths", RECALL_LENGTHS, problems)
+    grid = {"samples": samples or 1, "scoring": scoring.value, "haystack": haystack, "digits": digits}
+    grid |= {"lengths": places, "depths": [i / max(depths - 1, 1) for i in range(depths)]}
+    if needle:
+        grid |= {"mode" if needle in (Needle.easy, Needle.standard) else "variant": needle.value}
+    if not problems:
+        problems = _wrong(text or [], grid if needle else None, cells if recall else None)
     if problems:
         raise ConfigError(problems, "evaluate")
     asked = Asked(include, shots, limit, context, too_long and too_long.value)
@@ -292,17 +300,32 @@ def evaluate(
     if text:
         done("text", score_texts(opened, text, text_key, method.value, window, stride))
     if needle:
-        grid = {"variant": needle.value} if needle.value not in ("easy", "standard") else {"mode": needle.value}
-        grid |= {"samples": samples or 1, "scoring": scoring.value, "haystack": haystack, "digits": digits}
-        grid |= {"lengths": places, "depths": [i / max(depths - 1, 1) for i in range(depths)]}
         done("needle", find_needles(opened, grid))
     if recall:
-        sizes = places if lengths else parse_numbers("lengths", RECALL_LENGTHS, problems)
-        done("recall", ask_recall(opened, {"lengths": sizes, "pairs": many, "samples": samples or 32}))
+        done("recall", ask_recall(opened, cells))
     for one in questions:
         done(one.kind, ask(opened, one, asked))
     if as_json:
         print_json(found)
+
+
+def _wrong(text: list[str], grid: dict | None, cells: dict | None) -> list[str]:
+    """What is wrong with texts, needles and recall, as far as it shows before a model is there."""
+    from linnet.config import gather, parse
+    from linnet.data.sources import find_files
+    from linnet.evaluate.needle import NeedleConfig
+    from linnet.evaluate.recall import RecallConfig
+
+    problems = []
+    if text:
+        find_files(text, "text", problems, [])
+    for kind, values in ((NeedleConfig, grid), (RecallConfig, cells)):
+        with gather(problems):
+            if values is not None:
+                parse(kind, values)
+    if grid and grid["haystack"] and not Path(grid["haystack"]).is_file():
+        problems.append(f"--haystack: {grid['haystack']!r} is no file; give one with text")
+    return problems
 
 
 def _is_given(typed: typer.Context, name: str) -> bool:

@@ -198,6 +198,8 @@ def test_what_cannot_be_done(folder, tmp_path):
         (folder / "tnl", "--needle", "easy", "--lengths", "9,5"): "lengths: '9,5' is not",
         (folder / "tnl", "--needle", "easy", "--lengths", "10:20"): "lengths: '10:20' is not",
         (folder / "tnl", "--needle", "easy", "--lengths", "20"): "20 tokens do not hold",
+        ("nowhere", "--needle", "easy", "--text", folder / "none.txt", "--haystack", tmp_path): "evaluate: 2 problems",
+        ("nowhere", "--recall", "--lengths", 2): "lengths.0: Input should be greater than or equal to 8",
     }.items():
         result = call(*arguments)
         assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output
