@@ -110,11 +110,13 @@ def scatter(found: Correlations, families: Families) -> Figure:
     canvas = Canvas(families)
     rows = [_row(point, point.score, point.spread) for point in found.points]
     drawn = _panel(canvas, rows, "MAD score", named=len(rows) <= NAMED).properties(width=760, height=440)
-    caption = (
-        f"The score of each architecture against the loss of its law at {units.flops(found.compute)}. Bars: 95 % of "
-        "the fit up and down, one standard deviation over seeds to the sides. The dashed line is the straight one "
-        "with the least squares. Hollow points: the law is extrapolated there."
-    )
+    caption = f"The score of each architecture against the loss of its law at {units.flops(found.compute)}."
+    bars = ["95 % of the fit up and down"] * any(point.loss_interval is not None for point in found.points)
+    bars += ["one standard deviation over seeds to the sides"] * any(point.spread for point in found.points)
+    caption += f" Bars: {', '.join(bars)}." if bars else ""
+    caption += " The dashed line is the straight one with the least squares."
+    if any(point.beyond for point in found.points):
+        caption += " Hollow points: the law is extrapolated there."
     return canvas.figure("scaling", "Score against compute-optimal loss", caption, drawn)
 
 

@@ -1,11 +1,12 @@
 """The page of scores against compute-optimal loss: its points, its intervals, its words."""
 
+import dataclasses
 import json
 import re
 
 import pytest
 
-from linnet.report.mad_correlate import headlines, write_correlate_page
+from linnet.report.mad_correlate import Families, headlines, scatter, write_correlate_page
 from linnet.study.mad.correlate import Correlation, Correlations, Point
 
 
@@ -64,7 +65,11 @@ def test_words(made):
     assert "Over all architectures (3): rank correlation −1.00 (95 %: −1.00 to −0.40), linear −0.99." in words
     assert "Within families: no number, no family has enough architectures." in words
     assert "Of single tasks" not in words, "one has a number"
-    assert "Mind the gap." in words
+    assert "Mind the gap." in words and "Hollow points: the law is extrapolated there." in words
+    assert "Bars: 95 % of the fit up and down, one standard deviation over seeds to the sides." in words
+    plain = [dataclasses.replace(point, beyond=False, spread=None) for point in correlations().points]
+    figure = scatter(dataclasses.replace(correlations(), points=plain), Families.of(correlations()))
+    assert "Hollow" not in figure.caption and "over seeds" not in figure.caption and "95 %" in figure.caption
     both = correlations()
     both.tasks["fuzzy_recall"] = Correlation("fuzzy_recall", 3, -0.5, -0.4)
     last = headlines(both)[-1]
