@@ -48,7 +48,7 @@ def compare(
     from linnet.evaluate.compare import shared
 
     page = page and not as_json
-    _check(depth_ratio, length_ratio, out if page else None)
+    _check(depth_ratio, length_ratio, out if page else None, open_)
     found, problems = _read(runs)
     for problem in problems:
         Console(stderr=True).print(f"[bold yellow]left out[/] {escape(problem)}", highlight=False, soft_wrap=True)
@@ -130,7 +130,7 @@ def _nothing_in_common(found: dict[str, tuple[Path, list]]) -> str:
     return "\n    ".join(lines)
 
 
-def _check(depth_ratio: float, length_ratio: float, page: Path | None) -> None:
+def _check(depth_ratio: float, length_ratio: float, page: Path | None, show: bool) -> None:
     """Constants, and whether the page can be drawn and written, before anything is read."""
     given = {"depth-ratio": depth_ratio, "length-ratio": length_ratio}
     problems = [
@@ -138,6 +138,8 @@ def _check(depth_ratio: float, length_ratio: float, page: Path | None) -> None:
         for name, value in given.items()
         if not 0 < value < float("inf")
     ]
+    if show and page is None:
+        problems.append("--open: --json and --no-page write no page to show; leave one of them out")
     if page is not None:
         from linnet.report.shell import check_page
 

@@ -155,6 +155,7 @@ def test_what_cannot_be_compared(folder):
     assert result.exit_code == 2 and "no evaluation with the same settings in common" in text
     assert f"{folder / 'alone'} has: linnet evaluate RUN --text {folder / 'b.txt'}" in text
     assert f"to compare, run: linnet evaluate {folder / 'alone'} --" in text
+    assert "--open: --json and --no-page write no page" in call("compare", folder / "tnl", "--json", "--open").output
     result = call("compare", folder / "none", folder / "missing", folder / "tnl", folder / "tnl", "--depth-ratio", 0)
     assert result.exit_code == 2 and "--depth-ratio: is 0; give a positive number" in result.output
     result = call("compare", folder / "none", folder / "missing", folder / "tnl", folder / "tnl")
