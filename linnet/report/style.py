@@ -128,14 +128,14 @@ def even_ticks(low: float, high: float, most: int = 7) -> list[float]:
     return [float(f"{index * step:.12g}") for index in range(first, math.floor(high / step) + 1)]
 
 
-AXES: dict[str, tuple[str, Callable[[float], str], Callable]] = {
-    # what: title, how a tick reads, where ticks stand
-    "flops": ("training compute C (FLOPs)", lambda value: units.scientific(value, 2), decimal_ticks),
-    "loss": ("held-out loss (nats per token)", lambda value: f"{value:g}", decimal_ticks),
-    "params": ("non-embedding parameters N", units.count, decimal_ticks),
-    "tokens": ("training tokens D", units.count, decimal_ticks),
-    "bytes": ("state bytes per sequence", units.size, binary_ticks),
-    "seconds": ("seconds of training", units.duration, duration_ticks),
+AXES: dict[str, tuple[str, Callable[[float, int], str], int, Callable]] = {
+    # what: title, how a tick reads, with how many digits at least, where ticks stand
+    "flops": ("training compute C (FLOPs)", units.scientific, 2, decimal_ticks),
+    "loss": ("held-out loss (nats per token)", lambda value, digits: f"{value:.{digits}g}", 6, decimal_ticks),
+    "params": ("non-embedding parameters N", units.count, 3, decimal_ticks),
+    "tokens": ("training tokens D", units.count, 3, decimal_ticks),
+    "bytes": ("state bytes per sequence", units.size, 3, binary_ticks),
+    "seconds": ("seconds of training", lambda value, digits: units.duration(value), 3, duration_ticks),
 }
 
 
@@ -150,9 +150,13 @@ def axis(
         title: "" is the title of the kind, None is none.
         most: at most this many ticks.
     """
-    known_title, label, place = AXES[kind]
+    known_title, label, fewest, place = AXES[kind]
     ticks = (place if logarithmic else even_ticks)(domain[0], domain[1], most)
-    names = "[" + ",".join(f"'{label(tick)}'" for tick in ticks) + "]"
+    tries = ([label(tick, digits) for tick in ticks] for digits in range(fewest, 13))
+    named = next(
+        (found for found in tries if len(set(found)) == len(ticks)), None
+    )  # none of times, which have no digits
+    names = "[" + ",".join(f"'{name}'" for name in named or [label(tick, fewest) for tick in ticks]) + "]"
     places = "[" + ",".join(repr(tick) for tick in ticks) + "]"
     return {
         "title": known_title if title == "" else title,

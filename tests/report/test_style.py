@@ -1,6 +1,7 @@
 """Axes have readable ticks inside their range, and architectures can be told apart."""
 
 import math
+import re
 
 import altair
 import pytest
@@ -18,6 +19,13 @@ def test_every_axis_has_a_few_ticks_inside_its_range(low, factor, kind):
     assert 1 <= len(axis["values"]) <= 14
     assert all(low * (1 - 1e-9) <= tick <= high * (1 + 1e-9) for tick in axis["values"])
     assert axis["labelExpr"].startswith("[") and f"{axis['values'][0]!r}" in axis["labelExpr"]
+
+
+@given(st.floats(1e-9, 1e12), st.floats(1.0001, 1e8), st.sampled_from(["flops", "loss", "params", "tokens"]))
+def test_ticks_can_be_told_apart_however_narrow_the_range(low, factor, kind):
+    axis = style.axis(altair, kind, [low, low * factor])["axis"].to_dict()
+    names = re.findall(r"'([^']*)'", axis["labelExpr"].partition("[indexof")[0])
+    assert len(set(names)) == len(names) == len(axis["values"])
 
 
 def test_ticks_of_times_are_times_that_people_say():
