@@ -95,7 +95,7 @@ def test_the_form_of_long_sequences_agrees():
     def everything(form):
         with use_backend(form):
             y = filtered_attention(*inputs, filter)
-        return [y, *torch.autograd.grad(y.float().square().sum(), [*inputs, *filter[1:]])]
+            return [y, *torch.autograd.grad(y.float().square().sum(), [*inputs, *filter[1:]])]
 
     for a, e in zip(everything("triton"), everything("chunked"), strict=True):
         assert (a.double() - e.double()).norm() <= 5e-3 * e.double().norm()

@@ -28,10 +28,10 @@ def run(x, weight, bias=None, offset=None, silu=False):
 
 
 def everything(inputs, form, silu, function=run):
-    with use_backend(form):
+    with use_backend(form):  # the backward is of the form that is chosen where it is called
         y = function(*inputs, silu=silu)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).bfloat16().to(y)  # the same in all dtypes
-    return [y, *torch.autograd.grad(y, inputs, dy)]
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).bfloat16().to(y)  # alike in all dtypes
+        return [y, *torch.autograd.grad(y, inputs, dy)]
 
 
 def assert_agrees(form, *sizes, silu=True, **options):
@@ -117,7 +117,7 @@ def test_kernels_with_models_of_their_own_are_deterministic():
     def everything_in(form):
         with use_backend(form):
             y = call(*inputs)
-        return [y, *torch.autograd.grad(y.float().square().sum(), inputs)]
+            return [y, *torch.autograd.grad(y.float().square().sum(), inputs)]
 
     first, again, plain = (everything_in(form) for form in ("triton", "triton", "chunked"))
     for a, b, e in zip(first, again, plain, strict=True):
