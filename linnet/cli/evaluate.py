@@ -243,7 +243,7 @@ def evaluate(
     Example: [bold]linnet evaluate runs/tnl-10m-1a2b3c4d5e6f --text "books/*.txt"[/]
     """
     from linnet.cli.evaluate_demo import FOLDER, read_plan, run_demo
-    from linnet.cli.evaluate_needle import find_needles, parse_numbers
+    from linnet.cli.evaluate_needle import check_needles, find_needles, parse_numbers
     from linnet.cli.evaluate_recall import ask_recall
     from linnet.cli.evaluate_run import keep, open_run, print_json
     from linnet.cli.evaluate_tasks import Asked, ask, context_of, prepare
@@ -291,6 +291,8 @@ def evaluate(
         raise ConfigError([f"--stride: is {stride}, but a window has {window} tokens; give a smaller one"], "evaluate")
     for one in questions:
         context_of(opened, one, asked)
+    if needle:
+        check_needles(opened, grid)
     found = {}
 
     def done(kind: str, evaluation) -> None:  # at once, so that what comes next may fail

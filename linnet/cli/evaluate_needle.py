@@ -42,6 +42,15 @@ def find_needles(opened: Opened, asked: dict):
     return Evaluation("needle", opened.about, config.model_dump() | {"precision": opened.precision}, results, detail)
 
 
+def check_needles(opened: Opened, asked: dict) -> None:
+    """Raises ConfigError where needle and question do not fit into the shortest prompt: before all else is asked."""
+    from linnet.config import parse
+    from linnet.evaluate.needle import NeedleConfig, items
+
+    config = parse(NeedleConfig, asked, "needle")
+    next(items(config.model_copy(update={"lengths": config.lengths[:1], "samples": 1}), opened.tokenizer))
+
+
 def parse_numbers(key: str, text: str, problems: list[str]) -> list[int]:
     """Numbers given as FROM:TO:HOW MANY (evenly spaced) or with commas."""
     try:

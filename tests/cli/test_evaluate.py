@@ -204,6 +204,10 @@ def test_what_cannot_be_done(folder, tmp_path):
         result = call(*arguments)
         assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output
     assert call(folder / "tnl", "--text", folder / "a.txt", "--window", 8).exit_code == 0  # as --method auto may read
+    shutil.copytree(folder / "tnl", tmp_path / "tnl", ignore=shutil.ignore_patterns("evaluations"))
+    result = call(tmp_path / "tnl", "--text", folder / "a.txt", "--needle", "easy", "--lengths", "20,400")
+    assert result.exit_code == 2 and "20 tokens do not hold" in result.output
+    assert not (tmp_path / "tnl" / "evaluations").exists()  # told before the text was scored
     if not torch.cuda.is_available():
         result = call(folder / "tnl", "--text", folder / "a.txt", "--device", "cuda")
         assert result.exit_code == 2 and "device: 'cuda' was asked for" in result.output
