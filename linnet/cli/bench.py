@@ -67,6 +67,8 @@ def generate(
 
     console = Console(stderr=True, soft_wrap=True)
     rows = []
+    if out is not None:
+        _check_out(out)
     for row in _measure(
         models, batch or ["1"], (prompt, new, repeats, room), (context or [], context_new),
         (peer or [], peer_size, only_peers), plain, chunk, device, dtype, console,
@@ -200,6 +202,18 @@ def _show(rows: list[dict]) -> None:
             units.percent(row["bandwidth_share"]),
         )
     Console().print(table)
+
+
+def _check_out(out: Path) -> None:
+    """Raises ConfigError for a folder that cannot be written to: before hours of measuring."""
+    import os
+
+    from linnet.config import ConfigError
+
+    there = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "may not be written to" if there.is_dir() else "is no folder"
+        raise ConfigError([f"--out {str(out)!r}: {there} {why}; name another"], "linnet bench generate")
 
 
 def _write(rows: list[dict], out: Path) -> None:

@@ -109,6 +109,12 @@ def test_without_a_picture_the_extra_is_named_whole(tmp_path, monkeypatch):
     assert "a [b]: generate.csv" in shown and "pip install 'linnet[study]', or draw it elsewhere" in shown
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_measuring(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run("nothing-known", *SMALL, "--out", tmp_path / "file" / "out")
+    assert done.exit_code == 2 and "file is no folder; name another" in done.output.replace("\n", "")
+
+
 def test_one_case_alone_has_no_picture(tmp_path):
     pytest.importorskip("vl_convert")
     done = run("mad-mamba", *SMALL, "--out", tmp_path)
