@@ -30,17 +30,17 @@ def as_heads(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def choose_columns(rows: int, columns: int, heads: int) -> tuple[int, int, int, int]:
+def choose_columns(rows: int, columns: int, heads: int, most: int = 64) -> tuple[int, int, int, int]:
     """Cuts the states [rows, columns] of `heads` heads, over a batch, into programs of all rows and some columns.
 
-    64 columns, or fewer where heads are few, so that a small batch reaches more of the GPU; 64 elements a thread. On an
-    H200 the fastest of 16 to 256 columns and 8 to 64 elements, or within a few percent of it.
+    `most` columns, or fewer where heads are few, so that a small batch reaches more of the GPU; 64 elements a thread.
+    On an H200 the fastest of 16 to 256 columns and 8 to 64 elements, or within a few percent of it.
 
     Returns:
         padded rows, columns a program, programs a head, warps.
     """
     padded = max(16, 1 << (rows - 1).bit_length())
-    width = min(64, max(16, 1 << (columns - 1).bit_length()))
+    width = min(most, max(16, 1 << (columns - 1).bit_length()))
     while width > 16 and heads * -(-columns // width) < PROGRAMS:
         width //= 2
     return padded, width, -(-columns // width), min(8, max(1, padded * width // 2048))

@@ -24,7 +24,8 @@ def waiting_step(
     q, x, v = as_heads(q), as_heads(x), as_heads(v)
     lower_bound = None if lower_bound is None else lower_bound.contiguous()
     o = torch.empty((B, H, V), dtype=v.dtype, device=v.device)
-    rows, columns, blocks, warps = choose_columns(K, V, B * H)
+    # One warp a program needs no barriers; of very many, each repeats too much of what is not the state's.
+    rows, columns, blocks, warps = choose_columns(K, V, B * H, 16 if B * H < 2048 else 64)
     even = rows == K and columns * blocks == V
     room = gates.shape[2]
     with torch.cuda.device_of(state):
