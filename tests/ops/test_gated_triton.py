@@ -237,9 +237,9 @@ def test_debug_looks_at_offsets():
 INTERPRETED = [
     ((1, 40, 16, 24), {}),
     ((1, 20, 24, 16), {"decay": "resets", "state": False}),
-    ((1, 20, 16, 16), {"dtype": "float16", "decay": "extreme"}),
+    ((1, 32, 16, 16), {"dtype": "float16", "decay": "extreme"}),
     ((1, 50, 16, 16), {"offsets": [0, 0, 20, 21, 50, 50], "forget": True}),
-    ((1, 70, 16, 16), {"decay": "slow", "forget": True, "segments": 2, "without": "final"}),
+    ((1, 70, 16, 16), {"decay": "slow", "segments": 2, "without": "final"}),
     ((1, 33, 16, 16), {"without": "initial"}),
 ]
 
