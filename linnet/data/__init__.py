@@ -9,7 +9,15 @@ tokens, targets = batches.batch(step=0)
 from linnet.data.corpus import Corpus, DataConfig, open_corpus, prepare
 from linnet.data.loader import Batches, pack_documents, validation_batches
 from linnet.data.shards import CorpusDamaged, TokenShards
-from linnet.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, train_bpe
+from linnet.data.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    given_tokenizer,
+    given_vocabulary,
+    load_tokenizer,
+    train_bpe,
+)
 
 __all__ = [
     "Batches",
@@ -20,6 +28,8 @@ __all__ = [
     "FileTokenizer",
     "TokenShards",
     "Tokenizer",
+    "given_tokenizer",
+    "given_vocabulary",
     "load_tokenizer",
     "open_corpus",
     "pack_documents",

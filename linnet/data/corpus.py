@@ -21,11 +21,11 @@ from linnet.data.sources import SourceFile
 from linnet.data.split import Split, cut_text, given_split, split_documents, take
 from linnet.data.tokenizer import (
     BPETokenizerConfig,
-    ByteTokenizer,
     ByteTokenizerConfig,
     FileTokenizerConfig,
     Tokenizer,
     expand_tokenizer,
+    given_tokenizer,
     load_tokenizer,
     token_dtype,
     train_bpe,
@@ -135,7 +135,7 @@ def prepare(
     held = sources.find_files(config.validation, "validation", problems, skipped) if config.validation else []
     tokenizer = None
     try:
-        tokenizer = _given_tokenizer(config)
+        tokenizer = given_tokenizer(config.tokenizer)
     except ConfigError as error:
         problems += error.problems
     if problems:
@@ -217,12 +217,6 @@ class _Inputs:
                 yield "train", train
             if held:
                 yield "validation", held
-
-
-def _given_tokenizer(config: DataConfig) -> Tokenizer | None:
-    if isinstance(config.tokenizer, FileTokenizerConfig):
-        return load_tokenizer(Path(config.tokenizer.path).expanduser(), config.tokenizer.end_of_document)
-    return ByteTokenizer() if isinstance(config.tokenizer, ByteTokenizerConfig) else None
 
 
 def _identity(config: DataConfig, train: list[SourceFile], held: list[SourceFile], cache: Path) -> dict:

@@ -76,7 +76,7 @@ def expand_tokenizer(value: object) -> object:
         return {"kind": "byte"}
     if match := re.fullmatch(r"bpe:(\d+)", value):
         return {"kind": "bpe", "vocab_size": int(match[1])}
-    if value.endswith(".json") or Path(value).is_file():
+    if value.endswith(".json") or Path(value).expanduser().is_file():
         return {"kind": "file", "path": value}
     raise ValueError(f"{value!r} is not a tokenizer; use byte, bpe:4096 (any size) or the path of a tokenizer.json")
 
@@ -257,6 +257,21 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> FileTokenizer:
     return FileTokenizer(inner, END_OF_DOCUMENT, name=f"bpe:{vocab_size}")
 
 
+def given_tokenizer(config: ByteTokenizerConfig | BPETokenizerConfig | FileTokenizerConfig) -> Tokenizer | None:
+    """The tokenizer that a configuration names, None where it is yet to be trained. Raises as `load_tokenizer`."""
+    match config:
+        case ByteTokenizerConfig():
+            return ByteTokenizer()
+        case FileTokenizerConfig():
+            return load_tokenizer(config.path, config.end_of_document)
+    return None
+
+
+def given_vocabulary(config: ByteTokenizerConfig | BPETokenizerConfig | FileTokenizerConfig) -> int:
+    """Tokens of the tokenizer that a configuration names, before any text is read. Raises as `load_tokenizer`."""
+    return config.vocab_size if isinstance(config, BPETokenizerConfig) else given_tokenizer(config).vocab_size
+
+
 def load_tokenizer(path: str | Path, end_of_document: str | None = None) -> Tokenizer:
     """Reads a tokenizer.json, or what `Tokenizer.save` wrote.
 
@@ -267,7 +282,7 @@ def load_tokenizer(path: str | Path, end_of_document: str | None = None) -> Toke
     Raises:
         ConfigError: there is no such file, it is not a tokenizer, or it lacks the end-of-document token.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         notes = values.pop("linnet", {})

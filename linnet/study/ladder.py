@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from linnet.config import ConfigError, gather, parse
-from linnet.data import ByteTokenizer, DataConfig, load_tokenizer
+from linnet.data import DataConfig, given_tokenizer, given_vocabulary
 from linnet.data.sources import find_files
 from linnet.layers.base import CHANNELS, MIXERS, load_plugin
 from linnet.models import ModelConfig, count_parameters, family, flops_exact, parse_layout
@@ -184,10 +184,9 @@ def _by_architecture(wrong: list[tuple[str, str, str]]) -> list[str]:
 
 def _check_evaluations(config: StudyConfig, runs: list[PlannedRun], where: str) -> None:
     """Raises ConfigError for evaluations that cannot be made, as far as is known before a tokenizer is trained."""
-    if config.data.tokenizer.kind == "bpe":
+    tokenizer = given_tokenizer(config.data.tokenizer)
+    if tokenizer is None:
         return
-    kind = config.data.tokenizer
-    tokenizer = load_tokenizer(kind.path, kind.end_of_document) if kind.kind == "file" else ByteTokenizer()
     problems = []
     for run in {run.seq_len: run.train for run in runs}.values():
         subject = Subject(tokenizer, run.model, run.seq_len, torch.device("cpu"), run.precision, config.data.source)
@@ -304,14 +303,10 @@ def _load_plugins(plugins: list[str], problems: list[str]) -> dict[str, str]:
 
 def _vocab_size(data: DataConfig, problems: list[str]) -> int:
     """Tokens of the study's tokenizer, before any text is read."""
-    match data.tokenizer.kind:
-        case "bpe":
-            return data.tokenizer.vocab_size
-        case "file":
-            try:
-                return load_tokenizer(data.tokenizer.path, data.tokenizer.end_of_document).vocab_size
-            except ConfigError as error:
-                problems += [f"data.tokenizer: {line}" for line in error.problems]
+    try:
+        return given_vocabulary(data.tokenizer)
+    except ConfigError as error:
+        problems += [f"data.tokenizer: {line}" for line in error.problems]
     return 256
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from linnet.config import Config, ConfigError
-from linnet.data import DataConfig, load_tokenizer
+from linnet.data import DataConfig, given_vocabulary
 from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig
 from linnet.train.device import DeviceName
@@ -119,14 +119,14 @@ class TrainConfig(Config):
         if isinstance(model, str):
             model = {"recipe": model}
         if isinstance(model, dict) and "vocab_size" not in model and "data" in info.data:
-            return {**model, "vocab_size": _vocabulary(info.data["data"])}
+            return {**model, "vocab_size": given_vocabulary(info.data["data"].tokenizer)}
         return model
 
     @field_validator("model")
     @classmethod
     def _check_vocabulary(cls, model: ModelConfig, info: ValidationInfo) -> ModelConfig:
         if "data" in info.data:
-            check_vocabulary(model.vocab_size, _vocabulary(info.data["data"]))
+            check_vocabulary(model.vocab_size, given_vocabulary(info.data["data"].tokenizer))
         return model
 
     @field_validator("architecture")
@@ -192,16 +192,6 @@ def check_vocabulary(model: int, tokenizer: int) -> None:
         raise ValueError(
             f"vocab_size {model} is below the tokenizer's {tokenizer} tokens; set model.vocab_size={tokenizer}"
         )
-
-
-def _vocabulary(data: DataConfig) -> int:
-    """Tokens of the tokenizer that `data` names, before any text is read."""
-    tokenizer = data.tokenizer
-    if tokenizer.kind == "byte":
-        return 256
-    if tokenizer.kind == "bpe":
-        return tokenizer.vocab_size
-    return load_tokenizer(tokenizer.path, tokenizer.end_of_document).vocab_size
 
 
 def _digest(plugin: str) -> str:

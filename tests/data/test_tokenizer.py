@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from linnet.config import ConfigError
-from linnet.data import ByteTokenizer, FileTokenizer, load_tokenizer, tokenizer, train_bpe
+from linnet.data import (
+    ByteTokenizer,
+    DataConfig,
+    FileTokenizer,
+    given_tokenizer,
+    given_vocabulary,
+    load_tokenizer,
+    tokenizer,
+    train_bpe,
+)
 
 TEXTS = [
     "the cat sat on the mat, and the cat's hat sat there\n" * 3,
@@ -158,3 +167,14 @@ def test_bad_tokenizer_files_are_named(tmp_path):
     assert json.loads(load_tokenizer(tmp_path / "endless.json", "cat").to_json())["linnet"] == {
         "end_of_document": "cat"
     }
+
+
+def test_a_tokenizer_in_the_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "words.json").write_text(word_level({}).to_str())
+    config = DataConfig(source=["x"], tokenizer={"kind": "file", "path": "~/words.json", "end_of_document": "cat"})
+    assert given_vocabulary(config.tokenizer) == given_tokenizer(config.tokenizer).vocab_size > 0
+    for short, count in (("byte", 256), ("bpe:300", 300)):
+        config = DataConfig(source=["x"], tokenizer=short)
+        assert given_vocabulary(config.tokenizer) == count
+    assert given_tokenizer(config.tokenizer) is None
