@@ -279,8 +279,10 @@ def evaluate(
     grid |= {"lengths": places, "depths": [i / max(depths - 1, 1) for i in range(depths)]}
     if needle:
         grid |= {"mode" if needle in (Needle.easy, Needle.standard) else "variant": needle.value}
-    if not problems:
-        problems = _wrong(text or [], grid if needle else None, cells if recall else None)
+    # Numbers that could not be read are told above, and have no value to look at.
+    problems += _wrong(
+        text or [], grid if needle and places else None, cells if recall and all(cells.values()) else None
+    )
     if problems:
         raise ConfigError(problems, "evaluate")
     asked = Asked(include, shots, limit, context, too_long and too_long.value)

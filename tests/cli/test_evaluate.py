@@ -173,6 +173,12 @@ def test_options_that_would_change_nothing_are_all_named(folder, tmp_path):
         (folder / "tnl", *text, "--method", "carried", "--window", 8): ("--window: belongs to windows", "1 problem"),
         (folder / "tnl", "--needle", "words", "--digits", 2): ("--digits: --needle words asks for words of a list",),
         (tmp_path / "demo", "--demo", *text, "--json"): ("--json: not with --demo", "--text: not with --demo"),
+        (folder / "tnl", "--text", folder / "none.txt", "--needle", "easy", "--lengths", "9,5", "--limit", 3): (
+            "--limit: says how --suite or --task asks",
+            "none.txt",
+            "--lengths: '9,5' is not",
+            "3 problems",
+        ),
         ("--plan", "x.yaml", "--window", 8): ("--plan: belongs to --demo", "RUN: name a run folder", "4 problems"),
     }.items():
         result = call(*arguments)
