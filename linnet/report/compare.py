@@ -11,6 +11,7 @@ from linnet.evaluate.compare_words import REAL, between, needle_name, notes, sho
 from linnet.report import needle, shell, style, units
 from linnet.report.marks import Canvas, Figure
 from linnet.report.needle import Constants, Haystack
+from linnet.runs.files import write_atomic
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def write_comparison(
     for _, figures, _, _ in drawn:
         for figure in figures:
             shell.write_pictures(path.parent, figure)
-    path.write_text(_page(side, drawn, command, problems), encoding="utf-8")
+    write_atomic(path, _page(side, drawn, command, problems))
     return path
 
 

@@ -12,6 +12,7 @@ from linnet.report.figures import draw
 from linnet.report.findings import findings, summary
 from linnet.report.marks import Figure
 from linnet.report.records import Study, read_study
+from linnet.runs.files import write_atomic
 from linnet.study.fit import StudyFit
 
 
@@ -50,7 +51,7 @@ def write_report(
     figures = draw(study), downstream_figures.draw(study, series)
     for figure in [*figures[0], *figures[1]]:
         shell.write_pictures(page.parent, figure)
-    page.write_text(_page(study, series, figures, page.parent, command), encoding="utf-8")
+    write_atomic(page, _page(study, series, figures, page.parent, command))
     return page
 
 

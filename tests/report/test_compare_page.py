@@ -80,6 +80,15 @@ def test_models_that_are_level_have_no_leader(tmp_path):
     assert "<b>one</b> has" not in html and not re.search(r"<td[^>]*><b>", html)
 
 
+def test_a_page_takes_the_place_of_another_when_it_is_whole(tmp_path):
+    groups = shared({"one": [texts(0.0, "carried")], "other": [texts(0.1, "carried")]})
+    page = write_comparison(groups, compare(groups), tmp_path / "page.html", command="before")
+    (tmp_path / "reader").hardlink_to(page)
+    before = page.read_text()
+    assert write_comparison(groups, compare(groups), page, command="after").read_text() != before
+    assert (tmp_path / "reader").read_text() == before
+
+
 def quiz(right: int) -> Evaluation:
     """So many of forty answers right, of which guessing gets ten."""
     items = [Item(f"{i}", float(i < right)) for i in range(40)]
