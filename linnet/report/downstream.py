@@ -204,8 +204,9 @@ def finding(series: list[Series]) -> list[str]:
             names = [f"<b>{escape(run['architecture'])}</b> with {one.shown(run['value'])}" for run in (best, *others)]
             guess = f", where guessing gives {guessing}" if one.chance else ""
             text = f"the best is {names[0]}{guess}, after {units.flops(best['C'])}"
-            text += f", but {units.listed(names[1:])} {'is' if len(others) == 1 else 'are'} too near to tell apart"
-            found.append(f"{escape(one.title)}: {text if others else text.partition(', but ')[0]}.")
+            if others:
+                text += f", but {units.listed(names[1:])} {'is' if len(others) == 1 else 'are'} too near to tell apart"
+            found.append(f"{escape(one.title)}: {text}.")
     return found
 
 

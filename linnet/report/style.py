@@ -152,11 +152,9 @@ def axis(
     """
     known_title, label, fewest, place = AXES[kind]
     ticks = (place if logarithmic else even_ticks)(domain[0], domain[1], most)
-    tries = ([label(tick, digits) for tick in ticks] for digits in range(fewest, 13))
-    named = next(
-        (found for found in tries if len(set(found)) == len(ticks)), None
-    )  # none of times, which have no digits
-    names = "[" + ",".join(f"'{name}'" for name in named or [label(tick, fewest) for tick in ticks]) + "]"
+    tries = [[label(tick, digits) for tick in ticks] for digits in range(fewest, 13)]
+    named = next((found for found in tries if len(set(found)) == len(ticks)), tries[0])  # times have no digits
+    names = "[" + ",".join(f"'{name}'" for name in named) + "]"
     places = "[" + ",".join(repr(tick) for tick in ticks) + "]"
     return {
         "title": known_title if title == "" else title,
