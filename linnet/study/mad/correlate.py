@@ -1,6 +1,6 @@
 """Do MAD scores tell how an architecture scales? Their correlation with compute-optimal loss (004, Figure 5.1).
 
-found = correlate(read(folder, study_folder, compute=1e12))
+found = correlate(read(folder, study_folder), compute=1e12)
 found.overall["all"].spearman           -0.83; a good score means -1, the higher the score the lower the loss
 found.tasks["fuzzy_recall"]             the same of one task
 """
