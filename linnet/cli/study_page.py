@@ -1,14 +1,17 @@
 """What `linnet study` prints: the plan before it starts, the laws when it is done."""
 
 from collections.abc import Callable, Container, Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from linnet.study.fit import StudyFit
 from linnet.study.ladder import Plan, PlannedRun
 from linnet.study.progress import count, duration
 from linnet.study.timing import wall_seconds
+
+if TYPE_CHECKING:
+    from linnet.study.fit import StudyFit
 
 
 def print_plan(
@@ -51,7 +54,7 @@ def print_plan(
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
 
 
-def print_laws(study: StudyFit, console: Console) -> None:
+def print_laws(study: "StudyFit", console: Console) -> None:
     """The laws of each architecture, then what was refused and why."""
     console.print(f"\n[bold]scaling laws[/] ({study.headline}; C in FLOPs)", highlight=False)
     width = max(map(len, study))

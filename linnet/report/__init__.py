@@ -5,8 +5,16 @@ Files: `units` (numbers as people read them), `style` (colours, axes, themes), `
 `downstream` and `downstream_figures` (the evaluations of the runs, from compute to loss to metric),
 `findings` (the headlines in words), `page` (what stands on it), `shell` (with page.css and page.js). Pages
 of their own: `mad` and its parts, `compare` (models side by side) with `needle`.
+
+`write_report` is imported when it is first used, so that the other parts need no pandas.
 """
 
-from linnet.report.page import write_report
-
 __all__ = ["write_report"]
+
+
+def __getattr__(name: str):
+    if name != "write_report":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from linnet.report.page import write_report
+
+    return write_report

@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linnet.report import style, units
-from linnet.report.records import Study
+
+if TYPE_CHECKING:
+    from linnet.report.records import Study
 
 BUDGET_RAMP = ("#4B2991", "#872CA2", "#C0369D", "#EA4F88", "#FA7876", "#F6A97A")  # readable on white and on black
 RUN_FIELDS = ("run", "architecture", "N", "D", "C", "loss", "state", "time", "folder")
@@ -37,7 +39,7 @@ class Canvas:
         alt: the altair module (imported late: it is in the extra `study`).
     """
 
-    def __init__(self, study: Study):
+    def __init__(self, study: "Study"):
         import altair as alt
 
         self.alt = alt
