@@ -67,11 +67,9 @@ def generate(
 
     console = Console(stderr=True, soft_wrap=True)
     rows = []
-    if out is not None:
-        _check_out(out)
     for row in _measure(
         models, batch or ["1"], (prompt, new, repeats, room), (context or [], context_new),
-        (peer or [], peer_size, only_peers), plain, chunk, device, dtype, console,
+        (peer or [], peer_size, only_peers), plain, chunk, device, dtype, out, console,
     ):  # fmt: skip
         rows.append(row)
         console.print(_line(row), highlight=False)
@@ -96,16 +94,17 @@ def draw(
         typer.echo(path)
 
 
-def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, dtype, console) -> Iterator[dict]:
+def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, dtype, out, console) -> Iterator[dict]:
     """Checks everything, then measures system by system, so that one model at a time is in memory."""
     from functools import partial
 
     import torch
 
-    from linnet.config import ConfigError, nearest
+    from linnet.config import ConfigError, gather, nearest
     from linnet.inference import peers as peer_systems
     from linnet.inference.throughput import FILL, Case, Linnet, copy_bandwidth, measure
     from linnet.models import RECIPES, get_recipe
+    from linnet.report.shell import check_folder
 
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     models = models or (["tnl-410m", "hgrn2-410m"] if device == "cuda" else ["tnl-10m"])
@@ -130,6 +129,9 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
         problems.append(f"--device: there is no {device!r} here; use cpu")
     if dtype not in (None, "float32", "bfloat16"):
         problems.append(f"--dtype: {dtype!r} is unknown; use float32 or bfloat16")
+    with gather(problems):  # before hours of measuring
+        if out is not None:
+            check_folder(out, out)
     if problems:
         raise ConfigError(problems, "linnet bench generate")
     number = getattr(torch, dtype or ("bfloat16" if device == "cuda" else "float32"))
@@ -202,18 +204,6 @@ def _show(rows: list[dict]) -> None:
             units.percent(row["bandwidth_share"]),
         )
     Console().print(table)
-
-
-def _check_out(out: Path) -> None:
-    """Raises ConfigError for a folder that cannot be written to: before hours of measuring."""
-    import os
-
-    from linnet.config import ConfigError
-
-    there = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "may not be written to" if there.is_dir() else "is no folder"
-        raise ConfigError([f"--out {str(out)!r}: {there} {why}; name another"], "linnet bench generate")
 
 
 def _write(rows: list[dict], out: Path) -> None:

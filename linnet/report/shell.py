@@ -34,12 +34,19 @@ def check_page(page: Path) -> None:
         raise ConfigError([f"--out {str(page)!r}: name a page, for example {str(page / 'index.html')!r}"], "report")
     if page.is_dir():
         raise ConfigError([f"--out {str(page)!r}: is a folder; name a page, for example one in it"], "report")
-    there = next(parent for parent in page.absolute().parents if parent.exists())
+    check_folder(page.parent, page)
+    if page.exists() and not os.access(page, os.W_OK):
+        raise ConfigError([f"--out {str(page)!r}: may not be written; name another"], "report")
+
+
+def check_folder(folder: Path, out: Path) -> None:
+    """Raises ConfigError where a folder cannot be made or written to; makes nothing. `out` is what was asked for."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     if not there.is_dir():
-        problem = f"--out {str(page)!r}: its folder cannot be made, {str(there)!r} is a file; name another"
+        problem = f"--out {str(out)!r}: its folder cannot be made, {str(there)!r} is a file; name another"
         raise ConfigError([problem], "report")
-    if not os.access(there, os.W_OK | os.X_OK) or (page.exists() and not os.access(page, os.W_OK)):
-        raise ConfigError([f"--out {str(page)!r}: may not be written in {there}; name another place"], "report")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError([f"--out {str(out)!r}: may not be written in {there}; name another place"], "report")
 
 
 def typed(*words: str | Path, **options: object) -> str:
