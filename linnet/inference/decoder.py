@@ -41,12 +41,10 @@ class Decoder:
         graphs: bool = True,
         compile: bool = False,
         kinds: Sequence[str] = KINDS,
-        write_every: int | None = None,
     ):
         """Args beside the attributes:
         context_length: capacity of KV caches.
         kinds: ways of choosing that may be asked for; each takes some memory of the size of the logits.
-        write_every: tokens between writes of states whose layers can wait; None for what is fast.
         """
         self.slots, self.vocab, self.device = slots, vocab, device
         self._model_step = _compiled(model, slots, context_length, device) if compile else model.step
@@ -56,7 +54,7 @@ class Decoder:
         if any(x.shape[0] != slots for x in self._pool):
             raise ValueError("state_spec: the first dimension of every tensor of a state must be the batch")
         # A compiled step is one of plain states: it is tried out and called with the same.
-        self.write_every = 1 if compile else write_every or choose_interval(model, slots, device)
+        self.write_every = 1 if compile else choose_interval(model, slots, device)
         self._waiting = make_room(model, self.states, slots, self.write_every) if self.write_every > 1 else None
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.logits = torch.zeros(slots, vocab, dtype=model.embedding.weight.dtype, device=device)

@@ -25,6 +25,7 @@ from linnet.inference.precision import lower_precision
 from linnet.inference.prefix import Prefix, load_prefix, weights_digest
 from linnet.inference.request import Completion, Piece, Request
 from linnet.inference.sampling import Sampling
+from linnet.inference.waiting import waiting_bytes
 from linnet.models import CausalLM, ModelState
 from linnet.runs import load_model
 
@@ -305,7 +306,7 @@ class Engine:
     @property
     def state_bytes(self) -> int:
         """Bytes that one slot carries between tokens."""
-        return self.model.backbone.state_bytes(self._context)
+        return self.model.backbone.state_bytes(self._context) + waiting_bytes(self.model, self._decoder.write_every)
 
     def _deliver(self) -> None:
         """One round, whose pieces go to whoever waits for them."""

@@ -100,7 +100,8 @@ class Linnet:
     def warm(self, tokens: Tensor, new: int) -> None:
         batch, length = tokens.shape
         decoder = self._prepare(batch, length + new)
-        for rows in {self._rows(batch, length), batch % self._rows(batch, length)} - {0}:
+        at_once = self._rows(batch, length, length + new)
+        for rows in {at_once, batch % at_once} - {0}:
             self._read(tokens[:rows], decoder, length + new)
         decoder.choose(PLAIN)()
         decoder.advance()
@@ -130,14 +131,14 @@ class Linnet:
             self._decoder = (batch, context), made
         return self._decoder[1]
 
-    def _rows(self, batch: int, length: int) -> int:
-        """How many prompts of a batch are read together."""
-        states = _STATES_AT_A_TIME // max(1, self.carried_bytes(length))
+    def _rows(self, batch: int, length: int, context: int) -> int:
+        """How many prompts of a batch are read together, into states for `context` tokens."""
+        states = _STATES_AT_A_TIME // max(1, self.carried_bytes(context))
         return max(1, min(batch, _AT_A_TIME // min(length, self._chunk), states))
 
     def _read(self, tokens: Tensor, decoder: Decoder, context: int) -> None:
         batch, length = tokens.shape
-        rows = self._rows(batch, length)
+        rows = self._rows(batch, length, context)
         for start in range(0, batch, rows):
             some = tokens[start : start + rows].to(self.device)
             states: ModelState = self._model.init_state(some.shape[0], context, self.device)

@@ -21,9 +21,9 @@ def check_room(op: str, waiting: Tensor, **rooms: tuple[Tensor, Tensor]) -> None
         raise ValueError(f"{op}: waiting {list(waiting.shape)} {waiting.dtype}; give int32 [{B}]")
 
 
-def is_room(*rooms: Tensor) -> bool:
-    """Whether kernels take these: each in one piece, and not too long."""
-    return all(room.is_contiguous() and room.shape[2] < MOST for room in rooms)
+def is_room(waiting: Tensor, *rooms: Tensor) -> bool:
+    """Whether kernels take these: each in one piece, and no room too long."""
+    return waiting.is_contiguous() and all(room.is_contiguous() and room.shape[2] < MOST for room in rooms)
 
 
 def enter(token: Tensor, room: Tensor, waiting: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -43,7 +43,7 @@ def test_batches_are_read_in_parts_as_in_one_piece(monkeypatch):
         monkeypatch.setattr("linnet.inference.throughput._STATES_AT_A_TIME", states)
         torch.manual_seed(0)
         system = linnet(chunk=12)
-        assert system._rows(5, 30) == rows
+        assert system._rows(5, 30, 35) == rows
         system.run(tokens, 5)
         outputs.append(system._decoder[1].logits.clone())
     for output in outputs[1:]:

@@ -76,6 +76,8 @@ def test_a_saved_prefix_is_a_whole_state(device, write_every, tmp_path):
     """What waits never leaves: prefixes are read apart from the slots, and a slot begins with nothing that waits."""
     write_every(4)
     engine = Engine(lively(), slots=2, prefill_chunk=5, device=device, dtype=torch.float32)
+    states = engine.model.backbone.state_bytes(engine.limit)
+    assert engine.state_bytes == states + waiting_bytes(engine.model, 4) > states
     prompt, settings = [5, 3, 9, 12, 40, 2, 8], Sampling(max_tokens=10)
     engine.generate([[1, 2, 3]] * 2, Sampling(max_tokens=6))  # the slots have tokens that wait
     engine.prefix(prompt[:6]).save(tmp_path / "prefix.state")

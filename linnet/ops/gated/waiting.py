@@ -54,7 +54,7 @@ def forget_gated_waiting_step(
     check_room("forget_gated_waiting_step", waiting, gates=(gates, x), values=(values, v))
     if lower_bound is not None and lower_bound.shape != (H, K):
         raise ValueError(f"forget_gated_waiting_step: lower_bound has shape {list(lower_bound.shape)}; give [{H}, {K}]")
-    if is_room(gates, values) and use_kernel("gated", state, q, x, v, lower_bound):
+    if is_room(waiting, gates, values) and use_kernel("gated", state, q, x, v, lower_bound):
         return _kernel(q, x, v, state, gates, values, waiting, lower_bound, float(scale))
     with exact(q):
         return _plain(q, x, v, state, gates, values, waiting, lower_bound, scale)

@@ -63,7 +63,7 @@ def lightning_waiting_step(
     check_room("lightning_waiting_step", waiting, keys=(keys, k), values=(values, v))
     if log_decay is not None and log_decay.shape != (H,):
         raise ValueError(f"lightning_waiting_step: log_decay has shape {list(log_decay.shape)}; give [{H}], one a head")
-    if is_room(keys, values) and use_kernel("lightning", state, q, k, v, log_decay):
+    if is_room(waiting, keys, values) and use_kernel("lightning", state, q, k, v, log_decay):
         return _kernel(q, k, v, state, keys, values, waiting, log_decay, float(scale), activation)
     with exact(q):
         return _plain(q, k, v, state, keys, values, waiting, log_decay, scale, activation)
