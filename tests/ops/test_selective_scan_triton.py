@@ -232,7 +232,7 @@ INTERPRETED = [
     ((2, 11, 5, 4), {"decay": "extreme"}, 1),
     ((1, 16, 64, 4), {"state": False, "skip": False}, 1),
     ((1, 33, 3, 16), {"softplus": True}, 3),
-    ((1, 9, 130, 2), {"dtype": "float16"}, 1),
+    ((2, 9, 130, 2), {"dtype": "float16"}, 2),  # several rows, blocks of channels and segments at once
     ((1, 11, 3, 16), {"dtype": "bfloat16"}, 1),
     ((1, 9, 5, 4), {"dtype": "bfloat16"}, 1),
     ((4, 9, 3, 1), {"models": 2, "softplus": True}, 2),
