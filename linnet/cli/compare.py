@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -157,7 +156,9 @@ def _show(group, comparisons, found, console: Console) -> None:
     console.print(f"\n[bold]{escape(title(group))}[/]", soft_wrap=True)
     names = [entry.name for entry in group.entries]
     chance = any(one.chance is not None for one in comparisons)
-    table = _table(["task", "metric"], ["items", "guessing"] if chance else ["items"], names)
+    table = _table(["task", "metric"], ["items", "guessing"] if chance else ["items"])
+    for name in names:
+        table.add_column(escape(name), justify="right", overflow="fold")
     for one in comparisons:
         cells = ["" if one.chance is None else shown(one.chance)] if chance else []
         for name in names:
@@ -185,24 +186,23 @@ def _show_pairs(comparisons, console: Console) -> None:
     """The tests of differences, with the p-values that count."""
     from linnet.evaluate.compare_words import REAL, between, shown
 
-    table = _table(["task, metric", "models"], ["difference", "adjusted p"])
+    table = _table(["task, metric"], ["difference", "adjusted p"])
+    table.add_column("models", overflow="fold")
     for one in comparisons:
         for d in one.differences:
             about = f"{escape(one.task)}\n[dim]{one.metric.replace('_', ' ')}[/]"
             value = f"{shown(d.value)}\n[dim]{between(d.interval).strip(' ()')}[/]"
             p = f"{d.adjusted:.2g}\n[dim]{'they differ' if d.adjusted < REAL else 'may be chance'}[/]"
-            table.add_row(about, f"{escape(d.first)}\n− {escape(d.second)}", value, p)
+            table.add_row(about, value, p, f"{escape(d.first)}\n− {escape(d.second)}")
     if table.row_count:
         console.print(table)
 
 
-def _table(left: list[str], right: list[str], models: Sequence[str] = ()) -> Table:
-    """A table without lines: columns to the left and to the right, and those of models, whose names may break."""
+def _table(left: list[str], right: list[str]) -> Table:
+    """A table without lines, with columns to the left and to the right that are never broken."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in (*left, *right):
         table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
-    for name in models:
-        table.add_column(escape(name), justify="right", overflow="fold")
     return table
 
 

@@ -119,6 +119,17 @@ def test_a_page_that_cannot_be_written_is_told_before_any_work(tmp_path, monkeyp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.html"]
 
 
+def test_long_names_take_no_number_its_place(folder, tmp_path):
+    """In the 80 columns of what is no terminal."""
+    names = {"tnl": "a-run-with-a-very-long-name-of-its-layers-410m", "llama": "another-long-name-that-says-all-410m"}
+    for name, long in names.items():
+        shutil.copytree(folder / name, tmp_path / long)
+    shown = call("compare", *(tmp_path / long for long in names.values()), "--no-page").stdout
+    assert "may be chance" in shown and "…" not in shown, shown
+    whole = shown.replace("\n", "").replace(" ", "")
+    assert all(long in whole for long in names.values()), shown
+
+
 def test_one_model_alone_has_a_table_and_no_tests(folder):
     result = call("compare", folder / "tnl", "--no-page")
     assert result.exit_code == 0 and "bits per byte" in result.stdout and "adjusted" not in result.stdout
