@@ -322,7 +322,7 @@ def _wrong(text: list[str], grid: dict | None, cells: dict | None) -> list[str]:
 
     problems = []
     if text:
-        find_files(text, "text", problems, [])
+        find_files(text, "--text", problems, [])
     for kind, values in ((NeedleConfig, grid), (RecallConfig, cells)):
         with gather(problems):
             if values is not None:
