@@ -1,10 +1,6 @@
 """The Triton form of additive decay attention against float64: on a GPU, and small shapes in Triton's interpreter."""
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +28,8 @@ def logits(u, kind):
         return u + torch.linspace(0, -1e4, T, dtype=u.dtype)[:, None, None]
     if kind == "jump":  # beyond e^88 from one chunk to another
         return u + 500 * (torch.arange(T)[:, None, None] >= T // 64 * 32)
+    if kind == "climbing":  # references move with every chunk
+        return u + 12 * (torch.arange(T)[:, None, None] // 64)
     if kind == "masked":
         u = u.clone()
         u[:, : T // 3, :, ::2] = -INF
@@ -40,7 +38,7 @@ def logits(u, kind):
 
 
 def make(B, T, K, V, *, kind="plain", theta=False, positions=False, state=True, causal=True, offsets=None,
-         final="Sz", dtype=torch.bfloat16, device="cuda", H=2):  # fmt: skip
+         final="Sz", dtype=torch.bfloat16, device="cuda", H=2, scale=0.7):  # fmt: skip
     """Arguments of the form's forward, and gradients of its results: of the final state those that `final` names."""
     generator = torch.Generator().manual_seed(T)
 
@@ -57,7 +55,7 @@ def make(B, T, K, V, *, kind="plain", theta=False, positions=False, state=True, 
     dS, dz = normal(N, H, rows, V, to=exact), normal(N, H, K, to=exact)
     dS, dz = dS if "S" in final else None, dz if "z" in final else None
     cuts = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device=device)
-    return (q, k, v, frequencies, places, S, z, 0.7, causal, cuts), (do, dS, dz)
+    return (q, k, v, frequencies, places, S, z, scale, causal, cuts), (do, dS, dz)
 
 
 def places(q, k, v, theta, positions, offsets):
@@ -209,6 +207,16 @@ def test_hopper_turned(V, kind, few_heads):
 
 
 @gpu
+@pytest.mark.parametrize("columns", [64, 128])
+def test_hopper_turned_columns_and_scales(columns, few_heads):
+    few_heads.setattr("linnet.ops.additive.hopper_launch.choose_columns", lambda *_: columns)
+    for scale in (0.0, -3.0):
+        assert_agrees(2, 384, 128, 128, theta=True, scale=scale)
+    assert_agrees(2, 512, 128, 128, theta=True, kind="climbing")
+    assert_agrees(1, 65_536, 128, 128, theta=True, H=1, state=False)
+
+
+@gpu
 @pytest.mark.parametrize("segments", [2, 3, 8])
 def test_hopper_segments(segments, few_heads):
     few_heads.setattr("linnet.ops.additive.hopper_launch.count_segments", lambda _: segments)
@@ -299,16 +307,14 @@ INTERPRETED = [
     ((1, 300, 16, 24), {"causal": False, "state": False, "theta": True, "kind": "masked"}),
     ((1, 40, 16, 16), {"state": False, "final": "", "theta": True}),
     ((1, 50, 16, 16), {"final": "z"}),
+    ((1, 70, 16, 16), {"theta": True, "scale": 0.0}),
     ((1, 50, 16, 16), {"final": "", "causal": False, "state": False}),
 ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
-def test_interpreted():
-    root = str(Path(__file__).parents[2])
-    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, __file__], env=os.environ | settings, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("agrees") == len(INTERPRETED), done.stdout + done.stderr[-3000:]
+def test_interpreted(interpreted):
+    assert interpreted(__file__) == len(INTERPRETED)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,13 @@ CHUNK = 64
 WIDTHS = (64, 128)
 # Heads a multiprocessor from which on a sequence is not cut into segments, without LRPE and with it.
 LEAST = {False: 0.45, True: 0.1}
-# With LRPE a program has 12 warps, some of which turn while the others multiply: registers of each thread at the start,
-# and of those that turn, by the columns of V or by what the sweep is for. The others get what is left.
+# With LRPE a program has warps that multiply, and others that turn (and for dq and dk some that make scores): registers
+# of a thread at the start, and of those that turn, by the columns of V. The multiplying ones get what is left: with 128
+# columns that must be 208, or ptxas lets every product wait for the one before.
 TURNING = {"scratch": True, "maxnreg": 168}
-REGISTERS = {64: 144, 128: 104, "dq": 128, "dk": 136}
+REGISTERS = {64: 128, 128: 88}
+SIDES = {"scratch": True, "num_warps": 8, "maxnreg": 128}
+SIDE_REGISTERS = {"dq": (88, 72), "dk": (104, 72)}
 
 
 def suits(call: Call, causal: bool = True, backward: bool = False) -> bool:
@@ -44,6 +47,8 @@ def suits(call: Call, causal: bool = True, backward: bool = False) -> bool:
     if not causal:
         return call.theta is None
     turned = call.theta is not None
+    if turned and call.scale == 0.0:  # by which the final state's gradient is divided
+        return False
     return not (backward or turned) or B * H >= LEAST[turned] * count_processors(q.device)
 
 
@@ -84,10 +89,10 @@ def backward(
         programs, sizes = B * H * (K // 64), (*_sizes(call), call.positions is not None)
         more = (edges, call.theta, dtheta[0], call.positions)
         launch(hopper_turned_queries_kernel, programs, (q, k, v, do, dq, S, z, *more), (scale,),
-               (*sizes, S is not None, REGISTERS["dq"]), num_warps=8, **TURNING)  # fmt: skip
+               (*sizes, S is not None, *SIDE_REGISTERS["dq"]), **SIDES)  # fmt: skip
         more = (S_end, *leave, edges, call.theta, dtheta[1], call.positions)
         launch(hopper_turned_keys_kernel, programs, (q, k, v, do, dq, dk, dS, dz, *more), (scale,),
-               (*sizes, dS is not None, REGISTERS["dk"]), num_warps=8, **TURNING)  # fmt: skip
+               (*sizes, dS is not None, *SIDE_REGISTERS["dk"]), **SIDES)  # fmt: skip
     _values(call, do, dv, (dS, None), (None, None), (None, None), (1, 1), edges)
     return dq, dk, dv, call.sum_slopes(dtheta, 1, theta), *leave
 
