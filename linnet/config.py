@@ -87,6 +87,8 @@ def parse(cls: type[C], values: Mapping, where: str = "configuration") -> C:
 def nearest(name: str, known: typing.Iterable[str]) -> str:
     """Ends a message about an unknown name: the nearest right one, or all of them if a person would read them."""
     known = sorted(known)
+    if not known:
+        return "there is none"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"

@@ -169,6 +169,7 @@ def test_a_digest_depends_on_content_and_not_on_order():
 def test_nearest_names_one_or_all():
     assert nearest("hgnr2", ["hgrn2", "tnl"]) == "did you mean 'hgrn2'?"
     assert nearest("zzz", ["b", "a"]) == "known: a, b"
+    assert nearest("zzz", []) == "there is none"  # as in a file without classes
     assert nearest("zzz", map(str, range(14_000))) == "it is near none of 14,000 known names"
 
 
