@@ -84,7 +84,7 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
     Args:
         plan: what demo.yaml holds.
     """
-    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
     from time import perf_counter
 
@@ -99,10 +99,7 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
     with ProcessPoolExecutor(
         len(names), mp_context=get_context("spawn"), initializer=_start, initargs=(len(names),)
     ) as pool:
-        waiting = [pool.submit(_make, str(folder), name, plan) for name in names]
-        for future in as_completed(waiting):
-            future.result()  # raises at once what one of them raised
-    runs = [Path(future.result()) for future in waiting]
+        runs = [Path(run) for run in pool.map(_make, [str(folder)] * len(names), names, [plan] * len(names))]
     absent = not_installed(FIGURES + FITS)
     page = folder / "comparison" / "index.html"
     compare(runs, out=page, page=not absent)
