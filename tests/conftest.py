@@ -1,6 +1,7 @@
 """Shared by all tests: one thread a process (the suite runs in parallel), and real text where it is at hand."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,10 @@ from hypothesis import settings
 
 torch.set_num_threads(1)
 sys.path.insert(0, str(Path(__file__).parent))  # for what tests of several folders share: mad_folders
+
+# Shells start commands in the background with SIGINT ignored, and so would be the commands that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run; `pytest --hypothesis-profile=search` draws new ones.
 settings.register_profile("suite", derandomize=True)
