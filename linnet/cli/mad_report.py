@@ -106,11 +106,11 @@ def correlate(
     if page:
         with gather(problems):
             check_study(FIGURES, "correlate", ", or give --no-page")
-        if out is not None:
-            from linnet.report.shell import check_page
+        if out is not None or folder.is_dir():  # what is wrong with another folder is told on reading it
+            from linnet.report.shell import CORRELATION, check_page, page_name
 
             with gather(problems):
-                check_page(out)
+                check_page(page_name(folder, out, CORRELATION))
     if at is not None and not 0 < at < float("inf"):
         problems.append(f"--at {at:g}: give FLOPs above zero, such as 1e12")
     with gather(problems):

@@ -42,9 +42,9 @@ def write_mad_report(
         results = read_results(folder)
     with gather(problems):
         scores = score(results, metric=metric, legacy=legacy)
-    if out is not None:
+    if out is not None or Path(folder).is_dir():  # what is wrong with another folder is told on reading it
         with gather(problems):
-            shell.check_page(Path(out))
+            shell.check_page(shell.page_name(folder, out))
     if problems:
         raise ConfigError(problems, "report")
     records = Records(Path(folder), results, scores, checks(scores))

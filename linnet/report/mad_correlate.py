@@ -39,10 +39,10 @@ def write_correlate_page(
         out: the page; default `report/correlate.html` in the folder of the scores.
 
     Raises:
-        ConfigError: the extra `study` is not installed, or `out` is no page.
+        ConfigError: the extra `study` is not installed, or the page cannot be written.
     """
     check_study(FIGURES, "report")
-    page = shell.page_path(folder, out if out is not None else Path(folder) / "report" / "correlate.html")
+    page = shell.page_path(folder, out, shell.CORRELATION)
     families = Families.of(found)
     figures = [scatter(found, families), by_task(found, families)]
     for figure in figures:

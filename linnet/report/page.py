@@ -40,8 +40,8 @@ def write_report(
         ConfigError: the folder or its table is not there or unusable, or the extra `study` is not installed.
     """
     check_study(FIGURES + FITS, "report")
-    if out is not None:
-        shell.check_page(Path(out))
+    if out is not None or Path(study_folder).is_dir():  # what is wrong with another folder is told on reading it
+        shell.check_page(shell.page_name(study_folder, out))
     study = read_study(study_folder, fit, bootstrap)
     page = shell.page_path(study_folder, out)
     command = shell.typed("linnet", "report", study_folder, out=out, bootstrap=None if bootstrap == 1000 else bootstrap)

@@ -15,10 +15,17 @@ from linnet.config import ConfigError
 from linnet.report import style
 from linnet.report.marks import Figure
 
+CORRELATION = "correlate.html"  # the page of `linnet mad correlate`, beside the folder's own
 
-def page_path(folder: str | Path, out: str | Path | None) -> Path:
-    """Where a page goes: `out`, or report/index.html in the folder that it is about; makes the folder of it."""
-    page = Path(out) if out is not None else Path(folder) / "report" / "index.html"
+
+def page_name(folder: str | Path, out: str | Path | None, name: str = "index.html") -> Path:
+    """Where a page goes: `out`, or report/`name` in the folder that it is about."""
+    return Path(out) if out is not None else Path(folder) / "report" / name
+
+
+def page_path(folder: str | Path, out: str | Path | None, name: str = "index.html") -> Path:
+    """`page_name`, checked, with its folder made."""
+    page = page_name(folder, out, name)
     check_page(page)
     try:
         page.parent.mkdir(parents=True, exist_ok=True)

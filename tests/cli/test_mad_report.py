@@ -160,6 +160,20 @@ def test_all_that_is_wrong_with_a_correlation_is_said_at_once(tmp_path):
     assert result.exit_code == 2 and "error report: 3 problems" in result.output
 
 
+def test_whether_the_usual_page_can_be_written_is_asked_before_anything_is_fitted(scored, studied, monkeypatch):
+    monkeypatch.setattr("linnet.study.mad.correlate.correlate", lambda *_, **__: pytest.fail("fitted"))
+    (scored / "report" / "correlate.html").mkdir(parents=True)
+    result = call("correlate", scored, "--study", studied, "--at", "-1")
+    assert result.exit_code == 2 and "error correlate: 2 problems" in result.output
+    assert "is a folder; name a page" in result.output
+    (scored / "report" / "correlate.html").rmdir()
+    (scored / "report").rmdir()
+    (scored / "report").write_text("")
+    for verb in (["correlate", scored, "--study", studied], ["report", scored, "--metric", "acuracy"]):
+        result = call(*verb)
+        assert result.exit_code == 2 and "its folder cannot be made" in result.output
+
+
 def test_what_draws_the_page_is_asked_for_before_anything_is_fitted(scored, studied, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "altair" else real(name))
