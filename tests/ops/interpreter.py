@@ -20,6 +20,7 @@ import linnet.ops  # noqa: F401
 def run(path: str) -> None:
     """Calls the file as Python calls a program, and ends the process."""
     sys.path.insert(0, os.path.dirname(path))
+    torch.manual_seed(0)  # as before every test: see tests/conftest.py
     try:
         runpy.run_path(path, run_name="__main__")
         code = 0

@@ -144,7 +144,6 @@ def test_vmap_over_offsets(op):
 @pytest.mark.parametrize("op", OPS)
 def test_vmap_of_a_layer_trains_many_models_at_once(op):
     """The use of the rule: stacked parameters, one call; and the same under torch.compile."""
-    torch.manual_seed(0)
     layer, function = torch.nn.Linear(6, 12, bias=False).double(), OPS[op][0]
     weights = torch.randn(4, 12, 6, dtype=torch.float64, requires_grad=True)
     x = torch.randn(4, 2, 10, 6, dtype=torch.float64)
