@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).with_name("interpreter.py")
+sys.path.insert(0, str(Path(__file__).parent))  # for what the files of this folder share, also as programs: precision
 
 
 @pytest.fixture(scope="session")

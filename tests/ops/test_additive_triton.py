@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from precision import TOLERANCE, poison, widen
 
 from linnet.ops import additive_attention, debug, use_backend
 from linnet.ops.additive import chunked
@@ -12,7 +13,6 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 NAMES = ("o", "S", "z", "dq", "dk", "dv", "dtheta", "dS", "dz")
 INF = float("inf")
 
@@ -77,18 +77,14 @@ def errors(form, inputs, gradients):
     sums over tokens what is of the size of t q dq, and of both signs: its error is relative to the squares' sum.
     """
 
-    def exact(arguments):
-        return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments]
-
     def backward(form, inputs, gradients, S_end, z_end):
         *tensors, z, scale, causal, cuts = inputs
         return form.backward(*gradients, *tensors, z if causal else z_end, S_end, scale, causal, cuts)
 
-    precise = exact(inputs)
+    precise = widen(inputs)
     expected = chunked.forward(*precise)
-    expected += backward(chunked, precise, exact(gradients), *expected[1:])
-    for x in expected:  # leaves NaN in the memory that the results will get, for what is not written
-        torch.full_like(x, float("nan"), dtype=inputs[2].dtype), torch.full_like(x, float("nan"), dtype=torch.float32)
+    expected += backward(chunked, precise, widen(gradients), *expected[1:])
+    poison(expected, inputs[2].dtype)
     actual = form.forward(*inputs)
     actual += backward(form, inputs, gradients, *actual[1:])
     slopes = precise[0] * expected[3]

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from precision import TOLERANCE, assert_near, poison
 
 from linnet.layers.norm import build_norm
 from linnet.models.causal_lm import build_model
@@ -18,7 +19,6 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 def run(function, form, tensors, dtype=None):
@@ -35,11 +35,9 @@ def run(function, form, tensors, dtype=None):
 
 def assert_agrees(function, *tensors):
     expected = run(function, "chunked", tensors, torch.float64)
-    for x in expected:  # leaves NaN in the memory that the results will get, for what is not written
-        torch.full_like(x, float("nan"), dtype=tensors[0].dtype), torch.full_like(x, float("nan"), dtype=torch.float32)
+    poison(expected, tensors[0].dtype)
     actual = run(function, "triton", tensors)
-    found = [((a.double() - e).norm() / e.norm()).item() for a, e in zip(actual, expected, strict=True)]
-    assert all(x <= TOLERANCE[tensors[0].dtype] for x in found), found
+    assert_near(actual, expected, TOLERANCE[tensors[0].dtype])
     for a, b in zip(actual, run(function, "triton", tensors), strict=True):
         assert torch.equal(a, b)
 

@@ -5,6 +5,7 @@ import importlib.util
 
 import pytest
 import torch
+from precision import TOLERANCE, assert_near, poison, widen
 
 from linnet.ops import debug, forget_gate, forget_gated_attention, gated_linear_attention, use_backend
 from linnet.ops.gated import chunked
@@ -15,8 +16,6 @@ if importlib.util.find_spec("triton") is None:
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 # The largest log-decay a token; those of "resets" clear a part of the channels again and again.
 DECAYS = {"slow": 1e-6, "mild": 0.3, "strong": 5.0, "extreme": 40.0, "resets": 0.3}
-# fp16 is multiplied as tf32 (the same mantissa, no overflow), float32 in three passes of it.
-TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 def make(B, T, K, V, *, decay="mild", forget=False, state=True, offsets=None, dtype=torch.bfloat16, device="cuda"):
@@ -43,10 +42,8 @@ def make(B, T, K, V, *, decay="mild", forget=False, state=True, offsets=None, dt
 
 def exact_results(inputs, gradients):
     """All that the kernels give, in float64: o, the final state, dq, dk, dgate, dbound, dv, dinitial."""
-    q, k, gate, bound, v, state, cuts, scale = (
-        x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
-    )
-    do, dfinal = (None if x is None else x.double() for x in gradients)
+    q, k, gate, bound, v, state, cuts, scale = widen(inputs)
+    do, dfinal = widen(gradients)
     leaves, log_decay = [], gate
     if k is None:
         leaves = [x.requires_grad_() for x in (gate, bound) if x is not None]
@@ -70,18 +67,10 @@ def assert_agrees(*call, without=(), **options):
     if "final" in without:
         gradients = (gradients[0], None)
     expected = exact_results(inputs, gradients)
-    for x in expected:  # leaves NaN in the memory that the results will get, for what is not written
-        if x is not None:
-            torch.full_like(x, float("nan"), dtype=inputs[0].dtype), torch.full_like(x, float("nan")).float()
-    q, k, gate, bound, v, *rest = inputs
+    poison(expected, inputs[0].dtype)
     o, final = triton.forward(triton.Call(*inputs))
     dq, dk, dv, dgate, dbound, dinitial = triton.backward(triton.Call(*inputs), *gradients)
-    found = [
-        ((a.double() - e).norm() / e.norm().clamp(min=1e-30)).item()
-        for a, e in zip([o, final, dq, dk, dgate, dbound, dv, dinitial], expected, strict=True)
-        if e is not None
-    ]
-    assert all(x <= TOLERANCE[q.dtype] for x in found), found
+    assert_near([o, final, dq, dk, dgate, dbound, dv, dinitial], expected, TOLERANCE[inputs[0].dtype])
 
 
 @gpu

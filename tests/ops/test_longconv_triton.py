@@ -4,13 +4,13 @@ import importlib.util
 
 import pytest
 import torch
+from precision import TOLERANCE, assert_near, poison, widen
 
 from linnet.ops import ModalFilter, filtered_attention, long_convolution, use_backend
 from linnet.ops.longconv import whole
 from linnet.ops.longconv.transpose import transpose
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 1e-5}
 
 
 def make(R, T, H, D, *, models=1, dtype=torch.float32, device="cuda"):
@@ -32,13 +32,11 @@ def assert_agrees(*sizes, **options):
     from linnet.ops.longconv import triton
 
     inputs, dy = make(*sizes, **options)
-    expected = run(whole, [x.double() for x in inputs], dy.double())
-    for x in expected:  # leaves NaN in the memory that the results will get, for what is not written
-        torch.full_like(x, float("nan"), dtype=dy.dtype), torch.full_like(x, float("nan"), dtype=torch.float32)
+    expected = run(whole, widen(inputs), dy.double())
+    poison(expected, dy.dtype)
     found = run(triton, inputs, dy)
     assert [x.dtype for x in found] == [x.dtype for x in (inputs[0], *inputs)]
-    errors = [((a.double() - e).norm() / e.norm()).item() for a, e in zip(found, expected, strict=True)]
-    assert all(x <= TOLERANCE[dy.dtype] for x in errors), errors
+    assert_near(found, expected, TOLERANCE[dy.dtype])
     assert all(torch.equal(a, b) for a, b in zip(found, run(triton, inputs, dy), strict=True))
 
 
@@ -114,8 +112,7 @@ def test_the_convolution(T, dtype):
         y = long_convolution(*leaves)[0]
         return [y, *torch.autograd.grad(y, leaves, dy.to(dtype).to(to))]
 
-    for a, e in zip(everything(dtype), everything(torch.float64), strict=True):
-        assert (a.double() - e).norm() <= TOLERANCE[dtype] * e.norm()
+    assert_near(everything(dtype), everything(torch.float64), TOLERANCE[dtype])
 
 
 def assert_transposes(*shape, dtype, device):

@@ -4,11 +4,11 @@ import importlib.util
 
 import pytest
 import torch
+from precision import assert_near, widen
 from torch.nn import functional as F
 
 from linnet.ops.matvec import gated_linear, linear, linears, make_counters
 
-TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 SHAPES = [(1, 1), (3, 17), (16, 256), (37, 300), (8, 1024), (5, 1025), (24, 2816)]  # rows and columns of the matrix
 
 
@@ -26,10 +26,10 @@ def check(count: int, width: int, dtype: torch.dtype, device: str) -> None:
     weight, bias = matrix[1:-1], draw(count)
     for b in (None, bias):
         assert supports(x, weight, b)
-        expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
+        expected = F.linear(*widen((x, weight, b)))
         found = matvec(x, weight, b)
         assert found.shape == (1, count) and found.dtype == dtype
-        assert ((found.double() - expected).norm() / expected.norm()).item() <= TOLERANCE[dtype]
+        assert_near([found], [expected])
         assert matvec(x, weight, b).equal(found)
 
 
@@ -61,7 +61,7 @@ def check_rows(rows, sizes, width, activation, tile, dtype, device) -> None:
     again = few_rows(x, weight, sizes, counters, activation, tile)
     for ours, repeated, reference in zip(found, again, expected, strict=True):
         assert ours.shape == reference.shape and ours.is_contiguous() and ours.equal(repeated)
-        assert ((ours.double() - reference).norm() / reference.norm()).item() <= TOLERANCE[dtype]
+    assert_near(found, expected)
     assert not counters.any()  # ready for the next call
     if device == "cuda":  # a row does not depend on where it stands; for the interpreter's products it may
         for ours, turned in zip(found, few_rows(x.flip(0), weight, sizes, counters, activation, tile), strict=True):
@@ -72,7 +72,7 @@ def test_on_a_cpu_it_is_a_linear_layer():
     x, weight, bias = torch.randn(1, 5), torch.randn(3, 5), torch.randn(3)
     assert linear(x, weight, bias).equal(F.linear(x, weight, bias))
     assert linear(x[None], weight).equal(F.linear(x[None], weight))
-    x, weight = torch.randn(4, 6), torch.randn(10, 6)
+    x, weight = torch.randn(4, 6, dtype=torch.float64), torch.randn(10, 6, dtype=torch.float64)
     found = linears(x, weight, [7, 3])
     assert [part.shape for part in found] == [(4, 7), (4, 3)] and torch.cat(found, 1).equal(F.linear(x, weight))
     gate, up = F.linear(x, weight).split(5, -1)
@@ -97,7 +97,7 @@ def test_interpreted(interpreted):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_compiled(dtype):
     for shape in [*SHAPES, (50_304, 1024), (4096, 4096)]:
         check(*shape, dtype, "cuda")

@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from precision import TOLERANCE, assert_near, poison, widen
 
 from linnet.ops import debug, modal_convolution, use_backend
 from linnet.ops.modal import chunked
@@ -12,7 +13,6 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 INF = float("inf")
 
 
@@ -37,28 +37,16 @@ def make(B, T, D, E, *, state=True, offsets=None, decay="mixed", dtype=torch.flo
     return (x, rates.to(wide), weight, states[0], cuts), (dy, states[1])
 
 
-def errors(forward, backward, inputs, gradients):
-    """Relative RMS errors of y, the final state and the gradients of x, log_decay, weight and the initial state."""
-
-    def exact(arguments):
-        return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments]
-
-    expected = [
-        *chunked.modal_forward(*exact(inputs)),
-        *chunked.modal_backward(*exact(inputs), *exact(gradients)),
-    ]
-    for x in expected:  # leaves NaN in the memory that the results will get, for what is not written
-        torch.full_like(x, float("nan"), dtype=inputs[0].dtype), torch.full_like(x, float("nan"), dtype=torch.float32)
-    actual = [*forward(*inputs), *backward(*inputs, *gradients)]
-    return [((a.double() - e).norm() / e.norm().clamp(min=1e-30)).item() for a, e in zip(actual, expected, strict=True)]
-
-
 def assert_agrees(*call, tolerance=None, **options):
+    """y, the final state and the gradients of x, log_decay, weight and the initial state."""
     from linnet.ops.modal.triton import modal_backward, modal_forward
 
     inputs, gradients = make(*call, **options)
-    found = errors(modal_forward, modal_backward, inputs, gradients)
-    assert all(x <= (tolerance or TOLERANCE[inputs[0].dtype]) for x in found), found
+    exact = widen(inputs)
+    expected = [*chunked.modal_forward(*exact), *chunked.modal_backward(*exact, *widen(gradients))]
+    poison(expected, inputs[0].dtype)
+    found = [*modal_forward(*inputs), *modal_backward(*inputs, *gradients)]
+    assert_near(found, expected, tolerance or TOLERANCE[inputs[0].dtype])
 
 
 @gpu

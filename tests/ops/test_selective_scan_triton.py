@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from precision import TOLERANCE, assert_near, poison, widen
 
 from linnet.ops import debug, selective_scan, selective_step, use_backend
 from linnet.ops.selective_scan import chunked
@@ -12,7 +13,6 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 def make(R, T, D, N, *, models=1, skip=True, softplus=False, state=True, offsets=None, decay="mixed",
@@ -51,28 +51,19 @@ def assert_agrees(*sizes, **options):
     from linnet.ops.selective_scan import triton
 
     inputs, gradients = make(*sizes, **options)
-
-    def exact(arguments):
-        return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments]
-
-    expected = call(chunked, exact(inputs), exact(gradients))
-    for x in expected:  # leaves NaN in the memory that the results will get, for what is not written
-        torch.full_like(x, float("nan"), dtype=inputs[0].dtype), torch.full_like(x, float("nan"), dtype=torch.float32)
-    found = call(triton, inputs, gradients)
-    errors = [
-        ((a.double() - e).norm() / e.norm().clamp(min=1e-30)).item() for a, e in zip(found, expected, strict=True)
-    ]
+    expected = call(chunked, widen(inputs), widen(gradients))
+    poison(expected, inputs[0].dtype)
     # Over thousands of tokens the errors of a float32 exponential, the same for each token, add up.
     tolerance = 1e-4 if options.get("decay") == "slow" and inputs[0].dtype == torch.float32 else None
-    assert all(x <= (tolerance or TOLERANCE[inputs[0].dtype]) for x in errors), errors
+    assert_near(call(triton, inputs, gradients), expected, tolerance or TOLERANCE[inputs[0].dtype])
 
 
 def assert_steps_agree(R, T, D, N, **options):
     """Tokens in a row against the parallel form, with B and C slices of one row."""
     (x, delta, A, B, C, skip, _, state, _), _ = make(R, T, D, N, **options)
     skip = None if skip is None else skip[0]
-    exact = [None if y is None else y.double() for y in (x, delta, A[0], B, C, skip)]
     with use_backend("chunked"):
+        exact = widen((x, delta, A[0], B, C, skip))
         expected = selective_scan(*exact, initial_state=state.double(), output_final_state=True)
     B, C = torch.cat([B, C], -1).split(N, -1)
     outputs = []
@@ -80,9 +71,7 @@ def assert_steps_agree(R, T, D, N, **options):
         torch.full((R, D), float("nan"), dtype=x.dtype, device=x.device)  # the memory that y will get
         with use_backend("triton"):
             outputs.append(selective_step(x[:, t], delta[:, t], A[0], B[:, t], C[:, t], skip, state))
-    for actual, wanted in zip([torch.stack(outputs, 1), state], expected, strict=True):
-        error = (actual.double() - wanted).norm() / wanted.norm()
-        assert error <= TOLERANCE[actual.dtype], error
+    assert_near([torch.stack(outputs, 1), state], expected)
 
 
 def use_segments(monkeypatch, count):

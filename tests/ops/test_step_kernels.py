@@ -5,6 +5,7 @@ import importlib.util
 
 import pytest
 import torch
+from precision import assert_near, widen
 from torch.nn import functional as F
 
 from linnet import ops
@@ -16,7 +17,6 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 INF = float("inf")
 MATRIX_OPS = ["lightning", "lightning_silu", "gated", "forget_gated", "additive", "additive_turned"]
 
@@ -118,14 +118,9 @@ class Case:
         )
 
     def check(self):
-        def exact(x):
-            return x.double() if x.is_floating_point() else x
-
-        exact_constants = {name: exact(x) for name, x in self.constants.items()}
+        constants = dict(zip(self.constants, widen(self.constants.values()), strict=True))
         with ops.use_backend("chunked"):
-            expected = self.parallel(
-                tuple(map(exact, self.streams)), exact_constants, tuple(x.double() for x in self.states)
-            )
+            expected = self.parallel(widen(self.streams), constants, widen(self.states))
         held = [surround(x) for x in self.states]
         outputs = []
         for t in range(self.tokens):
@@ -133,11 +128,7 @@ class Case:
             torch.full(token[-1].shape, float("nan"), dtype=self.dtype, device=self.device)  # memory that o will get
             with ops.use_backend("triton"):
                 outputs.append(self.step(t, token, self.constants, tuple(x for x, _ in held)))
-        for actual, wanted in zip([torch.stack(outputs, 1), *(x for x, _ in held)], expected, strict=True):
-            tolerance = TOLERANCE[self.dtype] if actual.dtype == self.dtype else TOLERANCE[torch.float32]
-            assert torch.equal(actual.isfinite(), wanted.isfinite()) and not actual.isnan().any()
-            error = rms(actual.double() - wanted) / max(rms(wanted), 1e-30)
-            assert error <= tolerance, f"{self.op} {self.shape}: {error}"
+        assert_near([torch.stack(outputs, 1), *(x for x, _ in held)], expected)
         assert all(around[:8].isnan().all() and around[-8:].isnan().all() for _, around in held)
         assert all(x.dtype == self.dtype for x in outputs)
 
@@ -148,10 +139,6 @@ def surround(x):
     inner = around[8:-8].view(x.shape)
     inner.copy_(x)
     return inner, around
-
-
-def rms(x):
-    return x[x.isfinite()].square().mean().sqrt().item()
 
 
 @gpu
@@ -227,7 +214,7 @@ def test_compiled_under_vmap(op):
         compiled = torch.compile(torch.vmap(run), backend="eager", fullgraph=True, dynamic=False)(token, states)
     with ops.use_backend("chunked"):
         expected = torch.vmap(run)(token, states)
-    torch.testing.assert_close(compiled, expected)
+    assert_near([compiled[0], *compiled[1]], [expected[0], *expected[1]])
 
 
 @gpu
