@@ -23,6 +23,7 @@ from linnet.config import parse
 from linnet.models import build_model, count_parameters, family
 from linnet.train import TrainConfig, resolve, run_folder
 from linnet.train.loop import Run
+from linnet.train.ready import make_ready
 from linnet.train.stop import Stop
 
 
@@ -90,7 +91,7 @@ def open_run(options: argparse.Namespace, folder: Path) -> Run:
         "device": options.device,
     }
     config = resolve(parse(TrainConfig, values))
-    run = Run(config, run_folder(config, folder / "runs"), folder / "cache", torch.device(options.device), None)
+    run = Run(config, run_folder(config, folder / "runs"), make_ready(config, folder / "cache"), None)
     run.start()
     return run
 

@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import types
 import typing
@@ -70,6 +71,15 @@ def check_study(modules: typing.Iterable[str], where: str, otherwise: str = "") 
     fix = "install the extra `study`: pip install 'linnet[study]'" + otherwise
     if problems := [f"{name}: not installed; {fix}" for name in not_installed(modules)]:
         raise ConfigError(problems, where)
+
+
+def unwritable(folder: str | Path) -> str | None:
+    """Why nothing can be written into a folder, None where it can be, or can be made; makes nothing."""
+    folder = Path(folder).absolute()
+    there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not there.is_dir():
+        return f"cannot be made, {str(there)!r} is {'a file' if there.exists() else 'a broken link'}"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"cannot be written to, you may not write in {str(there)!r}"
 
 
 C = typing.TypeVar("C", bound=Config)

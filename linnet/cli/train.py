@@ -56,12 +56,18 @@ def train(
     from linnet.train import train as run
     from linnet.train.progress import TerminalProgress
 
-    settings = _settings(config, model, data, device, set_ or [])
+    settings = _settings(config, model, data, device, set_ or [], cache)
     console = Console(stderr=json_, soft_wrap=True)
-    _show_plan(settings, console)
     with TerminalProgress(console) as progress:
-        folder = run(settings, out, cache, progress)
+
+        def show(row: dict) -> None:
+            if row.get("event") == "start":  # nothing is wrong
+                _show_plan(settings, console)
+            progress(row)
+
+        folder = run(settings, out, cache, show)
     if not progress.started:
+        _show_plan(settings, console)
         console.print("this run was done before; another setting (--set seed=1) makes another run", highlight=False)
     result = folder.result()
     if json_:
@@ -73,10 +79,16 @@ def train(
 
 
 def _settings(
-    config: Path | None, model: str | None, data: list[str] | None, device: str | None, assignments: list[str]
+    config: Path | None,
+    model: str | None,
+    data: list[str] | None,
+    device: str | None,
+    assignments: list[str],
+    cache: Path,
 ):
     """The training that the command line describes."""
     from linnet.config import ConfigError, override, parse, read_yaml
+    from linnet.data.problems import text_problems
     from linnet.train import TrainConfig
 
     if config is None and model is None:
@@ -96,7 +108,12 @@ def _settings(
         values["device"] = device
     if assignments and isinstance(values.get("model"), str):
         values["model"] = {"recipe": values["model"]}  # so that --set model.vocab_size=... changes the recipe
-    return parse(TrainConfig, override(values, assignments), str(config or "command line"))
+    values, where = override(values, assignments), str(config or "command line")
+    try:
+        return parse(TrainConfig, values, where)
+    except ConfigError as error:
+        text = text_problems(values.get("data", {}), cache, values.get("seq_len"), told=error.problems)
+        raise ConfigError([*error.problems, *text], where) from None
 
 
 def _show_plan(settings, console) -> None:

@@ -6,7 +6,7 @@ batches = Batches(corpus.train, seq_len=512, batch_size=8, seed=0)
 tokens, targets = batches.batch(step=0)
 """
 
-from linnet.data.corpus import Corpus, DataConfig, open_corpus, prepare
+from linnet.data.corpus import Corpus, DataConfig, check, open_corpus, prepare
 from linnet.data.loader import Batches, pack_documents, validation_batches
 from linnet.data.shards import CorpusDamaged, TokenShards
 from linnet.data.tokenizer import (
@@ -28,6 +28,7 @@ __all__ = [
     "FileTokenizer",
     "TokenShards",
     "Tokenizer",
+    "check",
     "given_tokenizer",
     "given_vocabulary",
     "load_tokenizer",

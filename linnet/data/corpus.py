@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
-from linnet.config import Config, ConfigError, digest
+from linnet.config import Config, ConfigError, digest, gather, unwritable
 from linnet.data import shards, sources
 from linnet.data.order import uniform
 from linnet.data.sources import SourceFile
@@ -130,17 +130,8 @@ def prepare(
         ConfigError: lists everything that is wrong with configuration, sources and tokenizer, before anything is
             written; or names a truncated or corrupted shard (`CorpusDamaged`); or says that the disk is full.
     """
-    cache, problems, skipped = Path(cache_dir), [], []
-    train = sources.find_files(config.source, "source", problems, skipped)
-    held = sources.find_files(config.validation, "validation", problems, skipped) if config.validation else []
-    tokenizer = None
-    try:
-        tokenizer = given_tokenizer(config.tokenizer)
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        _scan([*train, *held], config.text_key, problems, skipped, None)  # so that all problems are listed at once
-        raise ConfigError(problems, "data")
+    cache, skipped = Path(cache_dir), []
+    train, held, tokenizer = _find(config, skipped)
     try:
         name = digest(_identity(config, train, held, cache))
         folder = cache / name
@@ -150,6 +141,8 @@ def prepare(
             except shards.CorpusDamaged:
                 if not rebuild:
                     raise
+        if reason := unwritable(cache):
+            raise ConfigError([f"{cache}: {reason}; choose another cache folder"], "data")
         inputs = _read(config, train, held, skipped, progress)
         with shards.new_folder(folder, replace=found) as temporary:
             _build(temporary, name, config, inputs, tokenizer, skipped, progress)
@@ -161,6 +154,30 @@ def prepare(
         problem = f"{cache}: cannot prepare the corpus: {error}; free disk space, or choose another cache folder"
         raise ConfigError([problem], "data") from None
     return open_corpus(folder)
+
+
+def check(config: DataConfig, cache_dir: str | Path, seq_len: int | None = None) -> None:
+    """Looks through the text of a configuration, unless the cache has its corpus; makes nothing.
+
+    Args:
+        seq_len: tokens of a row of training.
+
+    Raises:
+        ConfigError: lists everything that is wrong with sources, text and tokenizer, as far as it shows before a
+            tokenizer is learned and text encoded; a text too short for one row among it.
+    """
+    cache, skipped = Path(cache_dir), []
+    train, held, _ = _find(config, skipped)
+    if cache.is_dir() and (folder := cache / digest(_identity(config, train, held, cache))).exists():
+        tokens = len(open_corpus(folder).train)
+    else:
+        cut = _read(config, train, held, skipped, None).split.cut
+        tokens = int(cut.sum() + (cut > 0).sum())  # of a byte or more each, and the ends of documents
+        if isinstance(config.tokenizer, FileTokenizerConfig):  # which may make more of a text
+            return
+    if seq_len is not None and tokens < seq_len + 1:
+        have = f"the text to train on gives at most {tokens} tokens"
+        raise ConfigError([f"seq_len: {seq_len} is too long: {have}; use at most {tokens - 1}, or more text"], "data")
 
 
 def open_corpus(folder: str | Path) -> Corpus:
@@ -217,6 +234,20 @@ class _Inputs:
                 yield "train", train
             if held:
                 yield "validation", held
+
+
+def _find(config: DataConfig, skipped: list[str]) -> tuple[list[SourceFile], list[SourceFile], Tokenizer | None]:
+    """The files of both splits, and the tokenizer if it is given; ConfigError for all that is wrong with them."""
+    problems: list[str] = []
+    train = sources.find_files(config.source, "source", problems, skipped)
+    held = sources.find_files(config.validation, "validation", problems, skipped) if config.validation else []
+    tokenizer = None
+    with gather(problems):
+        tokenizer = given_tokenizer(config.tokenizer)
+    if problems:
+        _scan([*train, *held], config.text_key, problems, skipped, None)  # so that all problems are listed at once
+        raise ConfigError(problems, "data")
+    return train, held, tokenizer
 
 
 def _identity(config: DataConfig, train: list[SourceFile], held: list[SourceFile], cache: Path) -> dict:

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import linnet
-from linnet.config import ConfigError
+from linnet.config import ConfigError, unwritable
 from linnet.report import style
 from linnet.report.marks import Figure
 
@@ -48,12 +48,8 @@ def check_page(page: Path) -> None:
 
 def check_folder(folder: Path, out: Path) -> None:
     """Raises ConfigError where a folder cannot be made or written to; makes nothing. `out` is what was asked for."""
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    if not there.is_dir():
-        problem = f"--out {str(out)!r}: its folder cannot be made, {str(there)!r} is a file; name another"
-        raise ConfigError([problem], "report")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError([f"--out {str(out)!r}: may not be written in {there}; name another place"], "report")
+    if reason := unwritable(folder):
+        raise ConfigError([f"--out {str(out)!r}: its folder {reason}; name another place"], "report")
 
 
 def typed(*words: str | Path, **options: object) -> str:

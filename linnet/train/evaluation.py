@@ -9,13 +9,13 @@ fails later is an event in the record, and training goes on. Their kinds are in 
 import contextlib
 import gc
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, gather
 from linnet.models import CausalLM
 from linnet.runs.model import assign_weights, empty_model
 from linnet.train.suites import Evaluation, Measure, Subject, label
@@ -37,14 +37,11 @@ class Evaluations:
         self._every = {label(config): config.every or validate_every for config in configs}
         self._kinds = {label(config): config.kind for config in configs}
         self._measures: dict[str, Measure] = {}
-        problems = []
-        for place, config in enumerate(configs):
-            try:
-                self._measures[label(config)] = config.prepare(subject)
-            except ConfigError as error:
-                problems += [f"evaluations.{place} ({label(config)}): {line}" for line in error.problems]
-        if problems:
-            raise ConfigError(problems, "evaluations")
+
+        def read(config: Evaluation) -> None:
+            self._measures[label(config)] = config.prepare(subject)
+
+        _each(configs, read)
 
     def due(self, step: int, steps: int) -> list[str]:
         """Those to be made after `step` of `steps` updates: all after the last, none before the first."""
@@ -78,6 +75,26 @@ class Evaluations:
         model = empty_model(self._subject.model)
         assign_weights(model, {name: tensor.detach().clone() for name, tensor in weights.items()}, "evaluations")
         return model.eval().to(self._subject.device)
+
+
+def check_evaluations(configs: Sequence[Evaluation], seq_len: int, sources: Sequence[str] | str) -> None:
+    """Raises ConfigError for all that is wrong with evaluations, as far as it shows before there is a tokenizer.
+
+    Args:
+        seq_len, sources: as in `Subject`.
+    """
+    _each(configs, lambda config: config.check(seq_len, sources))
+
+
+def _each(configs: Sequence[Evaluation], do: Callable[[Evaluation], None]) -> None:
+    problems = []
+    for place, config in enumerate(configs):
+        found: list[str] = []
+        with gather(found):
+            do(config)
+        problems += [f"evaluations.{place} ({label(config)}): {line}" for line in found]
+    if problems:
+        raise ConfigError(problems, "evaluations")
 
 
 @contextlib.contextmanager

@@ -10,14 +10,13 @@ import shutil
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
 
-from linnet.config import ConfigError
-from linnet.data import prepare, validation_batches
+from linnet.config import ConfigError, gather, unwritable
+from linnet.data import validation_batches
 from linnet.evaluate import score
 from linnet.models import count_parameters, flops_exact, flops_paper, state_bytes
 from linnet.runs import RunFolder, checkpoint
@@ -25,16 +24,14 @@ from linnet.runs.files import write_atomic
 from linnet.runs.model import TOKENIZER
 from linnet.train import device as devices
 from linnet.train.clock import Clock
-from linnet.train.config import TrainConfig, check_vocabulary, resolve
-from linnet.train.evaluation import Evaluations, rows_kept
+from linnet.train.config import TrainConfig, resolve
+from linnet.train.evaluation import rows_kept
 from linnet.train.guards import Trouble
+from linnet.train.ready import Progress, Ready, make_ready
 from linnet.train.schedule import factor
 from linnet.train.session import Session, model_tensors, start_from
-from linnet.train.sinks import check_sinks, open_sinks
+from linnet.train.sinks import open_sinks
 from linnet.train.stop import Stop, graceful_stop
-from linnet.train.suites import Subject
-
-Progress = Callable[[dict], None]
 
 
 def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Progress | None = None) -> RunFolder:
@@ -48,24 +45,29 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
             {"event": "start", "step", "steps", "path"} before the first step.
 
     Raises:
-        ConfigError: something that the configuration names is not as it must be; nothing was trained.
+        ConfigError: all that is not as it must be of what the configuration names; nothing was trained, no folder made.
         CheckpointError: the disk is full; the checkpoint before is whole.
         LockedError: another process trains this run.
         KeyboardInterrupt: after Ctrl-C, with a checkpoint written.
     """
     config = resolve(config)
-    device = devices.choose(config.device)
-    check_sinks(config.sinks)
-    folder = run_folder(config, root)
-    if folder.done:
+    folder, problems = RunFolder(Path(root) / RunFolder.name(config.model_dump(mode="json"))), []
+    if folder.path.exists() and run_folder(config, root).done:
         return folder
-    with folder.lock():
+    if reason := unwritable(folder.path):
+        problems.append(f"{folder.path}: {reason}; name another folder for runs")
+    with gather(problems):
+        ready = make_ready(config, cache, progress)
+    if problems:
+        raise ConfigError(problems, "train")
+    device = ready.device
+    with run_folder(config, root).lock():
         if folder.done:  # by the process that held the lock until now
             return folder
         folder.write_error(None)
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                Run(config, folder, Path(cache), device, progress).run()
+                Run(config, folder, ready, progress).run()
         except Exception as error:
             with suppress(OSError):  # a full disk must not hide the error
                 folder.write_error(f"{error}\n" if isinstance(error, ConfigError) else traceback.format_exc())
@@ -81,35 +83,19 @@ def run_folder(config: TrainConfig, root: str | Path) -> RunFolder:
 class Run:
     """One call of `train`: sets everything up, then `run`."""
 
-    def __init__(
-        self, config: TrainConfig, folder: RunFolder, cache: Path, device: torch.device, progress: Progress | None
-    ):
-        self.config, self.folder, self.device, self.progress = config, folder, device, progress
-        self.corpus = prepare(config.data, cache, progress=None if progress is None else self.show_data)
-        try:
-            check_vocabulary(config.model.vocab_size, self.corpus.vocab_size)
-        except ValueError as error:
-            raise ConfigError([f"model: {error}"]) from None
-        self.evaluations = self.read_evaluations()
-        self.session = Session(config, self.corpus, device)
+    def __init__(self, config: TrainConfig, folder: RunFolder, ready: Ready, progress: Progress | None):
+        self.config, self.folder, self.progress = config, folder, progress
+        self.device, self.corpus, self.evaluations = ready.device, ready.corpus, ready.evaluations
+        self.session = Session(config, self.corpus, self.device)
         self.steps = config.total_steps
         self.step_tokens = config.batch_size * config.seq_len
         self.step_flops = flops_exact(config.model, config.seq_len, config.batch_size)
-        self.peak_flops = config.peak_tflops * 1e12 if config.peak_tflops else devices.peak_flops(device)
+        self.peak_flops = config.peak_tflops * 1e12 if config.peak_tflops else devices.peak_flops(self.device)
         self.clock = Clock()
         self.row_step = 0  # step of the last training row
         self.saved_step = -1
         self.evaluated: set[str] = set()  # names of the evaluations of this step that the record has
         self.returned_to: Path | None = None
-
-    def show_data(self, what: str, done: int, total: int) -> None:
-        self.progress({"event": "data", "what": what, "done": done, "total": total})
-
-    def read_evaluations(self) -> Evaluations:
-        config = self.config
-        source = config.data.source
-        subject = Subject(self.corpus.tokenizer, config.model, config.seq_len, self.device, config.precision, source)
-        return Evaluations(config.evaluations, subject, config.evaluate_every)
 
     def run(self) -> None:
         with ExitStack() as stack:

@@ -115,16 +115,27 @@ class TextEvaluation(Config):
             raise ValueError(f"{stride} tokens, but a window has {window}; give fewer")
         return stride
 
-    def prepare(self, subject: Subject) -> Measure:
-        """Raises ConfigError for a text that is trained on, or that holds nothing to score."""
-        trained_on = {file.path.resolve() for file in find_files(subject.sources, "source", [], [])}
+    def check(self, seq_len: int, sources: Sequence[str] | str) -> None:
+        """Raises ConfigError for a text that is trained on, or windows that do not overlap."""
+        trained_on = {file.path.resolve() for file in find_files(sources, "source", [], [])}
         mine = [file.path for file in find_files(self.paths, "text", [], [])]
-        seen = [f"paths: {path} is trained on (data.source)" for path in mine if path.resolve() in trained_on]
-        if seen:
-            raise ConfigError([f"{line}; give text of its own" for line in seen])
-        window = self.window or max(2, subject.seq_len)
-        if self.stride is not None and self.stride >= window:
-            raise ConfigError([f"stride: {self.stride} tokens, but a window has {window}; give fewer"])
+        problems = [
+            f"paths: {path} is trained on (data.source); give text of its own"
+            for path in mine
+            if path.resolve() in trained_on
+        ]
+        if self.stride is not None and self.stride >= self._window(seq_len):
+            problems.append(f"stride: {self.stride} tokens, but a window has {self._window(seq_len)}; give fewer")
+        if problems:
+            raise ConfigError(problems)
+
+    def _window(self, seq_len: int) -> int:
+        return self.window or max(2, seq_len)
+
+    def prepare(self, subject: Subject) -> Measure:
+        """Raises ConfigError as `check`, and for a text that holds nothing to score."""
+        self.check(subject.seq_len, subject.sources)
+        window = self._window(subject.seq_len)
         documents = read_texts(self.paths, subject.tokenizer, self.text_key, self.most_bytes)
         method = natural_method(subject.model) if self.method == "auto" else self.method
 
@@ -166,6 +177,9 @@ class NeedleEvaluation(NeedleConfig):
             raise ValueError(f"{haystack!r} is no file; give a text file, or null for text made up")
         return haystack
 
+    def check(self, seq_len: int, sources: Sequence[str] | str) -> None:
+        """Nothing shows without a tokenizer."""
+
     def prepare(self, subject: Subject) -> Measure:
         """Raises ConfigError for lengths that do not hold needle and question, and a haystack that is not text."""
         longest = max(len(item.prompt) for _, _, item in items(self, subject.tokenizer))
@@ -195,6 +209,10 @@ class RecallEvaluation(RecallConfig):
     tasks: Annotated[list[Probe], Field(min_length=1)] = ["mqar", "in_context_recall"]
     lengths: Annotated[list[Annotated[int, Field(ge=8)]], Field(min_length=1)] = [64, 128]
     pairs: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)] = [4, 8]
+
+    def check(self, seq_len: int, sources: Sequence[str] | str) -> None:
+        """Raises ConfigError where no length holds any number of pairs."""
+        list(cells(self))
 
     def prepare(self, subject: Subject) -> Measure:
         """Raises ConfigError where no length holds any number of pairs, or the vocabulary has too few words."""
@@ -259,6 +277,9 @@ class TaskEvaluation(Config):
         if (self.suite is None) == (not self.tasks):
             raise ValueError("give a `suite` or `tasks`, one of the two")
         return self
+
+    def check(self, seq_len: int, sources: Sequence[str] | str) -> None:
+        """Nothing shows without reading the tasks, which takes long."""
 
     def prepare(self, subject: Subject) -> Measure:
         """Raises ConfigError for tasks that are unknown, questions that are wrong, or data that cannot be had."""

@@ -75,13 +75,30 @@ def test_all_problems_at_once_and_nothing_is_made(linnet):
     assert linnet("missing.yaml").exit_code == 2 and "no such file" in linnet("missing.yaml").output
 
 
+def test_what_is_wrong_with_a_text_is_told_with_the_rest_and_nothing_is_made(linnet):
+    Path("latin.txt").write_bytes(b"\xe9 is no UTF-8")
+    Path("short.txt").write_text("a short text")
+    text = ["--data", "latin.txt", "--set", "data.validation=[none.txt]"]
+    asked = ["--set", "evaluations=[{kind: text, paths: [latin.txt]}]"]
+    for arguments, count, messages in [
+        ([*text, "--set", "stepz=5"], 3, ["stepz", "data.validation: 'none.txt' does not exist", "latin.txt: is not"]),
+        ([*text, *asked, "--device", "cuda"], 4, ["device: 'cuda'", "evaluations.0 (text): paths: latin.txt is"]),
+        (["--data", "short.txt", "--set", "stepz=5"], 2, ["seq_len: 32 is too long", "at most 12 tokens"]),
+        (["--data", "short.txt", "--device", "cuda", "--out", "run.yaml"], 3, ["run.yaml' is a file", "seq_len: 32"]),
+    ]:
+        done = linnet("run.yaml", *arguments)
+        assert done.exit_code == 2 and f"{count} problems" in done.output and "steps of" not in done.output, done.output
+        assert all(message in done.output for message in messages), done.output
+    assert not list(Path("runs").glob("tnl-*"))
+
+
 def test_paths_that_are_something_else(linnet):
     Path("study.yaml").write_text("architectures: [tnl]\nbudgets: [1e9]\n")
     Path("file").write_text("")
     for arguments, message in {
         ("study.yaml",): "study.yaml is a study, not one training; run: linnet study study.yaml",
         (".",): ".: is a folder; give a YAML file",
-        ("run.yaml", "--out", "file"): "cannot be read or written (Not a directory); name another path",
+        ("run.yaml", "--out", "file"): "file' is a file; name another folder for runs",
     }.items():
         done = linnet(*arguments)
         assert done.exit_code == 2 and message in done.output and "Traceback" not in done.output, done.output

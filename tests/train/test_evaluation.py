@@ -324,5 +324,4 @@ def test_all_problems_come_at_once_and_before_any_work(settings, tmp_path, held,
     assert first.startswith("evaluations.0 (text): paths: ") and "is trained on" in first
     assert second.startswith("evaluations.1 (needle): lengths: 20 tokens do not hold the needles")
     assert third.startswith("evaluations.2 (short): stride: 40 tokens, but a window has 32")
-    [run] = [path for path in tmp_path.iterdir() if path.is_dir()]
-    assert not (run / "metrics.jsonl").exists() and "is trained on" in (run / "error.txt").read_text()
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
