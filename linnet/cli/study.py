@@ -60,18 +60,24 @@ def study(
     from rich.markup import escape
 
     from linnet.cli.study_page import print_laws, print_plan
-    from linnet.config import FIGURES, FITS, check_study
+    from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, unwritable
     from linnet.study.executors import worker_slots
     from linnet.study.ladder import plan as make_plan
-    from linnet.study.runner import run_study
+    from linnet.study.runner import CACHE, run_study
     from linnet.study.timing import estimate
 
-    settings = _settings(config, mixer, architectures, budgets, workers, set_ or [])
+    settings = _settings(config, mixer, architectures, budgets, workers, set_ or [], out / CACHE)
+    console, problems, ladder = Console(stderr=True) if json_ else Console(), [], None
     if not plan:
-        check_study(FITS + FIGURES if report else FITS, "study")  # before the training, not after it
-    console = Console(stderr=True) if json_ else Console()
+        with gather(problems):
+            check_study(FITS + FIGURES if report else FITS, "study")  # before the training, not after it
+        if reason := unwritable(out / settings.name):
+            problems.append(f"--out {str(out)!r}: {reason}; name another folder")
     with console.status("counting FLOPs, timing a few steps"):
-        ladder = make_plan(settings, check_data=not plan, where=str(config or "study"))
+        with gather(problems):
+            ladder = make_plan(settings, check_data=not plan, cache=None if plan else out / CACHE)
+        if problems:
+            raise ConfigError(problems, str(config or "study"))
         seconds = estimate(ladder)
     done = {path.parent.name for path in (out / settings.name / "runs").glob("*/result.json")}
     print_plan(ladder, seconds, worker_slots(settings.executor), done, console)
@@ -108,11 +114,12 @@ def _fit(folder: Path, console):
     return laws
 
 
-def _settings(config, mixer, architectures, budgets, workers, assignments):
+def _settings(config, mixer, architectures, budgets, workers, assignments, cache):
     """The study that the command line describes."""
     from importlib.resources import files
 
-    from linnet.config import ConfigError, override, parse, parse_yaml, read_yaml
+    from linnet.config import ConfigError, gather, override, parse, parse_yaml, read_yaml
+    from linnet.data.problems import text_problems
     from linnet.layers.base import load_plugin
     from linnet.study.config import StudyConfig
 
@@ -125,19 +132,41 @@ def _settings(config, mixer, architectures, budgets, workers, assignments):
             raise ConfigError([message], "command line")
     else:
         values = parse_yaml(files("linnet.study").joinpath("quick.yaml").read_text(encoding="utf-8"))
+    problems: list[str] = []
     if mixer is not None:
-        name = load_plugin(mixer)
-        values["plugins"] = [*values.get("plugins", []), mixer]
-        values["architectures"] = [name, *values.get("architectures", [])]
-        if config is None:
-            values["name"] = f"quick-{name}"
+        with gather(problems):
+            name = load_plugin(mixer)
+            values["plugins"] = [*_listed(values, "plugins"), mixer]
+            values["architectures"] = [name, *_listed(values, "architectures")]
+            if config is None:
+                values["name"] = f"quick-{name}"
     if architectures is not None:
-        known = {a["name"] if isinstance(a, dict) else a: a for a in values.get("architectures", [])}
+        known = {
+            a["name"] if isinstance(a, dict) and "name" in a else str(a): a for a in _listed(values, "architectures")
+        }
         chosen = [name.strip() for name in architectures.split(",") if name.strip()]
         values["architectures"] = [known.get(name, name) for name in chosen]
     if budgets is not None:
-        values["budgets"] = parse_yaml(f"[{budgets}]")
-    values = override(values, assignments)
-    if workers is not None:
-        values["executor"] = {**values.get("executor", {}), "workers": workers}
-    return parse(StudyConfig, values, str(config or "study"))
+        values["budgets"] = []
+        for part in budgets.split(","):
+            try:
+                values["budgets"].append(float(part))
+            except ValueError:
+                problems.append(f"--budgets {part!r}: not a number of FLOPs; write 1e11,3e11,1e12")
+    with gather(problems):
+        values = override(values, assignments)
+    if workers is not None and isinstance(values.setdefault("executor", {}), dict):
+        values["executor"] |= {"workers": workers}
+    settings = None
+    with gather(problems):
+        settings = parse(StudyConfig, values, "study")
+    if problems:
+        problems += text_problems(values.get("data", {}), cache, values.get("seq_len"), told=problems)
+        raise ConfigError(problems, str(config or "study"))
+    return settings
+
+
+def _listed(values: dict, key: str) -> list:
+    """The items of a list in a file; what is no list is one item, and told to be wrong when all is parsed."""
+    found = values.get(key) or []
+    return found if isinstance(found, list) else [found]

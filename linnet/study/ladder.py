@@ -3,14 +3,17 @@
 Everything that is wrong is found here, before any work, and reported at once.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
 from linnet.config import ConfigError, gather, parse
-from linnet.data import DataConfig, given_tokenizer, given_vocabulary
+from linnet.data import DataConfig, Tokenizer, given_tokenizer, given_vocabulary
+from linnet.data.problems import text_problems
 from linnet.data.sources import find_files
 from linnet.layers.base import CHANNELS, MIXERS, load_plugin
 from linnet.models import ModelConfig, count_parameters, family, flops_exact, parse_layout
@@ -18,8 +21,7 @@ from linnet.models.recipes.registry import default_heads
 from linnet.runs import RunFolder
 from linnet.study.config import Architecture, Size, StudyConfig
 from linnet.train import TrainConfig, resolve
-from linnet.train.evaluation import Evaluations
-from linnet.train.suites import Subject
+from linnet.train.ready import make_evaluations
 
 SET_BY_THE_LADDER = {
     "name": "the ladder names its runs",
@@ -107,21 +109,28 @@ class Plan:
         return lines
 
 
-def plan(config: StudyConfig, *, check_data: bool = True, where: str = "study") -> Plan:
+def plan(
+    config: StudyConfig, *, check_data: bool = True, cache: str | Path | None = None, where: str = "study"
+) -> Plan:
     """The runs of a study.
 
     Args:
         config: the study.
-        check_data: whether the files that `data` names must be there, as they must to run it.
+        check_data: whether the files that `data` and evaluations name must be there, as they must to run it.
+        cache: folder of prepared corpora; where it is given, text that is not there yet is looked through.
         where: what to call the configuration in messages.
 
     Raises:
         ConfigError: all that is wrong with architectures, sizes, plugins, data and training settings; nothing to run.
+            What of evaluations only a tokenizer tells that is yet to be trained is for `run_study`.
     """
     problems: list[str] = []
     plugins = _load_plugins(config.plugins, problems)
     vocab_size = _vocab_size(config.data, problems)
-    if check_data:
+    lengths = sorted({architecture.seq_len or config.seq_len for architecture in config.architectures})
+    if check_data and cache is not None:
+        problems += text_problems(config.data.model_dump(mode="json"), cache, lengths[-1], told=problems)
+    elif check_data:
         for key in ("source", "validation"):
             if names := getattr(config.data, key):
                 find_files(names, f"data.{key}", problems, [])
@@ -144,7 +153,11 @@ def plan(config: StudyConfig, *, check_data: bool = True, where: str = "study") 
     if rungs:
         try:  # the settings are the same for all runs, so one shows what is wrong with them
             smallest = min(_batch_size(config, a, i) for a, _, _ in rungs for i in range(len(config.targets)))
-            parse(TrainConfig, _train_values(config, train, *rungs[0], smallest, steps=1, seed=0, plugins=[]))
+            first = parse(TrainConfig, _train_values(config, train, *rungs[0], smallest, steps=1, seed=0, plugins=[]))
+            if check_data:
+                learned = not any(line.startswith("data.tokenizer") for line in problems)
+                tokenizer = given_tokenizer(config.data.tokenizer) if learned else None
+                problems += evaluation_problems(first, lengths, tokenizer)
         except ConfigError as error:
             problems += [f"train.{line}" for line in error.problems]
     if problems:
@@ -168,8 +181,6 @@ def plan(config: StudyConfig, *, check_data: bool = True, where: str = "study") 
     if not runs:
         reasons = dict.fromkeys(f"{p.architecture} {p.size} at {p.target:.3g}: {p.reason}" for p in dropped)
         raise ConfigError(["no point of the ladder is worth a run", *reasons], where)
-    if check_data:
-        _check_evaluations(config, runs, where)
     runs.sort(key=lambda run: (-run.flops, -run.params_non_embedding, run.architecture, run.seed))
     return Plan(config, tuple(runs), tuple(dropped))
 
@@ -182,18 +193,17 @@ def _by_architecture(wrong: list[tuple[str, str, str]]) -> list[str]:
     return [f"architectures.{name} {', '.join(found)}: {line}" for (name, line), found in sizes.items()]
 
 
-def _check_evaluations(config: StudyConfig, runs: list[PlannedRun], where: str) -> None:
-    """Raises ConfigError for evaluations that cannot be made, as far as is known before a tokenizer is trained."""
-    tokenizer = given_tokenizer(config.data.tokenizer)
-    if tokenizer is None:
-        return
-    problems = []
-    for run in {run.seq_len: run.train for run in runs}.values():
-        subject = Subject(tokenizer, run.model, run.seq_len, torch.device("cpu"), run.precision, config.data.source)
+def evaluation_problems(train: TrainConfig, lengths: Iterable[int], tokenizer: Tokenizer | None) -> list[str]:
+    """What is wrong with the evaluations of runs like one, as far as is known where there is no tokenizer yet.
+
+    Args:
+        lengths: tokens of a sequence of training, of all runs.
+    """
+    problems: list[str] = []
+    for seq_len in lengths:
         with gather(problems):
-            Evaluations(run.evaluations, subject, run.evaluate_every)
-    if problems:
-        raise ConfigError([f"train.{line}" for line in dict.fromkeys(problems)], where)
+            make_evaluations(train.model_copy(update={"seq_len": seq_len}), tokenizer, torch.device("cpu"))
+    return [f"train.{line}" for line in dict.fromkeys(problems)]
 
 
 def make_model(architecture: Architecture, size: Size, vocab_size: int) -> ModelConfig:

@@ -21,17 +21,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.config import ConfigError, parse, read_yaml
-from linnet.data import prepare
+from linnet.data import Corpus, given_tokenizer, prepare
 from linnet.runs import LockedError, RunFolder
 from linnet.runs.files import write_atomic
 from linnet.study.collect import PLAN, RUNS, collect
 from linnet.study.config import StudyConfig
 from linnet.study.executors import Job, Outcome, make_executor
-from linnet.study.ladder import Plan, PlannedRun
+from linnet.study.ladder import Plan, PlannedRun, evaluation_problems
 from linnet.study.ladder import plan as make_plan
 from linnet.study.progress import StudyProgress, count, duration
 from linnet.train import TrainConfig, run_folder, train
+from linnet.train.ready import corpus_problems
 
+CACHE = "cache"  # folder of prepared corpora, in that of studies
 LOCK_PATIENCE = 60.0  # seconds to wait for a run that workers of a killed study still hold
 
 
@@ -66,16 +68,18 @@ def run_study(
         console: where progress is shown; default: nowhere.
 
     Raises:
-        ConfigError: the configuration or its data is wrong, or another process works in the folder; before any run.
+        ConfigError: the configuration, its data or an evaluation is wrong, or another process works in the folder;
+            before any run.
         KeyboardInterrupt: stopped; finished and started runs are kept and go on next time.
     """
-    plan = plan or make_plan(config)
+    cache = Path(cache) if cache is not None else Path(out) / CACHE
+    plan = plan or make_plan(config, cache=cache)
     console = console or Console(quiet=True)
     folder = Path(out) / config.name
-    cache = Path(cache) if cache is not None else Path(out) / "cache"
     (folder / RUNS).mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         corpus = prepare(config.data, cache)
+        _check_corpus(plan, corpus)
         longest = max(run.tokens for run in plan.runs)
         if longest > len(corpus.train):
             console.print(
@@ -150,6 +154,16 @@ def _line(run: PlannedRun, outcome: Outcome, root: Path) -> str:
         f"{head}  {count(run.tokens):>6} tokens  loss {result['loss']:.4f}  "
         f"{result['bits_per_byte']:.3f} bits/byte  {duration(outcome.seconds)}"
     )
+
+
+def _check_corpus(plan: Plan, corpus: Corpus) -> None:
+    """Refuses a text too short for some runs, and evaluations that its tokenizer tells to be wrong."""
+    runs = {run.seq_len: run.train for run in plan.runs}
+    problems = [line for train in runs.values() for line in corpus_problems(train, corpus)]
+    if given_tokenizer(plan.config.data.tokenizer) is None:  # else they were looked at before
+        problems += evaluation_problems(plan.runs[0].train, runs, corpus.tokenizer)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), "study")
 
 
 def _same_text(folder: Path, config: StudyConfig, corpus: str) -> None:

@@ -74,6 +74,20 @@ def test_every_mistake_is_named_before_any_work(config, tmp_path):
     assert "budgets.0" in result.stderr
     result = CliRunner().invoke(app, ["study", str(config), "--architectures", "tnk", "--mixer", "no.py:M"])
     assert result.exit_code == 2 and "no file no.py" in result.stderr
+    (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    wrong = ["--budgets", "1e9,]", "--mixer", "no.py:M", "--set", "seq_length=3"]
+    wrong += ["--set", f"data.source=[{tmp_path / 'latin.txt'}]", "--out", config]
+    result = CliRunner().invoke(app, ["study", *map(str, [config, *wrong])])
+    assert result.exit_code == 2 and "4 problems" in result.stderr
+    for problem in (
+        "--budgets ']': not a number",
+        "no file no.py",
+        "did you mean 'seq_len'?",
+        "latin.txt: is not UTF-8",
+    ):
+        assert problem in result.stderr
+    result = CliRunner().invoke(app, ["study", *map(str, [config, *wrong[6:], "--set", "train.steps=3"])])
+    assert result.exit_code == 2 and "3 problems" in result.stderr and "is a file; name another folder" in result.stderr
     result = CliRunner().invoke(app, ["study"])
     assert result.exit_code == 2 and "give a study file" in result.stderr
     (tmp_path / "run.yaml").write_text("model: tnl-10m\n")

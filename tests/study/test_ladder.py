@@ -133,6 +133,12 @@ def test_evaluations_are_checked_before_any_run(tmp_path):
     trained_on, short = caught.value.problems  # one line each, however many runs
     assert trained_on.startswith("train.evaluations.0 (text): paths: ") and "is trained on" in trained_on
     assert short.startswith("train.evaluations.1 (needle): ") and "do not hold" in short
+    with pytest.raises(ConfigError) as caught:  # what needs no tokenizer, where it is yet to be trained
+        plan_of(data={"source": [str(text)], "tokenizer": "bpe:300"}, train=asked | {"schedul": 1})
+    assert [line.partition(":")[0] for line in caught.value.problems] == ["train.schedul"]
+    with pytest.raises(ConfigError) as caught:
+        plan_of(data={"source": [str(text)], "tokenizer": "bpe:300"}, train=asked)
+    assert caught.value.problems == [trained_on]
     asked["evaluations"] = asked["evaluations"][:1]
     config = parse(StudyConfig, VALUES | {"data": {"source": [str(tmp_path)]}, "train": asked})
     assert plan(config, check_data=False).runs  # `--plan` needs no files

@@ -77,6 +77,21 @@ def test_failed_and_diverged_runs_are_recorded_and_the_study_goes_on(tiny, tmp_p
     assert "diverged at step" in printed
 
 
+def test_what_only_the_tokenizer_tells_is_told_before_any_run(tiny, tmp_path):
+    learned = tiny | {"data": tiny["data"] | {"tokenizer": "bpe:300"}, "seq_len": 25_000}
+    asked = {"evaluations": [{"kind": "needle", "lengths": [20]}]}
+    with pytest.raises(ConfigError) as caught:
+        run_study(parse(StudyConfig, learned | {"train": asked, "budgets": [1e12]}), tmp_path)
+    length, needles = caught.value.problems
+    assert length.startswith("seq_len: 25000 is too long")
+    assert needles.startswith("train.evaluations.0 (needle): lengths: 20 tokens do not hold")
+    assert not list((tmp_path / "tiny" / "runs").iterdir())
+    with pytest.raises(ConfigError, match="at most 30"):  # before a tokenizer is learned
+        (tmp_path / "short.txt").write_text("thirty letters of text, no more")
+        run_study(parse(StudyConfig, learned | {"data": {"source": [str(tmp_path / "short.txt")]}}), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
 def test_another_text_under_the_same_name_is_refused(tiny, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("a few words of one kind\n" * 500)
