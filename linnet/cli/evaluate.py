@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, gather
 
 
 class Method(StrEnum):
@@ -244,8 +244,8 @@ def evaluate(
     """
     from linnet.cli.evaluate_demo import FOLDER, read_plan, run_demo
     from linnet.cli.evaluate_needle import check_needles, find_needles, parse_numbers
-    from linnet.cli.evaluate_recall import ask_recall
-    from linnet.cli.evaluate_run import keep, open_run, print_json
+    from linnet.cli.evaluate_recall import ask_recall, check_cells
+    from linnet.cli.evaluate_run import keep, open_run, print_json, warn_unkept
     from linnet.cli.evaluate_tasks import Asked, ask, context_of, prepare
     from linnet.cli.evaluate_text import score_texts
 
@@ -281,21 +281,36 @@ def evaluate(
         grid |= {"mode" if needle in (Needle.easy, Needle.standard) else "variant": needle.value}
     # Numbers that could not be read are told above, and have no value to look at.
     problems += _wrong(
-        text or [], grid if needle and places else None, cells if recall and all(cells.values()) else None
+        run,
+        text or [],
+        text_key,
+        grid if needle and places else None,
+        cells if recall and all(cells.values()) else None,
     )
     if problems:
-        raise ConfigError(problems, "evaluate")
+        raise ConfigError(_by_option(problems), "evaluate")
     asked = Asked(include, shots, limit, context, too_long and too_long.value)
-    questions = prepare([one.value for one in suite or []], names, asked)
-    opened = open_run(run, device.value, dtype.value, as_json, needs_text=speaks)
-    window = window or opened.training_length or 1024
-    if stride is not None and stride >= window:
-        raise ConfigError([f"--stride: is {stride}, but a window has {window} tokens; give a smaller one"], "evaluate")
-    for one in questions:
-        context_of(opened, one, asked)
-    if needle:
-        check_needles(opened, grid)
-    found = {}
+    questions, opened, found = [], None, {}
+    with gather(problems):
+        questions = prepare([one.value for one in suite or []], names, asked)
+    with gather(problems):
+        opened = open_run(run, device.value, dtype.value, as_json, needs_text=speaks)
+    if opened is not None:
+        window = window or opened.training_length or 1024
+        if stride is not None and stride >= window:
+            problems.append(f"--stride: is {stride}, but a window has {window} tokens; give a smaller one")
+        for one in questions:
+            with gather(problems):
+                context_of(opened, one, asked)
+        with gather(problems):
+            if needle:
+                check_needles(opened, grid)
+        with gather(problems):
+            if recall:
+                check_cells(opened, cells)
+    if problems:
+        raise ConfigError(_by_option(problems), "evaluate")
+    warn_unkept(opened)
 
     def done(kind: str, evaluation) -> None:  # at once, so that what comes next may fail
         found[kind] = evaluation
@@ -313,23 +328,42 @@ def evaluate(
         print_json(found)
 
 
-def _wrong(text: list[str], grid: dict | None, cells: dict | None) -> list[str]:
-    """What is wrong with texts, needles and recall, as far as it shows before a model is there."""
-    from linnet.config import gather, parse
-    from linnet.data.sources import find_files
+def _wrong(run: Path | None, text: list[str], text_key: str, grid: dict | None, cells: dict | None) -> list[str]:
+    """What is wrong with the run, texts, needles and recall, as far as it shows before a model is there."""
+    from linnet.config import parse
+    from linnet.data.sources import find_files, read_documents
+    from linnet.evaluate import recall
     from linnet.evaluate.needle import NeedleConfig
-    from linnet.evaluate.recall import RecallConfig
+    from linnet.runs import RunFolder
 
-    problems = []
+    problems: list[str] = []
+    with gather(problems):
+        if run is not None:
+            RunFolder.open(run)
     if text:
-        find_files(text, "--text", problems, [])
-    for kind, values in ((NeedleConfig, grid), (RecallConfig, cells)):
-        with gather(problems):
-            if values is not None:
-                parse(kind, values)
+        wrong: list[str] = []
+        files = find_files(text, "--text", wrong, [])
+        documents = sum(1 for file in files for _ in read_documents(file, text_key, wrong))
+        problems += wrong if wrong or documents else [f"--text: {', '.join(map(repr, text))} hold no text; name others"]
+    with gather(problems):
+        if grid is not None:
+            parse(NeedleConfig, grid)
+    with gather(problems):
+        if cells is not None:
+            list(recall.cells(parse(recall.RecallConfig, cells)))
     if grid and grid["haystack"] and not Path(grid["haystack"]).is_file():
         problems.append(f"--haystack: {grid['haystack']!r} is no file; give one with text")
     return problems
+
+
+def _by_option(problems: list[str]) -> list[str]:
+    """Problems of keys, and of items of theirs, under the names of the options that set them."""
+    known, told = {"device", *(name for names in OPTIONS.values() for name in names)}, []
+    for line in problems:
+        place, colon, rest = line.partition(":")
+        key = place.partition(".")[0]
+        told.append(f"{_option(key)}{colon}{rest}" if key in known else line)
+    return told
 
 
 def _is_given(typed: typer.Context, name: str) -> bool:

@@ -30,6 +30,14 @@ def ask_recall(opened: Opened, asked: dict):
     )
 
 
+def check_cells(opened: Opened, asked: dict) -> None:
+    """Raises ConfigError where the model's vocabulary has too few words for any cell."""
+    from linnet.config import parse
+    from linnet.evaluate.recall import RecallConfig, check_recall
+
+    check_recall(parse(RecallConfig, asked, "recall"), opened.tokenizer, opened.model.config.vocab_size)
+
+
 def _show(task: str, found: list) -> None:
     lengths = sorted({cell.length for cell in found})
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")

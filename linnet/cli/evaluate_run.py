@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, unwritable
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,24 @@ def open_run(path: Path, device: str, precision: str, quiet: bool, needs_text: b
     return Opened(folder.path, loaded.model, loaded.tokenizer, about, length, precision, quiet)
 
 
+def warn_unkept(opened: Opened) -> None:
+    """Says before anything is asked that its record cannot be kept; a model that may only be read can be asked."""
+    if reason := _unkept(opened):
+        message = f"[bold yellow]note[/] nothing will be kept: {escape(reason)}; stop and copy the run to keep results"
+        Console(stderr=True, soft_wrap=True).print(message, highlight=False)
+
+
+def _unkept(opened: Opened) -> str | None:
+    from linnet.evaluate.results import FOLDER
+
+    reason = unwritable(opened.path / FOLDER)
+    return None if reason is None else f"{opened.path / FOLDER} {reason}"
+
+
 def keep(opened: Opened, evaluation: Any) -> None:
     """Writes the record; a folder that cannot be written to is no reason to lose what was printed."""
+    if _unkept(opened):
+        return
     try:
         evaluation.save(opened.path)
     except OSError as error:

@@ -111,6 +111,18 @@ def cells(config: RecallConfig) -> Iterator[tuple[str, int, int, Task]]:
         raise ConfigError([message], "recall")
 
 
+def check_recall(config: RecallConfig, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    """Raises ConfigError where no cell fits the lengths and the vocabulary; asks no model."""
+    words = words_of(tokenizer, vocab_size)
+    if all(ask(task, 1, words, vocab_size) is None for *_, task in list(cells(config))):
+        raise _too_few(words, config)
+
+
+def _too_few(words: np.ndarray, config: RecallConfig) -> ConfigError:
+    few = f"the model has {len(words)} tokens of visible text, too few for any of {config.pairs} pairs"
+    return ConfigError([f"pairs: {few}; give fewer"], "recall")
+
+
 @torch.no_grad()
 def run_recall(
     model: CausalLM,
@@ -137,8 +149,7 @@ def run_recall(
             if asked is not None:
                 found.append(Cell(name, length, pairs, *_answer(model, asked, first, progress)))
     if not found:
-        message = f"pairs: the model has {len(words)} tokens of visible text, too few for any of {config.pairs} pairs"
-        raise ConfigError([message + "; give fewer"], "recall")
+        raise _too_few(words, config)
     return found
 
 

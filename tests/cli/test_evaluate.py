@@ -156,7 +156,7 @@ def test_what_is_wrong_with_suites_and_tasks_is_told_together(folder, tmp_path):
     pytest.importorskip("lm_eval", reason="needs the extra eval")
     (tmp_path / "wikitext.yaml").write_text("task: [\n")
     result = call(folder / "tnl", "--suite", "perplexity", "--suite", "csr", "--task", "x", "--include", tmp_path)
-    assert result.exit_code == 2 and "tasks: 1 problem" in result.output and "is no YAML" in result.output
+    assert result.exit_code == 2 and "evaluate: 1 problem" in result.output and "is no YAML" in result.output
 
 
 def test_options_that_would_change_nothing_are_all_named(folder, tmp_path):
@@ -204,8 +204,9 @@ def test_what_cannot_be_done(folder, tmp_path):
         (folder / "tnl", "--needle", "easy", "--lengths", "9,5"): "lengths: '9,5' is not",
         (folder / "tnl", "--needle", "easy", "--lengths", "10:20"): "lengths: '10:20' is not",
         (folder / "tnl", "--needle", "easy", "--lengths", "20"): "20 tokens do not hold",
-        ("nowhere", "--needle", "easy", "--text", folder / "none.txt", "--haystack", tmp_path): "evaluate: 2 problems",
-        ("nowhere", "--recall", "--lengths", 2): "lengths.0: Input should be greater than or equal to 8",
+        ("nowhere", "--needle", "easy", "--text", folder / "none.txt", "--haystack", tmp_path): "evaluate: 3 problems",
+        ("nowhere", "--recall", "--lengths", 2): "--lengths: Input should be greater than or equal to 8 (given 2)",
+        (folder / "tnl", "--recall", "--lengths", 9000, "--pairs", 500): "--pairs: the model has 94 tokens of visible",
     }.items():
         result = call(*arguments)
         assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output
@@ -214,6 +215,10 @@ def test_what_cannot_be_done(folder, tmp_path):
     result = call(tmp_path / "tnl", "--text", folder / "a.txt", "--needle", "easy", "--lengths", "20,400")
     assert result.exit_code == 2 and "20 tokens do not hold" in result.output
     assert not (tmp_path / "tnl" / "evaluations").exists()  # told before the text was scored
+    (tmp_path / "tnl" / "evaluations").write_text("")
+    result = call(tmp_path / "tnl", "--text", folder / "a.txt")
+    assert result.exit_code == 0 and result.output.startswith("note nothing will be kept: ")  # before the numbers
+    assert "evaluations' is a file; stop and copy the run to keep results" in result.output.replace("\n", " ")
     if not torch.cuda.is_available():
         result = call(folder / "tnl", "--text", folder / "a.txt", "--device", "cuda")
         assert result.exit_code == 2 and "device: 'cuda' was asked for" in result.output
