@@ -4,10 +4,13 @@ config = DataConfig(source=["corpus/*.txt"], tokenizer={"kind": "bpe", "vocab_si
 corpus = prepare(config, "cache")
 batches = Batches(corpus.train, seq_len=512, batch_size=8, seed=0)
 tokens, targets = batches.batch(step=0)
+
+Batches, which are tensors, are imported when they are first used, so that the rest needs no torch.
 """
 
+import importlib
+
 from linnet.data.corpus import Corpus, DataConfig, check, open_corpus, prepare
-from linnet.data.loader import Batches, pack_documents, validation_batches
 from linnet.data.shards import CorpusDamaged, TokenShards
 from linnet.data.tokenizer import (
     ByteTokenizer,
@@ -38,3 +41,9 @@ __all__ = [
     "train_bpe",
     "validation_batches",
 ]
+
+
+def __getattr__(name: str):
+    if name not in ("Batches", "pack_documents", "validation_batches"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("linnet.data.loader"), name)

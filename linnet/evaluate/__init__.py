@@ -1,5 +1,14 @@
-"""One model, one score."""
+"""One model, one score.
 
-from linnet.evaluate.perplexity import Score, score
+`score` is imported when it is first used, so that what was measured is read without torch.
+"""
 
 __all__ = ["Score", "score"]
+
+
+def __getattr__(name: str):
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from linnet.evaluate import perplexity
+
+    return getattr(perplexity, name)

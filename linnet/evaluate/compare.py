@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from linnet.config import digest
-from linnet.evaluate.needle import RIVALS
+from linnet.evaluate.needle_scores import RIVALS
 from linnet.evaluate.results import Evaluation, Result
 from linnet.runs.record import plain
 

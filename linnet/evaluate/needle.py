@@ -20,11 +20,11 @@ from pydantic import Field
 from linnet.config import Config, ConfigError
 from linnet.data import Tokenizer
 from linnet.evaluate.likelihood import log_likelihoods
+from linnet.evaluate.needle_scores import RIVALS
 from linnet.evaluate.ruler import common_words
 from linnet.inference import Engine, Sampling
 
 VALUES = 4  # values, keys asked for or links of a chain in the variants that have several
-RIVALS = 9  # wrong answers beside the right one where answers are chosen
 
 _WHERE = "harbour station library orchard workshop museum garden bakery mill lighthouse theatre stable".split()
 _WHO = "the keeper, a traveller, my neighbour, the old clerk, a sailor, the gardener, her cousin, a student".split(", ")

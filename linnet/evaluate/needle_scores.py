@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 RATIOS = (1.0, 1.01, 1.05, 1.2)  # that `sensitivity` tries
 THRESHOLDS = (0.25, 0.5, 1.0)
+RIVALS = 9  # wrong answers beside the right one where answers are chosen
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from linnet.config import ConfigError, digest, gather
-from linnet.models import count_parameters
 from linnet.runs import RunFolder
 from linnet.runs.files import write_atomic
-from linnet.runs.model import Loaded
 from linnet.runs.record import plain
+
+if TYPE_CHECKING:  # what was measured is read without torch
+    from linnet.runs.model import Loaded
 
 FOLDER = "evaluations"
 FORMAT = 1
@@ -187,8 +188,10 @@ def read_evaluations(run: str | Path, problems: list[str] | None = None) -> list
     return found
 
 
-def describe_model(folder: RunFolder, loaded: Loaded) -> dict[str, Any]:
+def describe_model(folder: RunFolder, loaded: "Loaded") -> dict[str, Any]:
     """Which model was evaluated: `model` of the record. A model folder has no step, tokens and FLOPs."""
+    from linnet.models import count_parameters
+
     total, outside = count_parameters(loaded.model.config)
     step = loaded.step
     tokens = flops = None

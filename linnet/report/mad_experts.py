@@ -4,8 +4,7 @@ from html import escape
 
 from linnet.report import shell, units
 from linnet.report.mad_figures import Records, points, task_name
-from linnet.study.mad.loads import dead
-from linnet.study.mad.results import Result
+from linnet.study.mad.results import Result, dead
 
 _APART = 'style="padding-left:14px"'
 STRONGEST = 3.0  # times an even share at which a cell has its full colour

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet.config import ConfigError, read_yaml
-from linnet.models import count_parameters
 from linnet.runs import RunFolder
-from linnet.runs.model import read_config
 from linnet.study.collect import read_plan
 from linnet.study.fit import ArchitectureFit, Crossing, StudyFit, fit_study, load_study
 
@@ -186,7 +184,10 @@ def _rows_of_runs(folder: Path) -> list[dict[str, Any]]:
             result = run.result() if run.done else {}
             row = {"run": path.name, "path": path.name, "architecture": run.config.get("architecture") or path.name}
             row |= {"status": "failed" if run.error() is not None else "unfinished"}
-            if not run.done:
+            if not run.done:  # nobody counted yet; only this needs torch
+                from linnet.models import count_parameters
+                from linnet.runs.model import read_config
+
                 row["params_total"], row["params_non_embedding"] = count_parameters(read_config(run))
             rows.append(row | {name: result[name] for name in COLUMNS if name in result})
         except ConfigError as error:

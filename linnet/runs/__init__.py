@@ -1,8 +1,12 @@
-"""The run folder: configuration, records and checkpoints of one training; read and written by everything above."""
+"""The run folder: configuration, records and checkpoints of one training; read and written by everything above.
+
+What holds tensors imports torch when it is first used, so that records are read without it.
+"""
+
+import importlib
 
 from linnet.runs.checkpoint import CheckpointError, latest_good
 from linnet.runs.folder import LockedError, RunFolder
-from linnet.runs.model import load_model, save_model
 from linnet.runs.record import Record, read_rows
 
 __all__ = [
@@ -15,3 +19,9 @@ __all__ = [
     "read_rows",
     "save_model",
 ]
+
+
+def __getattr__(name: str):
+    if name not in ("load_model", "save_model"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("linnet.runs.model"), name)

@@ -14,15 +14,17 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from linnet.config import ConfigError
 from linnet.runs.files import FULL, sync_file, sync_folder
 
-Tensors = dict[str, dict[str, Tensor]]
+if TYPE_CHECKING:  # run folders are also read where no tensor is needed, and torch takes seconds to import
+    from torch import Tensor
+
+Tensors = dict[str, dict[str, "Tensor"]]
 
 _NAME = re.compile(r"step-(\d{8,})")
 _FORMAT = 1
@@ -72,6 +74,8 @@ def load(path: Path, groups: list[str] | None = None) -> tuple[Tensors, dict]:
     Raises:
         CheckpointError: the folder, a file or a checksum is not what was written; the message names it.
     """
+    from safetensors.torch import load_file
+
     state = _read_state(path)
     tensors = {}
     for name, expected in state["sha256"].items():
@@ -136,6 +140,8 @@ def set_aside_after(folder: Path, good: Path | None) -> list[Path]:
 
 
 def _write(temporary: Path, step: int, tensors: Tensors, meta: dict) -> None:
+    from safetensors.torch import save_file
+
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     sums = {}

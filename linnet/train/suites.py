@@ -15,9 +15,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from linnet.config import Config, ConfigError, not_installed
 from linnet.data import Tokenizer
 from linnet.data.sources import find_files
-from linnet.evaluate.needle import RIVALS, NeedleConfig, items, run_needle
-from linnet.evaluate.needle_scores import needle_scores
-from linnet.evaluate.recall import Probe, RecallConfig, ask, cells, run_recall, words_of
+from linnet.evaluate.needle import NeedleConfig, items, run_needle
+from linnet.evaluate.needle_scores import RIVALS, needle_scores
+from linnet.evaluate.recall import Probe, RecallConfig, cells, check_recall, run_recall
 from linnet.evaluate.text import natural_method, read_texts, score_text
 from linnet.inference import Engine
 from linnet.models import CausalLM, ModelConfig
@@ -216,10 +216,7 @@ class RecallEvaluation(RecallConfig):
 
     def prepare(self, subject: Subject) -> Measure:
         """Raises ConfigError where no length holds any number of pairs, or the vocabulary has too few words."""
-        vocabulary = subject.model.vocab_size
-        words = words_of(subject.tokenizer, vocabulary)
-        if all(ask(task, 1, words, vocabulary) is None for _, _, _, task in list(cells(self))):
-            raise ConfigError([f"pairs: {len(words)} tokens of visible text are too few for any of {self.pairs}"])
+        check_recall(self, subject.tokenizer, subject.model.vocab_size)
 
         def measure(model: CausalLM) -> Found:
             found = run_recall(model, subject.tokenizer, self, autocast=subject.autocast())

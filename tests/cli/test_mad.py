@@ -114,8 +114,10 @@ def test_samples_of_the_docs():
         assert all(line.strip() in printed for line in shown.splitlines()), command
 
 
-def test_help_needs_no_torch():
-    code = "import sys, linnet.cli; assert not {'torch', 'numpy'} & set(sys.modules)"
+def test_help_needs_no_torch_nor_does_what_only_reads_records():
+    code = "import sys, linnet.cli; assert not {'torch', 'numpy'} & set(sys.modules)\n"
+    code += "import linnet.evaluate.compare, linnet.report.compare, linnet.report.mad, linnet.report.page\n"
+    code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from linnet.layers.routing import record_loads
 from linnet.train.ensemble import Ensemble
 
-DEAD = 0.01  # of an even share; an expert below it gets next to no token
-
 Loads = dict[str, list[float]]  # a layer, by its place in the model -> the share of each of its experts
 
 
@@ -43,11 +41,6 @@ def expert_loads(ensemble: Ensemble, model: nn.Module, tokens: Tensor, batch_siz
         sizes = torch.tensor([len(batch) for batch in rows.split(batch_size)], device=device) / len(rows)
         found.append({_place(name): _mean(torch.stack(parts), sizes) for name, parts in loads.items()})
     return found
-
-
-def dead(shares: list[float]) -> list[int]:
-    """The numbers of experts, from 0, that get next to no token."""
-    return [expert for expert, share in enumerate(shares) if share * len(shares) < DEAD]
 
 
 def _place(name: str) -> str:

@@ -11,6 +11,7 @@ from linnet.config import ConfigError
 
 TABLE, RUNS = "mad.csv", "runs"
 DONE = "done"
+DEAD = 0.01  # of an even share; an expert below it gets next to no token
 _TEXTS = ("architecture", "task", "setting", "varied", "status", "budget", "spec", "decay")
 _COUNTS = ("seed", "parameters", "state_size", "epoch")
 _REQUIRED = ("architecture", "task", "setting", "learning_rate", "weight_decay", "accuracy", "status")
@@ -61,6 +62,11 @@ class Result:
     def ended(self) -> bool:
         """Whether it trained to its end and has an accuracy."""
         return self.status == DONE and math.isfinite(self.accuracy)
+
+
+def dead(shares: list[float]) -> list[int]:
+    """The numbers of experts, from 0, that get next to no token."""
+    return [expert for expert, share in enumerate(shares) if share * len(shares) < DEAD]
 
 
 def read_results(folder: str | Path) -> list[Result]:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from linnet.study.mad.mqar import SOLVED
 from linnet.train.ensemble import Score
 
 
@@ -47,7 +48,7 @@ class Training:
 
 PAPER = Training()
 MAD_LAB = Training((0.9, 0.999), constant=True, watch="test", enough=0.999)
-MQAR = Training((0.9, 0.999), watch="validation", enough=0.99)
+MQAR = Training((0.9, 0.999), watch="validation", enough=SOLVED)
 
 
 class Counted(NamedTuple):

@@ -13,8 +13,8 @@ from linnet.layers.routing import record_loads
 from linnet.models import ModelConfig, build_model
 from linnet.report.mad import write_mad_report
 from linnet.study.mad.architectures import architecture
-from linnet.study.mad.loads import dead, expert_loads, is_routed
-from linnet.study.mad.results import read_results
+from linnet.study.mad.loads import expert_loads, is_routed
+from linnet.study.mad.results import dead, read_results
 from linnet.study.mad.settings import BUDGETS, Budget, GridPoint
 from linnet.train.ensemble import Ensemble
 
