@@ -121,7 +121,7 @@ def _power(law) -> str:
 
 
 def _allocation(study: Study) -> str:
-    known = {name: fit for name, fit in study.fits.items() if not fit.N_opt.refused and not fit.D_opt.refused}
+    known = {name: fit for name, fit in study.fits.items() if through_optima(fit) and not fit.D_opt.refused}
     if not known:
         return ""
     sizes = _range("a", {name: fit.N_opt.exponent for name, fit in known.items()})
@@ -142,10 +142,10 @@ def _allocation(study: Study) -> str:
 
 def _range(symbol: str, values: dict[str, float]) -> str:
     low, high = min(values, key=values.get), max(values, key=values.get)
-    if low == high:
-        return f"{symbol} = {units.significant(values[low], 2)} for {_strong(low)}"
-    ends = [f"{units.significant(values[name], 2)} ({_strong(name)})" for name in (low, high)]
-    return f"{symbol} from {ends[0]} to {ends[1]}"
+    least, most = (units.significant(values[name], 2) for name in (low, high))
+    if least == most:
+        return f"{symbol} = {least} for {_strong(low) if len(values) == 1 else f'all {len(values)}'}"
+    return f"{symbol} from {least} ({_strong(low)}) to {most} ({_strong(high)})"
 
 
 def _held_out(study: Study) -> str:

@@ -24,8 +24,8 @@ def gain_of_doubling(law: Law) -> float:
 
 
 def through_optima(fit: ArchitectureFit) -> bool:
-    """Whether L(C) runs through optima, rather than through the lowest losses seen."""
-    return not fit.N_opt.refused
+    """Whether L(C) runs through optima, rather than through the lowest losses seen (as those of `power` always do)."""
+    return not fit.N_opt.refused and fit.headline != "power"
 
 
 def loss_points(fit: ArchitectureFit) -> list[dict]:

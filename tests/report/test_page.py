@@ -186,6 +186,16 @@ def test_refused_optima_are_shown_as_refused(study, write):
     assert "finished runs have no training curve" in page.text
 
 
+def test_sizes_at_the_edge_say_nothing_of_the_best_ones(study, write):
+    """Where no optimum lies between the sizes, the smallest is the best seen at every budget: no N_opt as C^0."""
+    folder = study(architectures=("llama", "tnl"), widths=(64, 80, 96, 128, 160), curves=False)
+    table, curves, _ = load_study(folder)
+    laws = fit_study(table, curves, method="power", bootstrap=0)
+    page = write(folder, fit=laws)
+    assert "The best model size grows" not in page.text and "Loss falls fastest" not in page.text
+    assert "The laws of llama and tnl run through the lowest losses seen instead of optima" in page.text
+
+
 def test_unfinished_study_of_one_architecture_written_elsewhere(study, write, tmp_path):
     folder = study(architectures=("tnl",), budgets=(2e11, 4e11, 8e11))
     (folder / "plan.json").write_text(json.dumps({"runs": [{"run": f"run-{index}"} for index in range(25)]}))
