@@ -10,7 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_ROWS = 64
-MOST_WEIGHTS = 1 << 24  # larger matrices keep a library's product busy (7B: 2 to 14 % slower here)
+MOST_WEIGHTS = (
+    1 << 24
+)  # larger matrices keep a library's product busy (docs/negative-results.md times shapes of a 7B model)
 _ACTIVATIONS = {"none": 0, "silu": 1, "sigmoid": 2}
 
 
