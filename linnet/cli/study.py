@@ -17,7 +17,8 @@ def study(
     architectures: Annotated[
         str | None,
         typer.Option(
-            help="Only these, with commas between: tnl,hgrn2. A family that CONFIG lacks is added.", show_default=False
+            help="Only these, beside --mixer, with commas between: tnl,hgrn2. A family that CONFIG lacks is added.",
+            show_default=False,
         ),
     ] = None,
     budgets: Annotated[
@@ -133,18 +134,20 @@ def _settings(config, mixer, architectures, budgets, workers, assignments, cache
     else:
         values = parse_yaml(files("linnet.study").joinpath("quick.yaml").read_text(encoding="utf-8"))
     problems: list[str] = []
+    own: list[str] = []  # what --mixer adds, whatever --architectures leaves out
     if mixer is not None:
         with gather(problems):
-            name = load_plugin(mixer)
+            own = [load_plugin(mixer)]
             values["plugins"] = [*_listed(values, "plugins"), mixer]
-            values["architectures"] = [name, *_listed(values, "architectures")]
+            values["architectures"] = [*own, *_listed(values, "architectures")]
             if config is None:
-                values["name"] = f"quick-{name}"
+                values["name"] = f"quick-{own[0]}"
     if architectures is not None:
         known = {
             a["name"] if isinstance(a, dict) and "name" in a else str(a): a for a in _listed(values, "architectures")
         }
         chosen = [name.strip() for name in architectures.split(",") if name.strip()]
+        chosen = [*(name for name in own if name not in chosen), *chosen]
         values["architectures"] = [known.get(name, name) for name in chosen]
     if budgets is not None:
         values["budgets"] = []
