@@ -12,6 +12,7 @@ import traceback
 
 import pytest  # noqa: F401
 import torch
+import torch.fx.experimental.symbolic_shapes  # noqa: F401  what the first gradient imports
 import triton.language  # noqa: F401
 
 import linnet.ops  # noqa: F401

@@ -95,10 +95,10 @@ def test_shapes_are_checked():
 
 
 INTERPRETED = [
-    ((2, 37, 3, 8), torch.float32),
-    ((1, 70, 2, 12), torch.float32),
+    ((2, 37, 2, 8), torch.float32),
+    ((1, 70, 1, 12), torch.float32),
     ((1, 1, 1, 4), torch.float32),
-    ((1, 20, 2, 8), torch.float32, "cpu", 3),
+    ((1, 20, 1, 8), torch.float32, "cpu", 3),
 ]
 
 

@@ -227,8 +227,8 @@ INTERPRETED = [
     ((1, 40, 16, 24), {}),
     ((1, 20, 24, 16), {"decay": "resets", "state": False}),
     ((1, 32, 16, 16), {"dtype": "float16", "decay": "extreme"}),
-    ((1, 50, 16, 16), {"offsets": [0, 0, 20, 21, 50, 50], "forget": True}),
-    ((1, 70, 16, 16), {"decay": "slow", "segments": 2, "without": "final"}),
+    ((1, 35, 16, 16), {"offsets": [0, 0, 17, 18, 35, 35], "forget": True}),
+    ((1, 40, 16, 16), {"decay": "slow", "segments": 2, "without": "final"}),
     ((1, 33, 16, 16), {"without": "initial"}),
 ]
 

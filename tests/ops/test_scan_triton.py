@@ -176,12 +176,12 @@ def test_debug_looks_at_offsets():
 
 # The interpreter cuts bfloat16 off instead of rounding it.
 INTERPRETED = [
-    ((2, 30, 5), {"decay": "extreme"}, (2, 4, 16, 1)),
-    ((1, 32, 16), {"state": False}, (2, 4, 16, 2)),
-    ((2, 40, 3), {"dtype": "float16"}, (4, 2, 16, 8)),
-    ((1, 20, 20), {"theta": True}, (2, 2, 16, 4)),
-    ((1, 30, 5), {"offsets": [0, 0, 10, 11, 30, 30]}, (2, 4, 16, 4)),
-    ((1, 22, 5), {"offsets": [0, 8, 22], "theta": True, "state": False}, (2, 2, 16, 1)),
+    ((2, 10, 5), {"decay": "extreme"}, (2, 2, 16, 1)),
+    ((1, 16, 16), {"state": False}, (2, 2, 16, 2)),
+    ((2, 20, 3), {"dtype": "float16"}, (4, 2, 16, 8)),
+    ((1, 10, 20), {"theta": True}, (2, 2, 16, 2)),
+    ((1, 18, 5), {"offsets": [0, 0, 5, 6, 18, 18]}, (2, 2, 16, 4)),
+    ((1, 10, 5), {"offsets": [0, 4, 10], "theta": True, "state": False}, (2, 2, 16, 1)),
 ]
 
 

@@ -80,6 +80,18 @@ def use_segments(monkeypatch, count):
     monkeypatch.setattr(triton, "count_segments", lambda *_: count)
 
 
+def use_short_chunks(monkeypatch):
+    """Chunks of half as many tokens, and as many between the states that are kept, so that few tokens fill some."""
+    from linnet.ops.selective_scan import shapes, triton
+
+    def choose(*call, choose=triton.choose_tile):
+        tile = choose(*call)
+        return tile._replace(length=tile.length // 2)
+
+    monkeypatch.setattr(triton, "choose_tile", choose)
+    monkeypatch.setattr(shapes, "tokens_between", lambda states, between=shapes.tokens_between: between(states) // 2)
+
+
 @gpu
 @pytest.mark.parametrize("N, D", [(1, 1), (2, 100), (3, 256), (8, 33), (16, 40), (23, 64), (64, 10)])
 def test_widths(N, D):
@@ -218,16 +230,16 @@ def test_a_step_in_a_graph():
 
 # The interpreter cuts bfloat16 off instead of rounding it.
 INTERPRETED = [
-    ((2, 11, 5, 4), {"decay": "extreme"}, 1),
-    ((1, 16, 64, 4), {"state": False, "skip": False}, 1),
-    ((1, 33, 3, 16), {"softplus": True}, 3),
-    ((2, 9, 130, 2), {"dtype": "float16"}, 2),  # several rows, blocks of channels and segments at once
-    ((1, 11, 3, 16), {"dtype": "bfloat16"}, 1),
-    ((1, 9, 5, 4), {"dtype": "bfloat16"}, 1),
-    ((4, 9, 3, 1), {"models": 2, "softplus": True}, 2),
-    ((1, 9, 5, 23), {"offsets": [0, 4, 9]}, 1),
-    ((1, 20, 5, 4), {"offsets": [0, 0, 10, 11, 20, 20]}, 2),
-    ((2, 11, 5, 3), {"offsets": [0, 8, 11], "models": 2}, 1),
+    ((2, 6, 5, 4), {"decay": "extreme"}, 1),
+    ((1, 8, 64, 4), {"state": False, "skip": False}, 1),
+    ((1, 17, 3, 16), {"softplus": True}, 3),  # a whole segment, one of a token, one of none
+    ((2, 5, 130, 1), {}, 2),  # several rows, blocks of channels and segments at once
+    ((1, 6, 3, 16), {"dtype": "bfloat16"}, 1),
+    ((1, 5, 5, 4), {"dtype": "float16"}, 1),
+    ((4, 3, 3, 2), {"models": 2, "softplus": True}, 1),
+    ((1, 5, 5, 23), {"offsets": [0, 2, 5]}, 1),
+    ((1, 10, 5, 4), {"offsets": [0, 0, 5, 6, 10, 10]}, 2),
+    ((2, 6, 5, 3), {"offsets": [0, 4, 6], "models": 2}, 1),
 ]
 
 
@@ -240,6 +252,7 @@ if __name__ == "__main__":
     for sizes, options, segments in INTERPRETED:
         options = options | {"dtype": getattr(torch, options.get("dtype", "float32")), "device": "cpu"}
         with pytest.MonkeyPatch.context() as monkeypatch:
+            use_short_chunks(monkeypatch)
             use_segments(monkeypatch, segments)
             assert_agrees(*sizes, **options)
         print(*sizes, "agrees")
