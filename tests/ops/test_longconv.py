@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from precision import assert_near
 from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.ops import ModalFilter, backend, filtered_attention, long_convolution, long_convolution_step
@@ -101,7 +102,7 @@ def test_the_kernel_is_the_sum_of_the_modes():
     kernel[:, 0] += call["skip"]
     assert_same(run(call)[0], kernel.t()[None])
     single = {name: x.float() for name, x in call.items()}
-    assert_same(run(single)[0], kernel.t()[None], 2e-4)
+    assert_near(run(single)[:1], [kernel.t()[None]], 1e-4)  # angles in the thousands have fewer digits
 
 
 @pytest.mark.parametrize("lags", [50, 20, 80])
@@ -152,8 +153,7 @@ def test_gradcheck(form):
 def test_single_precision_and_its_gradients(form):
     call = make(B=2, T=300, F=4, P=2, dtype=torch.float32)
     exact = {name: x.detach().double().requires_grad_() for name, x in call.items()}
-    for a, e in zip(everything(call), everything(exact, "reference"), strict=True):
-        assert (a - e).norm() <= 1e-5 * e.norm()
+    assert_near(everything(call), everything(exact, "reference"))
     assert run(call | {"x": call["x"].bfloat16()})[0].dtype == torch.bfloat16
 
 
