@@ -14,6 +14,7 @@ from torch import Tensor
 
 from linnet.evaluate.mode import evaluating
 from linnet.models import CausalLM
+from linnet.models.causal_lm import IGNORE
 
 TOKENS = 2**15  # most tokens, padding included, that are read at once
 LOGITS = 2**26  # most logits at once
@@ -99,7 +100,7 @@ def _pad(batch: list[_Group], with_context: bool) -> tuple[np.ndarray, np.ndarra
         context = group.context if with_context else group.context[-1:]
         rows += [(np.concatenate([context, c]), len(context)) for c in group.continuations]
     width = max(len(row) for row, _ in rows) - 1
-    inputs, targets = np.zeros((len(rows), width), dtype=np.int64), np.full((len(rows), width), -100, dtype=np.int64)
+    inputs, targets = np.zeros((len(rows), width), dtype=np.int64), np.full((len(rows), width), IGNORE, dtype=np.int64)
     for i, (row, known) in enumerate(rows):
         inputs[i, : len(row) - 1] = row[:-1]
         targets[i, known - 1 : len(row) - 1] = row[known:]
@@ -133,7 +134,7 @@ def _score(
     device = next(model.parameters()).device
     inputs, targets = (torch.from_numpy(x).to(device) for x in padded)
     x, _ = model.backbone(model.embed(inputs), states)
-    row, column = (targets != -100).nonzero(as_tuple=True)
+    row, column = (targets != IGNORE).nonzero(as_tuple=True)
     nats = torch.zeros(len(targets), dtype=torch.float64, device=device)
     wrong = torch.zeros(len(targets), dtype=torch.int64, device=device)
     size = max(1, LOGITS // model.config.vocab_size)

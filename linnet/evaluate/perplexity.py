@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.evaluate.mode import evaluating
-
-IGNORE = -100
+from linnet.models.causal_lm import IGNORE
 
 
 @dataclass(frozen=True)

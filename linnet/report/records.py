@@ -14,14 +14,10 @@ from typing import Any
 
 from linnet.config import ConfigError, read_yaml
 from linnet.runs import RunFolder
-from linnet.study.collect import read_plan
+from linnet.study.collect import COLUMNS, read_plan
 from linnet.study.fit import ArchitectureFit, Crossing, StudyFit, fit_study, load_study
 
 CURVE_BINS = 40  # points of a training curve that are drawn
-COLUMNS = (
-    "run architecture budget params_non_embedding params_total tokens flops flops_paper loss bits_per_byte "
-    "state_bytes seconds status path"
-).split()
 REQUIRED = ("run", "architecture", "params_non_embedding", "tokens", "flops", "loss")
 
 
@@ -201,7 +197,7 @@ def _check_table(rows):
     """Rows as the table of a study, with `usable`."""
     import pandas as pd
 
-    table = pd.DataFrame(rows).reindex(columns=COLUMNS)
+    table = pd.DataFrame(rows).reindex(columns=list(COLUMNS))
     texts = ("run", "architecture", "status", "path")
     for name in COLUMNS:
         if name not in texts:

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 from torch.nn import functional as F
 
+from linnet.models.causal_lm import IGNORE
 from linnet.train.capture import Captured
 from linnet.train.products import multiply
 
 BETAS = (0.9, 0.98)
 EPS = 1e-8
-IGNORE = -100
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from linnet.config import ConfigError
 from linnet.data import Batches, Corpus
 from linnet.models import CausalLM, build_model
+from linnet.models.causal_lm import IGNORE
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
 from linnet.runs.model import mismatches
@@ -22,8 +23,6 @@ from linnet.train.feed import Feed
 from linnet.train.guards import Guard, Trouble
 from linnet.train.optim import Optimizer
 from linnet.train.schedule import factor
-
-IGNORE = -100
 
 
 class Session:
