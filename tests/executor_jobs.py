@@ -8,6 +8,8 @@ from pathlib import Path
 from linnet.config import ConfigError
 from linnet.study.executors import Job
 
+LONG = 240  # seconds that no test waits for
+
 
 def work(job: Job) -> str:
     """A stand-in for a training: notes that it started in the job's file, then does what the job says."""
@@ -33,7 +35,7 @@ def work(job: Job) -> str:
             return "diverged"
         case "sleep":
             try:
-                time.sleep(60)
+                time.sleep(LONG)
             except KeyboardInterrupt:
                 log.write_text("interrupted")
                 raise

@@ -11,6 +11,7 @@ on. Bad configurations and exhausted memory would fail again in the same way, so
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -261,16 +262,13 @@ def prepare_worker(threads: int, device: str | None, watch: bool = True) -> None
     """Sets up a worker process: its share of the cores, its GPU, its end when the parent is gone, its signals."""
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    _share_cores(threads)
     if watch:
         # Ctrl-C goes to all processes of the terminal's group; here the parent alone hears it, and asks with SIGTERM
         if hasattr(os, "setpgrp"):
             os.setpgrp()
         signal.signal(signal.SIGTERM, _stop)
         threading.Thread(target=end_with_parent, daemon=True).start()
-    import torch
-
-    torch.set_num_threads(threads)
 
 
 class _Worker:
@@ -328,9 +326,17 @@ def _serve(pipe: connection.Connection, threads: int, device: str | None) -> Non
         prepare_worker(threads, device)
         while True:
             work, job = pipe.recv()
+            _share_cores(threads)
             pipe.send(attempt(work, job))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         pass
+
+
+def _share_cores(threads: int) -> None:
+    """Limits torch: by what it reads when it is imported, and by a call where the work has imported it already."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(threads)
 
 
 def _stop(signum, frame) -> None:
