@@ -149,18 +149,26 @@ CHANNELS: dict[str, type[Channel]] = {}
 
 
 def register_mixer(name: str, config: type[Config]):
+    """Class decorator: layouts know the mixer by `name`, its options are those of `config`.
+
+    Raises:
+        ValueError: another class has the name.
+    """
     return _register(MIXERS, name, config)
 
 
 def register_channel(name: str, config: type[Config]):
+    """As `register_mixer`, for a channel mixer."""
     return _register(CHANNELS, name, config)
 
 
 def find_mixer(name: str) -> type[Mixer]:
+    """The class of a registered mixer. Raises ConfigError for an unknown name, with the nearest one."""
     return _find(MIXERS, "mixer", name)
 
 
 def find_channel(name: str) -> type[Channel]:
+    """As `find_mixer`, for a channel mixer."""
     return _find(CHANNELS, "channel mixer", name)
 
 

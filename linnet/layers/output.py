@@ -16,6 +16,8 @@ from linnet.ops.activation import gated_activation
 
 
 class GatedOutputConfig(Config):
+    """Options of `GatedOutput`, and of every mixer that ends with it."""
+
     norm: NormKind = Field("srmsnorm", description="norm of the concatenated heads, over the full width")
     norm_eps: float | None = Field(None, gt=0, description="null is the norm's own")
     gate: Literal["low_rank", "full", "none"] = Field("low_rank", description="full is TNL v1; none is its ablation")

@@ -41,10 +41,12 @@ def debug():
 
 
 def debugging() -> bool:
+    """Whether `debug` is on."""
     return _debug
 
 
 def use_reference() -> bool:
+    """Whether `use_backend` asks for the definition."""
     return _form == "reference"
 
 
@@ -61,6 +63,7 @@ def use_triton(op: str, is_cuda: bool, module: str = "triton") -> bool:
 
 @functools.cache  # asked on every call of an op
 def has_triton(op: str, module: str = "triton") -> bool:
+    """Whether Triton is installed and `linnet.ops.<op>.<module>` is there."""
     return (
         importlib.util.find_spec("triton") is not None
         and importlib.util.find_spec(f"linnet.ops.{op}.{module}") is not None

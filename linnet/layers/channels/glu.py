@@ -15,12 +15,16 @@ from linnet.ops.activation import gated_activation
 
 
 class GluWidthConfig(Config):
+    """Options of `swiglu` and `sglu`."""
+
     inner: int = Field(
         0, ge=0, description="inner width; 0 means 8/3 of the model width, rounded up to a multiple of 8"
     )
 
 
 class GluConfig(GluWidthConfig):
+    """Options of `glu`."""
+
     activation: Literal["none", "silu", "sigmoid", "gelu", "relu"] = Field("sigmoid", description="on the gate branch")
 
 
@@ -52,16 +56,22 @@ class GatedLinearUnit(Channel):
 
 @register_channel("swiglu", GluWidthConfig)
 class SwiGLU(GatedLinearUnit):
+    """Gated by SiLU."""
+
     activation = "silu"
 
 
 @register_channel("sglu", GluWidthConfig)
 class SGLU(GatedLinearUnit):
+    """Gated without an activation."""
+
     activation = "none"
 
 
 @register_channel("glu", GluConfig)
 class GLU(GatedLinearUnit):
+    """Gated by the activation that the options name."""
+
     def __init__(self, config: GluConfig, context: LayerContext):
         super().__init__(config, context)
         self.activation = config.activation

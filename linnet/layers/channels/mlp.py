@@ -11,6 +11,8 @@ from linnet.ops.activation import ACTIVATIONS
 
 
 class MlpConfig(Config):
+    """Options of `mlp`."""
+
     inner: int = Field(0, ge=0, description="inner width; 0 means four times the model width")
     activation: Literal["silu", "sigmoid", "gelu", "relu"] = "gelu"
     bias: bool = False

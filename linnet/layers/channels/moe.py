@@ -26,6 +26,8 @@ from linnet.ops.activation import gated_activation
 
 
 class MoeConfig(Config):
+    """Options of `moe`."""
+
     num_experts: int = Field(8, ge=1)
     num_active: int = Field(2, ge=1, description="experts of a token")
     inner: int = Field(

@@ -19,6 +19,8 @@ from linnet.ops.attention import causal_attention
 
 
 class AttentionConfig(Config):
+    """Options of `attention`."""
+
     num_heads: int = Field(8, ge=1)
     num_kv_heads: int = Field(0, ge=0, description="grouped-query attention; 0 means num_heads")
     rope: bool = True
@@ -29,6 +31,8 @@ class AttentionConfig(Config):
 
 @register_mixer("attention", AttentionConfig)
 class Attention(Mixer):
+    """x [B, T, D] -> [B, T, D]; the state is a ring of keys and values, their positions, and the next token's."""
+
     def __init__(self, config: AttentionConfig, context: LayerContext):
         super().__init__()
         d_model = context.d_model

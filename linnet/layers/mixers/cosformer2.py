@@ -20,6 +20,8 @@ from linnet.ops import lightning_attention, lightning_step
 
 
 class Cosformer2Config(GatedOutputConfig):
+    """Options of `cosformer2`."""
+
     norm: NormKind = "rmsnorm"
     num_heads: int = Field(8, ge=1)
     gate_input: Literal["normed", "residual"] = Field("normed", description="paper 000, A.1.4: residual")
@@ -28,6 +30,8 @@ class Cosformer2Config(GatedOutputConfig):
 
 @register_mixer("cosformer2", Cosformer2Config)
 class Cosformer2(Mixer):
+    """x [B, T, D] -> [B, T, D], state [B, H, 2 K, V] and the position of the next token."""
+
     def __init__(self, config: Cosformer2Config, context: LayerContext):
         super().__init__()
         d_model = context.d_model

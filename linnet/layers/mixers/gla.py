@@ -16,6 +16,8 @@ from linnet.ops.activation import log_sigmoid
 
 
 class GlaConfig(Config):
+    """Options of `gla`."""
+
     num_heads: int = Field(4, ge=1)
     expand_k: float = Field(1.0, gt=0, description="key width over model width (the GLA paper uses 0.5)")
     gate_rank: int = Field(16, ge=1, description="rank of the decay's projection")
@@ -25,6 +27,8 @@ class GlaConfig(Config):
 
 @register_mixer("gla", GlaConfig)
 class Gla(Mixer):
+    """x [B, T, D] -> [B, T, D], state [B, H, K, V]."""
+
     def __init__(self, config: GlaConfig, context: LayerContext):
         super().__init__()
         d_model = context.d_model

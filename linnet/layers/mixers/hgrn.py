@@ -19,6 +19,8 @@ from linnet.ops import diagonal_scan, diagonal_step
 
 
 class HgrnConfig(Config):
+    """Options of `hgrn`."""
+
     complex: bool = Field(False, description="complex recurrence with a learned rotation")
     norm: NormKind = "layernorm"
     norm_first: bool = Field(False, description="Norm(h) * gate instead of the paper's Norm(h * gate)")
@@ -26,6 +28,8 @@ class HgrnConfig(Config):
 
 @register_mixer("hgrn", HgrnConfig)
 class Hgrn(Mixer):
+    """x [B, T, D] -> [B, T, D]; the state is one number a channel, complex or real."""
+
     full_precision = ("theta",)
 
     def __init__(self, config: HgrnConfig, context: LayerContext):

@@ -23,6 +23,8 @@ from linnet.ops import forget_gated_attention, forget_gated_step, forget_gated_w
 
 
 class Hgrn2Config(Config):
+    """Options of `hgrn2`."""
+
     num_heads: int = Field(8, ge=1, description="paper 002 calls d_model / num_heads the expansion, 128 by default")
     norm: NormKind = "srmsnorm"
     norm_eps: float | None = Field(None, gt=0, description="null is the norm's own")
@@ -33,6 +35,8 @@ class Hgrn2Config(Config):
 
 @register_mixer("hgrn2", Hgrn2Config)
 class Hgrn2(Mixer):
+    """x [B, T, D] -> [B, T, D], state [B, H, K, V]."""
+
     def __init__(self, config: Hgrn2Config, context: LayerContext):
         super().__init__()
         d_model = context.d_model

@@ -18,6 +18,8 @@ from linnet.ops import long_convolution, long_convolution_step
 
 
 class HyenaFilterConfig(Config):
+    """Options that the three Hyena mixers share."""
+
     num_modes: int = Field(16, ge=1, description="complex modes of a filter: its state size")
     max_time_constant: int = Field(
         1024, ge=2, description="slowest mode at the start, in tokens; best the length of the sequences"
@@ -26,7 +28,7 @@ class HyenaFilterConfig(Config):
 
 
 class HyenaConfig(HyenaFilterConfig):
-    pass
+    """Options of `hyena`."""
 
 
 class HyenaMixer(Mixer):
@@ -90,6 +92,8 @@ class HyenaMixer(Mixer):
 
 @register_mixer("hyena", HyenaConfig)
 class Hyena(HyenaMixer):
+    """x [B, T, D] -> [B, T, D], with one filter a channel."""
+
     def __init__(self, config: HyenaConfig, context: LayerContext):
         d_model = context.d_model
         super().__init__(config, d_model, channels=d_model, filters=d_model, conv_channels=d_model)

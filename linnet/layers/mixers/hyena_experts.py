@@ -21,6 +21,8 @@ from linnet.ops import long_convolution_step
 
 
 class HyenaExpertsConfig(HyenaFilterConfig):
+    """Options of `hyena_experts`."""
+
     num_experts: int = Field(8, ge=1)
     num_active: int = Field(2, ge=1, description="experts of a token")
     expert_width: int = Field(0, ge=0, description="channels of an expert; 0 shares the model width among the experts")
@@ -37,6 +39,8 @@ class HyenaExpertsConfig(HyenaFilterConfig):
 
 @register_mixer("hyena_experts", HyenaExpertsConfig)
 class HyenaExperts(HyenaMixer):
+    """x [B, T, D] -> [B, T, D]; all experts hear every token, the chosen ones speak."""
+
     def __init__(self, config: HyenaExpertsConfig, context: LayerContext):
         d_model, experts = context.d_model, config.num_experts
         width = config.expert_width or d_model // experts

@@ -20,6 +20,8 @@ from linnet.ops import additive_attention, additive_step
 
 
 class LightnetConfig(GatedOutputConfig):
+    """Options of `lightnet`."""
+
     norm: NormKind = "rmsnorm"
     num_heads: int = Field(8, ge=1)
     lrpe: bool = Field(True, description="False is an ablation of paper 003, section 5.3")
@@ -28,6 +30,8 @@ class LightnetConfig(GatedOutputConfig):
 
 @register_mixer("lightnet", LightnetConfig)
 class Lightnet(Mixer):
+    """x [B, T, D] -> [B, T, D]; the state is that of `linnet.ops.additive_attention`, and the next token's position."""
+
     def __init__(self, config: LightnetConfig, context: LayerContext):
         super().__init__()
         d_model = context.d_model

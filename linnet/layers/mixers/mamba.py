@@ -24,6 +24,8 @@ SHORTEST_STEP, LONGEST_STEP, SMALLEST_STEP = 1e-3, 1e-1, 1e-4  # of delta at ini
 
 
 class MambaConfig(Config):
+    """Options of `mamba`."""
+
     expand: int = Field(2, ge=1, description="channels of the recurrence over the model width")
     state: int = Field(16, ge=1, description="states a channel (MAD: 4)")
     dt_rank: int = Field(0, ge=0, description="rank of the projection to delta; 0 is d_model / 16, rounded up")
@@ -33,6 +35,8 @@ class MambaConfig(Config):
 
 @register_mixer("mamba", MambaConfig)
 class Mamba(Mixer):
+    """x [B, T, D] -> [B, T, D], state [B, C, N] and the inputs that the convolution looks back to, [B, W - 1, C]."""
+
     full_precision = ("dt_bias", "A_log", "skip")
 
     def __init__(self, config: MambaConfig, context: LayerContext):

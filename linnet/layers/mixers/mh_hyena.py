@@ -18,12 +18,16 @@ from linnet.ops import filtered_attention
 
 
 class MhHyenaConfig(HyenaFilterConfig):
+    """Options of `mh_hyena`."""
+
     num_heads: int = Field(16, ge=1)
     num_modes: int = Field(2, ge=1, description="complex modes of a filter; the state is this times D^2 / num_heads")
 
 
 @register_mixer("mh_hyena", MhHyenaConfig)
 class MhHyena(HyenaMixer):
+    """x [B, T, D] -> [B, T, D], with one filter a head."""
+
     def __init__(self, config: MhHyenaConfig, context: LayerContext):
         d_model, heads = context.d_model, config.num_heads
         head_dim = split_heads(d_model, heads, "mh_hyena")

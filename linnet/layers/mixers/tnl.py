@@ -26,6 +26,8 @@ from linnet.ops import lightning_attention, lightning_step, lightning_waiting_st
 
 
 class TnlConfig(GatedOutputConfig):
+    """Options of `tnl`; the defaults are TNL3 (paper 000, A.1.2)."""
+
     num_heads: int = Field(8, ge=1)
     qk_activation: Literal["silu", "elu1", "none"] = Field("silu", description="elu1 is 1 + elu (paper 001, Table 8)")
     v_activation: Literal["none", "silu"] = Field("none", description="released code: silu")
@@ -39,6 +41,8 @@ class TnlConfig(GatedOutputConfig):
 
 @register_mixer("tnl", TnlConfig)
 class Tnl(Mixer):
+    """x [B, T, D] -> [B, T, D], state [B, H, K, V] and, with LRPE, the position of the next token."""
+
     def __init__(self, config: TnlConfig, context: LayerContext):
         super().__init__()
         d_model = context.d_model
@@ -128,6 +132,7 @@ class Tnl(Mixer):
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
+    """The activation `kind` (silu, elu1 = 1 + elu, none) of x, of any shape."""
     match kind:
         case "silu":
             return F.silu(x)

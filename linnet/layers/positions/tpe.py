@@ -20,6 +20,8 @@ from linnet.ops import modal_convolution, modal_step
 
 
 class TpeConfig(Config):
+    """Options of the model's `tpe`."""
+
     num_modes: int = Field(64, ge=1, description="modes E a channel")
     decay: Literal["learned", "fixed"] = Field("learned", description="paper: unspecified; fixed trains b alone")
     residual: bool = Field(False, description="y = x + TPE(x); paper 000 writes y = TPE(x)")

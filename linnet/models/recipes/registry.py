@@ -34,6 +34,7 @@ def register_family(name: str):
 
 
 def register_recipe(name: str, build: Callable[[], ModelConfig]) -> None:
+    """Gives a model a name; `build` is called when it is asked for."""
     assert name not in RECIPES, f"recipe {name} is registered twice"
     RECIPES[name] = build
 
