@@ -83,11 +83,17 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """One token: x [B, D] and the state after the previous token give y [B, D] and the state after this one."""
+        """One token: x [B, D] and the state after the previous token give y [B, D] and the state after this one.
+
+        The state may be written in place, or new tensors returned.
+        """
         raise NotImplementedError
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
-        """What the layer carries between tokens; a KV cache depends on `context_length`, a recurrence does not."""
+        """What the layer carries between tokens: tensors whose first dimension is the batch.
+
+        A KV cache depends on `context_length`, a recurrence does not.
+        """
         raise NotImplementedError
 
     def waiting_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
