@@ -80,21 +80,21 @@ class Mixer(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         """Mixes x [B, T, D] over time. `cu_seqlens` (int32 [N+1], B = 1) resets the state at document boundaries."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no forward")
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """One token: x [B, D] and the state after the previous token give y [B, D] and the state after this one.
 
         The state may be written in place, or new tensors returned.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no step, so it trains but does not generate")
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         """What the layer carries between tokens: tensors whose first dimension is the batch.
 
         A KV cache depends on `context_length`, a recurrence does not.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no state_spec; {{}} carries nothing")
 
     def waiting_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
         """Where the last tokens wait beside a large state, so that `step` writes it only every `tokens` tokens.
