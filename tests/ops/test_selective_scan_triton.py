@@ -81,15 +81,19 @@ def use_segments(monkeypatch, count):
 
 
 def use_short_chunks(monkeypatch):
-    """Chunks of half as many tokens, and as many between the states that are kept, so that few tokens fill some."""
+    """Chunks of half as many tokens, and fewer between the states that are kept, so that few tokens fill some."""
     from linnet.ops.selective_scan import shapes, triton
 
-    def choose(*call, choose=triton.choose_tile):
-        tile = choose(*call)
-        return tile._replace(length=tile.length // 2)
+    def between(states):
+        return 4 if states <= 4 else 8
+
+    def choose(states, backward, choose=triton.choose_tile):
+        tile = choose(states, backward)
+        length = tile.length // 2
+        return tile._replace(length=length, every=between(states) // length)
 
     monkeypatch.setattr(triton, "choose_tile", choose)
-    monkeypatch.setattr(shapes, "tokens_between", lambda states, between=shapes.tokens_between: between(states) // 2)
+    monkeypatch.setattr(shapes, "tokens_between", between)
 
 
 @gpu
@@ -232,9 +236,9 @@ def test_a_step_in_a_graph():
 INTERPRETED = [
     ((2, 6, 5, 4), {"decay": "extreme"}, 1),
     ((1, 8, 64, 4), {"state": False, "skip": False}, 1),
-    ((1, 17, 3, 16), {"softplus": True}, 3),  # a whole segment, one of a token, one of none
+    ((1, 9, 3, 16), {"softplus": True}, 3),  # a whole segment, one of a token, one of none
     ((2, 5, 130, 1), {}, 2),  # several rows, blocks of channels and segments at once
-    ((1, 6, 3, 16), {"dtype": "bfloat16"}, 1),
+    ((1, 10, 3, 16), {"dtype": "bfloat16"}, 1),
     ((1, 5, 5, 4), {"dtype": "float16"}, 1),
     ((4, 3, 3, 2), {"models": 2, "softplus": True}, 1),
     ((1, 5, 5, 23), {"offsets": [0, 2, 5]}, 1),

@@ -101,7 +101,7 @@ CASES = [
     for case in (
         ((3, 1, 16, 32), 4, {}),
         ((1, 3, 5, 19), 3, {"decays": "extreme"}),
-        ((2, 1, 20, 7), 2, {"decays": "none", "activation": "none"}),
+        ((2, 2, 20, 7), 2, {"decays": "none", "activation": "none"}),
         ((2, 1, 16, 16), 6, {"dtype": torch.bfloat16}),
         ((1, 1, 8, 8), 34, {}),  # no kernel takes so many
         ((3, 2, 16, 16), 4, {"strided": True}),
