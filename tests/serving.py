@@ -17,6 +17,7 @@ from linnet.inference import Engine
 from linnet.models import CausalLM, ModelConfig, build_model
 from linnet.serve import ChatTemplate, ServeConfig, Server, Service, bind
 
+LONG = 240  # seconds, after which something hangs: machines may be slow and busy
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -56,7 +57,7 @@ class Running:
 
     def client(self, **settings) -> openai.OpenAI:
         return openai.OpenAI(
-            base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 60, **settings}
+            base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": LONG, **settings}
         )
 
     def request(self, method: str, path: str, body: object = None, headers: dict | None = None) -> Reply:
@@ -65,7 +66,7 @@ class Running:
         headers = {"content-type": "application/json", **(headers or {})}
         request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=LONG) as response:
                 return Reply(response.status, {k.lower(): v for k, v in response.headers.items()}, response.read())
         except urllib.error.HTTPError as error:
             return Reply(error.code, {k.lower(): v for k, v in error.headers.items()}, error.read())
@@ -80,7 +81,7 @@ class Running:
         if receive_buffer is not None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         client.connect(("127.0.0.1", self.port))
-        client.settimeout(60)
+        client.settimeout(LONG)
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         return client
@@ -94,7 +95,7 @@ def read_until(client: socket.socket, *needles: bytes) -> bytes:
     return answer
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> bool:
+def wait_for(condition: Callable[[], bool], seconds: float = LONG) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
@@ -110,12 +111,12 @@ def run(service: Service, send_buffer: int | None = None) -> Iterator[Running]:
     server = Server(service, up.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    assert up.wait(30)
+    assert up.wait(LONG)
     try:
         yield Running(service, server, listener.getsockname()[1])
     finally:
         server.should_exit = True
-        thread.join(60)
+        thread.join(LONG)
         assert not thread.is_alive()
 
 

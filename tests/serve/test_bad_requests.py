@@ -3,10 +3,9 @@
 import http.client
 import json
 import socket
-import time
 
 import pytest
-from serving import Reply, Running, read_until, serve, wait_for
+from serving import LONG, Reply, Running, read_until, serve, wait_for
 
 TALK = [{"role": "user", "content": "x"}]
 
@@ -190,27 +189,28 @@ def test_key_is_asked_for_on_v1_alone():
 
 
 def test_size_and_slowness_of_a_request():
-    with serve(max_body=2000, body_timeout=0.5) as small:
+    with serve(max_body=2000) as small:
         reply = small.post(prompt="x" * 2000)
         assert reply.status == 413 and "2,000 bytes" in reply.error["message"]
         # Without a declared length: chunked, and refused where it passes the limit.
-        connection = http.client.HTTPConnection("127.0.0.1", small.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", small.port, timeout=LONG)
         chunks = [b'{"model": "tiny", "prompt": "', *[b"x" * 500] * 10, b'"}']
         connection.request(
             "POST", "/v1/completions", iter(chunks), {"content-type": "application/json"}, encode_chunked=True
         )
         assert connection.getresponse().status == 413
-        began = time.monotonic()
-        with socket.create_connection(("127.0.0.1", small.port), timeout=30) as client:
+        assert small.post(prompt="x", max_tokens=1).status == 200
+        assert small.service._entering == 0
+    with serve(body_timeout=0.5) as hasty:
+        with socket.create_connection(("127.0.0.1", hasty.port), timeout=LONG) as client:
             client.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                 b'Content-Length: 100\r\n\r\n{"model"'
             )
             answer = read_until(client, b"}}")
-        assert b"408" in answer.split(b"\r\n")[0] and time.monotonic() - began < 10
+        assert b"408" in answer.split(b"\r\n")[0]
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
-        assert small.post(prompt="x", max_tokens=1).status == 200
-        assert small.service._entering == 0
+        assert hasty.service._entering == 0
 
 
 def test_length_is_limited_by_the_server_and_by_a_cache():
@@ -280,7 +280,7 @@ def test_bug_of_ours_is_a_500_without_its_details():
     ],
 )
 def test_what_is_no_http(tiny: Running, sent: bytes):
-    with socket.create_connection(("127.0.0.1", tiny.port), timeout=30) as client:
+    with socket.create_connection(("127.0.0.1", tiny.port), timeout=LONG) as client:
         client.sendall(sent)
         answer = read_until(client, b"}}")
     head, _, body = answer.partition(b"\r\n\r\n")
