@@ -23,19 +23,29 @@ from linnet.train.evaluation import Evaluations
 TIMES = {"tokens_per_second", "seconds", "memory_bytes", "flop_utilisation"}
 EVERY = {"steps": 12, "log_every": 1, "checkpoint_every": 0, "keep_checkpoints": 9}
 
-# Kills itself when the record gets its `number`-th row of evaluations.
+# A child for each of `numbers`, which kills itself when the record gets its `number`-th row of evaluations.
 KILLED = """
 import os, signal, sys, torch
 from linnet.config import parse, read_yaml
 from linnet.train import TrainConfig, train
 torch.set_num_threads(1)
-config, root, cache, number = sys.argv[1:]
-left = [int(number)]
-def watch(row):
-    left[0] -= "evaluation" in row
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-train(parse(TrainConfig, read_yaml(config)), root, cache, watch)
+config, root, cache, *numbers = sys.argv[1:]
+config = parse(TrainConfig, read_yaml(config))
+for number in numbers:
+    pid = os.fork()
+    if pid == 0:
+        left = int(number)
+        def watch(row):
+            global left
+            left -= "evaluation" in row
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            train(config, os.path.join(root, number), cache, watch)
+        finally:
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status == -signal.SIGKILL, (number, status)
 """
 
 
@@ -48,12 +58,23 @@ def held(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def suites(held) -> list[dict]:
+def both(held, every: int = 6) -> list[dict]:
     return [
         {"kind": "text", "name": "held", "paths": [str(held)], "every": 4, "most_bytes": 700},
-        {"kind": "needle", "every": 6, "lengths": [256], "depths": [0.0, 1.0]},
+        {"kind": "needle", "every": every, "lengths": [256], "depths": [0.0, 1.0]},
     ]
+
+
+@pytest.fixture
+def suites(held) -> list[dict]:
+    return both(held)
+
+
+@pytest.fixture(scope="module")
+def aligned(settings, cache, held, tmp_path_factory) -> tuple[TrainConfig, RunFolder]:
+    """A configuration whose evaluations come two at a step, and its run."""
+    config = settings(**EVERY, evaluations=both(held, every=4))
+    return config, train(config, tmp_path_factory.mktemp("aligned"), cache)
 
 
 def rows(run: RunFolder, of_evaluations: bool) -> list[dict]:
@@ -158,16 +179,23 @@ def test_nothing_is_left_of_the_copy(settings, cache, tmp_path, suites, monkeypa
     assert left == [None, None] and gc.get_freeze_count() == 0
 
 
-@pytest.mark.parametrize("number", [1, 4, 5])
-def test_after_a_kill_none_is_made_twice_and_none_is_left_out(settings, cache, tmp_path, suites, number):
-    """SIGKILL right behind an evaluation: between two of one step, between two steps, and behind the last of all."""
-    suites[1]["every"] = 4
-    config = settings(**EVERY, evaluations=suites)
-    whole = train(config, tmp_path / "whole", cache)
-    root = tmp_path / "killed"
-    command = [sys.executable, "-c", KILLED, str(whole.path / "config.yaml"), str(root), str(cache), str(number)]
-    done = subprocess.run(command, capture_output=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == -signal.SIGKILL, done.stderr
+MOMENTS = (1, 4, 6)  # between two evaluations of one step, between two steps, behind the last of all
+
+
+@pytest.fixture(scope="module")
+def killed(aligned, cache, tmp_path_factory):
+    """Folders of runs that SIGKILL ended right behind an evaluation, by its number."""
+    root, (_, whole) = tmp_path_factory.mktemp("killed"), aligned
+    command = [sys.executable, "-c", KILLED, str(whole.path / "config.yaml"), str(root), str(cache), *map(str, MOMENTS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    return {number: root / str(number) for number in MOMENTS}
+
+
+@pytest.mark.parametrize("number", MOMENTS)
+def test_after_a_kill_none_is_made_twice_and_none_is_left_out(aligned, killed, cache, number):
+    (config, whole), root = aligned, killed[number]
     made = [row for row in run_folder(config, root).metrics() if "evaluation" in row]
     assert len(made) == number
     fresh = []
@@ -178,9 +206,8 @@ def test_after_a_kill_none_is_made_twice_and_none_is_left_out(settings, cache, t
     same_training(run, whole)
 
 
-def test_one_that_a_kill_cut_off_is_made_again(settings, cache, tmp_path, suites):
-    config = settings(**EVERY, evaluations=suites)
-    whole = train(config, tmp_path / "whole", cache)
+def test_one_that_a_kill_cut_off_is_made_again(aligned, cache, tmp_path):
+    config, whole = aligned
     run = train(config, tmp_path / "cut", cache)
     record = run.path / "metrics.jsonl"
     (run.path / "result.json").unlink()
@@ -193,10 +220,8 @@ def test_one_that_a_kill_cut_off_is_made_again(settings, cache, tmp_path, suites
     assert run.result()["evaluations"] == whole.result()["evaluations"]
 
 
-def test_a_stop_waits_for_one_evaluation_and_leaves_the_others_for_later(settings, cache, tmp_path, suites):
-    suites[1]["every"] = 4
-    config = settings(**EVERY, evaluations=suites)
-    whole = train(config, tmp_path / "whole", cache)
+def test_a_stop_waits_for_one_evaluation_and_leaves_the_others_for_later(aligned, cache, tmp_path):
+    config, whole = aligned
     for step in (4, 12):
         root = tmp_path / str(step)
 

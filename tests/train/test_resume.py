@@ -17,18 +17,18 @@ from linnet.train import run_folder, train
 TIMES = {"tokens_per_second", "seconds", "memory_bytes", "flop_utilisation"}
 LONG = {"steps": 40, "log_every": 1, "checkpoint_every": 3, "evaluate_every": 8}
 
-# Trains in a child that is killed with SIGKILL after a random time, until one child is left to finish.
+# Trains in a child that is killed with SIGKILL after a random time, until one child is left to finish. Times are shares
+# of that of a whole run, so that on any machine, busy or not, kills fall into every part of it.
 KILLER = """
 import os, random, signal, sys, time
 import torch
 from linnet.config import parse, read_yaml
 from linnet.train import TrainConfig, train
 torch.set_num_threads(1)
-config, root, cache, seed, children = sys.argv[1:]
+config, root, trial, cache, seed, children = sys.argv[1:]
 config = parse(TrainConfig, read_yaml(config))
 moments = random.Random(int(seed))
-killed = 0
-for child in range(int(children) + 1):
+def child(root):
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -37,10 +37,19 @@ for child in range(int(children) + 1):
             status = 0
         finally:
             os._exit(status)
-    if child < int(children):
-        time.sleep(moments.uniform(0.02, 0.30) if child else 0.05)  # no machine is done in 0.05 s
+    return pid
+def wait(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+begin = time.monotonic()
+assert wait(child(trial)) == 0
+whole = time.monotonic() - begin
+killed = 0
+for number in range(int(children) + 1):
+    pid = child(root)
+    if number < int(children):
+        time.sleep(whole * moments.uniform(0.02, 0.5) if number else 0.05)  # no machine is done in 0.05 s
         os.kill(pid, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = wait(pid)
     killed += status == -signal.SIGKILL
     if status == 0:
         break
@@ -74,22 +83,13 @@ def same(run: RunFolder, whole: RunFolder) -> None:
 def test_killed_at_random_moments(settings, cache, tmp_path, whole):
     """SIGKILL during set-up, steps, checkpoints and validations: the same losses and weights, bit for bit."""
     seed = random.randrange(1_000_000)
-    command = [
-        sys.executable,
-        "-c",
-        KILLER,
-        str(whole.path / "config.yaml"),
-        str(tmp_path),
-        str(cache),
-        str(seed),
-        "25",
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=90, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    places = [whole.path / "config.yaml", tmp_path / "killed", tmp_path / "trial", cache]
+    command = [sys.executable, "-c", KILLER, *map(str, places), str(seed), "16"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, f"seed {seed}\n{done.stderr}"
     assert int(done.stdout) >= 1, f"seed {seed}: it was never killed"
-    same(run_folder(settings(**LONG), tmp_path), whole)
+    same(run_folder(settings(**LONG), tmp_path / "killed"), whole)
 
 
 def stop_at(step: int, action):
