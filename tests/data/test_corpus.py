@@ -167,7 +167,7 @@ def test_all_problems_come_at_once_and_before_anything_is_written(tmp_path):
 
 def test_too_little_text_is_refused(tmp_path):
     (tmp_path / "tiny.txt").write_text("x")
-    with pytest.raises(ConfigError, match="no text is left to train on: it holds 1 bytes"):
+    with pytest.raises(ConfigError, match="no text is left to train on: 0.1 of its 1 bytes are held out"):
         prepare(config_of(tmp_path / "tiny.txt"), tmp_path / "cache")
     (tmp_path / "rows.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(ConfigError, match="source: its 1 files hold no text"):
@@ -248,7 +248,11 @@ def test_two_processes_prepare_at_once(texts, tmp_path):
     both = [
         subprocess.Popen([*arguments, name], stdout=subprocess.PIPE, text=True, env=environment) for name in ("a", "b")
     ]
-    digests = {process.communicate(timeout=60)[0].strip() for process in both}
+    try:
+        digests = {process.communicate(timeout=300)[0].strip() for process in both}
+    finally:
+        for process in both:  # one that failed leaves the other waiting for it
+            process.kill()
     assert [process.returncode for process in both] == [0, 0] and len(digests) == 1
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == sorted(digests)
     open_corpus(tmp_path / "cache" / digests.pop()).verify()
