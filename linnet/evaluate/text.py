@@ -28,7 +28,8 @@ from linnet.data import Tokenizer
 from linnet.data.sources import find_files, read_documents
 from linnet.evaluate.mode import evaluating
 from linnet.evaluate.results import Item, Result
-from linnet.models import CausalLM, ModelConfig, state_bytes
+from linnet.models import CausalLM, ModelConfig
+from linnet.models.costs import meta_model
 
 Method = Literal["carried", "windowed"]
 RESAMPLES = 2000  # of the bootstrap
@@ -193,8 +194,7 @@ def resampled(documents: Sequence[DocumentScore], seed: int = 0) -> np.ndarray:
 
 def natural_method(config: ModelConfig) -> Method:
     """Carried where the state does not grow with the context, else windowed."""
-    constant = state_bytes(config, 1 << 40) == state_bytes(config, 1 << 41)
-    return "carried" if constant else "windowed"
+    return "windowed" if meta_model(config.model_dump_json()).backbone.state_grows else "carried"
 
 
 @torch.no_grad()

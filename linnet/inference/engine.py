@@ -27,11 +27,11 @@ from linnet.inference.request import Completion, Piece, Request
 from linnet.inference.sampling import Sampling
 from linnet.inference.waiting import waiting_bytes
 from linnet.models import CausalLM, ModelState
+from linnet.models.backbone import FAR
 from linnet.runs import load_model
 
 CONTEXT_LENGTH = 4096  # of layers with a KV cache, where none is given
 READ_AT_ONCE = 4  # prompts that are being read; each holds states of its own beside the slots
-_LONG = 1 << 40  # a context length that no window and no recurrence minds
 
 
 @dataclass
@@ -102,10 +102,8 @@ class Engine:
         self.device, self.name, self.tokenizer = torch.device(device), name, tokenizer
         gpu = self.device.type == "cuda"
         self.prefill_chunk = prefill_chunk or (2048 if gpu else 256)
-        backbone = model.backbone
-        grows = backbone.state_bytes(_LONG) != backbone.state_bytes(2 * _LONG)
-        self.limit = (context_length or CONTEXT_LENGTH) if grows else None
-        self._context = self.limit or _LONG
+        self.limit = (context_length or CONTEXT_LENGTH) if model.backbone.state_grows else None
+        self._context = self.limit or FAR
         self.vocab = model.config.vocab_size
         if tokenizer is not None:
             if tokenizer.vocab_size > self.vocab:

@@ -12,6 +12,7 @@ from linnet.layers.positions.tpe import Tpe
 from linnet.models.config import ModelConfig
 
 ModelState = dict[str, State]  # "tpe" and the blocks' numbers -> what the layer carries
+FAR = 1 << 40  # a context length that no window and no recurrence minds
 
 
 class Backbone(nn.Module):
@@ -77,3 +78,8 @@ class Backbone(nn.Module):
         if self.tpe is not None:
             layers.append(self.tpe.state_spec(1, context_length))
         return sum(spec.bytes for layer in layers for spec in layer.values())
+
+    @property
+    def state_grows(self) -> bool:
+        """Whether a sequence carries more the longer it is, as with a KV cache without a window."""
+        return self.state_bytes(FAR) != self.state_bytes(2 * FAR)
