@@ -16,6 +16,7 @@ from linnet.config import nearest
 from linnet.layers.base import CHANNELS, MIXERS
 
 _TOKEN = re.compile(r"[()]|[^\s():]+")
+MOST_BLOCKS = 4096  # more are a slip, and would take minutes and much memory to look at
 _SHOWN = 100  # characters of a layout in a message
 _INDENT = " " * 6
 
@@ -79,6 +80,8 @@ class _Parser:
                 if group is None or int(repeat[1]) < 1:
                     what = f"{token[0]!r} needs a block or group before it and a count of at least 1"
                     raise self._error(*token.span(), what)
+                if len(blocks) + len(group) * (int(repeat[1]) - 1) > MOST_BLOCKS:
+                    raise self._error(*token.span(), f"{token[0]!r} makes more than {MOST_BLOCKS:,} blocks; give fewer")
                 blocks += group * (int(repeat[1]) - 1)
                 group = None
                 continue
@@ -97,6 +100,9 @@ class _Parser:
     def _item(self, token: str, start: int) -> list[LayerSpec]:
         counted = re.fullmatch(r"(\d+)(\D.*)", token)
         count, name = (int(counted[1]), counted[2]) if counted else (1, token)
+        if count > MOST_BLOCKS:
+            what = f"{token!r} makes more than {MOST_BLOCKS:,} blocks; give fewer"
+            raise self._error(start, start + len(token), what)
         if name in self.aliases:
             rest = {key: value for key, value in self.aliases.items() if key != name}
             return _Parser(self.aliases[name], rest, name).parse() * count

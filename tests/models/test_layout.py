@@ -34,6 +34,12 @@ def test_the_wrong_place_is_marked(layout, marked):
     assert len(caught.value.marks) == marked.count(" ^") + marked.startswith("^")
 
 
+@pytest.mark.parametrize("layout", ["tnl x1000000", "99999999999H", "(tnl x3000) x3000"])
+def test_more_blocks_than_anybody_means_are_refused_at_once(layout):
+    with pytest.raises(LayoutError, match="makes more than 4,096 blocks; give fewer"):
+        parse_layout(layout, {"H": "tnl"})
+
+
 def test_in_an_alias_the_text_of_the_alias_is_marked():
     with pytest.raises(LayoutError, match="alias 'A': token mixer 'attentoin' is unknown; did you mean 'attention'"):
         parse_layout("2H:4A", ALIASES)
