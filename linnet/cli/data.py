@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from linnet.config import parse
+from linnet.config import ConfigError, parse
 
 SAMPLE = 200  # tokens shown
 
@@ -49,24 +49,40 @@ def data(
     Example: [bold]linnet data "books/*.txt" --tokenizer bpe:4096[/]
     """
     from linnet.data import CorpusDamaged, DataConfig, prepare
+    from linnet.data.problems import text_problems
 
     values = {"source": paths, "tokenizer": tokenizer, "validation": validation or [], "text_key": text_key}
     values |= {"validation_fraction": validation_fraction, "max_bytes": max_bytes, "seed": seed}
-    config = parse(DataConfig, values, "command line")
     errors = Console(stderr=True, soft_wrap=True)
-    with _Bar(errors) as bar:
-        try:
-            corpus = prepare(config, out, progress=bar)
-        except CorpusDamaged as damage:
-            for problem in damage.problems:
-                found = escape(problem.partition(";")[0])
-                errors.print(f"[bold yellow]damaged[/] {found}; making it again", highlight=False)
-            corpus = prepare(config, out, rebuild=True, progress=bar)
+    try:
+        config = parse(DataConfig, values, "data")
+        with _Bar(errors) as bar:
+            try:
+                corpus = prepare(config, out, progress=bar)
+            except CorpusDamaged as damage:
+                for problem in damage.problems:
+                    found = escape(problem.partition(";")[0])
+                    errors.print(f"[bold yellow]damaged[/] {found}; making it again", highlight=False)
+                corpus = prepare(config, out, rebuild=True, progress=bar)
+    except ConfigError as error:
+        readable = {key: values[key] for key in ("source", "validation", "text_key")}
+        text = text_problems(readable, out, told=error.problems)  # what another key kept from being looked at
+        raise ConfigError([_by_option(line) for line in [*error.problems, *text]], "data") from None
     sample = corpus.tokenizer.decode(corpus.train[:SAMPLE])
     if as_json:
         typer.echo(json.dumps(_summary(corpus, sample), indent=1))
     else:
         _show(corpus, sample)
+
+
+def _by_option(problem: str) -> str:
+    """A problem of a key under the name of the option, or argument, that sets it."""
+    place, colon, rest = problem.removeprefix("data.").partition(":")
+    key = place.partition(".")[0]
+    if key == "source":
+        return f"PATH:{rest}"
+    options = ("tokenizer", "validation", "validation_fraction", "text_key", "max_bytes", "seed")
+    return f"--{key.replace('_', '-')}{colon}{rest}" if key in options else problem
 
 
 class _Bar(Progress):

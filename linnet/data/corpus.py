@@ -280,8 +280,10 @@ def _read(
     else:
         split = split_documents(sizes, hashes, config.validation_fraction, config.max_bytes, config.seed)
     if not split.cut.any():
-        why = "all of its documents are in the held-out text too" if split.copies else f"it holds {sizes.sum()} bytes"
-        raise ConfigError([f"source: no text is left to train on: {why}; give more text"], "data")
+        why, fix = f"{config.validation_fraction} of its {split.keep.sum()} bytes are held out", "hold out less, or"
+        if held:
+            why, fix = "all of its documents are in the held-out text too", "name other validation files, or"
+        raise ConfigError([f"source: no text is left to train on: {why}; {fix} give more text"], "data")
     if (split.cut == split.keep).all():
         small = f"{split.keep.sum()} bytes of text are too few to hold out {config.validation_fraction} of them"
         raise ConfigError([f"validation_fraction: {small}; give more text, raise it, or name validation files"], "data")

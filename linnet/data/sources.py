@@ -118,6 +118,8 @@ def stdlib_folder() -> Path:
 
 
 def _find(name: str, skipped: list[str]) -> tuple[list[SourceFile], str | None]:
+    if not name:  # which as a path would be the folder that one is in
+        return [], "is empty; name a file, folder or glob"
     if name == STDLIB:
         root = stdlib_folder()
         paths = [path for path in _walk(root, NOT_LIBRARY) if path.suffix == ".py" and path.stat().st_size]
@@ -154,7 +156,9 @@ def _walk(folder: Path, leave_out: frozenset[str] = frozenset({"__pycache__"})) 
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]
         paths += [Path(parent, name) for name in names if not name.startswith(".")]
-    yield from sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(folder).as_posix())
+    yield from sorted(
+        (path for path in paths if os.path.isfile(path)), key=lambda path: path.relative_to(folder).as_posix()
+    )
 
 
 def _sniff(path: Path, skipped: list[str]) -> SourceFile | None:
