@@ -5,6 +5,7 @@ A configuration class sits next to what it configures and derives from `Config`.
 """
 
 import contextlib
+import copy
 import difflib
 import hashlib
 import importlib.util
@@ -128,27 +129,36 @@ def parse_yaml(text: str | typing.TextIO) -> typing.Any:
 
 
 def override(values: dict, assignments: list[str]) -> dict:
-    """Applies `a.b=value` assignments (values in YAML) to a nested dictionary and returns a new one."""
-    result, problems = json.loads(json.dumps(values)), []
+    """Applies `a.b=value` assignments (values in YAML; `a.0.b` in a list) to a nested dictionary; returns a new one."""
+    result, problems = copy.deepcopy(values), []
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key:
             problems.append(f"--set {assignment!r}: write key=value, for example --set steps=100")
             continue
-        *parents, last = key.split(".")
-        node = result
-        for parent in parents:
-            child = node.get(parent)
-            if not isinstance(child, dict):
-                child = node[parent] = {}
-            node = child
         try:
-            node[last] = parse_yaml(text)
+            result = _assigned(result, key.split("."), parse_yaml(text))
         except yaml.YAMLError as error:
             problems.append(f"--set {assignment!r}: the value is not YAML ({' '.join(str(error).split())})")
+        except IndexError as error:
+            problems.append(f"--set {assignment!r}: {error}")
     if problems:
         raise ConfigError(problems, "command line")
     return result
+
+
+def _assigned(node: typing.Any, key: list[str], value: typing.Any) -> typing.Any:
+    """A value in the place of `node`'s at a key; what is no mapping (or no list, where a place is given) gives way."""
+    if not key:
+        return value
+    part, *rest = key
+    if isinstance(node, list) and part.isdecimal():
+        place = int(part)
+        if place >= len(node):
+            raise IndexError(f"the list there has {len(node)} items, and the first is 0; name one of them")
+        return [*node[:place], _assigned(node[place], rest, value), *node[place + 1 :]]
+    node = node if isinstance(node, dict) else {}
+    return {**node, part: _assigned(node.get(part), rest, value)}
 
 
 def digest(values: typing.Any) -> str:

@@ -136,6 +136,11 @@ def test_overrides_reach_nested_keys_and_leave_the_original_alone():
     assert before == {"a": 1, "b": {"c": 2}}
     with pytest.raises(ConfigError) as error:
         override(before, ["nothing", "=3", "a={"])
+    listed = {"a": [{"b": 1}, [2, 3]]}
+    assert override(listed, ["a.0.b=5", "a.1.0=7"]) == {"a": [{"b": 5}, [7, 3]]} and listed["a"][0] == {"b": 1}
+    assert override(listed, ["a.x=1"]) == {"a": {"x": 1}}
+    with pytest.raises(ConfigError, match="--set 'a.2=1': the list there has 2 items, and the first is 0"):
+        override(listed, ["a.2=1"])
     assert len(error.value.problems) == 3
 
 

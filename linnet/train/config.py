@@ -66,7 +66,7 @@ class TrainConfig(Config):
     accumulation: int = Field(1, ge=1)
     steps: int | None = Field(None, ge=1)
     tokens: int | None = Field(None, ge=1)
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=1 << 63)
     device: DeviceName = "auto"
     precision: Literal["float32", "bfloat16"] = "float32"
     compile: bool = False

@@ -11,7 +11,7 @@ scaled to the size of AdamW's (J. Liu et al., arXiv:2502.16982, section 2.2), so
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
 from linnet.config import Config, ConfigError
@@ -30,6 +30,8 @@ class OptimizerConfig(Config):
         momentum: of Muon (Nesterov).
         clip: largest norm of the whole gradient; null leaves gradients as they are.
     """
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(1e-3, gt=0)
