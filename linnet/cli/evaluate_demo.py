@@ -191,9 +191,9 @@ def _told(what: str) -> Iterator[list[str]]:
     from time import perf_counter
 
     started, results = perf_counter(), []
-    print(f"  {what} ...", flush=True)
+    print(f"  {what} ...\n", end="", flush=True)  # in one piece, also where Python keeps nothing back
     yield results
-    print(f"  {what}: {', '.join([f'{perf_counter() - started:.0f} s', *results])}", flush=True)
+    print(f"  {what}: {', '.join([f'{perf_counter() - started:.0f} s', *results])}\n", end="", flush=True)
 
 
 def _asked(root: Path, plan: dict) -> Iterator[tuple[str, dict]]:

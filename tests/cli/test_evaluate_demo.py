@@ -20,16 +20,18 @@ from linnet.evaluate.results import read_evaluations
 from linnet.train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
+LONG = 300  # seconds, after which something hangs: machines may be slow and busy
 
 
 @pytest.fixture
 def short():
-    """The plan with few and short lessons, and few steps."""
+    """The plan with two stages of few and short lessons, and few steps."""
     plan = read_plan()
+    plan["stages"] = plan["stages"][:2]
     for stage in plan["stages"]:
         stage["lessons"]["count"] = 400
     for model in plan["models"].values():
-        model["steps"] = [2, 2, 2]
+        model["steps"] = [2, 2]
     plan["held_out"]["count"] = 4
     plan["questions"] |= {"count": 4, "sentences": 2}
     plan["tokenizer"] = "bpe:400"
@@ -49,9 +51,9 @@ def test_it_ends_with_a_table_and_a_page(short, tmp_path, capfd):
         assert run.name in shown
     assert f"--out {tmp_path / 'demo' / 'comparison' / 'index.html'}" in shown.replace("\n", "")  # to compare again
     for name in short["models"]:  # as each part begins and ends
-        begun, ended = (shown.index(f"  {name}: lessons 1 of 3, 2 steps{end}") for end in (" ...", ": "))
+        begun, ended = (shown.index(f"  {name}: lessons 1 of 2, 2 steps{end}") for end in (" ...", ": "))
         assert begun < ended < shown.index(f"  {name}: --text ...") < shown.index(f"  {name}: --recall: ")
-        assert re.search(rf"  {name}: lessons 3 of 3, 2 steps: \d+ s, held-out loss \d", shown), shown
+        assert re.search(rf"  {name}: lessons 2 of 2, 2 steps: \d+ s, held-out loss \d", shown), shown
     for part in ("bits per byte", "needle-easy", "recall-mqar", "adjusted", "comparison/index.html"):
         assert part in shown.replace("\n", ""), shown
 
@@ -59,26 +61,26 @@ def test_it_ends_with_a_table_and_a_page(short, tmp_path, capfd):
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the workers in /proc, which Linux alone has")
 def test_workers_end_with_their_parent(short, tmp_path):
     """SIGTERM ends the parent at once, so it tells its workers nothing."""
-    short["models"] = {"tnl": {**short["models"]["tnl"], "steps": [100_000] * 3}}
+    short["models"] = {"tnl": {**short["models"]["tnl"], "steps": [100_000] * 2}}
     code = "import json, sys; from pathlib import Path; from linnet.cli.evaluate_demo import run_demo; "
     code += "run_demo(Path(sys.argv[1]), json.loads(sys.argv[2]))"
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), json.dumps(short)], cwd=ROOT)
     workers = []
     try:
-        wait_until(lambda: list(tmp_path.glob("stages/*/metrics.jsonl")), 90)  # it trains
+        wait_until(lambda: parent.poll() is not None or list(tmp_path.glob("stages/*/metrics.jsonl")))  # it trains
         workers = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
         assert workers
         parent.send_signal(signal.SIGTERM)
-        assert parent.wait(30) == -signal.SIGTERM
-        wait_until(lambda: not any(map(runs, workers)), 30)
+        assert parent.wait(LONG) == -signal.SIGTERM
+        wait_until(lambda: not any(map(runs, workers)))
     finally:
         for worker in filter(runs, workers):
             os.kill(int(worker), signal.SIGKILL)
         parent.kill()
 
 
-def wait_until(condition, seconds: float) -> None:
-    end = time.monotonic() + seconds
+def wait_until(condition) -> None:
+    end = time.monotonic() + LONG
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.1)

@@ -100,10 +100,10 @@ TWO_RUNS = ["--no-report", "--budgets", "6e8", "--set", "train.checkpoint_every=
 TWO_RUNS += ["--set", "architectures=[tnl]", "--set", "sizes=[[8, 1], [16, 1]]"]
 
 
-def start(config: Path, out: Path) -> subprocess.Popen:
-    """The study of two runs in a process of its own, with one worker."""
+def start(config: Path, out: Path, *arguments) -> subprocess.Popen:
+    """The study of two runs in a process of its own."""
     command = [sys.executable, "-c", "from linnet.cli import main; main()", "study", config, "--out", out, *TWO_RUNS]
-    command += ["--workers", "1", "--set", "executor.kind=local", "--set", "executor.threads=1"]
+    command += arguments
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [str(part) for part in command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -150,7 +150,8 @@ def test_a_killed_study_goes_on_with_what_is_missing(config, tmp_path):
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(config, tmp_path):
-    process = start(config, tmp_path)
+    one = ["--workers", "1", "--set", "executor.kind=local", "--set", "executor.threads=1"]
+    process = start(config, tmp_path, *one)
     wait_until(lambda: any((path / "metrics.jsonl").is_file() for path in tmp_path.glob("tiny/runs/*")), process)
     process.send_signal(signal.SIGINT)
     shown = process.communicate(timeout=300)[0]
