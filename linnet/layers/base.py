@@ -192,7 +192,8 @@ def load_plugin(spec: str) -> str:
     if not colon or path.suffix != ".py":
         raise ConfigError([f"mixer {spec!r}: write path/to/file.py:ClassName"], "plugins")
     if not path.is_file():
-        raise ConfigError([f"mixer {spec!r}: there is no file {path}"], "plugins")
+        fix = "give its path" if path.is_absolute() else f"give its path (relative ones start in {Path.cwd()})"
+        raise ConfigError([f"mixer {spec!r}: there is no file {path}; {fix}"], "plugins")
     module_name = f"linnet_plugin_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     module = sys.modules.get(module_name)
     if module is None:
@@ -213,6 +214,12 @@ def load_plugin(spec: str) -> str:
     if getattr(mixer, "name", None) not in MIXERS:
         raise ConfigError([f"mixer {spec!r}: decorate the class with @register_mixer(name, ConfigClass)"], "plugins")
     return mixer.name
+
+
+def plugin_digest(spec: str) -> str:
+    """SHA-256 of the file that `load_plugin` imports, in hexadecimal; "" where there is none."""
+    path = Path(spec.rpartition(":")[0])
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def _register(registry: dict, name: str, config: type[Config]):

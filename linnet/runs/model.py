@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer, Tokenizer, load_tokenizer
-from linnet.layers.base import load_plugin
+from linnet.layers.base import load_plugin, plugin_digest
 from linnet.models import CausalLM, ModelConfig
 from linnet.runs import checkpoint
 from linnet.runs.checkpoint import CheckpointError
@@ -72,12 +72,19 @@ def load_checkpoint(
 
 
 def read_config(folder: RunFolder) -> ModelConfig:
-    """The configuration of the folder's model, its plugins imported. Raises ConfigError where there is none."""
+    """The configuration of the folder's model, its plugins imported: with a warning where they have changed since.
+
+    Raises:
+        ConfigError: there is none, or a plugin is not there.
+    """
     values = folder.config
     if "model" not in values:
         raise ConfigError([f"{folder.path}/config.yaml: has no `model`, so this is no run of one model"], "model")
     for plugin in values.get("plugins", []):
         load_plugin(plugin)
+    changed = [plugin for plugin, known in values.get("plugin_digests", {}).items() if plugin_digest(plugin) != known]
+    if changed:
+        warnings.warn(f"{folder.path}: {', '.join(changed)} has changed since this model was trained", stacklevel=2)
     return parse(ModelConfig, values["model"], f"{folder.path}/config.yaml")
 
 
