@@ -61,7 +61,8 @@ def generate(
     """
     import json
 
-    from linnet.config import ConfigError, parse
+    from linnet.config import ConfigError, gather, parse, unwritable
+    from linnet.runs import RunFolder
 
     values = {
         "max_tokens": max_tokens,
@@ -75,10 +76,18 @@ def generate(
         "logprobs": logprobs,
     }
     problems, text = [], ""
-    try:
+    with gather(problems):
+        RunFolder.open(run)
+    with gather(problems):
         text = _read_prompt(prompt, prompt_file, from_state is not None)
-    except ConfigError as error:
-        problems += error.problems
+    if from_state is not None and not from_state.is_file():
+        problems.append(f"--from-state {from_state}: there is no such file; --save-state writes one")
+    if save_state is not None and (save_state.is_dir() or not save_state.absolute().parent.is_dir()):
+        problems.append(f"--save-state {save_state}: is a folder or in none; name a file in a folder that is there")
+    elif save_state is not None and (reason := unwritable(save_state.absolute().parent)):
+        problems.append(f"--save-state {save_state}: {reason}; name another file")
+    if logprobs is not None and not json_:
+        problems.append(f"--logprobs {logprobs}: is printed with --json alone; give it too")
     if samples < 1:
         problems.append(f"--samples: {samples} is not above 0")
     if dtype not in (None, "float32", "bfloat16"):

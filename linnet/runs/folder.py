@@ -73,6 +73,7 @@ class RunFolder:
             inside = sorted(run.path.glob("*/config.yaml")) or sorted(run.path.glob("runs/*/config.yaml"))
             hint = f"; it holds runs, name one: {inside[0].parent}" if inside else ""
             reason = "it has no config.yaml" if run.path.is_dir() else "there is no such folder"
+            reason = "it is a file" if run.path.is_file() else reason
             raise ConfigError([f"{path}: is not a run folder ({reason}){hint}"], "run folder")
         return run
 

@@ -66,7 +66,7 @@ def test_samples_have_seeds_and_logprobs(linnet):
         assert len(sample["logprobs"]) == len(sample["tokens"]) == len(sample["top_logprobs"])
         assert all(len(top) == 2 and top[0][1] >= top[1][1] for top in sample["top_logprobs"])
         assert all(x <= 0 and math.isfinite(x) for x in sample["logprobs"])
-    shown = linnet(*options, "--seed", 7)
+    shown = linnet(*options[:-2], "--seed", 7)
     assert shown.exit_code == 0 and "--- 2, seed 8" in shown.stdout
 
 
@@ -97,6 +97,12 @@ def test_stop_strings_end_the_text(linnet):
         ((PROMPT, "--from-state", "missing.state"), ("missing.state: there is no such file",)),
         ((PROMPT, "--device", "gpu"), ("device: 'gpu' is unknown",)),
         ((PROMPT, "--samples", "0"), ("--samples: 0 is not above 0",)),
+        ((PROMPT, "--save-state", "none/a.state", "--top-k", "-1"), ("--save-state none/a.state: is a", "--top-k: ")),
+        (
+            (PROMPT, "--save-state", ".", "--from-state", "x"),
+            ("--save-state .: is a folder", "x: there is no such file"),
+        ),
+        ((PROMPT, "--logprobs", "2"), ("--logprobs 2: is printed with --json alone",)),
     ],
 )
 def test_what_is_wrong_is_said_without_a_traceback(linnet, arguments, messages):
@@ -112,4 +118,4 @@ def test_an_unknown_run_is_named(tmp_path):
     broken = tmp_path / "broken.txt"
     broken.write_bytes(b"ok \xff")
     done = CliRunner().invoke(app, ["generate", str(tmp_path), "--prompt-file", str(broken)])
-    assert done.exit_code == 2 and "not UTF-8 (byte 3)" in done.output
+    assert done.exit_code == 2 and "not UTF-8 (byte 3)" in done.output and "is not a run folder" in done.output
