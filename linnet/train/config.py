@@ -1,6 +1,5 @@
 """The configuration of one training."""
 
-import hashlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from linnet.config import Config, ConfigError
 from linnet.data import DataConfig, given_vocabulary
-from linnet.layers.base import load_plugin
+from linnet.layers.base import load_plugin, plugin_digest
 from linnet.models import ModelConfig
 from linnet.train.device import DeviceName
 from linnet.train.guards import GuardConfig
@@ -108,7 +107,7 @@ class TrainConfig(Config):
     @field_validator("plugin_digests")
     @classmethod
     def _same_plugins(cls, digests: dict[str, str]) -> dict[str, str]:
-        changed = [plugin for plugin, digest in digests.items() if _digest(plugin) != digest]
+        changed = [plugin for plugin, digest in digests.items() if plugin_digest(plugin) != digest]
         if changed:
             raise ValueError(f"{', '.join(changed)} changed since the run was made; restore the file, or train anew")
         return digests
@@ -183,7 +182,7 @@ class TrainConfig(Config):
 
 def resolve(config: TrainConfig) -> TrainConfig:
     """The configuration with everything in it that makes the run what it is; its digest names the run folder."""
-    return config.model_copy(update={"plugin_digests": {plugin: _digest(plugin) for plugin in config.plugins}})
+    return config.model_copy(update={"plugin_digests": {plugin: plugin_digest(plugin) for plugin in config.plugins}})
 
 
 def check_vocabulary(model: int, tokenizer: int) -> None:
@@ -192,8 +191,3 @@ def check_vocabulary(model: int, tokenizer: int) -> None:
         raise ValueError(
             f"vocab_size {model} is below the tokenizer's {tokenizer} tokens; set model.vocab_size={tokenizer}"
         )
-
-
-def _digest(plugin: str) -> str:
-    path = Path(plugin.rpartition(":")[0])
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
