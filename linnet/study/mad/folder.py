@@ -9,7 +9,6 @@
 
 import contextlib
 import csv
-import hashlib
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet.config import ConfigError
-from linnet.layers.base import load_plugin
+from linnet.layers.base import load_plugin, plugin_digest
 from linnet.models import ModelConfig
 from linnet.runs import LockedError, RunFolder
 from linnet.runs.files import FULL, write_atomic
@@ -47,8 +46,7 @@ def collect(folder: Path) -> list[dict[str, Any]]:
 
 def designs(architectures: Mapping[str, ModelConfig], plugins: Sequence[str]) -> dict[str, dict[str, Any]]:
     """What each name stands for: the model, and the contents of the files that its mixers come from."""
-    files = {load_plugin(one): Path(one.rpartition(":")[0]).read_bytes() for one in plugins}
-    sums = {mixer: hashlib.sha256(text).hexdigest()[:12] for mixer, text in files.items()}
+    sums = {load_plugin(one): plugin_digest(one)[:12] for one in plugins}
     return {
         name: model.model_dump(mode="json")
         | {"mixer file": {spec.mixer: sums[spec.mixer] for spec in model.blocks if spec.mixer in sums}}
