@@ -86,6 +86,9 @@ def fit(
     """
     settings = {"method": method, "count": count, "flops": flops, "envelope": envelope, "unit": unit}
     nominal, problems = _check(settings, budgets, bootstrap, hold_out, smooth)
+    for name, limit in (("max-loss", max_loss), ("min-tokens-per-param", min_tokens_per_param)):
+        if limit is not None and not 0 <= limit < float("inf"):
+            problems.append(f"--{name} {limit:g}: give a number from 0 up, or leave it out")
     with gather(problems):
         check_study(FITS, "fit")
     if problems:
@@ -138,7 +141,7 @@ def _check(settings: dict[str, str], budgets: str | None, bootstrap: int, hold_o
     ]
     if bootstrap < 0:
         problems.append(f"--bootstrap {bootstrap}: a number of resamples, 0 for none")
-    if hold_out is not None and hold_out <= 0:
+    if hold_out is not None and not 0 < hold_out < float("inf"):
         problems.append(f"--hold-out {hold_out:g}: a fraction such as 0.2, or FLOPs such as 1e21")
     if smooth is not None and (smooth < 1 or smooth % 2 == 0):
         problems.append(f"--smooth {smooth}: an odd number of records, 1 for no smoothing")

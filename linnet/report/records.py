@@ -7,6 +7,7 @@ table.csv                        one row a run
 Or any folder of run folders, whose table is made here.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,7 +185,8 @@ def _rows_of_runs(folder: Path) -> list[dict[str, Any]]:
                 from linnet.models import count_parameters
                 from linnet.runs.model import read_config
 
-                row["params_total"], row["params_non_embedding"] = count_parameters(read_config(run))
+                with contextlib.suppress(ConfigError):  # a model of another release, say, is no reason to show no run
+                    row["params_total"], row["params_non_embedding"] = count_parameters(read_config(run))
             rows.append(row | {name: result[name] for name in COLUMNS if name in result})
         except ConfigError as error:
             problems += error.problems

@@ -63,10 +63,23 @@ def test_total_parameters_and_6nd(table):
 
 
 def test_all_bad_options_are_listed(table):
-    options = ["--method", "isoflp", "--count", "x", "--bootstrap", -1, "--budgets", "1e18,x", "--hold-out", 0]
+    options = [
+        "--method",
+        "isoflp",
+        "--count",
+        "x",
+        "--bootstrap",
+        -1,
+        "--budgets",
+        "1e18,x",
+        "--hold-out",
+        "nan",
+        "--max-loss",
+        "nan",
+    ]
     result = run(table, *options, "--smooth", 2)
     assert result.exit_code == 2
-    assert "6 problems" in result.output and "did you mean 'isoflop'" in result.output
+    assert "7 problems" in result.output and "did you mean 'isoflop'" in result.output
 
 
 def test_bad_table_is_listed(tmp_path):

@@ -318,3 +318,15 @@ def _edit(folder: Path, change) -> None:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+
+
+def test_a_run_that_nobody_can_read_hides_no_other(tmp_path, write):
+    """Among loose runs there may be one that was begun with another release, whose model this one does not know."""
+    for name, model, done in (("good", {}, True), ("odd", {"layout": "unheard-of x2"}, False)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump({"model": model, "architecture": name}))
+        numbers = {"params_non_embedding": 1e4, "tokens": 1e6, "flops": 6e10, "loss": 2.5}
+        if done:
+            (tmp_path / name / "result.json").write_text(json.dumps({"status": "done"} | numbers))
+    page = write(tmp_path)
+    assert "good has the lowest held-out loss" in page.text and "1 unfinished" in page.text
