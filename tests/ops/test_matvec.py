@@ -137,7 +137,7 @@ def test_few_rows_compiled(dtype):
 
 if __name__ == "__main__":
     for shape in SHAPES:
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.float16):  # to bfloat16 the interpreter cuts off instead of rounding
             check(*shape, dtype, "cpu")
             print(*shape, dtype, "agrees")
     for case, tile in INTERPRETED:

@@ -238,7 +238,7 @@ INTERPRETED = [
     ((1, 8, 64, 4), {"state": False, "skip": False}, 1),
     ((1, 9, 3, 16), {"softplus": True}, 3),  # a whole segment, one of a token, one of none
     ((2, 5, 130, 1), {}, 2),  # several rows, blocks of channels and segments at once
-    ((1, 10, 3, 16), {"dtype": "bfloat16"}, 1),
+    ((1, 11, 3, 16), {"dtype": "bfloat16"}, 1),  # two chunks after a state that was kept
     ((1, 5, 5, 4), {"dtype": "float16"}, 1),
     ((4, 3, 3, 2), {"models": 2, "softplus": True}, 1),
     ((1, 5, 5, 23), {"offsets": [0, 2, 5]}, 1),
