@@ -86,8 +86,10 @@ def test_report_of_what_is_no_folder(scored, monkeypatch, arguments, problem):
     assert result.exit_code == 2 and problem in result.output and "Traceback" not in result.output
 
 
-def test_correlate_prints_tables(scored, studied):
-    result = call("correlate", scored, "--study", studied, "--bootstrap", 30, *PAIRS)
+def test_correlate_prints_tables_and_its_page_says_what_draws_it_again(scored, studied, monkeypatch):
+    """At the largest compute, which must not be rounded beyond the laws, with the pairs and the choice of scores."""
+    arguments = ["--study", studied, "--bootstrap", 20, "--seed", 3, "--metric", "macro_batch", "--legacy", *PAIRS]
+    result = call("correlate", scored, *arguments)
     assert result.exit_code == 0, result.output
     assert "compute-optimal loss at 2.7×10¹³" in result.stdout
     assert "mad-mamba = mamba" in result.stdout
@@ -98,13 +100,7 @@ def test_correlate_prints_tables(scored, studied):
     assert f"page: {page}" in result.stdout and f"linnet mad correlate {scored} --study {studied} " in page.read_text()
     assert (page.parent / "scaling.png").is_file() and (page.parent / "scaling-by-task.svg").is_file()
 
-
-def test_the_page_of_correlations_says_what_draws_it_again(scored, studied, monkeypatch):
-    """At the largest compute, which must not be rounded beyond the laws, with the pairs and the choice of scores."""
-    monkeypatch.setattr(shell, "write_pictures", lambda folder, figure: None)  # that they are written is tested above
-    arguments = ["--study", studied, "--bootstrap", 20, "--seed", 3, "--metric", "macro_batch", "--legacy", *PAIRS]
-    assert call("correlate", scored, *arguments).exit_code == 0
-    page = scored / "report" / "correlate.html"
+    monkeypatch.setattr(shell, "write_pictures", lambda folder, figure: None)  # they were written
     first = page.read_text()
     assert "Single tasks tell as much as one another: rank −1.00 each." in first
     command = shlex.split(html.unescape(re.search(r"<code>(linnet mad correlate .*?)</code>", first)[1]))
