@@ -15,7 +15,7 @@ WITHOUT = (
 def run(folder, absent, arguments):
     command = [sys.executable, "-c", WITHOUT, absent, *arguments.split()]
     environment = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=300)
 
 
 STUDY = "pandas,scipy,altair,vl_convert"

@@ -100,10 +100,10 @@ def test_chinchilla_within_the_bar(real_data):
     if not path.is_file():
         pytest.skip(f"no Chinchilla points at {path}")
     columns = "N=Model Size,C=Training FLOP,loss=loss"
-    start = time.monotonic()
+    start = time.process_time()  # however busy the machine is
     result = run(path, "--columns", columns, "--max-loss", 3.42, "--method", "parametric", "--bootstrap", 200, "--json")
     assert result.exit_code == 0, result.output
-    assert time.monotonic() - start < 120
+    assert time.process_time() - start < 120
     found = json.loads(result.stdout)
     truth = {"E": (1.817218, 5e-4), "A": (477.826, 1), "B": (2143.417, 5), "alpha": (0.34731, 2e-4)}
     for name, (value, tolerance) in {**truth, "beta": (0.367172, 2e-4), "a": (0.5139, 1e-4)}.items():

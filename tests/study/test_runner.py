@@ -113,7 +113,7 @@ def test_every_run_has_an_estimate(tiny):
     ladder = plan(parse(StudyConfig, tiny))
     seconds = estimate(ladder)
     assert set(seconds) == {run.run for run in ladder.runs}
-    assert all(0 < value < 60 for value in seconds.values())
+    assert all(0 < value < 600 for value in seconds.values())
 
 
 def test_a_given_throughput_makes_the_estimate(tiny):
