@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+SHAPE = (256, 6)  # width and layers of a model of --mixer, as of tnl-10m
+
 
 def train(
     config: Annotated[
@@ -13,6 +15,14 @@ def train(
     model: Annotated[
         str | None,
         typer.Option(help="A recipe: [bold]linnet models[/] lists them.", metavar="NAME", show_default=False),
+    ] = None,
+    mixer: Annotated[
+        str | None,
+        typer.Option(
+            help="A token mixer from a file of your own: six layers of it, unless CONFIG has a model.",
+            metavar="FILE.py:CLASS",
+            show_default=False,
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -47,6 +57,7 @@ def train(
 
     [bold]linnet train --model tnl-10m[/]
     [bold]linnet train --model hgrn2-10m --data "books/*.txt" --set steps=2000[/]
+    [bold]linnet train --mixer examples/my_mixer.py:MyMixer[/]
     [bold]linnet train my_run.yaml --set seed=1[/]
     """
     import json
@@ -56,7 +67,7 @@ def train(
     from linnet.train import train as run
     from linnet.train.progress import TerminalProgress
 
-    settings = _settings(config, model, data, device, set_ or [], cache)
+    settings = _settings(config, model, mixer, data, device, set_ or [], cache)
     console = Console(stderr=json_, soft_wrap=True)
     with TerminalProgress(console) as progress:
 
@@ -81,18 +92,24 @@ def train(
 def _settings(
     config: Path | None,
     model: str | None,
+    mixer: str | None,
     data: list[str] | None,
     device: str | None,
     assignments: list[str],
     cache: Path,
 ):
     """The training that the command line describes."""
-    from linnet.config import ConfigError, override, parse, read_yaml
+    from linnet.config import ConfigError, gather, override, parse, read_yaml
     from linnet.data.problems import text_problems
+    from linnet.layers.base import load_plugin
+    from linnet.models import family
     from linnet.train import TrainConfig
 
-    if config is None and model is None:
-        raise ConfigError(["CONFIG: give a training file, or --model NAME (linnet models lists them)"], "command line")
+    if config is None and model is None and mixer is None:
+        message = "CONFIG: give a training file, --model NAME (linnet models lists them) or --mixer FILE.py:Class"
+        raise ConfigError([message], "command line")
+    if model is not None and mixer is not None:
+        raise ConfigError([f"--mixer: {model!r} of --model has mixers of its own; give one of the two"], "command line")
     values = read_yaml(config) if config is not None else {}
     if model is None and "architectures" in values:
         raise ConfigError(
@@ -106,14 +123,28 @@ def _settings(
         values["data"] = {**(given if isinstance(given, dict) else {}), "source": data}
     if device is not None:
         values["device"] = device
+    problems: list[str] = []
+    where, own, settings = str(config or "command line"), None, None
+    if mixer is not None:
+        new: str | dict = "tnl-10m"  # where the mixer cannot be loaded, so that what else is wrong is told beside it
+        with gather(problems):
+            own = load_plugin(mixer)
+            new = family(own)(*SHAPE).model_dump(include={"d_model", "layout", "options"})
+            plugins = values.get("plugins") or []
+            values["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), mixer]
+        values.setdefault("model", new)
     if assignments and isinstance(values.get("model"), str):
         values["model"] = {"recipe": values["model"]}  # so that --set model.vocab_size=... changes the recipe
-    values, where = override(values, assignments), str(config or "command line")
-    try:
-        return parse(TrainConfig, values, where)
-    except ConfigError as error:
-        text = text_problems(values.get("data", {}), cache, values.get("seq_len"), told=error.problems)
-        raise ConfigError([*error.problems, *text], where) from None
+    with gather(problems):
+        values = override(values, assignments)
+    with gather(problems):
+        settings = parse(TrainConfig, values, where)
+    if own and settings and not any(own in block for block in settings.model.blocks):
+        problems.append(f"--mixer: the layout {settings.model.layout!r} has no {own!r}; write it into model.layout")
+    if problems:
+        problems += text_problems(values.get("data", {}), cache, values.get("seq_len"), told=problems)
+        raise ConfigError(problems, where)
+    return settings
 
 
 def _show_plan(settings, console) -> None:

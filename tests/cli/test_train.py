@@ -65,6 +65,33 @@ def test_a_recipe_text_and_settings_from_the_command_line(linnet):
     assert config["steps"] == 1 and config["model"]["d_model"] == 32 and config["model"]["vocab_size"] == 256
 
 
+MIXER = Path(__file__).parents[2] / "examples" / "my_mixer.py"
+
+
+def test_a_mixer_of_a_file(linnet):
+    small = ["--set", "model.d_model=32", "--set", "model.options.my_mixer.num_heads=2", "--set", "steps=1"]
+    small += ["--set", "seq_len=16", "--data", argparse.__file__, "--device", "cpu"]
+    done = linnet("--mixer", f"{MIXER}:MyMixer", *small, "--json")
+    assert done.exit_code == 0, done.output
+    config = RunFolder(json.loads(done.stdout)["path"]).config
+    assert config["model"]["layout"] == "my_mixer+swiglu x6" and config["plugins"] == [f"{MIXER}:MyMixer"]
+    in_a_file = linnet("run.yaml", "--mixer", f"{MIXER}:MyMixer", "--set", "model.layout=my_mixer+sglu x1", "--json")
+    assert in_a_file.exit_code == 2 and "options.tnl" in in_a_file.output  # options of a layer that is gone
+    Path("run.yaml").write_text(yaml.safe_dump({**SETTINGS, "model": {"d_model": 16, "layout": "my_mixer+sglu x1"}}))
+    in_a_file = linnet("run.yaml", "--mixer", f"{MIXER}:MyMixer", "--json")
+    assert RunFolder(json.loads(in_a_file.stdout)["path"]).config["model"]["layout"] == "my_mixer+sglu x1"
+
+
+def test_a_mixer_that_nothing_uses_or_is_not_there(linnet):
+    unused = linnet("run.yaml", "--mixer", f"{MIXER}:MyMixer")
+    assert unused.exit_code == 2 and "--mixer: the layout 'tnl+sglu x2' has no 'my_mixer'" in unused.output
+    both = linnet("--model", "tnl-10m", "--mixer", f"{MIXER}:MyMixer")
+    assert both.exit_code == 2 and "give one of the two" in both.output
+    wrong = linnet("--mixer", "mine.py:Mine", "--set", "steps=0")
+    assert wrong.exit_code == 2 and "there is no file mine.py" in wrong.output and "steps" in wrong.output
+    assert "model" not in wrong.output and not Path("runs").exists()
+
+
 def test_all_problems_at_once_and_nothing_is_made(linnet):
     done = linnet("run.yaml", "--set", "stepz=5", "--set", "precision=float8", "--set", "model.d_model=15")
     assert done.exit_code == 2
