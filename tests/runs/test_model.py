@@ -2,6 +2,8 @@
 
 import argparse
 import shutil
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,3 +118,24 @@ def test_an_empty_model_draws_nothing_and_takes_any_weights():
         assign_weights(model, source.state_dict(), "here")
         tokens = torch.arange(7)[None]
         assert torch.equal(model(tokens)[0], source(tokens)[0])
+
+
+def test_a_mixer_that_has_changed_since_is_warned_of(tmp_path):
+    mixer = shutil.copy(Path(__file__).parents[2] / "examples" / "my_mixer.py", tmp_path / "mine.py")
+    values = {
+        "plugins": [f"{mixer}:MyMixer"],
+        "data": {"source": [argparse.__file__]},
+        "model": {"d_model": 16, "layout": "my_mixer+sglu"},
+        "steps": 1,
+        "seq_len": 16,
+        "batch_size": 2,
+        "evaluate_tokens": 64,
+        "device": "cpu",
+    }
+    run = train(parse(TrainConfig, values), tmp_path / "out", tmp_path / "cache").path
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_model(run)
+    mixer.write_text(mixer.read_text() + "\n# changed\n")
+    with pytest.warns(UserWarning, match=r"mine\.py:MyMixer has changed since this model was trained"):
+        load_model(run)
