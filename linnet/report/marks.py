@@ -78,8 +78,9 @@ class Canvas:
 
         For strokeOpacity or fillOpacity where there is a choice: opacity is slow in a PNG, which gets a layer a mark.
         """
-        in_focus = "focus == '' || focus == datum.architecture"
-        return self.alt.condition(in_focus, self.alt.value(value), self.alt.value(FADED * value))
+        # As an object of its own, of any opacity: Altair takes long to find what a condition given as a dict may be.
+        in_focus = {"test": "focus == '' || focus == datum.architecture", "value": value}
+        return self.alt.OpacityValue(FADED * value, condition=in_focus)
 
     def tooltip(self, fields) -> list:
         return [self.alt.Tooltip(f"{field}:N", title=field) for field in fields]
@@ -94,8 +95,10 @@ class Canvas:
 
     def figure(self, name: str, title: str, caption: str, drawn) -> Figure:
         """Adds the parameter that brings one architecture forward, and the rows."""
-        spec = drawn.add_params(self.alt.param(name="focus", value="")).to_dict()
+        spec = drawn.to_dict()
         spec.pop("config", None)
+        # Put in behind Altair, which would copy all panels for it.
+        spec["params"] = [{"name": "focus", "value": ""}, *spec.get("params", [])]
         return Figure(name, title, caption, spec | {"datasets": self._datasets})
 
     def law_layers(self, bands, lines, points, x: dict, y: dict, fields) -> list:
