@@ -51,11 +51,15 @@ def _again(kind: type, problems: list[str], where: str) -> ConfigError:
 
 @contextlib.contextmanager
 def gather(problems: list[str]) -> typing.Iterator[None]:
-    """Adds what a `ConfigError` inside says to `problems`, so that one error can tell all that is wrong."""
+    """Adds what a `ConfigError` inside says to `problems`, so that one error can tell all that is wrong.
+
+    Of a file, which the error's heading would name, each line names it.
+    """
     try:
         yield
     except ConfigError as error:
-        problems += error.problems
+        file = f"{error.where}: " if os.path.isfile(error.where) else ""
+        problems += [line if error.where in line else file + line for line in error.problems]
 
 
 FIGURES = ("altair", "vl_convert")  # draw figures: modules of the extra `study`

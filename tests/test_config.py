@@ -183,3 +183,12 @@ def test_an_error_comes_back_whole_from_another_process():
     assert error.problems == ["a: is wrong", "b: too"] and str(error).startswith("there: 2 problems")
     locked = pickle.loads(pickle.dumps(LockedError(Path("run"), "7")))
     assert isinstance(locked, LockedError) and str(locked) == str(LockedError(Path("run"), "7"))
+
+
+def test_gathered_problems_of_a_file_name_it(tmp_path):
+    (tmp_path / "a.yaml").write_text("model: x\n")
+    problems = []
+    for where, line in ((str(tmp_path / "a.yaml"), "steps: required"), ("train", "seed: no number")):
+        with gather(problems):
+            raise ConfigError([line], where)
+    assert problems == [f"{tmp_path / 'a.yaml'}: steps: required", "seed: no number"]

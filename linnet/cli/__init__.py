@@ -22,6 +22,8 @@ from linnet.cli.study import study
 from linnet.cli.train import train
 from linnet.config import ConfigError
 
+RESUMING = ("train", "study", "mad", "evaluate")  # keep what they have done
+
 
 class _Group(typer.core.TyperGroup):
     """Turns what a user can mend into a message and an exit code; everything else keeps its traceback."""
@@ -45,7 +47,10 @@ class _Group(typer.core.TyperGroup):
             console.print(f"[bold red]error[/] {escape(message)}", highlight=False)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            console.print("[bold yellow]stopped[/]; nothing is lost: run the same command again to go on")
+            if ctx.invoked_subcommand in RESUMING:
+                console.print("[bold yellow]stopped[/]; nothing is lost: run the same command again to go on")
+            else:
+                console.print("[bold yellow]stopped[/]; the same command begins anew")
             raise typer.Exit(130) from None
 
 

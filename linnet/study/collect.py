@@ -75,8 +75,8 @@ def read_plan(folder: Path) -> list[dict[str, Any]]:
         return json.loads((folder / PLAN).read_text(encoding="utf-8"))["runs"]
     except FileNotFoundError:
         raise ConfigError([f"{folder}: is not a study folder (it has no {PLAN}); linnet study makes one"]) from None
-    except (ValueError, KeyError) as error:
-        raise ConfigError([f"{folder / PLAN}: is damaged ({error}); run linnet study again"]) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError([f"{folder / PLAN}: is damaged ({error}); delete it and run linnet study again"]) from None
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:

@@ -170,7 +170,11 @@ def _same_text(folder: Path, config: StudyConfig, corpus: str) -> None:
     """Refuses to add runs on one text to runs on another that goes by the same name."""
     if not (folder / PLAN).is_file() or not (folder / "study.yaml").is_file():
         return
-    before = json.loads((folder / PLAN).read_text(encoding="utf-8")).get("corpus")
+    try:
+        before = json.loads((folder / PLAN).read_text(encoding="utf-8"))["corpus"]
+    except (ValueError, KeyError, TypeError) as error:
+        problem = f"{folder / PLAN}: is damaged ({error}), and does not say what text the runs were trained on"
+        raise ConfigError([f"{problem}; if it is the same, delete that file to go on"], "study") from None
     same_name = read_yaml(folder / "study.yaml").get("data") == config.data.model_dump(mode="json")
     if same_name and before != corpus and any(folder.glob(f"{RUNS}/*/result.json")):
         problem = f"data: the text is no longer what the finished runs in {folder} were trained on"

@@ -77,6 +77,17 @@ def test_failed_and_diverged_runs_are_recorded_and_the_study_goes_on(tiny, tmp_p
     assert "diverged at step" in printed
 
 
+@pytest.mark.parametrize("damage", ['{"runs"', "[]", "{}"])
+def test_a_damaged_plan_is_told_and_can_be_made_again(tiny, tmp_path, damage):
+    config = parse(StudyConfig, tiny | {"architectures": ["tnl"], "sizes": [[16, 1]]})
+    run_study(config, tmp_path)
+    (path := tmp_path / "tiny" / "plan.json").write_text(damage)
+    with pytest.raises(ConfigError, match="plan.json: is damaged .* delete that file to go on"):
+        run_study(config, tmp_path)
+    path.unlink()
+    assert len(run_study(config, tmp_path).rows) == 1
+
+
 def test_what_only_the_tokenizer_tells_is_told_before_any_run(tiny, tmp_path):
     learned = tiny | {"data": tiny["data"] | {"tokenizer": "bpe:300"}, "seq_len": 25_000}
     asked = {"evaluations": [{"kind": "needle", "lengths": [20]}]}
