@@ -65,6 +65,15 @@ def serve(
     if missing := not_installed(["fastapi", "uvicorn", "jinja2", "prometheus_client"]):
         raise ConfigError([f"{', '.join(missing)} missing; install them with: pip install 'linnet[serve]'"], "serve")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
+    problems = [
+        f"--{option}: {value} is not above 0"
+        for option, value in {"slots": slots, "context-length": context_length}.items()
+        if value is not None and value < 1
+    ]
+    if not run.exists():
+        problems.append(f"{run}: there is no such folder; `linnet train` prints the folder of its run")
+    if chat_template is not None and not chat_template.is_file():
+        problems.append(f"--chat-template {chat_template}: there is no such file; give one in Jinja's language")
     settings = _settings(
         {
             "host": host,
@@ -79,6 +88,7 @@ def serve(
             "grace": grace,
         },
         dtype,
+        problems,
     )
     from linnet.serve import bind
 
@@ -106,14 +116,17 @@ def serve(
     console.print("stopped")
 
 
-def _settings(values: dict, dtype: str | None):
-    """The server's settings; all that is wrong with the command line at once, under its options' names."""
+def _settings(values: dict, dtype: str | None, problems: list[str]):
+    """The server's settings; all that is wrong with the command line at once, under its options' names.
+
+    Args:
+        problems: what is wrong with options that are no settings.
+    """
     from pydantic import SecretStr
 
     from linnet.config import ConfigError, parse
     from linnet.serve import ServeConfig
 
-    problems = []
     if dtype not in (None, "float32", "bfloat16"):
         problems.append(f"--dtype: {dtype!r} is unknown; use float32 or bfloat16")
     if values["api_key"] is not None:

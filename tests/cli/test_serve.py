@@ -94,9 +94,12 @@ def test_warns_of_an_open_door_and_tells_streams_longer_than_the_grace_at_ctrl_c
 
 def test_all_that_is_wrong_with_the_command_line_comes_at_once_and_before_the_model():
     wrong = ["--port", "70000", "--queue", "-1", "--dtype", "int8", "--api-key", "zwölf", "--max-tokens", "0"]
+    wrong += ["--slots", "0", "--context-length", "-1", "--chat-template", "none.jinja"]
     done = CliRunner().invoke(app, ["serve", "nowhere", *wrong])
     assert done.exit_code == 2
-    for option in ("--port: ", "--queue: ", "--dtype: 'int8'", "--api-key: ", "--max-tokens: "):
+    told = ["--port: ", "--queue: ", "--dtype: 'int8'", "--api-key: ", "--max-tokens: ", "--slots: 0"]
+    told += ["--context-length: -1", "--chat-template none.jinja: there is no", "nowhere: there is no"]
+    for option in told:
         assert option in done.output
     assert "zwölf" not in done.output
 
