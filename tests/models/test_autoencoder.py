@@ -73,8 +73,9 @@ def test_a_bundle_is_each_alone():
 
 
 def test_it_learns_to_compress():
-    task = TASKS["compression"](vocab_size=2, seq_len=4)
-    samples = generate(task, "train", 64, seed=0)
+    """From eight kinds of token, of which the most frequent alone would be right one time in four or five."""
+    task = TASKS["compression"](vocab_size=8, seq_len=4)
+    samples = generate(task, "train", 16, seed=0)
     tokens, targets = (torch.from_numpy(np.asarray(x)) for x in samples)
     config = configuration(layout="gla+mlp x2", options={"gla": {"num_heads": 2}}, vocab_size=task.num_tokens)
     model = build_autoencoder(config, task.input_length)
@@ -82,6 +83,7 @@ def test_it_learns_to_compress():
     for _ in range(120):
         total, count = model.loss(tokens, targets)
         (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    assert (model.logits(tokens).argmax(-1) == targets)[targets != -100].float().mean() > 0.97
+    assert (model.logits(tokens).argmax(-1) == targets)[targets != -100].float().mean() > 0.7

@@ -138,7 +138,8 @@ def test_recomputation_is_the_same_training(settings, cache, tmp_path, mode):
 
 def test_bfloat16_is_close_and_keeps_float32_weights(settings, cache, tmp_path):
     exact, rounded = train(settings(), tmp_path, cache), train(settings(precision="bfloat16"), tmp_path, cache)
-    assert losses(rounded) == pytest.approx(losses(exact), rel=5e-3) and losses(rounded) != losses(exact)
+    relative = torch.tensor(losses(rounded)) / torch.tensor(losses(exact)) - 1
+    assert 0 < relative.square().mean().sqrt() < 0.02
     tensors = latest_good(rounded.checkpoint_folder)[1]
     assert {t.dtype for group in ("model", "optimizer") for t in tensors[group].values()} == {torch.float32}
 
