@@ -39,7 +39,7 @@ def test_runs_on_a_cluster_that_is_there_and_goes_on_where_it_was(executor, tmp_
     mixer = os.path.relpath(ROOT / "examples" / "my_mixer.py", tmp_path) + ":MyMixer"
     small = ["--tasks", "memorization", "--settings", "baseline", "--state", "0", "--set", "d_model=32"]
     small += ["--set", "options={swiglu: {inner: 16}}", "--device", "cpu", "--out", "mad", "--json"]
-    cluster = ["--executor", "ray", "--address", "auto", "--workers", "1"]
+    cluster = ["--executor", "ray", "--address", "auto", "--workers", "2"]
 
     def call(*arguments):
         result = CliRunner().invoke(app, ["mad", "run", *arguments, *small])
