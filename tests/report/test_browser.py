@@ -60,7 +60,7 @@ def browsed(ladder, tmp_path_factory):
     body, _, end = ladder[1].read_text().rpartition("</body>")
     page.write_text(f"{body}{PROBE}</body>{end}")
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     probe = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.S)
     assert probe, done.stderr[-2000:]
     text = probe[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")

@@ -161,7 +161,7 @@ def test_a_browser_draws_every_figure_without_a_complaint(page, tmp_path):
     if CHROMIUM is None:
         pytest.skip("no chromium here: install it to see the page drawn (apt-get install chromium)")
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     assert f'data-drawn="{len(FIGURES)}"' in done.stdout
     assert done.stdout.count("<svg") >= len(FIGURES)

@@ -256,7 +256,7 @@ def test_a_browser_draws_it(full, tmp_path):
     (tmp_path / "index.html").write_text(f"{body}{PROBE}</body>{end}")
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
     done = subprocess.run(
-        [*command, (tmp_path / "index.html").as_uri()], capture_output=True, text=True, timeout=120, check=False
+        [*command, (tmp_path / "index.html").as_uri()], capture_output=True, text=True, timeout=300, check=False
     )
     probe = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.S)
     assert probe, done.stderr[-2000:]
