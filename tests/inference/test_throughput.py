@@ -1,5 +1,7 @@
 """What the throughput measurements run and count."""
 
+import time
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +35,15 @@ def test_rows_hold_what_the_protocol_asks_for():
     assert cached["carried_bytes"] - rows[5]["carried_bytes"] == (30 - 14) * (2 * 32 * 4 + 8)  # k, v and a position
     moved = recurrent["weight_bytes"] + 2 * recurrent["carried_bytes"]
     assert recurrent["bandwidth_share"] == pytest.approx(moved / (recurrent["token_ms"] / 1e3) / 1e10)
+
+
+def test_the_second_token_is_not_counted_with_the_first(monkeypatch):
+    system, tokens = linnet(plain=True), torch.zeros(1, 4, dtype=torch.long)
+    system.warm(tokens, 2)
+    decoder = system._prepare(1, 6)
+    advance = decoder.advance
+    monkeypatch.setattr(decoder, "advance", lambda: (time.sleep(0.2), advance()))
+    assert system.run(tokens, 2)[1] >= 0.2
 
 
 def test_batches_are_read_in_parts_as_in_one_piece(monkeypatch):
