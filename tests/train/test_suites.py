@@ -53,7 +53,7 @@ def test_probes_that_do_not_fit_are_told_before(settings, cache, tmp_path):
     with pytest.raises(ConfigError, match=r"evaluations.0 \(recall\): lengths: none of \[8\] holds any of \[16\]"):
         train(settings(evaluations=wrong[:1]), tmp_path, cache)
     words = parse(RecallEvaluation, {"kind": "recall", "tasks": ["mqar"], "lengths": [512], "pairs": [64]})
-    with pytest.raises(ConfigError, match="tokens of visible text are too few"):
+    with pytest.raises(ConfigError, match="tokens of visible text, too few"):
         words.prepare(subject())
 
 
