@@ -7,8 +7,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from linnet.hf.cache import LinnetCache
 from linnet.hf.config import LinnetConfig
-from linnet.models import CausalLM, build_model
-from linnet.runs.model import empty_model, full_precision
+from linnet.models import CausalLM, build_model, empty_model
+from linnet.runs.model import full_precision
 
 
 class LinnetForCausalLM(PreTrainedModel, GenerationMixin):

@@ -2,7 +2,7 @@
 
 from linnet.models.autoencoder import AutoEncoder, build_autoencoder
 from linnet.models.backbone import Backbone, ModelState
-from linnet.models.causal_lm import CausalLM, build_model
+from linnet.models.causal_lm import CausalLM, build_model, empty_model
 from linnet.models.config import ModelConfig
 from linnet.models.costs import count_parameters, flops_exact, flops_paper, state_bytes
 from linnet.models.layout import LayerSpec, parse_layout
@@ -20,6 +20,7 @@ __all__ = [
     "build_autoencoder",
     "build_model",
     "count_parameters",
+    "empty_model",
     "family",
     "flops_exact",
     "flops_paper",

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from linnet.models.backbone import Backbone, ModelState
 from linnet.models.config import ModelConfig
@@ -111,3 +112,23 @@ def draw_weights(build: Callable[[], M], config: ModelConfig, seed: int, device:
 
 def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
+
+
+def empty_model(config: ModelConfig, device: torch.device | str = "cpu") -> CausalLM:
+    """A model whose parameters hold anything at all, for weights that are assigned next; its fixed tables are right.
+
+    Nothing is drawn, so no memory is touched that the weights will not need. On the device "meta" there is none.
+    """
+    with torch.device(device), _NoDraws():
+        return CausalLM(config)
+
+
+class _NoDraws(TorchFunctionMode):
+    """Leaves tensors as they are where they would be initialised or filled with random numbers."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.uniform_, torch.Tensor.normal_):
+            return args[0]
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))

@@ -7,12 +7,14 @@ times the forward sum that each layer states.
 """
 
 import copy
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from linnet.models.causal_lm import CausalLM
+from linnet.models.backbone import Backbone
+from linnet.models.causal_lm import CausalLM, empty_model
 from linnet.models.config import ModelConfig
 
 PAPER_BATCH, PAPER_SEQ_LEN = 480, 8192  # one optimizer step of paper 000
@@ -41,8 +43,7 @@ def state_bytes(config: ModelConfig, context_length: int) -> int:
 @lru_cache(maxsize=64)
 def meta_model(config_json: str) -> CausalLM:
     """The model without memory, by the JSON of its configuration (which is hashable)."""
-    with torch.device("meta"):
-        return CausalLM(ModelConfig.model_validate_json(config_json))
+    return empty_model(ModelConfig.model_validate_json(config_json), "meta")
 
 
 @lru_cache(maxsize=4096)
@@ -57,13 +58,18 @@ def _parameters(config_json: str) -> tuple[int, int]:
 def _exact(config_json: str, seq_len: int, training: bool) -> float:
     model = meta_model(config_json)
     d_model, vocab = model.config.d_model, model.config.vocab_size
-    layers = [*model.backbone.blocks, *([model.backbone.tpe] if model.backbone.tpe is not None else [])]
-    counted: dict[tuple, float] = {}  # blocks of one shape cost the same
-    total = (6.0 if training else 2.0) * seq_len * d_model * vocab  # the head; looking up an embedding is free
-    for layer in layers:
+    head = (6.0 if training else 2.0) * seq_len * d_model * vocab  # looking up an embedding is free
+    return head + _sum_over_layers(model.backbone, lambda layer: _count(layer, seq_len, d_model, training))
+
+
+def _sum_over_layers(backbone: Backbone, cost: Callable[[torch.nn.Module], float]) -> float:
+    """The cost of all blocks, and of TPE; blocks of one shape cost the same."""
+    counted: dict[tuple, float] = {}
+    total = 0
+    for layer in [*backbone.blocks, *([backbone.tpe] if backbone.tpe is not None else [])]:
         shape = (type(layer), tuple((name, p.shape) for name, p in layer.named_parameters()), _extra_state(layer))
         if shape not in counted:
-            counted[shape] = _count(layer, seq_len, d_model, training)
+            counted[shape] = cost(layer)
         total += counted[shape]
     return total
 
@@ -97,8 +103,11 @@ def _paper(config_json: str, seq_len: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _state(config_json: str, context_length: int) -> int:
-    backbone = copy.deepcopy(meta_model(config_json).backbone).to(torch.bfloat16)
-    return backbone.state_bytes(context_length)
+    def cost(layer: torch.nn.Module) -> int:
+        specs = copy.deepcopy(layer).to(torch.bfloat16).state_spec(1, context_length)
+        return sum(spec.bytes for spec in specs.values())
+
+    return _sum_over_layers(meta_model(config_json).backbone, cost)
 
 
 def summary(name: str, config: ModelConfig, context_length: int) -> dict:

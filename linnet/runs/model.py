@@ -19,12 +19,11 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer, Tokenizer, load_tokenizer
 from linnet.layers.base import load_plugin, plugin_digest
-from linnet.models import CausalLM, ModelConfig
+from linnet.models import CausalLM, ModelConfig, empty_model
 from linnet.runs import checkpoint
 from linnet.runs.checkpoint import CheckpointError
 from linnet.runs.files import write_atomic
@@ -142,15 +141,6 @@ def save_model(
     return path
 
 
-def empty_model(config: ModelConfig) -> CausalLM:
-    """A model whose parameters hold anything at all, for weights that are assigned next; its fixed tables are right.
-
-    Nothing is drawn, so no memory is touched that the weights will not need.
-    """
-    with torch.device("cpu"), _NoDraws():
-        return CausalLM(config)
-
-
 def assign_weights(
     model: CausalLM, tensors: Mapping[str, Tensor], where: str, dtype: torch.dtype | None = None
 ) -> None:
@@ -205,14 +195,3 @@ def _read_weights(folder: RunFolder) -> tuple[dict[str, Tensor], int | None]:
             warnings.warn(f"{'; '.join(problems)}; using {path}", stacklevel=3)
         return tensors["model"], checkpoint.step_of(path)
     raise ConfigError(problems or [f"{folder.path}: has neither {WEIGHTS} nor a checkpoint"], "model")
-
-
-class _NoDraws(TorchFunctionMode):
-    """Leaves tensors as they are where they would be initialised or filled with random numbers."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (torch.Tensor.uniform_, torch.Tensor.normal_):
-            return args[0]
-        if getattr(func, "__module__", "") == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))

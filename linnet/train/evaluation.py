@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from linnet.config import ConfigError, gather
-from linnet.models import CausalLM
-from linnet.runs.model import assign_weights, empty_model
+from linnet.models import CausalLM, empty_model
+from linnet.runs.model import assign_weights
 from linnet.train.suites import Evaluation, Measure, Subject, label
 
 

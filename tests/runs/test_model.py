@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from linnet.config import ConfigError, parse
 from linnet.data import load_tokenizer
-from linnet.models import build_model, family
+from linnet.models import build_model, empty_model, family
 from linnet.runs import load_model, save_model
-from linnet.runs.model import assign_weights, empty_model
+from linnet.runs.model import assign_weights
 from linnet.train import TrainConfig, train
 
 

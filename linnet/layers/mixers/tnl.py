@@ -12,6 +12,7 @@ literally leaves a receptive field of one token (`slopes: paper_eq10` has it, `l
 import math
 from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ class Tnl(Mixer):
             Lrpe(config.num_heads, self.head_dim, config.lrpe_form, config.lrpe_shared_heads) if with_lrpe else None
         )
         rates = decay_rates(config, context.layer_index, context.num_layers)
-        self.register_buffer("log_decay", -rates, persistent=False)
+        self.register_buffer("log_decay", torch.tensor(-rates), persistent=False)
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         start = None if state is None or self.lrpe is None else state["position"]
@@ -141,8 +142,11 @@ def activate(x: Tensor, kind: str) -> Tensor:
     return x
 
 
-def decay_rates(config: TnlConfig, layer_index: int, num_layers: int) -> Tensor:
-    """Rates s_h >= 0 of the decay exp(-s_h) for each head of a layer, float32 [H]."""
+def decay_rates(config: TnlConfig, layer_index: int, num_layers: int) -> np.ndarray:
+    """Rates s_h >= 0 of the decay exp(-s_h) for each head of a layer, float32 [H].
+
+    Of NumPy: on the device "meta", arithmetic of tensors would import torch's compiler, which takes a second.
+    """
     heads = config.num_heads
     match config.slopes:
         case "alibi":
@@ -157,7 +161,7 @@ def decay_rates(config: TnlConfig, layer_index: int, num_layers: int) -> Tensor:
             factor = 1.0 - layer_index / num_layers
         else:
             factor = 1.0 - layer_index / max(num_layers - 1, 1) + 1e-5
-    return torch.tensor(slopes, dtype=torch.float32) * factor
+    return np.asarray(slopes, dtype=np.float32) * factor
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
