@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from linnet.config import ConfigError, parse
+from linnet.config import ConfigError
 
 SAMPLE = 200  # tokens shown
 
@@ -48,14 +48,13 @@ def data(
 
     Example: [bold]linnet data "books/*.txt" --tokenizer bpe:4096[/]
     """
-    from linnet.data import CorpusDamaged, DataConfig, prepare
-    from linnet.data.problems import text_problems
+    from linnet.data import CorpusDamaged, prepare
 
     values = {"source": paths, "tokenizer": tokenizer, "validation": validation or [], "text_key": text_key}
     values |= {"validation_fraction": validation_fraction, "max_bytes": max_bytes, "seed": seed}
     errors = Console(stderr=True, soft_wrap=True)
     try:
-        config = parse(DataConfig, values, "data")
+        config = _parse(values, out)
         with _Bar(errors) as bar:
             try:
                 corpus = prepare(config, out, progress=bar)
@@ -65,14 +64,26 @@ def data(
                     errors.print(f"[bold yellow]damaged[/] {found}; making it again", highlight=False)
                 corpus = prepare(config, out, rebuild=True, progress=bar)
     except ConfigError as error:
-        readable = {key: values[key] for key in ("source", "validation", "text_key")}
-        text = text_problems(readable, out, told=error.problems)  # what another key kept from being looked at
-        raise ConfigError([_by_option(line) for line in [*error.problems, *text]], "data") from None
+        raise ConfigError([_by_option(line) for line in error.problems], "data") from None
     sample = corpus.tokenizer.decode(corpus.train[:SAMPLE])
     if as_json:
         typer.echo(json.dumps(_summary(corpus, sample), indent=1))
     else:
         _show(corpus, sample)
+
+
+def _parse(values: dict, cache: Path):
+    """The configuration; what is wrong with the text is told with what is wrong with other keys."""
+    from linnet.config import parse
+    from linnet.data import DataConfig
+    from linnet.data.problems import text_problems
+
+    try:
+        return parse(DataConfig, values, "data")
+    except ConfigError as error:
+        wrong = {line.partition(":")[0].partition(".")[0] for line in error.problems}
+        rest = {key: value for key, value in values.items() if key not in wrong}
+        raise ConfigError([*error.problems, *text_problems(rest, cache, told=error.problems)], "data") from None
 
 
 def _by_option(problem: str) -> str:

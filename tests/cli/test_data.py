@@ -69,6 +69,9 @@ def test_bad_input_is_listed_with_exit_code_2(call):
     assert result.exit_code == 2 and result.stderr.count("  - ") == 4
     for problem in ("PATH: '' is empty", "PATH: 'missing.txt' does not", "--max-bytes: Input", "--tokenizer: Input"):
         assert problem in result.stderr
+    (tiny := call.cache.parent / "tiny.txt").write_text("x")
+    result = call(str(tiny), "--validation-fraction", "0.1")  # once, and with what was given
+    assert result.exit_code == 2 and result.stderr.count("  - ") == 1 and "0.1 of its 1 bytes" in result.stderr
 
 
 def test_help_teaches(call):
