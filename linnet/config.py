@@ -53,12 +53,13 @@ def _again(kind: type, problems: list[str], where: str) -> ConfigError:
 def gather(problems: list[str]) -> typing.Iterator[None]:
     """Adds what a `ConfigError` inside says to `problems`, so that one error can tell all that is wrong.
 
-    Of a file, which the error's heading would name, each line names it.
+    Of a file, which the error's heading would name, each line names it. (A heading without a suffix, such as "data", is
+    none, whatever lies in the folder that one is in.)
     """
     try:
         yield
     except ConfigError as error:
-        file = f"{error.where}: " if os.path.isfile(error.where) else ""
+        file = f"{error.where}: " if Path(error.where).suffix and os.path.isfile(error.where) else ""
         problems += [line if error.where in line else file + line for line in error.problems]
 
 

@@ -185,8 +185,10 @@ def test_an_error_comes_back_whole_from_another_process():
     assert isinstance(locked, LockedError) and str(locked) == str(LockedError(Path("run"), "7"))
 
 
-def test_gathered_problems_of_a_file_name_it(tmp_path):
+def test_gathered_problems_of_a_file_name_it(tmp_path, monkeypatch):
     (tmp_path / "a.yaml").write_text("model: x\n")
+    (tmp_path / "train").write_text("a file that goes by the name of a heading\n")
+    monkeypatch.chdir(tmp_path)
     problems = []
     for where, line in ((str(tmp_path / "a.yaml"), "steps: required"), ("train", "seed: no number")):
         with gather(problems):
