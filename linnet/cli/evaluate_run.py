@@ -67,22 +67,17 @@ def open_run(path: Path, device: str, precision: str, quiet: bool, needs_text: b
 
 def warn_unkept(opened: Opened) -> None:
     """Says before anything is asked that its record cannot be kept; a model that may only be read can be asked."""
-    if reason := _unkept(opened):
-        message = f"[bold yellow]note[/] nothing will be kept: {escape(reason)}; stop and copy the run to keep results"
-        Console(stderr=True, soft_wrap=True).print(message, highlight=False)
-
-
-def _unkept(opened: Opened) -> str | None:
     from linnet.evaluate.results import FOLDER
 
-    reason = unwritable(opened.path / FOLDER)
-    return None if reason is None else f"{opened.path / FOLDER} {reason}"
+    folder = opened.path / FOLDER
+    if reason := unwritable(folder):
+        told = escape(f"{folder} {reason}")
+        message = f"[bold yellow]note[/] nothing will be kept: {told}; stop and copy the run to keep results"
+        Console(stderr=True, soft_wrap=True).print(message, highlight=False)
 
 
 def keep(opened: Opened, evaluation: Any) -> None:
     """Writes the record; a folder that cannot be written to is no reason to lose what was printed."""
-    if _unkept(opened):
-        return
     try:
         evaluation.save(opened.path)
     except OSError as error:

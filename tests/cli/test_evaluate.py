@@ -219,6 +219,7 @@ def test_what_cannot_be_done(folder, tmp_path):
     result = call(tmp_path / "tnl", "--text", folder / "a.txt")
     assert result.exit_code == 0 and result.output.startswith("note nothing will be kept: ")  # before the numbers
     assert "evaluations' is a file; stop and copy the run to keep results" in result.output.replace("\n", " ")
+    assert "not kept in " in result.output  # behind them too: what was writable at first may no longer be
     if not torch.cuda.is_available():
         result = call(folder / "tnl", "--text", folder / "a.txt", "--device", "cuda")
         assert result.exit_code == 2 and "device: 'cuda' was asked for" in result.output
