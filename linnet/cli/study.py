@@ -138,20 +138,19 @@ def _settings(config, mixer, architectures, budgets, workers, assignments, cache
     if mixer is not None:
         with gather(problems):
             own = [load_plugin(mixer)]
-            values["plugins"] = [*_listed(values, "plugins"), mixer]
-            values["architectures"] = [*own, *_listed(values, "architectures")]
+            plugins, listed = _listed(values, "plugins"), _listed(values, "architectures")
+            values["plugins"] = plugins if mixer in plugins else [*plugins, mixer]
+            values["architectures"] = listed if own[0] in map(_name, listed) else [*own, *listed]
             if config is None:
                 values["name"] = f"quick-{own[0]}"
     if architectures is not None:
-        known = {
-            a["name"] if isinstance(a, dict) and "name" in a else str(a): a for a in _listed(values, "architectures")
-        }
+        known = {_name(a): a for a in _listed(values, "architectures")}
         chosen = [name.strip() for name in architectures.split(",") if name.strip()]
         chosen = [*(name for name in own if name not in chosen), *chosen]
         values["architectures"] = [known.get(name, name) for name in chosen]
     if budgets is not None:
         values["budgets"] = []
-        for part in budgets.split(","):
+        for part in filter(str.strip, budgets.split(",")):
             try:
                 values["budgets"].append(float(part))
             except ValueError:
@@ -173,3 +172,8 @@ def _listed(values: dict, key: str) -> list:
     """The items of a list in a file; what is no list is one item, and told to be wrong when all is parsed."""
     found = values.get(key) or []
     return found if isinstance(found, list) else [found]
+
+
+def _name(architecture) -> str:
+    """The name of an architecture in a file, which may be all that there is of it."""
+    return architecture["name"] if isinstance(architecture, dict) and "name" in architecture else str(architecture)

@@ -131,14 +131,18 @@ def _settings(
             own = load_plugin(mixer)
             new = family(own)(*SHAPE).model_dump(include={"d_model", "layout", "options"})
             plugins = values.get("plugins") or []
-            values["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), mixer]
+            plugins = plugins if isinstance(plugins, list) else [plugins]
+            values["plugins"] = plugins if mixer in plugins else [*plugins, mixer]
         values.setdefault("model", new)
     if assignments and isinstance(values.get("model"), str):
         values["model"] = {"recipe": values["model"]}  # so that --set model.vocab_size=... changes the recipe
     with gather(problems):
         values = override(values, assignments)
-    with gather(problems):
-        settings = parse(TrainConfig, values, where)
+    found: list[str] = []
+    with gather(found):
+        settings = parse(TrainConfig, values, "train")
+    lacking = mixer is not None and own is None  # whose name and options no model knows then
+    problems += [line for line in found if not (lacking and line.startswith("model"))]
     if own and settings and not any(own in block for block in settings.model.blocks):
         problems.append(f"--mixer: the layout {settings.model.layout!r} has no {own!r}; write it into model.layout")
     if problems:

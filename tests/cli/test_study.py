@@ -166,3 +166,13 @@ def test_an_outside_mixer_joins_the_default_ladder(tmp_path):
     shown = linnet("study", "--mixer", ROOT / "examples" / "my_mixer.py:MyMixer", "--plan", "--out", tmp_path)
     for name in ("my_mixer", "llama", "tnl"):
         assert name in shown
+
+
+def test_a_mixer_that_the_file_names_already_is_no_other(config, tmp_path):
+    mixer = f"{ROOT / 'examples' / 'my_mixer.py'}:MyMixer"
+    named = ["--set", "architectures=[tnl, {name: my_mixer}]", "--budgets", "4e8,", "--plan", "--out", tmp_path]
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"plugins": [mixer]}))
+    linnet("study", config, *named)  # as the file has it ...
+    values = yaml.safe_load(config.read_text()) | {"architectures": ["tnl", {"name": "my_mixer"}]}
+    config.write_text(yaml.safe_dump(values))
+    assert "my_mixer" in linnet("study", config, "--mixer", mixer, *named[2:])  # ... and with the option

@@ -77,9 +77,14 @@ def test_a_mixer_of_a_file(linnet):
     assert config["model"]["layout"] == "my_mixer+swiglu x6" and config["plugins"] == [f"{MIXER}:MyMixer"]
     in_a_file = linnet("run.yaml", "--mixer", f"{MIXER}:MyMixer", "--set", "model.layout=my_mixer+sglu x1", "--json")
     assert in_a_file.exit_code == 2 and "options.tnl" in in_a_file.output  # options of a layer that is gone
-    Path("run.yaml").write_text(yaml.safe_dump({**SETTINGS, "model": {"d_model": 16, "layout": "my_mixer+sglu x1"}}))
+    values = {**SETTINGS, "model": {"d_model": 16, "layout": "my_mixer+sglu x1"}}
+    Path("run.yaml").write_text(yaml.safe_dump(values))
     in_a_file = linnet("run.yaml", "--mixer", f"{MIXER}:MyMixer", "--json")
-    assert RunFolder(json.loads(in_a_file.stdout)["path"]).config["model"]["layout"] == "my_mixer+sglu x1"
+    config = RunFolder(json.loads(in_a_file.stdout)["path"]).config
+    assert config["model"]["layout"] == "my_mixer+sglu x1"
+    Path("run.yaml").write_text(yaml.safe_dump(values | {"plugins": config["plugins"]}))
+    again = linnet("run.yaml", "--mixer", f"{MIXER}:MyMixer", "--json")  # named twice, it is the same run
+    assert json.loads(again.stdout)["path"] == json.loads(in_a_file.stdout)["path"]
 
 
 def test_a_mixer_that_nothing_uses_or_is_not_there(linnet):
@@ -89,6 +94,8 @@ def test_a_mixer_that_nothing_uses_or_is_not_there(linnet):
     assert both.exit_code == 2 and "give one of the two" in both.output
     wrong = linnet("--mixer", "mine.py:Mine", "--set", "steps=0")
     assert wrong.exit_code == 2 and "there is no file mine.py" in wrong.output and "steps" in wrong.output
+    wrong = linnet("--mixer", "mine.py:Mine", "--set", "model.options.mine.num_heads=2", "--set", "steps=0")
+    assert "2 problems" in wrong.output  # none of an option of what nobody knows
     assert "model" not in wrong.output and not Path("runs").exists()
 
 
