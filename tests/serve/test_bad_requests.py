@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+import time
 
 import pytest
 from serving import LONG, Reply, Running, read_until, serve, wait_for
@@ -201,6 +202,7 @@ def test_size_and_slowness_of_a_request():
         assert connection.getresponse().status == 413
         assert small.post(prompt="x", max_tokens=1).status == 200
         assert small.service._entering == 0
+    began = time.monotonic()
     with serve(body_timeout=0.5) as hasty:
         with socket.create_connection(("127.0.0.1", hasty.port), timeout=LONG) as client:
             client.sendall(
@@ -209,6 +211,7 @@ def test_size_and_slowness_of_a_request():
             )
             answer = read_until(client, b"}}")
         assert b"408" in answer.split(b"\r\n")[0]
+        assert time.monotonic() - began < 25  # not after the usual 30
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
         assert hasty.service._entering == 0
 
