@@ -122,11 +122,11 @@ def test_an_empty_model_draws_nothing_and_takes_any_weights():
 
 def test_a_mixer_that_has_changed_since_is_warned_of(tmp_path):
     text = (Path(__file__).parents[2] / "examples" / "my_mixer.py").read_text()
-    (mixer := tmp_path / "mine.py").write_text(text.replace('"my_mixer"', '"mine"'))  # other tests load the example
+    (mixer := tmp_path / "mine.py").write_text(text.replace('"my_mixer"', '"altered"'))  # other tests load the example
     values = {
         "plugins": [f"{mixer}:MyMixer"],
         "data": {"source": [argparse.__file__]},
-        "model": {"d_model": 16, "layout": "mine+sglu"},
+        "model": {"d_model": 16, "layout": "altered+sglu"},
         "steps": 1,
         "seq_len": 16,
         "batch_size": 2,
