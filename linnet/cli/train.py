@@ -175,9 +175,11 @@ def _show_result(path: Path, result: dict, console) -> None:
     from rich.markup import escape
 
     if result["status"] == "done":
+        # None where it is not finite: of held-out text that is but the end of a document, say, there are no bytes.
+        loss, bits = ("?" if x is None else f"{x:.4f}" for x in (result["loss"], result["bits_per_byte"]))
         console.print(
-            f"held-out loss [bold]{result['loss']:.4f}[/] nats a token, [bold]{result['bits_per_byte']:.4f}[/] bits a "
-            f"byte, after {result['tokens']:,} tokens in {result['seconds']:,.0f} s",
+            f"held-out loss [bold]{loss}[/] nats a token, [bold]{bits}[/] bits a byte, "
+            f"after {result['tokens']:,} tokens in {result['seconds']:,.0f} s",
             highlight=False,
         )
     else:

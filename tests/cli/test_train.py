@@ -65,6 +65,12 @@ def test_a_recipe_text_and_settings_from_the_command_line(linnet):
     assert config["steps"] == 1 and config["model"]["d_model"] == 32 and config["model"]["vocab_size"] == 256
 
 
+def test_held_out_text_without_a_byte_to_score(linnet):
+    Path("tiny.txt").write_text("a text of few bytes")  # of which one is held out, and the next token ends it
+    done = linnet("run.yaml", "--data", "tiny.txt", "--set", "seq_len=8", "--set", "batch_size=1", "--set", "steps=1")
+    assert done.exit_code == 0 and "nats a token, ? bits a byte" in done.output, done.output
+
+
 MIXER = Path(__file__).parents[2] / "examples" / "my_mixer.py"
 
 
