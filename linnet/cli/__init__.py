@@ -22,7 +22,11 @@ from linnet.cli.study import study
 from linnet.cli.train import train
 from linnet.config import ConfigError
 
-RESUMING = ("train", "study", "mad", "evaluate")  # keep what they have done
+ANEW = "the same command begins anew"
+GOING_ON = "nothing is lost: run the same command again to go on"
+STOPPED = dict.fromkeys(("train", "study", "mad"), GOING_ON) | {
+    "evaluate": f"what was printed is kept, and --demo goes on where it was; else {ANEW}"
+}
 
 
 class _Group(typer.core.TyperGroup):
@@ -47,10 +51,7 @@ class _Group(typer.core.TyperGroup):
             console.print(f"[bold red]error[/] {escape(message)}", highlight=False)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            if ctx.invoked_subcommand in RESUMING:
-                console.print("[bold yellow]stopped[/]; nothing is lost: run the same command again to go on")
-            else:
-                console.print("[bold yellow]stopped[/]; the same command begins anew")
+            console.print(f"[bold yellow]stopped[/]; {STOPPED.get(ctx.invoked_subcommand, ANEW)}")
             raise typer.Exit(130) from None
 
 

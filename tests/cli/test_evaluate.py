@@ -186,6 +186,16 @@ def test_options_that_would_change_nothing_are_all_named(folder, tmp_path):
     assert not (tmp_path / "demo").exists()
 
 
+def test_what_ctrl_c_leaves_is_said_as_it_is(folder, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("linnet.cli.evaluate_text.score_texts", stop)
+    result = call(folder / "tnl", "--text", folder / "a.txt")
+    assert result.exit_code == 130 and "stopped; what was printed is kept" in result.output
+    assert "nothing is lost" not in result.output
+
+
 def test_what_cannot_be_done(folder, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     config = family("tnl")(32, 2, vocab_size=256)
