@@ -251,12 +251,12 @@ def test_interpreted(interpreted):
 if __name__ == "__main__":
     from linnet.ops.lightning import triton
 
-    choose = triton.choose_tiles
+    choose, count = triton.choose_tiles, triton._count_segments
     for call, options in INTERPRETED:
         options = options | {"dtype": getattr(torch, options.get("dtype", "float32")), "device": "cpu"}
         turned = options.pop("turned", False)
-        segments = options.pop("segments", 1)
-        triton._count_segments = lambda *_, segments=segments: segments
+        segments = options.pop("segments", None)
+        triton._count_segments = count if segments is None else lambda *_, segments=segments: segments
         triton.choose_tiles = lambda *sizes, turned=turned: choose(*sizes)._replace(turned=turned)
         assert_agrees(*call, **options)
         print(*call, "agrees")
