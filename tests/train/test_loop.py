@@ -103,14 +103,15 @@ def test_the_same_configuration_gives_the_same_losses_whatever_the_global_seed(s
 def test_accumulation_is_the_same_training(settings, cache, tmp_path, parts):
     """Also with parts of different size (3 of 4 sequences): every token has the same weight.
 
-    The first step to rounding; Adam makes whole steps of gradients that are rounding alone, so later ones are near.
+    With a large eps: Adam would else make whole steps of gradients that are rounding alone.
     """
-    whole = train(settings(log_every=1), tmp_path, cache)
-    split = train(settings(log_every=1, accumulation=parts), tmp_path, cache)
+    same = {"log_every": 1, "optimizer": {"eps": 1e-2}}
+    whole = train(settings(**same), tmp_path, cache)
+    split = train(settings(**same, accumulation=parts), tmp_path, cache)
     norms = [[row["grad_norm"] for row in run.metrics() if "loss" in row] for run in (whole, split)]
     assert norms[1][0] == pytest.approx(norms[0][0], rel=1e-5)
-    assert losses(split)[0] == pytest.approx(losses(whole)[0], rel=1e-5)
-    assert losses(split) == pytest.approx(losses(whole), rel=1e-2)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)  # nothing is left of the step before
+    assert losses(split) == pytest.approx(losses(whole), rel=1e-4)
 
 
 def test_accumulation_weighs_targets_not_parts(settings, cache, tmp_path, monkeypatch):
