@@ -82,7 +82,7 @@ def same(run: RunFolder, whole: RunFolder) -> None:
 
 def test_killed_at_random_moments(settings, cache, tmp_path, whole):
     """SIGKILL during set-up, steps, checkpoints and validations: the same losses and weights, bit for bit."""
-    seed = random.randrange(1_000_000)
+    seed = random.SystemRandom().randrange(1_000_000)  # others each time, unlike what tests draw else
     places = [whole.path / "config.yaml", tmp_path / "killed", tmp_path / "trial", cache]
     command = [sys.executable, "-c", KILLER, *map(str, places), str(seed), "16"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
