@@ -1,16 +1,20 @@
 """The outside mixer of the examples is a whole citizen: its forms agree, and a study takes it by its file alone."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from linnet.config import parse
 from linnet.layers.base import LayerContext, find_mixer, load_plugin
 from linnet.models import build_model, count_parameters, family, flops_exact
 from linnet.study import StudyConfig, run_study
+from linnet.train import TrainConfig
 
-FILE = Path(__file__).parents[2] / "examples" / "my_mixer.py"
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "examples" / "my_mixer.py"
 
 
 @pytest.fixture
@@ -87,3 +91,16 @@ def test_a_study_takes_it_by_its_file(tmp_path):
     }
     (row,) = run_study(parse(StudyConfig, values), tmp_path).rows
     assert (row["architecture"], row["status"]) == ("my_mixer", "done")
+
+
+def test_what_the_docs_show_of_it_is_so(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "docs" / "mixers.md").read_text(), re.MULTILINE | re.DOTALL)
+    agrees, costs, hf = (code for language, code in blocks if language == "python")
+    assert "load_plugin(" in hf  # of a folder that is not there
+    names = {}
+    exec(agrees, names)
+    exec(costs, names)
+    assert capsys.readouterr().out.split()
+    (file,) = (text for language, text in blocks if language == "yaml")
+    assert parse(TrainConfig, yaml.safe_load(file)).model.layout == "my_mixer+swiglu x6"
