@@ -74,7 +74,7 @@ def study(
             check_study(FITS + FIGURES if report else FITS, "study")  # before the training, not after it
         if reason := unwritable(out / settings.name):
             problems.append(f"--out {str(out)!r}: {reason}; name another folder")
-    with console.status("counting FLOPs, timing a few steps"):
+    with console.status(f"{'' if plan else 'looking through the text, '}counting FLOPs, timing a few steps"):
         with gather(problems):
             ladder = make_plan(settings, check_data=not plan, cache=None if plan else out / CACHE)
         if problems:

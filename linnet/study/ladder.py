@@ -22,6 +22,7 @@ from linnet.runs import RunFolder
 from linnet.study.config import Architecture, Size, StudyConfig
 from linnet.train import TrainConfig, resolve
 from linnet.train.ready import make_evaluations
+from linnet.train.sinks import check_sinks
 
 SET_BY_THE_LADDER = {
     "name": "the ladder names its runs",
@@ -155,11 +156,11 @@ def plan(
             smallest = min(_batch_size(config, a, i) for a, _, _ in rungs for i in range(len(config.targets)))
             first = parse(TrainConfig, _train_values(config, train, *rungs[0], smallest, steps=1, seed=0, plugins=[]))
             if check_data:
-                learned = not any(line.startswith("data.tokenizer") for line in problems)
-                tokenizer = given_tokenizer(config.data.tokenizer) if learned else None
-                problems += evaluation_problems(first, lengths, tokenizer)
+                problems += evaluation_problems(first, lengths, given_tokenizer(config.data.tokenizer))
+                check_sinks(first.sinks)
         except ConfigError as error:
-            problems += [f"train.{line}" for line in error.problems]
+            told = "\n".join(problems)  # of a tokenizer that cannot be read, say, which a model asks for too
+            problems += [f"train.{line}" for line in error.problems if line.removeprefix("model: ") not in told]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), where)
 

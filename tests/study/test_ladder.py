@@ -1,5 +1,7 @@
 """Planning: exact FLOPs, the points worth a run, and every mistake before any work."""
 
+import sys
+
 import pytest
 
 from linnet.config import ConfigError, digest, parse, read_yaml
@@ -142,6 +144,19 @@ def test_evaluations_are_checked_before_any_run(tmp_path):
     asked["evaluations"] = asked["evaluations"][:1]
     config = parse(StudyConfig, VALUES | {"data": {"source": [str(tmp_path)]}, "train": asked})
     assert plan(config, check_data=False).runs  # `--plan` needs no files
+
+
+def test_what_is_not_there_is_told_once_and_before_any_run(tmp_path, monkeypatch):
+    (tokenizer := tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError) as caught:
+        plan_of(
+            data={"source": [__file__], "tokenizer": {"kind": "file", "path": str(tokenizer)}}, train={"schedul": 1}
+        )
+    first, second = caught.value.problems
+    assert first.startswith("data.tokenizer: ") and second.startswith("train.schedul: ")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match="train.sinks: 'wandb' needs a package that is not installed"):
+        plan_of(data={"source": [__file__]}, train={"sinks": ["wandb"]})
 
 
 def test_a_changed_plugin_makes_other_runs(tmp_path):
