@@ -80,8 +80,7 @@ class _Parser:
                 if group is None or int(repeat[1]) < 1:
                     what = f"{token[0]!r} needs a block or group before it and a count of at least 1"
                     raise self._error(*token.span(), what)
-                if len(blocks) + len(group) * (int(repeat[1]) - 1) > MOST_BLOCKS:
-                    raise self._error(*token.span(), f"{token[0]!r} makes more than {MOST_BLOCKS:,} blocks; give fewer")
+                self._limit(len(blocks) + len(group) * (int(repeat[1]) - 1), token.span())
                 blocks += group * (int(repeat[1]) - 1)
                 group = None
                 continue
@@ -93,20 +92,26 @@ class _Parser:
                 if at == opened + 2:
                     raise self._error(token.start(), self.tokens[at - 1].end(), "'()' holds no block")
             else:
-                group = self._item(token[0], token.start())
+                group = self._item(token[0], token.span())
+            self._limit(len(blocks) + len(group), token.span())
             blocks += group
         return blocks, at
 
-    def _item(self, token: str, start: int) -> list[LayerSpec]:
+    def _item(self, token: str, span: tuple[int, int]) -> list[LayerSpec]:
         counted = re.fullmatch(r"(\d+)(\D.*)", token)
         count, name = (int(counted[1]), counted[2]) if counted else (1, token)
-        if count > MOST_BLOCKS:
-            what = f"{token!r} makes more than {MOST_BLOCKS:,} blocks; give fewer"
-            raise self._error(start, start + len(token), what)
         if name in self.aliases:
             rest = {key: value for key, value in self.aliases.items() if key != name}
-            return _Parser(self.aliases[name], rest, name).parse() * count
-        return [self._block(name, start + len(token) - len(name))] * count
+            blocks = _Parser(self.aliases[name], rest, name).parse()
+        else:
+            blocks = [self._block(name, span[1] - len(name))]
+        self._limit(len(blocks) * count, span)
+        return blocks * count
+
+    def _limit(self, blocks: int, span: tuple[int, int]) -> None:
+        if blocks > MOST_BLOCKS:
+            what = f"{self.layout[slice(*span)]!r} makes more than {MOST_BLOCKS:,} blocks; give fewer"
+            raise self._error(*span, what)
 
     def _block(self, name: str, start: int) -> LayerSpec:
         mixer, plus, channel = name.partition("+")

@@ -34,10 +34,13 @@ def test_the_wrong_place_is_marked(layout, marked):
     assert len(caught.value.marks) == marked.count(" ^") + marked.startswith("^")
 
 
-@pytest.mark.parametrize("layout", ["tnl x1000000", "99999999999H", "(tnl x3000) x3000"])
+@pytest.mark.parametrize(
+    "layout", ["tnl x1000000", "99999999999H", "(tnl x3000) x3000", "3000H 3000H", "4096A", "(tnl x3000) (tnl x3000)"]
+)
 def test_more_blocks_than_anybody_means_are_refused_at_once(layout):
     with pytest.raises(LayoutError, match="makes more than 4,096 blocks; give fewer"):
-        parse_layout(layout, {"H": "tnl"})
+        parse_layout(layout, {"H": "tnl", "A": "(tnl) x4096"})
+    assert len(parse_layout("2000H 2096H", {"H": "tnl"})) == 4096
 
 
 def test_in_an_alias_the_text_of_the_alias_is_marked():
