@@ -31,7 +31,7 @@ LEAST = {False: 0.45, True: 0.1}
 TURNING = {"scratch": True, "maxnreg": 168}
 REGISTERS = {64: 128, 128: 88}
 SIDES = {"scratch": True, "num_warps": 8, "maxnreg": 128}
-SIDE_REGISTERS = {"dq": (88, 72), "dk": (104, 72)}
+SIDE_REGISTERS = {"dq": (88, 72), "dk": (96, 72)}
 
 
 def suits(call: Call, causal: bool = True, backward: bool = False) -> bool:
@@ -86,7 +86,8 @@ def backward(
         launch(hopper_keys_kernel, programs, (q, k, v, do, dq, dk, dS, dz, S_end, *leave, edges), (scale,),
                (*sizes, dS is not None, True, 2), **options)  # fmt: skip
     else:
-        programs, sizes = B * H * (K // 64), (*_sizes(call), call.positions is not None)
+        programs = min(B * H * (K // 64), count_processors(q.device))
+        sizes = (*_sizes(call), call.positions is not None)
         more = (edges, call.theta, dtheta[0], call.positions)
         launch(hopper_turned_queries_kernel, programs, (q, k, v, do, dq, S, z, *more), (scale,),
                (*sizes, S is not None, *SIDE_REGISTERS["dq"]), **SIDES)  # fmt: skip
@@ -168,7 +169,8 @@ def _values(
     else:
         columns = _columns(call)
         constants = (*_sizes(call), columns, reverse, call.positions is not None, *flags, REGISTERS[columns])
-        launch(hopper_turned_kernel, B * H * (V // columns), (*tensors, edges, call.theta, call.positions),
+        programs = min(B * H * (V // columns), count_processors(c.device))
+        launch(hopper_turned_kernel, programs, (*tensors, edges, call.theta, call.positions),
                (call.scale,), constants, num_warps=columns // 16, **TURNING)  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -11,137 +12,179 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from linnet.ops.additive.hopper import LN_2, LOG2_E, NOTHING, TINY, _invert, _start
+from linnet.ops.additive.hopper_rows import (
+    _copy,
+    _describe,
+    _fetch,
+    _four,
+    _highest,
+    _ordered,
+    _quarters,
+    _rows_layout,
+    _stack,
+    _sums,
+    _token,
+    _widen,
+)
 from linnet.ops.additive.hopper_turning import (
     _begin_angles,
-    _beside,
-    _fetch1,
-    _fetch2,
-    _frequencies,
+    _fetch_sides,
     _invert_fast,
-    _load,
     _move,
-    _part_angles,
+    _part_turns,
     _power,
-    _put,
-    _sum_up,
+    _put_rates,
+    _rates,
+    _sides,
+    _take_rates,
+    _take_sides,
 )
 
 
 @gluon.jit
-def _turn_half(
-    from_q, from_k, raw_q, raw_k, x1, x2, y1, y2, keeps, loaded, empty, edges, high, low, positions, row, place, hop, h,
-    x, chunks, reference, mass, top, before, HALF: gl.constexpr, WAIT: gl.constexpr, H: gl.constexpr, K: gl.constexpr,
-    C: gl.constexpr, REVERSE: gl.constexpr, PLACED: gl.constexpr, TURNED: gl.constexpr,
-):  # fmt: skip
-    """Keys and queries of 64 channels of chunk x, 16 tokens at a time, for few registers.
-
-    Returns reference and mass after the chunk, and (REVERSE) those of the chunk to come.
-    """
-    slot = x & 1
-    i = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, TURNED))
-    at_k = h * K + HALF * 64
-    tk = raw_k.index(HALF)
-    tq = raw_q.index(HALF)
-    next_top = top
-    next_before = before
-    if REVERSE:
-        next_row = chunks - 1 - gl.minimum(x + 1, chunks - 1)
-        next_top = gl.load(edges + i + next_row * (2 * H * K))
-        next_before = gl.load(edges + i + next_row * (2 * H * K) + K)
-    angles = _begin_angles(place, high, low, TURNED)
-    mbarrier.wait(loaded.index(HALF), x & 1)
-    if REVERSE:
-        keep = _power(top - reference)
-        now = top
-    else:
-        now = _move(reference, gl.max(_load(tk, TURNED), 1))
-        keep = _power(reference - now)
-        before = mass * keep
-    if WAIT:
-        mbarrier.wait(empty.index(slot), (x >> 1) & 1 ^ 1)
-    keeps.index(slot).slice(HALF * 64, 64).store(keep)
-    total = gl.zeros([64, 16], gl.float32, TURNED) + gl.maximum(before, TINY)[:, None]
-    for part in gl.static_range(C // 16):
-        key = _power(_load(tk.slice(16 * part, 16), TURNED) * LOG2_E - now[:, None])
-        masses, total = _sum_up(key, total, TURNED, False)
-        c, s, angles = _part_angles(angles, positions, row, high, low, part, TURNED, PLACED)
-        query = _load(tq.slice(16 * part, 16), TURNED) * _invert_fast(masses)
-        k1, k2 = (key * c).to(gl.bfloat16), (key * s).to(gl.bfloat16)
-        q1, q2 = (query * c).to(gl.bfloat16), (query * s).to(gl.bfloat16)
-        # Two parts at once: the compiler puts a barrier between stores to the same memory.
-        if part % 2 == 0:
-            even_k1, even_k2, even_q1, even_q2 = k1, k2, q1, q2
-        else:
-            _put(x1.index(slot), HALF, part // 2, _beside(even_k1, k1, TURNED))
-            _put(x2.index(slot), HALF, part // 2, _beside(even_k2, k2, TURNED))
-            _put(y1.index(slot), HALF, part // 2, _beside(even_q1, q1, TURNED))
-            _put(y2.index(slot), HALF, part // 2, _beside(even_q2, q2, TURNED))
-    _fetch2(from_k, from_q, row + hop, at_k, at_k, tk, tq, loaded.index(HALF), x + 1 < chunks, 4 * C * 64)
-    mass = gl.max(total, 1)
-    return now, gl.where(mass > 1.0, mass, 0.0), next_top, next_before
+def _turn(key, query, cos, sin):
+    kc, ks = (key * cos).to(gl.bfloat16), (key * sin).to(gl.bfloat16)
+    return kc, ks, (query * cos).to(gl.bfloat16), (query * sin).to(gl.bfloat16)
 
 
 @gluon.jit
-def _begin(entry_z, edges, nh, chunks, i, H: gl.constexpr, K: gl.constexpr, REVERSE: gl.constexpr,
-           HAS_ENTRY: gl.constexpr):  # fmt: skip
-    """Reference and mass of channels before the sweep, and (REVERSE) those of the first chunk."""
+def _turn_part(
+    from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, loaded, empty, positions, row, place, hop, h, x, chunks,
+    reference, mass, PART: gl.constexpr, FIRST: gl.constexpr, K: gl.constexpr, C: gl.constexpr, REVERSE: gl.constexpr,
+    PLACED: gl.constexpr,
+):  # fmt: skip
+    """Keys and queries of 32 channels of chunk x; returns reference and mass after it."""
+    ROWS: gl.constexpr = _rows_layout(C)
+    CHANNEL: gl.constexpr = gl.SliceLayout(1, ROWS)
+    HALF: gl.constexpr = PART // 2
+    slot = x & 1
+    tk = raw_k.index(HALF)
+    tq = raw_q.index(HALF)
+    rates = _take_rates(turns, PART)
+    angles = _begin_angles(place, rates, _rows_layout(8))
+    if PART % 2 == 0:
+        mbarrier.wait(loaded.index(HALF), x & 1)
+    key = tk.slice(PART % 2 * 32, 32, dim=1).permute((1, 0)).load(ROWS)
+    if REVERSE:
+        now, before = _take_sides(sides, slot, PART, CHANNEL)
+        keep = _power(now - reference)
+    else:
+        now = _move(reference, gl.convert_layout(_highest(key), CHANNEL, assert_trivial=True))
+        keep = _power(reference - now)
+        before = mass * keep
+    key = _power(_widen(key) * LOG2_E - now[:, None])
+    sums, mass = _sums(key, gl.maximum(before, TINY), 1.0)
+    query = _widen(tq.slice(PART % 2 * 32, 32, dim=1).permute((1, 0)).load(ROWS)) * _invert_fast(sums)
+    if PART % 2 == 1:
+        at = h * K + HALF * 64
+        mbarrier.expect(loaded.index(HALF), 4 * C * 64, pred=x + 1 < chunks)
+        _copy(from_k, row + hop, at, loaded.index(HALF), tk, x + 1 < chunks)
+        _copy(from_q, row + hop, at, loaded.index(HALF), tq, x + 1 < chunks)
+    if PART == FIRST:
+        mbarrier.wait(empty.index(slot), (x >> 1) & 1 ^ 1)
+    keeps.index(slot).slice(64 * PART, 32).store(keep)
+    keeps.index(slot).slice(64 * PART + 32, 32).store(keep)
+    k0, k1, k2, k3 = _quarters(key)
+    q0, q1, q2, q3 = _quarters(query)
+    c, s, angles = _part_turns(angles, positions, row, rates, 0, PLACED)
+    kc0, ks0, qc0, qs0 = _turn(k0, q0, c, s)
+    c, s, angles = _part_turns(angles, positions, row, rates, 1, PLACED)
+    kc1, ks1, qc1, qs1 = _turn(k1, q1, c, s)
+    c, s, angles = _part_turns(angles, positions, row, rates, 2, PLACED)
+    kc2, ks2, qc2, qs2 = _turn(k2, q2, c, s)
+    c, s, angles = _part_turns(angles, positions, row, rates, 3, PLACED)
+    kc3, ks3, qc3, qs3 = _turn(k3, q3, c, s)
+    both = _stack(_four(kc0, kc1, kc2, kc3), _four(ks0, ks1, ks2, ks3))
+    xs.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
+    both = _stack(_four(qc0, qc1, qc2, qc3), _four(qs0, qs1, qs2, qs3))
+    ys.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
+    return now, gl.where(mass > 1.0, mass, 0.0)
+
+
+@gluon.jit
+def _begin(
+    entry_z, edges, nh, chunks, i, H: gl.constexpr, K: gl.constexpr, REVERSE: gl.constexpr, HAS_ENTRY: gl.constexpr
+):  # fmt: skip
+    """Reference and mass of channels before the sweep."""
     reference = gl.full_like(i.to(gl.float32), NOTHING)
     mass = gl.full_like(i.to(gl.float32), 0.0)
-    top = reference
-    before = mass
     if REVERSE:
         reference = gl.load(edges + i + chunks * (2 * H * K))
-        top = gl.load(edges + i + (chunks - 1) * (2 * H * K))
-        before = gl.load(edges + i + (chunks - 1) * (2 * H * K) + K)
     else:
         if HAS_ENTRY:
             reference, mass = _start(gl.load(entry_z + nh * K + i))
-    return reference, mass, top, before
+    return reference, mass
+
+
+@gluon.jit
+def _leave(keeps, leave_z, nh, i, reference, mass, PART: gl.constexpr, K: gl.constexpr):
+    """What normalises the final state, where the factors of one more chunk would be, and the log-sum."""
+    keeps.slice(64 * PART, 32).store(_invert(mass))
+    keeps.slice(64 * PART + 32, 32).store(_invert(mass))
+    gl.store(leave_z + nh * K + i, _log_sum(reference, mass))
 
 
 @gluon.jit
 def _turn_tiles(
-    from_q, from_k, raw_q, raw_k, x1, x2, y1, y2, keeps, loaded, full, empty, entry_z, leave_z, edges, theta,
+    from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, loaded, full, empty, entry_z, leave_z, edges, theta,
     positions, row, place, hop, n, h, chunks, FIRST: gl.constexpr, HALVES: gl.constexpr, H: gl.constexpr,
     K: gl.constexpr, C: gl.constexpr, REVERSE: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
     HAS_LEAVE: gl.constexpr,
 ):  # fmt: skip
     """What 4 turning warps do: the half FIRST of the channels, or (HALVES 2) both, one after the other."""
-    TURNED: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
-    i = FIRST * 64 + gl.arange(0, 64, gl.SliceLayout(1, TURNED))
+    CHANNEL: gl.constexpr = gl.SliceLayout(1, _rows_layout(C))
+    CHANNELS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    WIDTH: gl.constexpr = 64 * HALVES
+    P: gl.constexpr = 2 * FIRST
     nh = n.to(gl.int64) * H + h
+    channels = FIRST * 64 + gl.arange(0, WIDTH, CHANNELS)
+    _put_rates(turns, FIRST * 64, _rates(gl.load(theta + h * K + channels)))
     if REVERSE:
         edges += (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K)
-    high0, low0 = _frequencies(gl.load(theta + h * K + i))
-    r0, m0, top0, before0 = _begin(entry_z, edges, nh, chunks, i, H, K, REVERSE, HAS_ENTRY)
+        places = _sides(edges, FIRST * 64, WIDTH, K)
+        _fetch_sides(sides, places, 0, chunks - 1, FIRST * 64, H, K)
+    i = P * 32 + gl.arange(0, 32, CHANNEL)
+    r0, m0 = _begin(entry_z, edges, nh, chunks, i, H, K, REVERSE, HAS_ENTRY)
+    r1, m1 = _begin(entry_z, edges, nh, chunks, 32 + i, H, K, REVERSE, HAS_ENTRY)
     if HALVES == 2:
-        high1, low1 = _frequencies(gl.load(theta + h * K + 64 + i))
-        r1, m1, top1, before1 = _begin(entry_z, edges, nh, chunks, 64 + i, H, K, REVERSE, HAS_ENTRY)
+        r2, m2 = _begin(entry_z, edges, nh, chunks, 64 + i, H, K, REVERSE, HAS_ENTRY)
+        r3, m3 = _begin(entry_z, edges, nh, chunks, 96 + i, H, K, REVERSE, HAS_ENTRY)
     for x in range(0, chunks):
-        r0, m0, top0, before0 = _turn_half(
-            from_q, from_k, raw_q, raw_k, x1, x2, y1, y2, keeps, loaded, empty, edges, high0, low0, positions, row,
-            place, hop, h, x, chunks, r0, m0, top0, before0, FIRST, True, H, K, C, REVERSE, PLACED, TURNED,
+        if REVERSE:
+            async_copy.wait_group(0)
+            _fetch_sides(sides, places, x & 1 ^ 1, gl.maximum(chunks - 2 - x, 0), FIRST * 64, H, K)
+        r0, m0 = _turn_part(
+            from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, loaded, empty, positions, row, place, hop, h, x,
+            chunks, r0, m0, P, P, K, C, REVERSE, PLACED,
+        )  # fmt: skip
+        r1, m1 = _turn_part(
+            from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, loaded, empty, positions, row, place, hop, h, x,
+            chunks, r1, m1, P + 1, P, K, C, REVERSE, PLACED,
         )  # fmt: skip
         if HALVES == 2:
-            r1, m1, top1, before1 = _turn_half(
-                from_q, from_k, raw_q, raw_k, x1, x2, y1, y2, keeps, loaded, empty, edges, high1, low1, positions, row,
-                place, hop, h, x, chunks, r1, m1, top1, before1, 1, False, H, K, C, REVERSE, PLACED, TURNED,
+            r2, m2 = _turn_part(
+                from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, loaded, empty, positions, row, place, hop, h,
+                x, chunks, r2, m2, P + 2, P, K, C, REVERSE, PLACED,
+            )  # fmt: skip
+            r3, m3 = _turn_part(
+                from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, loaded, empty, positions, row, place, hop, h,
+                x, chunks, r3, m3, P + 3, P, K, C, REVERSE, PLACED,
             )  # fmt: skip
         fence_async_shared()
         mbarrier.arrive(full.index(x & 1), count=1)
         row += hop
         place += hop
+    if REVERSE:
+        async_copy.wait_group(0)
     if HAS_LEAVE:
-        # What normalises the final state goes where the factors of one more chunk would.
         slot = chunks & 1
         mbarrier.wait(empty.index(slot), (chunks >> 1) & 1 ^ 1)
-        keeps.index(slot).slice(FIRST * 64, 64).store(_invert(m0))
+        _leave(keeps.index(slot), leave_z, nh, i, r0, m0, P, K)
+        _leave(keeps.index(slot), leave_z, nh, i + 32, r1, m1, P + 1, K)
         if HALVES == 2:
-            keeps.index(slot).slice(64, 64).store(_invert(m1))
+            _leave(keeps.index(slot), leave_z, nh, i + 64, r2, m2, P + 2, K)
+            _leave(keeps.index(slot), leave_z, nh, i + 96, r3, m3, P + 3, K)
         mbarrier.arrive(full.index(slot), count=1)
-        gl.store(leave_z + nh * K + i, _log_sum(r0, m0))
-        if HALVES == 2:
-            gl.store(leave_z + nh * K + 64 + i, _log_sum(r1, m1))
 
 
 @gluon.jit
@@ -150,115 +193,98 @@ def _log_sum(reference, mass):
 
 
 @gluon.jit
-def _scale(state, factors):
-    return state * factors.load(gl.SliceLayout(0, state.type.layout))[None, :]
+def _columns(state):
+    return state.reshape((state.shape[0], 2, state.shape[1] // 2)).permute((0, 2, 1)).split()
 
 
 @gluon.jit
-def _use(state, out, tile, c, more, OUT: gl.constexpr):
-    """64 channels of the state, rounded, times those of queries (or keys), added to `out`; and the state moves on by c
-    times those of keys (or queries). Both are in flight."""
+def _read(quarter, out, tile, QUARTER: gl.constexpr, OUT: gl.constexpr):
+    """64 channels of the state, rounded, times those of queries (or keys), added to `out`."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    held = gl.convert_layout(state.to(gl.bfloat16), OPERAND)
-    out = warpgroup_mma(held, tile.permute((1, 0)), out, is_async=True)
-    state = warpgroup_mma(c, more, state, is_async=True)
-    return state, out, held
+    held = gl.convert_layout(quarter, QUARTER, assert_trivial=True).to(gl.bfloat16)
+    held = gl.convert_layout(held, OPERAND)
+    return warpgroup_mma(held, tile.permute((1, 0)), out, is_async=True), held
 
 
 @gluon.jit
 def _multiply(
-    from_c, to, x1, x2, y1, y2, sc, so, keeps, loaded, full, empty, entry, entry_z, leave, edges, scale, row,
+    from_c, to, xs, ys, sc, so, keeps, loaded, full, empty, entry, entry_z, leave, edges, scale, row,
     hop, n, h, block, chunks, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BC: gl.constexpr,
     REVERSE: gl.constexpr, HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr,
 ):  # fmt: skip
-    """What the other warps do. The state is in quarters, [BC, 64]: cosines of either half of channels, then sines."""
+    """What the other warps do. The state [BC, 256] has cosines of 32 channels, then their sines, and so on."""
     W: gl.constexpr = BC // 16
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, W // 4], instr_shape=[16, C * 4 // W, 16]
     )
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, C, 16])
-    STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, 64, 16])
-    ALL: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([4, 1], [32, 1], [1, W], [0, 1]))
+    STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, 256, 16])
+    QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, 64, 16])
+    ALL: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([8, 1], [32, 1], [1, W], [0, 1]))
     at_c = h * V + block * BC
     down = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
     right = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
-    inside = down >= right if REVERSE else down <= right
+    inside = _token(down) >= _token(right) if REVERSE else _token(down) <= _token(right)
     no_scores = gl.zeros([C, C], gl.float32, SCORES)
     nh = n.to(gl.int64) * H + h
-    across = gl.arange(0, 64, gl.SliceLayout(0, STATE))
+    across = gl.arange(0, 2 * K, gl.SliceLayout(0, STATE))
+    channel = across // 64 * 32 + across % 32
+    across = across // 32 % 2 * K + channel
     j = block * BC + gl.arange(0, BC, gl.SliceLayout(1, STATE))
-    s0 = gl.zeros([BC, 64], gl.float32, STATE)
-    s1 = gl.zeros([BC, 64], gl.float32, STATE)
-    s2 = gl.zeros([BC, 64], gl.float32, STATE)
-    s3 = gl.zeros([BC, 64], gl.float32, STATE)
+    state = gl.zeros([BC, 2 * K], gl.float32, STATE)
     if HAS_ENTRY:
         place = entry + nh * (2 * K * V) + across[None, :] * V + j[:, None]
         if REVERSE:
-            edge = edges + (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K) + chunks * (2 * H * K) + K + across
-            factor0 = (_invert(gl.load(edge)) / scale)[None, :]
-            factor1 = (_invert(gl.load(edge + 64)) / scale)[None, :]
+            edge = edges + (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K) + chunks * (2 * H * K) + K + channel
+            state = gl.load(place) * (_invert(gl.load(edge)) / scale)[None, :]
         else:
-            begin, mass0 = _start(gl.load(entry_z + nh * K + across))
-            begin, mass1 = _start(gl.load(entry_z + nh * K + 64 + across))
-            factor0 = mass0[None, :]
-            factor1 = mass1[None, :]
-        s0 = gl.load(place) * factor0
-        s1 = gl.load(place + 64 * V) * factor1
-        s2 = gl.load(place + K * V) * factor0
-        s3 = gl.load(place + (K + 64) * V) * factor1
+            begin, mass = _start(gl.load(entry_z + nh * K + channel))
+            state = gl.load(place) * mass[None, :]
     for x in range(0, chunks):
         slot = x & 1
         phase = (x >> 1) & 1
         mbarrier.wait(full.index(slot), phase)
-        ta = x1.index(slot) if REVERSE else y1.index(slot)
-        ta2 = x2.index(slot) if REVERSE else y2.index(slot)
-        tb = y1.index(slot) if REVERSE else x1.index(slot)
-        tb2 = y2.index(slot) if REVERSE else x2.index(slot)
+        ta = xs.index(slot) if REVERSE else ys.index(slot)
+        tb = ys.index(slot) if REVERSE else xs.index(slot)
         tc = sc.index(slot).permute((1, 0))
         weights = so.slice(0, C, dim=1)
         factors = keeps.index(slot)
+        if (
+            gl.min(factors.load(ALL).to(gl.int32, bitcast=True), 0) < 0x3F800000
+        ):  # seldom: references move in large steps
+            state *= factors.load(gl.SliceLayout(0, STATE))[None, :]
         scores = warpgroup_mma(tb, ta.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        scores = warpgroup_mma(tb2, ta2.permute((1, 0)), scores, is_async=True)
-        moved = gl.min(factors.load(ALL), 0) < 1.0  # seldom: references move in large steps
         out = gl.zeros([BC, C], gl.float32, OUT)
-        mbarrier.wait(loaded.index(slot), phase)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        if moved:
-            s0 = _scale(s0, factors.slice(0, 64))
-            s1 = _scale(s1, factors.slice(64, 64))
-            s2 = _scale(s2, factors.slice(0, 64))
-            s3 = _scale(s3, factors.slice(64, 64))
+        first, last = _columns(state)
+        q0, q1 = _columns(first)
+        q2, q3 = _columns(last)
+        out, held = _read(q0, out, ta.slice(0, 64, dim=1), QUARTER, OUT)
+        scores = warpgroup_mma_wait(1, deps=[scores])
         tma.store_wait(0)
         weights.store(gl.where(inside, scores, 0.0).to(gl.bfloat16))
-        s0, out, held = _use(s0, out, ta.slice(0, 64, dim=1), tc, tb.slice(0, 64, dim=1), OUT)
         fence_async_shared()
-        out, _ = warpgroup_mma_wait(1, deps=[out, held])
+        mbarrier.wait(loaded.index(slot), phase)
+        out, _ = warpgroup_mma_wait(0, deps=[out, held])
+        out, held = _read(q1, out, ta.slice(64, 64, dim=1), QUARTER, OUT)
         out = warpgroup_mma(tc, weights, out, is_async=True)
-        s1, out, held = _use(s1, out, ta.slice(64, 64, dim=1), tc, tb.slice(64, 64, dim=1), OUT)
         out, _ = warpgroup_mma_wait(1, deps=[out, held])
-        s2, out, held = _use(s2, out, ta2.slice(0, 64, dim=1), tc, tb2.slice(0, 64, dim=1), OUT)
-        out, _ = warpgroup_mma_wait(1, deps=[out, held])
-        s3, out, held = _use(s3, out, ta2.slice(64, 64, dim=1), tc, tb2.slice(64, 64, dim=1), OUT)
+        out, held = _read(q2, out, ta.slice(128, 64, dim=1), QUARTER, OUT)
+        out, _ = warpgroup_mma_wait(0, deps=[out, held])
+        out, held = _read(q3, out, ta.slice(192, 64, dim=1), QUARTER, OUT)
+        state = warpgroup_mma(tc, tb, state, is_async=True)
         out, _ = warpgroup_mma_wait(1, deps=[out, held])
         so.permute((1, 0)).store((out * scale).to(gl.bfloat16))
         fence_async_shared()
-        tma.async_copy_shared_to_global(to, [row + hop * x, at_c], so)
-        s0, s1, s2, s3 = warpgroup_mma_wait(0, deps=[s0, s1, s2, s3])
+        tma.async_copy_shared_to_global(to, [0, (row + hop * x) // 16, 0, at_c], _ordered(so))
+        state = warpgroup_mma_wait(0, deps=[state])
         mbarrier.arrive(empty.index(slot), count=1)
-        _fetch1(
-            from_c, row + hop * (x + 2), at_c, loaded.index(slot), sc.index(slot), x + 2 < chunks, 2 * C * BC
-        )  # fmt: skip
+        _fetch(from_c, row + hop * (x + 2), at_c, loaded.index(slot), sc.index(slot), x + 2 < chunks)
     tma.store_wait(0)
     if HAS_LEAVE:
         slot = chunks & 1
         mbarrier.wait(full.index(slot), (chunks >> 1) & 1)
-        factor0 = keeps.index(slot).slice(0, 64).load(gl.SliceLayout(0, STATE))[None, :]
-        factor1 = keeps.index(slot).slice(64, 64).load(gl.SliceLayout(0, STATE))[None, :]
-        to_state = leave + nh * (2 * K * V) + across[None, :] * V + j[:, None]
-        gl.store(to_state, s0 * factor0)
-        gl.store(to_state + 64 * V, s1 * factor1)
-        gl.store(to_state + K * V, s2 * factor0)
-        gl.store(to_state + (K + 64) * V, s3 * factor1)
+        state *= keeps.index(slot).load(gl.SliceLayout(0, STATE))[None, :]
+        gl.store(leave + nh * (2 * K * V) + across[None, :] * V + j[:, None], state)
 
 
 @gluon.jit
@@ -272,89 +298,94 @@ def hopper_turned_kernel(
     With 64 columns there are 4 multiplying warps, and two groups of turning ones; with 128 columns 8 and one.
     """
     BLOCKS: gl.constexpr = V // BC
-    block = gl.program_id(0) % BLOCKS
-    nh = gl.program_id(0) // BLOCKS
-    n, h = nh // H, nh % H
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 64], gl.bfloat16)
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 2 * K], gl.bfloat16)
     COLUMNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BC], gl.bfloat16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    from_q = tma.make_tensor_descriptor(q, [N * T, H * K], [H * K, 1], [C, 64], HALF)
-    from_k = tma.make_tensor_descriptor(k, [N * T, H * K], [H * K, 1], [C, 64], HALF)
-    from_c = tma.make_tensor_descriptor(c, [N * T, H * V], [H * V, 1], [C, BC], COLUMNS)
-    to = tma.make_tensor_descriptor(o, [N * T, H * V], [H * V, 1], [C, BC], COLUMNS)
+    from_q = _describe(q, N * T, H * K, 64)
+    from_k = _describe(k, N * T, H * K, 64)
+    from_c = _describe(c, N * T, H * V, BC)
+    to = _describe(o, N * T, H * V, BC)
     raw_q = gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], HALF)
     raw_k = gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], HALF)
-    x1 = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], KEYS)
-    x2 = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], KEYS)
-    y1 = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], KEYS)
-    y2 = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], KEYS)
+    xs = gl.allocate_shared_memory(gl.bfloat16, [2, C, 2 * K], KEYS)
+    ys = gl.allocate_shared_memory(gl.bfloat16, [2, C, 2 * K], KEYS)
     sc = gl.allocate_shared_memory(gl.bfloat16, [2, C, BC], COLUMNS)
     so = gl.allocate_shared_memory(gl.bfloat16, [C, BC], COLUMNS)  # scores, then the output
-    keeps = gl.allocate_shared_memory(gl.float32, [2, K], LINE)
+    keeps = gl.allocate_shared_memory(gl.float32, [2, 2 * K], LINE)
+    turns = gl.allocate_shared_memory(gl.float32, [4, K], LINE)
+    sides = gl.allocate_shared_memory(gl.float32, [2, 2 * K], LINE)
     from_memory = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     from_memory_c = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
-        mbarrier.init(from_memory.index(slot), count=1)
-        mbarrier.init(from_memory_c.index(slot), count=1)
-        mbarrier.init(full.index(slot), count=2 if BC == 64 else 1)
-        mbarrier.init(empty.index(slot), count=1)
-    chunks = T // C
-    row = n * T
-    place = h * 0
-    hop = h * 0 + C
-    if REVERSE:
-        row = n * T + T - C
-        place = h * 0 + T - C
-        hop = h * 0 - C
-    for half in gl.static_range(2):
-        at = h * K + half * 64
-        _fetch2(
-            from_k, from_q, row, at, at, raw_k.index(half), raw_q.index(half), from_memory.index(half), True, 4 * C * 64
-        )  # fmt: skip
-    for x in gl.static_range(2):
-        _fetch1(
-            from_c, row + hop * x, h * V + block * BC, from_memory_c.index(x), sc.index(x), x < chunks, 2 * C * BC
-        )  # fmt: skip
-    fence_async_shared()
-    if BC == 64:
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    from_c, to, x1, x2, y1, y2, sc, so, keeps, from_memory_c, full, empty, entry, entry_z,
-                    leave, edges, scale, row, hop, n, h, block, chunks, H, K, V, C, BC, REVERSE, HAS_ENTRY,
-                    HAS_LEAVE,
-                )),
-                (_turn_tiles, (
-                    from_q, from_k, raw_q, raw_k, x1, x2, y1, y2, keeps, from_memory, full, empty, entry_z,
-                    leave_z, edges, theta, positions, row, place, hop, n, h, chunks, 0, 1, H, K, C, REVERSE,
-                    PLACED, HAS_ENTRY, HAS_LEAVE,
-                )),
-                (_turn_tiles, (
-                    from_q, from_k, raw_q, raw_k, x1, x2, y1, y2, keeps, from_memory, full, empty, entry_z,
-                    leave_z, edges, theta, positions, row, place, hop, n, h, chunks, 1, 1, H, K, C, REVERSE,
-                    PLACED, HAS_ENTRY, HAS_LEAVE,
-                )),
-            ],
-            [4, 4],
-            [REGISTERS, REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    from_c, to, x1, x2, y1, y2, sc, so, keeps, from_memory_c, full, empty, entry, entry_z,
-                    leave, edges, scale, row, hop, n, h, block, chunks, H, K, V, C, BC, REVERSE, HAS_ENTRY,
-                    HAS_LEAVE,
-                )),
-                (_turn_tiles, (
-                    from_q, from_k, raw_q, raw_k, x1, x2, y1, y2, keeps, from_memory, full, empty, entry_z,
-                    leave_z, edges, theta, positions, row, place, hop, n, h, chunks, 0, 2, H, K, C, REVERSE,
-                    PLACED, HAS_ENTRY, HAS_LEAVE,
-                )),
-            ],
-            [4],
-            [REGISTERS],
-        )  # fmt: skip
+    # Few programs, each for many heads: the descriptors are made once.
+    for program in range(gl.program_id(0), N * H * BLOCKS, gl.num_programs(0)):
+        block = program % BLOCKS
+        nh = program // BLOCKS
+        n, h = nh // H, nh % H
+        for slot in gl.static_range(2):
+            mbarrier.init(from_memory.index(slot), count=1)
+            mbarrier.init(from_memory_c.index(slot), count=1)
+            mbarrier.init(full.index(slot), count=2 if BC == 64 else 1)
+            mbarrier.init(empty.index(slot), count=1)
+        chunks = T // C
+        row = n * T
+        place = h * 0
+        hop = h * 0 + C
+        if REVERSE:
+            row = n * T + T - C
+            place = h * 0 + T - C
+            hop = h * 0 - C
+        for half in gl.static_range(2):
+            at = h * K + half * 64
+            mbarrier.expect(from_memory.index(half), 4 * C * 64)
+            _copy(from_k, row, at, from_memory.index(half), raw_k.index(half), True)
+            _copy(from_q, row, at, from_memory.index(half), raw_q.index(half), True)
+        for x in gl.static_range(2):
+            _fetch(from_c, row + hop * x, h * V + block * BC, from_memory_c.index(x), sc.index(x), x < chunks)
+        fence_async_shared()
+        if BC == 64:
+            gl.warp_specialize(
+                [
+                    (_multiply, (
+                        from_c, to, xs, ys, sc, so, keeps, from_memory_c, full, empty, entry, entry_z,
+                        leave, edges, scale, row, hop, n, h, block, chunks, H, K, V, C, BC, REVERSE, HAS_ENTRY,
+                        HAS_LEAVE,
+                    )),
+                    (_turn_tiles, (
+                        from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, from_memory, full, empty, entry_z,
+                        leave_z, edges, theta, positions, row, place, hop, n, h, chunks, 0, 1, H, K, C, REVERSE,
+                        PLACED, HAS_ENTRY, HAS_LEAVE,
+                    )),
+                    (_turn_tiles, (
+                        from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, from_memory, full, empty, entry_z,
+                        leave_z, edges, theta, positions, row, place, hop, n, h, chunks, 1, 1, H, K, C, REVERSE,
+                        PLACED, HAS_ENTRY, HAS_LEAVE,
+                    )),
+                ],
+                [4, 4],
+                [REGISTERS, REGISTERS],
+            )  # fmt: skip
+        else:
+            gl.warp_specialize(
+                [
+                    (_multiply, (
+                        from_c, to, xs, ys, sc, so, keeps, from_memory_c, full, empty, entry, entry_z,
+                        leave, edges, scale, row, hop, n, h, block, chunks, H, K, V, C, BC, REVERSE, HAS_ENTRY,
+                        HAS_LEAVE,
+                    )),
+                    (_turn_tiles, (
+                        from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, from_memory, full, empty, entry_z,
+                        leave_z, edges, theta, positions, row, place, hop, n, h, chunks, 0, 2, H, K, C, REVERSE,
+                        PLACED, HAS_ENTRY, HAS_LEAVE,
+                    )),
+                ],
+                [4],
+                [REGISTERS],
+            )  # fmt: skip
+        for slot in gl.static_range(2):
+            mbarrier.invalidate(empty.index(slot))
+            mbarrier.invalidate(from_memory.index(slot))
+            mbarrier.invalidate(from_memory_c.index(slot))
+            mbarrier.invalidate(full.index(slot))

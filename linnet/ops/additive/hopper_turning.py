@@ -1,8 +1,8 @@
-"""What the sweeps with LRPE for Hopper GPUs have in common: angles, and tiles of keys and queries [channel, token].
+"""What the sweeps with LRPE for Hopper GPUs have in common: angles, references, weights.
 
 Keys and queries are turned by warps of their own, into a cosine and a sine half in shared memory, two chunks deep; they
-do all that is worked out number by number, 16 tokens at a time for few registers, and the other warps multiply
-matrices.
+do all that is worked out number by number, 32 channels at a time for few registers, and the other warps multiply
+matrices. How their tiles lie in shared memory is in `hopper_rows`.
 
 References move in steps of at least 2^ROOM, so that a state is seldom scaled. TINY beside each mass keeps its inverse
 finite; it is felt where a logit rises by more than 90 in a chunk.
@@ -10,15 +10,17 @@ finite; it is felt where a logit rises by more than 90 in a chunk.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    mma_v2,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from linnet.ops.additive.hopper import LOG2_E, SHIFT
+from linnet.ops.additive.hopper_rows import (
+    _beside,
+    _rows_layout,
+    _run,
+    _token,
+    _within,
+)
 
 TURN_HIGH = gl.constexpr(0.15915493667125702)  # as in `linnet.ops.angles`
 TURN_LOW = gl.constexpr(6.420638326565253e-09)
@@ -67,31 +69,52 @@ def _move(reference, highest):
 
 
 @gluon.jit
-def _beside(x, y, LAYOUT: gl.constexpr):
-    """Two tiles [channel, token], one after the other."""
-    both = gl.join(x, y).permute((0, 2, 1)).reshape((x.shape[0], 2 * x.shape[1]))
-    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
+def _rates(theta):
+    """Turns a token in two parts, and cosine and sine of two tokens."""
+    high, low = _frequencies(theta)
+    cos, sin = _cosine_sine(gl.full_like(high, 2.0), high, low)
+    return high, low, cos, sin
 
 
 @gluon.jit
-def _begin_angles(place, high, low, LAYOUT: gl.constexpr):
-    """What `_next_angles` begins with.
+def _put_rates(turns, AT: gl.constexpr, rates):
+    for i in gl.static_range(4):
+        turns.index(i).slice(AT, rates[i].shape[0]).store(rates[i])
 
-    Cosine and sine [channel, 8] of 8 tokens from `place` on, those of the 8 next, and twice the cosine of 8 tokens.
-    """
-    token = place.to(gl.float32) + gl.arange(0, 8, gl.SliceLayout(0, LAYOUT)).to(gl.float32)
+
+@gluon.jit
+def _take_rates(turns, PART: gl.constexpr):
+    """`_rates` of 32 channels."""
+    CHANNEL: gl.constexpr = gl.SliceLayout(1, _rows_layout(8))
+    high = turns.index(0).slice(32 * PART, 32).load(CHANNEL)
+    low = turns.index(1).slice(32 * PART, 32).load(CHANNEL)
+    cos = turns.index(2).slice(32 * PART, 32).load(CHANNEL)
+    return high, low, cos, turns.index(3).slice(32 * PART, 32).load(CHANNEL)
+
+
+@gluon.jit
+def _begin_angles(place, rates, LAYOUT: gl.constexpr):
+    """What `_next_angles` begins with: of the chunk at `place` cosine and sine [channel, 8 rows], those of the next 8,
+    and twice the cosine of the two tokens between them."""
+    high, low, step_cos, step_sin = rates
+    token = place.to(gl.float32) + _token(gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))).to(gl.float32)
     cos, sin = _turns(token, high, low, gl.zeros([high.shape[0], 8], gl.float32, LAYOUT))
-    step_cos, step_sin = _cosine_sine(gl.full_like(high, 8.0), high, low)
     c = step_cos[:, None]
     s = step_sin[:, None]
     return cos, sin, cos * c - sin * s, sin * c + cos * s, (2 * step_cos)[:, None]
 
 
 @gluon.jit
-def _next_angles(angles, LAYOUT: gl.constexpr):
-    """Cosine and sine [channel, 16] of 16 tokens, and what those of the next ones come from.
+def _scaled(angles, scale):
+    cos, sin, next_cos, next_sin, twice = angles
+    return cos * scale, sin * scale, next_cos * scale, next_sin * scale, twice
 
-    cos(x + 8) = 2 cos(8) cos(x) - cos(x - 8), and so for the sine, is two operations where a turn would be four.
+
+@gluon.jit
+def _next_angles(angles, LAYOUT: gl.constexpr):
+    """Cosine and sine [channel, 16] of 16 rows, and what those of the next ones come from.
+
+    cos(x + 2) = 2 cos(2) cos(x) - cos(x - 2), and so for the sine, is two operations where a turn would be four.
     """
     cos, sin, next_cos, next_sin, twice = angles
     cosines = _beside(cos, next_cos, LAYOUT)
@@ -104,59 +127,22 @@ def _next_angles(angles, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _part_angles(
-    angles, positions, row, high, low, PART: gl.constexpr, LAYOUT: gl.constexpr, PLACED: gl.constexpr
-):  # fmt: skip
-    """As `_next_angles`, of a part of 16 tokens of the chunk at `row`, wherever they are."""
+def _chunk_angles(positions, row, place, rates, LAYOUT: gl.constexpr, PLACED: gl.constexpr):
+    """Places [64] of a chunk's rows, and cosine and sine [channel, 64]."""
+    rows = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     if PLACED:
-        tokens = row.to(gl.int64) + 16 * PART + gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))
-        across = gl.load(positions + tokens).to(gl.float32)
-        cosines, sines = _turns(across, high, low, gl.zeros([high.shape[0], 16], gl.float32, LAYOUT))
+        tokens = gl.load(positions + row.to(gl.int64) + _token(rows)).to(gl.float32)
+        cosines, sines = _turns(tokens, rates[0], rates[1], gl.zeros([rates[0].shape[0], 64], gl.float32, LAYOUT))
     else:
-        cosines, sines, angles = _next_angles(angles, LAYOUT)
-    return cosines, sines, angles
-
-
-@gluon.jit
-def _chunk_angles(positions, row, place, high, low, LAYOUT: gl.constexpr, PLACED: gl.constexpr):
-    """Places [64] of a chunk's tokens, and cosine and sine [channel, 64]."""
-    ACROSS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    if PLACED:
-        tokens = gl.load(positions + row.to(gl.int64) + gl.arange(0, 64, ACROSS)).to(gl.float32)
-        cosines, sines = _turns(tokens, high, low, gl.zeros([high.shape[0], 64], gl.float32, LAYOUT))
-    else:
-        tokens = (place + gl.arange(0, 64, ACROSS)).to(gl.float32)
-        c0, s0, angles = _next_angles(_begin_angles(place, high, low, LAYOUT), LAYOUT)
+        # The first part is one number of a thread, the second one is known when compiled.
+        tokens = (place + _run(rows)).to(gl.float32) + _within(rows).to(gl.float32)
+        c0, s0, angles = _next_angles(_begin_angles(place, rates, LAYOUT), LAYOUT)
         c1, s1, angles = _next_angles(angles, LAYOUT)
         c2, s2, angles = _next_angles(angles, LAYOUT)
         c3, s3, angles = _next_angles(angles, LAYOUT)
         cosines = _beside(_beside(c0, c1, LAYOUT), _beside(c2, c3, LAYOUT), LAYOUT)
         sines = _beside(_beside(s0, s1, LAYOUT), _beside(s2, s3, LAYOUT), LAYOUT)
     return tokens, cosines, sines
-
-
-@gluon.jit
-def _load(tile, LAYOUT: gl.constexpr):
-    """A tile [token, channel] of shared memory as [channel, token] in the registers of a product's result."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
-    return gl.convert_layout(tile.permute((1, 0)).load(OPERAND), LAYOUT).to(gl.float32)
-
-
-@gluon.jit
-def _put(tile, HALF: gl.constexpr, PART: gl.constexpr, values):
-    """Stores 64 channels of 16 tokens (or as many as `values` has)."""
-    TOKENS: gl.constexpr = values.shape[1]
-    tile.slice(HALF * 64, 64, dim=1).slice(TOKENS * PART, TOKENS).permute((1, 0)).store(values.to(gl.bfloat16))
-
-
-@gluon.jit
-def _put_both(tile, PART: gl.constexpr, cosines, sines):
-    """Stores what belongs to the cosines and sines of 64 channels, of 32 tokens: 8 channels of one, then of the other.
-
-    A thread that has a channel's row of a product's result so has both.
-    """
-    both = gl.join(cosines, sines).reshape((8, 8, 32, 2)).permute((0, 3, 1, 2)).reshape((128, 32))
-    tile.slice(32 * PART, 32).permute((1, 0)).store(both)
 
 
 @gluon.jit
@@ -168,18 +154,11 @@ def _take_both(both, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _moved(keeps):
-    """Whether a state must be scaled, in 8 warps: as soon as each has seen all factors of its channels."""
-    ALL: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([2, 1], [32, 1], [1, 8], [0, 1]))
-    return gl.min(keeps.load(ALL), 0) < 1.0
-
-
-@gluon.jit
 def _both_factors(keeps, LAYOUT: gl.constexpr):
     """Factors of the rows of a state."""
     factors = keeps.load(gl.SliceLayout(1, gl.BlockedLayout([1, 2], [8, 4], [8, 1], [1, 0])))
     both = gl.join(factors, factors).reshape((8, 8, 2)).permute((0, 2, 1)).reshape((128,))
-    return gl.convert_layout(both, gl.SliceLayout(1, LAYOUT))
+    return gl.convert_layout(both, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
 
 
 @gluon.jit
@@ -189,28 +168,13 @@ def _channels(rows, block):
 
 
 @gluon.jit
-def _sum_up(key, total, LAYOUT: gl.constexpr, REVERSE: gl.constexpr):
-    """Sums [channel, 16] of rounded keys up to each token (REVERSE: from it on) and of all, both beside `total`.
-
-    These are products of single warps: they do not wait for the other ones' products.
-    """
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=LAYOUT, k_width=2)
-    down = gl.arange(0, 16, gl.SliceLayout(1, RIGHT))[:, None]
-    right = gl.arange(0, 16, gl.SliceLayout(0, RIGHT))[None, :]
-    inside = down >= right if REVERSE else down <= right
-    key = gl.convert_layout(key.to(gl.bfloat16), LEFT)
-    sums = mma_v2(key, gl.where(inside, 1.0, 0.0).to(gl.bfloat16), total)
-    return sums, mma_v2(key, gl.full([16, 16], 1.0, gl.bfloat16, RIGHT), total)
-
-
-@gluon.jit
 def _score(a, b, weights, slot, C: gl.constexpr, REVERSE: gl.constexpr):
     """Weights by 4 warps: a b^T up to the row's token (REVERSE: from it on)."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
     down = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
     right = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
-    inside = down >= right if REVERSE else down <= right
+    ahead = _token(down) - _run(right)  # a few numbers of a thread, compared with known ones
+    inside = ahead >= _within(right) if REVERSE else ahead <= _within(right)
     no_scores = gl.zeros([C, C], gl.float32, SCORES)
     scores = warpgroup_mma(a.index(slot), b.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
@@ -218,21 +182,36 @@ def _score(a, b, weights, slot, C: gl.constexpr, REVERSE: gl.constexpr):
 
 
 @gluon.jit
-def _fetch1(descriptor, row, column, barrier, to, wanted, BYTES: gl.constexpr):
-    mbarrier.expect(barrier, BYTES, pred=wanted)
-    tma.async_copy_global_to_shared(descriptor, [row, column], barrier, to, pred=wanted)
+def _part_turns(angles, positions, row, rates, PART: gl.constexpr, PLACED: gl.constexpr):
+    """As `_next_angles`, of 16 rows of the chunk at `row`, wherever their tokens are."""
+    PARTS: gl.constexpr = _rows_layout(16)
+    if PLACED:
+        tokens = row.to(gl.int64) + _token(16 * PART + gl.arange(0, 16, gl.SliceLayout(0, PARTS)))
+        across = gl.load(positions + tokens).to(gl.float32)
+        high = gl.convert_layout(rates[0], gl.SliceLayout(1, PARTS), assert_trivial=True)
+        low = gl.convert_layout(rates[1], gl.SliceLayout(1, PARTS), assert_trivial=True)
+        cosines, sines = _turns(across, high, low, gl.zeros([32, 16], gl.float32, PARTS))
+    else:
+        cosines, sines, angles = _next_angles(angles, PARTS)
+    return cosines, sines, angles
 
 
 @gluon.jit
-def _fetch2(d0, d1, row, at0, at1, s0, s1, barrier, wanted, BYTES: gl.constexpr):
-    mbarrier.expect(barrier, BYTES, pred=wanted)
-    tma.async_copy_global_to_shared(d0, [row, at0], barrier, s0, pred=wanted)
-    tma.async_copy_global_to_shared(d1, [row, at1], barrier, s1, pred=wanted)
+def _sides(edges, first, CHANNELS: gl.constexpr, K: gl.constexpr):
+    """Places of references of 32 channels from `first` on, then of their masses, and so on."""
+    at = gl.arange(0, 2 * CHANNELS, gl.BlockedLayout([1], [32], [4], [0]))
+    return edges + first + at // 64 * 32 + at // 32 % 2 * K + at % 32
 
 
 @gluon.jit
-def _fetch3(d0, d1, d2, row, at0, at1, at2, s0, s1, s2, barrier, wanted, BYTES: gl.constexpr):
-    mbarrier.expect(barrier, BYTES, pred=wanted)
-    tma.async_copy_global_to_shared(d0, [row, at0], barrier, s0, pred=wanted)
-    tma.async_copy_global_to_shared(d1, [row, at1], barrier, s1, pred=wanted)
-    tma.async_copy_global_to_shared(d2, [row, at2], barrier, s2, pred=wanted)
+def _fetch_sides(sides, edges, slot, chunk, AT: gl.constexpr, H: gl.constexpr, K: gl.constexpr):
+    """What `_sides` says of a chunk: a load into registers would be waited for at once."""
+    to = sides.index(slot).slice(2 * AT, edges.shape[0])
+    async_copy.async_copy_global_to_shared(to, edges + chunk * (2 * H * K))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _take_sides(sides, slot, PART: gl.constexpr, LAYOUT: gl.constexpr):
+    """Reference and mass of 32 channels."""
+    return sides.index(slot).slice(64 * PART, 32).load(LAYOUT), sides.index(slot).slice(64 * PART + 32, 32).load(LAYOUT)
