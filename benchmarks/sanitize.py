@@ -89,6 +89,7 @@ def additive() -> None:
         differentiate(ops.additive_attention(q, k, v, theta=theta, **options)[0], q, k, v)
 
     run(1, 192, 128, 128), run(1, 192, 128, 128, turn=True), run(1, 200, 64, 64, documents=True)
+    run(40, 128, 128, 128), run(40, 128, 128, 128, turn=True)  # heads enough for the kernels of Hopper GPUs
     run(1, 100, 64, 64, causal=False), run(2, 70, 96, 64)
 
 

@@ -74,7 +74,7 @@ def _turn_part(
     gl.store(edges + K, before)
     key = _power(_widen(key) * LOG2_E - now[:, None])
     sums, mass = _sums(key, gl.maximum(before, TINY), unit)
-    inverse = _in_order(_invert_fast(sums)).to(gl.bfloat16)
+    inverse = _in_order(_invert_fast(sums))
     if PART == 0:
         mbarrier.wait(empty.index(slot), (x >> 1) & 1 ^ 1)
     keeps.index(slot).slice(32 * PART, 32).store(keep)
@@ -230,7 +230,7 @@ def hopper_turned_queries_kernel(
     sv = gl.allocate_shared_memory(gl.bfloat16, [2, C, V], VALUES)
     sd = gl.allocate_shared_memory(gl.bfloat16, [2, C, V], VALUES)
     xs = gl.allocate_shared_memory(gl.bfloat16, [2, C, 128], BOTH)
-    inverses = gl.allocate_shared_memory(gl.bfloat16, [2, 2, 256, 8], OWN)
+    inverses = gl.allocate_shared_memory(gl.float32, [2, 4, 256, 4], OWN)
     keeps = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
     turns = gl.allocate_shared_memory(gl.float32, [4, 64], LINE)
     so = gl.allocate_shared_memory(gl.bfloat16, [C, 64], KEYS)
