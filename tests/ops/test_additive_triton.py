@@ -228,6 +228,7 @@ def test_hopper_with_many_heads():
     for theta in (False, True):
         assert_agrees(9, 1024, 128, 128, H=16, state=False, theta=theta)
         assert_agrees(9, 192, 128, 128, H=16, theta=theta)
+    assert_agrees(9, 64, 128, 128, H=16, theta=True)
     assert_agrees(9, 128, 128, 128, H=16, kind="masked", theta=True, positions=True)
     assert_agrees(5, 128, 128, 128, H=16)
 

@@ -27,7 +27,7 @@ WIDTHS = (64, 128)
 LEAST = {False: 0.45, True: 0.1}
 # With LRPE a program has warps that multiply, and others that turn (and for dq and dk some that make scores): registers
 # of a thread at the start, and of those that turn, by the columns of V. The multiplying ones get what is left: with 128
-# columns that must be 208, or ptxas lets every product wait for the one before.
+# columns that must be 208, or ptxas lets every product wait for the one before. SIDE_REGISTERS: turning, scoring.
 TURNING = {"scratch": True, "maxnreg": 168}
 REGISTERS = {64: 128, 128: 88}
 SIDES = {"scratch": True, "num_warps": 8, "maxnreg": 128}

@@ -1,8 +1,9 @@
 """How a chunk's tokens lie in shared memory in the sweeps with LRPE for Hopper GPUs, and sums over them.
 
 Row r of a tile has token 16 (r / 2 % 4) + 2 (r / 8) + r % 2 of its chunk. A thread, whose part of a tile [channel, row]
-is what ldmatrix gives it, then has 16 tokens in turn of a channel, so that running sums are its own additions and three
-shuffles. Products over a chunk are the same in any order, if all of its tiles have it; masks and angles ask `_token`.
+is what ldmatrix gives it, then has 16 consecutive tokens of a channel, so that running sums are its own additions and
+three shuffles. Products over a chunk are the same in any order, if all of its tiles have it; masks and angles ask
+`_token`.
 """
 
 from triton.experimental import gluon
@@ -12,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 @gluon.constexpr_function
 def _rows_layout(rows, stacks=1):
-    """Registers of a tile [32 channels, rows] of 4 warps: 8 channels a warp; `stacks` of them on each other."""
+    """Registers of a tile [32 channels, rows] of 4 warps: 8 channels a warp; `stacks` of them, one below the other."""
     registers = [[0, 1]]
     r = 8
     while r < rows:
@@ -32,7 +33,7 @@ def _token(row):
 
 @gluon.jit
 def _run(row):
-    """The first of the 16 tokens in turn among which that of a row is."""
+    """The first of the 16 consecutive tokens among which that of a row is."""
     return row // 2 % 4 * 16
 
 
@@ -43,7 +44,7 @@ def _within(row):
 
 @gluon.jit
 def _widen(x):
-    """A bfloat16 tile with rows as `_rows_layout`'s, in float32: one instruction a number."""
+    """A bfloat16 tile in float32: one instruction a number."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 a;
@@ -58,7 +59,7 @@ def _widen(x):
 
 @gluon.jit
 def _larger(x, y):
-    """Of two bfloat16 tiles, number by number."""
+    """The larger of two bfloat16 tiles, number by number."""
     return gl.inline_asm_elementwise(
         "max.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.bfloat16, is_pure=True, pack=2
     )  # fmt: skip
@@ -66,7 +67,7 @@ def _larger(x, y):
 
 @gluon.jit
 def _highest(x):
-    """The highest number of each row of a bfloat16 tile [32, 64]."""
+    """The highest number of each channel of a bfloat16 tile [32 channels, 64 rows]."""
     first, last = _halves(x)
     first, last = _halves(_larger(first, last))
     first, last = _halves(_larger(first, last))
@@ -124,7 +125,7 @@ def _last(x):
 def _backwards(x):
     """[channel, 4, 16], the 16 tokens of a thread from the last one on: other names of registers."""
     LAYOUT: gl.constexpr = x.type.layout
-    for _ in gl.static_range(4):  # the first bit of a token's number becomes the last one, turned round
+    for _ in gl.static_range(4):  # the first bit of a token's number becomes the last one, inverted
         first, last = x.reshape((x.shape[0], 4, 2, 8)).permute((0, 1, 3, 2)).split()
         x = gl.join(last, first).reshape((x.shape[0], 4, 16))
     return gl.convert_layout(x, LAYOUT, assert_trivial=True)
@@ -132,7 +133,7 @@ def _backwards(x):
 
 @gluon.jit
 def _lanes_before(x):
-    """Sums [channel, 4] over those before; a row's four are in four neighbouring lanes."""
+    """Sums [channel, 4] over those before; a channel's four are in four neighbouring lanes."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred p, q, r;
@@ -172,7 +173,7 @@ def _lanes_after(x):
 
 @gluon.jit
 def _sums(x, start, unit):
-    """Sums [channel, row] of x up to each token, beside `start`, in units of 1 / unit, and of all."""
+    """Sums [channel, row] of x up to each token, with `start`, times `unit`; and the sum of all, not times it."""
     chain = gl.associative_scan(_in_order(x), 2, _add)
     own = _last(chain)
     ROW: gl.constexpr = gl.SliceLayout(1, own.type.layout)
@@ -185,7 +186,7 @@ def _sums(x, start, unit):
 
 @gluon.jit
 def _tails(x, end):
-    """Sums [channel, 4, 16] of x from each token on, beside `end`, and of all."""
+    """Sums [channel, 4, 16] of x from each token on, with `end`; and the sum of all."""
     chain = gl.associative_scan(_backwards(_in_order(x)), 2, _add)  # `reverse` would shuffle
     own = _last(chain)
     ROW: gl.constexpr = gl.SliceLayout(1, own.type.layout)
@@ -197,7 +198,7 @@ def _tails(x, end):
 
 @gluon.jit
 def _beside(x, y, LAYOUT: gl.constexpr):
-    """Two tiles [channel, token], one after the other."""
+    """Two tiles [channel, row], one after the other."""
     both = gl.join(x, y).permute((0, 2, 1)).reshape((x.shape[0], 2 * x.shape[1]))
     return gl.convert_layout(both, LAYOUT, assert_trivial=True)
 
@@ -233,7 +234,7 @@ def _stack(cosines, sines):
 
 @gluon.jit
 def _alternate(cosines, sines):
-    """[8 channels of cosines, then of sines, and so on for 32, row]."""
+    """[8 channels of cosines, then their sines, and so on for 32, row]."""
     return gl.join(cosines, sines).reshape((4, 8, 64, 2)).permute((0, 3, 1, 2)).reshape((64, 64))
 
 

@@ -98,7 +98,7 @@ def _turn_part(
     xs.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
     both = _stack(_four(qc0, qc1, qc2, qc3), _four(qs0, qs1, qs2, qs3))
     ys.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
-    return now, gl.where(mass > 1.0, mass, 0.0)
+    return now, gl.where(mass > 1.0, mass, 0.0)  # TINY alone is no mass
 
 
 @gluon.jit
@@ -212,7 +212,7 @@ def _multiply(
     hop, n, h, block, chunks, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BC: gl.constexpr,
     REVERSE: gl.constexpr, HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr,
 ):  # fmt: skip
-    """What the other warps do. The state [BC, 256] has cosines of 32 channels, then their sines, and so on."""
+    """What the multiplying warps do. The state [BC, 256] has cosines of 32 channels, then their sines, and so on."""
     W: gl.constexpr = BC // 16
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, W // 4], instr_shape=[16, C * 4 // W, 16]
@@ -249,9 +249,8 @@ def _multiply(
         tc = sc.index(slot).permute((1, 0))
         weights = so.slice(0, C, dim=1)
         factors = keeps.index(slot)
-        if (
-            gl.min(factors.load(ALL).to(gl.int32, bitcast=True), 0) < 0x3F800000
-        ):  # seldom: references move in large steps
+        # Seldom: references move in large steps. Factors, never negative, compare as integers; this is 1.0.
+        if gl.min(factors.load(ALL).to(gl.int32, bitcast=True), 0) < 0x3F800000:
             state *= factors.load(gl.SliceLayout(0, STATE))[None, :]
         scores = warpgroup_mma(tb, ta.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         out = gl.zeros([BC, C], gl.float32, OUT)
@@ -293,7 +292,7 @@ def hopper_turned_kernel(
     V: gl.constexpr, C: gl.constexpr, BC: gl.constexpr, REVERSE: gl.constexpr, PLACED: gl.constexpr,
     HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """o from c = v, or (REVERSE) dv from c = do, in BC columns of V of one head a program.
+    """o from c = v, or (REVERSE) dv from c = do, in BC columns of V; a program walks several heads, one after another.
 
     With 64 columns there are 4 multiplying warps, and two groups of turning ones; with 128 columns 8 and one.
     """
@@ -311,7 +310,7 @@ def hopper_turned_kernel(
     xs = gl.allocate_shared_memory(gl.bfloat16, [2, C, 2 * K], KEYS)
     ys = gl.allocate_shared_memory(gl.bfloat16, [2, C, 2 * K], KEYS)
     sc = gl.allocate_shared_memory(gl.bfloat16, [2, C, BC], COLUMNS)
-    so = gl.allocate_shared_memory(gl.bfloat16, [C, BC], COLUMNS)  # scores, then the output
+    so = gl.allocate_shared_memory(gl.bfloat16, [C, BC], COLUMNS)  # weights, then the output
     keeps = gl.allocate_shared_memory(gl.float32, [2, 2 * K], LINE)
     turns = gl.allocate_shared_memory(gl.float32, [4, K], LINE)
     sides = gl.allocate_shared_memory(gl.float32, [2, 2 * K], LINE)

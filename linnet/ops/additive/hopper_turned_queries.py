@@ -1,7 +1,8 @@
 """The sweep of `linnet.ops.additive.hopper` for dq, with LRPE (see `hopper_turning`).
 
-A program has 64 channels; its state [128, V] has cosines and sines of 8 channels in turn. The scores v do^T, which want
-no state, are made by warps of their own, which also load.
+A program has 64 channels and walks several heads, one after another. Its state [128, V] has cosines of 8 channels, then
+their sines, and so on. The scores v do^T, which want no state, are made by warps of their own, which also load what is
+not turned.
 """
 
 from triton.experimental import gluon
@@ -90,7 +91,7 @@ def _turn_part(
     c3, s3 = _turn(k3, c, s)
     both = _alternate(_four(c0, c1, c2, c3), _four(s0, s1, s2, s3))
     xs.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
-    return now, gl.where(mass > 1.0, mass, 0.0)
+    return now, gl.where(mass > 1.0, mass, 0.0)  # TINY alone is no mass
 
 
 @gluon.jit

@@ -1,11 +1,11 @@
 """What the sweeps with LRPE for Hopper GPUs have in common: angles, references, weights.
 
-Keys and queries are turned by warps of their own, into a cosine and a sine half in shared memory, two chunks deep; they
+Keys and queries are turned by warps of their own, into cosines and sines in shared memory, two chunks deep; these warps
 do all that is worked out number by number, 32 channels at a time for few registers, and the other warps multiply
 matrices. How their tiles lie in shared memory is in `hopper_rows`.
 
-References move in steps of at least 2^ROOM, so that a state is seldom scaled. TINY beside each mass keeps its inverse
-finite; it is felt where a logit rises by more than 90 in a chunk.
+References move in steps of at least 2^ROOM, so that a state is seldom scaled (dq and dk: mostly by 1). A mass begins a
+chunk with at least TINY, which keeps its inverse finite; that is felt where a logit rises by more than 90 in a chunk.
 """
 
 from triton.experimental import gluon
@@ -147,7 +147,7 @@ def _chunk_angles(positions, row, place, rates, LAYOUT: gl.constexpr, PLACED: gl
 
 @gluon.jit
 def _take_both(both, LAYOUT: gl.constexpr):
-    """A product's result whose rows are such columns: those of cosines, and those of sines."""
+    """Of a product whose rows are as those of `_alternate`: the ones of cosines, and the ones of sines."""
     cosines, sines = both.reshape((8, 2, 8, both.shape[1])).permute((0, 2, 3, 1)).split()
     cosines = gl.convert_layout(cosines.reshape((64, both.shape[1])), LAYOUT, assert_trivial=True)
     return cosines, gl.convert_layout(sines.reshape((64, both.shape[1])), LAYOUT, assert_trivial=True)
@@ -155,7 +155,7 @@ def _take_both(both, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _both_factors(keeps, LAYOUT: gl.constexpr):
-    """Factors of the rows of a state."""
+    """Factors of the rows of a state, which are as those of `_alternate`."""
     factors = keeps.load(gl.SliceLayout(1, gl.BlockedLayout([1, 2], [8, 4], [8, 1], [1, 0])))
     both = gl.join(factors, factors).reshape((8, 8, 2)).permute((0, 2, 1)).reshape((128,))
     return gl.convert_layout(both, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
@@ -173,7 +173,7 @@ def _score(a, b, weights, slot, C: gl.constexpr, REVERSE: gl.constexpr):
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, C, 16])
     down = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
     right = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
-    ahead = _token(down) - _run(right)  # a few numbers of a thread, compared with known ones
+    ahead = _token(down) - _run(right)  # few numbers of a thread; `_within` is known when compiled
     inside = ahead >= _within(right) if REVERSE else ahead <= _within(right)
     no_scores = gl.zeros([C, C], gl.float32, SCORES)
     scores = warpgroup_mma(a.index(slot), b.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
