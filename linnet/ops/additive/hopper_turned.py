@@ -127,22 +127,22 @@ def _leave(keeps, leave_z, nh, i, reference, mass, PART: gl.constexpr, K: gl.con
 @gluon.jit
 def _turn_tiles(
     from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, loaded, full, empty, entry_z, leave_z, edges, theta,
-    positions, row, place, hop, n, h, chunks, FIRST: gl.constexpr, HALVES: gl.constexpr, H: gl.constexpr,
+    positions, row, place, hop, n, h, chunks, HALF: gl.constexpr, HALVES: gl.constexpr, H: gl.constexpr,
     K: gl.constexpr, C: gl.constexpr, REVERSE: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
     HAS_LEAVE: gl.constexpr,
 ):  # fmt: skip
-    """What 4 turning warps do: the half FIRST of the channels, or (HALVES 2) both, one after the other."""
+    """What 4 turning warps do: the half HALF of the channels, or (HALVES 2) both, one after the other."""
     CHANNEL: gl.constexpr = gl.SliceLayout(1, _rows_layout(C))
     CHANNELS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     WIDTH: gl.constexpr = 64 * HALVES
-    P: gl.constexpr = 2 * FIRST
+    P: gl.constexpr = 2 * HALF
     nh = n.to(gl.int64) * H + h
-    channels = FIRST * 64 + gl.arange(0, WIDTH, CHANNELS)
-    _put_rates(turns, FIRST * 64, _rates(gl.load(theta + h * K + channels)))
+    channels = HALF * 64 + gl.arange(0, WIDTH, CHANNELS)
+    _put_rates(turns, HALF * 64, _rates(gl.load(theta + h * K + channels)))
     if REVERSE:
         edges += (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K)
-        places = _sides(edges, FIRST * 64, WIDTH, K)
-        _fetch_sides(sides, places, 0, chunks - 1, FIRST * 64, H, K)
+        places = _sides(edges, HALF * 64, WIDTH, K)
+        _fetch_sides(sides, places, 0, chunks - 1, HALF * 64, H, K)
     i = P * 32 + gl.arange(0, 32, CHANNEL)
     r0, m0 = _begin(entry_z, edges, nh, chunks, i, H, K, REVERSE, HAS_ENTRY)
     r1, m1 = _begin(entry_z, edges, nh, chunks, 32 + i, H, K, REVERSE, HAS_ENTRY)
@@ -152,7 +152,7 @@ def _turn_tiles(
     for x in range(0, chunks):
         if REVERSE:
             async_copy.wait_group(0)
-            _fetch_sides(sides, places, x & 1 ^ 1, gl.maximum(chunks - 2 - x, 0), FIRST * 64, H, K)
+            _fetch_sides(sides, places, x & 1 ^ 1, gl.maximum(chunks - 2 - x, 0), HALF * 64, H, K)
         r0, m0 = _turn_part(
             from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, loaded, empty, positions, row, place, hop, h, x,
             chunks, r0, m0, P, P, K, C, REVERSE, PLACED,
@@ -193,7 +193,7 @@ def _log_sum(reference, mass):
 
 
 @gluon.jit
-def _columns(state):
+def _split_columns(state):
     return state.reshape((state.shape[0], 2, state.shape[1] // 2)).permute((0, 2, 1)).split()
 
 
@@ -254,9 +254,9 @@ def _multiply(
             state *= factors.load(gl.SliceLayout(0, STATE))[None, :]
         scores = warpgroup_mma(tb, ta.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         out = gl.zeros([BC, C], gl.float32, OUT)
-        first, last = _columns(state)
-        q0, q1 = _columns(first)
-        q2, q3 = _columns(last)
+        first, last = _split_columns(state)
+        q0, q1 = _split_columns(first)
+        q2, q3 = _split_columns(last)
         out, held = _read(q0, out, ta.slice(0, 64, dim=1), QUARTER, OUT)
         scores = warpgroup_mma_wait(1, deps=[scores])
         tma.store_wait(0)

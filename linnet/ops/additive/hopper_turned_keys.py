@@ -13,14 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from linnet.ops.additive.hopper import LOG2_E, TINY, _invert
 from linnet.ops.additive.hopper_rows import (
-    _alternate,
     _copy,
     _describe,
-    _four,
     _hand,
     _in_order,
     _ordered,
-    _quarters,
     _rows_layout,
     _sums,
     _tails,
@@ -34,7 +31,6 @@ from linnet.ops.additive.hopper_turning import (
     _chunk_angles,
     _fetch_sides,
     _invert_fast,
-    _part_turns,
     _power,
     _put_rates,
     _rates,
@@ -44,12 +40,8 @@ from linnet.ops.additive.hopper_turning import (
     _take_both,
     _take_rates,
     _take_sides,
+    _turn,
 )
-
-
-@gluon.jit
-def _turn(query, cos, sin):
-    return (query * cos).to(gl.bfloat16), (query * sin).to(gl.bfloat16)
 
 
 @gluon.jit
@@ -83,16 +75,7 @@ def _turn_part(
         query *= scale
     else:
         angles = _scaled(angles, scale)
-    q0, q1, q2, q3 = _quarters(query)
-    c, s, angles = _part_turns(angles, positions, row, rates, 0, PLACED)
-    c0, s0 = _turn(q0, c, s)
-    c, s, angles = _part_turns(angles, positions, row, rates, 1, PLACED)
-    c1, s1 = _turn(q1, c, s)
-    c, s, angles = _part_turns(angles, positions, row, rates, 2, PLACED)
-    c2, s2 = _turn(q2, c, s)
-    c, s, angles = _part_turns(angles, positions, row, rates, 3, PLACED)
-    c3, s3 = _turn(q3, c, s)
-    both = _alternate(_four(c0, c1, c2, c3), _four(s0, s1, s2, s3))
+    both = _turn(query, angles, positions, row, rates, PLACED)
     ys.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
     return now, fall
 

@@ -17,16 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from linnet.ops.additive.hopper import LOG2_E, NOTHING, TINY, _start
 from linnet.ops.additive.hopper_rows import (
-    _alternate,
     _copy,
     _describe,
     _fetch,
-    _four,
     _hand,
     _highest,
     _in_order,
     _ordered,
-    _quarters,
     _rows_layout,
     _sums,
     _take,
@@ -39,19 +36,14 @@ from linnet.ops.additive.hopper_turning import (
     _chunk_angles,
     _invert_fast,
     _move,
-    _part_turns,
     _power,
     _put_rates,
     _rates,
     _score,
     _take_both,
     _take_rates,
+    _turn,
 )
-
-
-@gluon.jit
-def _turn(key, cos, sin):
-    return (key * cos).to(gl.bfloat16), (key * sin).to(gl.bfloat16)
 
 
 @gluon.jit
@@ -80,16 +72,7 @@ def _turn_part(
         mbarrier.wait(empty.index(slot), (x >> 1) & 1 ^ 1)
     keeps.index(slot).slice(32 * PART, 32).store(keep)
     _hand(inverses.index(slot), PART, inverse)
-    k0, k1, k2, k3 = _quarters(key)
-    c, s, angles = _part_turns(angles, positions, row, rates, 0, PLACED)
-    c0, s0 = _turn(k0, c, s)
-    c, s, angles = _part_turns(angles, positions, row, rates, 1, PLACED)
-    c1, s1 = _turn(k1, c, s)
-    c, s, angles = _part_turns(angles, positions, row, rates, 2, PLACED)
-    c2, s2 = _turn(k2, c, s)
-    c, s, angles = _part_turns(angles, positions, row, rates, 3, PLACED)
-    c3, s3 = _turn(k3, c, s)
-    both = _alternate(_four(c0, c1, c2, c3), _four(s0, s1, s2, s3))
+    both = _turn(key, angles, positions, row, rates, PLACED)
     xs.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
     return now, gl.where(mass > 1.0, mass, 0.0)  # TINY alone is no mass
 

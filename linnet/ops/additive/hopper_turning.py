@@ -15,7 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from linnet.ops.additive.hopper import LOG2_E, SHIFT
 from linnet.ops.additive.hopper_rows import (
+    _alternate,
     _beside,
+    _four,
+    _quarters,
     _rows_layout,
     _run,
     _token,
@@ -194,6 +197,26 @@ def _part_turns(angles, positions, row, rates, PART: gl.constexpr, PLACED: gl.co
     else:
         cosines, sines, angles = _next_angles(angles, PARTS)
     return cosines, sines, angles
+
+
+@gluon.jit
+def _times(x, cos, sin):
+    return (x * cos).to(gl.bfloat16), (x * sin).to(gl.bfloat16)
+
+
+@gluon.jit
+def _turn(x, angles, positions, row, rates, PLACED: gl.constexpr):
+    """A tile [32 channels, row] times its cosines and sines, 8 channels of these and of those in turn."""
+    x0, x1, x2, x3 = _quarters(x)
+    c, s, angles = _part_turns(angles, positions, row, rates, 0, PLACED)
+    c0, s0 = _times(x0, c, s)
+    c, s, angles = _part_turns(angles, positions, row, rates, 1, PLACED)
+    c1, s1 = _times(x1, c, s)
+    c, s, angles = _part_turns(angles, positions, row, rates, 2, PLACED)
+    c2, s2 = _times(x2, c, s)
+    c, s, angles = _part_turns(angles, positions, row, rates, 3, PLACED)
+    c3, s3 = _times(x3, c, s)
+    return _alternate(_four(c0, c1, c2, c3), _four(s0, s1, s2, s3))
 
 
 @gluon.jit
