@@ -131,44 +131,25 @@ def _backwards(x):
     return gl.convert_layout(x, LAYOUT, assert_trivial=True)
 
 
-@gluon.jit
-def _lanes_before(x):
-    """Sums [channel, 4] over those before; a channel's four are in four neighbouring lanes."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred p, q, r;
-        .reg .f32 a, b, c;
-        shfl.sync.up.b32 a|p, $1, 1, 0x1c00, 0xffffffff;
-        shfl.sync.up.b32 b|q, $1, 2, 0x1c00, 0xffffffff;
-        shfl.sync.up.b32 c|r, $1, 3, 0x1c00, 0xffffffff;
-        @!p mov.f32 a, 0f00000000;
-        @!q mov.f32 b, 0f00000000;
-        @!r mov.f32 c, 0f00000000;
-        add.f32 a, a, b;
-        add.f32 $0, a, c;
-        }""",
-        "=f,f", [x], gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+@gluon.constexpr_function
+def _shuffles(direction, bounds):
+    """Assembly: the sum of what the lanes 1, 2 and 3 away have, as far as `bounds` says that there are any."""
+    lanes = "".join(
+        f"""
+        .reg .pred p{away};
+        .reg .f32 x{away};
+        shfl.sync.{direction}.b32 x{away}|p{away}, $1, {away}, {bounds}, 0xffffffff;
+        @!p{away} mov.f32 x{away}, 0f00000000;"""
+        for away in (1, 2, 3)
+    )
+    return "{" + lanes + "add.f32 x1, x1, x2; add.f32 $0, x1, x3; }"
 
 
 @gluon.jit
-def _lanes_after(x):
-    """Sums [channel, 4] over those after."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred p, q, r;
-        .reg .f32 a, b, c;
-        shfl.sync.down.b32 a|p, $1, 1, 0x1c03, 0xffffffff;
-        shfl.sync.down.b32 b|q, $1, 2, 0x1c03, 0xffffffff;
-        shfl.sync.down.b32 c|r, $1, 3, 0x1c03, 0xffffffff;
-        @!p mov.f32 a, 0f00000000;
-        @!q mov.f32 b, 0f00000000;
-        @!r mov.f32 c, 0f00000000;
-        add.f32 a, a, b;
-        add.f32 $0, a, c;
-        }""",
-        "=f,f", [x], gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+def _lanes_beside(x, AFTER: gl.constexpr):
+    """Sums over the runs of tokens before (AFTER: after) each of a channel's four, which are in four lanes in turn."""
+    TEXT: gl.constexpr = _shuffles("down", "0x1c03") if AFTER else _shuffles("up", "0x1c00")
+    return gl.inline_asm_elementwise(TEXT, "=f,f", [x], gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -177,7 +158,7 @@ def _sums(x, start, unit):
     chain = gl.associative_scan(_in_order(x), 2, _add)
     own = _last(chain)
     ROW: gl.constexpr = gl.SliceLayout(1, own.type.layout)
-    begin = _lanes_before(own) + gl.convert_layout(start, ROW, assert_trivial=True)[:, None]
+    begin = _lanes_beside(own, False) + gl.convert_layout(start, ROW, assert_trivial=True)[:, None]
     begin = gl.convert_layout(begin * unit, gl.SliceLayout(2, chain.type.layout), assert_trivial=True)
     LAYOUT: gl.constexpr = x.type.layout
     sums = _in_rows(chain * unit + begin[:, :, None], LAYOUT)
@@ -190,7 +171,7 @@ def _tails(x, end):
     chain = gl.associative_scan(_backwards(_in_order(x)), 2, _add)  # `reverse` would shuffle
     own = _last(chain)
     ROW: gl.constexpr = gl.SliceLayout(1, own.type.layout)
-    begin = _lanes_after(own) + gl.convert_layout(end, ROW, assert_trivial=True)[:, None]
+    begin = _lanes_beside(own, True) + gl.convert_layout(end, ROW, assert_trivial=True)[:, None]
     begin = gl.convert_layout(begin, gl.SliceLayout(2, chain.type.layout), assert_trivial=True)
     end += gl.convert_layout(gl.sum(own, 1), end.type.layout, assert_trivial=True)
     return _backwards(chain + begin[:, :, None]), end
