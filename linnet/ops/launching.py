@@ -1,9 +1,12 @@
 """How a Triton kernel is started: what a launch depends on is worked out once, and Triton's look-up is passed by."""
 
+import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 import triton
@@ -38,7 +41,13 @@ class Launcher:
     ) -> None:
         self.kernel, self.programs, self.constants, self.options = kernel, programs, constants, options
         self.scratch = scratch
+        self.called = False
         self._compiled = self._device = None
+
+    def compile(self, *arguments) -> None:
+        """Makes the variant for these arguments without starting it."""
+        with torch.cuda.device(next(x.get_device() for x in arguments if isinstance(x, Tensor))):
+            self.kernel.warmup(*arguments, *self.constants, grid=(self.programs,), **self.options)
 
     def __call__(self, *arguments) -> None:
         if self.scratch:
@@ -46,6 +55,7 @@ class Launcher:
         compiled = self._compiled
         # With hooks a profiler looks on.
         if compiled is None or (hooks := triton.knobs.runtime).launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            self.called = True
             self._device = next(x.get_device() for x in arguments if isinstance(x, Tensor))  # -1 in the interpreter
             with torch.cuda.device(self._device):
                 compiled = self.kernel[(self.programs,)](*arguments, *self.constants, **self.options)
@@ -101,13 +111,45 @@ def launch(
         numbers: floats that may differ from call to call.
         constants: integers and what else stays.
     """
+    _find(kernel, programs, tensors, constants, options)(*tensors, *numbers)
+
+
+class Launch(NamedTuple):
+    """What `launch` takes."""
+
+    kernel: Callable
+    programs: int
+    tensors: tuple[Tensor | None, ...]
+    numbers: tuple[float, ...]
+    constants: tuple
+    options: dict[str, int]
+
+
+def launch_all(launches: Sequence[Launch]) -> None:
+    """Starts kernels one after another. Those that never were are compiled first, side by side."""
+    calls = [(_find(x.kernel, x.programs, x.tensors, x.constants, x.options), x) for x in launches]
+    new = [call for call in calls if not call[0].called]
+    if len(new) > 1 and not triton.knobs.runtime.interpret:
+        # Triton's passes run without Python's lock. What fails here fails again, and is heard, where it is started;
+        # the mode is refused to a caller who is in it.
+        with (
+            contextlib.suppress(RuntimeError),
+            ThreadPoolExecutor(len(new)) as pool,
+            triton.AsyncCompileMode(pool, ignore_errors=True),
+        ):
+            for launcher, x in new:
+                launcher.compile(*x.tensors, *x.numbers)
+    for launcher, x in calls:
+        launcher(*x.tensors, *x.numbers)
+
+
+def _find(kernel: Callable, programs: int, tensors: tuple, constants: tuple, options: dict) -> Launcher:
     kinds = tuple([None if x is None else (x.dtype, x.data_ptr() % 16) for x in tensors])
-    options = tuple(options.items())
-    _find(kernel, programs, kinds, constants, tensors[0].device, options)(*tensors, *numbers)
+    return _keep(kernel, programs, kinds, constants, tensors[0].device, tuple(options.items()))
 
 
 @functools.lru_cache(4096)
-def _find(kernel: Callable, programs: int, kinds: tuple, constants: tuple, device: torch.device, options: tuple):
+def _keep(kernel: Callable, programs: int, kinds: tuple, constants: tuple, device: torch.device, options: tuple):
     return Launcher(kernel, programs, constants, **dict(options))
 
 

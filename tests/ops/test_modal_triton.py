@@ -95,13 +95,9 @@ def test_float64_is_chunked():
     assert_agrees(1, 100, 7, 3, dtype=torch.float64)
 
 
-def test_more_sequences_than_a_grid_takes_are_chunked():
-    from linnet.ops.modal.triton import _supports
-
-    modes = torch.empty(1, 1)
-    assert _supports(torch.empty(65_535, 1, 1), modes, modes, None)
-    assert not _supports(torch.empty(65_536, 1, 1), modes, modes, None)
-    assert not _supports(torch.empty(1, 1, 1), modes, modes, torch.empty(65_537))
+@gpu
+def test_more_documents_than_an_axis_of_a_grid_takes():
+    assert_agrees(1, 70_000, 3, 2, offsets=range(70_001))
 
 
 @gpu

@@ -1,7 +1,8 @@
 """The Triton kernels of the modal convolution; `linnet.ops.modal.triton` says what they compute and launches them.
 
 A program is one warp: a thread owns a channel with all its modes, as K vectors of 4, and walks a segment of a sequence
-in registers, UNROLL tokens read ahead at a time. There are N sequences or documents of G segments.
+in registers, UNROLL tokens read ahead at a time. There are N sequences or documents of G segments, and programs for
+each block of channels and, where one has not all modes, each part of the modes.
 """
 
 import triton
@@ -12,17 +13,27 @@ UNIT = tl.constexpr(32)  # tokens of a segment are a multiple, but for the last 
 
 
 @triton.jit
-def _segment(offsets, T, G, DOCUMENTS: tl.constexpr):
-    """Of this program: the sequence, the segment, the row of [B*T] where its sequence begins, its first and last token
-    and the length of a segment."""
-    n, g = tl.program_id(1) // G, tl.program_id(1) % G
+def _place(N, G, D: tl.constexpr, K: tl.constexpr):
+    """Of this program: the channels, the first mode, the sequence and the segment."""
+    BLOCKS: tl.constexpr = (D + BD - 1) // BD
+    d = tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
+    segment = tl.program_id(0) // BLOCKS
+    part = segment // (N * G)
+    segment -= part * (N * G)
+    return d, part * (4 * K), segment // G, segment % G
+
+
+@triton.jit
+def _segment(offsets, T, n, g, G, DOCUMENTS: tl.constexpr):
+    """The row of [B*T] where sequence n begins, its length, the first and last token of its segment g and the length of
+    a segment."""
     begin, end = n.to(tl.int64) * T, n.to(tl.int64) * T + T
     if DOCUMENTS:
         begin = tl.minimum(tl.maximum(tl.load(offsets + n), 0), T).to(tl.int64)
         end = tl.maximum(tl.minimum(tl.load(offsets + n + 1), T), begin).to(tl.int64)
     length = (end - begin).to(tl.int32)
     size = tl.cdiv(tl.cdiv(length, G), UNIT) * UNIT
-    return n, g, begin, length, tl.minimum(g * size, length), tl.minimum((g + 1) * size, length), size
+    return begin, length, tl.minimum(g * size, length), tl.minimum((g + 1) * size, length), size
 
 
 @triton.jit
@@ -106,9 +117,8 @@ def summarise_kernel(
 ):  # fmt: skip
     """What enters the segment after each one if zero entered it, [G, N, D, E]; with SLOPES also its derivative by the
     log-decay over the decay."""
-    FIRST = tl.program_id(2) * (4 * K)
-    n, g, row, length, begin, end, _ = _segment(offsets, T, G, DOCUMENTS)
-    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    d, FIRST, n, g = _place(N, G, D, K)
+    row, length, begin, end, _ = _segment(offsets, T, n, g, G, DOCUMENTS)
     rates, decays = _load_rates(log_decay, d, D, E, FIRST, K)
     state, slope = _fill(rates[0], K), _fill(rates[0], K)
     if REVERSE:
@@ -162,8 +172,8 @@ def sweep_kernel(
     UNROLL: tl.constexpr, REVERSE: tl.constexpr, SPLIT: tl.constexpr, HAS_ENTRY: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """y and the last state from x; in reverse the gradient of x (y) and of the first state from that of y (x)."""
-    n, g, row, length, begin, end, size = _segment(offsets, T, G, DOCUMENTS)
-    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    d, _, n, g = _place(N, G, D, K)
+    row, length, begin, end, size = _segment(offsets, T, n, g, G, DOCUMENTS)
     rates, decays = _load_rates(log_decay, d, D, E, 0, K)
     weights = _load_modes(weight, 0, d, D, E, 0, K, 0.0)
     base, stride = n.to(tl.int64) * (D * E), (n * 0 + N).to(tl.int64) * (D * E)
@@ -207,9 +217,8 @@ def learn_kernel(
     HAS_ENTRY: tl.constexpr, HAS_DFINAL: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """What each segment adds to the gradients of log_decay and weight, [G, N, D, E], for 4 K modes a program."""
-    FIRST = tl.program_id(2) * (4 * K)
-    n, g, row, length, begin, end, size = _segment(offsets, T, G, DOCUMENTS)
-    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    d, FIRST, n, g = _place(N, G, D, K)
+    row, length, begin, end, size = _segment(offsets, T, n, g, G, DOCUMENTS)
     rates, decays = _load_rates(log_decay, d, D, E, FIRST, K)
     base, stride = n.to(tl.int64) * (D * E), (n * 0 + N).to(tl.int64) * (D * E)
     # The slope of a state is its derivative by the log-decay over the decay: slope_t = decay slope_{t-1} + u_{t-1}.
