@@ -38,7 +38,7 @@ def shorten(
         setup_context, backward: as given to `op.register_autograd`; None for an op that has no gradient, as a backward
             itself, which goes through the registered op (and is refused there) when its own gradient is asked for.
         implementation: what to call in the op's place; it may return None where the op, which returns tensors, returns
-            an empty one.
+            `no_state`.
     """
     implementation = implementation or op._init_fn
     mutated = [i for i, x in enumerate(op._opoverload._schema.arguments) if x.alias_info and x.alias_info.is_write]
@@ -55,6 +55,11 @@ def shorten(
         return implementation(*arguments)
 
     return call
+
+
+def no_state(like: Tensor) -> Tensor:
+    """Empty, for a state that nobody wants: where states are large beside the sequences, writing them costs."""
+    return like.new_empty(0, dtype=torch.float32)
 
 
 def is_plain(arguments: tuple) -> bool:

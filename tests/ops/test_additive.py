@@ -232,8 +232,37 @@ def test_operator_registration():
     for args in (
         (call["q"], call["k"], call["v"], call["theta"], None, S, z, 1.0, True, call["cu_seqlens"]),
         (call["q"], call["k"], call["v"], None, None, None, None, 1.0, False, None),
+        (call["q"], call["k"], call["v"], call["theta"], None, None, None, 1.0, True, None, False),
+        (call["q"], call["k"], call["v"], None, None, None, None, 1.0, False, None, False),
     ):
         torch.library.opcheck(torch.ops.linnet.additive.default, args)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_state_that_nobody_wants_is_not_made(causal):
+    """Causal: neither the final one nor the gradient of a first one that is not there; the rest is the same."""
+    calls = [make(T=20, theta=True, seed=i) | {"causal": causal} for i in range(2)]
+    q, k, v, theta = (calls[0][name].detach() for name in ("q", "k", "v", "theta"))
+    outputs = torch.ops.linnet.additive(q, k, v, theta, None, None, None, 0.7, causal, None, False)
+    assert [x.numel() == 0 for x in outputs] == [False, causal, causal]
+    S, z = (None, None) if causal else outputs[1:]
+    backward = torch.ops.linnet.additive_backward
+    grads = backward(torch.ones_like(v), None, None, q, k, v, theta, None, None, z, S, 0.7, causal, None)
+    assert [x.numel() == 0 for x in grads] == [False] * 4 + [True] * 2
+
+    def run_without(q, k, v, theta):
+        return additive_attention(q, k, v, theta=theta, scale=0.7, causal=causal)[0]
+
+    def grads(o, leaves):
+        return torch.autograd.grad(o.sin().sum(), leaves)
+
+    tensors = [leaves(call) for call in calls]
+    expected = [run(call)[0] for call in calls]
+    stacked = [torch.stack(x).detach().requires_grad_() for x in zip(*tensors, strict=True)]
+    together = torch.vmap(run_without)(*stacked)
+    assert_same([*together, run_without(*tensors[0])], [*expected, expected[0]])
+    apart = [grads(o, x) for o, x in zip(expected, tensors, strict=True)]
+    assert_same(grads(together, stacked), [torch.stack(x) for x in zip(*apart, strict=True)])
 
 
 def test_compiles_whole_and_gives_the_same():

@@ -48,7 +48,9 @@ def loss(results):
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op, variant):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(OPS[op][1], tuple(make(op, variant, T=30).values()), test_utils=tests)
+    call = tuple(make(op, variant, T=30).values())
+    for wants_final in (True, False):
+        torch.library.opcheck(OPS[op][1], (*call, wants_final), test_utils=tests)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

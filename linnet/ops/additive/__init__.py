@@ -12,7 +12,7 @@ from linnet.ops.additive.reference import reference
 from linnet.ops.additive.step import additive_step
 from linnet.ops.arguments import check_devices, check_matrix_state, check_state
 from linnet.ops.chunks import exact, state_dtype
-from linnet.ops.direct import shorten
+from linnet.ops.direct import no_state, shorten
 from linnet.ops.documents import count_states
 from linnet.ops.folding import fold_all, unfold
 from linnet.ops.looping import each
@@ -74,7 +74,7 @@ def additive_attention(
         with exact(q):
             o, (S, z) = reference(q, k, v, theta, positions, initial_state, scale, causal, cu_seqlens)
     else:
-        o, S, z = _direct(q, k, v, theta, positions, S, z, float(scale), causal, cu_seqlens)
+        o, S, z = _direct(q, k, v, theta, positions, S, z, float(scale), causal, cu_seqlens, output_final_state)
     return o, ((S, z) if output_final_state else None)
 
 
@@ -96,9 +96,10 @@ def _forward(
     scale: float,
     causal: bool,
     cu_seqlens: Tensor | None,
+    wants_final: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with exact(q):
-        return _form(q).forward(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens)
+    o, *final = _attend(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens, wants_final)
+    return o, *(final if wants_final or not causal else (no_state(q), no_state(q)))
 
 
 @torch.library.custom_op("linnet::additive_backward", mutates_args=())
@@ -113,20 +114,32 @@ def _backward(
     positions: Tensor | None,
     S: Tensor | None,
     z: Tensor | None,
-    S_end: Tensor,
+    S_end: Tensor | None,
     scale: float,
     causal: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *gradients, dS, dz = _attend_backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens)
+    return *gradients, *((no_state(q), no_state(q)) if S is None else (dS, dz))
+
+
+def _attend(q, *arguments):
     with exact(q):
-        return _form(q).backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens)
+        return _form(q).forward(q, *arguments)
+
+
+def _attend_backward(do, dS, dz, q, *arguments):
+    with exact(q):
+        return _form(q).backward(do, dS, dz, q, *arguments)
 
 
 @_forward.register_fake
-def _(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens):
+def _(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens, wants_final=True):
     dtype = state_dtype(q, k, v)
     states, key_dim = count_states(cu_seqlens, q.shape[0]), q.shape[3]
     rows = key_dim if theta is None else 2 * key_dim
+    if causal and not wants_final:
+        return v.new_empty(v.shape), no_state(q), no_state(q)
     return (
         v.new_empty(v.shape),
         v.new_empty((states, q.shape[2], rows, v.shape[3]), dtype=dtype),
@@ -136,21 +149,24 @@ def _(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens):
 
 @_backward.register_fake
 def _(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens):
-    dtheta = S_end.new_empty(0) if theta is None else theta.new_empty(theta.shape)
-    dz_start = S_end.new_empty((S_end.shape[0], *q.shape[2:]))
-    return (*(x.new_empty(x.shape) for x in (q, k, v)), dtheta, S_end.new_empty(S_end.shape), dz_start)
+    dtheta = q.new_empty(0, dtype=state_dtype(q, k, v)) if theta is None else theta.new_empty(theta.shape)
+    starts = (no_state(q) if x is None else x.new_empty(x.shape) for x in (S, z if causal else None))
+    return (*(x.new_empty(x.shape) for x in (q, k, v)), dtheta, *starts)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, theta, positions, S, z, ctx.scale, ctx.causal, cu_seqlens = inputs
+    q, k, v, theta, positions, S, z, ctx.scale, ctx.causal, cu_seqlens, wants_final = inputs
+    S_end = output[1] if wants_final or not ctx.causal else None
     # Without causality there is no z before the first token, and the place is free for the one after the last.
-    ctx.save_for_backward(q, k, v, theta, positions, S, z if ctx.causal else output[2], output[1], cu_seqlens)
+    ctx.save_for_backward(q, k, v, theta, positions, S, z if ctx.causal else output[2], S_end, cu_seqlens)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, do, dS, dz):
     q, k, v, theta, positions, S, z, S_end, cu_seqlens = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do
+    if S_end is None:  # the final state was empty, as is what a sum over all results gives to it
+        dS = dz = None
     dq, dk, dv, dtheta, dS, dz = _direct_backward(
         do, dS, dz, q, k, v, theta, positions, S, z, S_end, ctx.scale, ctx.causal, cu_seqlens
     )
@@ -158,12 +174,12 @@ def _differentiate(ctx, do, dS, dz):
         dS = dz = None
     else:
         dS, dz = dS.to(S.dtype), dz.to(z.dtype)
-    return dq, dk, dv, None if theta is None else dtheta, None, dS, dz, None, None, None
+    return dq, dk, dv, None if theta is None else dtheta, None, dS, dz, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
-_direct = shorten(_forward, _save, _differentiate)
-_direct_backward = shorten(_backward)
+_direct = shorten(_forward, _save, _differentiate, implementation=_attend)
+_direct_backward = shorten(_backward, implementation=_attend_backward)
 
 
 @_forward.register_vmap
@@ -174,8 +190,7 @@ def _(info, in_dims, *args):
         return each(_forward, size, in_dims, args)
     axes = (2, 2, 2, 0, None, 1, 1) if by_heads else (0, 0, 0, None, 0, 0, 0)
     outputs = _forward(*fold_all(args[:7], in_dims, size, axes), *args[7:])
-    outs = (2, 1, 1) if by_heads else (0, 0, 0)
-    return tuple(unfold(x, size, axis) for x, axis in zip(outputs, outs, strict=True)), outs
+    return _unfold_all(outputs, size, (2, 1, 1) if by_heads else (0, 0, 0))
 
 
 @_backward.register_vmap
@@ -185,13 +200,14 @@ def _(info, in_dims, *args):
     if in_dims[13] is not None or (by_heads and in_dims[7] is not None):
         return each(_backward, size, in_dims, args)
     axes = (2, 1, 1, 2, 2, 2, 0, None, 1, 1, 1) if by_heads else (0, 0, 0, 0, 0, 0, None, 0, 0, 0, 0)
-    dq, dk, dv, dtheta, dS, dz = _backward(*fold_all(args[:11], in_dims, size, axes), *args[11:])
-    outs = (2, 2, 2, 0, 1, 1) if by_heads else (0, 0, 0, None, 0, 0)
-    grads = [
-        x if axis is None or x.numel() == 0 and x.ndim == 1 else unfold(x, size, axis)
-        for x, axis in zip((dq, dk, dv, dtheta, dS, dz), outs, strict=True)
-    ]
-    return tuple(grads), outs[:3] + (None if theta is None else 0,) + outs[4:]
+    gradients = _backward(*fold_all(args[:11], in_dims, size, axes), *args[11:])
+    return _unfold_all(gradients, size, (2, 2, 2, 0, 1, 1) if by_heads else (0,) * 6)
+
+
+def _unfold_all(outputs, size: int, axes: tuple[int, ...]) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """Results and their out-dims; what is not there is empty, and so for all models."""
+    outs = tuple(None if x.numel() == 0 and x.ndim == 1 else axis for x, axis in zip(outputs, axes, strict=True))
+    return tuple(x if out is None else unfold(x, size, out) for x, out in zip(outputs, outs, strict=True)), outs
 
 
 # FLOPs: 2 a multiply-add, matrix products of the chunked form only, in chunks of 64 whatever form runs; the empty half

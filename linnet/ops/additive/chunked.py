@@ -23,8 +23,10 @@ CHUNK = 64
 SEGMENT_CPU, SEGMENT_GPU = 2**19, 2**26
 
 
-def forward(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B, T, H, V] and S, z after the last token; arguments as in `additive_attention`, the state as two tensors."""
+def forward(
+    q, k, v, theta, positions, S, z, scale, causal, cu_seqlens, wants_final=True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B, T, H, V] and S, z after the last token, wanted or not; arguments as in `additive_attention`."""
     S, z = _first_state(q, k, v, theta, S, z, cu_seqlens)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     for rows, start, end in documents(cu_seqlens, q.shape[0], q.shape[1]):
@@ -39,17 +41,21 @@ def forward(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens) -> tuple
 
 
 def backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens) -> tuple[Tensor, ...]:
-    """Gradients to q, k, v, theta (empty without it), S and z; `S_end` is the forward's final S.
+    """Gradients to q, k, v, theta (empty without it), S and z (given or not); `S_end` is the forward's final S.
 
-    Those to the final state, dS and dz, may be None. Without causality z is the log-sum after the last token.
+    Those to the final state, dS and dz, may be None, and then S_end, but not without causality, where z is the log-sum
+    after the last token.
     """
     S, z = _first_state(q, k, v, theta, S, z if causal else None, cu_seqlens)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dtheta = S.new_zeros(theta.shape if theta is not None else 0)
     once = Turn(cos=theta).once
     # At a boundary: the gradient to S with z held, and minus the gradient to z, by which S was divided.
-    D = torch.zeros_like(S) if dS is None else dS.to(S.dtype, copy=True, memory_format=torch.contiguous_format)
-    decline = once((S_end.to(S.dtype) * D).sum(-1))
+    if dS is None:
+        D, decline = torch.zeros_like(S), torch.zeros_like(z)
+    else:
+        D = dS.to(S.dtype, copy=True, memory_format=torch.contiguous_format)
+        decline = once((S_end.to(S.dtype) * D).sum(-1))
     if dz is not None:
         decline -= dz.to(S.dtype)
     for rows, start, end in documents(cu_seqlens, q.shape[0], q.shape[1]):

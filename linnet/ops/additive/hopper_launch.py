@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from linnet.ops.additive.launch import Call
-from linnet.ops.launching import align, count_processors, launch
+from linnet.ops.launching import Launch, align, count_processors, launch, launch_all
 
 try:
     from linnet.ops.additive.hopper import hopper_values_kernel
@@ -52,49 +52,55 @@ def suits(call: Call, causal: bool = True, backward: bool = False) -> bool:
     return not (backward or turned) or B * H >= LEAST[turned] * count_processors(q.device)
 
 
-def forward(call: Call, S: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """o and the final state."""
+def forward(
+    call: Call, S: Tensor | None, z: Tensor | None, wants_final: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """o and the final state, or None and None."""
     o = torch.empty_like(call.v)
-    leave = call.empty_state()
+    leave = call.empty_state() if wants_final else (None, None)
     cut, sums = (1, 1), (None, None)
     if call.theta is None:
         cut = segments, pieces = _cut(call)
         if segments > 1:
             sums = _sum(call, segments * pieces, (segments - 1) * pieces)
-    _values(call, call.v, o, (align(S), align(z)), leave, sums, cut, None)
+    launch_all([_values(call, call.v, o, (align(S), align(z)), leave, sums, cut, None)])
     return o, *leave
 
 
 def backward(
-    call: Call, do: Tensor, dS: Tensor | None, dz: Tensor | None, S: Tensor | None, z: Tensor | None, S_end: Tensor,
-    theta: Tensor | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients to q, k, v, theta and the initial state, but for what the state itself gives to z."""
+    call: Call, do: Tensor, dS: Tensor | None, dz: Tensor | None, S: Tensor | None, z: Tensor | None,
+    S_end: Tensor | None, theta: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients to q, k, v, theta and the initial state, if there is one, but for what that itself gives to z."""
     dS, dz, S, z, S_end = (align(x) for x in (dS, dz, S, z, S_end))
-    q, k, v, scale = call.q, call.k, call.v, call.scale
+    q, k, v, scale = call.q, call.k, call.v, (call.scale,)
     B, T, H, K = q.shape
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    leave = call.empty_state()
+    leave = (None, None) if S is None else call.empty_state()
     edges = call.blank.new_empty(B, T // CHUNK + 1, H, 2, K)
     dtheta = call.empty_slopes(1)
+    of_queries = (k, v, do, dq, S, z, edges)
+    of_keys = (q, k, v, do, dq, dk, dS, dz, S_end, *leave, edges)
+    flags = (dS is not None, S is not None)
     if theta is None:
         columns = _columns(call)
         programs, options = B * H * (K // columns), {"scratch": True, "num_warps": columns // 16}
         sizes = (*_sizes(call), columns)
-        launch(hopper_queries_kernel, programs, (k, v, do, dq, S, z, edges), (scale,), (*sizes, S is not None, 3),
-               **options)  # fmt: skip
-        launch(hopper_keys_kernel, programs, (q, k, v, do, dq, dk, dS, dz, S_end, *leave, edges), (scale,),
-               (*sizes, dS is not None, True, 2), **options)  # fmt: skip
+        launches = [
+            Launch(hopper_queries_kernel, programs, of_queries, scale, (*sizes, S is not None, 3), options),
+            Launch(hopper_keys_kernel, programs, of_keys, scale, (*sizes, *flags, 2), options),
+        ]
     else:
         programs = min(B * H * (K // 64), count_processors(q.device))
         sizes = (*_sizes(call), call.positions is not None)
-        more = (edges, call.theta, dtheta[0], call.positions)
-        launch(hopper_turned_queries_kernel, programs, (q, k, v, do, dq, S, z, *more), (scale,),
-               (*sizes, S is not None, *SIDE_REGISTERS["dq"]), **SIDES)  # fmt: skip
-        more = (S_end, *leave, edges, call.theta, dtheta[1], call.positions)
-        launch(hopper_turned_keys_kernel, programs, (q, k, v, do, dq, dk, dS, dz, *more), (scale,),
-               (*sizes, dS is not None, *SIDE_REGISTERS["dk"]), **SIDES)  # fmt: skip
-    _values(call, do, dv, (dS, None), (None, None), (None, None), (1, 1), edges)
+        of_queries = (q, *of_queries, call.theta, dtheta[0], call.positions)
+        of_keys = (*of_keys, call.theta, dtheta[1], call.positions)
+        constants = (*sizes, S is not None, *SIDE_REGISTERS["dq"]), (*sizes, *flags, *SIDE_REGISTERS["dk"])
+        launches = [
+            Launch(hopper_turned_queries_kernel, programs, of_queries, scale, constants[0], SIDES),
+            Launch(hopper_turned_keys_kernel, programs, of_keys, scale, constants[1], SIDES),
+        ]
+    launch_all([*launches, _values(call, do, dv, (dS, None), (None, None), (None, None), (1, 1), edges)])
     return dq, dk, dv, call.sum_slopes(dtheta, 1, theta), *leave
 
 
@@ -153,8 +159,8 @@ def _values(
     sums: tuple,
     cut: tuple[int, int],
     edges: Tensor | None,
-) -> None:
-    """o, or dv where there are `edges`."""
+) -> Launch:
+    """What makes o, or dv where there are `edges`."""
     B, T, H, K = call.q.shape
     V, reverse = c.shape[3], edges is not None
     flags = (entry[0] is not None, leave[0] is not None)
@@ -164,14 +170,14 @@ def _values(
         segments, _ = cut
         constants = (T, B, *cut, H, K, V, CHUNK, columns, reverse, *flags, segments > 1, 3)
         programs = B * H * segments * (V // columns)
-        launch(hopper_values_kernel, programs, (*tensors, *sums, edges), (call.scale,), constants, scratch=True,
-               num_warps=columns // 16)  # fmt: skip
-    else:
-        columns = _columns(call)
-        constants = (*_sizes(call), columns, reverse, call.positions is not None, *flags, REGISTERS[columns])
-        programs = min(B * H * (V // columns), count_processors(c.device))
-        launch(hopper_turned_kernel, programs, (*tensors, edges, call.theta, call.positions),
-               (call.scale,), constants, num_warps=columns // 16, **TURNING)  # fmt: skip
+        options = {"scratch": True, "num_warps": columns // 16}
+        return Launch(hopper_values_kernel, programs, (*tensors, *sums, edges), (call.scale,), constants, options)
+    columns = _columns(call)
+    constants = (*_sizes(call), columns, reverse, call.positions is not None, *flags, REGISTERS[columns])
+    programs = min(B * H * (V // columns), count_processors(c.device))
+    tensors = (*tensors, edges, call.theta, call.positions)
+    options = TURNING | {"num_warps": columns // 16}
+    return Launch(hopper_turned_kernel, programs, tensors, (call.scale,), constants, options)
 
 
 def _sizes(call: Call) -> tuple[int, ...]:

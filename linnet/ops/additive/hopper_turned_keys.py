@@ -105,7 +105,7 @@ def _begin(entry, entry_z, end, edge, nh, i, K: gl.constexpr, V: gl.constexpr, H
 def _turn_for_keys(
     from_q, from_k, from_dq, sq, sk, sg, keys, ys, tails, keeps, turns, sides, loaded_k, full, empty, entry, entry_z,
     end, leave_z, edges, theta, positions, scale, row, n, h, block, chunks, H: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
+    V: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr,
 ):  # fmt: skip
     """What 4 turning warps do: 32 channels, then the other 32, for few registers."""
     CHANNELS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -141,8 +141,9 @@ def _turn_for_keys(
         _copy(from_dq, row - C * (x + 2), at_k, loaded_k.index(slot), sg.index(slot), wanted)
         _fetch_sides(sides, places, slot, gl.maximum(chunks - 3 - x, 0), 0, H, K)
     async_copy.wait_group(0)
-    gl.store(leave_z + nh * K + i, -f0 * gl.load(edges + K + i))
-    gl.store(leave_z + nh * K + i + 32, -f1 * gl.load(edges + K + i + 32))
+    if HAS_LEAVE:
+        gl.store(leave_z + nh * K + i, -f0 * gl.load(edges + K + i))
+        gl.store(leave_z + nh * K + i + 32, -f1 * gl.load(edges + K + i + 32))
 
 
 @gluon.jit
@@ -166,7 +167,7 @@ def _score_for_keys(
 def _multiply_for_keys(
     to, sv, sd, keys, ys, tails, keeps, so, weights, full, empty, entry, leave, edges, theta, dtheta, positions, row, n,
     h, block, chunks, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr,
-    HAS_ENTRY: gl.constexpr,
+    HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr,
 ):  # fmt: skip
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, C, 16])
     STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, V, 16])
@@ -211,14 +212,15 @@ def _multiply_for_keys(
         mbarrier.arrive(empty.index(slot), count=1)
     tma.store_wait(0)
     gl.store(dtheta + nh * K + i, gl.convert_layout(gl.sum(slopes, 1), CHANNEL))
-    gl.store(leave + nh * (2 * K * V) + at, state * gl.load(edge)[:, None])
+    if HAS_LEAVE:
+        gl.store(leave + nh * (2 * K * V) + at, state * gl.load(edge)[:, None])
 
 
 @gluon.jit
 def hopper_turned_keys_kernel(
     q, k, v, do, dq, du, entry, entry_z, end, leave, leave_z, edges, theta, dtheta, positions, scale, T, N,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
-    REGISTERS: gl.constexpr, SCORING: gl.constexpr,
+    HAS_LEAVE: gl.constexpr, REGISTERS: gl.constexpr, SCORING: gl.constexpr,
 ):  # fmt: skip
     """The gradient of the logits and its share in dtheta; `entry`, `entry_z` are those of the final state `end`."""
     BLOCKS: gl.constexpr = K // 64
@@ -276,12 +278,12 @@ def hopper_turned_keys_kernel(
             [
                 (_multiply_for_keys, (
                     to, sv, sd, keys, ys, tails, keeps, so, weights, full, empty, entry, leave, edges, theta, dtheta,
-                    positions, row, n, h, block, chunks, H, K, V, C, PLACED, HAS_ENTRY,
+                    positions, row, n, h, block, chunks, H, K, V, C, PLACED, HAS_ENTRY, HAS_LEAVE,
                 )),
                 (_turn_for_keys, (
                     from_q, from_k, from_dq, sq, sk, sg, keys, ys, tails, keeps, turns, sides, loaded_k, full, empty,
                     entry, entry_z, end, leave_z, edges, theta, positions, scale, row, n, h, block, chunks, H, K, V,
-                    C, PLACED, HAS_ENTRY,
+                    C, PLACED, HAS_ENTRY, HAS_LEAVE,
                 )),
                 (_score_for_keys, (
                     from_v, from_do, sv, sd, weights, loaded, full, empty, row, h * V, chunks, V, C,

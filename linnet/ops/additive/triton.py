@@ -41,26 +41,30 @@ def forward(
     scale: float,
     causal: bool,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B, T, H, V] and S, z after the last token; arguments as in `additive_attention`, the state as two tensors."""
+    wants_final: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """o [B, T, H, V] and S, z after the last token; arguments as in `additive_attention`, the state as two tensors.
+
+    A final state that is not wanted is None, but not without causality.
+    """
     if not _supports(q, k, v, theta):
         return chunked.forward(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens)
     call = Call.of(q, k, v, theta, positions, cu_seqlens, scale)
     with torch.cuda.device_of(q):
         if hopper_launch.suits(call, causal):
-            return hopper_launch.forward(call, S, z) if causal else hopper_launch.forward_whole(call)
+            return hopper_launch.forward(call, S, z, wants_final) if causal else hopper_launch.forward_whole(call)
         o = torch.empty_like(call.v)
         if not causal:
             return o, *_forward_whole(call, o)
         segments = call.count_segments("o")
-        S_end, z_end = call.empty_state()
+        leave = call.empty_state() if wants_final else (None, None)
         edges, ends = call.edges("o", segments, z)
         sums = None
         if segments > 1:
             sums = call.summarise(segments, "o", edges=edges)
             call.link("o", segments, edges, ends, z)
-        call.values("o", segments, out=o, edges=edges, entry=(S, z), leave=(S_end, z_end), sums=sums)
-    return o, S_end, z_end
+        call.values("o", segments, out=o, edges=edges, entry=(S, z), leave=leave, sums=sums)
+    return o, *leave
 
 
 def backward(
@@ -74,14 +78,15 @@ def backward(
     positions: Tensor | None,
     S: Tensor | None,
     z: Tensor | None,
-    S_end: Tensor,
+    S_end: Tensor | None,
     scale: float,
     causal: bool,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Gradients to q, k, v, theta (empty without it), S and z; `S_end` is the forward's final S.
+) -> tuple[Tensor | None, ...]:
+    """Gradients to q, k, v, theta (empty without it), S and z (None without them); `S_end` is the forward's final S.
 
-    Those to the final state, dS and dz, may be None. Without causality z is the log-sum after the last token.
+    Those to the final state, dS and dz, may be None, and then S_end, but not without causality, where z is the log-sum
+    after the last token.
     """
     if not _supports(q, k, v, theta, do):
         return chunked.backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens)
@@ -100,11 +105,11 @@ def backward(
         return *gradients, dS_start, dz_start
 
 
-def _backward_causal(call: Call, do: Tensor, dS, dz, S, z, S_end: Tensor, theta) -> tuple[Tensor, ...]:
+def _backward_causal(call: Call, do: Tensor, dS, dz, S, z, S_end, theta) -> tuple[Tensor, ...]:
     """Gradients to q, k, v, theta and the initial state, but for what the state itself gives to z."""
     segments = call.count_segments("dq")
     dq, dk, dv = (torch.empty_like(x) for x in (call.q, call.k, call.v))
-    leave = call.empty_state()
+    leave = (None, None) if S is None else call.empty_state()
     dtheta = call.empty_slopes(segments)
     edges, ends = call.edges("dq", segments, z)
     sums = None
@@ -137,7 +142,7 @@ def _backward_whole(call: Call, do: Tensor, dS, dz, S: Tensor, z: Tensor, theta)
     call.use_keys(segments, do, dq, S, None, None, dtheta[0])
     call.use_keys(segments, call.v, dk, D, z, decline, dtheta[1])
     call.use_values(segments, dv, D, z)
-    return dq, dk, dv, call.sum_slopes(dtheta, segments, theta), torch.zeros_like(D), torch.zeros_like(decline)
+    return dq, dk, dv, call.sum_slopes(dtheta, segments, theta), None, None
 
 
 def _supports(q: Tensor, k: Tensor, v: Tensor, theta: Tensor | None, *more: Tensor) -> bool:

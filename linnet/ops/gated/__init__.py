@@ -8,6 +8,7 @@ from torch import Tensor
 from linnet.ops import backend
 from linnet.ops.arguments import check_decay_values, check_devices, check_matrix_state
 from linnet.ops.chunks import exact
+from linnet.ops.direct import no_state
 from linnet.ops.gated import chunked
 from linnet.ops.gated.forget import forget_gate, forget_gated_attention
 from linnet.ops.gated.reference import gated_reference
@@ -65,8 +66,11 @@ def gated_linear_attention(
     check_devices("gated_linear_attention", q=q, log_decay=log_decay)
     if backend.debugging():
         check_decay_values("gated_linear_attention", log_decay)
-    form = gated_reference if backend.use_reference() else _direct
-    o, final_state = form(q, k, v, log_decay, initial_state, cu_seqlens, float(scale))
+    arguments = (q, k, v, log_decay, initial_state, cu_seqlens, float(scale))
+    if backend.use_reference():
+        o, final_state = gated_reference(*arguments)
+    else:
+        o, final_state = _direct(*arguments, output_final_state)
     return o, final_state if output_final_state else None
 
 
@@ -79,9 +83,10 @@ def gated(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    wants_final: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    with exact(q):
-        return _form(q).gated_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale)
+    o, final = _forward(q, k, v, log_decay, initial_state, cu_seqlens, scale, wants_final)
+    return o, final if wants_final else no_state(q)
 
 
 @torch.library.custom_op("linnet::gated_backward", mutates_args=())
@@ -96,8 +101,18 @@ def gated_backward(
     do: Tensor,
     dfinal: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *gradients, dinitial = _gradients(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
+    return *gradients, no_state(q) if initial_state is None else dinitial
+
+
+def _forward(q, *arguments):
     with exact(q):
-        return _form(q).gated_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
+        return _form(q).gated_forward(q, *arguments)
+
+
+def _gradients(q, *arguments):
+    with exact(q):
+        return _form(q).gated_backward(q, *arguments)
 
 
 def _form(q: Tensor):
@@ -109,4 +124,4 @@ def _choose_axes(arguments, in_dims):
     return (0, 0, 0, 0, 0, None, 0, 0) if arguments[5] is None else (2, 2, 2, 2, 1, None, 2, 1)
 
 
-_direct = register(gated, gated_backward, _choose_axes)
+_direct = register(gated, gated_backward, _choose_axes, _forward, _gradients)

@@ -37,8 +37,9 @@ def gated_forward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    wants_final: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, T, H, V] and the final state [N, H, K, V]; arguments as `gated_linear_attention`."""
+    """o [B, T, H, V] and the final state [N, H, K, V], wanted or not; arguments as `gated_linear_attention`."""
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     # In here states are [N, H, V, K], so that decays, which vary along K, multiply them row by row.
     state = start_states(initial_state, q, k, v, cu_seqlens).mT.contiguous()

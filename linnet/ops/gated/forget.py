@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from linnet.ops import backend
 from linnet.ops.arguments import check_devices, check_matrix_state
 from linnet.ops.chunks import exact
+from linnet.ops.direct import no_state
 from linnet.ops.gated import chunked
 from linnet.ops.gated.reference import gated_reference
 from linnet.ops.gated.registration import register
@@ -73,7 +74,7 @@ def forget_gated_attention(
         log_decay, k = forget_gate(x, lower_bound)
         o, final_state = gated_reference(q, k, v, log_decay, initial_state, cu_seqlens, scale)
     else:
-        o, final_state = _direct(q, x, v, lower_bound, initial_state, cu_seqlens, float(scale))
+        o, final_state = _direct(q, x, v, lower_bound, initial_state, cu_seqlens, float(scale), output_final_state)
     return o, final_state if output_final_state else None
 
 
@@ -86,13 +87,10 @@ def forget_gated(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    wants_final: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    kernels = _kernels(q, x, v)
-    if kernels is not None:
-        return kernels.forward(kernels.Call(q, None, x, lower_bound, v, initial_state, cu_seqlens, scale))
-    with exact(q):
-        log_decay, k = forget_gate(x, lower_bound)
-        return chunked.gated_forward(q, k.to(q.dtype), v, log_decay, initial_state, cu_seqlens, scale)
+    o, final = _forward(q, x, v, lower_bound, initial_state, cu_seqlens, scale, wants_final)
+    return o, final if wants_final else no_state(q)
 
 
 @torch.library.custom_op("linnet::forget_gated_backward", mutates_args=())
@@ -107,7 +105,22 @@ def forget_gated_backward(
     do: Tensor,
     dfinal: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, x, v, the lower bound (empty if None) and the initial state (given or not)."""
+    """Gradients of q, x, v, the lower bound and the initial state, empty for what is None."""
+    *gradients, dinitial = _gradients(q, x, v, lower_bound, initial_state, cu_seqlens, scale, do, dfinal)
+    return *gradients, no_state(q) if initial_state is None else dinitial
+
+
+def _forward(q, x, v, lower_bound, initial_state, cu_seqlens, scale: float, wants_final: bool):
+    kernels = _kernels(q, x, v)
+    if kernels is not None:
+        call = kernels.Call(q, None, x, lower_bound, v, initial_state, cu_seqlens, scale)
+        return kernels.forward(call, wants_final)
+    with exact(q):
+        log_decay, k = forget_gate(x, lower_bound)
+        return chunked.gated_forward(q, k.to(q.dtype), v, log_decay, initial_state, cu_seqlens, scale)
+
+
+def _gradients(q, x, v, lower_bound, initial_state, cu_seqlens, scale: float, do, dfinal):
     kernels = _kernels(q, x, v, do)
     if kernels is not None:
         call = kernels.Call(q, None, x, lower_bound, v, initial_state, cu_seqlens, scale)
@@ -148,4 +161,4 @@ def _choose_axes(arguments, in_dims):
     return (2, 2, 2, 0, 1, None, 2, 1) if heads else (0, 0, 0, None, 0, None, 0, 0)
 
 
-_direct = register(forget_gated, forget_gated_backward, _choose_axes)
+_direct = register(forget_gated, forget_gated_backward, _choose_axes, _forward, _gradients)

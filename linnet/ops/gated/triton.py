@@ -75,11 +75,12 @@ def gated_forward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """o [B, T, H, V] and the final state [N, H, K, V]; arguments as `gated_linear_attention`."""
+    wants_final: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """o [B, T, H, V] and the final state [N, H, K, V], None if not wanted; arguments as `gated_linear_attention`."""
     if not supports(q, k, v):
         return chunked.gated_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale)
-    return forward(Call(q, k, log_decay, None, v, initial_state, cu_seqlens, scale))
+    return forward(Call(q, k, log_decay, None, v, initial_state, cu_seqlens, scale), wants_final)
 
 
 def gated_backward(
@@ -92,8 +93,8 @@ def gated_backward(
     scale: float,
     do: Tensor,
     dfinal: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, log_decay and the initial state (given or not), from those of o and of the final state."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v, log_decay and the initial state if there is one, from those of o and of the final state."""
     if not supports(q, k, v, do):
         return chunked.gated_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
     dq, dk, dv, dlog_decay, _, dinitial = backward(
@@ -137,22 +138,25 @@ class Call:
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.q.new_empty(shape, dtype=dtype or self.operand)
 
+    def empty_state(self) -> Tensor:
+        return self.empty(self.states, self.H, self.K, self.V, dtype=torch.float32)
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """o and the final state."""
+
+def forward(call: Call, wants_final: bool) -> tuple[Tensor, Tensor | None]:
+    """o and the final state, or None."""
     o = torch.empty_like(call.v)
-    final = call.empty(call.states, call.H, call.K, call.V, dtype=torch.float32)
+    final = call.empty_state() if wants_final else None
     prepared = _prepare(call)
     _sweep(call, prepared, call.v, call.initial_state, o, final)
     return o, final
 
 
 def backward(call: Call, do: Tensor, dfinal: Tensor | None):
-    """Gradients of q, k (or None), v, the gate, its bound (or None) and the initial state."""
+    """Gradients of q, k (or None), v, the gate, its bound (or None) and the initial state (or None)."""
     do = do.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
     dv = torch.empty_like(call.v)
-    dinitial = call.empty(call.states, call.H, call.K, call.V, dtype=torch.float32)
+    dinitial = None if call.initial_state is None else call.empty_state()
     entries, exits = (call.empty(call.slots, call.H, call.V, call.K) for _ in range(2))
     prepared = _prepare(call)
     _sweep(call, prepared, do, dfinal, dv, dinitial, exits, beside=(call.v, call.initial_state, entries))
@@ -199,9 +203,10 @@ def _prepare(call: Call) -> Prepared:
 
 
 def _sweep(
-    call: Call, prepared: Prepared, c: Tensor, entry: Tensor | None, out: Tensor, leave: Tensor, keep=None, beside=None
-) -> None:
-    """Fills `out` (o, or dv) and `leave`, the state after the last chunk of the sweep.
+    call: Call, prepared: Prepared, c: Tensor, entry: Tensor | None, out: Tensor, leave: Tensor | None, keep=None,
+    beside=None,
+) -> None:  # fmt: skip
+    """Fills `out` (o, or dv) and, if wanted, `leave`, the state after the last chunk of the sweep.
 
     Args:
         keep: takes the states before each chunk, in a sweep from the last chunk to the first.
@@ -221,8 +226,9 @@ def _sweep(
             tensors = since, until, scores, decays, c, out, entry, leave, keep, c2, entry2, keep2
         constants = (
             call.T, call.states, segments, call.H, call.K, call.V, tiles.chunk, call.PK, tiles.columns, both,
-            tensors[6] is not None, tensors[10] is not None, not summary, summary, segments > 1 and not summary,
-            *call.shape_flags, *call.arithmetic, _count_stages(call, programs * segments),
+            tensors[6] is not None, tensors[10] is not None, tensors[7] is not None, summary,
+            segments > 1 and not summary, *call.shape_flags, *call.arithmetic,
+            _count_stages(call, programs * segments),
         )  # fmt: skip
         tensors = *tensors, sums, sum_decays, call.cu_seqlens
         launch(sweep_kernel, programs * (segments - summary), tensors, (), constants, num_warps=tiles.warps)

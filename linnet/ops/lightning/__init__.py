@@ -9,7 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 from linnet.ops import backend
 from linnet.ops.arguments import check_decay_values, check_devices, check_matrix_state
 from linnet.ops.chunks import count_pairs, exact, state_dtype
-from linnet.ops.direct import shorten
+from linnet.ops.direct import no_state, shorten
 from linnet.ops.documents import count_states
 from linnet.ops.folding import register_folding
 from linnet.ops.lightning import chunked
@@ -82,7 +82,7 @@ def lightning(
     wants_final: bool = True,
 ) -> tuple[Tensor, Tensor]:
     o, final = _forward(q, k, v, log_decay, initial_state, cu_seqlens, scale, wants_final)
-    return o, final if wants_final else _no_state(q)
+    return o, final if wants_final else no_state(q)
 
 
 @torch.library.custom_op("linnet::lightning_backward", mutates_args=())
@@ -98,7 +98,7 @@ def lightning_backward(
     dfinal: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, dinitial = _gradients(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
-    return dq, dk, dv, _no_state(q) if initial_state is None else dinitial
+    return dq, dk, dv, no_state(q) if initial_state is None else dinitial
 
 
 def _forward(q, *arguments):
@@ -111,11 +111,6 @@ def _gradients(q, *arguments):
         return _form(q).lightning_backward(q, *arguments)
 
 
-def _no_state(q: Tensor) -> Tensor:
-    # A registered op returns tensors; where states are large beside the sequences, writing one that nobody reads costs.
-    return q.new_empty(0, dtype=torch.float32)
-
-
 def _form(q: Tensor):
     return (
         importlib.import_module("linnet.ops.lightning.triton")
@@ -126,14 +121,14 @@ def _form(q: Tensor):
 
 @lightning.register_fake
 def _(q, k, v, log_decay, initial_state, cu_seqlens, scale, wants_final=True):
-    final = _empty_state(q, k, v, cu_seqlens) if wants_final else _no_state(q)
+    final = _empty_state(q, k, v, cu_seqlens) if wants_final else no_state(q)
     return torch.empty_like(v, memory_format=torch.contiguous_format), final
 
 
 @lightning_backward.register_fake
 def _(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal):
     grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return *grads, _no_state(q) if initial_state is None else _empty_state(q, k, v, cu_seqlens)
+    return *grads, no_state(q) if initial_state is None else _empty_state(q, k, v, cu_seqlens)
 
 
 def _empty_state(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -142,7 +137,7 @@ def _empty_state(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> 
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.scale, _ = inputs
+    *tensors, ctx.scale, ctx.wants_final = inputs
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
 
@@ -151,7 +146,8 @@ def _backward(ctx, do, dfinal):
     saved = ctx.saved_tensors  # once: recomputation gives them out only once
     v, initial_state = saved[2], saved[4]
     do = torch.zeros_like(v) if do is None else do
-    *grads, dinitial = _direct_backward(*saved, ctx.scale, do, dfinal)
+    # A sum over all results gives an empty gradient to the empty one.
+    *grads, dinitial = _direct_backward(*saved, ctx.scale, do, dfinal if ctx.wants_final else None)
     return *grads, None, None if initial_state is None else dinitial, None, None, None
 
 
