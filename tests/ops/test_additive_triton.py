@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from precision import TOLERANCE, poison, widen
+from precision import TOLERANCE, assert_near, poison, widen
 
 from linnet.ops import additive_attention, debug, use_backend
 from linnet.ops.additive import chunked
@@ -170,10 +170,11 @@ def test_segments(segments, offsets, theta, monkeypatch):
 
 @pytest.fixture
 def few_heads(monkeypatch):
-    """Lets the kernels for Hopper GPUs, which other GPUs do without, run where heads are few."""
+    """Lets the kernels for Hopper GPUs, which other GPUs do without, run where heads are few, on whole sequences."""
     from linnet.ops.additive import hopper_launch
 
     monkeypatch.setattr(hopper_launch, "LEAST", {False: 0.0, True: 0.0})
+    monkeypatch.setattr("linnet.ops.additive.parts.count", lambda *_: 1)
     return monkeypatch
 
 
@@ -223,6 +224,44 @@ def test_hopper_segments(segments, few_heads):
             assert_agrees(2, 1024, K, V, state=state)
             assert_agrees(1, 1536, K, V, state=state, kind="masked")
     assert_agrees(1, 4096, 128, 128)  # segments in several pieces
+
+
+@gpu
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("theta", [False, True])
+def test_hopper_parts(count, theta, few_heads):
+    few_heads.setattr("linnet.ops.additive.parts.count", lambda *_: count)
+    T = 128 * count
+    for kind in ("plain", "jump", "climbing", "masked"):
+        for state, final in ((True, "Sz"), (False, "S"), (True, "")):
+            assert_agrees(2, T, 128, 128, kind=kind, state=state, final=final, theta=theta)
+    assert_agrees(2, T, 128, 64, theta=theta)
+    if theta:
+        assert_agrees(2, T, 128, 128, theta=True, positions=True)
+
+
+@gpu
+@pytest.mark.parametrize("theta", [False, True])
+def test_long_sequences_of_few_heads(theta, monkeypatch):
+    monkeypatch.setattr("linnet.ops.additive.parts.WORTH", 0)
+    assert_agrees(1, 65_536, 128, 128, theta=theta, H=1, state=False)
+    assert_agrees(1, 9 * 1024, 128, 128, theta=theta, H=12, final="")
+
+
+def test_how_many_parts(monkeypatch):
+    """Of a GPU with 132 multiprocessors: for whole rounds of programs, few parts, and none of less than 8 chunks."""
+    from linnet.ops.additive import parts
+    from linnet.ops.additive.launch import Call
+
+    def count(B, T, H):
+        x = torch.empty(1, device="meta").expand(B, T, H, 128)
+        return parts.count(Call(x, x, x, None, None, None, 1.0, x), 64)
+
+    monkeypatch.setattr(parts, "count_processors", lambda _: 132)
+    assert [count(1, 65_536, H) for H in (8, 16, 32, 33, 34)] == [16, 8, 4, 4, 1]
+    assert count(1, 131_072, 4) == 32 and count(1, 2**19, 1) == 128 and count(2, 32_768, 8) == 8
+    assert count(1, 32_704, 16) == 1  # short
+    assert count(1, 64 * 523, 16) == 1 and count(1, 64 * 522, 16) == 6  # a prime number of chunks
 
 
 @gpu
@@ -310,6 +349,69 @@ def test_kernels_for_hopper_get_as_many_arguments_as_they_take(theta, state, mon
     assert len(started) == 4
     for kernel, _, tensors, numbers, constants, _ in started:
         assert len(tensors) + len(numbers) + len(constants) == len(kernel.arg_names), kernel
+
+
+@pytest.mark.parametrize("theta, positions", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("kind, final", [("plain", "Sz"), ("masked", "Sz"), ("jump", "")])
+@pytest.mark.parametrize("state", [False, True])
+def test_parts_are_put_together(theta, positions, kind, final, state, monkeypatch):
+    """With sweeps in the chunked form in place of the kernels, which run on no CPU."""
+    from linnet.ops.additive import hopper_launch
+    from linnet.ops.additive.launch import Call
+
+    entries = []
+
+    def tensors(call):
+        at, (N, T) = call.positions, call.q.shape[:2]
+        if at is None:
+            at = torch.arange(T) + T * (torch.arange(N) % call.parts)[:, None]
+        return call.q, call.k, call.v, call.theta, at
+
+    def sweep_back(call, do, entry, end, before):
+        end = call.empty_state()[0].zero_() if end is None else end
+        return chunked.backward(do.view(call.v.shape), *entry, *tensors(call), *before, end, call.scale, True, None)
+
+    def values(call, c, out, entry, leave, edges=None):
+        if edges is None:
+            o, *end = chunked.forward(*tensors(call), *entry, call.scale, True, None)
+        else:
+            o, end = sweep_back(call, c, entry, None, entries[0])[2], ()
+        out.copy_(o.view(out.shape))
+        for x, y in zip(leave, end, strict=False):
+            if x is not None:
+                x.copy_(y)
+
+    def queries(call, do, dq, entry, edges, dtheta):
+        entries.append(entry)
+        dq.copy_(sweep_back(call, do, (None, None), None, entry)[0].view(dq.shape))
+        dtheta.zero_()
+
+    def keys(call, do, dq, dk, entry, end, leave, edges, dtheta):
+        _, du, _, slopes, dS, dz = sweep_back(call, do, entry, end, entries[0])
+        dk.copy_(du.view(dk.shape))
+        if theta:
+            dtheta.view(call.states, *slopes.shape).zero_()[0] = slopes
+        if leave[0] is not None:
+            leave[0].copy_(dS)
+            leave[1].copy_(dz - call.dot(entries[0][0], dS))
+
+    for name, function in dict(_values=values, _queries=queries, _keys=keys, launch_all=list).items():
+        monkeypatch.setattr(hopper_launch, name, function)
+    monkeypatch.setattr("linnet.ops.additive.parts.count", lambda *_: 3)
+    inputs, gradients = make(2, 192, 4, 3, kind=kind, theta=theta, positions=positions, state=state, final=final,
+                             dtype=torch.float64, device="cpu")  # fmt: skip
+    *call, S, z, scale, _, cuts = inputs
+    o, *end = chunked.forward(*inputs)
+    expected = [o, *end, *chunked.backward(*gradients, *inputs[:7], end[0], *inputs[7:])]
+    call = Call.of(*call, cuts, scale)._replace(theta=call[3], blank=o.new_empty(1))  # in float64
+    if theta:
+        o, *end = hopper_launch.forward(call, S, z, True)
+    *grads, dS, dz = hopper_launch.backward(call, *gradients, S, z, end[0], call.theta)
+    if state:
+        dz += call.dot(S, dS)
+    else:
+        expected[-2:] = None, None
+    assert_near([o, *end, *grads, dS, dz], expected)
 
 
 # Triton's interpreter has no bfloat16 products.

@@ -1,13 +1,17 @@
 """How the kernels for Hopper GPUs are launched, and for which calls they are.
 
 They want bfloat16, widths of 64 or 128 (with LRPE: causal, keys of 128), sequences of whole chunks, no documents, and
-(but for forwards without LRPE) heads enough to fill the GPU. `linnet.ops.additive.triton` says what they compute.
+(but for forwards without LRPE) heads enough to fill the GPU, or long sequences, which are cut into parts.
+`linnet.ops.additive.triton` says what they compute.
 """
+
+from collections.abc import Callable
 
 import torch
 import triton
 from torch import Tensor
 
+from linnet.ops.additive import parts
 from linnet.ops.additive.launch import Call
 from linnet.ops.launching import Launch, align, count_processors, launch, launch_all
 
@@ -22,8 +26,9 @@ except ImportError:  # a Triton without Gluon
     hopper_values_kernel = None
 
 CHUNK = 64
+NOTHING = (None, None)
 WIDTHS = (64, 128)
-# Heads a multiprocessor from which on a sequence is not cut into segments, without LRPE and with it.
+# Heads a multiprocessor from which on these kernels are used, whether a sequence can be cut or not; and with LRPE.
 LEAST = {False: 0.45, True: 0.1}
 # With LRPE a program has warps that multiply, and others that turn (and for dq and dk some that make scores): registers
 # of a thread at the start, and of those that turn, by the columns of V. The multiplying ones get what is left: with 128
@@ -35,7 +40,7 @@ SIDE_REGISTERS = {"dq": (88, 72), "dk": (96, 72)}
 
 
 def suits(call: Call, causal: bool = True, backward: bool = False) -> bool:
-    """Whether these kernels take a call. Only the plain forward is split into segments where heads are few."""
+    """Whether these kernels take a call."""
     q, V = call.q, call.v.shape[3]
     B, T, H, K = q.shape
     if hopper_values_kernel is None or not q.is_cuda or q.dtype != torch.bfloat16 or call.cu_seqlens is not None:
@@ -49,7 +54,8 @@ def suits(call: Call, causal: bool = True, backward: bool = False) -> bool:
     turned = call.theta is not None
     if turned and call.scale == 0.0:  # by which the final state's gradient is divided
         return False
-    return not (backward or turned) or B * H >= LEAST[turned] * count_processors(q.device)
+    many = B * H >= LEAST[turned] * count_processors(q.device)
+    return not (backward or turned) or many or parts.count(call, CHUNK) > 1
 
 
 def forward(
@@ -57,13 +63,18 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """o and the final state, or None and None."""
     o = torch.empty_like(call.v)
-    leave = call.empty_state() if wants_final else (None, None)
-    cut, sums = (1, 1), (None, None)
+    if call.theta is not None and (count := parts.count(call, CHUNK)) > 1:
+        part = parts.cut(call, count)
+        states, ends = _carry(part, o, S, z)
+        launch_all([_values(part, part.v, o, (_before(states), _before(ends)), NOTHING)])
+        return o, *((states[:, -1].contiguous(), ends[:, -1].contiguous()) if wants_final else NOTHING)
+    leave = call.empty_state() if wants_final else NOTHING
+    cut, sums = (1, 1), NOTHING
     if call.theta is None:
-        cut = segments, pieces = _cut(call)
-        if segments > 1:
-            sums = _sum(call, segments * pieces, (segments - 1) * pieces)
-    launch_all([_values(call, call.v, o, (align(S), align(z)), leave, sums, cut, None)])
+        cut = count, pieces = _cut(call)
+        if count > 1:
+            sums = _sum(call, count * pieces, (count - 1) * pieces)
+    launch_all([_values(call, call.v, o, (align(S), align(z)), leave, sums=sums, cut=cut)])
     return o, *leave
 
 
@@ -72,36 +83,35 @@ def backward(
     S_end: Tensor | None, theta: Tensor | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients to q, k, v, theta and the initial state, if there is one, but for what that itself gives to z."""
-    dS, dz, S, z, S_end = (align(x) for x in (dS, dz, S, z, S_end))
-    q, k, v, scale = call.q, call.k, call.v, (call.scale,)
-    B, T, H, K = q.shape
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    leave = (None, None) if S is None else call.empty_state()
-    edges = call.blank.new_empty(B, T // CHUNK + 1, H, 2, K)
-    dtheta = call.empty_slopes(1)
-    of_queries = (k, v, do, dq, S, z, edges)
-    of_keys = (q, k, v, do, dq, dk, dS, dz, S_end, *leave, edges)
-    flags = (dS is not None, S is not None)
-    if theta is None:
-        columns = _columns(call)
-        programs, options = B * H * (K // columns), {"scratch": True, "num_warps": columns // 16}
-        sizes = (*_sizes(call), columns)
-        launches = [
-            Launch(hopper_queries_kernel, programs, of_queries, scale, (*sizes, S is not None, 3), options),
-            Launch(hopper_keys_kernel, programs, of_keys, scale, (*sizes, *flags, 2), options),
-        ]
-    else:
-        programs = min(B * H * (K // 64), count_processors(q.device))
-        sizes = (*_sizes(call), call.positions is not None)
-        of_queries = (q, *of_queries, call.theta, dtheta[0], call.positions)
-        of_keys = (*of_keys, call.theta, dtheta[1], call.positions)
-        constants = (*sizes, S is not None, *SIDE_REGISTERS["dq"]), (*sizes, *flags, *SIDE_REGISTERS["dk"])
-        launches = [
-            Launch(hopper_turned_queries_kernel, programs, of_queries, scale, constants[0], SIDES),
-            Launch(hopper_turned_keys_kernel, programs, of_keys, scale, constants[1], SIDES),
-        ]
-    launch_all([*launches, _values(call, do, dv, (dS, None), (None, None), (None, None), (1, 1), edges)])
-    return dq, dk, dv, call.sum_slopes(dtheta, 1, theta), *leave
+    dq, dk, dv = gradients = [torch.empty_like(x) for x in (call.q, call.k, call.v)]
+    call = parts.cut(call, parts.count(call, CHUNK))
+    B, T, H, K = call.q.shape
+    edges, dtheta = call.blank.new_empty(B, T // CHUNK + 1, H, 2, K), call.empty_slopes(1)
+    if call.parts == 1:
+        dS, dz, S, z, S_end = (align(x) for x in (dS, dz, S, z, S_end))
+        leave = NOTHING if S is None else call.empty_state()
+        launch_all([
+            _queries(call, do, dq, (S, z), edges, dtheta[0]),
+            _keys(call, do, dq, dk, (dS, dz), S_end, leave, edges, dtheta[1]),
+            _values(call, do, dv, (dS, None), NOTHING, edges),
+        ])  # fmt: skip
+        return *gradients, call.sum_slopes(dtheta, 1, theta), *leave
+    states, ends = _carry(call, dv, S, z)
+    shares = call.empty_state()
+    launch_all([
+        _queries(call, do, dq, (_before(states), _before(ends)), edges, dtheta[0]),
+        _keys(call, do, dq, dk, NOTHING, None, shares, edges, dtheta[1]),
+    ])  # fmt: skip
+    last = None if dS is None else (dS, call.dot(dS, S_end) - dz)
+    D, falls = parts.carry_back((shares[0], -shares[1]), last, ends, call.parts)
+    dS, S_end = _after(D), _after(states)
+    dz = call.dot(dS, S_end) - _after(falls)
+    launch_all([
+        _keys(call, do, dq, dk, (dS, dz), S_end, NOTHING, edges, dtheta[1]),
+        _values(call, do, dv, (dS, None), NOTHING, edges),
+    ])  # fmt: skip
+    leave = NOTHING if S is None else (D[:, 0].contiguous(), -falls[:, 0])
+    return *gradients, call.sum_slopes(dtheta, 1, theta), *leave
 
 
 def forward_whole(call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,16 +160,59 @@ def _sum(call: Call, segments: int, count: int) -> tuple[Tensor, Tensor]:
     return sums
 
 
+def _carry(part: Call, scratch: Tensor, S: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`parts.carry`, from a sweep that starts from zero and writes what it has for o to `scratch`."""
+    sums = part.empty_state()
+    launch_all([_values(part, part.v, scratch, NOTHING, sums)])
+    return parts.carry(sums, (S, z), part.parts)
+
+
+def _before(x: Tensor) -> Tensor:
+    """Of [B, G + 1, ...] at boundaries: where parts begin, [B G, ...]."""
+    return x[:, :-1].flatten(0, 1).contiguous()
+
+
+def _after(x: Tensor) -> Tensor:
+    return x[:, 1:].flatten(0, 1).contiguous()
+
+
+def _queries(call: Call, do: Tensor, dq: Tensor, entry: tuple, edges: Tensor, dtheta: Tensor) -> Launch:
+    """What makes dq, `edges` and a share in the gradient of theta."""
+    tensors, flags = (call.k, call.v, do, dq, *entry, edges), (entry[0] is not None,)
+    if call.theta is None:
+        return _by_keys(call, hopper_queries_kernel, tensors, (_columns(call), *flags, 3))
+    tensors, flags = (call.q, *tensors, call.theta, dtheta, call.positions), (call.positions is not None, *flags)
+    return _by_keys(call, hopper_turned_queries_kernel, tensors, (*flags, *SIDE_REGISTERS["dq"]))
+
+
+def _keys(
+    call: Call, do: Tensor, dq: Tensor, dk: Tensor, entry: tuple, end: Tensor | None, leave: tuple, edges: Tensor,
+    dtheta: Tensor,
+) -> Launch:  # fmt: skip
+    """What makes the gradient of k and its share in that of theta."""
+    tensors = (call.q, call.k, call.v, do, dq, dk, *entry, end, *leave, edges)
+    flags = (entry[0] is not None, leave[0] is not None)
+    if call.theta is None:
+        return _by_keys(call, hopper_keys_kernel, tensors, (_columns(call), *flags, 2))
+    tensors, flags = (*tensors, call.theta, dtheta, call.positions), (call.positions is not None, *flags)
+    return _by_keys(call, hopper_turned_keys_kernel, tensors, (*flags, *SIDE_REGISTERS["dk"]))
+
+
+def _by_keys(call: Call, kernel: Callable, tensors: tuple, constants: tuple) -> Launch:
+    """A kernel whose programs own rows of the state."""
+    B, _, H, K = call.q.shape
+    if call.theta is None:
+        columns = _columns(call)
+        programs, options = B * H * (K // columns), {"scratch": True, "num_warps": columns // 16}
+    else:
+        programs, options = min(B * H * (K // 64), count_processors(call.q.device)), SIDES
+    return Launch(kernel, programs, tensors, (call.scale,), (*_sizes(call), *constants), options)
+
+
 def _values(
-    call: Call,
-    c: Tensor,
-    out: Tensor,
-    entry: tuple,
-    leave: tuple,
-    sums: tuple,
-    cut: tuple[int, int],
-    edges: Tensor | None,
-) -> Launch:
+    call: Call, c: Tensor, out: Tensor, entry: tuple, leave: tuple, edges: Tensor | None = None, sums: tuple = NOTHING,
+    cut: tuple[int, int] = (1, 1),
+) -> Launch:  # fmt: skip
     """What makes o, or dv where there are `edges`."""
     B, T, H, K = call.q.shape
     V, reverse = c.shape[3], edges is not None
@@ -167,9 +220,8 @@ def _values(
     tensors = (call.q, call.k, c, out, *entry, *leave)
     if call.theta is None:
         columns = _columns(call) if reverse else choose_columns(K, V)
-        segments, _ = cut
-        constants = (T, B, *cut, H, K, V, CHUNK, columns, reverse, *flags, segments > 1, 3)
-        programs = B * H * segments * (V // columns)
+        constants = (T, B, *cut, H, K, V, CHUNK, columns, reverse, *flags, cut[0] > 1, 3)
+        programs = B * H * cut[0] * (V // columns)
         options = {"scratch": True, "num_warps": columns // 16}
         return Launch(hopper_values_kernel, programs, (*tensors, *sums, edges), (call.scale,), constants, options)
     columns = _columns(call)
@@ -182,7 +234,8 @@ def _values(
 
 def _sizes(call: Call) -> tuple[int, ...]:
     B, T, H, K = call.q.shape
-    return T, B, H, K, call.v.shape[3], CHUNK
+    places = () if call.theta is None else (call.parts,)
+    return T, B, *places, H, K, call.v.shape[3], CHUNK
 
 
 def _columns(call: Call) -> int:

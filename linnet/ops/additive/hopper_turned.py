@@ -288,11 +288,12 @@ def _multiply(
 
 @gluon.jit
 def hopper_turned_kernel(
-    q, k, c, o, entry, entry_z, leave, leave_z, edges, theta, positions, scale, T, N, H: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, C: gl.constexpr, BC: gl.constexpr, REVERSE: gl.constexpr, PLACED: gl.constexpr,
+    q, k, c, o, entry, entry_z, leave, leave_z, edges, theta, positions, scale, T, N, G, H: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BC: gl.constexpr, REVERSE: gl.constexpr, PLACED: gl.constexpr,
     HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """o from c = v, or (REVERSE) dv from c = do, in BC columns of V; a program walks several heads, one after another.
+    The places of G sequences go on from one to the next.
 
     With 64 columns there are 4 multiplying warps, and two groups of turning ones; with 128 columns 8 and one.
     """
@@ -330,11 +331,11 @@ def hopper_turned_kernel(
             mbarrier.init(empty.index(slot), count=1)
         chunks = T // C
         row = n * T
-        place = h * 0
+        place = n % G * T
         hop = h * 0 + C
         if REVERSE:
             row = n * T + T - C
-            place = h * 0 + T - C
+            place += T - C
             hop = h * 0 - C
         for half in gl.static_range(2):
             at = h * K + half * 64

@@ -104,7 +104,7 @@ def _begin(entry, entry_z, end, edge, nh, i, K: gl.constexpr, V: gl.constexpr, H
 @gluon.jit
 def _turn_for_keys(
     from_q, from_k, from_dq, sq, sk, sg, keys, ys, tails, keeps, turns, sides, loaded_k, full, empty, entry, entry_z,
-    end, leave_z, edges, theta, positions, scale, row, n, h, block, chunks, H: gl.constexpr, K: gl.constexpr,
+    end, leave_z, edges, theta, positions, scale, row, origin, n, h, block, chunks, H: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr,
 ):  # fmt: skip
     """What 4 turning warps do: 32 channels, then the other 32, for few registers."""
@@ -122,7 +122,7 @@ def _turn_for_keys(
     at_k = h * K + block * 64
     for x in range(0, chunks):
         slot = x & 1
-        place = (chunks - 1 - x) * C
+        place = origin + (chunks - 1 - x) * C
         async_copy.wait_group(1)
         r0, f0 = _turn_part(
             sq, sk, sg, keys, ys, tails, keeps, turns, sides, loaded_k, empty, positions, scale, row - C * x, place, x,
@@ -165,9 +165,9 @@ def _score_for_keys(
 
 @gluon.jit
 def _multiply_for_keys(
-    to, sv, sd, keys, ys, tails, keeps, so, weights, full, empty, entry, leave, edges, theta, dtheta, positions, row, n,
-    h, block, chunks, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr,
-    HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr,
+    to, sv, sd, keys, ys, tails, keeps, so, weights, full, empty, entry, leave, edges, theta, dtheta, positions, row,
+    origin, n, h, block, chunks, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr,
 ):  # fmt: skip
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, C, 16])
     STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, V, 16])
@@ -198,7 +198,8 @@ def _multiply_for_keys(
         held = gl.convert_layout(state.to(gl.bfloat16), OPERAND)
         out = warpgroup_mma(held, sv.index(slot).permute((1, 0)), out, is_async=True)
         state = warpgroup_mma(ty, sd.index(slot), state, is_async=True)
-        place, cos, sin = _chunk_angles(positions, row - C * x, (chunks - 1 - x) * C, rates, TILE, PLACED)
+        place = origin + (chunks - 1 - x) * C
+        places, cos, sin = _chunk_angles(positions, row - C * x, place, rates, TILE, PLACED)
         out, _ = warpgroup_mma_wait(1, deps=[out, held])
         first, second = _take_both(out, TILE)
         tail = _take(tails.index(slot), TILE)
@@ -207,7 +208,7 @@ def _multiply_for_keys(
         so.permute((1, 0)).store((key * (first * cos + second * sin - tail)).to(gl.bfloat16))
         fence_async_shared()
         tma.async_copy_shared_to_global(to, [0, (row - C * x) // 16, 0, at_k], _ordered(so))
-        slopes += gl.sum(_in_order((second * cos - first * sin) * key * place[None, :]), 2)
+        slopes += gl.sum(_in_order((second * cos - first * sin) * key * places[None, :]), 2)
         state = warpgroup_mma_wait(0, deps=[state])
         mbarrier.arrive(empty.index(slot), count=1)
     tma.store_wait(0)
@@ -218,11 +219,12 @@ def _multiply_for_keys(
 
 @gluon.jit
 def hopper_turned_keys_kernel(
-    q, k, v, do, dq, du, entry, entry_z, end, leave, leave_z, edges, theta, dtheta, positions, scale, T, N,
+    q, k, v, do, dq, du, entry, entry_z, end, leave, leave_z, edges, theta, dtheta, positions, scale, T, N, G,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
     HAS_LEAVE: gl.constexpr, REGISTERS: gl.constexpr, SCORING: gl.constexpr,
 ):  # fmt: skip
-    """The gradient of the logits and its share in dtheta; `entry`, `entry_z` are those of the final state `end`."""
+    """The gradient of the logits and its share in dtheta; `entry`, `entry_z` are those of the final state `end`. The
+    places of G sequences go on from one to the next."""
     BLOCKS: gl.constexpr = K // 64
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 64], gl.bfloat16)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
@@ -264,6 +266,7 @@ def hopper_turned_keys_kernel(
             mbarrier.init(empty.index(slot), count=1)
         chunks = T // C
         row = n * T + T - C
+        origin = n % G * T
         at_k = h * K + block * 64
         for x in gl.static_range(2):
             mbarrier.expect(loaded_k.index(x), 3 * 2 * C * 64, pred=x < chunks)
@@ -278,12 +281,12 @@ def hopper_turned_keys_kernel(
             [
                 (_multiply_for_keys, (
                     to, sv, sd, keys, ys, tails, keeps, so, weights, full, empty, entry, leave, edges, theta, dtheta,
-                    positions, row, n, h, block, chunks, H, K, V, C, PLACED, HAS_ENTRY, HAS_LEAVE,
+                    positions, row, origin, n, h, block, chunks, H, K, V, C, PLACED, HAS_ENTRY, HAS_LEAVE,
                 )),
                 (_turn_for_keys, (
                     from_q, from_k, from_dq, sq, sk, sg, keys, ys, tails, keeps, turns, sides, loaded_k, full, empty,
-                    entry, entry_z, end, leave_z, edges, theta, positions, scale, row, n, h, block, chunks, H, K, V,
-                    C, PLACED, HAS_ENTRY, HAS_LEAVE,
+                    entry, entry_z, end, leave_z, edges, theta, positions, scale, row, origin, n, h, block, chunks, H,
+                    K, V, C, PLACED, HAS_ENTRY, HAS_LEAVE,
                 )),
                 (_score_for_keys, (
                     from_v, from_do, sv, sd, weights, loaded, full, empty, row, h * V, chunks, V, C,

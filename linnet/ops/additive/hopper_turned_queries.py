@@ -48,14 +48,14 @@ from linnet.ops.additive.hopper_turning import (
 
 @gluon.jit
 def _turn_part(
-    sk, xs, inverses, keeps, turns, loaded_k, empty, edges, positions, unit, row, x, reference, mass,
+    sk, xs, inverses, keeps, turns, loaded_k, empty, edges, positions, unit, row, place, x, reference, mass,
     PART: gl.constexpr, H: gl.constexpr, K: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr,
 ):  # fmt: skip
     """Keys of 32 channels of chunk x; returns reference and mass after it."""
     EIGHT: gl.constexpr = _rows_layout(8)
     slot = x & 1
     rates = _take_rates(turns, PART)
-    angles = _begin_angles(x * C, rates, EIGHT)
+    angles = _begin_angles(place, rates, EIGHT)
     if PART == 0:
         mbarrier.wait(loaded_k.index(slot), (x >> 1) & 1)
     key = sk.index(slot).slice(32 * PART, 32, dim=1).permute((1, 0)).load(_rows_layout(C))
@@ -89,8 +89,9 @@ def _begin(entry_z, at, HAS_ENTRY: gl.constexpr):
 
 @gluon.jit
 def _turn_for_queries(
-    from_k, sk, xs, inverses, keeps, turns, loaded_k, full, empty, entry_z, edges, theta, positions, scale, row, n, h,
-    block, chunks, H: gl.constexpr, K: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
+    from_k, sk, xs, inverses, keeps, turns, loaded_k, full, empty, entry_z, edges, theta, positions, scale, row, origin,
+    n, h, block, chunks, H: gl.constexpr, K: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr,
+    HAS_ENTRY: gl.constexpr,
 ):  # fmt: skip
     """What 4 turning warps do: 32 channels, then the other 32, for few registers."""
     CHANNELS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -104,12 +105,12 @@ def _turn_for_queries(
     for x in range(0, chunks):
         slot = x & 1
         r0, m0 = _turn_part(
-            sk, xs, inverses, keeps, turns, loaded_k, empty, edges, positions, unit, row + C * x, x, r0, m0, 0, H, K, C,
-            PLACED,
+            sk, xs, inverses, keeps, turns, loaded_k, empty, edges, positions, unit, row + C * x, origin + C * x, x, r0,
+            m0, 0, H, K, C, PLACED,
         )  # fmt: skip
         r1, m1 = _turn_part(
-            sk, xs, inverses, keeps, turns, loaded_k, empty, edges + 32, positions, unit, row + C * x, x, r1, m1, 1, H,
-            K, C, PLACED,
+            sk, xs, inverses, keeps, turns, loaded_k, empty, edges + 32, positions, unit, row + C * x, origin + C * x,
+            x, r1, m1, 1, H, K, C, PLACED,
         )  # fmt: skip
         fence_async_shared()
         mbarrier.arrive(full.index(slot), count=1)
@@ -142,9 +143,9 @@ def _score_for_queries(
 
 @gluon.jit
 def _multiply_for_queries(
-    to, sq, sv, sd, xs, inverses, keeps, so, weights, full, empty, entry, entry_z, theta, dtheta, positions, row, n, h,
-    block, chunks, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr,
-    HAS_ENTRY: gl.constexpr,
+    to, sq, sv, sd, xs, inverses, keeps, so, weights, full, empty, entry, entry_z, theta, dtheta, positions, row,
+    origin, n, h, block, chunks, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
 ):  # fmt: skip
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, C, 16])
     STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, V, 16])
@@ -174,7 +175,7 @@ def _multiply_for_queries(
         held = gl.convert_layout(state.to(gl.bfloat16), OPERAND)
         out = warpgroup_mma(held, sd.index(slot).permute((1, 0)), out, is_async=True)
         state = warpgroup_mma(tx, sv.index(slot), state, is_async=True)
-        place, cos, sin = _chunk_angles(positions, row + C * x, x * C, rates, TILE, PLACED)
+        place, cos, sin = _chunk_angles(positions, row + C * x, origin + C * x, rates, TILE, PLACED)
         out, _ = warpgroup_mma_wait(1, deps=[out, held])
         first, second = _take_both(out, TILE)
         inverse = _take(inverses.index(slot), TILE)
@@ -193,11 +194,12 @@ def _multiply_for_queries(
 
 @gluon.jit
 def hopper_turned_queries_kernel(
-    q, k, v, do, dq, entry, entry_z, edges, theta, dtheta, positions, scale, T, N, H: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr, REGISTERS: gl.constexpr,
-    SCORING: gl.constexpr,
+    q, k, v, do, dq, entry, entry_z, edges, theta, dtheta, positions, scale, T, N, G, H: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
+    REGISTERS: gl.constexpr, SCORING: gl.constexpr,
 ):  # fmt: skip
-    """dq, `edges` and the share of dq in dtheta [N, H, K]; `entry` is the initial state."""
+    """dq, `edges` and the share of dq in dtheta [N, H, K]; `entry` is the initial state. The places of G sequences go
+    on from one to the next."""
     BLOCKS: gl.constexpr = K // 64
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 64], gl.bfloat16)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
@@ -235,6 +237,7 @@ def hopper_turned_queries_kernel(
             mbarrier.init(empty.index(slot), count=1)
         chunks = T // C
         row = n * T
+        origin = n % G * T
         at_k = h * K + block * 64
         for x in gl.static_range(2):
             _fetch(from_k, row + C * x, at_k, loaded_k.index(x), sk.index(x), x < chunks)
@@ -247,11 +250,11 @@ def hopper_turned_queries_kernel(
             [
                 (_multiply_for_queries, (
                     to, sq, sv, sd, xs, inverses, keeps, so, weights, full, empty, entry, entry_z, theta, dtheta,
-                    positions, row, n, h, block, chunks, H, K, V, C, PLACED, HAS_ENTRY,
+                    positions, row, origin, n, h, block, chunks, H, K, V, C, PLACED, HAS_ENTRY,
                 )),
                 (_turn_for_queries, (
                     from_k, sk, xs, inverses, keeps, turns, loaded_k, full, empty, entry_z, edges, theta, positions,
-                    scale, row, n, h, block, chunks, H, K, C, PLACED, HAS_ENTRY,
+                    scale, row, origin, n, h, block, chunks, H, K, C, PLACED, HAS_ENTRY,
                 )),
                 (_score_for_queries, (
                     from_q, from_v, from_do, sq, sv, sd, weights, loaded, full, empty, row, at_k, h * V, chunks, V, C,

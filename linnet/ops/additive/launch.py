@@ -52,6 +52,7 @@ class Call(NamedTuple):
     cu_seqlens: Tensor | None
     scale: float
     blank: Tensor  # stands for tensors that a kernel does not read
+    parts: int = 1  # into which sequences were cut, each a sequence of the batch now: `linnet.ops.additive.parts`
 
     @classmethod
     def of(cls, q, k, v, theta, positions, cu_seqlens, scale) -> "Call":
@@ -122,6 +123,11 @@ class Call(NamedTuple):
             return self.blank.new_empty(0)
         H, K = self.q.shape[2:]
         return slopes.view(2, self.states, H, segments, K).sum((0, 1, 3)).to(theta.dtype)
+
+    def dot(self, x: Tensor, y: Tensor) -> Tensor:
+        """[N, H, K]: of two states, the sums of their products over columns and, with LRPE, over cosine and sine."""
+        products = (x * y).sum(-1)
+        return products if self.theta is None else products.unflatten(-1, (2, -1)).sum(-2)
 
     def summarise(
         self, segments: int, kind: str, do=None, dq=None, edges=None, every: bool = False

@@ -100,8 +100,7 @@ def backward(
         sweep = hopper_launch.backward if hopper_launch.suits(call, backward=True) else _backward_causal
         *gradients, dS_start, dz_start = sweep(call, do, dS, dz, S, z, S_end, theta)
         if S is not None:
-            share = (S * dS_start).sum(-1)
-            dz_start += share if theta is None else share.unflatten(-1, (2, -1)).sum(-2)
+            dz_start += call.dot(S, dS_start)
         return *gradients, dS_start, dz_start
 
 
