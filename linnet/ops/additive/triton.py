@@ -18,8 +18,9 @@ log-sum), and the sweep of a segment starts from the summaries before it.
 Where the sum of a channel grows by more than e^97 inside a chunk of at most 64 tokens (padding with -1e4 and not -inf),
 the chunk's tokens before lose that channel: their outputs there go to 0. All else is exact to rounding.
 
-On a Hopper GPU the usual shapes (`linnet.ops.additive.hopper_launch.suits`) run in kernels of their own. float64, mixed
-dtypes and widths that are no multiple of 8 or above 256 (doubled or not) run in the chunked form.
+On a Hopper GPU the usual shapes (`linnet.ops.additive.hopper_launch.suits`) run in kernels of their own, which sweep
+long sequences of few heads in `parts`. float64, mixed dtypes and widths that are no multiple of 8 or above 256 (doubled
+or not) run in the chunked form.
 """
 
 import torch
