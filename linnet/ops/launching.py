@@ -1,6 +1,7 @@
 """How a Triton kernel is started: what a launch depends on is worked out once, and Triton's look-up is passed by."""
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import warnings
@@ -130,17 +131,28 @@ def launch_all(launches: Sequence[Launch]) -> None:
     calls = [(_find(x.kernel, x.programs, x.tensors, x.constants, x.options), x) for x in launches]
     new = [call for call in calls if not call[0].called]
     if len(new) > 1 and not triton.knobs.runtime.interpret:
-        # Triton's passes run without Python's lock. What fails here fails again, and is heard, where it is started;
-        # the mode is refused to a caller who is in it.
-        with (
-            contextlib.suppress(RuntimeError),
-            ThreadPoolExecutor(len(new)) as pool,
-            triton.AsyncCompileMode(pool, ignore_errors=True),
-        ):
-            for launcher, x in new:
-                launcher.compile(*x.tensors, *x.numbers)
+        # In a context of its own, since an interrupt would leave the mode of Triton set.
+        contextvars.copy_context().run(_compile_all, new)
     for launcher, x in calls:
         launcher(*x.tensors, *x.numbers)
+
+
+def _compile_all(calls: list[tuple[Launcher, Launch]]) -> None:
+    # Triton's passes run without Python's lock. Errors come again, and are heard, where the kernel is started, and the
+    # mode is refused to a caller who is in it.
+    with (
+        contextlib.suppress(RuntimeError),
+        ThreadPoolExecutor(len(calls)) as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+    ):
+        for launcher, x in calls:
+            launcher.compile(*x.tensors, *x.numbers)
+    for launcher, _ in calls:
+        # Triton 3.7 keeps what failed in the place of the kernel, and would fail for ever: a disk may have room again.
+        for kernels, *_ in list(launcher.kernel.device_caches.values()):
+            for key, kernel in list(kernels.items()):
+                if isinstance(kernel, triton.FutureKernel):
+                    kernels.pop(key, None)
 
 
 def _find(kernel: Callable, programs: int, tensors: tuple, constants: tuple, options: dict) -> Launcher:

@@ -2,7 +2,9 @@
 
 import importlib.util
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Barrier
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from linnet.ops import (
     filtered_attention,
     gated_linear_attention,
     lightning_attention,
+    modal_convolution,
     selective_scan,
     short_convolution,
     use_backend,
@@ -24,6 +27,8 @@ from linnet.ops.norm import rms_norm
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
+
+from triton.runtime import _async_compile  # noqa: E402
 
 from linnet.ops import launching  # noqa: E402  needs Triton
 from linnet.ops.launching import starts_alike  # noqa: E402
@@ -50,6 +55,7 @@ CALLS = {
     "lightning_attention": (lambda q, k, v: lightning_attention(q, k, v)[0], (HEADS,) * 3),
     "gated_attention": (lambda q, k, v, a: gated_linear_attention(q, k, v, -a.exp())[0], (HEADS,) * 4),
     "additive_attention": (lambda q, k, v: additive_attention(q, k, v)[0], (HEADS,) * 3),
+    "modal_convolution": (lambda x, a, w: modal_convolution(x, -a.exp(), w)[0], (ROWS, (D, N), (D, N))),
     "diagonal_scan": (lambda x, a: diagonal_scan(x, -a.exp())[0], (ROWS, ROWS)),
 }
 
@@ -120,3 +126,74 @@ def test_an_unknown_triton_launches_its_own_way(monkeypatch, known):
     assert looked_up == [((3,), (x, 0.5, 7), {"num_warps": 2})] * (1 if known else 3)
     assert [call[-3:] for call in started] == [(x.data_ptr(), 0.5, 7)] * (2 if known else 0)
     assert ["look-up" in str(warning.message) for warning in said] == [True] * (not known)
+
+
+class Kernel:
+    """As Triton's kernels in the mode in which they are compiled side by side."""
+
+    def __init__(self, build):
+        self.build, self.started, self.kernels = build, 0, {}
+        self.device_caches = {0: (self.kernels,)}
+
+    def warmup(self, *arguments, grid, **options):
+        mode = _async_compile.active_mode.get()
+        if self not in self.kernels and mode is not None:
+            self.kernels[self] = mode.submit(self, self.build, lambda kernel: self.kernels.update({self: kernel}))
+
+    def __getitem__(self, grid):
+        return self.start
+
+    def start(self, *arguments, **options):
+        kernel = self.kernels.get(self)
+        if isinstance(kernel, launching.triton.FutureKernel):
+            kernel.result()  # raises what it failed with
+        if kernel is None:
+            self.kernels[self] = self.build()
+        self.started += 1
+
+
+def launch_all(*kernels):
+    launching.launch_all([launching.Launch(x, 1, (torch.ones(2),), (), (), {}) for x in kernels])
+    assert _async_compile.active_mode.get() is None
+
+
+def test_new_kernels_are_compiled_side_by_side():
+    both = Barrier(2, timeout=10)
+    kernels = [Kernel(both.wait), Kernel(both.wait)]  # neither is done before the other has begun
+    launch_all(*kernels)
+    launch_all(*kernels)
+    assert [x.started for x in kernels] == [2, 2] and not both.broken
+
+
+def test_what_could_not_be_compiled_is_tried_again():
+    disk = ["full", "full"]
+
+    def build():
+        if disk and disk.pop():
+            raise OSError("no space left")
+        return "kernel"
+
+    kernels = [Kernel(lambda: "kernel"), Kernel(build)]
+    with pytest.raises(OSError, match="no space"):
+        launch_all(*kernels)
+    launch_all(*kernels)
+    assert [x.started for x in kernels] == [2, 1]
+
+
+def test_an_interrupt_leaves_no_mode_behind():
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    kernels = [Kernel(lambda: "kernel"), Kernel(lambda: "kernel")]
+    kernels[1].warmup = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        launch_all(*kernels)
+    assert _async_compile.active_mode.get() is None
+
+
+def test_a_caller_may_be_compiling_side_by_side():
+    kernels = [Kernel(lambda: "kernel"), Kernel(lambda: "kernel")]
+    with ThreadPoolExecutor(1) as pool, launching.triton.AsyncCompileMode(pool) as mode:
+        launching.launch_all([launching.Launch(x, 1, (torch.ones(2),), (), (), {}) for x in kernels])
+        assert _async_compile.active_mode.get() is mode
+    assert [x.started for x in kernels] == [1, 1]
