@@ -46,6 +46,8 @@ def shorten(
 
     def call(*arguments):
         if not is_plain(arguments):
+            if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+                _refuse_tangents(op, arguments)
             return op(*arguments)
         if torch.is_grad_enabled() and _wants_gradient(arguments):
             return op(*arguments) if apply is None else apply(*arguments)
@@ -82,6 +84,18 @@ def is_plain(arguments: tuple) -> bool:
         elif kind not in _OTHERS:
             return False
     return True
+
+
+def _refuse_tangents(op: CustomOpDef, arguments: tuple) -> None:
+    # A registered op lets go of them without a word, so that derivatives would be 0.
+    for x in arguments:
+        while isinstance(x, Tensor) and torch._C._functorch.is_batchedtensor(x):
+            x = torch._C._functorch.get_unwrapped(x)
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{op._name} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian); "
+                "differentiate in reverse, or call it under linnet.ops.use_backend('reference')"
+            )
 
 
 def find_apply(function: type[torch.autograd.Function]) -> Callable:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call, vmap
+from torch.func import functional_call, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from linnet.ops import gated_linear_attention, lightning_attention
+from linnet.ops import gated_linear_attention, lightning_attention, use_backend
 from linnet.ops.direct import shorten
 from linnet.ops.gated import gated
 from linnet.ops.lightning import lightning
@@ -161,6 +161,23 @@ def test_vmap_of_a_layer_trains_many_models_at_once(op):
     (expected,) = torch.autograd.grad(sum(run(w, y) for w, y in zip(weights, x, strict=True)), weights)
     for form in (all_at_once, torch.compile(all_at_once, fullgraph=True, backend="aot_eager")):
         torch.testing.assert_close(torch.autograd.grad(form(weights, x), weights)[0], expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_forward_mode_is_refused(op):
+    """PyTorch would let go of tangents without a word; the definition has them."""
+    call, function = make(op, T=5), OPS[op][0]
+    q = call.pop("q").detach()
+
+    def run(q):
+        return function(q, **call)[0]
+
+    for transform in (run, vmap(run)):
+        with pytest.raises(NotImplementedError, match=r"no forward-mode derivative .*use_backend\('reference'\)"):
+            jvp(transform, *[(q if transform is run else torch.stack([q, q]),)] * 2)
+    assert jvp(lambda x: x.sum() * run(q), (q,), (q,))[1].isfinite().all()  # no tangent comes in
+    with use_backend("reference"):
+        torch.testing.assert_close(jvp(run, (q,), (q,))[1], run(q))  # linear in q
 
 
 # Multiply-adds of a token and head in whole chunks of C = 64, in units of [C K, C V, K V], forward and with backward.
