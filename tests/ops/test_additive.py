@@ -247,22 +247,22 @@ def test_a_state_that_nobody_wants_is_not_made(causal):
     assert [x.numel() == 0 for x in outputs] == [False, causal, causal]
     S, z = (None, None) if causal else outputs[1:]
     backward = torch.ops.linnet.additive_backward
-    grads = backward(torch.ones_like(v), None, None, q, k, v, theta, None, None, z, S, 0.7, causal, None)
-    assert [x.numel() == 0 for x in grads] == [False] * 4 + [True] * 2
+    found = backward(torch.ones_like(v), None, None, q, k, v, theta, None, None, z, S, 0.7, causal, None)
+    assert [x.numel() == 0 for x in found] == [False] * 4 + [True] * 2
 
     def run_without(q, k, v, theta):
         return additive_attention(q, k, v, theta=theta, scale=0.7, causal=causal)[0]
 
-    def grads(o, leaves):
-        return torch.autograd.grad(o.sin().sum(), leaves)
+    def differentiate(o, inputs):
+        return torch.autograd.grad(o.sin().sum(), inputs)
 
     tensors = [leaves(call) for call in calls]
     expected = [run(call)[0] for call in calls]
     stacked = [torch.stack(x).detach().requires_grad_() for x in zip(*tensors, strict=True)]
     together = torch.vmap(run_without)(*stacked)
     assert_same([*together, run_without(*tensors[0])], [*expected, expected[0]])
-    apart = [grads(o, x) for o, x in zip(expected, tensors, strict=True)]
-    assert_same(grads(together, stacked), [torch.stack(x) for x in zip(*apart, strict=True)])
+    apart = [differentiate(o, x) for o, x in zip(expected, tensors, strict=True)]
+    assert_same(differentiate(together, stacked), [torch.stack(x) for x in zip(*apart, strict=True)])
 
 
 def test_compiles_whole_and_gives_the_same():

@@ -70,7 +70,8 @@ def test_low_precision_has_the_same_results(dtype):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck(variant):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(forget_gated, tuple(make(variant, T=30).values()), test_utils=tests)
+    for wants_final in (True, False):
+        torch.library.opcheck(forget_gated, (*make(variant, T=30).values(), wants_final), test_utils=tests)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

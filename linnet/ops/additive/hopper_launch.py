@@ -28,7 +28,7 @@ except ImportError:  # a Triton without Gluon
 CHUNK = 64
 NOTHING = (None, None)
 WIDTHS = (64, 128)
-# Heads a multiprocessor from which on these kernels are used, whether a sequence can be cut or not; and with LRPE.
+# Heads a multiprocessor from which on these kernels run even if a sequence is not cut, by whether there is LRPE.
 LEAST = {False: 0.45, True: 0.1}
 # With LRPE a program has warps that multiply, and others that turn (and for dq and dk some that make scores): registers
 # of a thread at the start, and of those that turn, by the columns of V. The multiplying ones get what is left: with 128
