@@ -254,19 +254,27 @@ def _models(layouts: list[str], mixers: list[str], changes: dict, state: int | N
     others is added to `problems`. `state` is None for the models of MQAR."""
     from linnet.config import ConfigError, gather
     from linnet.layers.base import load_plugin
+    from linnet.layers.check import check_mixers
     from linnet.study.mad.architectures import architecture, mqar_architecture
 
     if not layouts and not mixers:
         problems.append("LAYOUT: give a layout ('tnl+swiglu x2') or recipe, or --mixer FILE.py:Class")
     form = "{}" if state is None else "{}+swiglu x2"
-    names, models, plain = list(layouts), {}, {}
+    names, loaded, models, plain = list(layouts), [], {}, {}
     for mixer in mixers:
         with gather(problems):
             names.append(form.format(load_plugin(mixer)))
+            loaded.append(mixer)
     for name in names:
         hint = ""
         try:
             plain[name] = mqar_architecture(name, changes) if state is None else architecture(name, changes, 0)
+            wrong: list[str] = []
+            with gather(wrong):
+                check_mixers(loaded, plain[name].options, plain[name].d_model, plain[name].norm)
+            if wrong:
+                problems += wrong
+                continue
             hint = "; --state asks for another, and --state 0 takes the model as it is"
             models[name] = architecture(name, changes, state) if state else plain[name]
         except ConfigError as error:

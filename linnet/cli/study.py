@@ -1,5 +1,6 @@
 """`linnet study`: a ladder of models, trained and turned into scaling laws."""
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -162,10 +163,38 @@ def _settings(config, mixer, architectures, budgets, workers, assignments, cache
     settings = None
     with gather(problems):
         settings = parse(StudyConfig, values, "study")
+    if settings and settings.plugins:
+        with gather(problems):
+            _check_mixers(settings)
     if problems:
         problems += text_problems(values.get("data", {}), cache, values.get("seq_len"), told=problems)
         raise ConfigError(problems, str(config or "study"))
     return settings
+
+
+def _check_mixers(settings) -> None:
+    """Raises ConfigError for plugins of a study that break the contract of a mixer; one size of each shows it.
+
+    Where none does, planning tells the rest: a plugin that does not load, a model that cannot be made.
+    """
+    from linnet.config import ConfigError, gather
+    from linnet.layers.base import load_plugin
+    from linnet.layers.check import check_mixers
+    from linnet.study.ladder import make_model
+
+    left, unloaded, problems = {}, [], []
+    for plugin in settings.plugins:
+        with gather(unloaded):
+            left[load_plugin(plugin)] = plugin
+    rungs = ((a, size) for a in settings.architectures for size in a.sizes or settings.sizes)
+    while left and (rung := next(rungs, None)):
+        with contextlib.suppress(ValueError):
+            model = make_model(*rung, vocab_size=256)
+            found = [left.pop(name) for name in model.options if name in left]
+            with gather(problems):
+                check_mixers(found, model.options, model.d_model, model.norm)
+    if problems:
+        raise ConfigError([*unloaded, *problems], "study")
 
 
 def _listed(values: dict, key: str) -> list:

@@ -102,6 +102,7 @@ def _settings(
     from linnet.config import ConfigError, gather, override, parse, read_yaml
     from linnet.data.problems import text_problems
     from linnet.layers.base import load_plugin
+    from linnet.layers.check import check_mixers
     from linnet.models import family
     from linnet.train import TrainConfig
 
@@ -145,6 +146,9 @@ def _settings(
     problems += [line for line in found if not (lacking and line.startswith("model"))]
     if own and settings and not any(own in block for block in settings.model.blocks):
         problems.append(f"--mixer: the layout {settings.model.layout!r} has no {own!r}; write it into model.layout")
+    if settings:
+        with gather(problems):
+            check_mixers(settings.plugins, settings.model.options, settings.model.d_model, settings.model.norm)
     if problems:
         problems += text_problems(values.get("data", {}), cache, values.get("seq_len"), told=problems)
         raise ConfigError(problems, where)

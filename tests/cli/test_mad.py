@@ -152,12 +152,12 @@ def test_run_scores_layouts_and_a_mixer_file(tmp_path, monkeypatch):
 
 
 def test_a_mixer_that_fails_while_it_trains_leaves_the_others_their_scores(tmp_path):
-    """It passes what is asked on the meta device before any run."""
+    """It passes what is asked on the meta device, and of a layer in eval mode, before any run."""
     text = (Path(__file__).parents[2] / "examples" / "my_mixer.py").read_text()
     text = text.replace('"my_mixer"', '"failing"')
     head, line, body = text.partition("        q, k, v, log_decay = self._project(x)\n")
     assert line
-    check = "        if x.device.type == 'cpu':\n            raise RuntimeError('no such thing')\n"
+    check = "        if self.training and x.device.type == 'cpu':\n            raise RuntimeError('no such thing')\n"
     (tmp_path / "failing.py").write_text(head + check + line + body)
     small = ["--tasks", "memorization", "--set", "d_model=32", "--set", "options={swiglu: {inner: 16}}", "--state", 0]
     where = ["--mixer", tmp_path / "failing.py:MyMixer", "--out", tmp_path / "mad", "--executor", "inline"]
@@ -168,6 +168,23 @@ def test_a_mixer_that_fails_while_it_trains_leaves_the_others_their_scores(tmp_p
     )
     assert "RuntimeError: no such thing" in Path(failed[1]).read_text()
     assert len(list(tmp_path.glob("mad/runs/attention*/result.json"))) == 2
+
+
+def test_a_mixer_that_looks_ahead_or_lacks_a_state_is_refused(tmp_path):
+    """What is wrong with the mixers themselves is told first, in the normalisation's place and with no score."""
+    text = (Path(__file__).parents[2] / "examples" / "my_mixer.py").read_text()
+    ahead = text.replace("return self._read(o, x), None if", "return self._read(o, x.flip(1)), None if")
+    (tmp_path / "ahead.py").write_text(ahead.replace('"my_mixer"', '"mad_ahead"'))
+    lacking = text.replace("def state_spec", "def state_shape").replace('"my_mixer"', '"mad_lacking"')
+    (tmp_path / "lacking.py").write_text(lacking)
+    mixers = [f"{tmp_path}/ahead.py:MyMixer", f"{tmp_path}/lacking.py:MyMixer"]
+    for budget in ("core", "mqar"):
+        where = ["--mixer", mixers[0], "--mixer", mixers[1], "--budget", budget, "--out", tmp_path / "mad"]
+        result = call("run", *where, "--seed", "a")
+        told = result.stderr
+        assert result.exit_code == 2 and not (tmp_path / "mad").exists(), result.output
+        assert f"mixer '{mixers[0]}': is not causal: it looks ahead" in told and "3 problems" in told
+        assert f"mixer '{mixers[1]}': has no state_spec" in told and "--seed 'a'" in told
 
 
 def test_what_cannot_run_is_said_before_anything_is(tmp_path):

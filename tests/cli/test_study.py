@@ -168,6 +168,26 @@ def test_an_outside_mixer_joins_the_default_ladder(tmp_path):
         assert name in shown
 
 
+def test_a_mixer_that_breaks_the_contract_is_told_before_the_plan(config, tmp_path):
+    """Of the option and of the file, beside a plugin that is not there; no laws of models that look ahead."""
+    text = (ROOT / "examples" / "my_mixer.py").read_text()
+    ahead = text.replace("return self._read(o, x), None if", "return self._read(o, x.flip(1)), None if")
+    (tmp_path / "ahead.py").write_text(ahead.replace('"my_mixer"', '"study_ahead"'))
+    lacking = text.replace("def state_spec", "def state_shape").replace('"my_mixer"', '"study_lacking"')
+    (tmp_path / "lacking.py").write_text(lacking)
+    plugins = [f"{tmp_path}/lacking.py:MyMixer", f"{tmp_path}/none.py:MyMixer"]
+    values = yaml.safe_load(config.read_text()) | {"plugins": plugins, "architectures": ["llama", "study_lacking"]}
+    config.write_text(yaml.safe_dump(values))
+    arguments = ["study", str(config), "--mixer", f"{tmp_path}/ahead.py:MyMixer", "--out", str(tmp_path / "studies")]
+    for plan in ([], ["--plan"]):
+        result = CliRunner().invoke(app, [*arguments, *plan])
+        assert result.exit_code == 2 and not (tmp_path / "studies").exists(), result.output
+        for told in ("ahead.py:MyMixer': is not causal", "lacking.py:MyMixer': has no state_spec", "none.py; give its"):
+            assert told in result.output
+    without = CliRunner().invoke(app, ["study", str(config), "--architectures", "llama", "--plan"])
+    assert "no state_spec" not in without.output  # a plugin that no architecture names
+
+
 def test_a_mixer_that_the_file_names_already_is_no_other(config, tmp_path):
     mixer = f"{ROOT / 'examples' / 'my_mixer.py'}:MyMixer"
     named = ["--set", "architectures=[tnl, {name: my_mixer}]", "--budgets", "4e8,", "--plan", "--out", tmp_path]

@@ -1,0 +1,247 @@
+"""A mixer from outside the package, held to the contract of `Mixer` before any work.
+
+The package's own mixers are held to more by tests/layers/test_mixers.py; nobody else has tested a file of a user's.
+"""
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.config import Config, ConfigError, gather, parse
+from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, find_mixer, load_plugin
+
+# A mixer may want whole chunks of tokens, so there are 64; the cut is at a prime, where no chunk begins.
+BATCH, TOKENS, CUT, STEPS = 2, 64, 37, 8
+WIDTH = 64  # of the layer that is tried first: a wide one takes long, the longer where other work keeps the cores busy
+# Of the largest output: more than what rounding in float32 does, and less than mistakes, which are about as large as y.
+TOLERANCE = 1e-3
+
+
+def check_mixers(plugins: Iterable[str], options: Mapping[str, Mapping], d_model: int, norm: str = "rmsnorm") -> None:
+    """`check_mixer` for those plugins of a model that its layout names.
+
+    Args:
+        plugins: as `load_plugin` takes them. options: layer -> options, for all layers of the layout.
+
+    Raises:
+        ConfigError: all that is wrong with any of them.
+    """
+    problems: list[str] = []
+    for spec in dict.fromkeys(plugins):
+        if (name := load_plugin(spec)) in options:
+            with gather(problems):
+                check_mixer(spec, options[name], d_model, norm)
+    if problems:
+        raise ConfigError(problems, "plugins")
+
+
+def check_mixer(spec: str, options: Mapping[str, Any], d_model: int, norm: str = "rmsnorm") -> None:
+    """Runs one layer of a plugin on a few random tokens on the CPU: is it causal, and do its forms agree?
+
+    In eval mode, and in float64 or else, where it cannot, in float32. The generators of torch are left as they are.
+
+    Args:
+        spec: `path/to/file.py:ClassName`. options: of its Config, for the width `d_model`.
+
+    Raises:
+        ConfigError: all that is wrong, one line a problem, which names the fix.
+    """
+    cls = find_mixer(load_plugin(spec))
+    config = parse(cls.Config, options)
+    problems: list[str] = []
+    if not issubclass(cls, Mixer):
+        problems = [f"is no linnet.layers.Mixer; write class {cls.__name__}(Mixer)"]
+    else:
+        with torch.random.fork_rng(devices=[]):
+            # Options may not fit another width, and constants in a file another precision: the last says what is wrong.
+            for width, dtype in dict.fromkeys(
+                [(min(d_model, WIDTH), torch.float64), (d_model, torch.float64), (d_model, torch.float32)]
+            ):
+                problems = _problems(cls, config, LayerContext(d_model=width, norm=norm), dtype)
+                if not problems:
+                    break
+            if not problems:
+                with gather(problems):
+                    _costs(cls, config, LayerContext(d_model=d_model, norm=norm))
+    if problems:
+        raise ConfigError([f"mixer {spec!r}: {problem}" for problem in dict.fromkeys(problems)], "plugins")
+
+
+def _problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: torch.dtype) -> list[str]:
+    """What is wrong in one precision; nothing that only repeats what is told already."""
+    problems: list[str] = []
+    has_spec = cls.state_spec is not Mixer.state_spec
+    if not has_spec:
+        problems.append(
+            "has no state_spec, which FLOPs, bytes and decoding ask; write state_spec(self, batch, context_length) "
+            "that returns {name: TensorSpec(shape)} of what is carried between tokens, {} for nothing"
+        )
+    with gather(problems):
+        _seed(0)
+        mixer = _build(cls, config, context).to(dtype).eval()
+        context.shared.to(dtype)
+        _fill_zeros(mixer)
+        x = torch.randn(BATCH, TOKENS, context.d_model, dtype=dtype)
+        y, _ = _forward(mixer, x)
+        if not y.isfinite().all():
+            _refuse("forward gave y that is not finite for ordinary tokens; look for overflow, a log or division of 0")
+        with gather(problems):
+            _ask(lambda: _backward(mixer, x), cls, "the backward pass of forward")
+        _causal(mixer, x, y)
+        if has_spec and (_has_step(cls) or _state(mixer, dtype)):
+            with gather(problems):
+                _carried(mixer, x, y)
+            with gather(problems):
+                _steps(mixer, x, y)
+    return problems
+
+
+def _costs(cls: type[Mixer], config: Config, context: LayerContext) -> None:
+    """FLOPs are counted where nothing has memory, in the precision of training."""
+    with torch.device("meta"):
+        mixer = _build(cls, config, context)
+    x = torch.empty(1, TOKENS, context.d_model, device="meta")
+    _forward(mixer, x, what="forward without memory (x.device is meta, where FLOPs are counted; use x.device)")
+    for name in ("flops", "flops_paper"):
+        _ask(lambda name=name: float(getattr(mixer, name)(TOKENS)), cls, f"{name}(seq_len)")
+
+
+def _causal(mixer: Mixer, x: Tensor, y: Tensor) -> None:
+    _seed(1)
+    other, _ = _forward(mixer, torch.cat([x[:, :CUT], torch.randn_like(x[:, CUT:])], 1))
+    if changed := _differing(other[:, :CUT], y[:, :CUT], y):
+        _refuse(
+            f"is not causal: it looks ahead, so its losses would mean nothing (other tokens from {CUT} on change y at "
+            f"token {changed[-1]}); let y[:, t] depend on x[:, : t + 1] alone: mask what comes later, pad on the left"
+        )
+
+
+def _carried(mixer: Mixer, x: Tensor, y: Tensor) -> None:
+    """The state after one piece of the tokens goes on in the next."""
+    first, state = _prefill(mixer, x)
+    if changed := _differing(first, y[:, :CUT], y):
+        _refuse(
+            f"forward gives another y with a state than without one (from token {changed[0]} on); compute the same in "
+            "both, from the state of `init_state`, which is zeros"
+        )
+    second, _ = _forward(mixer, x[:, CUT:], state)
+    if changed := _differing(second, y[:, CUT:], y):
+        _refuse(
+            f"tokens in two pieces give another y than all at once (from token {CUT + changed[0]} on, the second piece "
+            f"begins at {CUT}); let forward go on from the state that it is given and return the one after its end"
+        )
+
+
+def _steps(mixer: Mixer, x: Tensor, y: Tensor) -> None:
+    """The same, token by token."""
+    if not _has_step(type(mixer)):
+        return
+    _, state = _prefill(mixer, x)
+    for t in range(CUT, CUT + STEPS):
+        step = functools.partial(_without_gradients, mixer.step, x[:, t].clone(), state)
+        try:
+            out = _ask(step, type(mixer), "step(x, state)")
+        except ConfigError as error:
+            if isinstance(error.__cause__, NotImplementedError):
+                return  # it says itself that it has none
+            raise
+        out, state = _pair(out, x[:, t], "step")
+        if _differing(out[:, None], y[:, t : t + 1], y):
+            _refuse(
+                f"step gives another y than forward (at token {t}, steps begin at {CUT}); write the same equations in "
+                "both, or leave step out (it trains then, but does not generate)"
+            )
+
+
+def _prefill(mixer: Mixer, x: Tensor) -> tuple[Tensor, State]:
+    """y of the first piece, and the state after it, which is of the shapes that `state_spec` says."""
+    y, state = _forward(mixer, x[:, :CUT], before := _state(mixer, x.dtype))
+    found = {name: list(one.shape) for name, one in state.items()} if isinstance(state, dict) else state
+    if found != (said := {name: list(one.shape) for name, one in before.items()}):
+        _refuse(f"forward was given a state and returned {found}; return the state after the last token, {said}")
+    return y, state
+
+
+def _state(mixer: Mixer, dtype: torch.dtype) -> State:
+    spec = _ask(lambda: mixer.state_spec(BATCH, TOKENS), type(mixer), "state_spec(batch, context_length)")
+    if not isinstance(spec, dict) or not all(isinstance(one, TensorSpec) for one in spec.values()):
+        _refuse(f"state_spec returned {spec!r}; return {{name: TensorSpec(shape)}}, {{}} for nothing")
+    for name, one in spec.items():
+        if tuple(one.shape[:1]) != (BATCH,):
+            _refuse(f"state_spec: {name} has shape {list(one.shape)} for a batch of {BATCH}; the batch comes first")
+    return _ask(lambda: mixer.init_state(BATCH, TOKENS, None, dtype), type(mixer), "init_state")
+
+
+def _forward(mixer: Mixer, x: Tensor, state: State | None = None, what: str = "forward(x, state, cu_seqlens)"):
+    """y and the state after the last token, as a block asks for them."""
+    _seed(2)
+    out = _ask(lambda: _without_gradients(mixer, x.clone(), state, None), type(mixer), what)
+    return _pair(out, x, "forward")
+
+
+def _pair(out: Any, x: Tensor, of: str) -> tuple[Tensor, Any]:
+    if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[0], Tensor):
+        kinds = ", ".join(type(one).__name__ for one in (out if isinstance(out, tuple) else [out]))
+        after = " (state None where none was given)" if of == "forward" else ""
+        _refuse(f"{of} returned {kinds}, not the pair of y and the state; end it with `return y, state`{after}")
+    if out[0].shape != x.shape:
+        _refuse(
+            f"{of} gave y of shape {list(out[0].shape)} for x of shape {list(x.shape)}; y needs the shape of x, "
+            "whose last dimension is context.d_model"
+        )
+    return out
+
+
+def _backward(mixer: Mixer, x: Tensor) -> None:
+    mixer(x.clone().requires_grad_(), None, None)[0].sum().backward()
+
+
+@torch.no_grad()
+def _without_gradients(call: Callable, *args: Any) -> Any:
+    return call(*args)
+
+
+@torch.no_grad()
+def _fill_zeros(mixer: nn.Module) -> None:
+    """Zeros that training would change, of a last projection say, would hide all that comes before them."""
+    for parameter in mixer.parameters():
+        parameter.masked_scatter_(parameter == 0, 0.1 * torch.randn_like(parameter))
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU too, which nothing restores
+
+
+def _has_step(cls: type[Mixer]) -> bool:
+    return cls.step is not Mixer.step
+
+
+def _differing(one: Tensor, other: Tensor, scale: Tensor) -> list[int]:
+    """Tokens at which two y [B, T, D] differ by more than rounding."""
+    same = (one - other).abs() <= TOLERANCE * scale.abs().max()  # NaN is not the same
+    return (~same).any(dim=2).any(dim=0).nonzero().flatten().tolist()
+
+
+def _build(cls: type[Mixer], config: Config, context: LayerContext) -> Mixer:
+    return _ask(lambda: cls(config, context), cls, "__init__(config, context)")
+
+
+def _ask(call: Callable[[], Any], cls: type[Mixer], what: str) -> Any:
+    """What a call into a user's class gives; an error comes with the last line of the user's file on its way."""
+    try:
+        return call()
+    except Exception as error:
+        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+        lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        at = f" in line {lines[-1].lineno} (`{lines[-1].line}`)" if lines else ""
+        problem = f"{what} raised {type(error).__name__}{at}: {' '.join(str(error).split())}; mend it"
+        raise ConfigError([problem], "plugins") from error
+
+
+def _refuse(problem: str) -> None:
+    raise ConfigError([problem], "plugins")

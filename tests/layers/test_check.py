@@ -1,0 +1,148 @@
+"""What a file of a user's gets wrong is told before any work, and what is right passes."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from linnet.config import ConfigError
+from linnet.layers import MIXERS
+from linnet.layers.check import check_mixer, check_mixers
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_mixer.py"
+PACKAGE = sorted(name for name, cls in MIXERS.items() if cls.__module__.startswith("linnet.layers"))
+
+FILE = """
+import torch
+from torch import nn
+from linnet.config import Config
+from linnet.layers import MIXERS, Mixer, TensorSpec, register_mixer
+
+class NoOptions(Config):
+    pass
+
+@register_mixer("outside", NoOptions)
+class Outside(Mixer):
+    def __init__(self, config, context):
+        super().__init__()
+        self.out = nn.Linear(context.d_model, context.d_model)
+        nn.init.zeros_(self.out.weight)  # hides nothing from the check
+
+    def forward(self, x, state=None, cu_seqlens=None):
+        s = x.cumsum(1) + (0 if state is None else state["s"][:, None])
+        return self.out(s), None if state is None else {"s": s[:, -1]}
+
+    def step(self, x, state):
+        state["s"] += x
+        return self.out(state["s"]), state
+
+    def state_spec(self, batch, context_length):
+        return {"s": TensorSpec((batch, self.out.in_features))}
+"""
+OUT, STATE = "return self.out(s), None if", 'state is None else state["s"][:, None]'
+LAST, SPEC = 'None if state is None else {"s": s[:, -1]}', '{"s": TensorSpec((batch, self.out.in_features))}'
+
+MISTAKES = {
+    "looks_ahead": [(OUT, "s = s + x.roll(-1, 1)\n        " + OUT, "is not causal: it looks ahead")],
+    "no_state_spec": [("def state_spec", "def state_spek", "has no state_spec, .*{} for nothing")],
+    "no_pair": [(", " + LAST, "", "forward returned Tensor, not the pair .* `return y, state`")],
+    "three": [(", " + LAST, ", s, s", "forward returned Tensor, Tensor, Tensor, not the pair")],
+    "width": [("nn.Linear(context.d_model, context.d_model)", "nn.Linear(context.d_model, 3)", r"shape \[2, 64, 3\]")],
+    "raises": [("x.cumsum(1)", "x @ x", r"raised RuntimeError in line 18 \(`s = x @ x")],
+    "arguments": [("state=None, cu_seqlens=None", "state=None", "forward.* raised TypeError: .* positional")],
+    "no_forward": [("def forward", "def foward", "raised NotImplementedError: Outside has no forward")],
+    "backward": [("return self.out(s),", "return self.out(s).detach(),", "the backward pass of forward raised")],
+    "not_finite": [(OUT, "s = s.log()\n        " + OUT, "y that is not finite")],
+    "ignores_state": [(STATE, "True else 0", "two pieces give another y than all at once")],
+    "starts_elsewhere": [(STATE, STATE + " + 1", "another y with a state than without one")],
+    "no_state": [(LAST, "None", r"was given a state and returned None; .* {'s': \[2, 16\]}")],
+    "other_state": [("s[:, -1]", "s", r"returned {'s': \[2, 37, 16\]}; .* {'s': \[2, 16\]}")],
+    "step": [('state["s"] += x', 'state["s"] += 2 * x', "step gives another y than forward .at token 37")],
+    "step_raises": [('state["s"] += x', 'state["t"] += x', r"step.* raised KeyError in line 22")],
+    "step_alone": [('self.out(state["s"]), state', 'self.out(state["s"])', "step returned Tensor, not the pair")],
+    "no_spec": [(SPEC, '{"s": (batch, 16)}', "state_spec returned .* TensorSpec")],
+    "no_batch": [("TensorSpec((batch, ", "TensorSpec((1, ", r"s has shape \[1, 16\] for a batch of 2")],
+    "memory": [
+        (OUT, "s = s * float(s.detach()[0, 0, 0] * 0 + 1)\n        " + OUT, "forward without memory .* in line 19")
+    ],
+    "flops": [
+        (
+            "    def step",
+            "    def flops(self, n):\n        return m\n\n    def step",
+            r"flops.seq_len. raised NameError",
+        )
+    ],
+    "no_mixer": [("class Outside(Mixer)", "class Outside(nn.Module)", r"write class Outside\(Mixer\)")],
+}
+RIGHT = {
+    "whole": [],
+    "no_step": [("def step", "def stepp", "")],
+    "says_it_has_no_step": [('state["s"] += x', "raise NotImplementedError", "")],
+    "trains_alone": [("def step", "def stepp", ""), (SPEC, "{}", ""), (STATE, "True else 0", ""), (LAST, "None", "")],
+    "float32": [(OUT, "s = s.float() @ torch.eye(x.shape[-1])\n        " + OUT, "")],
+    "dropout": [(OUT, "s = nn.functional.dropout(s, 0.5, self.training)\n        " + OUT, "")],
+}
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """outside(changes) writes the mixer with changes and says how to name it; after the test nobody knows it."""
+
+    def write(changes):
+        text = FILE
+        for old, new, _ in changes:
+            assert old in text
+            text = text.replace(old, new)
+        (tmp_path / "outside.py").write_text(text)
+        return f"{tmp_path}/outside.py:Outside"
+
+    yield write
+    for name in ("outside", "second"):
+        MIXERS.pop(name, None)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_in_a_line_with_the_file_and_the_fix(outside, mistake):
+    spec = outside(MISTAKES[mistake])
+    with pytest.raises(ConfigError, match=MISTAKES[mistake][0][2]) as caught:
+        check_mixer(spec, {}, 16)
+    line, *more = caught.value.problems
+    assert bool(more) == (mistake == "starts_elsewhere")  # from where steps go on, too
+    assert line.startswith(f"mixer {spec!r}: ") and "\n" not in line and "; " in line
+
+
+@pytest.mark.parametrize("form", RIGHT)
+def test_what_is_right_passes(outside, form):
+    check_mixer(outside(RIGHT[form]), {}, 16)
+
+
+def test_mistakes_of_one_file_and_of_several_are_told_at_once(outside, tmp_path):
+    spec = outside([*MISTAKES["looks_ahead"], *MISTAKES["no_state_spec"]])
+    (tmp_path / "second.py").write_text(FILE.replace('"outside"', '"second"').replace(", " + LAST, ""))
+    plugins, both = [spec, f"{tmp_path}/second.py:Outside", f"{EXAMPLE}:MyMixer"], {"outside": {}, "second": {}}
+    with pytest.raises(ConfigError) as caught:
+        check_mixers(plugins, both, 16)
+    assert ["no state_spec" in line for line in caught.value.problems] == [True, False, False]
+    assert "looks ahead" in caught.value.problems[1] and "second.py:Outside" in caught.value.problems[2]
+    check_mixers(plugins, {"swiglu": {}}, 16)  # a layout that names none of them
+
+
+@pytest.mark.parametrize("name", PACKAGE)
+def test_no_mixer_of_the_package_would_be_refused(outside, name):
+    """As if it came from outside: each is right, in its own way of carrying and rounding."""
+    base = f'MIXERS["{name}"]'
+    spec = outside([])
+    Path(spec.rpartition(":")[0]).write_text(
+        f"from linnet.layers import MIXERS, register_mixer\n\n@register_mixer('outside', {base}.Config)\n"
+        f"class Outside({base}):\n    pass\n"
+    )
+    check_mixer(spec, {}, 96, "layernorm")
+
+
+def test_the_example_passes_fast_and_leaves_the_generator_alone():
+    check_mixer(f"{EXAMPLE}:MyMixer", {"num_heads": 2}, 32)  # with what has to be imported
+    before, start = torch.get_rng_state(), time.process_time()
+    check_mixer(f"{EXAMPLE}:MyMixer", {"num_heads": 32}, 4096)
+    assert time.process_time() - start < 5
+    assert torch.equal(torch.get_rng_state(), before)
