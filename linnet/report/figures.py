@@ -13,6 +13,7 @@ from linnet.report.marks import RUN_FIELDS, Canvas, Figure, columns_for, run_row
 from linnet.report.records import Study
 
 EXTRAPOLATION = 3.0  # laws are drawn, dashed, up to this multiple of the largest compute they were fitted to
+CROSS = "M-1,-1L1,1M-1,1L1,-1"  # an x of two strokes: it has no inside that a dot beneath could seem to fill
 OPTIMUM_FIELDS = ("architecture", "at C", "optimum", "located", "lowest run")
 
 
@@ -85,16 +86,16 @@ def isoflop_curves(study: Study) -> Figure | None:
         for inside in (True, False):
             fields = ("architecture", "budget", "optimum N", "optimum loss")
             fields += () if inside else ("refused because", "run")
-            diamonds = canvas.chart([row for row in best if row["inside"] == inside])
-            look = {"shape": "diamond", "size": 110, "strokeWidth": 1.6, "filled": inside, "style": style.INK}
-            diamonds = diamonds.mark_point(**look, opacity=1)
-            layers.append(diamonds.encode(x, y, opacity=canvas.fade(), tooltip=canvas.tooltip(fields)))
+            drawn = canvas.chart([row for row in best if row["inside"] == inside])
+            look = {"shape": "diamond", "size": 110} if inside else {"shape": CROSS, "size": 90}
+            drawn = drawn.mark_point(**look, strokeWidth=2, filled=inside, style=style.INK, opacity=1)
+            layers.append(drawn.encode(x, y, opacity=canvas.fade(), tooltip=canvas.tooltip(fields)))
         panels.append(canvas.panel(canvas.layer(*layers), name, columns))
     caption = (
         "Each curve is one compute budget spent on models of different sizes: small ones see many tokens, large ones "
-        "few. Dots are runs, lines are parabolas in log N, and a filled diamond is the optimum of its budget. A hollow "
-        "diamond marks the lowest loss seen where the optimum was refused, at the edge of the sizes for instance; "
-        "hover over it for the reason."
+        "few. Dots are runs, lines are parabolas in log N, and a diamond is the optimum of its budget. A cross marks "
+        "the lowest loss seen where the optimum was refused, at the edge of the sizes for instance; hover over it for "
+        "the reason."
     )
     drawn = canvas.grid(panels, columns)
     return canvas.figure("isoflop-curves", "Loss against size at fixed compute", caption, drawn)
@@ -178,7 +179,7 @@ def _parabola(group) -> list[dict]:
 
 
 def _isoflop_optimum(group) -> list[dict]:
-    """The diamond of a budget: its optimum, or the lowest run where the optimum was refused."""
+    """The diamond of a budget, its optimum; or its cross, the lowest run where the optimum was refused."""
     size, value = (group.N_opt, group.L_opt) if group.inside else (group.N_lowest, group.L_lowest)
     if size is None or value is None:
         return []

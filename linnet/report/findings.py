@@ -8,6 +8,7 @@ from linnet.report.records import Study
 
 CLOSE = 0.02  # losses within this fraction of the lowest count as close to it
 BALANCED = 0.1  # a + b this near to 1 needs no warning
+WIDE = 0.5  # of a 95 % interval of a or b: they lie in 0 to 1 where both N and D grow, so a wider one says nothing
 
 
 def summary(study: Study) -> str:
@@ -121,11 +122,18 @@ def _power(law) -> str:
 
 
 def _allocation(study: Study) -> str:
-    known = {name: fit for name, fit in study.fits.items() if through_optima(fit) and not fit.D_opt.refused}
+    """The laws of optimal size and tokens, where their intervals are narrow enough to say something."""
+    given = {name: fit for name, fit in study.fits.items() if through_optima(fit) and not fit.D_opt.refused}
+    doubts = {name: doubt for name, fit in given.items() if (doubt := _doubt(fit))}
+    known = {name: fit for name, fit in given.items() if name not in doubts}
+    unknown = ""
+    if doubts:
+        reasons = "; ".join(f"for {_strong(name)} {doubt}" for name, doubt in doubts.items())
+        unknown = f"How the best model size and its tokens grow with compute cannot be told {reasons}."
     if not known:
-        return ""
-    sizes = _range("a", {name: fit.N_opt.exponent for name, fit in known.items()})
-    tokens = _range("b", {name: fit.D_opt.exponent for name, fit in known.items()})
+        return unknown
+    sizes = _range("a", {name: fit.N_opt for name, fit in known.items()})
+    tokens = _range("b", {name: fit.D_opt for name, fit in known.items()})
     text = (
         f"The best model size grows as C<sup>a</sup> with {sizes}, "
         f"and the tokens to train it on as C<sup>b</sup> with {tokens}."
@@ -137,15 +145,37 @@ def _allocation(study: Study) -> str:
             f" a + b goes as far as {units.significant(far)}. It would be 1 if cost were proportional to N D: "
             "read the two laws together, and do not extrapolate them far."
         )
-    return text
+    return f"{text} {unknown}".strip()
 
 
-def _range(symbol: str, values: dict[str, float]) -> str:
-    low, high = min(values, key=values.get), max(values, key=values.get)
-    least, most = (units.significant(values[name], 2) for name in (low, high))
-    if least == most:
-        return f"{symbol} = {least} for {_strong(low) if len(values) == 1 else f'all {len(values)}'}"
-    return f"{symbol} from {least} ({_strong(low)}) to {most} ({_strong(high)})"
+def _doubt(fit) -> str:
+    """Why a fit's laws of optimal size and tokens are not stated, or ""."""
+    for symbol, law in (("a", fit.N_opt), ("b", fit.D_opt)):
+        span = exponent_interval(law)
+        if span is None and fit.best.bootstrap.resamples:
+            return f"(too few resamples give {symbol} for an interval)"
+        if span and span[1] - span[0] > WIDE:
+            return f"(the 95 % interval of {symbol}, {_to(span)}, is wider than {WIDE:g})"
+    return ""
+
+
+def _to(span: tuple[float, float]) -> str:
+    return " to ".join(units.significant(end, 2) for end in span)
+
+
+def _range(symbol: str, laws: dict) -> str:
+    """The smallest and the largest exponent of some architectures' laws, with their intervals."""
+    low, high = (choose(laws, key=lambda name: laws[name].exponent) for choose in (min, max))
+    least, most = (units.significant(laws[name].exponent, 2) for name in (low, high))
+    spans = {name: f"95 %: {_to(span)}" for name in laws if (span := exponent_interval(laws[name]))}
+    if len(laws) > 1 and least != most:
+        ends = [", ".join([_strong(name), *filter(None, [spans.get(name)])]) for name in (low, high)]
+        return f"{symbol} from {least} ({ends[0]}) to {most} ({ends[1]})"
+    if len(laws) == 1:
+        return f"{symbol} = {least} for {_strong(low)}" + (f" ({spans[low]})" if spans else "")
+    within = list(zip(*filter(None, map(exponent_interval, laws.values())), strict=True))
+    shown = f" (95 % intervals within {_to((min(within[0]), max(within[1])))})" if within else ""
+    return f"{symbol} = {least} for {'both' if len(laws) == 2 else f'all {len(laws)}'}{shown}"
 
 
 def _held_out(study: Study) -> str:

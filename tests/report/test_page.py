@@ -14,6 +14,7 @@ from synthetic_study import LAWS, RESAMPLES
 
 from linnet.config import ConfigError
 from linnet.report import write_report
+from linnet.report.figures import CROSS
 from linnet.study.fit import fit_study, load_study
 
 FIGURES = {
@@ -184,6 +185,46 @@ def test_refused_optima_are_shown_as_refused(study, write):
     assert {row["architecture"] for row in refused} == {"llama"}
     assert "training-curves" not in page.specs()
     assert "finished runs have no training curve" in page.text
+    # A run's dot lies beneath a refused optimum and would fill a hollow diamond.
+    panels = page.specs()["isoflop-curves"]["concat"]
+    looks = [layer["mark"] for panel in panels for layer in panel["layer"] if layer["mark"]["type"] == "point"]
+    assert sorted((look["shape"], look["filled"]) for look in looks) == [(CROSS, False), ("diamond", True)]
+
+
+@pytest.fixture
+def tnl_and_hgrn2(study):
+    """A study folder, and its fits by parabolas with intervals: a of tnl 0.40 to 0.60, of hgrn2 0.45 to 0.65."""
+    folder = study(architectures=("tnl", "hgrn2"), widths=(16, 24, 32, 48), budgets=(2e11, 4e11, 8e11), curves=False)
+    table, curves, _ = load_study(folder)
+    fits = fit_study(table, curves, method="isoflop", bootstrap=0)
+    for fit, a in zip(fits.values(), (0.5, 0.55), strict=True):
+        assert not fit.N_opt.refused
+        fit.best.bootstrap.resamples = 100
+        fit.N_opt.exponent, fit.N_opt.intervals = a, {"a": (a - 0.1, a + 0.1)}
+        fit.D_opt.exponent, fit.D_opt.intervals = a, {"b": (a - 0.1, a + 0.1)}
+    return folder, fits
+
+
+def test_laws_of_optimal_size_are_stated_with_their_intervals(tnl_and_hgrn2, write):
+    folder, fits = tnl_and_hgrn2
+    shown = "from 0.50 (tnl, 95 %: 0.40 to 0.60) to 0.55 (hgrn2, 95 %: 0.45 to 0.65)"
+    text = write(folder, fit=fits).text
+    assert f"grows as Ca with a {shown}, and the tokens to train it on as Cb with b {shown}." in text
+    fits["hgrn2"].N_opt.exponent = 0.5
+    assert "with a = 0.50 for both (95 % intervals within 0.40 to 0.65)" in write(folder, fit=fits).text
+
+
+def test_wide_intervals_of_optimal_size_are_no_finding(tnl_and_hgrn2, write):
+    folder, fits = tnl_and_hgrn2
+    fits["hgrn2"].N_opt.intervals = {"a": (0.04, 0.93)}
+    unknown = "How the best model size and its tokens grow with compute cannot be told for"
+    text = write(folder, fit=fits).text
+    assert "grows as Ca with a = 0.50 for tnl (95 %: 0.40 to 0.60), and the tokens" in text
+    assert f"{unknown} hgrn2 (the 95 % interval of a, 0.040 to 0.93, is wider than 0.5)." in text
+    fits["tnl"].D_opt.intervals = {}
+    text = write(folder, fit=fits).text
+    assert "The best model size grows" not in text
+    assert f"{unknown} tnl (too few resamples give b for an interval); for hgrn2 (the 95 %" in text
 
 
 def test_sizes_at_the_edge_say_nothing_of_the_best_ones(study, write):

@@ -12,6 +12,7 @@ import itertools
 import numpy as np
 import pandas as pd
 from scipy.optimize import minimize
+from scipy.spatial import Delaunay
 
 from linnet.study.fit import bootstrap as resampling
 from linnet.study.fit.heldout import compare, threshold
@@ -53,6 +54,7 @@ def fit_parametric(
     With C = k N D (k = 6 in Hoffmann et al.; here the geometric mean of C / (N D) over the table):
     N_opt = G (C/k)^a, D_opt = (C/k)^b / G, L = E + (A G^-alpha + B G^beta) (C/k)^-(alpha beta / (alpha + beta)), with
     a = beta / (alpha + beta), b = alpha / (alpha + beta), G = (alpha A / (beta B))^(1 / (alpha + beta)).
+    Where these N_opt and D_opt lie outside the models trained at every C, the surface stands and its laws are refused.
 
     Raises:
         ValueError: unknown `starts`.
@@ -84,11 +86,15 @@ def fit_parametric(
         setattr(fit, name, _law(name, estimate[0], C))
     fit.L.rms_log_error = float(np.sqrt(np.mean(np.log(predict(theta, N, D) / loss) ** 2)))
     fit.L_irreducible = fit.L
+    if reason := _extrapolated(fit, N, D):
+        _refuse_laws(fit, reason)
     if bootstrap:
         _add_intervals(fit, table, theta, bootstrap, seed)
-    for law in (fit.L, fit.N_opt, fit.D_opt):
-        add_band(law)
-    fit.held_out = fit.L.held_out = _held_out(table, hold_out, theta)
+    fit.held_out = _held_out(table, hold_out, theta)
+    if not fit.L.refused:
+        fit.L.held_out = fit.held_out
+        for law in (fit.L, fit.N_opt, fit.D_opt):
+            add_band(law)
     finish(fit)
     return fit
 
@@ -177,6 +183,20 @@ def _degenerate(theta: np.ndarray, N: np.ndarray, D: np.ndarray) -> str:
     return ""
 
 
+def _extrapolated(fit: ParametricFit, N: np.ndarray, D: np.ndarray) -> str:
+    """Why the laws are refused where their whole path lies outside the hull of the (log N, log D) trained, else ""."""
+    C = np.geomspace(fit.N_opt.c_min, fit.N_opt.c_max, 41)
+    best = np.log([fit.N_opt.predict(C), fit.D_opt.predict(C)]).T
+    trained = np.log([N, D]).T
+    # In one unit for both: Qhull takes a long thin hull for a flat one.
+    centre, scale = trained.mean(axis=0), trained.std(axis=0)
+    if (Delaunay((trained - centre) / scale).find_simplex((best - centre) / scale) >= 0).any():
+        return ""
+    more_tokens = np.diff(best).mean() > np.diff(trained).mean()
+    wanted = "smaller models on more tokens" if more_tokens else "larger models on fewer tokens"
+    return f"at every C of these rows the best N and D of the surface lie outside those trained; train {wanted}"
+
+
 def _laws(theta: np.ndarray, k: float) -> dict[str, np.ndarray]:
     """(log coefficient, exponent, constant) of L, N_opt and D_opt for each row of theta [R, 5]."""
     log_A, log_B, log_E, alpha, beta = theta.T
@@ -222,12 +242,13 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
     if reason:
         return
     laws = _laws(kept, fit.flops_per_nd)
-    for name in ("L", "N_opt", "D_opt"):
+    for name in () if fit.L.refused else laws:
         add_draws(getattr(fit, name), laws[name])
     log_A, log_B, log_E, alpha, beta = kept.T
     columns = {"E": np.exp(log_E), "A": np.exp(log_A), "B": np.exp(log_B), "alpha": alpha, "beta": beta}
     fit.surface_intervals = {name: resampling.interval(values) for name, values in columns.items()}
-    columns["a"] = laws["N_opt"][:, 1]
+    if not fit.N_opt.refused:
+        columns["a"] = laws["N_opt"][:, 1]
     fit.deviations = {name: float(values.std(ddof=1)) for name, values in columns.items()}
     pairs = {"log A, alpha": (log_A, alpha), "log B, beta": (log_B, beta)}
     # Without noise every resample gives the same numbers, which correlate with nothing.
@@ -253,6 +274,10 @@ def _held_out(table: pd.DataFrame, hold_out: float | None, theta: np.ndarray) ->
 
 def _refuse(fit: ParametricFit, reason: str) -> ParametricFit:
     fit.refused.append(reason)
+    _refuse_laws(fit, reason)
+    return fit
+
+
+def _refuse_laws(fit: ParametricFit, reason: str) -> None:
     fit.L, fit.N_opt, fit.D_opt = (Law(name, refused=[reason]) for name in ("L", "N_opt", "D_opt"))
     fit.L_irreducible = fit.L
-    return fit

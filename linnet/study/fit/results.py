@@ -144,7 +144,8 @@ class EnvelopeFit(MethodFit):
 class ParametricFit(MethodFit):
     """L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al.'s Approach 3, fitted as Besiroglu et al. do).
 
-    `parameters` are E, A, B, alpha, beta and the exponents a = beta / (alpha + beta), b = alpha / (alpha + beta).
+    `parameters` are E, A, B, alpha, beta and, where its laws are not refused, the exponents
+    a = beta / (alpha + beta), b = alpha / (alpha + beta).
     N_opt, D_opt and L_irreducible follow from them in closed form with C = `flops_per_nd` N D.
 
     Attributes:

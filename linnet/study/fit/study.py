@@ -113,17 +113,17 @@ def _fit_envelope(curves, settings: dict, options: dict) -> EnvelopeFit:
 
 
 def _headline(fits: dict[str, ArchitectureFit], methods: tuple[str, ...]) -> str:
-    """The first method that gives every architecture L and half of them N_opt, else the one that gives most.
+    """The first method that gives every architecture L and half of them N_opt, else that with the most L, then N_opt.
 
-    One for all, or laws in one table would not compare.
+    One for all, or laws in one table would not compare; without its L an architecture is compared with none.
     """
 
     def given(method: str) -> tuple[int, int]:
         found = [fit.methods[method] for fit in fits.values()]
-        return sum(not f.N_opt.refused for f in found), sum(not f.L.refused for f in found)
+        return sum(not f.L.refused for f in found), sum(not f.N_opt.refused for f in found)
 
     for method in methods:
-        optima, losses = given(method)
+        losses, optima = given(method)
         if losses == len(fits) and optima >= len(fits) / 2:
             return method
     return max(methods, key=given)

@@ -1,6 +1,7 @@
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.optimize import check_grad
 
@@ -54,6 +55,23 @@ def test_refusals(surface):
     assert refused.refused and refused.parameters == {} and refused.intervals == {} and refused.L.refused
     only_N = full.assign(loss=surface.E + surface.A / full["N"] ** surface.alpha)
     assert any(words in fit_parametric(only_N).refused[0] for words in ("vanishes", "does not fall with D"))
+
+
+@pytest.mark.parametrize("spread, wanted", [((0.4, 2), "smaller models"), ((-2, -0.4), "larger models")])
+def test_no_laws_where_the_optimum_is_outside_the_models_at_every_budget(surface, spread, wanted):
+    """All sizes of each budget above its optimum, or below: the sizes of all budgets together still surround it."""
+    table = surface.ladder(BUDGETS, np.linspace(*spread, 6))
+    assert table["N"].min() < surface.optimum(BUDGETS[2]) < table["N"].max()
+    found = fit_parametric(table, bootstrap=30)
+    assert found.surface["beta"] == pytest.approx(surface.beta, rel=1e-3) and not found.refused
+    for law in (found.L, found.N_opt, found.D_opt):
+        assert wanted in law.refused[0] and law.parameters == {} and law.band == []
+    assert found.held_out.mean_error < 1e-4 and "a" not in found.parameters and found.a_plus_b is None
+    assert set(found.intervals) == set(found.parameters)
+    json.dumps(found.to_json(), allow_nan=False)
+    # One budget with sizes on both sides of its optimum is near enough for laws.
+    around = surface.ladder(BUDGETS[2:3], np.linspace(-0.4, 0.4, 3), architecture="around")
+    assert not fit_parametric(pd.concat([table, around])).N_opt.refused
 
 
 def test_bootstrap_keeps_checkpoints_of_a_run_together(surface):
