@@ -290,10 +290,12 @@ def evaluate(
     if problems:
         raise ConfigError(_by_option(problems), "evaluate")
     asked = Asked(include, shots, limit, context, too_long and too_long.value)
-    questions, opened, found = [], None, {}
+    questions, opened, found, damaged = [], None, {}, []
     with gather(problems):
         questions = prepare([one.value for one in suite or []], names, asked)
-    with gather(problems):
+    from linnet.runs.model import damage_told  # with torch, which takes seconds
+
+    with gather(problems), damage_told(damaged.append):
         opened = open_run(run, device.value, dtype.value, as_json, needs_text=speaks)
     if opened is not None:
         window = window or opened.training_length or 1024
@@ -311,6 +313,7 @@ def evaluate(
     if problems:
         raise ConfigError(_by_option(problems), "evaluate")
     warn_unkept(opened)
+    _note_run(opened, damaged, bool(text))
 
     def done(kind: str, evaluation) -> None:  # at once, so that what comes next may fail
         found[kind] = evaluation
@@ -326,6 +329,23 @@ def evaluate(
         done(one.kind, ask(opened, one, asked))
     if as_json:
         print_json(found)
+
+
+def _note_run(opened, damaged: list[str], text: bool) -> None:
+    """Says which step the scores are of where that is not the last, and what the first tokens of texts suffer from."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    errors = Console(stderr=True, soft_wrap=True)
+    for line in damaged:
+        errors.print(f"[yellow]{escape(line)}[/]", highlight=False)
+    if damaged and not opened.quiet:
+        name, step = escape(opened.about["run"]), opened.about["step"]
+        told = f"{name}: scores of step {step:,}; its newer checkpoints are damaged"
+        Console(soft_wrap=True).print(told, highlight=False)
+    if text and opened.about["documents"] == 1:
+        message = "trained on a single document, so it never read the token that begins each text here"
+        errors.print(f"[bold yellow]note[/] {message}: the first tokens of a text may score badly", highlight=False)
 
 
 def _wrong(run: Path | None, text: list[str], text_key: str, grid: dict | None, cells: dict | None) -> list[str]:

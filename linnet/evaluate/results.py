@@ -207,6 +207,7 @@ def describe_model(folder: RunFolder, loaded: "Loaded") -> dict[str, Any]:
         "params_non_embedding": outside,
         "tokenizer": None if loaded.tokenizer is None else loaded.tokenizer.digest,
         "step": step,
+        "documents": loaded.documents,
         "tokens": tokens,
         "flops": flops,
     }

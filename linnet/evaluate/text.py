@@ -8,7 +8,8 @@ Two ways to score a document longer than what a model was trained on:
   did not reach (the recipe of transformers' documentation on perplexity). What attention needs beyond its trained
   length; the context of a token is between `window - stride` and `window - 1` tokens.
 
-A document begins with the end-of-document token, as in training, so that its first token is scored too.
+A document begins with the end-of-document token, so that its first token is scored too. In training it stands behind
+each document, and none before the first: a model of a single document has never read it.
 """
 
 import contextlib

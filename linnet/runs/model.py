@@ -10,7 +10,8 @@ run without its history, and what `linnet convert` writes:
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,12 +33,22 @@ from linnet.runs.folder import RunFolder
 TOKENIZER, WEIGHTS = "tokenizer.json", "model.safetensors"
 
 
+class DamagedCheckpoint(UserWarning):
+    """Newer checkpoints of a run are damaged, so that an older one is used."""
+
+
 class Loaded(NamedTuple):
-    """A model from its folder; `step` is of the checkpoint whose weights it has, None for those of a model folder."""
+    """A model from its folder.
+
+    Attributes:
+        step: of the checkpoint whose weights it has; None for those of a model folder.
+        documents: how many it was trained on; None where the folder does not say.
+    """
 
     model: CausalLM
     tokenizer: Tokenizer | None
     step: int | None
+    documents: int | None = None
 
 
 def load_model(
@@ -53,8 +64,8 @@ def load_model(
     Raises:
         ConfigError: the folder holds no model, or names everything in it that does not fit together.
     """
-    model, tokenizer, _ = load_checkpoint(path, device, dtype)
-    return model, tokenizer
+    loaded = load_checkpoint(path, device, dtype)
+    return loaded.model, loaded.tokenizer
 
 
 def load_checkpoint(
@@ -65,9 +76,26 @@ def load_checkpoint(
     config = read_config(folder)
     tokenizer = read_tokenizer(folder)
     model = empty_model(config)
-    tensors, step = _read_weights(folder)
+    tensors, step, documents = _read_weights(folder)
     assign_weights(model, tensors, str(path), dtype)
-    return Loaded(model.eval().to(device or "cpu"), tokenizer, step)
+    return Loaded(model.eval().to(device or "cpu"), tokenizer, step, documents)
+
+
+@contextmanager
+def damage_told(say: Callable[[str], None]) -> Iterator[None]:
+    """Hands what `DamagedCheckpoint` warnings say to `say`, for a person who should see no line of source code."""
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show(message, category, *where, **rest):
+            if issubclass(category, DamagedCheckpoint):
+                say(str(message))
+            else:
+                shown(message, category, *where, **rest)
+
+        warnings.simplefilter("always", DamagedCheckpoint)
+        warnings.showwarning = show
+        yield
 
 
 def read_config(folder: RunFolder) -> ModelConfig:
@@ -176,22 +204,23 @@ def mismatches(own: Mapping[str, tuple], given: Mapping[str, tuple]) -> list[str
     return problems
 
 
-def _read_weights(folder: RunFolder) -> tuple[dict[str, Tensor], int | None]:
-    """The weights and the step that they are of."""
+def _read_weights(folder: RunFolder) -> tuple[dict[str, Tensor], int | None, int | None]:
+    """The weights, the step that they are of, and how many documents they were trained on."""
     file = folder.path / WEIGHTS
     if file.is_file():
         try:
-            return load_file(file), None
+            return load_file(file), None, None
         except (OSError, SafetensorError) as error:
             raise ConfigError([f"{file}: is damaged ({error}); convert or copy it again"], "model") from None
     problems = []
     for path in reversed(folder.checkpoints()):
         try:
-            tensors, _ = checkpoint.load(path, ["model"])
+            tensors, meta = checkpoint.load(path, ["model"])
         except CheckpointError as error:
             problems += error.problems
             continue
         if problems:
-            warnings.warn(f"{'; '.join(problems)}; using {path}", stacklevel=3)
-        return tensors["model"], checkpoint.step_of(path)
+            told = f"damaged checkpoint left out: {'; '.join(problems)}; using {path.name}"
+            warnings.warn(told, DamagedCheckpoint, stacklevel=3)
+        return tensors["model"], checkpoint.step_of(path), meta.get("documents")
     raise ConfigError(problems or [f"{folder.path}: has neither {WEIGHTS} nor a checkpoint"], "model")

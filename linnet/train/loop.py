@@ -10,13 +10,16 @@ import shutil
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from linnet.config import ConfigError, gather, unwritable
 from linnet.data import validation_batches
+from linnet.data.loader import ValidationBatches
 from linnet.evaluate import score
 from linnet.models import count_parameters, flops_exact, flops_paper, state_bytes
 from linnet.runs import RunFolder, checkpoint
@@ -33,6 +36,8 @@ from linnet.train.session import Session, model_tensors, start_from
 from linnet.train.sinks import open_sinks
 from linnet.train.stop import Stop, graceful_stop
 
+SCORED = 4096  # held-out tokens that are scored at once, where a step has fewer: no layer keeps anything for gradients
+
 
 def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Progress | None = None) -> RunFolder:
     """Trains one model, or goes on where an earlier call was stopped; returns at once if the run is done.
@@ -42,11 +47,13 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
         root: folder of run folders.
         cache: folder of tokenised data.
         progress: is called with each row of the record, with {"event": "data", ...} while text is prepared, and with
-            {"event": "start", "step", "steps", "path"} before the first step.
+            {"event": "start", "step", "steps", "path"} before the first step, and {"event": "scoring", "step", "done",
+            "total"} (tokens) while held-out text is scored.
 
     Raises:
         ConfigError: all that is not as it must be of what the configuration names; nothing was trained, no folder made.
-        CheckpointError: the disk is full; the checkpoint before is whole.
+        CheckpointError: the disk is full, and the checkpoint before is whole; or all checkpoints of a run that was
+            stopped are damaged.
         LockedError: another process trains this run.
         KeyboardInterrupt: after Ctrl-C, with a checkpoint written.
     """
@@ -80,6 +87,20 @@ def run_folder(config: TrainConfig, root: str | Path) -> RunFolder:
     return RunFolder.create(root, resolve(config).model_dump(mode="json"))
 
 
+def scored_rows(config: TrainConfig) -> int:
+    """Sequences that are scored at once: those of one part of a step, or as many as `SCORED` tokens are."""
+    return max(-(-config.batch_size // config.accumulation), SCORED // config.seq_len)
+
+
+def none_good(folder: RunFolder) -> str:
+    """What to do about a run that has checkpoints, all of them damaged."""
+    names = ", ".join(path.name for path in folder.checkpoints())
+    return (
+        f"{folder.checkpoint_folder}: no checkpoint is good ({names}), so this run cannot go on; put a good copy of "
+        "one there, or move them away or delete them to start anew from step 0"
+    )
+
+
 class Run:
     """One call of `train`: sets everything up, then `run`."""
 
@@ -111,12 +132,14 @@ class Run:
             self.finish(status)
 
     def start(self) -> None:
-        """Takes the last good checkpoint, or starts anew."""
+        """Takes the last good checkpoint, or starts anew where there is none; all damaged is an error."""
         torch.manual_seed(self.config.seed)  # not before: how often set-up draws depends on what is cached
         self.folder.clean()
         if not (self.folder.path / TOKENIZER).is_file():  # so that the folder alone holds all that the model needs
             write_atomic(self.folder.path / TOKENIZER, self.corpus.tokenizer.to_json())
         path, tensors, meta, problems = checkpoint.latest_good(self.folder.checkpoint_folder)
+        if problems and path is None:  # what is left may be months of work, and a run from step 0 would write over it
+            raise checkpoint.CheckpointError([*problems, none_good(self.folder)])
         checkpoint.set_aside_after(self.folder.checkpoint_folder, path)
         if path is not None:
             self.session.load(tensors, meta)
@@ -137,9 +160,9 @@ class Run:
         if self.progress is not None:
             self.progress(event)
         if problems:
-            good = f"going on from {path}" if path is not None else "none is good: starting anew"
             if self.progress is None:
-                warnings.warn(f"damaged checkpoints set aside as *.bad: {'; '.join(problems)}; {good}", stacklevel=5)
+                told = f"damaged checkpoints set aside as *.bad: {'; '.join(problems)}; going on from {path}"
+                warnings.warn(told, stacklevel=5)
             self.write({"event": "damaged_checkpoint", "step": self.session.step, "problems": problems})
 
     def loop(self, stop: Stop) -> str:
@@ -277,8 +300,8 @@ class Run:
         """Scores the held-out split and writes the row."""
         config, lengths = self.config, self.corpus.tokenizer.byte_lengths
         with self.clock.paused():
-            batches = validation_batches(
-                self.corpus.validation, config.seq_len, config.batch_size, config.evaluate_tokens
+            batches = self.shown(
+                validation_batches(self.corpus.validation, config.seq_len, scored_rows(config), config.evaluate_tokens)
             )
             mean = self.corpus.bytes_per_token("validation")
             result = score(self.session.model, batches, mean if lengths is None else lengths, self.session.autocast)
@@ -287,6 +310,14 @@ class Run:
         row |= {"validation_bits_per_byte": result.bits_per_byte}
         self.write(row)
         return row
+
+    def shown(self, batches: ValidationBatches) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches, with word to `progress` before each: together they may take longer than the training."""
+        for number, batch in enumerate(batches):
+            if self.progress is not None:
+                done = batches.tokens * number // len(batches)
+                self.progress({"event": "scoring", "step": self.session.step, "done": done, "total": batches.tokens})
+            yield batch
 
     def make_evaluations(self, stop: Stop) -> None:
         """Makes the evaluations of this step that the record does not have, until a stop is asked for."""

@@ -7,6 +7,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 QUIET = 30.0  # seconds between two lines where output is not a terminal
+SLOW = 2.0  # seconds of scoring after which a line says so where output is not a terminal
 
 _EVENTS = {"spike": "loss spike", "non-finite": "loss or gradient not finite"}
 
@@ -27,6 +28,7 @@ class TerminalProgress:
         )
         self._task = self._bar.add_task("data", total=None, state="")
         self._steps, self._printed = 0, time.monotonic()
+        self._scoring, self._told = 0.0, False  # when scoring began, and whether a line says so
 
     @property
     def started(self) -> bool:
@@ -45,6 +47,8 @@ class TerminalProgress:
             self._bar.update(self._task, description=row["what"], completed=row["done"], total=row["total"])
         elif row.get("event") == "start":
             self._start(row)
+        elif row.get("event") == "scoring":
+            self._score(row)
         elif "event" in row:
             self._say(f"[yellow]{self._event(row)}[/]")
         elif "evaluation" in row:
@@ -54,6 +58,9 @@ class TerminalProgress:
         elif "validation_loss" in row:
             loss, bits = row["validation_loss"], row["validation_bits_per_byte"]
             self._say(f"step {row['step']:>7,}  held-out loss [bold]{loss:.4f}[/]  {bits:.4f} bits/byte")
+            self._bar.update(
+                self._task, description="training", completed=row["step"], total=self._steps or None, state=""
+            )
         else:
             self._training(row)
 
@@ -62,6 +69,19 @@ class TerminalProgress:
         self._bar.update(self._task, description="training", completed=row["step"], total=row["steps"], state="")
         if row["step"]:
             self._say(f"going on from step {row['step']:,} of {row['steps']:,}")
+
+    def _score(self, row: dict) -> None:
+        if row["done"] == 0:
+            self._scoring, self._told = time.monotonic(), False
+        seconds, state = time.monotonic() - self._scoring, ""
+        if row["done"]:
+            state = f"{_duration(seconds * (row['total'] / row['done'] - 1))} left"
+        self._bar.update(
+            self._task, description="scoring held-out text", completed=row["done"], total=row["total"], state=state
+        )
+        if not self._console.is_terminal and state and seconds >= SLOW and not self._told:
+            self._told = True
+            self._say(f"step {row['step']:>7,}  scoring {row['total']:,} held-out tokens, {state}")
 
     def _training(self, row: dict) -> None:
         left = (self._steps - row["step"]) * row["tokens"] / row["step"] / row["tokens_per_second"]

@@ -120,6 +120,7 @@ class Session:
             "guard": self.guard.state(),
             "recent": self.recent,
             "data": self.corpus.digest,
+            "documents": self.corpus.train.documents,
             "vocabulary": vocabulary(self.config, self.corpus),
         }
 

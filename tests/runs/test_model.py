@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from linnet.cli import app
 from linnet.config import ConfigError, parse
 from linnet.data import load_tokenizer
 from linnet.models import build_model, empty_model, family
 from linnet.runs import load_model, save_model
-from linnet.runs.model import assign_weights
+from linnet.runs.model import DamagedCheckpoint, assign_weights, damage_told, load_checkpoint
 from linnet.train import TrainConfig, train
 
 
@@ -72,8 +74,20 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, tmp_path):
     with pytest.raises(ConfigError, match="2 bytes, but"):
         load_model(copy)
     shutil.copytree(sorted((run / "checkpoints").iterdir())[-1], copy / "checkpoints" / "step-00000001")
-    with pytest.warns(UserWarning, match="2 bytes, but .*step-00000001"):
+    with pytest.warns(DamagedCheckpoint, match="2 bytes, but .*using step-00000001"):
         load_model(copy)
+    told = []
+    with warnings.catch_warnings(record=True) as seen, damage_told(told.append):
+        assert load_checkpoint(copy).step == 1
+    assert len(told) == 1 and told[0].startswith("damaged checkpoint left out: ") and not seen
+    # What a person sees: no line of source code, and the step that the scores are of.
+    (copy / "x.txt").write_text("some text")
+    for command in (["generate", copy, "a", "--max-tokens", 1], ["evaluate", copy, "--text", copy / "x.txt"]):
+        done = CliRunner().invoke(app, list(map(str, command)))
+        assert done.exit_code == 0 and "damaged checkpoint left out: " in done.stderr
+        assert "UserWarning" not in done.stderr and "warnings.warn" not in done.stderr
+    assert "scores of step 1;" in done.stdout.replace("\n", " ")
+    assert "trained on a single document" in done.stderr  # as this run was
 
 
 def test_everything_that_does_not_fit_is_named(tmp_path):

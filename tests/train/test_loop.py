@@ -13,6 +13,7 @@ from linnet.evaluate import score
 from linnet.models import build_model, count_parameters, flops_exact, flops_paper, state_bytes
 from linnet.runs import RunFolder, latest_good
 from linnet.train import train
+from linnet.train.loop import scored_rows
 from linnet.train.session import load_model
 
 TRAINING = {
@@ -73,9 +74,29 @@ def test_a_run_from_start_to_result(settings, cache, tmp_path):
     corpus = prepare(config.data, cache)
     model = build_model(config.model, seed=99)
     load_model(model, latest_good(run.checkpoint_folder)[1]["model"])
-    batches = validation_batches(corpus.validation, 32, 4, 512)
+    batches = validation_batches(corpus.validation, 32, scored_rows(config), 512)
+    assert len(batches) == 1, "not in batches of the training's 4 rows"
     again = score(model, batches, corpus.tokenizer.byte_lengths)
     assert (again.loss, again.bits_per_byte) == (result["loss"], result["bits_per_byte"])
+    assert result["loss"] == pytest.approx(
+        score(model, validation_batches(corpus.validation, 32, 4, 512)).loss, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    "seq_len, batch, parts, rows", [(32, 2, 1, 128), (512, 64, 1, 64), (512, 64, 4, 16), (8192, 1, 1, 1)]
+)
+def test_scoring_takes_a_sensible_number_of_tokens_at_once(settings, seq_len, batch, parts, rows):
+    assert scored_rows(settings(seq_len=seq_len, batch_size=batch, accumulation=parts)) == rows
+
+
+def test_scoring_is_told_to_who_watches(settings, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr("linnet.train.loop.SCORED", 256)
+    seen = []
+    run = train(settings(), tmp_path, cache, seen.append)
+    told = [(row["step"], row["done"]) for row in seen if row.get("event") == "scoring"]
+    assert told == [(12, 0), (12, 256)]
+    assert all(row.get("event") != "scoring" for row in run.metrics()), "that is no part of the record"
 
 
 def test_a_run_that_is_done_is_not_trained_again(settings, cache, tmp_path):

@@ -28,6 +28,17 @@ def test_a_line_now_and_then_where_there_is_no_terminal(monkeypatch):
     assert "41.5% of peak" in shown([START, ROW | {"flop_utilisation": 0.415}])
 
 
+SCORING = {"event": "scoring", "step": 7, "done": 0, "total": 131072}
+
+
+def test_slow_scoring_is_said_once(monkeypatch):
+    rows = [START, SCORING, SCORING | {"done": 1000}, SCORING | {"done": 2000}]
+    assert shown(rows) == ""
+    monkeypatch.setattr(progress, "SLOW", 0.0)
+    assert shown(rows) == "step       7  scoring 131,072 held-out tokens, 0:00 left\n"
+    assert "scoring held-out text" in shown(rows, terminal=True)
+
+
 def test_a_bar_on_a_terminal():
     text = shown([{"event": "data", "what": "reading", "done": 1, "total": 2}, START, ROW], terminal=True)
     assert "25/100" in text and "loss 3.2500" in text and "12:30 left" in text

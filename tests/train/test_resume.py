@@ -160,13 +160,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(settings, cach
     assert [row for row in record(run) if "event" not in row] == record(whole)
 
 
-def test_with_no_good_checkpoint_it_starts_anew(settings, cache, tmp_path, whole):
+def test_with_no_good_checkpoint_it_stops_and_touches_nothing(settings, cache, tmp_path, whole):
     run = interrupted(settings, cache, tmp_path)
+    rows, names = record(run), os.listdir(run.checkpoint_folder)
     for path in run.checkpoints():
         (path / "state.json").unlink()
-    with pytest.warns(UserWarning, match="none is good: starting anew"):
-        run = train(settings(**LONG), tmp_path, cache)
-    assert [row for row in record(run) if "event" not in row] == record(whole)
+    with pytest.raises(CheckpointError, match="move them away or delete them to start anew") as caught:
+        train(settings(**LONG), tmp_path, cache)
+    assert all(path.name in str(caught.value) for path in run.checkpoints())
+    assert record(run) == rows and os.listdir(run.checkpoint_folder) == names
+    run.checkpoint_folder.rename(tmp_path / "away")
+    same(train(settings(**LONG), tmp_path, cache), whole)
 
 
 def test_a_torn_row_and_rows_behind_the_checkpoint_are_written_again(settings, cache, tmp_path, whole):
