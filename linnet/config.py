@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+import tempfile
 import types
 import typing
 from collections.abc import Mapping
@@ -25,6 +26,13 @@ class Config(BaseModel):
     """A frozen configuration: unknown keys and wrong types are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, protected_namespaces=())
+
+    ELSEWHERE: typing.ClassVar[dict[str, str]] = {}  # keys that people try, and where it is said instead
+
+    @classmethod
+    def beside(cls, values: typing.Any) -> list[str]:
+        """What else is wrong with values that do not validate, of what is checked only after them."""
+        return []
 
 
 class ConfigError(ValueError):
@@ -80,16 +88,22 @@ def check_study(modules: typing.Iterable[str], where: str, otherwise: str = "") 
 
 
 def unwritable(folder: str | Path) -> str | None:
-    """Why nothing can be written into a folder, None where it can be, or can be made; makes nothing."""
+    """Why nothing can be written into a folder, None where it can be, or can be made; leaves nothing behind."""
     folder = Path(folder).absolute()
     there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     if not there.is_dir():
         return f"cannot be made, {str(there)!r} is {'a file' if there.exists() else 'a broken link'}"
-    return None if os.access(there, os.W_OK | os.X_OK) else f"cannot be written to, you may not write in {str(there)!r}"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"cannot be written to, you may not write in {str(there)!r}"
+    try:  # root may write everywhere by its rights, and yet not in /proc
+        tempfile.TemporaryDirectory(prefix=".linnet-", dir=there).cleanup()
+    except OSError as error:
+        return f"cannot be written to, {str(there)!r} takes nothing ({error.strerror})"
+    return None
 
 
 C = typing.TypeVar("C", bound=Config)
-MOST = 100  # known names that a message lists
+MOST = 50  # known names that a message lists
 
 
 def parse(cls: type[C], values: Mapping, where: str = "configuration") -> C:
@@ -97,7 +111,8 @@ def parse(cls: type[C], values: Mapping, where: str = "configuration") -> C:
     try:
         return cls.model_validate(values)
     except ValidationError as error:
-        raise ConfigError([_explain(cls, problem) for problem in error.errors()], where) from None
+        problems = [_explain(cls, problem) for problem in error.errors()]
+        raise ConfigError(problems + cls.beside(values), where) from None
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
@@ -105,7 +120,11 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     known = sorted(known)
     if not known:
         return "there is none"
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if not close and len(name) > 3:  # a part of a long name is near it too, or nearly how it begins
+        starts = {other[: len(name) + 1]: other for other in reversed(known)}
+        close = [other for other in known if name in other]
+        close += [starts[start] for start in difflib.get_close_matches(name, starts, n=1, cutoff=0.75)]
     if close:
         return f"did you mean {close[0]!r}?"
     return f"known: {', '.join(known)}" if len(known) <= MOST else f"it is near none of {len(known):,} known names"
@@ -193,7 +212,10 @@ def _explain(cls: type[BaseModel], problem: dict) -> str:
     *parents, last = problem["loc"] or ("",)
     key = ".".join(str(part) for part in problem["loc"] if not _KIND.fullmatch(str(part)))
     if problem["type"] == "extra_forbidden":
-        return f"{key}: unknown key (value {problem['input']!r}); {nearest(str(last), _fields_at(cls, parents))}"
+        classes = _models_at(cls, parents)
+        told = next((c.ELSEWHERE[last] for c in classes if last in getattr(c, "ELSEWHERE", ())), None)
+        told = told or nearest(str(last), {name for c in classes for name in c.model_fields})
+        return f"{key}: unknown key (value {problem['input']!r}); {told}"
     if problem["type"] == "missing":
         return f"{key}: required, but not given"
     if problem["type"] == "union_tag_not_found":
@@ -212,13 +234,13 @@ def _explain(cls: type[BaseModel], problem: dict) -> str:
     return message + ("" if problem["type"] == "value_error" else f" (given {problem['input']!r})")
 
 
-def _fields_at(cls: type, path: typing.Iterable) -> set[str]:
+def _models_at(cls: type[BaseModel], path: typing.Iterable) -> set[type[BaseModel]]:
     classes = {cls}
     for part in path:
         fields = [c.model_fields[part] for c in classes if part in c.model_fields]
         if fields:
             classes = set().union(*(_models_in(field.annotation) for field in fields))
-    return {name for c in classes for name in c.model_fields}
+    return classes
 
 
 def _models_in(annotation: typing.Any) -> set[type[BaseModel]]:

@@ -7,7 +7,18 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, field_validator, model_validator
 
-from linnet.config import Config, ConfigError, digest, gather, nearest, override, parse, parse_yaml, read_yaml
+from linnet.config import (
+    Config,
+    ConfigError,
+    digest,
+    gather,
+    nearest,
+    override,
+    parse,
+    parse_yaml,
+    read_yaml,
+    unwritable,
+)
 from linnet.runs.folder import LockedError
 
 
@@ -174,8 +185,23 @@ def test_a_digest_depends_on_content_and_not_on_order():
 def test_nearest_names_one_or_all():
     assert nearest("hgnr2", ["hgrn2", "tnl"]) == "did you mean 'hgrn2'?"
     assert nearest("zzz", ["b", "a"]) == "known: a, b"
+    assert nearest("leaky", ["gla", "tnl"]) == "known: gla, tnl"  # half of the letters is not near
+    assert nearest("usage", ["include_usage", "n"]) == "did you mean 'include_usage'?"
+    assert nearest("fuzy", ["fuzzy_recall", "noisy_recall"]) == "did you mean 'fuzzy_recall'?"
     assert nearest("zzz", []) == "there is none"  # as in a file without classes
     assert nearest("zzz", map(str, range(14_000))) == "it is near none of 14,000 known names"
+
+
+def test_a_folder_is_tried_and_left_as_it_was(tmp_path, monkeypatch):
+    assert unwritable(tmp_path / "a" / "b") is None and not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    assert "is a file" in unwritable(tmp_path / "file" / "a")
+
+    def full(*_, **__):
+        raise OSError(2, "No such file or directory")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", full)  # as in /proc, where root has every right
+    assert unwritable(tmp_path) == f"cannot be written to, '{tmp_path}' takes nothing (No such file or directory)"
 
 
 def test_an_error_comes_back_whole_from_another_process():

@@ -35,7 +35,12 @@ class _Group(typer.core.TyperGroup):
     def invoke(self, ctx):
         console = Console(stderr=True, soft_wrap=True)
         try:
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except typer.BadParameter as error:
+                if not error.message or error.param is None:  # an argument is missing: the usage says more
+                    raise
+                raise ConfigError([_bad_value(error)], "command line") from None
         except ConfigError as error:
             console.print(f"[bold red]error[/] {escape(str(error))}", highlight=False)
             raise typer.Exit(2) from None
@@ -53,6 +58,21 @@ class _Group(typer.core.TyperGroup):
         except KeyboardInterrupt:
             console.print(f"[bold yellow]stopped[/]; {STOPPED.get(ctx.invoked_subcommand, ANEW)}")
             raise typer.Exit(130) from None
+
+    def resolve_command(self, ctx, args):
+        for flag, value in zip(args, [*args[1:], None], strict=True):
+            if (flag, value) == ("--out", "") or flag == "--out=":  # as a path, the current folder
+                raise ConfigError(["--out '': is empty; name a folder, '.' for this one"], "command line")
+        return super().resolve_command(ctx, args)
+
+
+def _bad_value(error: typer.BadParameter) -> str:
+    """What typer refuses in the words of all other errors: the option, what is wrong, the value."""
+    name = error.param.human_readable_name if error.param.param_type_name == "argument" else error.param.opts[0]
+    cause = error.__cause__  # newer ones check by pydantic, and leave the value out
+    found = cause.errors()[0] if hasattr(cause, "errors") else {"type": "value_error"}
+    given = "" if found["type"] == "value_error" else f" (given {found['input']!r})"
+    return f"{name}: {error.message.removeprefix('Value error, ').rstrip('.')}{given}"
 
 
 app = typer.Typer(

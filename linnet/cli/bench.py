@@ -104,6 +104,7 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     from linnet.inference import peers as peer_systems
     from linnet.inference.throughput import FILL, Case, Linnet, copy_bandwidth, measure
     from linnet.models import RECIPES, get_recipe
+    from linnet.models.recipes.registry import unknown_recipe
     from linnet.report.shell import check_folder
 
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -112,11 +113,8 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     size = size or models[0].rpartition("-")[2]
     recipes = {name: f"{peer_systems.PEERS[name]}-{size}" for name in names if name in peer_systems.PEERS}
     problems = [f"--batch {text!r}: give a number above 0, or {FILL}" for text in batches if not _is_batch(text, FILL)]
-    problems += [
-        f"recipe {name!r} is unknown; {nearest(name, RECIPES)}"
-        for name in dict.fromkeys([*models, *recipes.values()])
-        if name not in RECIPES
-    ]
+    asked = dict.fromkeys([*models, *recipes.values()])
+    problems += [unknown_recipe(name) for name in asked if name not in RECIPES]
     problems += [
         f"--peer {name!r} is unknown; {nearest(name, peer_systems.PEERS)}"
         for name in names

@@ -21,16 +21,15 @@ def models(
 
     Example: [bold]linnet models tnl hgrn2-1b --context 131072[/]
     """
-    from linnet.config import ConfigError, nearest
+    from linnet.config import ConfigError
     from linnet.models import RECIPES
     from linnet.models.costs import summary
+    from linnet.models.recipes.registry import unknown_recipe
 
     wanted = names or [""]
     unknown = [name for name in wanted if not any(recipe.startswith(name) for recipe in RECIPES)]
     if unknown:
-        raise ConfigError(
-            [f"recipe {name!r} is unknown; {nearest(name, RECIPES)}" for name in unknown], "linnet models"
-        )
+        raise ConfigError([unknown_recipe(name) for name in unknown], "linnet models")
     chosen = [recipe for recipe in RECIPES if any(recipe.startswith(name) for name in wanted)]
     rows = [summary(name, RECIPES[name](), context) for name in chosen]
     if as_json:
@@ -49,7 +48,8 @@ def _print_table(rows: list[dict], context: int) -> None:
         pad_edge=False,
         padding=(0, 1, 0, 0),
         caption="L layers, d width, h heads, g GLU width; millions of parameters without embeddings;\n"
-        f"PFLOPs a training step of 480 x 8192 tokens; state of one sequence at {context:,} tokens.",
+        f"PFLOPs a training step of 480 x 8192 tokens; state of one sequence at {context:,} tokens.\n"
+        "Sizes in names are nominal: the papers' count the embeddings, -10m is about 5 million.",
         caption_justify="left",
     )
     for column in ("model", "L", "d", "h", "g", "params M", "paper", "exact", "state"):

@@ -66,7 +66,7 @@ def serve(
         raise ConfigError([f"{', '.join(missing)} missing; install them with: pip install 'linnet[serve]'"], "serve")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     problems = [
-        f"--{option}: {value} is not above 0"
+        f"--{option}: {value} is not above 0; give 1 or more"
         for option, value in {"slots": slots, "context-length": context_length}.items()
         if value is not None and value < 1
     ]

@@ -291,7 +291,7 @@ def load_tokenizer(path: str | Path, end_of_document: str | None = None) -> Toke
         inner = tokenizers.Tokenizer.from_str(json.dumps(values))
         return FileTokenizer(inner, end_of_document or notes.get("end_of_document"), name=path.name)
     except OSError as error:
-        reason = f"cannot be read: {error.strerror}"
+        reason = f"cannot be read: {error.strerror}; give the path of a tokenizer.json as data.tokenizer, or byte"
     except ValueError as error:
         reason = str(error) if "end_of_document" in str(error) else f"is not JSON ({error})"
     except Exception as error:  # the library raises bare Exception for a file it cannot use

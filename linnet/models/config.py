@@ -12,7 +12,7 @@ In a file a model is a recipe's name, a recipe with changes, or everything spell
       options: {tnl: {num_heads: 4}, attention: {num_heads: 4, window: 128}}
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -29,6 +29,11 @@ class ModelConfig(Config):
 
     After validation `options` holds the complete options of each layer that the layout names.
     """
+
+    ELSEWHERE: ClassVar = dict.fromkeys(
+        ("num_layers", "n_layers", "n_layer", "layers", "depth"),
+        "layers and their number are in `layout`, for example 'tnl+sglu x6'",
+    )
 
     d_model: int = Field(ge=1, description="width D of the residual stream")
     layout: str = Field(description="the layers, for example 'tnl+sglu x24'")

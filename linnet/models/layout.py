@@ -9,7 +9,7 @@ alias repeats the alias, and `:` separates like a space.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from linnet.config import nearest
@@ -19,6 +19,7 @@ _TOKEN = re.compile(r"[()]|[^\s():]+")
 MOST_BLOCKS = 4096  # more are a slip, and would take minutes and much memory to look at
 _SHOWN = 100  # characters of a layout in a message
 _INDENT = " " * 6
+_OWN = ", or give a mixer of your own (--mixer FILE.py:Class, or `plugins` in a file)"
 
 
 class LayerSpec(NamedTuple):
@@ -51,6 +52,12 @@ def parse_layout(layout: str, aliases: Mapping[str, str] | None = None) -> list[
             message shows the layout with the wrong places marked, all unknown layers at once.
     """
     return _Parser(layout, aliases or {}).parse()
+
+
+def nearest_layer(name: str, known: Iterable[str]) -> str:
+    """As `nearest`; where no name is near, it may be one of an own mixer, so the message says how to give that."""
+    told = nearest(name, known)
+    return told if told.startswith("did you mean") or set(known) <= set(CHANNELS) else told + _OWN
 
 
 class _Parser:
@@ -128,7 +135,7 @@ class _Parser:
         if not name:
             self.marks.append((start, start + 1, f"a {kind} is missing; {nearest(name, known)}"))
         elif name not in known:
-            self.marks.append((start, start + len(name), f"{kind} {name!r} is unknown; {nearest(name, known)}"))
+            self.marks.append((start, start + len(name), f"{kind} {name!r} is unknown; {nearest_layer(name, known)}"))
 
     def _error(self, start: int, end: int, what: str) -> LayoutError:
         return LayoutError(self.layout, [*self.marks, (start, end, what)], self.alias)

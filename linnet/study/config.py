@@ -8,7 +8,7 @@ section 3.3, and the optimum is read from the envelope of the training curves.
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from linnet.config import Config
 from linnet.data import DataConfig
@@ -198,6 +198,20 @@ class StudyConfig(Config):
     curve_points: int = Field(60, gt=1)
     plugins: list[str] = []
     executor: ExecutorConfig = ExecutorConfig()
+
+    @classmethod
+    def beside(cls, values: Any) -> list[str]:
+        """Unknown families and shapes that the layers refuse, which planning tells once all keys are right."""
+        from linnet.study.ladder import model_problems  # is written in terms of this class
+
+        if not isinstance(values, dict):
+            return []
+        part = {key: values[key] for key in ("architectures", "sizes", "plugins") if key in values}
+        try:
+            config = cls.model_validate({"name": "study", "budgets": [1.0], **part})
+        except ValidationError:
+            return []
+        return model_problems(config)
 
     # Fields are validated in the order above, so a check can look at what stands before it.
 

@@ -135,16 +135,7 @@ def plan(
         for key in ("source", "validation"):
             if names := getattr(config.data, key):
                 find_files(names, f"data.{key}", problems, [])
-    rungs, wrong = [], []
-    for architecture in config.architectures:
-        for size in architecture.sizes or config.sizes:
-            try:
-                model = make_model(architecture, size, vocab_size)
-                std = config.init_std.at(model.d_model)
-                rungs.append((architecture, size, model.model_copy(update={"init_std": std})))
-            except ValueError as error:
-                wrong += [(architecture.name, size.label, line) for line in _lines(error)]
-    problems += _by_architecture(wrong)
+    rungs = _rungs(config, vocab_size, problems)
     problems += [
         f"train.{key}: cannot be set here; {instead}"
         for key, instead in SET_BY_THE_LADDER.items()
@@ -184,6 +175,29 @@ def plan(
         raise ConfigError(["no point of the ladder is worth a run", *reasons], where)
     runs.sort(key=lambda run: (-run.flops, -run.params_non_embedding, run.architecture, run.seed))
     return Plan(config, tuple(runs), tuple(dropped))
+
+
+def model_problems(config: StudyConfig) -> list[str]:
+    """What is wrong with the plugins and models of a study, whatever else is."""
+    problems: list[str] = []
+    _load_plugins(config.plugins, problems)
+    _rungs(config, 256, problems)
+    return problems
+
+
+def _rungs(config: StudyConfig, vocab_size: int, problems: list[str]) -> list[tuple[Architecture, Size, ModelConfig]]:
+    """The models of every size; what is wrong with others is added to `problems`."""
+    rungs, wrong = [], []
+    for architecture in config.architectures:
+        for size in architecture.sizes or config.sizes:
+            try:
+                model = make_model(architecture, size, vocab_size)
+                std = config.init_std.at(model.d_model)
+                rungs.append((architecture, size, model.model_copy(update={"init_std": std})))
+            except ValueError as error:
+                wrong += [(architecture.name, size.label, line) for line in _lines(error)]
+    problems += _by_architecture(wrong)
+    return rungs
 
 
 def _by_architecture(wrong: list[tuple[str, str, str]]) -> list[str]:

@@ -30,6 +30,22 @@ def test_help_names_every_option(verb):
             assert parameter.opts[0] in result.output and parameter.help, parameter.name
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("evaluate", "run", "--needle", "ezy"), "--needle: 'ezy' is not one of 'easy', "),
+        (("convert", "--to", "onnx", "run"), "--to: 'onnx' is not one of 'hf', 'linnet'\n"),
+        (("mad", "run", "tnl", "--bundle", "0"), "--bundle: "),
+        (("train", "--model", "tnl-10m", "--out", ""), "--out '': is empty; name a folder"),
+        (("mad", "run", "tnl", "--out="), "--out '': is empty; name a folder"),
+    ],
+)
+def test_a_wrong_value_is_told_as_all_errors_are(arguments, told):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2 and result.stderr.startswith(f"error command line: 1 problem\n  - {told}")
+    assert "Value error" not in result.stderr and ("--bundle" not in told or "0" in result.stderr)
+
+
 def test_brackets_in_help_are_no_markup():
     assert "[b] a blank" in CliRunner().invoke(app, ["mad", "data", "--help"], terminal_width=200).output
 

@@ -97,7 +97,14 @@ def test_all_that_is_wrong_with_the_command_line_comes_at_once_and_before_the_mo
     wrong += ["--slots", "0", "--context-length", "-1", "--chat-template", "none.jinja"]
     done = CliRunner().invoke(app, ["serve", "nowhere", *wrong])
     assert done.exit_code == 2
-    told = ["--port: ", "--queue: ", "--dtype: 'int8'", "--api-key: ", "--max-tokens: ", "--slots: 0"]
+    told = [
+        "--port: ",
+        "--queue: ",
+        "--dtype: 'int8'",
+        "--api-key: ",
+        "--max-tokens: ",
+        "--slots: 0 is not above 0; give 1 or more",
+    ]
     told += ["--context-length: -1", "--chat-template none.jinja: there is no", "nowhere: there is no"]
     for option in told:
         assert option in done.output

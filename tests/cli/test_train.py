@@ -93,6 +93,26 @@ def test_a_mixer_of_a_file(linnet):
     assert json.loads(again.stdout)["path"] == json.loads(in_a_file.stdout)["path"]
 
 
+def test_a_mixer_that_breaks_the_contract_trains_nothing(linnet):
+    """By option and in a file, told beside what else is wrong, and nothing is left behind."""
+    text = MIXER.read_text()
+    ahead = text.replace("return self._read(o, x), None if", "return self._read(o, x.flip(1)), None if")
+    Path("ahead.py").write_text(ahead.replace('"my_mixer"', '"train_ahead"'))
+    lacking = text.replace("def state_spec", "def state_shape").replace('"my_mixer"', '"train_lacking"')
+    Path("lacking.py").write_text(lacking)
+    done = linnet("--mixer", "ahead.py:MyMixer", "--data", "none.txt")
+    assert done.exit_code == 2 and "2 problems" in done.output and "'none.txt' does not exist" in done.output
+    assert "mixer 'ahead.py:MyMixer': is not causal: it looks ahead" in done.output
+    layout = "train_ahead+sglu x1 train_lacking+sglu x1"
+    values = {**SETTINGS, "model": {"d_model": 16, "layout": layout}}
+    Path("run.yaml").write_text(yaml.safe_dump(values | {"plugins": ["ahead.py:MyMixer", "lacking.py:MyMixer"]}))
+    done = linnet("run.yaml")
+    assert done.exit_code == 2 and "2 problems" in done.output
+    assert "'ahead.py:MyMixer': is not causal" in done.output
+    assert "'lacking.py:MyMixer': has no state_spec" in done.output
+    assert {path.name for path in Path().iterdir()} - {"__pycache__"} == {"run.yaml", "ahead.py", "lacking.py"}
+
+
 def test_a_mixer_that_nothing_uses_or_is_not_there(linnet):
     unused = linnet("run.yaml", "--mixer", f"{MIXER}:MyMixer")
     assert unused.exit_code == 2 and "--mixer: the layout 'tnl+sglu x2' has no 'my_mixer'" in unused.output
@@ -123,6 +143,7 @@ def test_what_is_wrong_with_a_text_is_told_with_the_rest_and_nothing_is_made(lin
     for arguments, count, messages in [
         ([*text, "--set", "stepz=5"], 3, ["stepz", "data.validation: 'none.txt' does not exist", "latin.txt: is not"]),
         ([*text, *asked, "--device", "cuda"], 4, ["device: 'cuda'", "evaluations.0 (text): paths: latin.txt is"]),
+        (["--data", "gone.txt", "--set", "data.sauce=x"], 2, ["data.sauce", "data.source: 'gone.txt' does not exist"]),
         (["--data", "short.txt", "--set", "stepz=5"], 2, ["seq_len: 32 is too long", "at most 12 tokens"]),
         (["--data", "short.txt", "--device", "cuda", "--out", "run.yaml"], 3, ["run.yaml' is a file", "seq_len: 32"]),
     ]:

@@ -66,6 +66,12 @@ def test_all_problems_of_a_model_at_once():
     assert len(error.value.problems) == 4
 
 
+@pytest.mark.parametrize("key", ["num_layers", "n_layers", "layers", "depth"])
+def test_the_number_of_layers_is_in_the_layout(key):
+    with pytest.raises(ConfigError, match=rf"{key}: unknown key \(value 1\); layers and their number are in `layout`"):
+        parse(ModelConfig, {"recipe": "tnl-10m", key: 1})
+
+
 def test_all_problems_of_the_layers_at_once():
     values = {
         "d_model": 100,

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import ConfigError, parse
-from linnet.models import ModelConfig
+from linnet.models import ModelConfig, family
 from linnet.models.layout import LayoutError, parse_layout
 
 ALIASES = {"H": "hyena+swiglu", "A": "attentoin+swiglu"}
@@ -58,6 +58,16 @@ def test_a_long_layout_is_shown_around_the_place():
     place = carets.index("^")
     assert shown[place : place + 4] == "sgl " and carets.count("^") == 3 and len(shown) < 120
     assert shown.lstrip().startswith("...") and shown.endswith("...")
+
+
+def test_a_name_near_none_may_be_of_an_own_mixer():
+    with pytest.raises(LayoutError, match=r"'leaky' is unknown; known: .*gla, .*--mixer FILE.py:Class, or `plugins`"):
+        parse_layout("leaky+sglu")
+    with pytest.raises(ConfigError, match=r"'leaky' is unknown; known: .*--mixer FILE.py:Class, or `plugins`"):
+        family("leaky")
+    with pytest.raises(LayoutError) as caught:
+        parse_layout("tnl+zzz")
+    assert "--mixer" not in str(caught.value)  # of channel mixers
 
 
 def test_commands_and_configurations_show_it():

@@ -43,6 +43,15 @@ def test_everything_wrong_is_listed_at_once():
     assert len(caught.value.problems) == 4
 
 
+def test_models_that_cannot_be_are_listed_beside_wrong_keys():
+    with pytest.raises(ConfigError) as caught:
+        study(nmae="x", architectures=["tnl", "tnll"], sizes=[[16, 1], [65, 1, 4]], plugins=["no.py:M"])
+    problems = caught.value.problems
+    assert "nmae: unknown key" in problems[0] and "no file no.py" in problems[1] and len(problems) == 4
+    assert "architectures.tnl 65x1: options.tnl.num_heads: 4 does not divide d_model 65" in problems[2]
+    assert problems[3] == "architectures.tnll 16x1, 65x1: architecture 'tnll' is unknown; did you mean 'tnl'?"
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from linnet.config import ConfigError, nearest
 from linnet.layers.base import MIXERS
 from linnet.models.config import ModelConfig
+from linnet.models.layout import nearest_layer
 
 RECIPES: dict[str, Callable[[], ModelConfig]] = {}
 FAMILIES: dict[str, Callable[..., ModelConfig]] = {}
@@ -42,10 +43,13 @@ def register_recipe(name: str, build: Callable[[], ModelConfig]) -> None:
 def get_recipe(name: str) -> ModelConfig:
     """The configuration of a recipe. Raises ConfigError for an unknown name, with the nearest one."""
     if not isinstance(name, str) or name not in RECIPES:
-        raise ConfigError(
-            [f"recipe {name!r} is unknown; {nearest(str(name), RECIPES)} (linnet models lists them)"], "model"
-        )
+        raise ConfigError([unknown_recipe(name)], "model")
     return RECIPES[name]()
+
+
+def unknown_recipe(name: str) -> str:
+    """The message about a name that no recipe has."""
+    return f"recipe {name!r} is unknown; {nearest(str(name), RECIPES)} (linnet models lists them)"
 
 
 def family(name: str) -> Callable[..., ModelConfig]:
@@ -53,7 +57,8 @@ def family(name: str) -> Callable[..., ModelConfig]:
     if name in FAMILIES:
         return FAMILIES[name]
     if name not in MIXERS:
-        raise ConfigError([f"architecture {name!r} is unknown; {nearest(name, {*FAMILIES, *MIXERS})}"], "architectures")
+        told = nearest_layer(name, {*FAMILIES, *MIXERS})
+        raise ConfigError([f"architecture {name!r} is unknown; {told}"], "architectures")
 
     def build(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
         options: dict[str, dict] = {"swiglu": {"inner": inner}}
