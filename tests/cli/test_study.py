@@ -152,7 +152,8 @@ def test_a_killed_study_goes_on_with_what_is_missing(config, tmp_path):
 def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(config, tmp_path):
     one = ["--workers", "1", "--set", "executor.kind=local", "--set", "executor.threads=1"]
     process = start(config, tmp_path, *one)
-    wait_until(lambda: any((path / "metrics.jsonl").is_file() for path in tmp_path.glob("tiny/runs/*")), process)
+    # A row: the record is opened before the run heeds signals, while nothing is lost by stopping at once.
+    wait_until(lambda: any(RunFolder(path).metrics() for path in tmp_path.glob("tiny/runs/*")), process)
     process.send_signal(signal.SIGINT)
     shown = process.communicate(timeout=300)[0]
     assert process.returncode == 130, shown
