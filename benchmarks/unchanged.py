@@ -1,0 +1,173 @@
+"""Holds what this tree computes against an earlier commit, bit for bit, on a CPU.
+
+    python benchmarks/unchanged.py 1ad5c78
+
+One small model per family trains 20 steps on the text of this repository's docs. The two trees must agree in every
+loss, gradient norm and validation loss, in the order of the data, in each weight at the end, in 32 decoded tokens and
+their logits, and in parameters, FLOPs and bytes of state. Then the earlier tree's runs are cut back to their checkpoint
+of step 10, and this tree must find them under the same configuration, go on, and end with the same rows and weights.
+
+`--tree FOLDER` compares with a checkout that is there already. Exit status 1 if anything differs.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parents[1]
+MODELS = {
+    "llama": {"recipe": "llama-10m", "d_model": 64},
+    "llama-window-gqa": {
+        "d_model": 64, "layout": "attention+swiglu x2",
+        "options": {"attention": {"num_heads": 4, "num_kv_heads": 2, "window": 24}},
+    },
+    "tnl": {"recipe": "tnl-10m", "d_model": 64},
+    "tnl1": {"recipe": "tnl1-385m", "d_model": 64, "layout": "tnl+glu x3"},
+    "hgrn": {"recipe": "hgrn-10m", "d_model": 64},
+    "hgrn2": {"recipe": "hgrn2-10m", "d_model": 64},
+    "cosformer2": {"recipe": "cosformer2-10m", "d_model": 64},
+    "lightnet": {"recipe": "lightnet-10m", "d_model": 64},
+    "gla": {"recipe": "gla-10m", "d_model": 64},
+    "mamba": {"recipe": "mamba-10m", "d_model": 64},
+    "hyena-moe": {"recipe": "mad-hyena-moe", "d_model": 64},
+    "mh-hyena-attention-moe": {"recipe": "mad-mh-hyena-attention-moe"},
+    "hyena-experts": {"recipe": "mad-hyena-experts-swiglu"},
+    "hybrid": {"d_model": 64, "layout": "(tnl+sglu attention+swiglu) x2", "options": {"attention": {"window": 32}}},
+}  # fmt: skip
+STEPS, KEPT = 20, 10
+TIMES = ("seconds", "tokens_per_second", "flop_utilisation", "memory_bytes")  # differ from run to run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("revision", nargs="?", help="an earlier commit")
+    parser.add_argument("--tree", type=Path, help="a checkout of it")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--probe", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.probe:
+        print("\n" + json.dumps(probe(options.probe, options.models)))
+        return 0
+    if (options.revision is None) == (options.tree is None):
+        parser.error("name an earlier commit, or its checkout with --tree")
+    with tempfile.TemporaryDirectory() as folder:
+        tree = options.tree or Path(folder) / "tree"
+        if options.tree is None:
+            subprocess.run(["git", "-C", HERE, "worktree", "add", "-q", "--detach", tree, options.revision], check=True)
+        try:
+            return compare(tree.resolve(), Path(folder), options.models)
+        finally:
+            if options.tree is None:
+                subprocess.run(["git", "-C", HERE, "worktree", "remove", "--force", tree], check=True)
+
+
+def compare(tree: Path, folder: Path, models: list[str]) -> int:
+    """Prints a line per model and returns the exit status."""
+    text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((tree / "docs").glob("*.md")))
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    then = run_probe(tree, folder, "then", models)
+    now = run_probe(HERE, folder, "now", models)
+    cut_back(folder / "then" / "runs")
+    resumed = run_probe(HERE, folder, "then", models)
+    failed = 0
+    for name in models:
+        lines = [
+            *(f"{key} differs" for key in then[name] if then[name][key] != now[name].get(key)),
+            *(f"{key} differs after going on" for key in then[name] if then[name][key] != resumed[name].get(key)),
+            *(["the earlier tree's folder was not found"] if resumed[name]["resumed"] != then[name]["folder"] else []),
+        ]
+        lines = [line for line in lines if not line.startswith(("folder", "resumed"))]
+        print(f"{name:<26}{'; '.join(lines) or 'same'}", flush=True)
+        failed += bool(lines)
+    return 1 if failed else 0
+
+
+def run_probe(tree: Path, folder: Path, place: str, models: list[str]) -> dict:
+    """What `probe` finds with the package of a tree."""
+    (folder / place).mkdir(exist_ok=True)
+    command = [sys.executable, "-W", "ignore::FutureWarning", __file__, "--probe", folder / place, "--models", *models]
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def cut_back(runs: Path) -> None:
+    """Leaves runs as a kill after step `KEPT` would have left them."""
+    for run in runs.iterdir():
+        (run / "result.json").unlink()
+        for path in sorted((run / "checkpoints").iterdir()):
+            if int("".join(filter(str.isdigit, path.name))) > KEPT:
+                shutil.rmtree(path)
+
+
+def probe(folder: Path, models: list[str]) -> dict:
+    """Trains the models in `folder` and describes each by plain values."""
+    import torch
+
+    from linnet.config import parse
+    from linnet.data import Batches, prepare
+    from linnet.models.costs import count_parameters, flops_exact, flops_paper, state_bytes
+    from linnet.runs import latest_good, load_model
+    from linnet.train import TrainConfig, train
+
+    torch.set_num_threads(1)
+    found = {}
+    for name in models:
+        values = {
+            "name": name, "model": MODELS[name], "data": {"source": ["text.txt"]}, "seq_len": 64, "batch_size": 4,
+            "accumulation": 2, "steps": STEPS, "device": "cpu", "log_every": 1, "checkpoint_every": KEPT,
+            "evaluate_every": KEPT, "evaluate_tokens": 2048,
+        }  # fmt: skip
+        config = parse(TrainConfig, values)
+        there = sorted(path.name for path in (folder / "runs").glob(f"{name}-*"))
+        run = train(config, folder / "runs", folder / "cache")
+        rows = [
+            {key: value for key, value in row.items() if key not in TIMES}
+            for row in run.metrics()
+            if "event" not in row
+        ]
+        _, tensors, _, _ = latest_good(run.checkpoint_folder)
+        batches = Batches(prepare(config.data, folder / "cache").train, 64, 4, config.seed)
+        model, _ = load_model(run.path)
+        found[name] = {
+            "rows": rows,
+            "weights": {key: hash_of(value) for key, value in sorted(tensors["model"].items())},
+            "data": hash_of(torch.cat([batches.batch(step)[0] for step in range(8)])),
+            "decoded": decode(model),
+            "parameters": count_parameters(config.model),
+            "flops": [flops_exact(config.model, 64), flops_paper(config.model, 64), flops_exact(config.model, 256)],
+            "state_bytes": [state_bytes(config.model, length) for length in (64, 4096)],
+            "folder": run.path.name,
+            "resumed": there[0] if there else None,
+        }
+    return found
+
+
+def decode(model) -> list:
+    """32 greedy tokens after a prompt, by prefill and steps, and a digest of all logits."""
+    import torch
+
+    prompt = torch.tensor([list(b"The loss of a model falls as it ")])
+    with torch.inference_mode():
+        logits, states = model.prefill(prompt, model.init_state(1, 128))
+        tokens, seen = [], [hash_of(logits)]
+        for _ in range(32):
+            token = logits.argmax(-1)
+            tokens.append(int(token))
+            logits, states = model.step(token, states)
+            seen.append(hash_of(logits))
+    return [tokens, seen]
+
+
+def hash_of(tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
