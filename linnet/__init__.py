@@ -3,4 +3,4 @@
 Everything that is true of a layer lives with the layer; everything above asks the layer. See docs/design.md.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

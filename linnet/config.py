@@ -21,6 +21,8 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from linnet.install import install_command
+
 
 class Config(BaseModel):
     """A frozen configuration: unknown keys and wrong types are errors."""
@@ -82,7 +84,7 @@ def not_installed(modules: typing.Iterable[str]) -> list[str]:
 
 def check_study(modules: typing.Iterable[str], where: str, otherwise: str = "") -> None:
     """Raises ConfigError where modules of the extra `study` are not installed; `otherwise` says how to do without."""
-    fix = "install the extra `study`: pip install 'linnet[study]'" + otherwise
+    fix = f"install the extra `study`: {install_command('study')}{otherwise}"
     if problems := [f"{name}: not installed; {fix}" for name in not_installed(modules)]:
         raise ConfigError(problems, where)
 

@@ -120,4 +120,8 @@ app.add_typer(bench, name="bench")
 
 
 def main() -> None:
+    from linnet.install import name_conflict
+
+    if conflict := name_conflict():
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold yellow]warning[/] {escape(conflict)}")
     sys.exit(app(prog_name="linnet"))

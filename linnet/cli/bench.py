@@ -225,5 +225,5 @@ def _draw(rows: list[dict], out: Path, console) -> None:
     console.print(f"in {out}: generate.csv", highlight=False, markup=False)
     try:
         write_throughput(rows, out)
-    except ConfigError as error:  # the machine with the GPU need not have what draws; no markup, as of 'linnet[study]'
+    except ConfigError as error:  # the machine with the GPU need not have what draws; no markup, as of '.[study]'
         console.print(f"no picture: {error.problems[0]}", highlight=False, markup=False)

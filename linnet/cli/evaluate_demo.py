@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from linnet.config import FIGURES, FITS, Config, ConfigError, not_installed
+from linnet.install import install_command
 
 FOLDER = Path("runs/evaluate-demo")
 
@@ -104,9 +105,11 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
     page = folder / "comparison" / "index.html"
     compare(runs, out=page, page=not absent)
     if absent:
-        console.print(f"No page was drawn: {', '.join(absent)} not installed (pip install 'linnet\\[study]')")
+        console.print(
+            f"No page was drawn: {', '.join(absent)} not installed ({install_command('study')})", markup=False
+        )
     if not_installed(["lm_eval"]):
-        console.print("No questions were asked: that needs lm-evaluation-harness (pip install 'linnet\\[eval]')")
+        console.print(f"No questions were asked: lm_eval is not installed ({install_command('eval')})", markup=False)
     again = shlex.join(["linnet", "compare", *map(str, runs), *(["--no-page"] if absent else ["--out", str(page)])])
     console.print(f"{perf_counter() - started:.0f} s. Again: {again}", style="dim", markup=False)
 

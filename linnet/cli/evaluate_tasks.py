@@ -10,6 +10,7 @@ from rich.table import Table
 
 from linnet.cli.evaluate_run import Opened, progress
 from linnet.config import ConfigError, gather, not_installed
+from linnet.install import install_command
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ def prepare(suites: list[str], names: list[str], asked: Asked) -> list[Questions
     if not suites and not names:
         return []
     if not_installed(["lm_eval"]):
-        raise ConfigError(["suites and tasks need lm-evaluation-harness; pip install 'linnet[eval]'"], "evaluate")
+        message = f"suites and tasks need lm-evaluation-harness; install it: {install_command('eval')}"
+        raise ConfigError([message], "evaluate")
     from linnet.evaluate.suites import find_suite, load_suite
     from linnet.evaluate.tasks import find_tasks
 

@@ -61,9 +61,10 @@ def serve(
     from rich.markup import escape
 
     from linnet.config import ConfigError, not_installed
+    from linnet.install import install_command
 
     if missing := not_installed(["fastapi", "uvicorn", "jinja2", "prometheus_client"]):
-        raise ConfigError([f"{', '.join(missing)} missing; install them with: pip install 'linnet[serve]'"], "serve")
+        raise ConfigError([f"{', '.join(missing)}: not installed; install them: {install_command('serve')}"], "serve")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     problems = [
         f"--{option}: {value} is not above 0; give 1 or more"

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linnet.config import nearest
+from linnet.install import install_command
 
 STDLIB = "stdlib"
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
@@ -249,7 +250,7 @@ def _read_parquet(path: Path, text_key: str, problems: list[str]) -> Iterator[by
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        problems.append(f"{path}: reading Parquet needs pyarrow; install it with: pip install 'linnet[data]'")
+        problems.append(f"{path}: reading Parquet needs pyarrow; install it: {install_command('data')}")
         return
     try:
         file = parquet.ParquetFile(path)

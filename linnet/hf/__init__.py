@@ -7,7 +7,10 @@ model = AutoModelForCausalLM.from_pretrained("folder")          # a folder of `l
 try:
     import transformers
 except ImportError as error:
-    raise ImportError("linnet.hf stands on transformers, which is not installed: pip install 'linnet[hf]'") from error
+    from linnet.install import install_command
+
+    message = f"linnet.hf needs transformers, which is not installed; install it: {install_command('hf')}"
+    raise ImportError(message) from error
 
 from linnet.hf.cache import LinnetCache
 from linnet.hf.config import LinnetConfig

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from linnet.config import ConfigError, not_installed
 from linnet.inference.throughput import synchronize
+from linnet.install import install_command
 from linnet.models import ModelConfig
 
 PEERS = {"transformers": "llama", "transformers-static": "llama", "fla": "hgrn2"}  # and the recipe that has its shape
 
-_TRANSFORMERS = "transformers", "pip install 'linnet[hf]'"
+_TRANSFORMERS = "transformers", install_command("hf")
 _PACKAGES = {
     "transformers": _TRANSFORMERS,
     "transformers-static": _TRANSFORMERS,

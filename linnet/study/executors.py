@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from linnet.config import Config, ConfigError
+from linnet.install import install_command
 
 TICK = 0.5  # seconds between two looks at what runs
 GRACE = 60.0  # seconds that a worker has to end its step and save a checkpoint after it was asked to stop
@@ -161,9 +162,8 @@ class Ray:
         try:
             import ray
         except ImportError:
-            raise ConfigError(
-                ["executor.kind: 'ray' needs the package ray; install linnet[cluster]"], "study"
-            ) from None
+            message = f"executor.kind: 'ray' needs the package ray; install it: {install_command('cluster')}"
+            raise ConfigError([message], "study") from None
         self.ray, self.retries, self.threads = ray, retries, threads
         if not ray.is_initialized():
             # without an address a Ray is started here, with a worker's threads for each of `workers` runs

@@ -20,6 +20,7 @@ from linnet.evaluate.needle_scores import RIVALS, needle_scores
 from linnet.evaluate.recall import Probe, RecallConfig, cells, check_recall, run_recall
 from linnet.evaluate.text import natural_method, read_texts, score_text
 from linnet.inference import Engine
+from linnet.install import install_command
 from linnet.models import CausalLM, ModelConfig
 
 NAME = r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$"
@@ -259,7 +260,7 @@ class TaskEvaluation(Config):
     @classmethod
     def _can_ask(cls, kind: str) -> str:
         if not_installed(["lm_eval"]):
-            raise ValueError("tasks need lm-evaluation-harness; pip install 'linnet[eval]'")
+            raise ValueError(f"tasks need lm-evaluation-harness; install it: {install_command('eval')}")
         return kind
 
     @field_validator("include")

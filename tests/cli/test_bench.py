@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.cli.bench import _draw
+from linnet.install import install_command
 
 SMALL = ("--device", "cpu", "--prompt", "8", "--new", "3", "--repeats", "1")
 
@@ -102,12 +103,12 @@ def test_what_is_wrong_is_said_at_once():
 
 
 def test_without_a_picture_the_extra_is_named_whole(tmp_path, monkeypatch):
-    """A console that reads markup would print linnet[study] without its brackets."""
+    """A console that reads markup would print .[study] without its brackets."""
     monkeypatch.setattr("linnet.config.not_installed", list)
     console = Console(file=io.StringIO(), width=300)
     _draw([], tmp_path / "a [b]", console)
     shown = console.file.getvalue()
-    assert "a [b]: generate.csv" in shown and "pip install 'linnet[study]', or draw it elsewhere" in shown
+    assert "a [b]: generate.csv" in shown and install_command("study") + ", or draw it elsewhere" in shown
 
 
 def test_a_folder_that_cannot_be_made_is_told_before_measuring(tmp_path):

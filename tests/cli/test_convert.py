@@ -12,7 +12,7 @@ from linnet.cli import app
 from linnet.runs import load_model
 from linnet.train import TrainConfig, train
 
-transformers = pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'linnet[hf]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 
 @pytest.fixture

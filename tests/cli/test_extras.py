@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from linnet.install import install_command
+
 ROOT = Path(__file__).parents[2]
 WITHOUT = (
     "import sys; sys.modules.update(dict.fromkeys(sys.argv.pop(1).split(','))); from linnet.cli import main; main()"
@@ -19,7 +21,7 @@ def run(folder, absent, arguments):
 
 
 STUDY = "pandas,scipy,altair,vl_convert"
-NAMED = "pandas: not installed; install the extra `study`: pip install 'linnet[study]'"
+NAMED = f"pandas: not installed; install the extra `study`: {install_command('study')}"
 
 
 @pytest.mark.parametrize(
@@ -31,9 +33,9 @@ NAMED = "pandas: not installed; install the extra `study`: pip install 'linnet[s
         (STUDY, "compare run", f"{NAMED}, or give --no-page"),
         (STUDY, "mad report run", "vl_convert: not installed; install the extra `study`"),
         (STUDY, "mad correlate run --study studies --out page.html", NAMED),
-        ("fastapi", "serve run", "fastapi missing; install them with: pip install 'linnet[serve]'"),
-        ("transformers", "convert run --to hf", "pip install 'linnet[hf]'"),
-        ("lm_eval", "evaluate run --task x", "suites and tasks need lm-evaluation-harness; pip install 'linnet[eval]'"),
+        ("fastapi", "serve run", "fastapi: not installed; install them: " + install_command("serve")),
+        ("transformers", "convert run --to hf", install_command("hf")),
+        ("lm_eval", "evaluate run --task x", install_command("eval")),
     ],
 )
 def test_an_extra_that_is_not_installed_is_named(tmp_path, absent, arguments, fix):

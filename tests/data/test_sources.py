@@ -11,6 +11,7 @@ from pyarrow import parquet
 
 from linnet.data import sources
 from linnet.data.sources import find_files, fingerprints, read_documents
+from linnet.install import install_command
 
 
 def read(source, text_key="text"):
@@ -148,7 +149,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "pyarrow"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
-    assert "pip install 'linnet[data]'" in read([str(tmp_path / "texts.parquet")])[1][0]
+    assert install_command("data") in read([str(tmp_path / "texts.parquet")])[1][0]
 
 
 def test_fingerprints_of_large_files_are_remembered_until_they_change(tmp_path, monkeypatch):

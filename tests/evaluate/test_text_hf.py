@@ -11,7 +11,7 @@ from linnet.evaluate.text import Document, score_text
 from linnet.models import build_model, get_recipe
 from linnet.runs import load_model, save_model
 
-transformers = pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'linnet[hf]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 hf = pytest.importorskip("linnet.hf")
 
 WINDOW, STRIDE = 256, 96

@@ -11,7 +11,7 @@ from linnet.models import build_model
 from linnet.runs import load_model, save_model
 from linnet.runs.model import full_precision
 
-transformers = pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'linnet[hf]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 hf = pytest.importorskip("linnet.hf")
 
 TEXTS = [

@@ -12,7 +12,7 @@ from hf_folders import random_tensors, relative, write_folder
 
 from linnet.runs import load_model
 
-pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'linnet[hf]'")
+pytest.importorskip("transformers", reason="needs the extra hf")
 hf = pytest.importorskip("linnet.hf")
 
 COMMON = {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 50, "intermediate_size": 48, "norm_eps": 1e-3}

@@ -11,7 +11,7 @@ from hf_folders import relative, write_folder
 from linnet.config import ConfigError
 from linnet.runs import load_model
 
-transformers = pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'linnet[hf]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 hf = pytest.importorskip("linnet.hf")
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}

@@ -8,7 +8,7 @@ from linnet.data import ByteTokenizer
 from linnet.models import build_model
 from linnet.runs import save_model
 
-transformers = pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'linnet[hf]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 hf = pytest.importorskip("linnet.hf")
 wrap = pytest.importorskip("linnet.hf.export").wrap
 

@@ -8,7 +8,7 @@ from hf_folders import random_tensors, write_folder
 
 from linnet.config import ConfigError
 
-pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'linnet[hf]'")
+pytest.importorskip("transformers", reason="needs the extra hf")
 hf = pytest.importorskip("linnet.hf")
 
 CONFIGS = {

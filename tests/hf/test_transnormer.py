@@ -11,7 +11,7 @@ from hf_folders import random_tensors, relative, write_folder
 
 from linnet.runs import load_model
 
-pytest.importorskip("transformers", reason="the extra hf is not installed: pip install 'linnet[hf]'")
+pytest.importorskip("transformers", reason="needs the extra hf")
 hf = pytest.importorskip("linnet.hf")
 
 SMALL = {

@@ -337,7 +337,7 @@ def test_out_must_be_a_page(study, tmp_path):
 def test_missing_extra_is_named(study, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "altair" else real(name))
-    with pytest.raises(ConfigError, match=r"altair: not installed; .*pip install 'linnet\[study\]'"):
+    with pytest.raises(ConfigError, match=r"altair: not installed; .*\[study\]"):
         write_report(study(architectures=("tnl",), budgets=(2e11,), widths=(16,), curves=False))
 
 
