@@ -9,9 +9,7 @@ from pathlib import Path
 
 NAME = "linnet-lm"
 _PACKAGE = Path(__file__).parent
-_SUMMARY = (
-    "From one layer file to a scaling law"  # begins the summary of every release, 0.1.0 (named `linnet`) included
-)
+_SUMMARY = "From one layer file to a scaling law"  # the start of every release's summary, also of 0.1.0
 
 
 def install_command(extra: str, package: Path = _PACKAGE) -> str:
@@ -44,8 +42,8 @@ def name_conflict(package: Path = _PACKAGE) -> str | None:
     again = f"cd {shlex.quote(str(clone))} && pip install -e ." if (clone := _clone(package)) else f"pip install {NAME}"
     again = again.replace("pip install", "pip install --force-reinstall --no-deps")
     return (
-        f"the distribution `linnet` {other.version} ({whose}) is installed beside {here}, and both own `import linnet`; "
-        f"remove the first and repair the second: pip uninstall linnet; {again}"
+        f"the distribution `linnet` {other.version} ({whose}) is installed beside {here}, and both own "
+        f"`import linnet`; remove the first and repair the second: pip uninstall linnet; {again}"
     )
 
 
