@@ -67,17 +67,15 @@ def test_more_rows_than_windows(shards_of):
 
 def test_a_sequence_longer_than_the_corpus_names_both(counting):
     assert Batches(counting, 999, 1, 0).windows == 1
-    with pytest.raises(
-        ConfigError, match="seq_len: 1000 is too long: the train split has 1000 tokens; use at most 999"
-    ):
+    with pytest.raises(ConfigError, match="seq_len: 1000 .* 1000 .* 999"):
         Batches(counting, 1000, 1, 0)
 
 
 @pytest.mark.parametrize(("seq_len", "batch_size"), [(0, 1), (1, 0)])
 def test_sizes_below_one_are_refused(counting, seq_len, batch_size):
-    with pytest.raises(ValueError, match="must be at least 1"):
+    with pytest.raises(ValueError, match="seq_len.*batch_size"):
         Batches(counting, seq_len, batch_size, 0)
-    with pytest.raises(ValueError, match="must be at least 1"):
+    with pytest.raises(ValueError, match="seq_len.*batch_size"):
         validation_batches(counting, seq_len, batch_size)
 
 

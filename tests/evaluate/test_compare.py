@@ -108,7 +108,7 @@ def test_perplexities_are_compared_as_such():
 
 def test_items_that_weigh_differently_are_not_tested():
     [found] = compare(shared({"a": [evaluation([1, 2], [1, 2])], "b": [evaluation([1, 2], [1, 3])]}))
-    assert not found.differences and "do not weigh the same" in found.untested
+    assert not found.differences and "weigh" in found.untested
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf])
@@ -137,7 +137,7 @@ def test_only_common_items_count():
     assert (found.n, found.left_out) == (2, 1)
     assert [number.value for number in found.numbers] == [2.5, 5.5]
     [found] = compare(shared({"a": [one], "b": [evaluation([1], ids=["w"])]}))
-    assert (found.n, found.left_out) == (0, 4) and "no item in common" in found.untested
+    assert (found.n, found.left_out) == (0, 4) and "in common" in found.untested
 
 
 def test_what_was_asked_otherwise_is_kept_apart():

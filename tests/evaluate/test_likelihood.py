@@ -59,7 +59,7 @@ def test_a_shared_context_is_read_once():
 
 def test_nothing_to_score():
     model = build_model(family("tnl")(32, 2, vocab_size=61))
-    with pytest.raises(ValueError, match="request 1: 0 tokens of context"):
+    with pytest.raises(ValueError, match="request 1: 0 "):
         log_likelihoods(model, [([1], [2]), ([], [2])])
-    with pytest.raises(ValueError, match="and 0 to score"):
+    with pytest.raises(ValueError, match="request 0: 1 .* 0 "):
         log_likelihoods(model, [([1], [])])

@@ -86,19 +86,19 @@ def test_rivals_look_like_the_answer_and_are_nine(digits):
 
 
 def test_what_cannot_be_asked(tmp_path):
-    with pytest.raises(ConfigError, match=r"lengths: 50 tokens do not hold the needles and the question \(\d+\)"):
+    with pytest.raises(ConfigError, match=r"lengths: 50 .*\d{2,}"):
         list(items(NeedleConfig(lengths=[50]), TOKENIZER))
     with pytest.raises(ConfigError, match="depths"):
         parse(NeedleConfig, {"depths": [1.5]}, "needle")
-    with pytest.raises(ConfigError, match="cannot be read as text"):
+    with pytest.raises(ConfigError, match="none.txt"):
         list(items(NeedleConfig(haystack=str(tmp_path / "none.txt")), TOKENIZER))
     (tmp_path / "empty.txt").write_text(" \n ")
-    with pytest.raises(ConfigError, match="is empty"):
+    with pytest.raises(ConfigError, match="empty.txt"):
         list(items(NeedleConfig(haystack=str(tmp_path / "empty.txt")), TOKENIZER))
     model = build_model(family("llama")(32, 1, vocab_size=256))
-    with pytest.raises(ConfigError, match="the model's cache holds 200"):
+    with pytest.raises(ConfigError, match="lengths: .*200"):
         run_needle(Engine(model, TOKENIZER, slots=1, context_length=200), NeedleConfig(lengths=[300], depths=[0.0]))
-    with pytest.raises(ConfigError, match="tokenizer: the model has none"):
+    with pytest.raises(ConfigError, match="tokenizer: "):
         run_needle(Engine(model, None, slots=1, context_length=200), NeedleConfig(lengths=[300], depths=[0.0]))
 
 

@@ -38,7 +38,7 @@ def test_a_value_is_the_weighted_mean_of_its_items():
     loss, perplexity, _ = evaluation().results
     assert loss.value == pytest.approx((0.3 + 0.5) / 4) and loss.n == 2
     assert perplexity.value == pytest.approx(math.exp(0.2))
-    with pytest.raises(ValueError, match="no items that weigh anything"):
+    with pytest.raises(ValueError, match="one.*loss"):
         Result.of_items("one", "loss", [Item("a", 1.0, 0.0)])
 
 
@@ -70,14 +70,14 @@ def test_damaged_files_are_all_named_and_foreign_ones_left_out(tmp_path):
     assert len(read_evaluations(tmp_path)) == 1
     (folder / "torn.json").write_text('{"format": 1, ')
     (folder / "bare.json").write_text('{"format": 1, "kind": "x"}')
-    with pytest.raises(ConfigError, match=r"(?s)2 problems.*bare.json: cannot be read.*torn.json: cannot be read"):
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*bare.json: .*torn.json: "):
         read_evaluations(tmp_path)
     problems = ["before"]
     assert len(read_evaluations(tmp_path, problems)) == 1
     assert [problem.partition(": ")[0].rpartition("/")[2] for problem in problems] == [
         "before", "bare.json", "torn.json",
     ]  # fmt: skip
-    with pytest.raises(OtherFormatError, match="is no evaluation of format 1"):
+    with pytest.raises(OtherFormatError, match="old.json: .*format 1"):
         read_evaluation(folder / "old.json")
 
 

@@ -61,5 +61,5 @@ def test_a_model_that_learned_nothing_finds_few(scoring):
 
 
 def test_a_length_that_holds_no_list():
-    with pytest.raises(ConfigError, match=r"lengths: 150 tokens do not hold a list of common words \(\d+\)"):
+    with pytest.raises(ConfigError, match=r"lengths: 150 .*\d{3,}"):
         list(items(NeedleConfig(variant="words", lengths=[150]), TOKENIZER))

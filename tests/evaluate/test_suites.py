@@ -78,7 +78,7 @@ def test_a_number_that_failed_is_dropped():
     results = [Result("scrolls_qasper", "f1", 0.2), Result("scrolls_quality", "em", 0.4)]
     [average] = averages(suite, [*results, Result("scrolls_qmsum", "rouge1", float("nan"))])
     assert (average.value, average.n) == (pytest.approx(0.3), 2)
-    with pytest.raises(ConfigError, match="'scroll' is unknown; did you mean 'scrolls'"):
+    with pytest.raises(ConfigError, match="'scroll' .*'scrolls'"):
         find_suite("scroll")
 
 
@@ -270,4 +270,4 @@ def test_a_local_copy_that_is_no_yaml_is_named_instead_of_asking_the_harness_s(t
     with pytest.raises(ConfigError) as caught:
         load_suite(SUITES["csr"], include=tmp_path)
     [problem] = caught.value.problems
-    assert "piqa.yaml: is no YAML" in problem and "line 2" in problem
+    assert "piqa.yaml: " in problem and "YAML" in problem and "line 2" in problem

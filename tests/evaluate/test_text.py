@@ -137,9 +137,9 @@ def test_the_interval_is_over_documents():
 
 def test_what_cannot_be_scored():
     model = tiny("tnl")
-    with pytest.raises(ValueError, match="nothing to score"):
+    with pytest.raises(ValueError, match="to score"):
         score_text(model, documents(0))
-    with pytest.raises(ValueError, match="1 <= stride < window"):
+    with pytest.raises(ValueError, match="stride.*8.*window|stride < window"):
         score_text(model, documents(5), method="windowed", window=8, stride=8)
 
 

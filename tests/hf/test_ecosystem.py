@@ -183,27 +183,27 @@ def test_what_is_not_there_is_refused(tmp_path):
     folder = exported(tmp_path, "tnl", ByteTokenizer())
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokens = torch.arange(1, 9).repeat(2, 1)
-    with pytest.raises(ValueError, match="attention weights"):
+    with pytest.raises(ValueError, match="attention"):
         model(tokens, output_attentions=True)
-    with pytest.raises(ValueError, match="one of the two"):
+    with pytest.raises(ValueError, match="input_ids.*inputs_embeds"):
         model()
-    with pytest.raises(ValueError, match="use linnet.hf.LinnetCache"):
+    with pytest.raises(ValueError, match="LinnetCache"):
         model(tokens, past_key_values=transformers.DynamicCache())
-    with pytest.raises(ValueError, match=r"give \[2, 8\]"):
+    with pytest.raises(ValueError, match=r"\[2, 8\]"):
         model(tokens, attention_mask=torch.ones(2, 1, 8, 8))
-    with pytest.raises(ValueError, match=r"give \[2, 8\]"):
+    with pytest.raises(ValueError, match=r"\[2, 8\]"):
         model(tokens, attention_mask=torch.ones(2, 5))
     cache = hf.LinnetCache()
     model(tokens, past_key_values=cache)
-    with pytest.raises(ValueError, match="holds 2 sequences"):
+    with pytest.raises(ValueError, match="2 sequences"):
         model(tokens[:1], past_key_values=cache)
-    with pytest.raises(ValueError, match="cannot drop tokens"):
+    with pytest.raises(ValueError, match="tokens"):
         cache.crop(1)
     with pytest.raises(ValueError, match="stateful"):
         model.generate(tokens[:1], assistant_model=model, max_new_tokens=2)
-    with pytest.raises(ConfigError, match="layer 'mine' is unknown"):
+    with pytest.raises(ConfigError, match="'mine'"):
         hf.LinnetConfig(model={"d_model": 8, "layout": "mine x2"})
-    with pytest.raises(ConfigError, match="is not an empty folder"):
+    with pytest.raises(ConfigError, match="tnl"):
         hf.export(tmp_path / "model", folder)
 
 

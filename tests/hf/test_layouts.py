@@ -103,7 +103,7 @@ def test_shards_and_half_precision(tokens, tmp_path):
     with pytest.raises(ConfigError) as error:
         hf.convert(tmp_path / "source", tmp_path / "again")
     assert len(error.value.problems) == 3
-    assert "is missing" in str(error.value) and "is damaged" in str(error.value) and "not a file of" in str(error.value)
+    assert all(name in str(error.value) for name in (shards[0].name, shards[1].name, "../elsewhere.safetensors"))
 
 
 def test_pickles_only_when_asked_for(tokens, tmp_path):
@@ -111,7 +111,7 @@ def test_pickles_only_when_asked_for(tokens, tmp_path):
     source = tmp_path / "source"
     theirs.save_pretrained(source)
     (source / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="has no model.safetensors"):
+    with pytest.raises(ConfigError, match="model.safetensors"):
         hf.convert(source, tmp_path / "out")
     torch.save(theirs.state_dict(), source / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="--allow-pickle"):
@@ -153,7 +153,7 @@ def test_an_untied_head_that_is_the_embedding_and_a_stale_one(tokens, tmp_path):
     tensors["lm_head.weight"] += 1.0
     write_folder(tmp_path / "source", {**config, "tie_word_embeddings": True}, tensors)
     found = hf.convert(tmp_path / "source", tmp_path / "stale")
-    assert "differs from the embedding" in found.notes[0]
+    assert "lm_head.weight" in found.notes[0]
     assert relative(logits(load_model(found.path)[0], tokens), theirs(tokens).logits) < 2e-5
     write_folder(tmp_path / "source", config, tensors)
     assert not load_model(hf.convert(tmp_path / "source", tmp_path / "other").path)[0].config.tie_embeddings
@@ -178,7 +178,7 @@ def test_tokenizer_and_chat_template_come_along(tmp_path):
     message = [{"role": "user", "content": f"the cat {again.eos_token}"}]
     assert again.apply_chat_template(message, return_dict=False)[-1] == tokenizer.end_of_document
     (source / "tokenizer.json").write_text("{}")
-    assert "the tokenizer was left out" in hf.convert(source, tmp_path / "without").notes[0]
+    assert "tokenizer" in hf.convert(source, tmp_path / "without").notes[0]
 
 
 def test_what_a_tokenizer_puts_in_front_of_a_text_comes_along(tmp_path):
@@ -212,11 +212,11 @@ def test_what_a_tokenizer_puts_in_front_of_a_text_comes_along(tmp_path):
     (source / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": False}))
     assert load_model(hf.convert(source, tmp_path / "bare").path)[1].prompt_start == ()
     (found.path / "config.yaml").write_text((found.path / "config.yaml").read_text().replace("- 1", "- 500"))
-    with pytest.raises(ConfigError, match=r"prompt_start: \[500\] is no list of tokens"):
+    with pytest.raises(ConfigError, match=r"prompt_start: \[500\]"):
         load_model(found.path)
     (source / "tokenizer.json").rename(source / "tokenizer.model")
     [note] = hf.convert(source, tmp_path / "without").notes
-    assert "tokenizer.model is sentencepiece's file" in note and "save_pretrained" in note
+    assert "tokenizer.model" in note and "save_pretrained" in note
 
 
 def test_an_export_comes_back(tmp_path):

@@ -407,29 +407,29 @@ def test_bad_arguments_name_the_shape():
     short = torch.tensor([0, 4], dtype=torch.int32)
     good = dict(q=q, k=k, v=v)
     for message, wrong in (
-        (r"q \[2, 5, 3, 4\], k \[2, 5, 3, 3\].*give q and k \[B, T, H, K\]", dict(k=k[..., :3])),
+        (r"q \[2, 5, 3, 4\].* k \[2, 5, 3, 3\]", dict(k=k[..., :3])),
         (r"v \[2, 4, 3, 6\]", dict(v=v[:, :4])),
-        ("give floating-point tensors", dict(v=v.long())),
-        (r"theta must be \[H, K\] = \[3, 4\]", dict(theta=torch.zeros(4))),
-        (r"positions must be integers \[B, T\] = \[2, 5\]", dict(positions=torch.zeros(2, 5))),
-        ("needs causal=True", dict(causal=False, initial_state=(q, k))),
-        (r"initial_state has shape \[2, 5, 3, 4\].* give \[2, 3, 4, 6\]", dict(initial_state=(q, k))),
-        (r"initial_state .* give \[2, 3, 4\] in torch.float32", dict(initial_state=(torch.zeros(2, 3, 4, 6), k))),
-        ("the batch is 2", dict(cu_seqlens=offsets)),
-        (r"cu_seqlens \[0, 4\] must start at 0", dict(q=q[:1], k=k[:1], v=v[:1], cu_seqlens=short)),
+        ("torch.int64", dict(v=v.long())),
+        (r"theta.* \[3, 4\]", dict(theta=torch.zeros(4))),
+        (r"positions.* \[2, 5\]", dict(positions=torch.zeros(2, 5))),
+        ("causal=True", dict(causal=False, initial_state=(q, k))),
+        (r"initial_state.* \[2, 5, 3, 4\].* \[2, 3, 4, 6\]", dict(initial_state=(q, k))),
+        (r"initial_state.* \[2, 3, 4\].*torch.float32", dict(initial_state=(torch.zeros(2, 3, 4, 6), k))),
+        ("batch.* 2", dict(cu_seqlens=offsets)),
+        (r"cu_seqlens.*\[0, 4\]", dict(q=q[:1], k=k[:1], v=v[:1], cu_seqlens=short)),
     ):
         with pytest.raises(ValueError, match=message):
             run(good | wrong)
-    with pytest.raises(ValueError, match="-inf masks"), backend.debug():
+    with pytest.raises(ValueError, match="-inf"), backend.debug():
         run(dict(q=q, k=k + INF, v=v))
     S, z = torch.zeros(2, 3, 4, 6), torch.zeros(2, 3, 4)
     token = (q[:, 0], k[:, 0], v[:, 0])
     for message, args, options in (
-        ("one token", (q, k, v, (S, z)), {}),
+        (r"additive_step.*\[2, 5, 3, 4\]", (q, k, v, (S, z)), {}),
         (r"S \[2, 3, 8, 6\]", (*token, (S, z)), dict(theta=torch.zeros(3, 4), positions=torch.zeros(2))),
-        ("come with positions", (*token, (S, z)), dict(theta=torch.zeros(3, 4))),
-        (r"positions must be \[B\] = \[2\]", (*token, (S, z)), dict(theta=torch.zeros(3, 4), positions=torch.zeros(3))),
-        ("float32 or float64", (*token, (S.half(), z.half())), {}),
+        ("theta.*positions|positions.*theta", (*token, (S, z)), dict(theta=torch.zeros(3, 4))),
+        (r"positions.* \[2\]", (*token, (S, z)), dict(theta=torch.zeros(3, 4), positions=torch.zeros(3))),
+        ("float32.*float64", (*token, (S.half(), z.half())), {}),
     ):
         with pytest.raises(ValueError, match=message):
             additive_step(*args, **options)

@@ -32,11 +32,11 @@ def test_tensors_elsewhere_are_refused_by_name(op):
     function(**call)
     first, *others = call
     for name in others:
-        with pytest.raises(ValueError, match=rf"{name} is on meta, but {first} on cpu; move it: {name}.to\('cpu'\)"):
+        with pytest.raises(ValueError, match=rf"{name}.* meta.* {first}.* cpu.*{name}\.to\('cpu'\)"):
             function(**call | {name: call[name].to("meta")})
 
 
 def test_step_refuses_a_decay_of_another_size():
     q = torch.zeros(1, 2, 4)
-    with pytest.raises(ValueError, match=r"log_decay has shape \[1\]; give \[2\], one a head"):
+    with pytest.raises(ValueError, match=r"log_decay.* \[1\].* \[2\]"):
         ops.lightning_step(q, q, q, torch.zeros(1, 2, 4, 4), log_decay=torch.zeros(1))

@@ -90,7 +90,7 @@ def test_wide_heads_run_in_pytorch_under_vmap_too():
 
 def test_shapes_are_checked():
     q = torch.randn(2, 3, 4, 8)
-    with pytest.raises(ValueError, match="give q"):
+    with pytest.raises(ValueError, match=r"\[2, 3, 4, 8\]"):
         causal_attention(q, q, q[:, :2])
 
 

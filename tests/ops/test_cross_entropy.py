@@ -142,18 +142,18 @@ def test_a_model_s_loss_is_the_plain_one_of_its_logits(tied, monkeypatch):
 
 def test_shapes_that_do_not_go_together():
     x, weight, targets = make()
-    with pytest.raises(ValueError, match=r"give \[\.\.\., D\]"):
+    with pytest.raises(ValueError, match=r"\[\.\.\., D\]"):
         linear_cross_entropy(x, weight.T, targets)
 
 
 def test_targets_of_a_wrong_kind():
     x, weight, targets = make()
-    with pytest.raises(ValueError, match=r"dtype torch.int32; give int64"):
+    with pytest.raises(ValueError, match=r"torch.int32.*int64"):
         linear_cross_entropy(x, weight, targets.int())
-    with pytest.raises(ValueError, match="targets is on meta, but x on cpu"):
+    with pytest.raises(ValueError, match="targets.* meta.* x .*cpu"):
         linear_cross_entropy(x, weight, targets.to("meta"))
     targets[1, 0] = 37
-    with debug(), pytest.raises(ValueError, match="targets hold 37; give 0 to 36, or -100 to ignore one"):
+    with debug(), pytest.raises(ValueError, match="targets.* 37.* 36.* -100"):
         linear_cross_entropy(x, weight, targets)
 
 

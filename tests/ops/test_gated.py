@@ -206,12 +206,10 @@ def test_long_sequence_in_linear_memory():
 
 BAD = {
     r"k \[2, 37, 2, 4\]": lambda c: c | {"k": torch.zeros(2, 37, 2, 4)},
-    r"log_decay has shape \[2, 37, 2, 1\]": lambda c: c | {"log_decay": c["log_decay"][..., :1]},
-    "dtype torch.int64; give floating-point": lambda c: c | {"log_decay": c["log_decay"].long()},
-    r"initial_state has shape \[2, 2, 5, 3\].*give \[2, 2, 3, 5\]": lambda c: (
-        c | {"initial_state": c["initial_state"].mT}
-    ),
-    "the batch is 2": lambda c: c | {"cu_seqlens": torch.tensor([0, 37], dtype=torch.int32)},
+    r"log_decay.* \[2, 37, 2, 1\]": lambda c: c | {"log_decay": c["log_decay"][..., :1]},
+    "log_decay.*torch.int64": lambda c: c | {"log_decay": c["log_decay"].long()},
+    r"initial_state.* \[2, 2, 5, 3\].* \[2, 2, 3, 5\]": lambda c: c | {"initial_state": c["initial_state"].mT},
+    "batch.* 2": lambda c: c | {"cu_seqlens": torch.tensor([0, 37], dtype=torch.int32)},
 }
 
 
@@ -225,7 +223,7 @@ def test_debug_looks_at_values():
     call = make()
     call["log_decay"] = call["log_decay"].detach() + 1.5
     gated_linear_attention(**call)
-    with debug(), pytest.raises(ValueError, match="log_decay must be at most 0 and not NaN, but reaches 1.4"):
+    with debug(), pytest.raises(ValueError, match="log_decay.* 1.4"):
         gated_linear_attention(**call)
 
 

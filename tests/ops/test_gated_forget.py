@@ -112,5 +112,5 @@ def test_vmap_is_a_loop(variant, shared):
 
 @pytest.mark.parametrize("bound", [torch.zeros(3), torch.zeros(3, 4, dtype=torch.int64)])
 def test_refuses_a_wrong_bound(bound):
-    with pytest.raises(ValueError, match=r"lower_bound has shape .* give floating-point \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"lower_bound.* \[3, 4\]"):
         forget_gated_attention(**make() | {"lower_bound": bound})

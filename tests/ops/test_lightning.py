@@ -177,15 +177,13 @@ def test_long_sequence_in_linear_memory():
 BAD = {
     "k [2, 37, 2, 4]": lambda c: c | {"k": torch.zeros(2, 37, 2, 4)},
     "v [2, 36, 2, 5]": lambda c: c | {"v": c["v"][:, :36]},
-    "every size must be at least 1": lambda c: c | {name: c[name][:, :0] for name in "qkv"},
-    "give floating-point": lambda c: c | {"q": c["q"].long()},
-    r"log_decay has shape \[3\]": lambda c: c | {"log_decay": torch.zeros(3)},
-    "requires_grad=True; give a constant": lambda c: c | {"log_decay": torch.zeros(2, requires_grad=True)},
-    r"initial_state has shape \[2, 2, 5, 3\].*give \[2, 2, 3, 5\]": lambda c: (
-        c | {"initial_state": c["initial_state"].mT}
-    ),
-    "in torch.float64": lambda c: c | {"initial_state": c["initial_state"].float()},
-    "the batch is 2": lambda c: c | {"cu_seqlens": torch.tensor([0, 37], dtype=torch.int32)},
+    "q [2, 0, 2, 3]": lambda c: c | {name: c[name][:, :0] for name in "qkv"},
+    "torch.int64": lambda c: c | {"q": c["q"].long()},
+    r"log_decay.* \[3\]": lambda c: c | {"log_decay": torch.zeros(3)},
+    "log_decay.*requires_grad": lambda c: c | {"log_decay": torch.zeros(2, requires_grad=True)},
+    r"initial_state.* \[2, 2, 5, 3\].* \[2, 2, 3, 5\]": lambda c: c | {"initial_state": c["initial_state"].mT},
+    "torch.float32.*torch.float64": lambda c: c | {"initial_state": c["initial_state"].float()},
+    "batch.* 2": lambda c: c | {"cu_seqlens": torch.tensor([0, 37], dtype=torch.int32)},
 }
 
 
@@ -199,9 +197,9 @@ def test_bad_arguments(message):
 @pytest.mark.parametrize("offsets", [[0, 20, 10, 37], [1, 37], [0, 36], [0, 38]])
 def test_bad_offsets(offsets):
     call = detached(make(B=1, state=False))
-    with pytest.raises(ValueError, match="must start at 0, never fall, and end at the sequence length 37"):
+    with pytest.raises(ValueError, match=r"cu_seqlens.* 37"):
         lightning_attention(**call, cu_seqlens=torch.tensor(offsets, dtype=torch.int32))
-    with pytest.raises(ValueError, match="give int32"):
+    with pytest.raises(ValueError, match="int64.*int32"):
         lightning_attention(**call, cu_seqlens=torch.tensor([0, 37]))
 
 
@@ -209,13 +207,13 @@ def test_bad_offsets(offsets):
 def test_debug_looks_at_values(value):
     call = make() | {"log_decay": torch.tensor([-1.0, value])}
     lightning_attention(**call)
-    with debug(), pytest.raises(ValueError, match="log_decay must be at most 0"):
+    with debug(), pytest.raises(ValueError, match="log_decay"):
         lightning_attention(**call)
 
 
 def test_step_refuses_wrong_shapes():
     x = torch.zeros(2, 3, 4)
-    with pytest.raises(ValueError, match=r"state \[2, 3, 4, 5\]; give"):
+    with pytest.raises(ValueError, match=r"state \[2, 3, 4, 5\]"):
         lightning_step(x, x, x, torch.zeros(2, 3, 4, 5))
 
 
@@ -247,5 +245,5 @@ def test_tensors_elsewhere_are_refused_by_name():
         "cu_seqlens": {"cu_seqlens": torch.zeros(2, dtype=torch.int32, device="meta")},
         "initial_state": {"initial_state": torch.zeros(1, 2, 4, 4, device="meta")},
     }.items():
-        with pytest.raises(ValueError, match=rf"{name} is on meta, but q on cpu; move it: {name}.to\('cpu'\)"):
+        with pytest.raises(ValueError, match=rf"{name}.* meta.* q .*cpu.*{name}\.to\('cpu'\)"):
             lightning_attention(**({"q": q, "k": k, "v": v} | call))

@@ -274,7 +274,7 @@ def test_flops_are_counted_on_the_meta_device():
 
 def test_wrong_arguments_are_named():
     call = make()
-    with pytest.raises(ValueError, match="F divides D"):
+    with pytest.raises(ValueError, match="F.*D"):
         run(call | {"x": torch.zeros(2, 5, 7)})
     with pytest.raises(ValueError, match="residue"):
         run(call | {"residue": torch.zeros(3, 4)})
@@ -283,7 +283,7 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="initial_state"):
         run(call | {"initial_state": torch.zeros(2, 6, 4)})
     filter = ModalFilter(*(call[name] for name in ModalFilter._fields))
-    with pytest.raises(ValueError, match="a filter a head"):
+    with pytest.raises(ValueError, match=r"\[2, 5, 4, 6\]"):
         filtered_attention(*torch.zeros(3, 2, 5, 4, 6), filter)
     with pytest.raises(ValueError, match="long_convolution_step"):
         long_convolution_step(torch.zeros(2, 6), filter, torch.zeros(2, 6, 4))

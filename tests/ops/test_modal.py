@@ -221,22 +221,22 @@ def test_bad_arguments_name_the_shape():
     offsets = torch.tensor([0, 5], dtype=torch.int32)
     good = dict(x=x, log_decay=modes, weight=modes)
     for message, wrong in (
-        (r"weight \[3, 5\]; give x \[B, T, D\]", dict(weight=torch.zeros(3, 5))),
+        (r"weight \[3, 5\]", dict(weight=torch.zeros(3, 5))),
         (r"x \[2, 5, 4\]", dict(x=torch.zeros(2, 5, 4))),
-        ("every size must be at least 1", dict(x=x[:, :0])),
-        ("give floating-point", dict(x=x.long())),
-        (r"initial_state has shape \[2, 3\].*give \[2, 3, 4\]", dict(initial_state=torch.zeros(2, 3))),
-        ("the batch is 2", dict(cu_seqlens=offsets)),
+        (r"x \[2, 0, 3\]", dict(x=x[:, :0])),
+        ("torch.int64", dict(x=x.long())),
+        (r"initial_state.* \[2, 3\].* \[2, 3, 4\]", dict(initial_state=torch.zeros(2, 3))),
+        ("batch.* 2", dict(cu_seqlens=offsets)),
     ):
         with pytest.raises(ValueError, match=message):
             run(good | wrong)
-    with pytest.raises(ValueError, match="at most 0"), backend.debug():
+    with pytest.raises(ValueError, match="log_decay"), backend.debug():
         run(good | dict(log_decay=modes + 1))
     state = torch.zeros(2, 3, 4)
     for message, args in (
-        (r"give x \[B, D\]", (x, modes, modes, state)),
-        ("has not the channels", (torch.zeros(2, 5), modes, modes, state)),
-        ("give float32 or float64", (x[:, 0], modes, modes, state.half())),
+        (r"x \[2, 5, 3\]", (x, modes, modes, state)),
+        (r"x \[2, 5\]", (torch.zeros(2, 5), modes, modes, state)),
+        ("float16.*float32.*float64", (x[:, 0], modes, modes, state.half())),
     ):
         with pytest.raises(ValueError, match=message):
             modal_step(*args)

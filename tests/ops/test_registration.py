@@ -173,7 +173,7 @@ def test_forward_mode_is_refused(op):
         return function(q, **call)[0]
 
     for transform in (run, vmap(run)):
-        with pytest.raises(NotImplementedError, match=r"no forward-mode derivative .*use_backend\('reference'\)"):
+        with pytest.raises(NotImplementedError, match=r"use_backend\('reference'\)"):
             jvp(transform, *[(q if transform is run else torch.stack([q, q]),)] * 2)
     assert jvp(lambda x: x.sum() * run(q), (q,), (q,))[1].isfinite().all()  # no tangent comes in
     with use_backend("reference"):
@@ -243,7 +243,7 @@ def test_eager_calls_of_a_step_say_what_they_changed():
     product = kept * state
     shorten(advance)(torch.ones(2), state)
     assert state.tolist() == [1.0, 1.0]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="inplace"):
         product.sum().backward()
     with torch.inference_mode():
         shorten(advance)(torch.ones(2), torch.zeros(2))

@@ -248,23 +248,23 @@ def test_bad_arguments_name_the_shape():
     offsets = torch.tensor([0, 5], dtype=torch.int32)
     good = dict(x=x, log_decay=x)
     for message, wrong in (
-        (r"x \[2, 5, 3\], log_decay \[2, 5, 4\]; give", dict(log_decay=torch.zeros(2, 5, 4))),
-        (r"x \[B, T, D, 2\], because theta is given", dict(theta=torch.zeros(3))),
-        (r"theta has shape \[4\]; give \[3\]", dict(x=torch.zeros(2, 5, 3, 2), theta=torch.zeros(4))),
-        ("every size must be at least 1", dict(x=x[:, :0], log_decay=x[:, :0])),
-        ("give floating-point", dict(x=x.long())),
-        (r"initial_state has shape \[3\].*give \[2, 3\]", dict(initial_state=torch.zeros(3))),
-        ("the batch is 2", dict(cu_seqlens=offsets)),
+        (r"x \[2, 5, 3\].*log_decay \[2, 5, 4\]", dict(log_decay=torch.zeros(2, 5, 4))),
+        (r"x \[B, T, D, 2\].*theta", dict(theta=torch.zeros(3))),
+        (r"theta.* \[4\].* \[3\]", dict(x=torch.zeros(2, 5, 3, 2), theta=torch.zeros(4))),
+        (r"x \[2, 0, 3\]", dict(x=x[:, :0], log_decay=x[:, :0])),
+        ("torch.int64", dict(x=x.long())),
+        (r"initial_state.* \[3\].* \[2, 3\]", dict(initial_state=torch.zeros(3))),
+        ("batch.* 2", dict(cu_seqlens=offsets)),
     ):
         with pytest.raises(ValueError, match=message):
             run(good | wrong)
-    with pytest.raises(ValueError, match="at most 0"), backend.debug():
+    with pytest.raises(ValueError, match="log_decay"), backend.debug():
         run(dict(x=x, log_decay=x + 1))
     token = x[:, 0]
     for message, args, options in (
         (r"log_decay \[B, D\]", (x, x, x), {}),
-        ("theta has shape", (torch.zeros(2, 3, 2), token, torch.zeros(2, 3, 2)), dict(theta=torch.zeros(2))),
-        ("give float32 or float64", (token, token, token.half()), {}),
+        (r"theta.* \[2\].* \[3\]", (torch.zeros(2, 3, 2), token, torch.zeros(2, 3, 2)), dict(theta=torch.zeros(2))),
+        ("float16.*float32.*float64", (token, token, token.half()), {}),
     ):
         with pytest.raises(ValueError, match=message):
             diagonal_step(*args, **options)

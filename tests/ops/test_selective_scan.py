@@ -293,14 +293,14 @@ def test_what_does_not_go_together_is_refused():
         ("D", call["D"][:2]),
         ("A", call["A"].mT),
     ):
-        with pytest.raises(ValueError, match=r"selective_scan: x \[2, 5, 3\].*give x, delta \[Bt, T, D\]"):
+        with pytest.raises(ValueError, match=r"selective_scan: x \[2, 5, 3\].*delta \[Bt, T, D\]"):
             selective_scan(**(call | {name: wrong}))
-    with pytest.raises(ValueError, match=r"initial_state has shape \[2, 3\].*give \[2, 3, 4\]"):
+    with pytest.raises(ValueError, match=r"initial_state.* \[2, 3\].* \[2, 3, 4\]"):
         selective_scan(**call, initial_state=torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="floating-point"):
+    with pytest.raises(ValueError, match="torch.int64"):
         selective_scan(**(call | {"x": torch.zeros(2, 5, 3, dtype=torch.int64)}))
     with pytest.raises(ValueError, match=r"selective_step: .*state \[2, 4, 3\]"):
         token = {name: x[:, 0] if x.ndim == 3 else x for name, x in call.items()}
         selective_step(**token, state=torch.zeros(2, 4, 3))
-    with debug(), pytest.raises(ValueError, match="A = -exp"):
+    with debug(), pytest.raises(ValueError, match=r"\bA\b"):
         selective_scan(**(call | {"A": -call["A"]}))

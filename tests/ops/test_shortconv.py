@@ -94,7 +94,7 @@ def test_no_tokens():
 def test_wrong_arguments_are_named():
     x, weight, bias, _ = make()
     for call in ((x[0], weight), (x, weight.mT), (x, weight, bias[1:]), (x, weight[:, :0]), (x.long(), weight)):
-        with pytest.raises(ValueError, match="short_convolution: x .* give floating-point x"):
+        with pytest.raises(ValueError, match=r"short_convolution: x \["):
             short_convolution(*call)
 
 

@@ -92,17 +92,17 @@ def test_small_space_is_divided_whole():
 
 def test_too_few_samples_to_divide():
     task = Compression(vocab_size=2, seq_len=2)
-    with pytest.raises(ConfigError, match="vocab_size, seq_len: 2 and 2 allow too few different samples"):
+    with pytest.raises(ConfigError, match="vocab_size.*seq_len.* 2 "):
         for split in SPLITS:
             generate(task, split, 10)
 
 
 def test_wrong_arguments():
-    with pytest.raises(ValueError, match="split 'dev' is unknown"):
+    with pytest.raises(ValueError, match="'dev'"):
         generate(Mqar(), "dev", 1)
-    with pytest.raises(ValueError, match="neither can be negative"):
+    with pytest.raises(ValueError, match="-1"):
         generate(Mqar(), "train", -1)
-    with pytest.raises(ConfigError, match="did you mean 'fuzzy_recall'"):
+    with pytest.raises(ConfigError, match="'fuzzy_recall'"):
         find_task("fuzzy-recal")
 
 
