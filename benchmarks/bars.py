@@ -51,7 +51,7 @@ def bars(gpu: str) -> list[str]:
                 f"| {bar.what} | {bar.asked} | {bar.measured} | {'yes' if bar.met else '**no**'} | {group} |"
                 for bar in judge(table(group, gpu))
             ]
-        except (KeyError, ValueError) as missing:  # rows that nobody has measured yet
+        except (KeyError, ValueError) as missing:  # rows that are not measured yet
             lines.append(f"| {group} | | not measured: {missing} | | |")
     return lines
 
@@ -67,7 +67,7 @@ def peers(gpu: str) -> list[str]:
 
 
 def models(gpu: str) -> list[str]:
-    """Thousands of tokens a second in steps of 32,768 tokens, eager / compiled."""
+    """Thousands of tokens per second in steps of 32,768 tokens, eager / compiled."""
     rows = [row for row in table("models", gpu) if row["tokens"] == 32_768 and row["recompute"] == "none"]
     lengths = sorted({row["length"] for row in rows})
     lines = [f"| model | weights | {' | '.join(f'T = {length:,.0f}' for length in lengths)} |"]
@@ -200,7 +200,7 @@ def training(rows: list[dict]) -> Iterator[Bar]:
         ratios = {length: ours[length] / theirs[length] for length in sorted(ours.keys() & theirs)}
         if ratios:
             measured = ", ".join(f"{ratio:.2f}x at {length / 1024:.0f}k" for length, ratio in ratios.items())
-            what = f"HGRN2 of 390M, tokens a second against fla's, fastest setting each, weights in {weights}"
+            what = f"HGRN2 of 390M, tokens per second against fla's, fastest setting each, weights in {weights}"
             yield Bar(what, ">= 1.5x", measured, min(ratios.values()) >= 1.5)
     for setting in ("none", "block", "selective"):
         for compiled in ("False", "True"):

@@ -1,4 +1,4 @@
-"""MAD's bundles against the same models trained one after the other: milliseconds of a step of one model.
+"""MAD's bundles against the same models trained one after the other: milliseconds per step and model.
 
     python benchmarks/bundles.py --csv
     python benchmarks/bundles.py --models tnl+swiglu --members 6 --forms graph compiled --profile bundles.txt
@@ -10,7 +10,7 @@ in bfloat16 autocast on `--batch` sequences of `--length` random tokens, as `lin
     graph      a step as one CUDA graph: what `linnet mad run` does
     compiled   `torch.compile`, then a CUDA graph
 
-`alone` is one model after another without any of it, with PyTorch's fused AdamW: the time of a step of one model.
+`alone` is one model after another without any of it, with PyTorch's fused AdamW: the time per step and model.
 The first steps of a bundle are a gate: two members give the losses of their models alone in float32, or it is not
 timed. `--csv` puts the rows into benchmarks/results/bundles-<gpu>.csv; `--profile FILE` appends the kernels of one step
 of each form.
@@ -165,7 +165,7 @@ def time_bundle(
         options.profile.parent.mkdir(parents=True, exist_ok=True)
         with options.profile.open("a") as file:
             kernels = profile(lambda: ensemble.step(*batches[0]))
-            file.write(f"{name}, {form}, {size} members, {milliseconds:.3f} ms a model-step\n{kernels}\n\n")
+            file.write(f"{name}, {form}, {size} members, {milliseconds:.3f} ms per model and step\n{kernels}\n\n")
     notes = [] if ensemble.vectorised else ["one by one"]
     notes += ["not compiled"] if form == "compiled" and not ensemble.compiled else []
     notes += ["not captured"] if form != "eager" and not ensemble.captured else []

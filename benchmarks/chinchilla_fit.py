@@ -51,7 +51,7 @@ def main() -> None:
     print(f"a {fit.parameters['a']:.5f}, sd {fit.deviations['a']:.4f}, 80 % {low:.4f} to {high:.4f}")
     N, D = float(fit.N_opt.predict(5.76e23)), float(fit.D_opt.predict(5.76e23))
     between = "{:.3g} to {:.3g}".format(*fit.N_opt.interval_at(5.76e23))
-    print(f"at 5.76e23 FLOPs: N_opt {N:.4g} (95 % {between}), D_opt {D:.5g}, {D / N:.2f} tokens a parameter")
+    print(f"at 5.76e23 FLOPs: N_opt {N:.4g} (95 % {between}), D_opt {D:.5g}, {D / N:.2f} tokens per parameter")
     test = fit.held_out
     print(f"fitted to {test.trained} rows up to {test.c_max:.3g} FLOPs, {test.tested} above: mean error "
           f"{test.mean_error:.3%}, largest {test.max_error:.2%}, log-RMSE {test.rms_log_error:.5f}")  # fmt: skip

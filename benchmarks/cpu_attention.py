@@ -25,10 +25,10 @@ RESULTS = Path(__file__).parent / "results" / "cpu_attention.csv"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768], help="tokens a sequence, ascending")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768], help="tokens per sequence, ascending")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--width", type=int, default=64, help="channels a head")
+    parser.add_argument("--width", type=int, default=64, help="channels per head")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--csv", action="store_true", help=f"write {RESULTS.name}")

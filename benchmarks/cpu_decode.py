@@ -1,4 +1,4 @@
-"""Milliseconds a token on a CPU behind 2,048 tokens: Linnet's engine beside transformers' Llama of the same size.
+"""Milliseconds per token on a CPU after 2,048 tokens: Linnet's engine beside transformers' Llama of the same size.
 
     python benchmarks/cpu_decode.py --csv
     python benchmarks/cpu_decode.py --tokens 100000     # memory of one request of so many tokens
@@ -55,7 +55,7 @@ def main() -> None:
         times = take_turns(contenders, options.rounds)
     milliseconds = {name: 1e3 * statistics.median(found) for name, found in times.items()}
     for name, value in milliseconds.items():
-        print(f"{name:<18}{value:8.3f} ms a token {milliseconds['transformers'] / value:8.2f} times transformers")
+        print(f"{name:<18}{value:8.3f} ms per token {milliseconds['transformers'] / value:8.2f} times transformers")
     constants = {"threads": options.threads} | {name: importlib.metadata.version(name) for name in PACKAGES}
     rows = [
         {"system": name, "context": options.context, "token_ms": round(value, 4)} | constants

@@ -11,7 +11,7 @@ slot, all that it does on the host included. The floor is the bytes of the weigh
 often as the engine writes them) over the measured copy bandwidth.
 
 Every row is first held against the parallel form (chunked, in PyTorch): `error` is the relative RMS error of the logits
-of 16 tokens. Both round in bfloat16, each on its own way, so it is some percent. `kernels` are launches a token.
+of 16 tokens. Both round to bfloat16 at different places, so a few percent are expected. `kernels` counts launches per token.
 
 `--csv` puts the rows into benchmarks/results/decode-<gpu>.csv; `--profile FILE` writes the kernels of a token there.
 """
@@ -170,7 +170,7 @@ def time_row(name: str, model: CausalLM, batch: int, mode: str, bandwidth: float
     if profile is not None:
         profile.parent.mkdir(parents=True, exist_ok=True)
         with profile.open("a") as file:
-            file.write(f"{name}, batch {batch}, {mode}: {milliseconds:.3f} ms a token, {kernels} kernels\n{report}\n")
+            file.write(f"{name}, batch {batch}, {mode}: {milliseconds:.3f} ms per token, {kernels} kernels\n{report}\n")
     return {
         "model": name,
         "batch": batch,

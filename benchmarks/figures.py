@@ -69,7 +69,7 @@ def draw_attention(gpu: str) -> alt.HConcatChart | None:
     if not rows:
         return None
     times = [row | {"backward_ms": row["both_ms"] - row["forward_ms"]} for row in rows]
-    length = "tokens a sequence"
+    length = "tokens per sequence"
     return alt.hconcat(
         panel(times, "length", "forward_ms", length, "ms", "Forward"),
         panel(times, "length", "backward_ms", length, "ms", "Backward"),
@@ -112,9 +112,9 @@ def draw_training(gpu: str) -> alt.Chart | None:
             best[key] = row | {"thousands": row["tokens_per_second"] / 1e3}
     if not best:
         return None
-    title = "Training about 390M parameters on one GPU, 32,768 tokens a step"
+    title = "Training about 390M parameters on one GPU, 32,768 tokens per step"
     return panel(
-        list(best.values()), "length", "thousands", "tokens a sequence", "1,000 tokens/s", title, False, (620, 320)
+        list(best.values()), "length", "thousands", "tokens per sequence", "1,000 tokens/s", title, False, (620, 320)
     )
 
 

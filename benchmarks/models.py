@@ -154,7 +154,7 @@ def time_step(name: str, model: nn.Module, loss: Callable, length: int, options:
     if options.profile is not None and length == options.lengths[0]:
         options.profile.parent.mkdir(parents=True, exist_ok=True)
         with options.profile.open("a") as file:
-            file.write(f"{name}, length {length}, {milliseconds:.1f} ms a step\n{profile(step)}\n")
+            file.write(f"{name}, length {length}, {milliseconds:.1f} ms per step\n{profile(step)}\n")
     return {
         "model": name,
         "length": length,

@@ -60,7 +60,7 @@ def main() -> None:
     ratio = medians["linnet"] / medians["bare"]
     _, outside = count_parameters(run.config.model)
     print(f"{options.family}, {outside:,} parameters without embeddings, {options.device}, {options.threads} thread(s)")
-    print(f"bare   {medians['bare']:.3f} ms a step\nlinnet {medians['linnet']:.3f} ms a step\nratio  {ratio:.3f}")
+    print(f"bare   {medians['bare']:.3f} ms per step\nlinnet {medians['linnet']:.3f} ms per step\nratio  {ratio:.3f}")
     print(
         json.dumps(
             {
