@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 
 from linnet.config import ConfigError, gather, parse
-from linnet.data import DataConfig, Tokenizer, given_tokenizer, given_vocabulary
+from linnet.data import DataConfig, given_vocabulary
 from linnet.data.problems import text_problems
 from linnet.data.sources import find_files
 from linnet.layers.base import CHANNELS, MIXERS, load_plugin
@@ -21,7 +20,8 @@ from linnet.models.recipes.registry import default_heads
 from linnet.runs import RunFolder
 from linnet.study.config import Architecture, Size, StudyConfig
 from linnet.train import TrainConfig, resolve
-from linnet.train.ready import make_evaluations
+from linnet.train.objective import Data
+from linnet.train.objectives import find_objective
 from linnet.train.sinks import check_sinks
 
 SET_BY_THE_LADDER = {
@@ -143,14 +143,15 @@ def plan(
     ]
     train = {key: value for key, value in config.train.items() if key not in SET_BY_THE_LADDER}
     if rungs:
+        told = "\n".join(problems)  # of a tokenizer that cannot be read, say, which a model asks for too
         try:  # the settings are the same for all runs, so one shows what is wrong with them
             smallest = min(_batch_size(config, a, i) for a, _, _ in rungs for i in range(len(config.targets)))
             first = parse(TrainConfig, _train_values(config, train, *rungs[0], smallest, steps=1, seed=0, plugins=[]))
             if check_data:
-                problems += evaluation_problems(first, lengths, given_tokenizer(config.data.tokenizer))
+                found = evaluation_problems(first, lengths)
+                problems += [line for line in found if line.removeprefix("train.") not in told]
                 check_sinks(first.sinks)
         except ConfigError as error:
-            told = "\n".join(problems)  # of a tokenizer that cannot be read, say, which a model asks for too
             problems += [f"train.{line}" for line in error.problems if line.removeprefix("model: ") not in told]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), where)
@@ -208,16 +209,16 @@ def _by_architecture(wrong: list[tuple[str, str, str]]) -> list[str]:
     return [f"architectures.{name} {', '.join(found)}: {line}" for (name, line), found in sizes.items()]
 
 
-def evaluation_problems(train: TrainConfig, lengths: Iterable[int], tokenizer: Tokenizer | None) -> list[str]:
-    """What is wrong with the evaluations of runs like one, as far as is known where there is no tokenizer yet.
+def evaluation_problems(train: TrainConfig, lengths: Iterable[int], data: Data | None = None) -> list[str]:
+    """Returns the problems of the evaluations of runs like this one, as far as they show with or without the data.
 
     Args:
-        lengths: tokens of a sequence of training, of all runs.
+        lengths: tokens per training sequence, of all runs.
     """
     problems: list[str] = []
     for seq_len in lengths:
         with gather(problems):
-            make_evaluations(train.model_copy(update={"seq_len": seq_len}), tokenizer, torch.device("cpu"))
+            find_objective(train).check_evaluations(train.model_copy(update={"seq_len": seq_len}), data)
     return [f"train.{line}" for line in dict.fromkeys(problems)]
 
 

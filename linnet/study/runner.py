@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.config import ConfigError, parse, read_yaml
-from linnet.data import Corpus, given_tokenizer, prepare
 from linnet.runs import LockedError, RunFolder
 from linnet.runs.files import write_atomic
 from linnet.study.collect import PLAN, RUNS, collect
@@ -31,7 +30,8 @@ from linnet.study.ladder import Plan, PlannedRun, evaluation_problems
 from linnet.study.ladder import plan as make_plan
 from linnet.study.progress import StudyProgress, count, duration
 from linnet.train import TrainConfig, run_folder, train
-from linnet.train.ready import corpus_problems
+from linnet.train.objective import Data
+from linnet.train.objectives import find_objective
 
 CACHE = "cache"  # folder of prepared corpora, in that of studies
 LOCK_PATIENCE = 60.0  # seconds to wait for a run that workers of a killed study still hold
@@ -78,17 +78,19 @@ def run_study(
     folder = Path(out) / config.name
     (folder / RUNS).mkdir(parents=True, exist_ok=True)
     with _alone(folder):
-        corpus = prepare(config.data, cache)
-        _check_corpus(plan, corpus)
+        objective = find_objective(plan.runs[0].train)
+        data = objective.read(plan.runs[0].train, cache)
+        _check_data(plan, data)
         longest = max(run.tokens for run in plan.runs)
-        if longest > len(corpus.train):
+        available = objective.size(data)
+        if longest > available:
             console.print(
-                f"note: the text has {count(len(corpus.train))} training tokens; the longest run reads it "
-                f"{longest / len(corpus.train):.1f} times, and repeated text counts for less"
+                f"note: the training data have {count(available)} {objective.units}; the longest run reads them "
+                f"{longest / available:.1f} times, and repeated data count for less"
             )
-        _same_text(folder, config, corpus.digest)
+        _same_data(folder, config, data.digest)
         write_atomic(folder / "study.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        record = {"corpus": corpus.digest, "runs": [run.record() for run in plan.runs]}
+        record = {"corpus": data.digest, "runs": [run.record() for run in plan.runs]}
         write_atomic(folder / PLAN, json.dumps(record, indent=1) + "\n")
         missing = [run for run in plan.runs if not RunFolder(folder / RUNS / run.run).done]
         if len(missing) < len(plan.runs):
@@ -156,18 +158,19 @@ def _line(run: PlannedRun, outcome: Outcome, root: Path) -> str:
     )
 
 
-def _check_corpus(plan: Plan, corpus: Corpus) -> None:
-    """Refuses a text too short for some runs, and evaluations that its tokenizer tells to be wrong."""
+def _check_data(plan: Plan, data: Data) -> None:
+    """Raises ConfigError for data that are too few for some runs, and evaluations that do not fit them."""
     runs = {run.seq_len: run.train for run in plan.runs}
-    problems = [line for train in runs.values() for line in corpus_problems(train, corpus)]
-    if given_tokenizer(plan.config.data.tokenizer) is None:  # else they were looked at before
-        problems += evaluation_problems(plan.runs[0].train, runs, corpus.tokenizer)
+    problems = [line for train in runs.values() for line in find_objective(train).data_problems(train, data)]
+    first = plan.runs[0].train
+    if find_objective(first).evaluations_need_data(first):  # otherwise the plan has checked them
+        problems += evaluation_problems(first, runs, data)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), "study")
 
 
-def _same_text(folder: Path, config: StudyConfig, corpus: str) -> None:
-    """Refuses to add runs on one text to runs on another that goes by the same name."""
+def _same_data(folder: Path, config: StudyConfig, corpus: str) -> None:
+    """Raises ConfigError where the folder has runs on other data that go by the same name."""
     if not (folder / PLAN).is_file() or not (folder / "study.yaml").is_file():
         return
     try:

@@ -3,6 +3,7 @@
 config.py     TrainConfig: everything that makes a run what it is
 loop.py       train(config, root, cache): from configuration to a finished run folder, read top to bottom
 session.py    what a step changes: model, optimizer, position; saved to and restored from checkpoints
+objective.py  the seam between training and what is trained    objectives/    text.py: the next token
 optim.py      AdamW and Muon        schedule.py   learning rate as a function of the step
 guards.py     losses that are not finite or spike
 recompute.py  activations computed again to save memory

@@ -1,22 +1,14 @@
 """Batches on the device of the model; for a GPU the next one is read while this one is used."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-Batch = tuple[Tensor, Tensor]
-
-
-class BatchSource(Protocol):
-    """Anything whose batch at a position is always the same, as `linnet.data.Batches` is."""
-
-    def batch(self, step: int) -> Batch: ...
+from linnet.train.objective import Batch, BatchSource
 
 
 class Feed:
-    """`feed.get(position)`: tokens and targets, int64 [B, T], on `device`."""
+    """`feed.get(position)`: the tensors of a batch on `device`."""
 
     def __init__(self, source: BatchSource, device: torch.device):
         self._source, self._device = source, device
@@ -31,13 +23,11 @@ class Feed:
         for other in self._ahead.values():  # left over from before a jump
             other.cancel()
         self._ahead = {position + 1: self._thread.submit(self._pinned, position + 1)}
-        tokens, targets = future.result()
-        return tokens.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+        return tuple(tensor.to(self._device, non_blocking=True) for tensor in future.result())
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _pinned(self, position: int) -> Batch:
-        tokens, targets = self._source.batch(position)
-        return tokens.pin_memory(), targets.pin_memory()
+        return tuple(tensor.pin_memory() for tensor in self._source.batch(position))

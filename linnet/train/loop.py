@@ -5,38 +5,29 @@ started again by the same call: it takes the last good checkpoint, forgets the r
 the batches, random numbers and optimizer state it would have had: on the CPU every loss is the same bit for bit.
 """
 
-import math
 import shutil
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from linnet.config import ConfigError, gather, unwritable
-from linnet.data import validation_batches
-from linnet.data.loader import ValidationBatches
-from linnet.evaluate import score
-from linnet.models import count_parameters, flops_exact, flops_paper, state_bytes
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.files import write_atomic
-from linnet.runs.model import TOKENIZER
 from linnet.train import device as devices
 from linnet.train.clock import Clock
 from linnet.train.config import TrainConfig, resolve
 from linnet.train.evaluation import rows_kept
 from linnet.train.guards import Trouble
-from linnet.train.ready import Progress, Ready, make_ready
+from linnet.train.objective import Progress
+from linnet.train.ready import Ready, make_ready
 from linnet.train.schedule import factor
 from linnet.train.session import Session, model_tensors, start_from
 from linnet.train.sinks import open_sinks
 from linnet.train.stop import Stop, graceful_stop
-
-SCORED = 4096  # held-out tokens that are scored at once, where a step has fewer: no layer keeps anything for gradients
 
 
 def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Progress | None = None) -> RunFolder:
@@ -45,10 +36,10 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
     Args:
         config: what to train.
         root: folder of run folders.
-        cache: folder of tokenised data.
-        progress: is called with each row of the record, with {"event": "data", ...} while text is prepared, and with
-            {"event": "start", "step", "steps", "path"} before the first step, and {"event": "scoring", "step", "done",
-            "total"} (tokens) while held-out text is scored.
+        cache: folder of prepared data.
+        progress: is called with each row of the record, with {"event": "data", ...} while data are prepared, with
+            {"event": "start", "step", "steps", "path"} before the first step, and with {"event": "scoring", "step",
+            "done", "total"} (tokens) while held-out data are scored.
 
     Raises:
         ConfigError: all that is not as it must be of what the configuration names; nothing was trained, no folder made.
@@ -87,11 +78,6 @@ def run_folder(config: TrainConfig, root: str | Path) -> RunFolder:
     return RunFolder.create(root, resolve(config).model_dump(mode="json"))
 
 
-def scored_rows(config: TrainConfig) -> int:
-    """Sequences that are scored at once: those of one part of a step, or as many as `SCORED` tokens are."""
-    return max(-(-config.batch_size // config.accumulation), SCORED // config.seq_len)
-
-
 def none_good(folder: RunFolder) -> str:
     """What to do about a run that has checkpoints, all of them damaged."""
     names = ", ".join(path.name for path in folder.checkpoints())
@@ -106,11 +92,10 @@ class Run:
 
     def __init__(self, config: TrainConfig, folder: RunFolder, ready: Ready, progress: Progress | None):
         self.config, self.folder, self.progress = config, folder, progress
-        self.device, self.corpus, self.evaluations = ready.device, ready.corpus, ready.evaluations
-        self.session = Session(config, self.corpus, self.device)
+        self.device, self.objective = ready.device, ready.objective
+        self.evaluations = self.objective.evaluations
+        self.session = Session(config, self.objective, self.device)
         self.steps = config.total_steps
-        self.step_tokens = config.batch_size * config.seq_len
-        self.step_flops = flops_exact(config.model, config.seq_len, config.batch_size)
         self.peak_flops = config.peak_tflops * 1e12 if config.peak_tflops else devices.peak_flops(self.device)
         self.clock = Clock()
         self.row_step = 0  # step of the last training row
@@ -135,8 +120,9 @@ class Run:
         """Takes the last good checkpoint, or starts anew where there is none; all damaged is an error."""
         torch.manual_seed(self.config.seed)  # not before: how often set-up draws depends on what is cached
         self.folder.clean()
-        if not (self.folder.path / TOKENIZER).is_file():  # so that the folder alone holds all that the model needs
-            write_atomic(self.folder.path / TOKENIZER, self.corpus.tokenizer.to_json())
+        for name, text in self.objective.files().items():
+            if not (self.folder.path / name).is_file():
+                write_atomic(self.folder.path / name, text)
         path, tensors, meta, problems = checkpoint.latest_good(self.folder.checkpoint_folder)
         if problems and path is None:  # what is left may be months of work, and a run from step 0 would write over it
             raise checkpoint.CheckpointError([*problems, none_good(self.folder)])
@@ -243,81 +229,69 @@ class Run:
             stop.end()
 
     def finish(self, status: str) -> None:
-        """Last validation, result. A kill in between loses none of it and repeats no row."""
+        """Validates once more and writes the result. After a kill in between, nothing is lost or written twice."""
         validation = self.evaluate() if status == "done" else {}
         rows = [row for row in self.folder.metrics() if "loss" in row and "event" not in row]
-        total, outside = count_parameters(self.config.model)
-        seconds, training = self.clock.total(), self.clock.training()
-        tokens = self.session.step * self.step_tokens
+        costs, step, units = self.objective.costs, self.session.step, self.objective.units
+        training = self.clock.training()
         self.folder.write_result(
             {
                 "status": status,
                 "architecture": self.config.architecture,
-                "params_total": total,
-                "params_non_embedding": outside,
-                "tokens": tokens,
-                "flops": self.session.step * self.step_flops,
-                "flops_paper": self.session.step * self.config.batch_size
-                * flops_paper(self.config.model, self.config.seq_len),
+                "params_total": costs.parameters,
+                "params_non_embedding": costs.parameters_backbone,
+                **self.place(),
                 "loss": validation.get("validation_loss"),
                 "train_loss": rows[-1]["loss"] if rows else None,
-                "bits_per_byte": validation.get("validation_bits_per_byte"),
+                **self.objective.result_fields(step, validation),
                 "evaluations": self.last_evaluations(),
-                "state_bytes": state_bytes(self.config.model, self.config.seq_len),
-                "seconds": seconds,
-                "tokens_per_second": tokens / training if training else None,
-                "seq_len": self.config.seq_len,
+                "seconds": self.clock.total(),
+                f"{units}_per_second": step * costs.units / training if training else None,
                 "batch_size": self.config.batch_size,
-                "steps": self.session.step,
+                "steps": step,
                 "environment": devices.environment(self.device),
             }
-        )  # fmt: skip
+        )
+
+    def place(self) -> dict:
+        """Returns how far the training is: units of data and FLOPs."""
+        step, costs = self.session.step, self.objective.costs
+        return {self.objective.units: step * costs.units, "flops": step * costs.flops}
 
     def training_row(self) -> dict:
-        """One row of the record: the mean loss since the last, and how fast it went."""
-        session, losses = self.session, self.session.recent
+        """Returns a row of the record: the mean loss since the last row, and the speed."""
+        session, losses, costs = self.session, self.session.recent, self.objective.costs
         loss = sum(losses) / len(losses)
         seconds = self.clock.lap()
         done = session.step - self.row_step
-        speed = done * self.step_flops / seconds
+        speed = done * costs.flops / seconds
         session.recent, self.row_step = [], session.step
         rate = self.config.optimizer.learning_rate * factor(self.config.schedule, session.step - 1, self.steps)
         return {
             "step": session.step,
-            "tokens": session.step * self.step_tokens,
-            "flops": session.step * self.step_flops,
+            **self.place(),
             "loss": loss,
-            "bits_per_byte": loss / math.log(2) / self.corpus.bytes_per_token("train"),
+            **self.objective.loss_fields(loss),
             "learning_rate": rate,
             "grad_norm": session.grad_norm,
-            "tokens_per_second": done * self.step_tokens / seconds,
+            f"{self.objective.units}_per_second": done * costs.units / seconds,
             "flop_utilisation": speed / self.peak_flops if self.peak_flops else None,
             "memory_bytes": devices.memory_bytes(self.device),
             "seconds": self.clock.total(),
         }
 
     def evaluate(self) -> dict:
-        """Scores the held-out split and writes the row."""
-        config, lengths = self.config, self.corpus.tokenizer.byte_lengths
+        """Scores the held-out data, writes the row and returns it."""
         with self.clock.paused():
-            batches = self.shown(
-                validation_batches(self.corpus.validation, config.seq_len, scored_rows(config), config.evaluate_tokens)
-            )
-            mean = self.corpus.bytes_per_token("validation")
-            result = score(self.session.model, batches, mean if lengths is None else lengths, self.session.autocast)
-        row = {"step": self.session.step, "tokens": self.session.step * self.step_tokens}
-        row |= {"flops": self.session.step * self.step_flops, "validation_loss": result.loss}
-        row |= {"validation_bits_per_byte": result.bits_per_byte}
+            show = None if self.progress is None else self.show_scoring
+            scores = self.objective.validate(self.session.model, self.session.autocast, show)
+        row = {"step": self.session.step, **self.place(), **scores}
         self.write(row)
         return row
 
-    def shown(self, batches: ValidationBatches) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches, with word to `progress` before each: together they may take longer than the training."""
-        for number, batch in enumerate(batches):
-            if self.progress is not None:
-                done = batches.tokens * number // len(batches)
-                self.progress({"event": "scoring", "step": self.session.step, "done": done, "total": batches.tokens})
-            yield batch
+    def show_scoring(self, done: int, total: int) -> None:
+        """Reports to `progress` how much held-out data is scored."""
+        self.progress({"event": "scoring", "step": self.session.step, "done": done, "total": total})
 
     def make_evaluations(self, stop: Stop) -> None:
         """Makes the evaluations of this step that the record does not have, until a stop is asked for."""
@@ -327,9 +301,7 @@ class Run:
             began = time.perf_counter()
             with self.clock.paused():
                 row = self.evaluations.make(name, model_tensors(self.session.model))
-            place = {"step": self.session.step, "tokens": self.session.step * self.step_tokens}
-            place |= {"flops": self.session.step * self.step_flops}
-            self.write(place | row | {"seconds": time.perf_counter() - began})
+            self.write({"step": self.session.step, **self.place(), **row, "seconds": time.perf_counter() - began})
             self.evaluated.add(name)
 
     def last_evaluations(self) -> dict[str, dict]:

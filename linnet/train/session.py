@@ -1,8 +1,8 @@
-"""What the steps of one training change, and how it goes into a checkpoint and out of it.
+"""The state of one training that its steps change, and how it is saved and restored.
 
 gradients()   forward and backward of the next batch
-judge()       are the losses since the last call good?
-apply()       clip, update, one step further
+judge()       reads the losses since the last call and returns the first bad one
+apply()       clips the gradient and updates the weights
 """
 
 import contextlib
@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 
 from linnet.config import ConfigError
-from linnet.data import Batches, Corpus
-from linnet.models import CausalLM, build_model
-from linnet.models.causal_lm import IGNORE
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
 from linnet.runs.model import mismatches
@@ -21,6 +18,7 @@ from linnet.train import recompute
 from linnet.train.config import TrainConfig
 from linnet.train.feed import Feed
 from linnet.train.guards import Guard, Trouble
+from linnet.train.objective import RunObjective
 from linnet.train.optim import Optimizer
 from linnet.train.schedule import factor
 
@@ -29,26 +27,28 @@ class Session:
     """Model, optimizer and position of one training.
 
     Attributes:
-        step: updates made. position: batches of the data order that are used up (more than `step` after a skip).
-        recent: losses (nats a token) since the last row of the record.
+        step: updates made.
+        position: batches of the data order that were used; more than `step` after a skipped batch.
+        recent: losses (nats per target) since the last row of the record.
         grad_norm: norm of the last gradient that was judged.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, device: torch.device):
-        self.config, self.corpus, self.device = config, corpus, device
-        self.model: CausalLM = build_model(config.model, seed=config.seed, device=device)
+    def __init__(self, config: TrainConfig, objective: RunObjective, device: torch.device):
+        self.config, self.objective, self.device = config, objective, device
+        self.model = objective.build(config.seed, device)
         recompute.apply(self.model, config.recompute)
-        self._loss = torch.compile(self.model.loss) if config.compile else self.model.loss
+        loss = objective.loss(self.model)
+        self._loss = torch.compile(loss) if config.compile else loss
         self.optimizer = Optimizer(self.model, config.optimizer)
-        self.feed = Feed(Batches(corpus.train, config.seq_len, config.batch_size, config.seed), device)
+        self.feed = Feed(objective.batches(), device)
         self.guard = Guard(config.guard)
         self.autocast = (
             torch.autocast(device.type, dtype=torch.bfloat16)
             if config.precision == "bfloat16"
             else contextlib.nullcontext()
         )
-        # Reading a loss makes a GPU wait, so there it is left for the rows of the record, unless a bad batch must
-        # be known before its update.
+        # Reading a loss makes the host wait for a GPU, so on a GPU losses are read when a row of the record is due,
+        # unless the policy needs to know a bad batch before its update.
         self.judges_every_step = device.type == "cpu" or config.guard.policy == "skip"
         self.step = self.position = 0
         self.recent: list[float] = []
@@ -59,30 +59,30 @@ class Session:
         """Leaves the gradient of the mean loss over all targets of the next batch in the parameters."""
         while self.position in self.guard.skipped:
             self.position += 1
-        tokens, targets = self.feed.get(self.position)
+        batch = self.feed.get(self.position)
         parts = self.config.accumulation
-        # Autograd has a thread for each GPU, which is of use where there are several: here there is one, and handing a
-        # backward over to it and back takes the host some hundred microseconds on a machine that is busy.
+        # Autograd runs the backward of a GPU in a thread of its own, which helps with several GPUs. Here there is one,
+        # and handing the backward to that thread and back costs some hundred microseconds on a busy host.
         with torch.autograd.set_multithreading_enabled(False):
             if parts == 1:
                 with self.autocast:
-                    nll, count = self._loss(tokens, targets)
-                loss = nll / count
+                    total, count = self._loss(*batch)
+                loss = total / count
                 loss.backward()
             else:
-                # All targets weigh the same, however the parts divide them: sum of all nll / number of all targets.
-                count, loss = (targets != IGNORE).sum(), torch.zeros((), device=self.device)
-                for part, part_targets in zip(tokens.tensor_split(parts), targets.tensor_split(parts), strict=True):
+                # Every target has the same weight, whatever its micro-batch: sum over all / number of all targets.
+                count, loss = self.objective.count(*batch), torch.zeros((), device=self.device)
+                for part in zip(*(tensor.tensor_split(parts) for tensor in batch), strict=True):
                     with self.autocast:
-                        nll, _ = self._loss(part, part_targets)
-                    share = nll / count
+                        total, _ = self._loss(*part)
+                    share = total / count
                     share.backward()
                     loss += share.detach()
         self._norm = self.optimizer.gradient_norm()
         self._unread.append((self.position, loss.detach(), self._norm))
 
     def judge(self) -> Trouble | None:
-        """Reads the losses since the last call (a GPU is waited for here) and returns the first bad one."""
+        """Reads the losses since the last call and returns the first bad one. Waits for a GPU."""
         if not self._unread:
             return None
         numbers = torch.stack([number for _, loss, norm in self._unread for number in (loss, norm)]).tolist()
@@ -97,19 +97,19 @@ class Session:
         return None
 
     def apply(self) -> None:
-        """The update: the schedule's learning rate, clipping, one step further."""
+        """Clips the gradient and updates the weights with the schedule's learning rate."""
         self.optimizer.clip(self._norm)
         self.optimizer.step(factor(self.config.schedule, self.step, self.config.total_steps))
         self.step += 1
         self.position += 1
 
     def skip(self) -> None:
-        """No update for this batch."""
+        """Drops the gradient of this batch; the weights stay."""
         self.optimizer.drop_gradients()
         self.position += 1
 
     def state(self) -> tuple[Tensors, dict]:
-        """Everything that the next steps depend on: tensors for safetensors, plain values for JSON."""
+        """Returns everything that the next steps depend on: tensors for safetensors, plain values for JSON."""
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -119,19 +119,13 @@ class Session:
             "position": self.position,
             "guard": self.guard.state(),
             "recent": self.recent,
-            "data": self.corpus.digest,
-            "documents": self.corpus.train.documents,
-            "vocabulary": vocabulary(self.config, self.corpus),
+            **self.objective.meta(),
         }
 
     def load(self, tensors: Tensors, meta: dict, rollback: bool = False) -> None:
-        """Takes the state of `state()`. Raises `ConfigError` where it belongs to other data or another model."""
-        if meta["data"] != self.corpus.digest:
-            message = (
-                f"data: the text changed since this run was checkpointed (digest {meta['data']}, now "
-                f"{self.corpus.digest}); restore it, or delete the run folder to train anew"
-            )
-            raise ConfigError([message], "resume")
+        """Restores what `state` returned. Raises `ConfigError` where it belongs to other data or another model."""
+        if problems := self.objective.resume_problems(meta):
+            raise ConfigError(problems, "resume")
         load_model(self.model, tensors["model"])
         self.optimizer.load(tensors["optimizer"])
         self.optimizer.drop_gradients()
@@ -144,7 +138,7 @@ class Session:
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; what is shared (tied) comes once, as safetensors wants it."""
+    """Returns parameters and persistent buffers by name; shared (tied) ones once, as safetensors requires."""
     seen: set[int] = set()
     tensors = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -168,33 +162,16 @@ def load_model(model: torch.nn.Module, tensors: dict[str, Tensor], where: str = 
             tensor.copy_(tensors[name])
 
 
-def vocabulary(config: TrainConfig, corpus: Corpus) -> dict:
-    """What tokens mean in this run, to compare with another's."""
-    return {
-        "model": config.model.vocab_size,
-        "tokenizer": corpus.tokenizer.name,
-        "tokens": corpus.vocab_size,
-        "digest": corpus.metadata["tokenizer"]["sha256"][:12],
-    }
-
-
 def start_from(session: Session, run: str) -> None:
-    """Takes the weights of the last good checkpoint of another run (`init_from`); its step and optimizer stay behind.
+    """Loads the weights of the last good checkpoint of another run (`init_from`), not its step or optimizer.
 
     Raises:
-        ConfigError: it has no good checkpoint, another vocabulary, or another model.
+        ConfigError: the run has no good checkpoint, or its weights are of other data or of another model.
     """
     where = f"init_from {run}"
     path, tensors, meta, problems = checkpoint.latest_good(RunFolder.open(run).checkpoint_folder)
     if path is None:
         raise ConfigError(problems or [f"{run}: has no checkpoint"], where)
-    mine, theirs = vocabulary(session.config, session.corpus), meta["vocabulary"]
-    if any(mine[key] != theirs[key] for key in ("model", "tokens", "digest")):  # a tokenizer's name may be its file's
-        message = (
-            f"the vocabulary differs: {path} has {theirs['model']} rows for the {theirs['tokens']} tokens of "
-            f"{theirs['tokenizer']} ({theirs['digest']}), this configuration {mine['model']} rows for the "
-            f"{mine['tokens']} tokens of {mine['tokenizer']} ({mine['digest']}); "
-            "use the same data.tokenizer and model.vocab_size"
-        )
-        raise ConfigError([message], where)
+    if problems := session.objective.start_problems(meta, path):
+        raise ConfigError(problems, where)
     load_model(session.model, tensors["model"], where)

@@ -4,13 +4,14 @@ needs and gives the function from a model to what was found.
 
 import contextlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator, model_validator
+from torch import Tensor
 
 from linnet.config import Config, ConfigError, not_installed
 from linnet.data import Tokenizer
@@ -21,7 +22,8 @@ from linnet.evaluate.recall import Probe, RecallConfig, cells, check_recall, run
 from linnet.evaluate.text import natural_method, read_texts, score_text
 from linnet.inference import Engine
 from linnet.install import install_command
-from linnet.models import CausalLM, ModelConfig
+from linnet.models import CausalLM, ModelConfig, empty_model
+from linnet.runs.model import assign_weights
 
 NAME = r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$"
 
@@ -46,7 +48,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated: its tokenizer and configuration, and how it is trained.
+    """The model that is evaluated: its tokenizer and configuration, and how it is trained.
 
     Attributes:
         seq_len: tokens of a sequence of training.
@@ -66,8 +68,14 @@ class Subject:
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return contextlib.nullcontext()
 
+    def copy(self, weights: Mapping[str, Tensor]) -> CausalLM:
+        """Returns a model in evaluation mode with copies of these weights."""
+        model = empty_model(self.model)
+        assign_weights(model, {name: tensor.detach().clone() for name, tensor in weights.items()}, "evaluations")
+        return model.eval().to(self.device)
+
     def engine(self, model: CausalLM, context_length: int) -> Engine:
-        """To generate with; takes the model over."""
+        """Returns an engine that generates with the model and owns it."""
         dtype = torch.bfloat16 if self.precision == "bfloat16" else torch.float32
         settings = {"context_length": context_length, "device": self.device.type, "dtype": dtype}
         return Engine(model, self.tokenizer, **settings)

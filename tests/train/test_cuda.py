@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
-from linnet.data import prepare
 from linnet.runs import RunFolder, latest_good
 from linnet.train import device, train
+from linnet.train.objectives import TextObjective
 from linnet.train.session import Session
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -30,7 +30,8 @@ def test_losses_are_those_of_the_cpu(settings, cache, tmp_path):
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_backward_stays_in_its_thread(settings, cache, accumulation):
     config, threads = settings(device="cuda", accumulation=accumulation), []
-    run = Session(config, prepare(config.data, cache), torch.device("cuda"))
+    gpu = torch.device("cuda")
+    run = Session(config, TextObjective.prepare(config, gpu, cache), gpu)
     parameter = next(run.model.parameters())
     parameter.register_hook(lambda gradient: threads.append(threading.get_ident()))
     run.gradients()

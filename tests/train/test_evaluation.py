@@ -16,6 +16,7 @@ from linnet.config import ConfigError, parse
 from linnet.evaluate.needle import NeedleConfig, run_needle
 from linnet.evaluate.text import read_texts, score_text
 from linnet.inference import Engine
+from linnet.models import CausalLM
 from linnet.runs import RunFolder, checkpoint, load_model
 from linnet.train import TrainConfig, run_folder, session, train
 from linnet.train.evaluation import Evaluations
@@ -293,7 +294,7 @@ def test_without_steps_of_their_own_they_come_with_validations(settings, cache, 
 
 def test_a_rollback_goes_where_it_would_have_gone(settings, cache, tmp_path, suites, monkeypatch):
     """What was found at the checkpoint that training goes back to stays; what came behind it is found anew."""
-    position, get, loss = [0], session.Feed.get, session.CausalLM.loss
+    position, get, loss = [0], session.Feed.get, CausalLM.loss
 
     def watched(self, at):
         position[0] = at
@@ -304,7 +305,7 @@ def test_a_rollback_goes_where_it_would_have_gone(settings, cache, tmp_path, sui
         return nll * (float("nan") if position[0] == 6 and nll.requires_grad else 1.0), count
 
     monkeypatch.setattr(session.Feed, "get", watched)
-    monkeypatch.setattr(session.CausalLM, "loss", poisoned)
+    monkeypatch.setattr(CausalLM, "loss", poisoned)
     own = {**EVERY, "checkpoint_every": 4, "guard": {"policy": "rollback"}}
     suites[1]["every"] = 4
     with_them = train(settings(**own, evaluations=suites), tmp_path / "with", cache)

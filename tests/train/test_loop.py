@@ -13,7 +13,7 @@ from linnet.evaluate import score
 from linnet.models import build_model, count_parameters, flops_exact, flops_paper, state_bytes
 from linnet.runs import RunFolder, latest_good
 from linnet.train import train
-from linnet.train.loop import scored_rows
+from linnet.train.objectives.text import TextObjective, scored_rows
 from linnet.train.session import load_model
 
 TRAINING = {
@@ -91,7 +91,7 @@ def test_scoring_takes_a_sensible_number_of_tokens_at_once(settings, seq_len, ba
 
 
 def test_scoring_is_told_to_who_watches(settings, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr("linnet.train.loop.SCORED", 256)
+    monkeypatch.setattr("linnet.train.objectives.text.SCORED", 256)
     seen = []
     run = train(settings(), tmp_path, cache, seen.append)
     told = [(row["step"], row["done"]) for row in seen if row.get("event") == "scoring"]
@@ -149,7 +149,8 @@ def test_accumulation_weighs_targets_not_parts(settings, cache, tmp_path, monkey
     found = []
     for parts in (1, 4):
         config = settings(accumulation=parts)
-        run = session.Session(config, prepare(config.data, cache), torch.device("cpu"))
+        cpu = torch.device("cpu")
+        run = session.Session(config, TextObjective.prepare(config, cpu, cache), cpu)
         run.gradients()
         found.append({name: p.grad for name, p in run.model.named_parameters()})
     for name, gradient in found[0].items():

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from linnet.models import CausalLM
 from linnet.runs import RunFolder
 from linnet.train import run_folder, session, train
 
@@ -17,7 +18,7 @@ def poison(monkeypatch):
     factors: dict[int, float] = {}
     seen: list[int] = []
     at = [0]
-    get, load = session.Feed.get, session.CausalLM.loss
+    get, load = session.Feed.get, CausalLM.loss
 
     def watched(self, position):
         at[0] = position
@@ -29,7 +30,7 @@ def poison(monkeypatch):
         return nll * (factors.get(at[0], 1.0) if self.training and nll.requires_grad else 1.0), count
 
     monkeypatch.setattr(session.Feed, "get", watched)
-    monkeypatch.setattr(session.CausalLM, "loss", loss)
+    monkeypatch.setattr(CausalLM, "loss", loss)
     factors_and_seen = factors, seen
     return factors_and_seen
 

@@ -1,0 +1,176 @@
+"""The seam between training and what is trained.
+
+`Objective` is a model with its loss. `RunObjective` adds what a run of `linnet train` needs besides: data, validation,
+the files of its run folder, and what a checkpoint must agree with. Loop, session, guards, checkpoints, loggers and
+studies call these two classes and know neither texts nor tokenizers. The kinds are in `linnet.train.objectives`.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from linnet.train.config import TrainConfig
+from linnet.train.evaluation import Evaluations
+
+Batch = tuple[Tensor, ...]  # the first dimension of each tensor is the rows
+Loss = Callable[..., tuple[Tensor, Tensor]]
+Progress = Callable[[dict], None]
+Show = Callable[[int, int], None]
+
+
+class BatchSource(Protocol):
+    """Batches by position: the batch at a position is always the same, so that a run can resume at any of them."""
+
+    def batch(self, step: int) -> Batch: ...
+
+
+class Data(Protocol):
+    """Prepared data. Equal digests mean equal training data."""
+
+    @property
+    def digest(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a model and one of its steps cost.
+
+    Attributes:
+        parameters: all of them. parameters_backbone: those outside embeddings and head.
+        units: tokens (images, ...) of a step.
+        flops: training FLOPs of a step, as `linnet.models.flops_exact` counts them.
+    """
+
+    parameters: int
+    parameters_backbone: int
+    units: int
+    flops: float
+
+
+class Objective(ABC):
+    """A model and its loss, for whoever makes the steps: `linnet.train.Session`, or an ensemble of small models."""
+
+    @abstractmethod
+    def build(self, seed: int, device: torch.device | str | None = None) -> nn.Module:
+        """Returns the model with its first weights, a function of the seed alone."""
+
+    def loss(self, model: nn.Module) -> Loss:
+        """Returns the loss of a micro-batch: its tensors -> (sum in nats, number of targets), both scalars.
+
+        The function is differentiated, and compiled where `compile` is set. By default it is the model's own `loss`.
+        """
+        return model.loss
+
+
+class RunObjective(Objective):
+    """What `linnet train` optimises.
+
+    Attributes:
+        name: value of the configuration key `objective`.
+        units: what data are counted in. Rows have the keys `<units>` and `<units>_per_second`.
+        costs: of the model and of a step.
+        evaluations: measurements on the way.
+    """
+
+    name: ClassVar[str]
+    units: ClassVar[str]
+    costs: Costs
+    evaluations: Evaluations
+
+    @classmethod
+    @abstractmethod
+    def read(cls, config: TrainConfig, cache: str | Path, show: Callable[[str, int, int], None] | None = None) -> Data:
+        """Prepares the data, or finds them in `cache`. Runs that differ in nothing but their model share them.
+
+        Args:
+            show: is called with (what is done, how much of it, of how much).
+
+        Raises:
+            ConfigError: all problems of the data.
+        """
+
+    @classmethod
+    @abstractmethod
+    def size(cls, data: Data) -> int:
+        """Returns how many units one pass over the training data has."""
+
+    @classmethod
+    @abstractmethod
+    def data_problems(cls, config: TrainConfig, data: Data) -> list[str]:
+        """Returns why data do not fit a configuration: too few of them, another vocabulary."""
+
+    @classmethod
+    @abstractmethod
+    def check_evaluations(cls, config: TrainConfig, data: Data | None = None) -> None:
+        """Raises ConfigError for evaluations that cannot be made, as far as it shows with the data or before them."""
+
+    @classmethod
+    @abstractmethod
+    def evaluations_need_data(cls, config: TrainConfig) -> bool:
+        """Returns whether `check_evaluations` finds more once the data are there."""
+
+    @classmethod
+    @abstractmethod
+    def prepare(
+        cls, config: TrainConfig, device: torch.device, cache: str | Path, progress: Progress | None = None
+    ) -> Self:
+        """Prepares everything that training needs; makes no run folder.
+
+        Args:
+            progress: is called with {"event": "data", "what", "done", "total"} while data are prepared.
+
+        Raises:
+            ConfigError: all problems of data, model and evaluations.
+        """
+
+    @abstractmethod
+    def batches(self) -> BatchSource:
+        """Returns the training batches."""
+
+    @abstractmethod
+    def count(self, *batch: Tensor) -> Tensor:
+        """Returns the number of targets of a batch: the sum of what `loss` counts in its micro-batches."""
+
+    @abstractmethod
+    def loss_fields(self, loss: float) -> dict[str, float]:
+        """Returns what a training row says of its mean loss besides the loss itself."""
+
+    @abstractmethod
+    def validate(
+        self, model: nn.Module, autocast: contextlib.AbstractContextManager, show: Show | None = None
+    ) -> dict[str, float]:
+        """Scores held-out data: the fields of a validation row, `validation_loss` first.
+
+        Args:
+            show: is called with (units that are scored, units in all) before each batch.
+        """
+
+    @abstractmethod
+    def result_fields(self, step: int, validation: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of result.json that only this objective has, after `step` steps.
+
+        Args:
+            validation: the last validation row, {} where there is none.
+        """
+
+    @abstractmethod
+    def files(self) -> dict[str, str]:
+        """Returns the files, name -> text, without which the run folder alone does not hold a usable model."""
+
+    @abstractmethod
+    def meta(self) -> dict[str, Any]:
+        """Returns what a checkpoint says of data and model, as plain values."""
+
+    @abstractmethod
+    def resume_problems(self, meta: dict[str, Any]) -> list[str]:
+        """Returns why this run cannot resume from a checkpoint with this `meta`, such as other data."""
+
+    @abstractmethod
+    def start_problems(self, meta: dict[str, Any], path: Path) -> list[str]:
+        """Returns why a run cannot start from the weights of another run's checkpoint at `path` (`init_from`)."""

@@ -1,0 +1,199 @@
+"""The next token of a text: `objective: text`, the default.
+
+The model is a `CausalLM` with the vocabulary of the corpus; the loss is the mean negative log-likelihood over all
+targets of a batch, in nats per token; validation gives the same and bits per byte.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.config import ConfigError, gather
+from linnet.data import Batches, Corpus, Tokenizer, given_tokenizer, prepare, validation_batches
+from linnet.data.loader import ValidationBatches
+from linnet.data.problems import in_data
+from linnet.evaluate import score
+from linnet.models import CausalLM, build_model, count_parameters, flops_exact, flops_paper, state_bytes
+from linnet.models.causal_lm import IGNORE
+from linnet.runs.model import TOKENIZER
+from linnet.train.config import TrainConfig, check_vocabulary
+from linnet.train.evaluation import Evaluations, check_evaluations
+from linnet.train.objective import Costs, Progress, RunObjective, Show
+from linnet.train.suites import Subject
+
+SCORED = 4096  # held-out tokens per forward pass, where a micro-batch has fewer: scoring keeps nothing for gradients
+
+
+class TextObjective(RunObjective):
+    """Trains a causal language model on a corpus."""
+
+    name, units = "text", "tokens"
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, device: torch.device):
+        """
+        Args:
+            device: where evaluations put their copy of the model.
+
+        Raises:
+            ConfigError: evaluations that cannot be made.
+        """
+        self.config, self.corpus = config, corpus
+        self.evaluations = _evaluations(config, corpus.tokenizer, device)
+        total, outside = count_parameters(config.model)
+        flops = flops_exact(config.model, config.seq_len, config.batch_size)
+        self.costs = Costs(total, outside, config.batch_size * config.seq_len, flops)
+
+    @classmethod
+    def read(cls, config: TrainConfig, cache: str | Path, show: Callable[[str, int, int], None] | None = None) -> Corpus:
+        return prepare(config.data, cache, progress=show)
+
+    @classmethod
+    def size(cls, data: Corpus) -> int:
+        return len(data.train)
+
+    @classmethod
+    def data_problems(cls, config: TrainConfig, data: Corpus) -> list[str]:
+        """Returns why a corpus does not fit: too short for a row, nothing to score, more tokens than the model has."""
+        problems: list[str] = []
+        with gather(problems):
+            Batches(data.train, config.seq_len, config.batch_size, config.seed)
+        with gather(problems):
+            validation_batches(data.validation, config.seq_len, config.batch_size)
+        try:
+            check_vocabulary(config.model.vocab_size, data.vocab_size)
+        except ValueError as error:
+            problems.append(f"model: {error}")
+        return problems
+
+    @classmethod
+    def check_evaluations(cls, config: TrainConfig, data: Corpus | None = None) -> None:
+        tokenizer = given_tokenizer(config.data.tokenizer) if data is None else data.tokenizer
+        if tokenizer is None:  # it is learned from the corpus, which is not there yet
+            check_evaluations(config.evaluations, config.seq_len, config.data.source)
+        else:
+            _evaluations(config, tokenizer, torch.device("cpu"))
+
+    @classmethod
+    def evaluations_need_data(cls, config: TrainConfig) -> bool:
+        return given_tokenizer(config.data.tokenizer) is None
+
+    @classmethod
+    def prepare(
+        cls, config: TrainConfig, device: torch.device, cache: str | Path, progress: Progress | None = None
+    ) -> "TextObjective":
+        def show(what: str, done: int, total: int) -> None:
+            progress({"event": "data", "what": what, "done": done, "total": total})
+
+        problems: list[str] = []
+        corpus = objective = None
+        with gather(problems):
+            corpus = cls.read(config, cache, None if progress is None else show)
+        no_tokenizer = any(line.startswith("tokenizer") for line in problems)
+        problems = [in_data(line) for line in problems]
+        if corpus is not None:
+            problems += cls.data_problems(config, corpus)
+        with gather(problems):  # also where the corpus is unusable: all problems are reported at once
+            if corpus is not None:
+                objective = cls(config, corpus, device)
+            elif not no_tokenizer:
+                cls.check_evaluations(config)
+            else:
+                check_evaluations(config.evaluations, config.seq_len, config.data.source)
+        if problems:
+            raise ConfigError(problems, "train")
+        return objective
+
+    def build(self, seed: int, device: torch.device | str | None = None) -> CausalLM:
+        return build_model(self.config.model, seed=seed, device=device)
+
+    def batches(self) -> Batches:
+        config = self.config
+        return Batches(self.corpus.train, config.seq_len, config.batch_size, config.seed)
+
+    def count(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return (targets != IGNORE).sum()
+
+    def loss_fields(self, loss: float) -> dict[str, float]:
+        return {"bits_per_byte": loss / math.log(2) / self.corpus.bytes_per_token("train")}
+
+    def validate(
+        self, model: nn.Module, autocast: contextlib.AbstractContextManager, show: Show | None = None
+    ) -> dict[str, float]:
+        config, lengths = self.config, self.corpus.tokenizer.byte_lengths
+        batches = validation_batches(
+            self.corpus.validation, config.seq_len, scored_rows(config), config.evaluate_tokens
+        )
+        mean = self.corpus.bytes_per_token("validation")
+        result = score(model, _shown(batches, show), mean if lengths is None else lengths, autocast)
+        return {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte}
+
+    def result_fields(self, step: int, validation: dict[str, Any]) -> dict[str, Any]:
+        config = self.config
+        return {
+            "bits_per_byte": validation.get("validation_bits_per_byte"),
+            "flops_paper": step * config.batch_size * flops_paper(config.model, config.seq_len),
+            "state_bytes": state_bytes(config.model, config.seq_len),
+            "seq_len": config.seq_len,
+        }
+
+    def files(self) -> dict[str, str]:
+        return {TOKENIZER: self.corpus.tokenizer.to_json()}
+
+    def meta(self) -> dict[str, Any]:
+        return {
+            "data": self.corpus.digest,
+            "documents": self.corpus.train.documents,
+            "vocabulary": self.vocabulary(),
+        }
+
+    def vocabulary(self) -> dict[str, Any]:
+        """Returns what the token ids mean in this run, for comparison with another run."""
+        return {
+            "model": self.config.model.vocab_size,
+            "tokenizer": self.corpus.tokenizer.name,
+            "tokens": self.corpus.vocab_size,
+            "digest": self.corpus.metadata["tokenizer"]["sha256"][:12],
+        }
+
+    def resume_problems(self, meta: dict[str, Any]) -> list[str]:
+        if meta["data"] == self.corpus.digest:
+            return []
+        return [
+            f"data: the text changed since this run was checkpointed (digest {meta['data']}, now "
+            f"{self.corpus.digest}); restore it, or delete the run folder to train anew"
+        ]
+
+    def start_problems(self, meta: dict[str, Any], path: Path) -> list[str]:
+        mine, theirs = self.vocabulary(), meta["vocabulary"]
+        # The name of a tokenizer may be that of its file, so names are not compared.
+        if all(mine[key] == theirs[key] for key in ("model", "tokens", "digest")):
+            return []
+        return [
+            f"the vocabulary differs: {path} has {theirs['model']} rows for the {theirs['tokens']} tokens of "
+            f"{theirs['tokenizer']} ({theirs['digest']}), this configuration {mine['model']} rows for the "
+            f"{mine['tokens']} tokens of {mine['tokenizer']} ({mine['digest']}); "
+            "use the same data.tokenizer and model.vocab_size"
+        ]
+
+
+def scored_rows(config: TrainConfig) -> int:
+    """Returns the rows per forward pass in validation: those of a micro-batch, or as many as `SCORED` tokens are."""
+    return max(-(-config.batch_size // config.accumulation), SCORED // config.seq_len)
+
+
+def _shown(batches: ValidationBatches, show: Show | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the batches and reports progress before each: scoring may take longer than the training did."""
+    for number, batch in enumerate(batches):
+        if show is not None:
+            show(batches.tokens * number // len(batches), batches.tokens)
+        yield batch
+
+
+def _evaluations(config: TrainConfig, tokenizer: Tokenizer, device: torch.device) -> Evaluations:
+    subject = Subject(tokenizer, config.model, config.seq_len, device, config.precision, config.data.source)
+    return Evaluations(config.evaluations, subject, config.evaluate_every)
