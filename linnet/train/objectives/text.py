@@ -49,7 +49,9 @@ class TextObjective(RunObjective):
         self.costs = Costs(total, outside, config.batch_size * config.seq_len, flops)
 
     @classmethod
-    def read(cls, config: TrainConfig, cache: str | Path, show: Callable[[str, int, int], None] | None = None) -> Corpus:
+    def read(
+        cls, config: TrainConfig, cache: str | Path, show: Callable[[str, int, int], None] | None = None
+    ) -> Corpus:
         return prepare(config.data, cache, progress=show)
 
     @classmethod
