@@ -104,6 +104,14 @@ class Mixer(nn.Module):
         """
         return {}
 
+    def shorten(self, state: State, context_length: int) -> State:
+        """The state without room for tokens from `context_length` on, as views, for steps below that position.
+
+        A cache that fills its slots in the order of positions gives the first ones, so that a step does not read the
+        empty ones; `step` and `forward` write to what they are given. Other states are returned as they are.
+        """
+        return state
+
     def flops_paper(self, seq_len: int) -> float:
         """Forward FLOPs of one sequence as paper 000, Table 1, counts them (ideal GLU, leading terms).
 

@@ -37,15 +37,23 @@ def documents(cu_seqlens: Tensor | None, batch: int, length: int) -> list[tuple[
     Documents may be empty (start = end); their final state is their initial state.
 
     Raises:
-        ValueError: the offsets do not rise from 0 to `length`.
+        ValueError: names the first boundary that does not rise from 0 to `length`.
     """
     if cu_seqlens is None:
         return [(slice(0, batch), 0, length)]
     offsets = cu_seqlens.tolist()
     pairs = list(zip(offsets, offsets[1:], strict=False))
-    if offsets[0] != 0 or offsets[-1] != length or any(end < start for start, end in pairs):
-        raise ValueError(
-            f"cu_seqlens {offsets if len(offsets) <= 16 else f'{offsets[:8]} ... {offsets[-8:]}'} "
-            f"must start at 0, never fall, and end at the sequence length {length}"
+    problem = ""
+    if offsets[0] != 0:
+        problem = f"cu_seqlens[0]: {offsets[0]} is not 0; start the first document at token 0"
+    elif offsets[-1] != length:
+        problem = f"cu_seqlens[{len(pairs)}]: {offsets[-1]} is not the sequence length {length}; end with {length}"
+    elif falls := [i for i, (start, end) in enumerate(pairs, 1) if end < start]:
+        i = falls[0]
+        problem = (
+            f"cu_seqlens[{i}]: {offsets[i]} is below the boundary before it, {offsets[i - 1]}; sort the boundaries "
+            "(two equal ones hold an empty document)"
         )
+    if problem:
+        raise ValueError(problem)
     return [(slice(i, i + 1), start, end) for i, (start, end) in enumerate(pairs)]

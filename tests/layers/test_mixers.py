@@ -162,6 +162,32 @@ def test_a_window_keeps_the_cache_small():
     assert build("attention").state_spec(1, 1000)["k"].shape == (1, 1000, 2, 12)
 
 
+@pytest.mark.parametrize("cuts", [[0, 3, 150, 200], [0, 199, 200], [0, 64, 65, 200], [0, 200]])
+def test_a_window_continues_over_long_pieces(cuts):
+    """Tokens behind the first `window` of a piece see this piece alone; those before them see the ring."""
+    mixer, x = build("attention", {"window": 30, "num_kv_heads": 1}), inputs(length=200)
+    state, outputs = state_of(mixer, B, 200), []
+    for start, end in zip(cuts, cuts[1:], strict=False):
+        y, state = mixer(x[:, start:end], state)
+        outputs.append(y)
+    with use_backend("reference"):
+        torch.testing.assert_close(torch.cat(outputs, 1), mixer(x)[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"window": 30}])
+def test_a_shortened_cache_gives_the_same_tokens(options):
+    """A step on the first slots of a cache writes there and gives what it gives on all of them."""
+    mixer, x = build("attention", options), inputs()
+    whole, parted = state_of(mixer, B, 100), state_of(mixer, B, 100)
+    with torch.no_grad():
+        for t in range(T):
+            y, whole = mixer.step(x[:, t], whole)
+            short = mixer.shorten(parted, -(-(t + 1) // 8) * 8)
+            assert short["k"].shape[1] <= min(-(-(t + 1) // 8) * 8, options.get("window", 100))
+            torch.testing.assert_close(mixer.step(x[:, t], short)[0], y)
+    torch.testing.assert_close(parted, whole)
+
+
 @pytest.mark.parametrize("name", [name for name in FORMS if "num_heads" in MIXERS[name].Config.model_fields])
 def test_heads_that_do_not_divide_the_width_are_refused(name):
     with pytest.raises(ValueError, match=rf"{name}.num_heads: 5 does not divide d_model 24; . does"):

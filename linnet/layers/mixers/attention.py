@@ -1,8 +1,7 @@
 """Softmax attention with RoPE: the Transformer baseline (LLaMA; paper 000, A.1.1), with an optional sliding window.
 
-`forward` runs PyTorch's scaled_dot_product_attention, or kernels for narrow heads (`linnet.ops.attention`). The state
-is a KV cache: a ring of `context_length` slots, or of `window` slots with a sliding window, so a windowed layer has
-constant memory too.
+`forward` calls `linnet.ops.attention`, which says what runs for windows and packed documents. The state is a KV cache:
+a ring of `context_length` slots, or of `window` slots with a window, so a windowed layer has constant memory too.
 """
 
 import torch
@@ -15,7 +14,7 @@ from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_
 from linnet.layers.output import split_heads
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.rope import Rope, RopeScalingConfig
-from linnet.ops.attention import causal_attention
+from linnet.ops.attention import attend_window, causal_attention
 
 
 class AttentionConfig(Config):
@@ -26,12 +25,12 @@ class AttentionConfig(Config):
     rope: bool = True
     rope_base: float = Field(10000.0, gt=0)
     rope_scaling: RopeScalingConfig | None = Field(None, description="lower frequencies, for longer contexts")
-    window: int = Field(0, ge=0, description="tokens each one sees, itself included; 0 means all before it")
+    window: int = Field(0, ge=0, description="tokens that each token sees, itself included; 0 means all before it")
 
 
 @register_mixer("attention", AttentionConfig)
 class Attention(Mixer):
-    """x [B, T, D] -> [B, T, D]; the state is a ring of keys and values, their positions, and the next token's."""
+    """x [B, T, D] -> [B, T, D]; the state holds a ring of keys and values, their positions, and the next position."""
 
     def __init__(self, config: AttentionConfig, context: LayerContext):
         super().__init__()
@@ -52,34 +51,21 @@ class Attention(Mixer):
         self.rope = Rope(self.head_dim, config.rope_base, config.rope_scaling) if config.rope else None
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
-        start = None if state is None else state["position"]
-        positions = token_positions(x, start, cu_seqlens)
-        q, k, v = self._project(x, positions)
         if cu_seqlens is not None and state is not None:
             raise ValueError(
-                "attention carries a state for rows of a batch, not for packed documents; pass one of the two"
+                "attention: a state belongs to rows of a batch and cu_seqlens to packed documents; pass one of the two"
             )
-        if cu_seqlens is not None:
-            index = torch.arange(x.shape[1], device=x.device)
-            document = torch.searchsorted(cu_seqlens[1:].to(index.dtype), index, right=True)
-            mask = self._visible(index, index) & (document[:, None] == document)
-            o = self._attend(q, k, v, mask)
-        elif state is None:
-            index = positions[0]
-            o = self._attend(q, k, v, self._visible(index, index) if self.config.window else None)
+        positions = token_positions(x, None if state is None else state["position"], cu_seqlens)
+        q, k, v = self._project(x, positions)
+        if state is None:
+            o = causal_attention(q, k, v, self.config.window, cu_seqlens)
         else:
-            old = state["key_position"]
-            keys = torch.cat([state["k"].to(k.dtype), k], dim=1)
-            values = torch.cat([state["v"].to(v.dtype), v], dim=1)
-            # A slot that was never written holds position -1 (stored shifted by one, so a zero state is the empty one).
-            key_positions = torch.cat([old - 1, positions], dim=1)
-            visible = self._visible(positions, key_positions) & (key_positions >= 0)[:, None, :]
-            o = self._attend(q, keys, values, visible[:, None])
+            o = self._attend_after(q, k, v, positions, state)
             state = self._write(state, k, v, positions)
         return self.out_proj(o.flatten(-2)), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """One token. The ring is written in place, and all of it is read, so that a CUDA graph can hold the step."""
+        """One token. Writes the ring in place and reads all slots it is given; `shorten` takes empty ones away."""
         positions = state["position"][:, None]
         q, k, v = self._project(x, state["position"])
         rows = torch.arange(x.shape[0], device=x.device)[:, None]
@@ -87,9 +73,8 @@ class Attention(Mixer):
         state["k"].index_put_(slot, k[:, None].to(state["k"].dtype))
         state["v"].index_put_(slot, v[:, None].to(state["v"].dtype))
         state["key_position"].index_put_(slot, positions + 1)
-        key_positions = state["key_position"] - 1
-        visible = self._visible(positions, key_positions) & (key_positions >= 0)[:, None, :]
-        o = self._attend(q[:, None], state["k"].to(q.dtype), state["v"].to(q.dtype), visible[:, None])
+        keys, values = state["k"].to(q.dtype), state["v"].to(q.dtype)
+        o = self._attend_slots(q[:, None], keys, values, positions, state["key_position"] - 1)
         state["position"] += 1
         return self.out_proj(o[:, 0].flatten(-2)), state
 
@@ -103,6 +88,11 @@ class Attention(Mixer):
             "key_position": TensorSpec((batch, slots), torch.int64),
             "position": TensorSpec((batch,), torch.int64),
         }
+
+    def shorten(self, state: State, context_length: int) -> State:
+        """Views of the first slots: a position below `context_length` lies in the slot of its number."""
+        spec = self.state_spec(1, context_length)
+        return {name: x[:, : spec[name].shape[1]] if x.ndim > 1 else x for name, x in state.items()}
 
     def flops_paper(self, seq_len: int) -> float:
         """8nd^2 + 4n^2 d + 4nd (paper 000, A.1.1, without the softmax term, as in its Table 1)."""
@@ -122,19 +112,32 @@ class Attention(Mixer):
             q, k = self.rope(q, positions), self.rope(k, positions)
         return q, k, v
 
-    def _visible(self, query: Tensor, key: Tensor) -> Tensor:
-        """Causal (and windowed) mask [..., T, S] from positions of queries [..., T] and keys [..., S]."""
-        distance = query[..., :, None] - key[..., None, :]
-        visible = distance >= 0
-        return visible & (distance < self.config.window) if self.config.window else visible
+    def _attend_after(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, state: State) -> Tensor:
+        """Attention of T tokens that follow a state.
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, T, H, d] in and out; no mask means causal."""
-        if mask is None:
-            return causal_attention(q, k, v)
+        With a window only the first `window` tokens see the ring; those behind them see tokens of this call alone, by
+        blocks, which take any T without compiling.
+        """
+        length, window = q.shape[1], self.config.window
+        head = min(length, window) if window else length
+        keys = torch.cat([state["k"].to(k.dtype), k[:, :head]], dim=1)
+        values = torch.cat([state["v"].to(v.dtype), v[:, :head]], dim=1)
+        # A slot that was never written holds position -1 (stored shifted by one, so a zero state is the empty one).
+        key_positions = torch.cat([state["key_position"] - 1, positions[:, :head]], dim=1)
+        o = self._attend_slots(q[:, :head], keys, values, positions[:, :head], key_positions)
+        if head == length:
+            return o
+        return torch.cat([o, attend_window(q, k, v, window)[:, head:]], dim=1)
+
+    def _attend_slots(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Attention of q [B, T, H, d] at `positions` [B, T] to slots in any order, empty where their position is -1."""
+        distance = positions[:, :, None] - key_positions[:, None, :]
+        visible = (distance >= 0) & (key_positions >= 0)[:, None, :]
+        if self.config.window:
+            visible = visible & (distance < self.config.window)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         grouped = self.num_kv_heads != self.num_heads
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=grouped).transpose(1, 2)
 
     def _write(self, state: State, k: Tensor, v: Tensor, positions: Tensor) -> State:
         slots = state["k"].shape[1]

@@ -1,5 +1,15 @@
-"""Causal softmax attention: PyTorch's, and kernels for the narrow heads that it is slow for."""
+"""Causal softmax attention: full, in a sliding window, and over packed documents.
 
+Which code runs:
+
+* Full attention runs PyTorch's scaled_dot_product_attention (SDPA), or kernels of Linnet for narrow heads on a GPU.
+* Windows and documents on a GPU run compiled flex attention, which skips the blocks of scores that no query sees.
+* Windows and documents elsewhere (CPU, float64, `torch.vmap`) run SDPA on blocks (`linnet.ops.attention.blocks`).
+
+No path builds a [T, T] mask except the reference form.
+"""
+
+import functools
 import importlib
 
 import torch
@@ -8,59 +18,98 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
+from linnet.ops.attention.blocks import attend_documents, attend_window
 from linnet.ops.chunks import exact
 from linnet.ops.direct import shorten
+from linnet.ops.documents import check_documents, documents
 from linnet.ops.folding import Mapped, fold, fold_all, is_mapped, unfold
 
-__all__ = ["causal_attention"]
+__all__ = ["attend_window", "causal_attention"]
 
-# Of sequences and heads in kernels of Linnet; longer and wider ones were not measured.
+# Largest sequence and head width of Linnet's own kernels; longer and wider ones were not measured.
 LONGEST, WIDEST = 1024, 32
+_GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """o_t = sum_{s <= t} softmax_s(q_t k_s / sqrt(D)) v_s in every head.
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Returns o_t = sum_s softmax_s(q_t k_s / sqrt(D)) v_s for each head, over the tokens s that t sees.
 
-    Heads of up to 32 and up to 1,024 tokens run in kernels of Linnet on a GPU, all else in PyTorch's
-    scaled_dot_product_attention.
+    Token t sees s <= t, of its own document if `cu_seqlens` is given, and t - s < window if `window` is not 0.
 
     Args:
         q: [B, T, H, D].
-        k, v: [B, T, G, D]; G divides H, neighbouring heads share.
+        k, v: [B, T, G, D]; G divides H, and H / G neighbouring heads share one of k and v.
+        window: tokens that each token sees, itself included; 0 for no limit.
+        cu_seqlens: int32 [N+1], the start of each document and then T; B must be 1.
 
     Returns:
-        o [B, T, H, D] in the dtype of q. Gradients reach every argument.
+        o [B, T, H, D] in the dtype of q. Gradients reach q, k and v.
 
     Raises:
-        ValueError: shapes that do not go together.
+        ValueError: if the shapes do not match, `window` is negative, or the boundaries do not rise from 0 to T (on a
+            GPU only inside `linnet.ops.backend.debug`, because reading them waits for the device).
     """
     if q.ndim != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"causal_attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; give q [B, T, H, D] and k, v "
             "[B, T, G, D]"
         )
+    if window < 0:
+        raise ValueError(f"causal_attention: window: {window} is negative; give tokens, or 0 for no limit")
+    check_documents(cu_seqlens, q.shape[0])
+    window = window if window < q.shape[1] else 0  # a window as long as the row hides nothing
+    if window or cu_seqlens is not None:
+        return _restricted(q, k, v, window, cu_seqlens)
     if backend.use_triton("attention", q.is_cuda):
         if _suits_kernels(q, k, v):
             return _direct(q, k, v)[0]
-        if is_mapped(q, k, v):  # PyTorch's own rule fails for some lengths
+        if is_mapped(q, k, v):  # PyTorch's own vmap rule of SDPA fails for some lengths on a GPU
             return Mapped.apply(_rule, q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 
+def _restricted(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None) -> Tensor:
+    """Attention in a window, over documents, or both."""
+    if backend.use_reference():
+        return importlib.import_module("linnet.ops.attention.reference").attend_dense(q, k, v, window, cu_seqlens)
+    if is_mapped(q, k, v):
+        return Mapped.apply(functools.partial(_restricted_rule, window, cu_seqlens), q, k, v)
+    if backend.use_triton("attention", q.is_cuda, "flex") and _suits_flex(q, k, v):
+        if cu_seqlens is not None and backend.debugging():
+            documents(cu_seqlens, 1, q.shape[1])
+        return importlib.import_module("linnet.ops.attention.flex").attend_flex(q, k, v, window, cu_seqlens)
+    if cu_seqlens is not None:
+        return attend_documents(q, k, v, window, cu_seqlens)
+    return attend_window(q, k, v, window)
+
+
 def _suits_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
     alike = q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype
-    known = q.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return alike and known and q.shape[1] <= LONGEST and q.shape[3] <= WIDEST and 0 not in q.shape
+    return alike and q.dtype in _GPU_DTYPES and q.shape[1] <= LONGEST and q.shape[3] <= WIDEST and 0 not in q.shape
+
+
+def _suits_flex(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    known = q.is_cuda and q.dtype in _GPU_DTYPES and q.dtype == k.dtype == v.dtype and 0 not in q.shape
+    # Transforms that `is_mapped` leaves aside, torch.func.grad for one, have no rule for a compiled call.
+    return known and not torch._C._are_functorch_transforms_active()
 
 
 def _rule(size, dims, *tensors):
     return unfold(causal_attention(*(fold(x, dim, size, 0) for x, dim in zip(tensors, dims, strict=True))), size, 0), 0
 
 
+def _restricted_rule(window, cu_seqlens, size, dims, *tensors):
+    """Models fold into the batch: one row per model, all with the same documents."""
+    q, k, v = (fold(x, dim, size, 0) for x, dim in zip(tensors, dims, strict=True))
+    if cu_seqlens is None:
+        return unfold(causal_attention(q, k, v, window), size, 0), 0
+    return unfold(attend_documents(q, k, v, window, cu_seqlens), size, 0), 0
+
+
 @torch.library.custom_op("linnet::attend", mutates_args=())
 def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """o and what the backward keeps of the scores."""
+    """Returns o and the log-sum of each query, which the backward reads."""
     with exact(q):
         return importlib.import_module("linnet.ops.attention.triton").attend_forward(q, k, v)
 
@@ -109,18 +158,18 @@ _register_rule(attend)
 _register_rule(attend_backward)
 
 
-# FLOPs: 2 a multiply-add, of the pairs of tokens whether seen or not, as PyTorch counts its own.
+# FLOPs: 2 per multiply-add over all pairs of tokens, visible or not, as PyTorch counts SDPA.
 
 
 @register_flop_formula(torch.ops.linnet.attend)
 def attend_flops(q_shape, *_, **__) -> int:
-    """4 D a pair and head."""
+    """4 D per pair and head."""
     B, T, H, D = q_shape
     return 4 * B * H * T * T * D
 
 
 @register_flop_formula(torch.ops.linnet.attend_backward)
 def attend_backward_flops(q_shape, *_, **__) -> int:
-    """10 D a pair and head: five products."""
+    """10 D per pair and head: five products."""
     B, T, H, D = q_shape
     return 10 * B * H * T * T * D
