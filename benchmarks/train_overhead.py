@@ -23,7 +23,7 @@ from linnet.config import parse
 from linnet.models import build_model, count_parameters, family
 from linnet.train import TrainConfig, resolve, run_folder
 from linnet.train.loop import Run
-from linnet.train.ready import make_ready
+from linnet.train.preflight import preflight
 from linnet.train.stop import Stop
 
 
@@ -87,11 +87,10 @@ def open_run(options: argparse.Namespace, folder: Path) -> Run:
         "seq_len": options.seq_len,
         "batch_size": options.batch_size,
         "steps": 1_000_000,
-        "checkpoint_every": 0,
-        "device": options.device,
+        "run": {"checkpoint_every": 0, "device": options.device},
     }
     config = resolve(parse(TrainConfig, values))
-    run = Run(config, run_folder(config, folder / "runs"), make_ready(config, folder / "cache"), None)
+    run = Run(config, run_folder(config, folder / "runs"), preflight(config, folder / "cache"), None)
     run.start()
     return run
 
@@ -112,7 +111,7 @@ def bare_loop(run: Run):
     config = run.config
     model = build_model(config.model, seed=config.seed, device=run.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
-    batches = [run.session.feed.get(position) for position in range(50)]
+    batches = [run.session.prefetch.get(position) for position in range(50)]
 
     def loop(steps: int) -> None:
         for step in range(steps):

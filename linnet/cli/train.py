@@ -123,7 +123,9 @@ def _settings(
         given = values.get("data")
         values["data"] = {**(given if isinstance(given, dict) else {}), "source": data}
     if device is not None:
-        values["device"] = device
+        run = values.get("run")
+        values["run"] = {**(run if isinstance(run, dict) else {}), "device": device}
+        values.pop("device", None)  # of a file that was written for 0.1.0
     problems: list[str] = []
     where, own, settings = str(config or "command line"), None, None
     if mixer is not None:

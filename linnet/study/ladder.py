@@ -20,9 +20,10 @@ from linnet.models.recipes.registry import default_heads
 from linnet.runs import RunFolder
 from linnet.study.config import Architecture, Size, StudyConfig
 from linnet.train import TrainConfig, resolve
+from linnet.train.config import moved
+from linnet.train.loggers import check_loggers
 from linnet.train.objective import Data
 from linnet.train.objectives import find_objective
-from linnet.train.sinks import check_sinks
 
 SET_BY_THE_LADDER = {
     "name": "the ladder names its runs",
@@ -141,7 +142,8 @@ def plan(
         for key, instead in SET_BY_THE_LADDER.items()
         if key in config.train
     ]
-    train = {key: value for key, value in config.train.items() if key not in SET_BY_THE_LADDER}
+    train = moved(config.train, prefix="train.")
+    train = {key: value for key, value in train.items() if key not in SET_BY_THE_LADDER}
     if rungs:
         told = "\n".join(problems)  # of a tokenizer that cannot be read, say, which a model asks for too
         try:  # the settings are the same for all runs, so one shows what is wrong with them
@@ -150,7 +152,7 @@ def plan(
             if check_data:
                 found = evaluation_problems(first, lengths)
                 problems += [line for line in found if line.removeprefix("train.") not in told]
-                check_sinks(first.sinks)
+                check_loggers(first.run.loggers)
         except ConfigError as error:
             problems += [f"train.{line}" for line in error.problems if line.removeprefix("model: ") not in told]
     if problems:
@@ -300,10 +302,11 @@ def _batch_size(config: StudyConfig, architecture: Architecture, index: int) -> 
 def _train_values(config, train, architecture, size, model, batch_size, steps, seed, plugins) -> dict[str, Any]:
     """The settings of one run, as `TrainConfig` takes them."""
     rate = (architecture.learning_rate or config.learning_rate).at(model.d_model)
-    optimizer = train.get("optimizer", {})
+    optimizer, run = train.get("optimizer", {}), train.get("run", {})
+    every = max(1, steps // config.curve_points)
     return {
-        "log_every": max(1, steps // config.curve_points),
         **train,
+        "run": {"log_every": every, **run} if isinstance(run, dict) else run,
         "architecture": architecture.name,
         "model": model.model_dump(mode="json"),
         "data": config.data.model_dump(mode="json"),

@@ -8,8 +8,9 @@ optim.py      AdamW and Muon        schedule.py   learning rate as a function of
 guards.py     losses that are not finite or spike
 recompute.py  activations computed again to save memory
 evaluation.py evaluations on the way, which change nothing    suites.py      their kinds
-feed.py       batches on the device    device.py   device, peak speed, memory    stop.py   Ctrl-C
-sinks.py      TensorBoard, Weights & Biases    progress.py   the line on the terminal
+prefetch.py   batches on the device    device.py   device, peak speed, memory    stop.py   Ctrl-C
+preflight.py  device, corpus and evaluations, checked before anything is made
+loggers.py    TensorBoard, Weights & Biases    progress.py   the line on the terminal
 """
 
 from linnet.train.config import TrainConfig, resolve

@@ -1,93 +1,135 @@
-"""The configuration of one training."""
+"""The configuration of one training: what its result depends on, and under `run` how it is carried out."""
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from linnet import deprecation
 from linnet.config import Config, ConfigError
 from linnet.data import DataConfig, given_vocabulary
 from linnet.layers.base import load_plugin, plugin_digest
 from linnet.models import ModelConfig
 from linnet.train.device import DeviceName
 from linnet.train.guards import GuardConfig
+from linnet.train.loggers import LoggerName
 from linnet.train.optim import OptimizerConfig
 from linnet.train.recompute import Recompute
 from linnet.train.schedule import ScheduleConfig
-from linnet.train.sinks import SinkName
 from linnet.train.suites import Evaluation, label
 
 DEFAULT_STEPS = 1000
 
+MOVED = {
+    "device": "device",
+    "compile": "compile",
+    "recompute": "recompute",
+    "sinks": "loggers",
+    "log_every": "log_every",
+    "checkpoint_every": "checkpoint_every",
+    "keep_checkpoints": "keep_checkpoints",
+    "evaluate_every": "evaluate_every",
+    "peak_tflops": "peak_tflops",
+}
+"""Top-level keys of 0.1.0 -> their names under `run`."""
+
+
+class RunConfig(Config):
+    """How a training is carried out. None of it changes the result by more than rounding."""
+
+    device: DeviceName = Field("auto", description="`auto` uses the GPU if one is visible, else the CPU")
+    compile: bool = Field(False, description="run the model through torch.compile")
+    recompute: Recompute = Field(
+        "none",
+        description="activations that the backward pass computes again to save memory: `none`, `selective` or `block`",
+    )
+    loggers: list[LoggerName] = Field([], description="where rows go besides metrics.jsonl: `tensorboard`, `wandb`")
+    log_every: int = Field(10, ge=1, description="steps between training rows of metrics.jsonl")
+    checkpoint_every: int = Field(1000, ge=0, description="steps between checkpoints; 0: only at the end")
+    keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints that are kept")
+    evaluate_every: int = Field(
+        0,
+        ge=0,
+        description="steps between validations, and between evaluations that have no `every`; 0: only at the end",
+    )
+    peak_tflops: float | None = Field(
+        None, gt=0, description="peak of the device in TFLOP/s, for FLOP utilisation where Linnet does not know it"
+    )
+
 
 class TrainConfig(Config):
-    """One model, many steps. Two runs with equal configurations are the same run.
+    """One model, many steps.
 
-    Attributes:
-        name: label of the run folder; default: the architecture.
-        architecture: label in tables and figures; default: the names of the layout's mixers.
-        plugins: mixers outside the package, `path/to/file.py:Class`; the layout may name them.
-        plugin_digests: SHA-256 of each plugin file, filled in by `resolve`, so that a changed file is another run.
-        data: what to train on.
-        model: a recipe's name, a recipe with changes, or a layout (see `ModelConfig`). A `vocab_size` that is not
-            given is that of the tokenizer.
-        seq_len: tokens of a sequence.
-        batch_size: sequences of one step, over all its `accumulation` parts.
-        accumulation: parts of the batch that go through the model one after the other, to save memory. The gradient
-            is that of the whole batch, each token with the same weight.
-        steps, tokens: length of the training, one of the two; tokens are rounded up to whole steps. Default 1000 steps.
-        seed: of weights and sample order.
-        device: `auto` is the GPU where there is one.
-        precision: `bfloat16` is autocast: weights, optimizer and losses stay float32.
-        compile: torch.compile.
-        recompute: `none`, or what is computed again in the backward pass to save memory: `selective`, `block`.
-        evaluate_every: steps between validations; 0: only at the end.
-        evaluate_tokens: tokens of the held-out split that are scored; null: all.
-        evaluations: what else is measured on the way, and at the end (`linnet.train.evaluation`). Each comes behind a
-            checkpoint of its step, which is written for it where none is due.
-        checkpoint_every: steps between checkpoints; 0: only at the end.
-        keep_checkpoints: how many are kept.
-        log_every: steps between rows of metrics.jsonl.
-        guard: what to do about a loss that is not finite or spikes.
-        sinks: where rows go besides metrics.jsonl.
-        peak_tflops: of the device, for FLOP utilisation where it is not known (every CPU).
-        init_from: run folder whose last weights to start from.
+    Two configurations that differ only in `run`, `parallel`, `name` or in how they are written are the same training
+    (`linnet.train.identity`).
     """
 
-    name: str = ""
-    plugins: list[str] = []
-    plugin_digests: dict[str, str] = {}
-    data: DataConfig = DataConfig()
-    model: ModelConfig
-    architecture: str = ""
-    seq_len: int = Field(512, ge=1)
-    batch_size: int = Field(16, ge=1)
-    accumulation: int = Field(1, ge=1)
-    steps: int | None = Field(None, ge=1)
-    tokens: int | None = Field(None, ge=1)
-    seed: int = Field(0, ge=0, lt=1 << 63)
-    device: DeviceName = "auto"
-    precision: Literal["float32", "bfloat16"] = "float32"
-    compile: bool = False
-    recompute: Recompute = "none"
-    optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
-    evaluate_every: int = Field(0, ge=0)
-    evaluate_tokens: int | None = Field(131_072, ge=1)
-    checkpoint_every: int = Field(1000, ge=0)
-    keep_checkpoints: int = Field(2, ge=1)
-    log_every: int = Field(10, ge=1)
-    guard: GuardConfig = GuardConfig()
-    evaluations: list[Evaluation] = []
-    sinks: list[SinkName] = []
-    peak_tflops: float | None = Field(None, gt=0)
-    init_from: str | None = None
+    ELSEWHERE: ClassVar = {
+        old: f"it is `run.{new}` now, and both are given; drop the top-level `{old}`" for old, new in MOVED.items()
+    }
+
+    name: str = Field("", description="label of the run folder; default: the architecture")
+    plugins: list[str] = Field(
+        [], description="mixers outside the package, `path/to/file.py:Class`; the layout may name them"
+    )
+    plugin_digests: dict[str, str] = Field(
+        {}, description="SHA-256 of each plugin file; Linnet fills it in, so that a changed file is another training"
+    )
+    data: DataConfig = Field(DataConfig(), description="the text to train on and its tokenizer")
+    model: ModelConfig = Field(
+        description="a recipe's name, a recipe with changes, or a layout; `vocab_size` defaults to the tokenizer's"
+    )
+    architecture: str = Field("", description="label in tables and figures; default: the names of the layout's mixers")
+    seq_len: int = Field(512, ge=1, description="tokens per sequence")
+    batch_size: int = Field(16, ge=1, description="sequences per step, over all its `accumulation` parts")
+    accumulation: int = Field(
+        1,
+        ge=1,
+        description="parts of the batch that go through the model one after another to save memory; the gradient is "
+        "that of the whole batch, each token with the same weight",
+    )
+    steps: int | None = Field(None, ge=1, description="length of the training in steps; default: 1000")
+    tokens: int | None = Field(
+        None, ge=1, description="length of the training in tokens, in place of `steps`; rounded up to whole steps"
+    )
+    seed: int = Field(0, ge=0, lt=1 << 63, description="seed of the weights and of the sample order")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="`bfloat16` is autocast: weights, optimizer and losses stay float32"
+    )
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW or Muon, and their settings")
+    schedule: ScheduleConfig = Field(ScheduleConfig(), description="learning rate as a function of the step")
+    evaluate_tokens: int | None = Field(
+        131_072, ge=1, description="tokens of the held-out split that a validation scores; null: all"
+    )
+    curve_every: int | None = Field(
+        None, ge=1, description="steps between the points of the training curve that fits read; null: none of their own"
+    )
+    run: RunConfig = Field(
+        RunConfig(), description="how the training is carried out; no part of what identifies the run"
+    )
+    parallel: dict[str, Any] = Field(
+        {}, description="reserved for training over several devices, which is not here yet; leave it out"
+    )
+    guard: GuardConfig = Field(GuardConfig(), description="reaction to a loss that is not finite or that spikes")
+    evaluations: list[Evaluation] = Field(
+        [],
+        description="further evaluations during training and at its end; a checkpoint of the step is written before "
+        "each, if none is due",
+    )
+    init_from: str | None = Field(None, description="run folder whose last weights the training starts from")
 
     @property
     def total_steps(self) -> int:
         if self.tokens is not None:
             return -(-self.tokens // (self.batch_size * self.seq_len))
         return self.steps or DEFAULT_STEPS
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_old_places(cls, values: Any) -> Any:
+        return moved(values)
 
     # Fields are validated in the order above: plugins before the model that names them, data before its vocabulary.
 
@@ -150,23 +192,28 @@ class TrainConfig(Config):
             raise ValueError(f"steps ({info.data['steps']}) and tokens ({tokens}) are both given; drop one")
         return tokens
 
+    @field_validator("parallel", mode="before")
+    @classmethod
+    def _reserved(cls, parallel: Any) -> Any:
+        if parallel not in ({}, None):
+            raise ValueError("reserved: training over several devices is not here yet; leave the key out")
+        return {}
+
     @field_validator("evaluations")
     @classmethod
     def _distinct_evaluations(cls, evaluations: list[Evaluation], info: ValidationInfo) -> list[Evaluation]:
         names = [label(evaluation) for evaluation in evaluations]
         twice = sorted({name for name in names if names.count(name) > 1})
         problems = [f"{name!r} is the name of several; give each a `name` of its own" for name in twice]
-        between = info.data.get("checkpoint_every", 0)
-        if "guard" in info.data and info.data["guard"].policy == "rollback":
-            # Checkpoints that only evaluations ask for would change where a rollback goes back to, and so the training.
-            steps = {
-                name: e.every or info.data.get("evaluate_every", 0) for name, e in zip(names, evaluations, strict=True)
-            }
+        if "guard" in info.data and info.data["guard"].policy == "rollback" and "run" in info.data:
+            # A checkpoint that only an evaluation asks for would change what a rollback returns to, and so the result.
+            run: RunConfig = info.data["run"]
+            steps = {name: e.every or run.evaluate_every for name, e in zip(names, evaluations, strict=True)}
             problems += [
-                f"{name!r} comes every {every} steps, no multiple of checkpoint_every ({between}), which guard.policy "
-                "rollback goes back to; give a multiple, or other checkpoints"
+                f"{name!r} is due every {every} steps, not a multiple of run.checkpoint_every "
+                f"({run.checkpoint_every}), which guard.policy rollback returns to; use a multiple"
                 for name, every in steps.items()
-                if every and (not between or every % between)
+                if every and (not run.checkpoint_every or every % run.checkpoint_every)
             ]
         if problems:
             raise ValueError("; ".join(problems))
@@ -180,13 +227,57 @@ class TrainConfig(Config):
         return init_from
 
 
+def _old_attribute(old: str, new: str) -> property:
+    def get(self: TrainConfig) -> Any:
+        deprecation.warn(f"TrainConfig.{old}", f"TrainConfig.run.{new}")
+        return getattr(self.run, new)
+
+    return property(get)
+
+
+for _old, _new in MOVED.items():
+    setattr(TrainConfig, _old, _old_attribute(_old, _new))
+
+
+def moved(values: Any, warn: bool = True, prefix: str = "") -> Any:
+    """Puts top-level keys of 0.1.0 in their places under `run`.
+
+    Args:
+        values: settings of a training, as a mapping; anything else is returned as it is.
+        warn: whether to warn about each moved key; False for the config.yaml of an old run folder.
+        prefix: where the mapping stands, for the warnings: "train." in a study.
+
+    Returns:
+        A new mapping. A key whose new place is taken stays where it is, and is an error when the mapping is parsed.
+    """
+    if not isinstance(values, Mapping) or not isinstance(values.get("run", {}), (Mapping, RunConfig)):
+        return values
+    run = values.get("run", {})
+    run = run.model_dump(exclude_unset=True) if isinstance(run, RunConfig) else dict(run)
+    found = {old: new for old, new in MOVED.items() if old in values and new not in run}
+    if not found:
+        return values
+    for old in found if warn else ():
+        deprecation.warn(f"the key `{prefix}{old}`", f"`{prefix}run.{found[old]}`", _user_level())
+    rest = {key: value for key, value in values.items() if key not in found}
+    return rest | {"run": run | {new: values[old] for old, new in found.items()}}
+
+
+def _user_level() -> int:
+    """Stack level, seen from the caller, of the innermost frame outside Linnet and pydantic."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("linnet", "pydantic"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def resolve(config: TrainConfig) -> TrainConfig:
-    """The configuration with everything in it that makes the run what it is; its digest names the run folder."""
+    """The configuration with the digests of its plugins filled in, as config.yaml stores it."""
     return config.model_copy(update={"plugin_digests": {plugin: plugin_digest(plugin) for plugin in config.plugins}})
 
 
 def check_vocabulary(model: int, tokenizer: int) -> None:
-    """Raises ValueError where a model has no row for some tokens. More rows than tokens are padding, and fine."""
+    """Raises ValueError if a model has fewer rows than the tokenizer has tokens. Spare rows are allowed as padding."""
     if model < tokenizer:
         raise ValueError(
             f"vocab_size {model} is below the tokenizer's {tokenizer} tokens; set model.vocab_size={tokenizer}"

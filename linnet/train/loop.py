@@ -22,11 +22,11 @@ from linnet.train.clock import Clock
 from linnet.train.config import TrainConfig, resolve
 from linnet.train.evaluation import rows_kept
 from linnet.train.guards import Trouble
+from linnet.train.loggers import open_loggers
 from linnet.train.objective import Progress
-from linnet.train.ready import Ready, make_ready
+from linnet.train.preflight import Preflight, preflight
 from linnet.train.schedule import factor
 from linnet.train.session import Session, model_tensors, start_from
-from linnet.train.sinks import open_sinks
 from linnet.train.stop import Stop, graceful_stop
 
 
@@ -55,17 +55,17 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
     if reason := unwritable(folder.path):
         problems.append(f"{folder.path}: {reason}; name another folder for runs")
     with gather(problems):
-        ready = make_ready(config, cache, progress)
+        found = preflight(config, cache, progress)
     if problems:
         raise ConfigError(problems, "train")
-    device = ready.device
+    device = found.device
     with run_folder(config, root).lock():
         if folder.done:  # by the process that held the lock until now
             return folder
         folder.write_error(None)
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                Run(config, folder, ready, progress).run()
+                Run(config, folder, found, progress).run()
         except Exception as error:
             with suppress(OSError):  # a full disk must not hide the error
                 folder.write_error(f"{error}\n" if isinstance(error, ConfigError) else traceback.format_exc())
@@ -90,13 +90,13 @@ def none_good(folder: RunFolder) -> str:
 class Run:
     """One call of `train`: sets everything up, then `run`."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, ready: Ready, progress: Progress | None):
+    def __init__(self, config: TrainConfig, folder: RunFolder, found: Preflight, progress: Progress | None):
         self.config, self.folder, self.progress = config, folder, progress
-        self.device, self.objective = ready.device, ready.objective
+        self.device, self.objective = found.device, found.objective
         self.evaluations = self.objective.evaluations
         self.session = Session(config, self.objective, self.device)
         self.steps = config.total_steps
-        self.peak_flops = config.peak_tflops * 1e12 if config.peak_tflops else devices.peak_flops(self.device)
+        self.peak_flops = config.run.peak_tflops * 1e12 if config.run.peak_tflops else devices.peak_flops(self.device)
         self.clock = Clock()
         self.row_step = 0  # step of the last training row
         self.saved_step = -1
@@ -105,11 +105,11 @@ class Run:
 
     def run(self) -> None:
         with ExitStack() as stack:
-            stack.callback(self.session.feed.close)
+            stack.callback(self.session.prefetch.close)
             self.start()
             stack.callback(self.record.close)
-            for sink in self.sinks:
-                stack.callback(sink.close)
+            for logger in self.loggers:
+                stack.callback(logger.close)
             with graceful_stop() as stop:  # only here: elsewhere nothing is lost by stopping at once
                 status = self.loop(stop)
                 if status == "done":
@@ -139,8 +139,8 @@ class Run:
         if path is not None:
             self.clock.load(meta["clock"])
             self.row_step = meta["row_step"]
-        self.sinks = open_sinks(
-            self.config.sinks, self.folder.path, self.config.model_dump(mode="json"), self.session.step
+        self.loggers = open_loggers(
+            self.config.run.loggers, self.folder.path, self.config.model_dump(mode="json"), self.session.step
         )
         event = {"event": "start", "step": self.session.step, "steps": self.steps, "path": str(self.folder.path)}
         if self.progress is not None:
@@ -153,7 +153,7 @@ class Run:
 
     def loop(self, stop: Stop) -> str:
         """All steps; "done" or "diverged"."""
-        config, session = self.config, self.session
+        config, run, session = self.config, self.config.run, self.session
         if config.guard.policy == "rollback" and session.step == 0:
             self.save()  # something to go back to
         self.clock.start()
@@ -161,10 +161,10 @@ class Run:
             self.make_evaluations(stop)  # those of this step that a kill cut off
         while session.step < self.steps:
             after = session.step + 1
-            log = after % config.log_every == 0 or after == self.steps
-            evaluate = config.evaluate_every and after % config.evaluate_every == 0 and after < self.steps
+            log = after % run.log_every == 0 or after == self.steps
+            evaluate = run.evaluate_every and after % run.evaluate_every == 0 and after < self.steps
             suites = after < self.steps and self.evaluations.due(after, self.steps)
-            save = suites or (config.checkpoint_every and after % config.checkpoint_every == 0 and after < self.steps)
+            save = suites or (run.checkpoint_every and after % run.checkpoint_every == 0 and after < self.steps)
 
             session.gradients()
             if session.judges_every_step or log or evaluate or save:
@@ -314,13 +314,13 @@ class Run:
             self.record.sync()
             tensors, meta = self.session.state()
             meta |= {"rows": self.record.rows, "row_step": self.row_step, "clock": self.clock.state()}
-            keep = max(self.config.keep_checkpoints, 2 if self.config.guard.policy == "rollback" else 1)
+            keep = max(self.config.run.keep_checkpoints, 2 if self.config.guard.policy == "rollback" else 1)
             checkpoint.save(self.folder.checkpoint_folder, self.session.step, tensors, meta, keep)
         self.saved_step = self.session.step
 
     def write(self, row: dict) -> None:
         self.record.write(row)
-        for sink in self.sinks:
-            sink.write(row)
+        for logger in self.loggers:
+            logger.write(row)
         if self.progress is not None:
             self.progress(row)

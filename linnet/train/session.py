@@ -16,10 +16,10 @@ from linnet.runs.checkpoint import Tensors
 from linnet.runs.model import mismatches
 from linnet.train import recompute
 from linnet.train.config import TrainConfig
-from linnet.train.feed import Feed
 from linnet.train.guards import Guard, Trouble
 from linnet.train.objective import RunObjective
 from linnet.train.optim import Optimizer
+from linnet.train.prefetch import Prefetch
 from linnet.train.schedule import factor
 
 
@@ -36,11 +36,11 @@ class Session:
     def __init__(self, config: TrainConfig, objective: RunObjective, device: torch.device):
         self.config, self.objective, self.device = config, objective, device
         self.model = objective.build(config.seed, device)
-        recompute.apply(self.model, config.recompute)
+        recompute.apply(self.model, config.run.recompute)
         loss = objective.loss(self.model)
-        self._loss = torch.compile(loss) if config.compile else loss
+        self._loss = torch.compile(loss) if config.run.compile else loss
         self.optimizer = Optimizer(self.model, config.optimizer)
-        self.feed = Feed(objective.batches(), device)
+        self.prefetch = Prefetch(objective.batches(), device)
         self.guard = Guard(config.guard)
         self.autocast = (
             torch.autocast(device.type, dtype=torch.bfloat16)
@@ -59,7 +59,7 @@ class Session:
         """Leaves the gradient of the mean loss over all targets of the next batch in the parameters."""
         while self.position in self.guard.skipped:
             self.position += 1
-        batch = self.feed.get(self.position)
+        batch = self.prefetch.get(self.position)
         parts = self.config.accumulation
         # Autograd runs the backward of a GPU in a thread of its own, which helps with several GPUs. Here there is one,
         # and handing the backward to that thread and back costs some hundred microseconds on a busy host.

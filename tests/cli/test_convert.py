@@ -33,7 +33,7 @@ def run(tmp_path):
         "seq_len": 16,
         "batch_size": 2,
         "evaluate_tokens": 64,
-        "device": "cpu",
+        "run": {"device": "cpu"},
     }
     return train(TrainConfig.model_validate(values), tmp_path / "runs", tmp_path / "cache").path
 

@@ -96,7 +96,7 @@ def test_every_mistake_is_named_before_any_work(config, tmp_path):
     assert not (tmp_path / "studies").exists()
 
 
-TWO_RUNS = ["--no-report", "--budgets", "6e8", "--set", "train.checkpoint_every=10"]
+TWO_RUNS = ["--no-report", "--budgets", "6e8", "--set", "train.run.checkpoint_every=10"]
 TWO_RUNS += ["--set", "architectures=[tnl]", "--set", "sizes=[[8, 1], [16, 1]]"]
 
 

@@ -18,7 +18,7 @@ SETTINGS = {
     "seq_len": 32,
     "batch_size": 4,
     "steps": 10,
-    "log_every": 2,
+    "run": {"log_every": 2},
     "evaluate_tokens": 256,
 }
 
@@ -61,7 +61,7 @@ def test_a_recipe_text_and_settings_from_the_command_line(linnet):
     assert done.exit_code == 0, done.output
     config = RunFolder(json.loads(done.stdout)["path"]).config
     assert Path(json.loads(done.stdout)["path"]).name.startswith("tnl-10m-")
-    assert config["data"]["source"] == ["a.txt", "b.txt"] and config["device"] == "cpu"
+    assert config["data"]["source"] == ["a.txt", "b.txt"] and config["run"]["device"] == "cpu"
     assert config["steps"] == 1 and config["model"]["d_model"] == 32 and config["model"]["vocab_size"] == 256
 
 

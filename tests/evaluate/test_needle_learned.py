@@ -27,7 +27,7 @@ TRAIN = {
     "steps": 550,
     "optimizer": {"learning_rate": 5e-3, "weight_decay": 0.0},
     "schedule": {"name": "cosine", "warmup": 50, "final": 0.05},
-    "checkpoint_every": 0,
+    "run": {"checkpoint_every": 0},
     "evaluate_tokens": 4096,
 }
 

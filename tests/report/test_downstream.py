@@ -196,7 +196,7 @@ def test_a_study_of_seconds_from_training_to_the_page(tmp_path, monkeypatch):
         "name": "tiny", "architectures": ["llama", "tnl"], "tokens": [2048, 4096, 8192], "sizes": [[16, 2, 2]],
         "seq_len": 32, "batch_size": 4, "minimum_steps": 10, "learning_rate": 1e-2, "executor": {"kind": "inline"},
         "data": {"source": [argparse.__file__]},
-        "train": {"device": "cpu", "evaluate_every": 16, "evaluate_tokens": 2048, "evaluations": [
+        "train": {"run": {"device": "cpu", "evaluate_every": 16}, "evaluate_tokens": 2048, "evaluations": [
             {"kind": "text", "name": "other", "paths": [str(held)], "most_bytes": 1000},
             {"kind": "needle", "lengths": [256], "depths": [0.5], "every": 30},
         ]},

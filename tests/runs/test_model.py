@@ -34,7 +34,7 @@ def run(request, tmp_path_factory):
         "seq_len": 16,
         "batch_size": 2,
         "evaluate_tokens": 64,
-        "device": "cpu",
+        "run": {"device": "cpu"},
     }
     (folder / "text.txt").write_text(open(argparse.__file__, encoding="utf-8").read() * 2, encoding="utf-8")
     return train(parse(TrainConfig, values), folder / "out", folder / "cache").path
@@ -145,7 +145,7 @@ def test_a_mixer_that_has_changed_since_is_warned_of(tmp_path):
         "seq_len": 16,
         "batch_size": 2,
         "evaluate_tokens": 64,
-        "device": "cpu",
+        "run": {"device": "cpu"},
     }
     run = train(parse(TrainConfig, values), tmp_path / "out", tmp_path / "cache").path
     with warnings.catch_warnings():

@@ -98,12 +98,12 @@ def test_budgets_and_seeds_multiply_and_batches_follow_the_budget():
 
 
 def test_train_settings_reach_every_run():
-    ladder = plan_of(train={"optimizer": {"weight_decay": 0.01}, "schedule": {"name": "wsd"}, "log_every": 3})
+    ladder = plan_of(train={"optimizer": {"weight_decay": 0.01}, "schedule": {"name": "wsd"}, "run": {"log_every": 3}})
     for run in ladder.runs:
         assert run.train.optimizer.weight_decay == 0.01
         assert run.train.optimizer.learning_rate == run.learning_rate
         assert run.train.schedule.name == "wsd"
-        assert run.train.log_every == 3
+        assert run.train.run.log_every == 3
 
 
 def test_everything_wrong_is_listed_at_once(tmp_path):
@@ -155,8 +155,8 @@ def test_what_is_not_there_is_told_once_and_before_any_run(tmp_path, monkeypatch
     first, second = caught.value.problems
     assert first.startswith("data.tokenizer: ") and second.startswith("train.schedul: ")
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
-    with pytest.raises(ConfigError, match="train.sinks: 'wandb' needs a package that is not installed"):
-        plan_of(data={"source": [__file__]}, train={"sinks": ["wandb"]})
+    with pytest.raises(ConfigError, match="train.run.loggers: 'wandb' needs a package that is not installed"):
+        plan_of(data={"source": [__file__]}, train={"run": {"loggers": ["wandb"]}})
 
 
 def test_a_changed_plugin_makes_other_runs(tmp_path):

@@ -294,7 +294,7 @@ def test_without_steps_of_their_own_they_come_with_validations(settings, cache, 
 
 def test_a_rollback_goes_where_it_would_have_gone(settings, cache, tmp_path, suites, monkeypatch):
     """What was found at the checkpoint that training goes back to stays; what came behind it is found anew."""
-    position, get, loss = [0], session.Feed.get, CausalLM.loss
+    position, get, loss = [0], session.Prefetch.get, CausalLM.loss
 
     def watched(self, at):
         position[0] = at
@@ -304,7 +304,7 @@ def test_a_rollback_goes_where_it_would_have_gone(settings, cache, tmp_path, sui
         nll, count = loss(self, tokens, targets, cu_seqlens)
         return nll * (float("nan") if position[0] == 6 and nll.requires_grad else 1.0), count
 
-    monkeypatch.setattr(session.Feed, "get", watched)
+    monkeypatch.setattr(session.Prefetch, "get", watched)
     monkeypatch.setattr(CausalLM, "loss", poisoned)
     own = {**EVERY, "checkpoint_every": 4, "guard": {"policy": "rollback"}}
     suites[1]["every"] = 4
@@ -334,9 +334,12 @@ def test_all_problems_come_at_once_and_before_any_work(settings, tmp_path, held,
 
     twice = [{"kind": "text", "paths": [str(held)], "every": 5}] * 2
     with pytest.raises(ConfigError) as caught:
-        parse(TrainConfig, values | {"evaluations": twice, "guard": {"policy": "rollback"}, "checkpoint_every": 4})
+        parse(
+            TrainConfig,
+            values | {"evaluations": twice, "guard": {"policy": "rollback"}, "run": {"checkpoint_every": 4}},
+        )
     [problem] = caught.value.problems
-    assert "'text' is the name of several" in problem and "no multiple of checkpoint_every (4)" in problem
+    assert "'text' is the name of several" in problem and "checkpoint_every (4)" in problem
 
     # What only the tokenizer and the training text can tell comes before the first step too.
     wrong = [

@@ -144,8 +144,8 @@ def test_accumulation_weighs_targets_not_parts(settings, cache, tmp_path, monkey
         targets[0, 4:] = -100
         return tokens, targets
 
-    get = session.Feed.get
-    monkeypatch.setattr(session.Feed, "get", masked)
+    get = session.Prefetch.get
+    monkeypatch.setattr(session.Prefetch, "get", masked)
     found = []
     for parts in (1, 4):
         config = settings(accumulation=parts)

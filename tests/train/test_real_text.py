@@ -24,7 +24,7 @@ def settings(name: str, real_data) -> TrainConfig:
     model = {**family(name)(96, 2).model_dump(), "init_std": 0.15}
     text = [str(real_data / "wikitext-2" / "valid.txt"), str(real_data / "tinyshakespeare" / "input.txt")]
     values = {"model": model, "data": {"source": text, "validation_fraction": 0.01}, "evaluate_tokens": None}
-    values |= {"seq_len": 32, "batch_size": 16, "steps": 160, "checkpoint_every": 0, "device": "cpu"}
+    values |= {"seq_len": 32, "batch_size": 16, "steps": 160, "run": {"checkpoint_every": 0, "device": "cpu"}}
     values |= {"optimizer": {"learning_rate": 1e-2}, "schedule": {"warmup": 0.1, "final": 0.02}}
     return parse(TrainConfig, values)
 

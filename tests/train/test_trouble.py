@@ -18,7 +18,7 @@ def poison(monkeypatch):
     factors: dict[int, float] = {}
     seen: list[int] = []
     at = [0]
-    get, load = session.Feed.get, CausalLM.loss
+    get, load = session.Prefetch.get, CausalLM.loss
 
     def watched(self, position):
         at[0] = position
@@ -29,7 +29,7 @@ def poison(monkeypatch):
         nll, count = load(self, tokens, targets, cu_seqlens)
         return nll * (factors.get(at[0], 1.0) if self.training and nll.requires_grad else 1.0), count
 
-    monkeypatch.setattr(session.Feed, "get", watched)
+    monkeypatch.setattr(session.Prefetch, "get", watched)
     monkeypatch.setattr(CausalLM, "loss", loss)
     factors_and_seen = factors, seen
     return factors_and_seen
@@ -73,8 +73,8 @@ def test_skip_gives_the_losses_of_a_run_that_never_saw_the_batch(settings, cache
     poison[0][7] = float("nan")
     skipped = train(settings(**LONG, guard={"policy": "skip"}), tmp_path / "a", cache)
     poison[0].clear()
-    get = session.Feed.get
-    monkeypatch.setattr(session.Feed, "get", lambda self, position: get(self, position + (position >= 7)))
+    get = session.Prefetch.get
+    monkeypatch.setattr(session.Prefetch, "get", lambda self, position: get(self, position + (position >= 7)))
     without = train(settings(**LONG, guard={"policy": "skip"}), tmp_path / "b", cache)
     assert [row["loss"] for row in skipped.metrics() if "event" not in row and "loss" in row] == [
         row["loss"] for row in without.metrics() if "loss" in row

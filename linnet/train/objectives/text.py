@@ -198,4 +198,4 @@ def _shown(batches: ValidationBatches, show: Show | None) -> Iterator[tuple[Tens
 
 def _evaluations(config: TrainConfig, tokenizer: Tokenizer, device: torch.device) -> Evaluations:
     subject = Subject(tokenizer, config.model, config.seq_len, device, config.precision, config.data.source)
-    return Evaluations(config.evaluations, subject, config.evaluate_every)
+    return Evaluations(config.evaluations, subject, config.run.evaluate_every)

@@ -1,22 +1,22 @@
-"""Where else the rows of metrics.jsonl go: views of the record, each imported only when it is asked for."""
+"""Loggers: further views of the rows of metrics.jsonl. Each package is imported only if its logger is asked for."""
 
 from pathlib import Path
 from typing import Literal
 
 from linnet.config import ConfigError
 
-SinkName = Literal["tensorboard", "wandb"]
+LoggerName = Literal["tensorboard", "wandb"]
 
 
-def check_sinks(names: list[SinkName]) -> None:
-    """Raises `ConfigError` that names each sink whose package is missing."""
+def check_loggers(names: list[LoggerName]) -> None:
+    """Raises `ConfigError` that names each logger whose package is missing."""
     problems = [message for name in names if (message := _missing(name))]
     if problems:
         raise ConfigError(problems)
 
 
-def open_sinks(names: list[SinkName], folder: Path, config: dict, step: int) -> list["TensorBoard | Wandb"]:
-    """Opens the sinks of a run that starts, or goes on, at `step`."""
+def open_loggers(names: list[LoggerName], folder: Path, config: dict, step: int) -> list["TensorBoard | Wandb"]:
+    """Opens the loggers of a run that starts, or continues, at `step`."""
     kinds = {"tensorboard": TensorBoard, "wandb": Wandb}
     return [kinds[name](folder, config, step) for name in names]
 
@@ -27,7 +27,7 @@ class TensorBoard:
     def __init__(self, folder: Path, config: dict, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # Points of steps that are trained again after a kill are hidden.
+        # After a kill some steps are trained again; purge_step hides the points that they wrote before.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
     def write(self, row: dict) -> None:
@@ -41,7 +41,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Logs to Weights & Biases; the run's folder name is its id, so a resumed run goes on in the same place.
+    """Logs to Weights & Biases. The id is the name of the run folder, so a resumed run continues the same record.
 
     Project, entity and mode come from the environment (WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE).
     """
@@ -64,12 +64,12 @@ def _numbers(row: dict) -> dict[str, float]:
     return {k: v for k, v in row.items() if k != "step" and isinstance(v, (int, float)) and not isinstance(v, bool)}
 
 
-def _missing(name: SinkName) -> str | None:
+def _missing(name: LoggerName) -> str | None:
     try:
         if name == "tensorboard":
             import torch.utils.tensorboard  # noqa: F401
         else:
             import wandb  # noqa: F401
     except ImportError as error:
-        return f"sinks: {name!r} needs a package that is not installed ({error}); pip install {name}, or drop the sink"
+        return f"run.loggers: {name!r} needs a package that is not installed ({error}); pip install {name}, or drop it"
     return None

@@ -1,4 +1,4 @@
-"""Batches on the device of the model; for a GPU the next one is read while this one is used."""
+"""Batches on the model's device. For a GPU, a thread reads the next batch while the GPU works on this one."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -7,25 +7,26 @@ import torch
 from linnet.train.objective import Batch, BatchSource
 
 
-class Feed:
-    """`feed.get(position)`: the tensors of a batch on `device`."""
+class Prefetch:
+    """Serves the batches of a source on a device."""
 
     def __init__(self, source: BatchSource, device: torch.device):
         self._source, self._device = source, device
         self._ahead: dict[int, Future[Batch]] = {}
-        # On the CPU a second thread would only take time from the model.
-        self._thread = ThreadPoolExecutor(1, "linnet-feed") if device.type == "cuda" else None
+        # On a CPU a second thread would only take time from the model.
+        self._thread = ThreadPoolExecutor(1, "linnet-prefetch") if device.type == "cuda" else None
 
     def get(self, position: int) -> Batch:
         if self._thread is None:
             return self._source.batch(position)
         future = self._ahead.pop(position, None) or self._thread.submit(self._pinned, position)
-        for other in self._ahead.values():  # left over from before a jump
+        for other in self._ahead.values():  # read ahead before the position jumped
             other.cancel()
         self._ahead = {position + 1: self._thread.submit(self._pinned, position + 1)}
         return tuple(tensor.to(self._device, non_blocking=True) for tensor in future.result())
 
     def close(self) -> None:
+        """Stops reading ahead."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 

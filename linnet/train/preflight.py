@@ -8,20 +8,20 @@ import torch
 from linnet.config import ConfigError, gather
 from linnet.train import device as devices
 from linnet.train.config import TrainConfig
+from linnet.train.loggers import check_loggers
 from linnet.train.objective import Progress, RunObjective
 from linnet.train.objectives import find_objective
-from linnet.train.sinks import check_sinks
 
 
 @dataclass(frozen=True)
-class Ready:
-    """What was found for a configuration."""
+class Preflight:
+    """What a training needs besides its configuration."""
 
     device: torch.device
     objective: RunObjective
 
 
-def make_ready(config: TrainConfig, cache: str | Path, progress: Progress | None = None) -> Ready:
+def preflight(config: TrainConfig, cache: str | Path, progress: Progress | None = None) -> Preflight:
     """Finds the device and has the objective prepare its data and evaluations.
 
     Args:
@@ -29,16 +29,16 @@ def make_ready(config: TrainConfig, cache: str | Path, progress: Progress | None
         progress: is called with {"event": "data", "what", "done", "total"} while data are prepared.
 
     Raises:
-        ConfigError: all that is wrong with what the configuration names, as far as it shows before the first step.
+        ConfigError: lists every problem with what the configuration names that shows before the first step.
     """
     problems: list[str] = []
     device = objective = None
     with gather(problems):
-        device = devices.choose(config.device)
+        device = devices.choose(config.run.device)
     with gather(problems):
-        check_sinks(config.sinks)
+        check_loggers(config.run.loggers)
     with gather(problems):
         objective = find_objective(config).prepare(config, device or torch.device("cpu"), cache, progress)
     if problems:
         raise ConfigError(problems, "train")
-    return Ready(device, objective)
+    return Preflight(device, objective)

@@ -12,7 +12,7 @@ from linnet.train import train
 
 def test_tensorboard_shows_the_rows(settings, cache, tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    run = train(settings(sinks=["tensorboard"]), tmp_path, cache)
+    run = train(settings(loggers=["tensorboard"]), tmp_path, cache)
     events = event_accumulator.EventAccumulator(str(run.path / "tensorboard"))
     events.Reload()
     shown = [(event.step, event.value) for event in events.Scalars("loss")]
@@ -31,7 +31,7 @@ def test_tensorboard_shows_evaluations_by_name(settings, cache, tmp_path):
         "every": 6,
         "samples": 2,
     }
-    run = train(settings(sinks=["tensorboard"], evaluations=[probe]), tmp_path, cache)
+    run = train(settings(loggers=["tensorboard"], evaluations=[probe]), tmp_path, cache)
     events = event_accumulator.EventAccumulator(str(run.path / "tensorboard"))
     events.Reload()
     found = [(row["step"], row["metrics"]["mqar"]) for row in run.metrics() if "evaluation" in row]
@@ -55,7 +55,7 @@ def test_wandb_gets_the_rows_under_the_name_of_the_run(settings, cache, tmp_path
         return Fake()
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    config = settings(sinks=["wandb"])
+    config = settings(loggers=["wandb"])
     run = train(config, tmp_path, cache)
     options = calls[0][1]
     assert options["id"] == run.path.name and options["resume"] == "allow"
@@ -70,10 +70,10 @@ def test_a_missing_package_is_named_before_any_work(settings, cache, tmp_path, m
     for name in ("wandb", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError) as caught:
-        train(settings(sinks=["wandb", "tensorboard"]), tmp_path, cache)
+        train(settings(loggers=["wandb", "tensorboard"]), tmp_path, cache)
     for line, name in zip(caught.value.problems, ("wandb", "tensorboard"), strict=True):
-        assert line.startswith(f"sinks: {name!r} needs a package that is not installed")
-        assert line.endswith(f"pip install {name}, or drop the sink")
+        assert line.startswith(f"run.loggers: {name!r} needs a package that is not installed")
+        assert line.endswith(f"pip install {name}, or drop it")
     assert not list(tmp_path.iterdir())
 
 
