@@ -11,7 +11,7 @@ slot, all that it does on the host included. The floor is the bytes of the weigh
 often as the engine writes them) over the measured copy bandwidth.
 
 Every row is first held against the parallel form (chunked, in PyTorch): `error` is the relative RMS error of the logits
-of 16 tokens. Both round to bfloat16 at different places, so a few percent are expected. `kernels` counts launches per token.
+of 16 tokens. Both round to bfloat16 at different places, so a few percent are expected. `kernels`: launches per token.
 
 `--csv` puts the rows into benchmarks/results/decode-<gpu>.csv; `--profile FILE` writes the kernels of a token there.
 """

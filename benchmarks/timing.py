@@ -56,7 +56,7 @@ def peak_memory(run: Callable[[], object]) -> float:
 
 
 def measure_ceilings() -> tuple[float, float]:
-    """Bytes per second of a large copy (read and written) and FLOPs per second of a large bf16 product of random data."""
+    """Bytes per second of a large copy (read and written), FLOPs per second of a large bf16 product of random data."""
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     copy = measure(lambda: target.copy_(source))
