@@ -1,6 +1,10 @@
-"""What a person types: one file a verb. Verbs import torch and the rest only when they run, so `--help` is instant."""
+"""The command line: one file per verb. Verbs import torch and the rest only when they run, so `--help` is instant."""
 
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,18 +29,38 @@ from linnet.config import ConfigError
 ANEW = "the same command begins anew"
 GOING_ON = "nothing is lost: run the same command again to go on"
 STOPPED = dict.fromkeys(("train", "study", "mad"), GOING_ON) | {
-    "evaluate": f"what was printed is kept, and --demo goes on where it was; else {ANEW}"
+    "evaluate": f"what was printed is kept, and the demo goes on where it was; else {ANEW}"
 }
 
 
+PACKAGE = Path(__file__).parents[1]
+
+
+@contextmanager
+def _plain_warnings(console: Console) -> Iterator[None]:
+    """Prints warnings of Linnet as one line on stderr, without the line of source code that raised them."""
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(message, category, filename, lineno, file=None, line=None):
+            if category.__module__.partition(".")[0] == "linnet" or PACKAGE in Path(filename).parents:
+                console.print(f"[bold yellow]warning[/] {escape(str(message))}", highlight=False)
+            else:
+                usual(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        yield
+
+
 class _Group(typer.core.TyperGroup):
-    """Turns what a user can mend into a message and an exit code; everything else keeps its traceback."""
+    """Turns errors that a user can fix into a message and an exit code; all others keep their traceback."""
 
     def invoke(self, ctx):
         console = Console(stderr=True, soft_wrap=True)
         try:
             try:
-                return super().invoke(ctx)
+                with _plain_warnings(console):
+                    return super().invoke(ctx)
             except typer.BadParameter as error:
                 if not error.message or error.param is None:  # an argument is missing: the usage says more
                     raise
@@ -49,7 +73,7 @@ class _Group(typer.core.TyperGroup):
 
             if error.errno in FULL:
                 message = "the disk is full; free some space and run the same command again"
-            elif error.filename is not None:  # of a path that somebody named
+            elif error.filename is not None:
                 message = f"{error.filename}: cannot be read or written ({error.strerror}); name another path"
             else:
                 raise
@@ -67,7 +91,7 @@ class _Group(typer.core.TyperGroup):
 
 
 def _bad_value(error: typer.BadParameter) -> str:
-    """What typer refuses in the words of all other errors: the option, what is wrong, the value."""
+    """A value that typer refuses, in the form of all other errors: the option, what is wrong, the value."""
     name = error.param.human_readable_name if error.param.param_type_name == "argument" else error.param.opts[0]
     cause = error.__cause__  # newer ones check by pydantic, and leave the value out
     found = cause.errors()[0] if hasattr(cause, "errors") else {"type": "value_error"}
@@ -105,16 +129,15 @@ def _say_versions(asked: bool) -> None:
 def _linnet(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", help="Say the versions, for a report of a bug.", callback=_say_versions, is_eager=True
-        ),
+        typer.Option("--version", help="Print the versions, for a bug report.", callback=_say_versions, is_eager=True),
     ] = False,
 ) -> None:
     pass
 
 
-for verb in (models, data, train, generate, serve, evaluate, compare, study, fit, convert, report):
+for verb in (models, data, train, generate, serve, compare, study, fit, convert, report):
     app.command(name=verb.__name__)(verb)
+app.add_typer(evaluate, name="evaluate")
 app.add_typer(mad, name="mad")
 app.add_typer(bench, name="bench")
 

@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -11,6 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from linnet.config import FIGURES, FITS, ConfigError, check_study, gather
+
+if TYPE_CHECKING:
+    from linnet.report.needle import Constants
 
 OUT = Path("comparison/index.html")
 
@@ -43,11 +46,31 @@ def compare(
     """
     import webbrowser
 
-    from linnet.evaluate.compare import compare as compare_all
-    from linnet.evaluate.compare import shared
+    from linnet.report.needle import Constants
 
     page = page and not as_json
     _check(depth_ratio, length_ratio, out if page else None, open_)
+    show_comparison(runs, out if page else None, Constants(depth_ratio, length_ratio, threshold), as_json)
+    if page and open_:
+        webbrowser.open(out.resolve().as_uri())
+
+
+def show_comparison(
+    runs: list[Path], page: Path | None, constants: "Constants | None" = None, as_json: bool = False
+) -> None:
+    """Compares the kept evaluations of runs, and prints tables.
+
+    Args:
+        page: where to write the page; None writes none.
+        constants: of the needles' metrics.
+        as_json: print one JSON object instead.
+
+    Raises:
+        ConfigError: runs without evaluations, or with none in common.
+    """
+    from linnet.evaluate.compare import compare as compare_all
+    from linnet.evaluate.compare import shared
+
     found, problems = _read(runs)
     for problem in problems:
         Console(stderr=True).print(f"[bold yellow]left out[/] {escape(problem)}", highlight=False, soft_wrap=True)
@@ -65,16 +88,14 @@ def compare(
         _show(
             group, [one for one in comparisons if one.kind == group.kind and one.asked == group.asked], found, console
         )
-    if page:
+    if page is not None:
         from linnet.report.compare import write_comparison
         from linnet.report.needle import Constants
 
-        constants = Constants(depth_ratio, length_ratio, threshold)
-        command = _command(runs, out, constants)
-        written = write_comparison(groups, comparisons, out, command=command, constants=constants, problems=problems)
+        constants = constants or Constants()
+        command = _command(runs, page, constants)
+        written = write_comparison(groups, comparisons, page, command=command, constants=constants, problems=problems)
         console.print(str(written), soft_wrap=True)
-        if open_:
-            webbrowser.open(out.resolve().as_uri())
 
 
 def _command(runs: list[Path], out: Path, constants) -> str:
@@ -110,7 +131,7 @@ def _read(runs: list[Path]) -> tuple[dict[str, tuple[Path, list]], list[str]]:
         if folders.count(folder) > 1:
             problems.append(f"{run}: is given twice; name another run")
         elif not evaluations:
-            problems.append(f"{run}: has no evaluation yet; make one, for example: linnet evaluate {run} --text TEXT")
+            problems.append(f"{run}: has no evaluation yet; make one, for example: linnet evaluate text {run} PATH")
         found[name if alone else str(run)] = (run, evaluations)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems + damaged)), "compare")

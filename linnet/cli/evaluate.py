@@ -1,12 +1,24 @@
-"""`linnet evaluate`: how well a model predicts texts, finds needles in them, answers questions, and recalls."""
+"""`linnet evaluate`: perplexity of texts, needles in haystacks, recall, tasks and suites of tasks."""
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
-from linnet.config import ConfigError, gather
+from linnet.cli.evaluate_old import translate
+from linnet.config import ConfigError, gather, unwritable
+
+if TYPE_CHECKING:
+    from linnet.evaluate.session import Evaluator, Session
+
+FOLDER = Path("runs/evaluate-demo")
+_JOBS, _OLD = "linnet.evaluate.jobs", "linnet.evaluate.old"  # keys of a context's `meta`
 
 
 class Method(StrEnum):
@@ -15,7 +27,7 @@ class Method(StrEnum):
     windowed = "windowed"
 
 
-class Needle(StrEnum):
+class Mode(StrEnum):
     easy = "easy"
     standard = "standard"
     multikey = "multikey"
@@ -25,7 +37,7 @@ class Needle(StrEnum):
     words = "words"
 
 
-class Suite(StrEnum):
+class SuiteName(StrEnum):
     csr = "csr"
     perplexity = "perplexity"
     scrolls = "scrolls"
@@ -55,335 +67,372 @@ class Dtype(StrEnum):
     float64 = "float64"
 
 
-TEXTS, NEEDLES, RECALL, TASKS = "Texts", "Needles", "Recall", "Suites and tasks"
-OPTIONS = {  # that say how to ask, by what asks so
-    ("--text",): ("method", "window", "stride", "text_key"),
-    ("--needle",): ("depths", "scoring", "haystack", "digits"),
-    ("--needle", "--recall"): ("lengths", "samples"),
-    ("--recall",): ("pairs",),
-    ("--suite", "--task"): ("include", "shots", "limit", "context", "too_long"),
-}
-NEEDLE_LENGTHS, RECALL_LENGTHS = "1024:16384:35", "64,128,256,512,1024"
+class _Evaluate(typer.core.TyperGroup):
+    """Runs sub-commands; where the first word is none, the form of 0.1.0 (`linnet evaluate RUN --text PATH`)."""
+
+    def parse_args(self, ctx, args):
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            if set(args) & set(ctx.help_option_names):
+                args = ["--help"]
+            else:
+                ctx.meta[_OLD] = translate(args, self.commands)
+                args = ctx.meta[_OLD][0]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx):
+        if _OLD not in ctx.meta:
+            return super().invoke(ctx)
+        jobs = ctx.meta[_JOBS] = []  # the old form asked several at once of a model that was loaded once
+        for name, *args in ctx.meta[_OLD]:
+            command = self.commands[name]
+            with command.make_context(name, args, parent=ctx) as sub:
+                command.invoke(sub)
+        if jobs:
+            evaluators = [one for job in jobs for one in job.evaluators]
+            _execute(replace(jobs[0], evaluators=evaluators, problems=[line for job in jobs for line in job.problems]))
 
 
-def evaluate(
-    run: Annotated[
-        Path | None,
-        typer.Argument(metavar="RUN", help="Run folder, or a folder of linnet convert.", show_default=False),
-    ] = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATH",
-            help="Text to score: a file, folder, glob in quotes, JSONL or Parquet; may be given again.",
-            show_default=False,
-            rich_help_panel=TEXTS,
+evaluate = typer.Typer(
+    cls=_Evaluate,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Score a model on texts, needles, recall, tasks or a suite of tasks; RUN/evaluations keeps the results.",
+    epilog='Start with [bold]linnet evaluate text RUN "books/*.txt"[/]; docs/evaluation.md explains every number.',
+)
+
+RUN = typer.Argument(metavar="RUN", help="A run folder, or a folder of linnet convert.", show_default=False)
+DeviceOption = Annotated[Device, typer.Option(help="auto is the GPU if there is one.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Number format of weights and products.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object with every item instead of tables.")]
+IncludeOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="A folder with tasks of your own: YAML files with JSONL files beside them. They replace tasks of the "
+        "harness of the same name.",
+        show_default=False,
+    ),
+]
+ShotsOption = Annotated[
+    int | None, typer.Option(help="Examples before each question.", min=0, show_default="as the task or suite says")
+]
+LimitOption = Annotated[
+    int | None, typer.Option(help="Ask only the first N questions of each task.", min=1, show_default="all")
+]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of a question and its answer that the model may see.",
+        min=2,
+        show_default="all; attention: the training length",
+    ),
+]
+TooLongOption = Annotated[
+    TooLong | None,
+    typer.Option(
+        help="What happens to questions longer than --context. cut: they lose their beginning, and whole texts are "
+        "scored in windows. refuse: an error before anything is scored.",
+        show_default="refuse; cut for scrolls",
+    ),
+]
+
+
+@evaluate.command()
+def text(
+    typed: typer.Context,
+    run: Annotated[Path, RUN],
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH", help="Files, folders or globs in quotes: text, JSONL or Parquet.", show_default=False
         ),
-    ] = None,
+    ],
     method: Annotated[
         Method,
         typer.Option(
-            help="carried: every token from all before it in its document, from state to state. windowed: from the "
-            "last --window tokens or fewer. auto: carried where the state does not grow, else windowed.",
-            rich_help_panel=TEXTS,
+            help="carried: predict every token from all before it in its document, from state to state. windowed: from "
+            "the last --window tokens or fewer. auto: carried if the state does not grow, else windowed."
         ),
     ] = Method.auto,
     window: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of a window.", min=2, show_default="the length of training, or 1024", rich_help_panel=TEXTS
-        ),
+        int | None, typer.Option(help="Tokens per window.", min=2, show_default="the training length, or 1024")
     ] = None,
     stride: Annotated[
-        int | None,
-        typer.Option(help="Tokens between windows.", min=1, show_default="half a window", rich_help_panel=TEXTS),
+        int | None, typer.Option(help="Tokens between windows.", min=1, show_default="half a window")
     ] = None,
-    text_key: Annotated[
-        str, typer.Option(help="Key (JSONL) or column (Parquet) that holds the text.", rich_help_panel=TEXTS)
-    ] = "text",
-    needle: Annotated[
-        Needle | None,
+    text_key: Annotated[str, typer.Option(help="Key (JSONL) or column (Parquet) of the text.")] = "text",
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.float32,
+    as_json: JsonOption = False,
+) -> None:
+    """Score texts: perplexity per token, word and byte, with intervals over documents, and by context length.
+
+    A text file is one document, JSONL has one per line, Parquet one per row.
+
+    [bold]linnet evaluate text runs/tnl-10m-1a2b3c4d5e6f "books/*.txt"[/]
+    """
+    from linnet.evaluate.evaluators import TextEvaluator
+
+    problems = []
+    if method is Method.carried:
+        message = "has no effect with --method carried; leave it out, or give --method windowed"
+        problems = [f"--{name}: {message}" for name in ("window", "stride") if _is_given(typed, name)]
+    evaluator = TextEvaluator(tuple(paths), method.value, window, stride, text_key)
+    _run(typed, run, [evaluator], problems, device, dtype, as_json)
+
+
+@evaluate.command()
+def needle(
+    typed: typer.Context,
+    run: Annotated[Path, RUN],
+    mode: Annotated[
+        Mode,
         typer.Option(
-            help="Hide facts in a long text and ask for them. easy: the text holds the question too; standard: the "
-            "answer alone; the others: several keys, values, questions, a chain of variables, or common words.",
-            show_default=False,
-            rich_help_panel=NEEDLES,
+            help="easy: the haystack holds the question with its answer. standard: the answer alone. The others: "
+            "several keys, values or questions, a chain of variables, or the most common words of a list."
         ),
-    ] = None,
+    ] = Mode.easy,
     lengths: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens of prompts, of --recall too: FROM:TO:HOW MANY, or lengths with commas.",
-            show_default=f"{NEEDLE_LENGTHS}; recall {RECALL_LENGTHS}",
-            rich_help_panel=NEEDLES,
-        ),
-    ] = None,
-    depths: Annotated[
-        int, typer.Option(help="How many depths of a needle, from 0 to 1.", min=1, rich_help_panel=NEEDLES)
-    ] = 35,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            help="Prompts of each cell: length and depth, or length and pairs.",
-            min=1,
-            show_default="1; recall 32",
-            rich_help_panel=NEEDLES,
-        ),
-    ] = None,
+        str, typer.Option(help="Context lengths in tokens: FROM:TO:HOW MANY, or a list with commas.")
+    ] = "1024:16384:35",
+    depths: Annotated[int, typer.Option(help="How many depths of a needle, from 0 to 1.", min=1)] = 35,
+    samples: Annotated[int, typer.Option(help="Prompts per cell, that is per length and depth.", min=1)] = 1,
     scoring: Annotated[
         Scoring,
         typer.Option(
-            help="match: the model goes on, and the answer is looked for. choice: it is compared.",
-            rich_help_panel=NEEDLES,
+            help="match: generate and look for the answer. choice: compare its likelihood with nine wrong answers."
         ),
     ] = Scoring.match,
     haystack: Annotated[
-        str | None,
-        typer.Option(help="Text file to hide needles in.", show_default="text made up", rich_help_panel=NEEDLES),
+        str | None, typer.Option(help="Text file to hide needles in.", show_default="generated text")
     ] = None,
     digits: Annotated[
-        int,
-        typer.Option(help="Of the hidden numbers; fewer for small models.", min=1, max=6, rich_help_panel=NEEDLES),
+        int, typer.Option(help="Digits of the hidden numbers; fewer for small models.", min=1, max=6)
     ] = 5,
-    recall: Annotated[
-        bool,
-        typer.Option(
-            "--recall",
-            help="Ask MQAR and recall tasks of MAD in words of the model's own, without training on them.",
-            rich_help_panel=RECALL,
-        ),
-    ] = False,
-    pairs: Annotated[
-        str, typer.Option(help="Pairs of keys and values in a sequence, with commas.", rich_help_panel=RECALL)
-    ] = "4,8,16,32,64",
-    suite: Annotated[
-        list[Suite] | None,
-        typer.Option(
-            help="Ask a suite of the papers through lm-evaluation-harness; may be given again. Its questions come from "
-            "Hugging Face's hub or its cache.",
-            show_default=False,
-            rich_help_panel=TASKS,
-        ),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...",
-            help="Ask tasks of the harness, or of --include.",
-            show_default=False,
-            rich_help_panel=TASKS,
-        ),
-    ] = None,
-    include: Annotated[
-        Path | None,
-        typer.Option(
-            help="A folder with tasks of your own: YAML files, and JSONL files beside them. They come before the "
-            "harness's of the same names, in suites too.",
-            show_default=False,
-            rich_help_panel=TASKS,
-        ),
-    ] = None,
-    shots: Annotated[
-        int | None,
-        typer.Option(
-            help="Examples before each question.",
-            min=0,
-            show_default="as the suite or task says",
-            rich_help_panel=TASKS,
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(help="First questions of each task.", min=1, show_default="all", rich_help_panel=TASKS),
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of a question and its answer that the model may see.",
-            min=2,
-            show_default="all; attention: the length of training",
-            rich_help_panel=TASKS,
-        ),
-    ] = None,
-    too_long: Annotated[
-        TooLong | None,
-        typer.Option(
-            help="What becomes of what is longer than --context. cut: it loses its beginning, and whole texts are "
-            "scored in windows. refuse: an error before anything is scored.",
-            show_default="refuse; cut for scrolls",
-            rich_help_panel=TASKS,
-        ),
-    ] = None,
-    device: Annotated[Device, typer.Option(help="auto is the GPU where there is one.")] = Device.auto,
-    dtype: Annotated[Dtype, typer.Option(help="Of weights and products.")] = Dtype.float32,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with every document.")] = False,
-    demo: Annotated[
-        bool,
-        typer.Option(
-            "--demo",
-            help="Train two small models in RUN (default runs/evaluate-demo), evaluate them in every way that needs no "
-            "network, and compare them: a minute or two on two cores.",
-        ),
-    ] = False,
-    plan: Annotated[
-        Path | None,
-        typer.Option(help="Of --demo: what to train and ask, such as configs/needles.yaml.", show_default=False),
-    ] = None,
-    typed: typer.Context = None,  # which options the command line has; a call from Python has none
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.float32,
+    as_json: JsonOption = False,
 ) -> None:
-    """Score a model: on texts (--text), by needles (--needle), by recall (--recall), by questions (--suite, --task).
+    """Look for needles in haystacks: accuracy by depth and context length, and the four scores of paper 000.
 
-    Texts: perplexity by token, word and byte, with intervals over documents, and by the length of the context.
-    A text file is one document, JSONL has one a line.
-    Needles: accuracy by depth and length, and the four scores of paper 000.
-    Recall: accuracy by the length of a sequence and the pairs in it, beside that of guessing.
-    Suites: csr (seven tasks of commonsense), perplexity, scrolls, mmlu and ceval, as papers 000 and 001 have them.
-    Results are also kept in RUN/evaluations, with the score of every document, cell and question.
-
-    Example: [bold]linnet evaluate runs/tnl-10m-1a2b3c4d5e6f --text "books/*.txt"[/]
+    [bold]linnet evaluate needle RUN --lengths 1024:8192:8 --depths 9 --samples 4[/]
     """
-    from linnet.cli.evaluate_demo import FOLDER, read_plan, run_demo
-    from linnet.cli.evaluate_needle import check_needles, find_needles, parse_numbers
-    from linnet.cli.evaluate_recall import ask_recall, check_cells
-    from linnet.cli.evaluate_run import keep, open_run, print_json, warn_unkept
-    from linnet.cli.evaluate_tasks import Asked, ask, context_of, prepare
-    from linnet.cli.evaluate_text import score_texts
-
-    given = set() if typed is None else {name for name in typed.params if _is_given(typed, name)}
-    if demo:
-        message = "not with --demo, which asks what its plan says; leave it out"
-        problems = [f"{_option(name)}: {message}" for name in sorted(given - {"demo", "plan", "run"})]
-        if run is not None and (run / "config.yaml").exists():
-            problems.append(f"RUN: {run} is a run folder; --demo trains models of its own, name a folder for them")
-        if problems:
-            raise ConfigError(problems, "evaluate")
-        run_demo(run or FOLDER, read_plan(plan))
-        return
-    problems = _idle(given, method, needle)
-    if plan is not None:
-        problems.append("--plan: belongs to --demo; give both, or none")
-    if run is None:
-        problems.append("RUN: name a run folder to evaluate, or give --demo")
-    names = [name.strip() for name in task.split(",") if name.strip()] if task else []
-    speaks = bool(text or needle or suite or names)
-    if not speaks and not recall:
-        message = "give --text PATH, --needle MODE, --recall, --suite NAME or --task NAME,..."
-        problems.append(f"nothing to evaluate: {message}")
-    if needle and recall and (lengths or samples):
-        problems.append("--needle, --recall: --lengths and --samples of one do not suit the other; ask in two commands")
-    places = parse_numbers("lengths", lengths or (NEEDLE_LENGTHS if needle else RECALL_LENGTHS), problems)
-    cells = {"lengths": places, "pairs": parse_numbers("pairs", pairs, problems), "samples": samples or 32}
-    if needle and recall:
-        cells["lengths"] = parse_numbers("lengths", RECALL_LENGTHS, problems)
-    grid = {"samples": samples or 1, "scoring": scoring.value, "haystack": haystack, "digits": digits}
-    grid |= {"lengths": places, "depths": [i / max(depths - 1, 1) for i in range(depths)]}
-    if needle:
-        grid |= {"mode" if needle in (Needle.easy, Needle.standard) else "variant": needle.value}
-    # Numbers that could not be read are told above, and have no value to look at.
-    problems += _wrong(
-        run,
-        text or [],
-        text_key,
-        grid if needle and places else None,
-        cells if recall and all(cells.values()) else None,
-    )
-    if problems:
-        raise ConfigError(_by_option(problems), "evaluate")
-    asked = Asked(include, shots, limit, context, too_long and too_long.value)
-    questions, opened, found, damaged = [], None, {}, []
-    with gather(problems):
-        questions = prepare([one.value for one in suite or []], names, asked)
-    from linnet.runs.model import damage_told  # with torch, which takes seconds
-
-    with gather(problems), damage_told(damaged.append):
-        opened = open_run(run, device.value, dtype.value, as_json, needs_text=speaks)
-    if opened is not None:
-        window = window or opened.training_length or 1024
-        if stride is not None and stride >= window:
-            problems.append(f"--stride: is {stride}, but a window has {window} tokens; give a smaller one")
-        for one in questions:
-            with gather(problems):
-                context_of(opened, one, asked)
-        with gather(problems):
-            if needle:
-                check_needles(opened, grid)
-        with gather(problems):
-            if recall:
-                check_cells(opened, cells)
-    if problems:
-        raise ConfigError(_by_option(problems), "evaluate")
-    warn_unkept(opened)
-    _note_run(opened, damaged, bool(text))
-
-    def done(kind: str, evaluation) -> None:  # at once, so that what comes next may fail
-        found[kind] = evaluation
-        keep(opened, evaluation)
-
-    if text:
-        done("text", score_texts(opened, text, text_key, method.value, window, stride))
-    if needle:
-        done("needle", find_needles(opened, grid))
-    if recall:
-        done("recall", ask_recall(opened, cells))
-    for one in questions:
-        done(one.kind, ask(opened, one, asked))
-    if as_json:
-        print_json(found)
-
-
-def _note_run(opened, damaged: list[str], text: bool) -> None:
-    """Says which step the scores are of where that is not the last, and what the first tokens of texts suffer from."""
-    from rich.console import Console
-    from rich.markup import escape
-
-    errors = Console(stderr=True, soft_wrap=True)
-    for line in damaged:
-        errors.print(f"[yellow]{escape(line)}[/]", highlight=False)
-    if damaged and not opened.quiet:
-        name, step = escape(opened.about["run"]), opened.about["step"]
-        told = f"{name}: scores of step {step:,}; its newer checkpoints are damaged"
-        Console(soft_wrap=True).print(told, highlight=False)
-    if text and opened.about["documents"] == 1:
-        message = "trained on a single document, so it never read the token that begins each text here"
-        errors.print(f"[bold yellow]note[/] {message}: the first tokens of a text may score badly", highlight=False)
-
-
-def _wrong(run: Path | None, text: list[str], text_key: str, grid: dict | None, cells: dict | None) -> list[str]:
-    """What is wrong with the run, texts, needles and recall, as far as it shows before a model is there."""
-    from linnet.config import parse
-    from linnet.data.sources import find_files, read_documents
-    from linnet.evaluate import recall
-    from linnet.evaluate.needle import NeedleConfig
-    from linnet.runs import RunFolder
+    from linnet.evaluate.evaluators import NeedleEvaluator
 
     problems: list[str] = []
-    with gather(problems):
-        if run is not None:
-            RunFolder.open(run)
-    if text:
-        wrong: list[str] = []
-        files = find_files(text, "--text", wrong, [])
-        documents = sum(1 for file in files for _ in read_documents(file, text_key, wrong))
-        problems += wrong if wrong or documents else [f"--text: {', '.join(map(repr, text))} hold no text; name others"]
-    with gather(problems):
-        if grid is not None:
-            parse(NeedleConfig, grid)
-    with gather(problems):
-        if cells is not None:
-            list(recall.cells(parse(recall.RecallConfig, cells)))
-    if grid and grid["haystack"] and not Path(grid["haystack"]).is_file():
-        problems.append(f"--haystack: {grid['haystack']!r} is no file; give one with text")
-    return problems
+    if mode is Mode.words:
+        message = "has no effect with --mode words, which hides nothing; leave it out"
+        problems = [f"--{name}: {message}" for name in ("haystack", "digits") if _is_given(typed, name)]
+    settings = {
+        "mode" if mode in (Mode.easy, Mode.standard) else "variant": mode.value,
+        "lengths": _numbers("lengths", lengths, problems),
+        "depths": [i / max(depths - 1, 1) for i in range(depths)],
+        "samples": samples,
+        "scoring": scoring.value,
+        "haystack": haystack,
+        "digits": digits,
+    }
+    evaluators = [NeedleEvaluator(settings)] if settings["lengths"] else []
+    _run(typed, run, evaluators, problems, device, dtype, as_json)
 
 
-def _by_option(problems: list[str]) -> list[str]:
-    """Problems of keys, and of items of theirs, under the names of the options that set them."""
-    known, told = {"device", *(name for names in OPTIONS.values() for name in names)}, []
-    for line in problems:
-        place, colon, rest = line.partition(":")
-        key = place.partition(".")[0]
-        told.append(f"{_option(key)}{colon}{rest}" if key in known else line)
-    return told
+@evaluate.command()
+def recall(
+    typed: typer.Context,
+    run: Annotated[Path, RUN],
+    lengths: Annotated[
+        str, typer.Option(help="Tokens per sequence: FROM:TO:HOW MANY, or a list with commas.")
+    ] = "64,128,256,512,1024",
+    pairs: Annotated[
+        str, typer.Option(help="Pairs of keys and values per sequence, a list with commas.")
+    ] = "4,8,16,32,64",
+    samples: Annotated[
+        int, typer.Option(help="Sequences per cell, that is per length and number of pairs.", min=1)
+    ] = 32,
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.float32,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask MQAR and the recall tasks of MAD in tokens of the model's vocabulary, without training on them.
+
+    [bold]linnet evaluate recall RUN --lengths 256,2048 --pairs 8,32[/]
+    """
+    from linnet.evaluate.evaluators import RecallEvaluator
+
+    problems: list[str] = []
+    settings = {"lengths": _numbers("lengths", lengths, problems), "pairs": _numbers("pairs", pairs, problems)}
+    evaluators = [RecallEvaluator(settings | {"samples": samples})] if all(settings.values()) else []
+    _run(typed, run, evaluators, problems, device, dtype, as_json)
+
+
+@evaluate.command()
+def tasks(
+    typed: typer.Context,
+    run: Annotated[Path, RUN],
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME", help="Tasks or groups of the harness, or tasks of --include.", show_default=False
+        ),
+    ],
+    include: IncludeOption = None,
+    shots: ShotsOption = None,
+    limit: LimitOption = None,
+    context: ContextOption = None,
+    too_long: TooLongOption = None,
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.float32,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask tasks of lm-evaluation-harness, or of your own (needs the extra eval).
+
+    [bold]linnet evaluate tasks RUN capitals opposites --include examples/tasks[/]
+    """
+    from linnet.evaluate.evaluators import Questions, TaskEvaluator
+
+    questions = Questions(include, shots, limit, context, too_long and too_long.value)
+    _run(typed, run, [TaskEvaluator(tuple(names), None, questions)], [], device, dtype, as_json)
+
+
+@evaluate.command()
+def suite(
+    typed: typer.Context,
+    run: Annotated[Path, RUN],
+    names: Annotated[list[SuiteName], typer.Argument(metavar="SUITE", help="Which suites.", show_default=False)],
+    include: IncludeOption = None,
+    shots: ShotsOption = None,
+    limit: LimitOption = None,
+    context: ContextOption = None,
+    too_long: TooLongOption = None,
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.float32,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask the suites of papers 000 and 001 through lm-evaluation-harness: csr, perplexity, scrolls, mmlu, ceval.
+
+    The questions come from Hugging Face's hub or its cache. Needs the extra eval.
+
+    [bold]linnet evaluate suite RUN csr perplexity[/]
+    """
+    from linnet.evaluate.evaluators import Questions, TaskEvaluator
+
+    questions = Questions(include, shots, limit, context, too_long and too_long.value)
+    chosen = dict.fromkeys(name.value for name in names)
+    evaluators = [TaskEvaluator((), name, questions) for name in chosen]
+    _run(typed, run, evaluators, [], device, dtype, as_json)
+
+
+@evaluate.command()
+def demo(
+    folder: Annotated[Path, typer.Argument(help="Where the models and the page go.")] = FOLDER,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="What to train and ask, such as [bold]configs/needles.yaml[/].", show_default=False),
+    ] = None,
+) -> None:
+    """Train two small models on needles, evaluate both in every way, and compare them: in about 100 s on two cores.
+
+    It needs no network. What is trained already is not trained again.
+
+    [bold]linnet evaluate demo[/]
+    """
+    from linnet.cli.evaluate_demo import read_plan, run_demo
+
+    if (folder / "config.yaml").exists():
+        message = f"FOLDER: {folder} is a run folder; the demo trains models of its own, name another folder"
+        raise ConfigError([message], "evaluate")
+    run_demo(folder, read_plan(plan))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a command line asks for; `options` are the keys that options of the command set."""
+
+    run: Path
+    evaluators: list["Evaluator"]
+    problems: list[str]
+    device: str
+    dtype: str
+    as_json: bool
+    options: frozenset[str]
+
+
+def _run(
+    typed: typer.Context,
+    run: Path,
+    evaluators: Sequence["Evaluator"],
+    problems: Sequence[str],
+    device: Device,
+    dtype: Dtype,
+    as_json: bool,
+) -> None:
+    options = frozenset(one.name for one in typed.command.params if one.param_type_name == "option")
+    job = _Job(run, list(evaluators), list(problems), device.value, dtype.value, as_json, options)
+    if _JOBS in typed.meta:
+        typed.meta[_JOBS].append(job)
+    else:
+        _execute(job)
+
+
+def _execute(job: _Job) -> None:
+    """Evaluates, prints and keeps one record after the other, so that a failure loses none before it."""
+    from linnet.cli.evaluate_show import bar, show
+    from linnet.evaluate.session import no_progress, prepare
+    from linnet.train.device import choose
+
+    problems, device = list(job.problems), None
+    with gather(problems):
+        device = choose(job.device)
+    try:
+        with Console(stderr=True).status("reading the questions and the model"):
+            session = prepare(job.run, job.evaluators, device, job.dtype, problems)
+    except ConfigError as error:
+        raise ConfigError([_by_option(line, job.options) for line in error.problems], "evaluate") from None
+    _warn(session, job)
+    records = {}
+    for evaluator in job.evaluators:
+        record = evaluator.run(session, no_progress if job.as_json else bar)
+        if not job.as_json:
+            show(record, session.path)
+        _keep(session, record)
+        records[record.kind] = record.to_dict()
+    if job.as_json:
+        typer.echo(json.dumps(records, indent=1))
+
+
+def _warn(session: "Session", job: _Job) -> None:
+    """Notes what limits the results, before they are computed."""
+    from linnet.evaluate.evaluators import TextEvaluator
+    from linnet.evaluate.results import FOLDER as KEPT
+
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    folder, about = session.path / KEPT, session.about
+    if reason := unwritable(folder):
+        fix = "stop and copy the run to keep results"
+        errors.print(f"[bold yellow]note[/] nothing will be kept: {escape(f'{folder} {reason}')}; {fix}")
+    if session.superseded and not job.as_json:
+        line = f"{about['run']}: scores of step {about['step']:,}; its newer checkpoints are damaged"
+        Console(soft_wrap=True).print(line, highlight=False, markup=False)
+    if about["documents"] == 1 and any(isinstance(one, TextEvaluator) for one in job.evaluators):
+        message = "the model was trained on a single document, so it never read the token that begins each text here"
+        errors.print(f"[bold yellow]note[/] {message}: the first tokens of a text may score badly")
+
+
+def _keep(session: "Session", record: Any) -> None:
+    """Writes the record; if the folder cannot be written to, the printed result remains."""
+    try:
+        record.save(session.path)
+    except OSError as error:
+        message = f"[bold yellow]not kept[/] in {escape(str(session.path))}: {error.strerror}"
+        Console(stderr=True).print(message, highlight=False)
+
+
+def _by_option(problem: str, options: frozenset[str]) -> str:
+    """A problem of a key, or of an item of its list, under the name of the option that sets it."""
+    place, colon, rest = problem.partition(":")
+    key = place.partition(".")[0]
+    if key in options:
+        return f"--{key.replace('_', '-')}{colon}{rest}"
+    return f"PATH{colon}{rest}" if key == "text" and "text_key" in options else problem
 
 
 def _is_given(typed: typer.Context, name: str) -> bool:
@@ -391,19 +440,23 @@ def _is_given(typed: typer.Context, name: str) -> bool:
     return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
 
 
-def _option(name: str) -> str:
-    return {"as_json": "--json"}.get(name, f"--{name.replace('_', '-')}")
+def parse_numbers(given: str) -> list[int]:
+    """Numbers given as FROM:TO:HOW MANY (evenly spaced) or with commas. Raises ValueError unless they ascend from 1."""
+    if ":" in given:
+        first, last, count = map(int, given.split(":"))
+        step = (last - first) / max(count - 1, 1)
+        found = [round(first + i * step) for i in range(count)]
+    else:
+        found = [int(part) for part in given.split(",")]
+    if not found or min(found) < 1 or found != sorted(set(found)):
+        raise ValueError(f"{given!r} does not ascend from 1")
+    return found
 
 
-def _idle(given: set[str], method: Method, needle: Needle | None) -> list[str]:
-    """What is wrong with options that would change nothing: of what is not asked, and of a way not taken."""
-    asked, found = {_option(name) for name in given}, []
-    for askers, names in OPTIONS.items():
-        if not asked & set(askers):
-            needed = " or ".join(askers)
-            found.append((names, f"says how {needed} asks; give {needed} too, or leave it out"))
-    if method is Method.carried:
-        found.append((("window", "stride"), "belongs to windows; leave it out, or give --method windowed"))
-    if needle is Needle.words:
-        found.append((("haystack", "digits"), "--needle words asks for words of a list; leave it out"))
-    return [f"{_option(name)}: {message}" for names, message in found for name in names if name in given]
+def _numbers(key: str, given: str, problems: list[str]) -> list[int]:
+    try:
+        return parse_numbers(given)
+    except ValueError:
+        usual = "4,8,16" if key == "pairs" else "1024:16384:35"
+        problems.append(f"--{key}: {given!r} is not FROM:TO:HOW MANY or a list like 4,8,16 that ascends; give {usual}")
+        return []

@@ -1,4 +1,4 @@
-"""`linnet evaluate --demo`: two small models from nothing to a page that compares them, in a minute or two.
+"""`linnet evaluate demo`: two small models from nothing to a page that compares them, in a minute or two.
 
 A softmax Transformer and TNL learn to find needles from `linnet.evaluate.needle_lessons`, in three trainings with ever
 longer texts, side by side in two processes. Then both are evaluated in every way that needs no network, and compared.
@@ -6,7 +6,6 @@ The lessons, the shapes and the steps are all in demo.yaml, beside this file.
 """
 
 import contextlib
-import io
 import json
 import os
 import shlex
@@ -18,8 +17,6 @@ from rich.console import Console
 
 from linnet.config import FIGURES, FITS, Config, ConfigError, not_installed
 from linnet.install import install_command
-
-FOLDER = Path("runs/evaluate-demo")
 
 
 class Lessons(Config):
@@ -47,7 +44,7 @@ class Learner(Config):
 
 
 class Needles(Config):
-    """Options of `linnet evaluate`."""
+    """Options of `linnet evaluate needle`."""
 
     lengths: str
     depths: int
@@ -56,7 +53,7 @@ class Needles(Config):
 
 
 class Recall(Config):
-    """Options of `linnet evaluate`."""
+    """Options of `linnet evaluate recall`."""
 
     lengths: str
     pairs: str
@@ -89,7 +86,7 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
     from multiprocessing import get_context
     from time import perf_counter
 
-    from linnet.cli.compare import compare
+    from linnet.cli.compare import show_comparison
 
     started, console = perf_counter(), Console(highlight=False, soft_wrap=True)
     plan = plan or read_plan()
@@ -103,7 +100,7 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
         runs = [Path(run) for run in pool.map(_make, [str(folder)] * len(names), names, [plan] * len(names))]
     absent = not_installed(FIGURES + FITS)
     page = folder / "comparison" / "index.html"
-    compare(runs, out=page, page=not absent)
+    show_comparison(runs, None if absent else page)
     if absent:
         console.print(
             f"No page was drawn: {', '.join(absent)} not installed ({install_command('study')})", markup=False
@@ -156,7 +153,7 @@ def _write(folder: Path, plan: dict) -> None:
 
 
 def _start(processes: int) -> None:
-    """Sets up a worker: its share of the cores, and its end when the parent is gone, which could not tell it."""
+    """Sets up a worker process: its share of the cores, and its end if the parent process is gone."""
     import torch
 
     from linnet.study.executors import end_with_parent
@@ -166,9 +163,9 @@ def _start(processes: int) -> None:
 
 
 def _make(folder: str, name: str, plan: dict) -> str:
-    """Trains one model and evaluates it, tells what begins and ends, and gives its folder."""
-    from linnet.cli.evaluate import evaluate
+    """Trains one model, evaluates it, and returns its folder."""
     from linnet.config import parse
+    from linnet.evaluate.session import prepare
     from linnet.train import TrainConfig, train
 
     root, count = Path(folder), len(plan["stages"])
@@ -178,40 +175,44 @@ def _make(folder: str, name: str, plan: dict) -> str:
         values = {**plan["train"], **stage["train"], **made["train"], "name": name if last else f"{name}-{number}"}
         values |= {"model": made["model"], "steps": steps, "init_from": previous}
         values["data"] = {"source": [str(root / "lessons" / f"{number}.jsonl")], "tokenizer": tokenizer}
-        with _told(f"{name}: lessons {number + 1} of {count}, {steps:,} steps") as results:
+        with _announced(f"{name}: lessons {number + 1} of {count}, {steps:,} steps") as results:
             run = train(parse(TrainConfig, values, "demo"), root if last else root / "stages", root / "cache")
             results.append(f"held-out loss {run.result()['loss']:.3f}")
         previous, tokenizer = str(run.path), str(run.path / "tokenizer.json")
-    for option, options in _asked(root, plan):
-        with _told(f"{name}: {option}"), _silence():
-            evaluate(run.path, **options)
+    evaluators = _evaluators(root, plan)
+    session = prepare(run.path, evaluators)
+    for evaluator in evaluators:
+        with _announced(f"{name}: {evaluator.kind}"):
+            evaluator.run(session).save(session.path)
     return str(run.path)
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[list[str]]:
-    """A line as it begins, and one as it ends with what is put into the list; whole lines, since workers mix theirs."""
+def _announced(what: str) -> Iterator[list[str]]:
+    """Prints a line at the start and one at the end, with the seconds and what was put into the list.
+
+    Each is written in one piece, since several workers print at the same time.
+    """
     from time import perf_counter
 
     started, results = perf_counter(), []
-    print(f"  {what} ...\n", end="", flush=True)  # in one piece, also where Python keeps nothing back
+    print(f"  {what} ...\n", end="", flush=True)
     yield results
     print(f"  {what}: {', '.join([f'{perf_counter() - started:.0f} s', *results])}\n", end="", flush=True)
 
 
-def _asked(root: Path, plan: dict) -> Iterator[tuple[str, dict]]:
-    """Options of `linnet evaluate`, one kind after the other."""
-    from linnet.cli.evaluate import Needle
+def _evaluators(root: Path, plan: dict) -> list:
+    """What is asked of each model."""
+    from linnet.cli.evaluate import parse_numbers
+    from linnet.evaluate.evaluators import NeedleEvaluator, Questions, RecallEvaluator, TaskEvaluator, TextEvaluator
 
-    yield "--text", {"text": [str(root / "held-out.jsonl")]}
-    yield "--needle", {"needle": Needle.easy, **plan["needles"]}
-    yield "--recall", {"recall": True, **plan["recall"]}
+    needles, recall = plan["needles"], plan["recall"]
+    depths = [i / max(needles["depths"] - 1, 1) for i in range(needles["depths"])]
+    found = [
+        TextEvaluator((str(root / "held-out.jsonl"),)),
+        NeedleEvaluator(needles | {"lengths": parse_numbers(needles["lengths"]), "depths": depths}),
+        RecallEvaluator(recall | {key: parse_numbers(recall[key]) for key in ("lengths", "pairs")}),
+    ]
     if not not_installed(["lm_eval"]):  # of the extra `eval`
-        yield "--task", {"task": "numbers", "include": root / "task"}
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Keeps tables to the end, and the bars of several processes out of each other's lines."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
+        found.append(TaskEvaluator(("numbers",), None, Questions(root / "task")))
+    return found

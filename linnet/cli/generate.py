@@ -106,17 +106,15 @@ def generate(
     import torch
 
     from linnet.inference import Engine
-    from linnet.runs.model import damage_told
 
-    with damage_told(_say_damage):
-        engine = Engine.of_run(
-            run,
-            slots=min(samples, 8),
-            context_length=context_length,
-            device=device,
-            dtype=None if dtype is None else getattr(torch, dtype),
-            compile=compile,
-        )
+    engine = Engine.of_run(
+        run,
+        slots=min(samples, 8),
+        context_length=context_length,
+        device=device,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        compile=compile,
+    )
     prefix = None if from_state is None else engine.load_prefix(from_state)
     if save_state is not None:
         found = engine.prefix(text, prefix)
@@ -136,13 +134,6 @@ def generate(
     else:
         for number, completion in enumerate(completions, 1):
             typer.echo(f"--- {number}, seed {completion.request.seed}\n{completion.text}")
-
-
-def _say_damage(told: str) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-
-    Console(stderr=True, soft_wrap=True).print(f"[yellow]{escape(told)}[/]", highlight=False)
 
 
 def _read_prompt(prompt: str | None, file: Path | None, may_be_empty: bool) -> str:

@@ -13,7 +13,7 @@ _NEEDLE_OPTIONS = {"samples": 1, "scoring": "match", "haystack": None, "digits":
 
 
 def needle_name(asked: dict) -> str:
-    """What `linnet evaluate --needle` calls this kind of needle."""
+    """Returns `--mode` of `linnet evaluate needle`."""
     return asked["mode"] if asked["variant"] == "single" else asked["variant"]
 
 
@@ -32,23 +32,22 @@ def title(group: Shared) -> str:
 
 def command(evaluation: Evaluation, run: str) -> str:
     """What makes this evaluation of another run."""
-    asked, words = common(evaluation.asked), ["linnet", "evaluate", run]
-    if evaluation.kind == "text":
-        for path in asked["text"]:
-            words += ["--text", path]
+    asked, kind = common(evaluation.asked), evaluation.kind
+    name = kind if kind in ("text", "needle", "recall", "tasks") else "suite"
+    words = ["linnet", "evaluate", name, run]
+    if kind == "text":
+        words += asked["text"]
         words += ["--text-key", asked["text_key"]] if asked.get("text_key", "text") != "text" else []
-    elif evaluation.kind == "needle":
-        words += ["--needle", needle_name(asked), "--lengths", ",".join(map(str, asked["lengths"]))]
+    elif kind == "needle":
+        words += ["--mode", needle_name(asked), "--lengths", ",".join(map(str, asked["lengths"]))]
         words += ["--depths", str(len(asked["depths"]))]
         for name, usual in _NEEDLE_OPTIONS.items():
             words += [f"--{name}", str(asked[name])] if asked.get(name, usual) != usual else []
-    elif evaluation.kind == "recall":
-        words += ["--recall", "--lengths", ",".join(map(str, asked["lengths"]))]
+    elif kind == "recall":
+        words += ["--lengths", ",".join(map(str, asked["lengths"]))]
         words += ["--pairs", ",".join(map(str, asked["pairs"])), "--samples", str(asked["samples"])]
-    elif evaluation.kind == "tasks":
-        words += ["--task", ",".join(asked["tasks"])]
     else:
-        words += ["--suite", evaluation.kind]
+        words += asked["tasks"] if kind == "tasks" else [kind]
     for name in ("include", "shots", "limit"):
         words += [f"--{name}", str(asked[name])] if asked.get(name) is not None else []
     return shlex.join(words)

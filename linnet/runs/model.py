@@ -10,8 +10,7 @@ run without its history, and what `linnet convert` writes:
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,23 +78,6 @@ def load_checkpoint(
     tensors, step, documents = _read_weights(folder)
     assign_weights(model, tensors, str(path), dtype)
     return Loaded(model.eval().to(device or "cpu"), tokenizer, step, documents)
-
-
-@contextmanager
-def damage_told(say: Callable[[str], None]) -> Iterator[None]:
-    """Hands what `DamagedCheckpoint` warnings say to `say`, for a person who should see no line of source code."""
-    with warnings.catch_warnings():
-        shown = warnings.showwarning
-
-        def show(message, category, *where, **rest):
-            if issubclass(category, DamagedCheckpoint):
-                say(str(message))
-            else:
-                shown(message, category, *where, **rest)
-
-        warnings.simplefilter("always", DamagedCheckpoint)
-        warnings.showwarning = show
-        yield
 
 
 def read_config(folder: RunFolder) -> ModelConfig:

@@ -16,7 +16,7 @@ from linnet.evaluate.results import read_evaluations
 from linnet.models import build_model, family
 from linnet.runs.model import save_model
 
-NEEDLES = ("--needle", "easy", "--lengths", "300:500:3", "--depths", 3, "--scoring", "choice", "--digits", 2)
+NEEDLES = ("--lengths", "300:500:3", "--depths", 3, "--scoring", "choice", "--digits", 2)
 
 
 def call(*arguments):
@@ -33,9 +33,10 @@ def folder(tmp_path_factory):
         config = family("llama" if name == "llama" else "tnl")(32, 2, vocab_size=256)
         save_model(path / name, config, build_model(config, seed=number).state_dict(), ByteTokenizer())
     for name in ("tnl", "llama"):
-        result = call("evaluate", path / name, "--text", path / "a.jsonl", *NEEDLES)
-        assert result.exit_code == 0, result.output
-    assert call("evaluate", path / "alone", "--text", path / "b.txt").exit_code == 0
+        for arguments in (("text", path / name, path / "a.jsonl"), ("needle", path / name, *NEEDLES)):
+            result = call("evaluate", *arguments)
+            assert result.exit_code == 0, result.output
+    assert call("evaluate", "text", path / "alone", path / "b.txt").exit_code == 0
     return path
 
 
@@ -139,7 +140,7 @@ def test_a_model_that_lacks_one_is_told_how_to_get_it(folder):
     result = call("compare", folder / "tnl", folder / "llama", folder / "alone", "--no-page")
     assert result.exit_code == 0, result.output
     assert (
-        f"alone has none of these; run: linnet evaluate {folder / 'alone'} --text {folder / 'a.jsonl'}" in result.stdout
+        f"alone has none of these; run: linnet evaluate text {folder / 'alone'} {folder / 'a.jsonl'}" in result.stdout
     )
 
 
@@ -164,8 +165,8 @@ def test_what_cannot_be_compared(folder):
     result = call("compare", folder / "tnl", folder / "alone")
     text = " ".join(result.output.split())
     assert result.exit_code == 2 and "no evaluation with the same settings in common" in text
-    assert f"{folder / 'alone'} has: linnet evaluate RUN --text {folder / 'b.txt'}" in text
-    assert f"to compare, run: linnet evaluate {folder / 'alone'} --" in text
+    assert f"{folder / 'alone'} has: linnet evaluate text RUN {folder / 'b.txt'}" in text
+    assert "to compare, run: linnet evaluate " in text
     assert "--open: --json and --no-page write no page" in call("compare", folder / "tnl", "--json", "--open").output
     result = call("compare", folder / "none", folder / "missing", folder / "tnl", folder / "tnl", "--depth-ratio", 0)
     assert result.exit_code == 2 and "--depth-ratio: is 0; give a positive number" in result.output

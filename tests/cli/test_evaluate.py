@@ -31,7 +31,7 @@ def call(*arguments) -> object:
 
 
 def test_json_is_what_the_function_gives_and_is_kept(folder):
-    result = call(folder / "tnl", "--text", folder / "a.txt", "--text", folder / "b.jsonl", "--json")
+    result = call("text", folder / "tnl", folder / "a.txt", folder / "b.jsonl", "--json")
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)["text"]
     found = record["detail"]
@@ -51,7 +51,7 @@ def test_results_of_two_keys_are_both_kept(folder, tmp_path):
     kept = folder / "tnl" / "evaluations"
     before = set(kept.glob("*.json"))
     for key in ("a", "b"):
-        assert call(folder / "tnl", "--text", file, "--text-key", key).exit_code == 0
+        assert call("text", folder / "tnl", file, "--text-key", key).exit_code == 0
     assert {json.loads(path.read_text())["asked"]["text_key"] for path in set(kept.glob("*.json")) - before} == {
         "a",
         "b",
@@ -63,7 +63,7 @@ def test_attention_reads_in_windows_unless_asked_otherwise(folder):
     for method in ("auto", "carried"):
         arguments = ["--method", method, "--dtype", "float64", "--json"]
         arguments += ["--window", 64] if method == "auto" else []
-        found = json.loads(call(folder / "llama", "--text", folder / "a.txt", *arguments).stdout)["text"]["detail"]
+        found = json.loads(call("text", folder / "llama", folder / "a.txt", *arguments).stdout)["text"]["detail"]
         numbers[found["method"]] = found["loss"]
         assert found["stride"] == (32 if method == "auto" else None)
     assert numbers.keys() == {"windowed", "carried"} and len(set(numbers.values())) == 2
@@ -71,15 +71,15 @@ def test_attention_reads_in_windows_unless_asked_otherwise(folder):
 
 def test_what_a_person_sees(folder):
     shutil.copytree(folder / "tnl", folder / "tnl [a]")  # a name that is no markup
-    result = call(folder / "tnl [a]", "--text", folder / "b.jsonl")
+    result = call("text", folder / "tnl [a]", folder / "b.jsonl")
     assert result.exit_code == 0
-    for part in ("tnl [a]: 2 documents by the carried state", "bits per byte", "by word", "8 to 15", "95 % interval"):
+    for part in ("tnl [a]: 2 documents by the carried state", "bits per byte", "per word", "8 to 15", "95 % interval"):
         assert part in result.stdout
 
 
 def test_needles_are_looked_for_and_kept(folder):
-    arguments = ["--needle", "standard", "--lengths", "300:500:3", "--depths", 2]
-    result = call(folder / "llama", *arguments, "--json")
+    arguments = ["--mode", "standard", "--lengths", "300:500:3", "--depths", 2]
+    result = call("needle", folder / "llama", *arguments, "--json")
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)["needle"]
     found = record["detail"]
@@ -88,16 +88,16 @@ def test_needles_are_looked_for_and_kept(folder):
     [kept] = (folder / "llama" / "evaluations").glob("needle-*.json")
     assert json.loads(kept.read_text()) == record
     assert {one["metric"]: one["n"] for one in record["results"]} == {"accuracy": 6, "weighted": 6, "niah_score": 6}
-    shown = call(folder / "tnl", "--needle", "easy", "--lengths", "300,500", "--depths", 2, "--scoring", "choice")
+    shown = call("needle", folder / "tnl", "--lengths", "300,500", "--depths", 2, "--scoring", "choice")
     assert "NIAH score" in shown.stdout and "500" in shown.stdout
 
 
 def test_recall_is_asked_of_models_without_a_tokenizer_too(folder, tmp_path):
     config = family("tnl")(32, 2, vocab_size=64)
     save_model(tmp_path / "mute", config, build_model(config).state_dict())
-    arguments = ["--recall", "--lengths", "16,32", "--pairs", "4,8", "--samples", 2]
+    arguments = ["--lengths", "16,32", "--pairs", "4,8", "--samples", 2]
     for path in (tmp_path / "mute", folder / "tnl"):
-        result = call(path, *arguments, "--json")
+        result = call("recall", path, *arguments, "--json")
         assert result.exit_code == 0, result.output
         record = json.loads(result.stdout)["recall"]
         assert {one["task"] for one in record["results"]} >= {"recall-mqar", "recall-selective_copying"}
@@ -105,12 +105,12 @@ def test_recall_is_asked_of_models_without_a_tokenizer_too(folder, tmp_path):
         assert cells["mqar", 16, 4]["chance"] == 0.25 and ("mqar", 16, 8) not in cells
         [kept] = (path / "evaluations").glob("recall-*.json")
         assert json.loads(kept.read_text()) == record
-    shown = call(folder / "tnl", *arguments).stdout
-    assert "share right: of all tokens" in shown and "mqar" in shown and "(0.25)" in shown
+    shown = call("recall", folder / "tnl", *arguments).stdout
+    assert "share right: among all tokens" in shown and "mqar" in shown and "(0.25)" in shown
 
 
 def test_common_words_are_asked_like_needles(folder):
-    result = call(folder / "tnl", "--needle", "words", "--lengths", "300,400", "--depths", 1, "--json")
+    result = call("needle", folder / "tnl", "--mode", "words", "--lengths", "300,400", "--depths", 1, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["needle"]["results"][0]["task"] == "needle-words"
 
@@ -122,16 +122,16 @@ def test_tasks_are_refused_or_cut_where_attention_would_read_too_far(folder, tmp
         "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: c\ndoc_to_target: a\n"
     )
     (tmp_path / "one.jsonl").write_text(json.dumps({"q": "x" * 99, "c": ["yes", "no"], "a": 0}) + "\n")
-    arguments = ["--task", "one", "--include", tmp_path]
+    arguments = ["one", "--include", tmp_path]
     for more, message in {
-        (): "does not say how long the sequences of training were; give --context N",
+        (): "give --context N",
         ("--context", 50): "context: 2 of 2 requests are longer than 50 tokens, the longest 102",
     }.items():
-        result = call(folder / "llama", *arguments, *more)
+        result = call("tasks", folder / "llama", *arguments, *more)
         assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output
-    result = call(folder / "llama", *arguments, "--context", 50, "--too-long", "cut", "--json")
+    result = call("tasks", folder / "llama", *arguments, "--context", 50, "--too-long", "cut", "--json")
     assert json.loads(result.stdout)["tasks"]["detail"]["cuts"] == 2
-    assert call(folder / "tnl", *arguments).exit_code == 0
+    assert call("tasks", folder / "tnl", *arguments).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -148,88 +148,84 @@ def test_a_run_whose_tokenizer_is_missing(tmp_path, tokenizer, message):
     (tmp_path / "config.yaml").write_text(json.dumps(values))
     checkpoint.save(tmp_path / "checkpoints", 3, {"model": build_model(config).state_dict()}, {})
     (tmp_path / "a.txt").write_text("text")
-    result = call(tmp_path, "--text", tmp_path / "a.txt")
+    result = call("text", tmp_path, tmp_path / "a.txt")
     assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output
 
 
-def test_what_is_wrong_with_suites_and_tasks_is_told_together(folder, tmp_path):
+def test_problems_of_suites_are_reported_together(folder, tmp_path):
     pytest.importorskip("lm_eval", reason="needs the extra eval")
     (tmp_path / "wikitext.yaml").write_text("task: [\n")
-    result = call(folder / "tnl", "--suite", "perplexity", "--suite", "csr", "--task", "x", "--include", tmp_path)
-    assert result.exit_code == 2 and "evaluate: 1 problem" in result.output and "is no YAML" in result.output
+    result = call("suite", folder / "tnl", "perplexity", "csr", "--include", tmp_path)
+    assert result.exit_code == 2 and "evaluate: 1 problem" in result.output and "wikitext.yaml" in result.output
 
 
-def test_options_that_would_change_nothing_are_all_named(folder, tmp_path):
+@pytest.mark.parametrize(
+    "arguments, keys",
+    [
+        (("text", "RUN", "TEXT", "--method", "carried", "--window", 8), ["--window"]),
+        (("needle", "RUN", "--mode", "words", "--digits", 5, "--haystack", "TEXT"), ["--haystack", "--digits"]),
+    ],
+)
+def test_options_that_have_no_effect_are_all_named(folder, arguments, keys):
     """Also where the value is the default: what counts is what was typed."""
-    text = ["--text", folder / "a.txt"]
-    for arguments, messages in {
-        (folder / "tnl", *text, "--pairs", "4,8", "--limit", 3, "--digits", 5): (
-            "--pairs: says how --recall asks; give --recall too",
-            "--limit: says how --suite or --task asks",
-            "--digits: says how --needle asks",
-            "3 problems",
-        ),  # fmt: skip
-        (folder / "tnl", "--recall", "--samples", 2, "--stride", 4): ("--stride: says how --text asks", "1 problem"),
-        (folder / "tnl", *text, "--method", "carried", "--window", 8): ("--window: belongs to windows", "1 problem"),
-        (folder / "tnl", "--needle", "words", "--digits", 2): ("--digits: --needle words asks for words of a list",),
-        (tmp_path / "demo", "--demo", *text, "--json"): ("--json: not with --demo", "--text: not with --demo"),
-        (folder / "tnl", "--text", folder / "none.txt", "--needle", "easy", "--lengths", "9,5", "--limit", 3): (
-            "--limit: says how --suite or --task asks",
-            "none.txt",
-            "--lengths: '9,5' is not",
-            "3 problems",
-        ),
-        ("--plan", "x.yaml", "--window", 8): ("--plan: belongs to --demo", "RUN: name a run folder", "4 problems"),
-    }.items():
-        result = call(*arguments)
-        assert result.exit_code == 2 and all(message in result.output for message in messages), result.output
-    assert not (tmp_path / "demo").exists()
+    places = {"RUN": folder / "tnl", "TEXT": folder / "a.txt"}
+    result = call(*(places.get(one, one) for one in arguments))
+    assert result.exit_code == 2 and keys_of(result) == keys
 
 
-def test_what_ctrl_c_leaves_is_said_as_it_is(folder, monkeypatch):
-    def stop(*_):
+def keys_of(result) -> list[str]:
+    """The keys that an error names, one per problem."""
+    return [line[4:].partition(":")[0] for line in result.stderr.splitlines() if line.startswith("  - ")]
+
+
+def test_ctrl_c_says_what_is_kept(folder, monkeypatch):
+    def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("linnet.cli.evaluate_text.score_texts", stop)
-    result = call(folder / "tnl", "--text", folder / "a.txt")
+    monkeypatch.setattr("linnet.evaluate.text.score_text", stop)
+    result = call("text", folder / "tnl", folder / "a.txt")
     assert result.exit_code == 130 and "stopped; what was printed is kept" in result.output
-    assert "nothing is lost" not in result.output
 
 
-def test_what_cannot_be_done(folder, tmp_path):
+@pytest.mark.parametrize(
+    "arguments, keys",
+    [
+        (("text", "FOLDER", "TEXT"), 1),
+        (("text", "RUN", "none.txt"), ["PATH"]),
+        (("text", "RUN", "EMPTY"), 1),
+        (("text", "MUTE", "TEXT"), 1),
+        (("text", "RUN", "TEXT", "--window", 8, "--stride", 8), ["--stride"]),
+        (("text", "RUN", "JSONL", "--text-key", "body"), 2),
+        (("recall", "RUN", "--pairs", "0,4"), ["--pairs"]),
+        (("recall", "RUN", "--lengths", 9000, "--pairs", 500), ["--pairs"]),
+        (("recall", "nowhere", "--lengths", 2), 2),
+        (("needle", "RUN", "--lengths", "9,5"), ["--lengths"]),
+        (("needle", "RUN", "--lengths", "10:20"), ["--lengths"]),
+        (("needle", "RUN", "--lengths", "20"), 1),
+        (("needle", "nowhere", "--haystack", "FOLDER"), 2),
+        (("neddle", "RUN"), ["neddle"]),
+    ],
+)
+def test_errors_name_the_option_or_the_file(folder, tmp_path, arguments, keys):
     (tmp_path / "empty.txt").write_text("")
     config = family("tnl")(32, 2, vocab_size=256)
     save_model(tmp_path / "mute", config, build_model(config).state_dict())
-    for arguments, message in {
-        (folder, "--text", folder / "a.txt"): "is not a run folder",
-        (folder / "tnl", "--text", folder / "none.txt"): "none.txt",
-        (folder / "tnl", "--text", tmp_path / "empty.txt"): "is an empty file",
-        (tmp_path / "mute", "--text", folder / "a.txt"): "has no tokenizer.json",
-        (folder / "tnl", "--text", folder / "a.txt", "--window", 8, "--stride", 8): "stride: is 8",
-        (folder / "tnl", "--text", folder / "b.jsonl", "--text-key", "body"): "body",
-        (folder / "tnl",): "nothing to evaluate: give --text PATH, --needle MODE",
-        (folder / "tnl", "--recall", "--include", tmp_path): "--include: says how --suite or --task asks; give",
-        (folder / "tnl", "--recall", "--needle", "easy", "--samples", 2): "ask in two commands",
-        (folder / "tnl", "--recall", "--pairs", "0,4"): "above 0 with commas; give 4,8,16",
-        (folder / "tnl", "--needle", "easy", "--lengths", "9,5"): "lengths: '9,5' is not",
-        (folder / "tnl", "--needle", "easy", "--lengths", "10:20"): "lengths: '10:20' is not",
-        (folder / "tnl", "--needle", "easy", "--lengths", "20"): "20 tokens do not hold",
-        ("nowhere", "--needle", "easy", "--text", folder / "none.txt", "--haystack", tmp_path): "evaluate: 3 problems",
-        ("nowhere", "--recall", "--lengths", 2): "--lengths: Input should be greater than or equal to 8 (given 2)",
-        (folder / "tnl", "--recall", "--lengths", 9000, "--pairs", 500): "--pairs: the model has 94 tokens of visible",
-    }.items():
-        result = call(*arguments)
-        assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output
-    assert call(folder / "tnl", "--text", folder / "a.txt", "--window", 8).exit_code == 0  # as --method auto may read
+    places = {"RUN": folder / "tnl", "TEXT": folder / "a.txt", "JSONL": folder / "b.jsonl", "FOLDER": folder}
+    places |= {"EMPTY": tmp_path / "empty.txt", "MUTE": tmp_path / "mute"}
+    result = call(*(places.get(one, one) for one in arguments))
+    assert result.exit_code == 2, result.output
+    assert len(keys_of(result)) == keys if isinstance(keys, int) else keys_of(result) == keys, result.output
+
+
+def test_a_folder_that_cannot_be_written_to_is_noted_before_the_numbers(folder, tmp_path):
     shutil.copytree(folder / "tnl", tmp_path / "tnl", ignore=shutil.ignore_patterns("evaluations"))
-    result = call(tmp_path / "tnl", "--text", folder / "a.txt", "--needle", "easy", "--lengths", "20,400")
-    assert result.exit_code == 2 and "20 tokens do not hold" in result.output
-    assert not (tmp_path / "tnl" / "evaluations").exists()  # told before the text was scored
     (tmp_path / "tnl" / "evaluations").write_text("")
-    result = call(tmp_path / "tnl", "--text", folder / "a.txt")
-    assert result.exit_code == 0 and result.output.startswith("note nothing will be kept: ")  # before the numbers
-    assert "evaluations' is a file; stop and copy the run to keep results" in result.output.replace("\n", " ")
-    assert "not kept in " in result.output  # behind them too: what was writable at first may no longer be
-    if not torch.cuda.is_available():
-        result = call(folder / "tnl", "--text", folder / "a.txt", "--device", "cuda")
-        assert result.exit_code == 2 and "device: 'cuda' was asked for" in result.output
+    result = call("text", tmp_path / "tnl", folder / "a.txt")
+    assert result.exit_code == 0 and result.output.startswith("note nothing will be kept: ")
+    assert "not kept in " in result.output  # behind the numbers too: what was writable at first may no longer be
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is not there")
+def test_a_gpu_that_is_not_there(folder):
+    result = call("text", folder / "tnl", folder / "a.txt", "--device", "cuda")
+    assert result.exit_code == 2 and keys_of(result) == ["--device"]

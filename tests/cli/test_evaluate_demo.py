@@ -1,4 +1,4 @@
-"""`linnet evaluate --demo`: from nothing to a table and a page, with a plan so short that nothing is learned."""
+"""`linnet evaluate demo`: from nothing to a table and a page, with a plan so short that nothing is learned."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def test_it_ends_with_a_table_and_a_page(short, tmp_path, capfd):
     assert f"--out {tmp_path / 'demo' / 'comparison' / 'index.html'}" in shown.replace("\n", "")  # to compare again
     for name in short["models"]:  # as each part begins and ends
         begun, ended = (shown.index(f"  {name}: lessons 1 of 2, 2 steps{end}") for end in (" ...", ": "))
-        assert begun < ended < shown.index(f"  {name}: --text ...") < shown.index(f"  {name}: --recall: ")
+        assert begun < ended < shown.index(f"  {name}: text ...") < shown.index(f"  {name}: recall: ")
         assert re.search(rf"  {name}: lessons 2 of 2, 2 steps: \d+ s, held-out loss \d", shown), shown
     for part in ("bits per byte", "needle-easy", "recall-mqar", "adjusted", "comparison/index.html"):
         assert part in shown.replace("\n", ""), shown
@@ -112,9 +112,9 @@ def test_what_is_wrong_with_a_plan_is_told_before_any_work(tmp_path):
     del plan["recall"]
     wrong.write_text(yaml.safe_dump(plan))
     runner = CliRunner()
-    result = runner.invoke(app, ["evaluate", str(tmp_path / "demo"), "--demo", "--plan", str(short)])
+    result = runner.invoke(app, ["evaluate", "demo", str(tmp_path / "demo"), "--plan", str(short)])
     assert result.exit_code == 2 and "models.tnl.steps: 1 numbers for 3 stages; give one for each" in result.output
-    result = runner.invoke(app, ["evaluate", str(tmp_path / "demo"), "--demo", "--plan", str(wrong)])
+    result = runner.invoke(app, ["evaluate", "demo", str(tmp_path / "demo"), "--plan", str(wrong)])
     for part in ("stages.0.lessons.sentence", "did you mean 'sentences'?", "recall"):
         assert part in result.output
     assert not (tmp_path / "demo").exists()
@@ -122,11 +122,6 @@ def test_what_is_wrong_with_a_plan_is_told_before_any_work(tmp_path):
 
 def test_a_run_folder_is_left_alone(tmp_path):
     (tmp_path / "config.yaml").write_text("model: tnl-10m\n")
-    result = CliRunner().invoke(app, ["evaluate", str(tmp_path), "--demo"])
-    assert result.exit_code == 2 and "is a run folder; --demo trains models of its own" in result.output
+    result = CliRunner().invoke(app, ["evaluate", "demo", str(tmp_path)])
+    assert result.exit_code == 2 and "FOLDER: " in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
-
-
-def test_without_a_run_something_must_be_asked():
-    result = CliRunner().invoke(app, ["evaluate"])
-    assert result.exit_code == 2 and "name a run folder to evaluate, or give --demo" in result.output

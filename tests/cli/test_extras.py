@@ -35,7 +35,7 @@ NAMED = f"pandas: not installed; install the extra `study`: {install_command('st
         (STUDY, "mad correlate run --study studies --out page.html", NAMED),
         ("fastapi", "serve run", "fastapi: not installed; install them: " + install_command("serve")),
         ("transformers", "convert run --to hf", install_command("hf")),
-        ("lm_eval", "evaluate run --task x", install_command("eval")),
+        ("lm_eval", "evaluate tasks run x", install_command("eval")),
     ],
 )
 def test_an_extra_that_is_not_installed_is_named(tmp_path, absent, arguments, fix):

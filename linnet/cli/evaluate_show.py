@@ -1,0 +1,137 @@
+"""What `linnet evaluate` prints: progress while it runs, and a table per record."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from linnet.evaluate.results import Evaluation, Result
+
+
+class _Bar:
+    """A progress bar as a `linnet.evaluate.session.Meter`."""
+
+    def __init__(self, shown: Any, task: Any):
+        self._shown, self._task = shown, task
+
+    def __call__(self, more: int) -> None:
+        self._shown.advance(self._task, more)
+
+    def reach(self, done: int, total: int) -> None:
+        self._shown.update(self._task, completed=done, total=total)
+
+
+@contextmanager
+def bar(unit: str, total: int | None) -> Iterator[_Bar]:
+    """A progress bar on stderr."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        yield _Bar(shown, shown.add_task(unit, total=total))
+
+
+def show(record: Evaluation, path: Path) -> None:
+    """Prints a record of the model at `path` as a table."""
+    if record.kind == "text":
+        _show_text(record)
+    elif record.kind == "needle":
+        _show_needle(record, path)
+    elif record.kind == "recall":
+        _show_recall(record)
+    else:
+        _show_tasks(record)
+
+
+def _show_text(record: Evaluation) -> None:
+    console, score = Console(), record.detail
+    name, count = record.model["run"], len(score["documents"])
+    way = f"windows of {score['window']} tokens every {score['stride']}" if score["window"] else "the carried state"
+    documents = f"{count:,} document{'s' if count != 1 else ''}"
+    console.print(f"{name}: {documents} by {way}", highlight=False, markup=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    low_high = score["bits_per_byte_interval"]
+    interval = f"95 % interval {low_high[0]:.4f} to {low_high[1]:.4f}" if low_high else ""
+    table.add_row("bits per byte", f"{score['bits_per_byte']:.4f}", interval)
+    table.add_row("loss", f"{score['loss']:.4f}", "nats per token")
+    for what in ("perplexity", "word_perplexity", "byte_perplexity"):
+        unit = what.partition("_")[0] if "_" in what else "token"
+        table.add_row("perplexity", _short(score[what]), f"per {unit}")
+    console.print(table)
+    by_context = _table((), ("tokens of context", "loss", "tokens scored"))
+    for bucket in score["contexts"]:
+        by_context.add_row(
+            f"{bucket['start']:,} to {bucket['end'] - 1:,}", f"{bucket['loss']:.4f}", f"{bucket['tokens']:,}"
+        )
+    console.print(by_context)
+
+
+def _short(perplexity: float) -> str:
+    """Two decimals, or four digits from a million on."""
+    return f"{perplexity:,.2f}" if perplexity < 1e6 else f"{perplexity:.4g}"
+
+
+def _show_needle(record: Evaluation, path: Path) -> None:
+    console, found = Console(), record.detail
+    table = _table((), ("tokens", "at this length", "up to it", "penalty"))
+    table.add_column("from the first depth to the last")
+    for i, length in enumerate(found["config"]["lengths"]):
+        cells = "".join(" ░▒▓█"[round(4 * row[i])] for row in found["accuracy"])
+        numbers = (found[name][i] for name in ("at_length", "up_to_length", "penalties"))
+        table.add_row(f"{length:,}", *(f"{value:.3f}" for value in numbers), cells)
+    console.print(table)
+    accuracy = next(one.value for one in record.results if one.metric == "accuracy")
+    console.print(f"accuracy {accuracy:.4f}, weighted {found['weighted']:.4f}, NIAH score {found['score']:.4f}")
+    console.print(f"the grid as a page: linnet compare {escape(str(path))}", soft_wrap=True, style="dim")
+
+
+def _show_recall(record: Evaluation) -> None:
+    console, found = Console(), record.detail["cells"]
+    console.print("share right: among all tokens, among the values in the sequence (by guessing among these)")
+    for task in dict.fromkeys(cell["task"] for cell in found):
+        cells = {(cell["length"], cell["pairs"]): cell for cell in found if cell["task"] == task}
+        lengths = sorted({length for length, _ in cells})
+        table = _table((), ())
+        table.add_column(task, min_width=17)
+        for length in lengths:
+            table.add_column(f"{length:,} tokens", justify="right")
+        for pairs in sorted({pairs for _, pairs in cells}):
+            table.add_row(f"{pairs:,} pairs", *(_cell(cells.get((length, pairs))) for length in lengths))
+        console.print(table)
+
+
+def _cell(cell: dict | None) -> str:
+    return "-" if cell is None else f"{cell['accuracy']:.2f} {cell['choice']:.2f} ({cell['chance']:.2f})"
+
+
+def _show_tasks(record: Evaluation) -> None:
+    table = _table(("task", "metric"), ("value", "error", "guessing", "questions"))
+    chances = {(task, metric): value for task, metric, value in record.detail["chance"]}
+    results = {(one.task, one.metric): one for one in record.results}
+    for place in map(tuple, record.detail["shown"]):
+        one, chance = results[place], chances.get(place)
+        error = _standard_error(one)
+        numbers = ("" if value is None else f"{value:.4f}" for value in (error, chance))
+        table.add_row(escape(one.task), escape(one.metric), f"{one.value:,.4f}", *numbers, f"{one.n:,}")
+    Console().print(table)
+
+
+def _standard_error(result: Result) -> float | None:
+    """Of a mean of equal weights over at least two questions, else None."""
+    from statistics import stdev
+
+    if result.average != "mean" or len(result.items) < 2 or len({item.weight for item in result.items}) > 1:
+        return None
+    return stdev(item.score for item in result.items) / len(result.items) ** 0.5
+
+
+def _table(left: tuple[str, ...], right: tuple[str, ...]) -> Table:
+    """A table without lines, with left-aligned and then right-aligned columns."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in (*left, *right):
+        table.add_column(column, justify="right" if column in right else "left")
+    return table

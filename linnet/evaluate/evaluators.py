@@ -1,0 +1,264 @@
+"""The kinds of evaluation: texts, needles, recall, tasks of lm-evaluation-harness, and suites of tasks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from linnet.config import ConfigError, gather, not_installed
+from linnet.data.sources import find_files, read_documents
+from linnet.evaluate.results import Evaluation, Item, Result
+from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
+from linnet.install import install_command
+
+
+@dataclass(frozen=True)
+class TextEvaluator(Evaluator):
+    """Scores the documents of files (`linnet.evaluate.text`).
+
+    Attributes:
+        paths: files, folders or globs.
+        method: "carried", "windowed", or "auto": carried if the state does not grow with the context.
+        window: tokens per window; None is the training length, or 1024 if it is not known.
+        stride: tokens between windows; None is half a window.
+        text_key: key (JSONL) or column (Parquet) of the text.
+    """
+
+    kind: ClassVar[str] = "text"
+
+    paths: tuple[str, ...]
+    method: Literal["auto", "carried", "windowed"] = "auto"
+    window: int | None = None
+    stride: int | None = None
+    text_key: str = "text"
+
+    def check(self) -> None:
+        problems: list[str] = []
+        files = find_files(list(self.paths), "text", problems, [])
+        documents = sum(1 for file in files for _ in read_documents(file, self.text_key, problems))
+        if not problems and not documents:
+            problems.append(f"text: {', '.join(map(repr, self.paths))} holds no text; name files with some")
+        if problems:
+            raise ConfigError(problems, "evaluate")
+
+    def check_model(self, session: Session) -> None:
+        window = self._window(session)
+        if self.stride is not None and self.stride >= window:
+            message = f"stride: {self.stride} is not below the window of {window} tokens; use 1 to {window - 1}"
+            raise ConfigError([message], "evaluate")
+
+    def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
+        from linnet.evaluate.text import natural_method, read_texts, score_text
+
+        method = natural_method(session.model.config) if self.method == "auto" else self.method
+        documents = read_texts(list(self.paths), session.tokenizer, self.text_key)
+        total = sum(max(len(document.tokens) - 1, 0) for document in documents)
+        window = self._window(session)
+        with progress("tokens", total) as meter:
+            score = score_text(
+                session.model, documents, method=method, window=window, stride=self.stride, progress=meter
+            )
+        asked = {"text": list(self.paths), "text_key": self.text_key, "method": method}
+        asked |= {"window": score.window, "stride": score.stride, "precision": session.precision}
+        return Evaluation(self.kind, session.about, asked, score.results(), score.to_dict())
+
+    def _window(self, session: Session) -> int:
+        return self.window or session.training_length or 1024
+
+
+@dataclass(frozen=True)
+class NeedleEvaluator(Evaluator):
+    """Looks for needles in haystacks (`linnet.evaluate.needle`).
+
+    Attributes:
+        settings: values of `NeedleConfig`.
+    """
+
+    kind: ClassVar[str] = "needle"
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        haystack = self._config().haystack
+        if haystack is not None and not Path(haystack).is_file():
+            raise ConfigError([f"haystack: {haystack!r} is not a file; name a text file"], "evaluate")
+
+    def check_model(self, session: Session) -> None:
+        from linnet.evaluate.needle import items
+
+        config = self._config()  # a needle and a question that fit the shortest prompt fit all
+        next(items(config.model_copy(update={"lengths": config.lengths[:1], "samples": 1}), session.tokenizer))
+
+    def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
+        from linnet.evaluate.needle import run_needle
+        from linnet.evaluate.needle_scores import needle_scores, sensitivity
+
+        config = self._config()
+        engine = session.engine(max(config.lengths) + 128)
+        with progress("prompts", len(config.lengths) * len(config.depths) * config.samples) as meter:
+            grid = run_needle(engine, config, meter)
+        scores = needle_scores(grid)
+        cells = [
+            Item(f"{length} tokens, depth {depth:g}", grid[row, column].item())
+            for column, length in enumerate(config.lengths)
+            for row, depth in enumerate(config.depths)
+        ]
+        task = f"needle-{config.variant if config.variant != 'single' else config.mode}"
+        results = (
+            Result.of_items(task, "accuracy", cells),
+            Result(task, "weighted", scores.weighted, n=len(cells)),
+            Result(task, "niah_score", scores.score, n=len(cells)),
+        )
+        detail = {"config": config.model_dump(), "accuracy": grid.tolist(), **scores.to_dict()}
+        detail |= {"sensitivity": sensitivity(grid)}
+        asked = config.model_dump() | {"precision": session.precision}
+        return Evaluation(self.kind, session.about, asked, results, detail)
+
+    def _config(self):
+        from linnet.config import parse
+        from linnet.evaluate.needle import NeedleConfig
+
+        return parse(NeedleConfig, self.settings, "needle")
+
+
+@dataclass(frozen=True)
+class RecallEvaluator(Evaluator):
+    """Asks MQAR and the recall tasks of MAD without training on them (`linnet.evaluate.recall`).
+
+    Attributes:
+        settings: values of `RecallConfig`.
+    """
+
+    kind: ClassVar[str] = "recall"
+    needs_text: ClassVar[bool] = False
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        from linnet.evaluate.recall import cells
+
+        list(cells(self._config()))
+
+    def check_model(self, session: Session) -> None:
+        from linnet.evaluate.recall import check_recall
+
+        check_recall(self._config(), session.tokenizer, session.model.config.vocab_size)
+
+    def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
+        from linnet.evaluate.recall import cells, run_recall, to_results
+
+        config = self._config()
+        with progress("sequences", sum(config.samples for _ in cells(config))) as meter:
+            found = run_recall(session.model, session.tokenizer, config, progress=meter)
+        asked = config.model_dump() | {"precision": session.precision}
+        detail = {"cells": [cell.to_dict() for cell in found]}
+        return Evaluation(self.kind, session.about, asked, to_results(found), detail)
+
+    def _config(self):
+        from linnet.config import parse
+        from linnet.evaluate.recall import RecallConfig
+
+        return parse(RecallConfig, self.settings, "recall")
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Which questions of a task are asked, and how.
+
+    Attributes:
+        include: a folder with tasks of one's own, which come before the harness's.
+        shots: examples before each question; None leaves it to the suite or task.
+        limit: first questions of each task; None is all.
+        context: tokens of a question and its answer that the model may see; None is all, or the training length if
+            the state grows with the context.
+        too_long: what happens to longer ones: "refuse" or "cut"; None leaves it to the suite.
+    """
+
+    include: Path | None = None
+    shots: int | None = None
+    limit: int | None = None
+    context: int | None = None
+    too_long: Literal["refuse", "cut"] | None = None
+
+
+@dataclass
+class TaskEvaluator(Evaluator):
+    """Asks tasks through lm-evaluation-harness (`linnet.evaluate.tasks`), by their names or those of a suite.
+
+    Attributes:
+        names: of tasks; empty for a suite.
+        suite: the name of a suite (`linnet.evaluate.suites`), None for tasks.
+    """
+
+    names: tuple[str, ...] = ()
+    suite: str | None = None
+    questions: Questions = Questions()
+    _suite: Any = field(default=None, init=False, repr=False)
+    _tasks: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def kind(self) -> str:
+        return self.suite or "tasks"
+
+    def check(self) -> None:
+        if not_installed(["lm_eval"]):
+            message = f"suites and tasks need lm-evaluation-harness; install it: {install_command('eval')}"
+            raise ConfigError([message], "evaluate")
+        from linnet.evaluate.suites import find_suite, load_suite
+        from linnet.evaluate.tasks import find_tasks
+
+        asked, problems = self.questions, []
+        with gather(problems):
+            if self.suite is None:
+                self._tasks = find_tasks(self.names, asked.include, shots=asked.shots)
+            else:
+                self._suite = find_suite(self.suite)
+                self._tasks = load_suite(self._suite, asked.shots, asked.include)
+        if problems:
+            raise ConfigError(problems, "tasks")
+
+    def check_model(self, session: Session) -> None:
+        self._context(session)
+
+    def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
+        from linnet.evaluate.chance import chances
+        from linnet.evaluate.harness import LinnetLM
+        from linnet.evaluate.suites import counting, run_suite
+        from linnet.evaluate.tasks import run_tasks
+
+        longest, too_long = self._context(session)
+        asked, suite, tasks = self.questions, self._suite, self._tasks
+        with progress("requests", None) as meter:
+            lm = LinnetLM(session.engine(longest + 1 if longest else 4096), longest, too_long, meter.reach)
+            results = run_tasks(lm, tasks, asked.limit) if suite is None else run_suite(lm, suite, tasks, asked.limit)
+        shown = results
+        if suite is not None:
+            averages = [one for one in results if one.task == suite.name]
+            shown = averages if suite.by_question else [*counting(suite, results), *averages]
+        guessed = chances(tasks, results, suite, asked.limit)
+        about = {
+            name: {"shots": task.get_config("num_fewshot"), "version": task.VERSION, "output_type": task.OUTPUT_TYPE}
+            for name, task in tasks.items()
+        }
+        settings = {"context": longest, "too_long": too_long, "limit": asked.limit, "shots": asked.shots}
+        settings |= {"suite": self.suite} if suite is not None else {"tasks": list(self.names)}
+        settings |= {"include": None if asked.include is None else str(asked.include), "precision": session.precision}
+        detail = {"tasks": about, "cuts": lm.cuts, "shown": [[one.task, one.metric] for one in shown]}
+        detail["chance"] = [[task, metric, value] for (task, metric), value in guessed.items()]
+        return Evaluation(self.kind, session.about, settings, results, detail)
+
+    def _context(self, session: Session) -> tuple[int | None, str]:
+        """Returns how many tokens the model may see, None for all, and what happens to longer questions.
+
+        Raises:
+            ConfigError: the training length is needed, and the folder does not say it.
+        """
+        from linnet.evaluate.text import natural_method
+
+        cut, longest = self._suite is not None and self._suite.cut, self.questions.context
+        if longest is None and (cut or natural_method(session.model.config) == "windowed"):
+            longest = session.training_length
+            if longest is None:
+                message = f"context: {session.path} does not say how long training sequences were; give --context N"
+                raise ConfigError([message], "evaluate")
+        return longest, self.questions.too_long or ("cut" if cut else "refuse")

@@ -1,0 +1,178 @@
+"""A model that is evaluated, and the steps around every evaluation: check all, load once, ask, keep the record.
+
+session = prepare("runs/tnl-10m-1a2b3c4d5e6f", [TextEvaluator(("books/*.txt",)), NeedleEvaluator(config)])
+for evaluator in evaluators:
+    evaluator.run(session).save(session.path)
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from linnet.config import ConfigError, gather
+from linnet.evaluate.results import Evaluation, describe_model
+from linnet.runs import RunFolder
+
+if TYPE_CHECKING:  # torch takes seconds to import; options are checked without it
+    import torch
+
+    from linnet.data import Tokenizer
+    from linnet.inference import Engine
+    from linnet.models import CausalLM
+
+
+@dataclass(frozen=True)
+class Session:
+    """A loaded model.
+
+    Attributes:
+        path: the run or model folder.
+        about: what `linnet.evaluate.results.describe_model` returns.
+        training_length: tokens per training sequence, None if the folder does not say.
+        precision: of weights and products: float32, bfloat16 or float64.
+        superseded: whether the folder has newer checkpoints, which are damaged.
+    """
+
+    path: Path
+    model: "CausalLM"
+    tokenizer: "Tokenizer | None"
+    about: dict[str, Any]
+    training_length: int | None
+    precision: str
+    superseded: bool
+
+    def engine(self, context_length: int, slots: int = 8) -> "Engine":
+        """Returns an engine of the model, in its precision and on its device."""
+        from linnet.inference import Engine
+
+        weight = self.model.embedding.weight
+        return Engine(
+            self.model,
+            self.tokenizer,
+            slots=slots,
+            context_length=context_length,
+            device=weight.device.type,
+            dtype=weight.dtype,
+        )
+
+
+class Meter(Protocol):
+    """Counts what is done."""
+
+    def __call__(self, more: int) -> None:
+        """Counts `more` items as done."""
+
+    def reach(self, done: int, total: int) -> None:
+        """Sets how many of how many are done."""
+
+
+class Progress(Protocol):
+    """Shows how far an evaluation is."""
+
+    def __call__(self, unit: str, total: int | None) -> AbstractContextManager[Meter]:
+        """Opens a meter for `total` units ("tokens"), None if that is not known yet."""
+
+
+class _NoMeter:
+    def __call__(self, more: int) -> None:
+        pass
+
+    def reach(self, done: int, total: int) -> None:
+        pass
+
+
+def no_progress(unit: str, total: int | None) -> AbstractContextManager[Meter]:
+    """A `Progress` that shows nothing."""
+    return nullcontext(_NoMeter())
+
+
+class Evaluator(ABC):
+    """One kind of evaluation with its settings."""
+
+    needs_text: ClassVar[bool] = True  # whether the model must have a tokenizer
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """`kind` of the record: text, needle, recall, tasks, or the name of a suite."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises ConfigError with everything that is wrong before a model is loaded."""
+
+    def check_model(self, session: Session) -> None:
+        """Raises ConfigError with everything that does not suit the model."""
+        return None
+
+    @abstractmethod
+    def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
+        """Evaluates the model and returns the record, which is not written yet."""
+
+
+def prepare(
+    path: str | Path,
+    evaluators: Sequence[Evaluator],
+    device: "torch.device | str | None" = None,
+    precision: str = "float32",
+    problems: Sequence[str] = (),
+) -> Session:
+    """Checks all evaluators, loads the model, and checks them against it.
+
+    Args:
+        problems: that the caller found, to be reported with the others.
+
+    Raises:
+        ConfigError: all problems of the run folder and of the evaluators that show without the model; else all that
+            show with it.
+    """
+    problems = list(problems)
+    with gather(problems):
+        RunFolder.open(path)
+    for evaluator in evaluators:
+        with gather(problems):
+            evaluator.check()
+    if problems:  # several suites may lack the same data; the line that says so comes once, after what they lack
+        raise ConfigError(list(dict.fromkeys(reversed(problems)))[::-1], "evaluate")
+    session = open_session(path, device, precision, any(evaluator.needs_text for evaluator in evaluators))
+    for evaluator in evaluators:
+        with gather(problems):
+            evaluator.check_model(session)
+    if problems:
+        raise ConfigError(problems, "evaluate")
+    return session
+
+
+def open_session(
+    path: str | Path, device: "torch.device | str | None" = None, precision: str = "float32", needs_text: bool = True
+) -> Session:
+    """Loads the model of a run or model folder.
+
+    Args:
+        device: None is the CPU.
+
+    Raises:
+        ConfigError: the folder holds no model, or `needs_text` and it has no tokenizer.
+    """
+    import torch
+
+    from linnet.runs import checkpoint
+    from linnet.runs.model import load_checkpoint
+
+    folder = RunFolder.open(path)
+    loaded = load_checkpoint(path, device, getattr(torch, precision))
+    if loaded.tokenizer is None and needs_text:
+        message = f"{path}: has no tokenizer.json, so no text can be read; put one there"
+        raise ConfigError([message], "evaluate")
+    newest = max(map(checkpoint.step_of, folder.checkpoints()), default=0)
+    return Session(
+        folder.path,
+        loaded.model,
+        loaded.tokenizer,
+        describe_model(folder, loaded),
+        folder.config.get("seq_len"),
+        precision,
+        superseded=loaded.step is not None and newest > loaded.step,
+    )
