@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from linnet.inference.lengths import CacheLengths
 from linnet.inference.sampling import Chosen, Knobs, choose, choose_greedy
 from linnet.inference.waiting import choose_interval, make_room
 from linnet.models import CausalLM, ModelState
@@ -53,7 +54,7 @@ class Decoder:
         self._pool = self._tensors(self.states)
         if any(x.shape[0] != slots for x in self._pool):
             raise ValueError("state_spec: the first dimension of every tensor of a state must be the batch")
-        # A compiled step is one of plain states: it is tried out and called with the same.
+        # A compiled step is called with states of one kind: nothing is pending, and caches are whole.
         self.write_every = 1 if compile else choose_interval(model, slots, device)
         self._waiting = make_room(model, self.states, slots, self.write_every) if self.write_every > 1 else None
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -63,7 +64,12 @@ class Decoder:
         self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
         self._chosen: dict[str, Chosen] = {}
         self._host: dict[str, tuple[Tensor | None, ...]] = {}
-        self.advance = self._captured(self._advance)
+        self._lengths = CacheLengths(model, context_length)
+        used = self._lengths.values[-1:] if compile else self._lengths.values
+        self._advances = {
+            length: self._captured(partial(self._advance, self._lengths.corner(self.states, length))) for length in used
+        }
+        self._compiled = compile
         self._choices = {kind: self._captured(partial(self._choose, kind)) for kind in kinds}
 
     def insert(self, slot: int, states: ModelState, logits: Tensor) -> None:
@@ -73,6 +79,16 @@ class Decoder:
         self.logits[slot : slot + len(logits)].copy_(logits[:, : self.vocab])
         if self._waiting is not None:
             self._waiting[slot : slot + len(logits)].zero_()
+
+    def advance(self, tokens: int | None = None) -> None:
+        """Takes one step in all slots.
+
+        Args:
+            tokens: the longest context of a slot in use, the token of this step included; caches are read up to about
+                this length. None reads them whole, and so does a compiled step, which always gets the same shapes.
+        """
+        whole = tokens is None or self._compiled
+        self._advances[self._lengths.values[-1] if whole else self._lengths.choose(tokens)]()
 
     def choose(self, kind: str) -> Callable[[], tuple[list, ...]]:
         """Chooses a token for every slot; the result waits for them and returns what `Chosen` holds, as lists."""
@@ -102,9 +118,10 @@ class Decoder:
         self._chosen[kind] = chosen
         self.tokens.copy_(chosen.tokens)
 
-    def _advance(self) -> None:
-        logits, after = self._model_step(self.tokens, self.states)
-        for pool, new in zip(self._pool, self._tensors(after), strict=True):
+    def _advance(self, states: ModelState) -> None:
+        before = self._tensors(states)
+        logits, after = self._model_step(self.tokens, states)
+        for pool, new in zip(before, self._tensors(after), strict=True):
             if new is not pool:  # a layer that does not write its state in place
                 pool.copy_(new)
         self.logits.copy_(logits[:, : self.vocab])

@@ -20,6 +20,7 @@ from linnet.config import ConfigError
 from linnet.data import Tokenizer
 from linnet.inference.checks import check_settings, encode
 from linnet.inference.decoder import PLAIN, SAMPLED, TOLD, Decoder
+from linnet.inference.lengths import CacheLengths, merge
 from linnet.inference.merging import merge_projections, serve_rows
 from linnet.inference.precision import lower_precision
 from linnet.inference.prefix import Prefix, load_prefix, weights_digest
@@ -120,6 +121,7 @@ class Engine:
                 merge_projections(self.model)
             serve_rows(self.model)
             self._decoder = Decoder(self.model, slots, self.vocab, self._context, self.device, graphs, compile)
+        self._lengths = CacheLengths(self.model, self._context)
         self.counters = Counters()
         self._lock = threading.Lock()
         self._queue: deque[tuple[Request, Prefix | None]] = deque()
@@ -357,7 +359,10 @@ class Engine:
     def _read_chunk(self, reading: _Reading) -> None:
         prompt = reading.request.prompt[reading.done : reading.done + self.prefill_chunk]
         tokens = torch.from_numpy(prompt).to(self.device)
-        logits, reading.states = self.model.prefill(tokens[None], reading.states)
+        behind = reading.request.prompt_tokens - len(reading.request.prompt) + reading.done
+        states = self._lengths.corner(reading.states, self._lengths.choose(behind + len(prompt)))
+        logits, after = self.model.prefill(tokens[None], states)
+        reading.states = merge(reading.states, after)
         reading.logits = logits[0, : self.vocab]
         reading.seen[tokens] = True
         reading.done += len(prompt)
@@ -374,7 +379,7 @@ class Engine:
         # The next step runs on the GPU while the tokens of this one are looked at here; for a request that turns out
         # to have ended it was in vain.
         if not all(request.on_last_token for _, request in live):
-            self._decoder.advance()
+            self._decoder.advance(max(request.prompt_tokens + request.generated + 1 for _, request in live))
         tokens, logprobs, top_tokens, top_logprobs = wait()
         events = []
         for slot, request in live:

@@ -117,12 +117,12 @@ class Linnet:
         for place in range(new):
             wait = decoder.choose(PLAIN)
             if beside and place < new - 1:
-                decoder.advance()
+                decoder.advance(length + place + 1)
             wait()
             if place == 0:
                 first = time.perf_counter() - began
             if not beside and place < new - 1:  # or the first token would have waited for the second
-                decoder.advance()
+                decoder.advance(length + place + 1)
         return first, time.perf_counter() - began - first
 
     def _prepare(self, batch: int, context: int) -> Decoder:

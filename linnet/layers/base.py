@@ -92,7 +92,9 @@ class Mixer(nn.Module):
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         """What the layer carries between tokens: tensors whose first dimension is the batch.
 
-        A KV cache depends on `context_length`, a recurrence does not.
+        A KV cache depends on `context_length`, a recurrence does not. A state that does is filled from its start: the
+        state for a shorter context is the corner of the one for a longer context. So caches can grow, and a step on the
+        corner that holds all tokens so far reads no empty slots.
         """
         raise NotImplementedError(f"{type(self).__name__} has no state_spec; {{}} carries nothing")
 
@@ -103,14 +105,6 @@ class Mixer(nn.Module):
         `step` counts: how many tokens wait, 0 to tokens - 1. Only with none it is the whole state.
         """
         return {}
-
-    def shorten(self, state: State, context_length: int) -> State:
-        """The state without room for tokens from `context_length` on, as views, for steps below that position.
-
-        A cache that fills its slots in the order of positions gives the first ones, so that a step does not read the
-        empty ones; `step` and `forward` write to what they are given. Other states are returned as they are.
-        """
-        return state
 
     def flops_paper(self, seq_len: int) -> float:
         """Forward FLOPs of one sequence as paper 000, Table 1, counts them (ideal GLU, leading terms).

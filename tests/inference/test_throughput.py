@@ -42,7 +42,7 @@ def test_the_second_token_is_not_counted_with_the_first(monkeypatch):
     system.warm(tokens, 2)
     decoder = system._prepare(1, 6)
     advance = decoder.advance
-    monkeypatch.setattr(decoder, "advance", lambda: (time.sleep(0.2), advance()))
+    monkeypatch.setattr(decoder, "advance", lambda tokens: (time.sleep(0.2), advance(tokens)))
     assert system.run(tokens, 2)[1] >= 0.2
 
 

@@ -65,7 +65,7 @@ class Attention(Mixer):
         return self.out_proj(o.flatten(-2)), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """One token. Writes the ring in place and reads all slots it is given; `shorten` takes empty ones away."""
+        """One token. Writes the ring in place and reads every slot it is given, so a CUDA graph can hold the step."""
         positions = state["position"][:, None]
         q, k, v = self._project(x, state["position"])
         rows = torch.arange(x.shape[0], device=x.device)[:, None]
@@ -88,11 +88,6 @@ class Attention(Mixer):
             "key_position": TensorSpec((batch, slots), torch.int64),
             "position": TensorSpec((batch,), torch.int64),
         }
-
-    def shorten(self, state: State, context_length: int) -> State:
-        """Views of the first slots: a position below `context_length` lies in the slot of its number."""
-        spec = self.state_spec(1, context_length)
-        return {name: x[:, : spec[name].shape[1]] if x.ndim > 1 else x for name, x in state.items()}
 
     def flops_paper(self, seq_len: int) -> float:
         """8nd^2 + 4n^2 d + 4nd (paper 000, A.1.1, without the softmax term, as in its Table 1)."""
