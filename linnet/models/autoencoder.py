@@ -1,7 +1,7 @@
-"""An auto-encoder for the compression task (paper 004, B.1.5): a whole sequence through its last token.
+"""An auto-encoder for the compression task (paper 004, B.1.5): the last token carries the whole sequence.
 
-The encoder is the model of any layout. Its output at the last position, with the fixed sin-cos embedding of a position
-added, goes through a two-layer perceptron, which gives the token at that position; for all positions at once.
+The encoder is a backbone of any layout. A two-layer perceptron reads its output at the last position, with the fixed
+sin-cos embedding of a position added, and gives the token at that position; all positions are decoded at once.
 
 Departures: hidden width D and GELU, which the paper leaves open. The published implementation has three linear layers
 with norms before them.
@@ -40,32 +40,40 @@ class AutoEncoder(nn.Module):
         return self.head(F.gelu(self.hidden(x[:, -1:] + self.positions)))
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, None]:
-        """Logits and no states, so that it is read as a `CausalLM` is."""
+        """Returns logits and no states, in the form of `CausalLM.forward`."""
         return self.logits(tokens), None
 
     def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of the negative log-likelihood (nats, at least float32) over targets but -100, and their number.
+        """Returns the sum of the negative log-likelihood (nats, at least float32) and the number of targets but -100.
 
         Args:
             targets: int64 [B, num_positions].
         """
         logits = self.logits(tokens)
         if targets.shape != logits.shape[:2]:
-            raise ValueError(f"targets have shape {list(targets.shape)}; give one a position, {list(logits.shape[:2])}")
+            shapes = f"shape {list(targets.shape)} does not match the positions {list(logits.shape[:2])}"
+            raise ValueError(f"targets: {shapes}; give one target per position")
         return cross_entropy_reference(logits, targets, IGNORE), (targets != IGNORE).sum()
+
+    def head_flops(self, seq_len: int) -> float:
+        """Returns the forward FLOPs of the output layer for one sequence, whatever its length.
+
+        The hidden layer, 2 D^2 per position, is not counted, as in the published rows of `flops`.
+        """
+        return 2.0 * len(self.positions) * self.config.d_model * self.config.vocab_size
 
 
 def build_autoencoder(
     config: ModelConfig, num_positions: int, seed: int | None = None, device: torch.device | str | None = None
 ) -> AutoEncoder:
-    """An auto-encoder with weights drawn as `build_model` draws them; no seed means 0."""
+    """Returns an auto-encoder with weights drawn as `build_model` draws them; no seed means 0."""
     return draw_weights(lambda: AutoEncoder(config, num_positions), config, seed or 0, device)
 
 
 def sin_cos(num_positions: int, width: int) -> Tensor:
     """[num_positions, width]: sin(i w_j), then cos(i w_j), w_j = 10000^(-j / (h - 1)) for j = 0..h-1, h = width / 2."""
     if width % 2:
-        raise ValueError(f"d_model: {width} is odd; sines and cosines of positions need an even width")
+        raise ValueError(f"d_model: {width} is odd; sines and cosines of positions need an even width, {width + 1}")
     half = width // 2
     rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / max(half - 1, 1))
     angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * rates

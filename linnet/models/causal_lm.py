@@ -45,12 +45,7 @@ class CausalLM(nn.Module):
     def loss(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Sum of the negative log-likelihood (nats, at least float32) over targets but -100, and their number."""
         x, _ = self.backbone(self.embed(tokens), cu_seqlens=cu_seqlens)
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        if is_whole(weight):
-            total = linear_cross_entropy(x, weight, targets, ignore_index=IGNORE)
-        else:
-            total = cross_entropy_reference(self.logits(x), targets, IGNORE)
-        return total, (targets != IGNORE).sum()
+        return self.nll(x, targets), (targets != IGNORE).sum()
 
     def step(self, tokens: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
         """One token: int64 [B] and the states after the previous token give logits [B, vocab] and the states after it.
@@ -78,6 +73,17 @@ class CausalLM(nn.Module):
         """What the backbone reads: int64 [...] -> [..., D]."""
         x = self.embedding(tokens)
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
+
+    def nll(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Returns the sum of the negative log-likelihood of targets [...] given the backbone's output [..., D]."""
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        if is_whole(weight):
+            return linear_cross_entropy(x, weight, targets, ignore_index=IGNORE)
+        return cross_entropy_reference(self.logits(x), targets, IGNORE)
+
+    def head_flops(self, seq_len: int) -> float:
+        """Returns the forward FLOPs of the head for one sequence: the logits of every token."""
+        return 2.0 * seq_len * self.config.d_model * self.config.vocab_size
 
     def logits(self, x: Tensor) -> Tensor:
         """What the backbone gives, as scores of the next token: [..., D] -> [..., vocab]."""
@@ -115,12 +121,17 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 def empty_model(config: ModelConfig, device: torch.device | str = "cpu") -> CausalLM:
-    """A model whose parameters hold anything at all, for weights that are assigned next; its fixed tables are right.
+    """Returns a causal language model without weights, as `empty` does."""
+    return empty(lambda: CausalLM(config), device)
 
-    Nothing is drawn, so no memory is touched that the weights will not need. On the device "meta" there is none.
+
+def empty(build: Callable[[], M], device: torch.device | str = "cpu") -> M:
+    """Returns the module that `build` makes, with fixed tables but undefined parameters, for weights assigned next.
+
+    Nothing is drawn, so memory is only touched by the weights that come. On the device "meta" there is no memory.
     """
     with torch.device(device), _NoDraws():
-        return CausalLM(config)
+        return build()
 
 
 class _NoDraws(TorchFunctionMode):

@@ -1,9 +1,9 @@
 """What a model costs, asked of its layers: parameters, FLOPs in two conventions, state bytes. Nothing is allocated.
 
-`flops_exact` sums the FLOP formulas of every matrix product and registered op with the real widths (2 a multiply-add,
-full tiles, attention without the causal discount, no element-wise work), forward and backward, head included.
-`flops_paper` is the convention of paper 000, Table 1 (ideal GLU 8d/3, leading terms, no embedding or head): three
-times the forward sum that each layer states.
+`flops_exact` sums the FLOP formulas of every matrix product and registered op with the real widths (2 per multiply-add,
+full tiles, attention without the causal discount, no element-wise work), forward and backward; the model says what its
+head costs (`head_flops`). `flops_paper` is the convention of paper 000, Table 1 (ideal GLU 8d/3, leading terms, no
+embedding or head): three times the forward sum that each layer states.
 """
 
 import copy
@@ -27,7 +27,16 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 
 def flops_exact(config: ModelConfig, seq_len: int, batch: int = 1, training: bool = True) -> float:
     """FLOPs of `batch` sequences of `seq_len` tokens, forward and (with `training`) backward, head included."""
-    return batch * _exact(config.model_dump_json(), seq_len, training)
+    return batch * model_flops(meta_model(config.model_dump_json()), seq_len, training)
+
+
+def model_flops(model: torch.nn.Module, seq_len: int, training: bool = True) -> float:
+    """Returns the FLOPs of one sequence through any model with a `config`, a `backbone` and `head_flops(seq_len)`.
+
+    Backbones are counted once per shape and length: models that differ in vocabulary or head share the count.
+    """
+    backbone = model.config.model_dump_json(exclude=_OUTSIDE_BACKBONE)
+    return (3.0 if training else 1.0) * model.head_flops(seq_len) + _backbone_flops(backbone, seq_len, training)
 
 
 def flops_paper(config: ModelConfig, seq_len: int) -> float:
@@ -40,6 +49,9 @@ def state_bytes(config: ModelConfig, context_length: int) -> int:
     return _state(config.model_dump_json(), context_length)
 
 
+_OUTSIDE_BACKBONE = {"vocab_size", "tie_embeddings", "embedding_scale", "init_std"}  # keys that no layer depends on
+
+
 @lru_cache(maxsize=64)
 def meta_model(config_json: str) -> CausalLM:
     """The model without memory, by the JSON of its configuration (which is hashable)."""
@@ -49,17 +61,14 @@ def meta_model(config_json: str) -> CausalLM:
 @lru_cache(maxsize=4096)
 def _parameters(config_json: str) -> tuple[int, int]:
     model = meta_model(config_json)
-    total = sum(p.numel() for p in model.parameters())
-    outside = model.embedding.weight.numel() + (0 if model.head is None else model.head.weight.numel())
-    return total, total - outside
+    total, inside = (sum(p.numel() for p in module.parameters()) for module in (model, model.backbone))
+    return total, inside
 
 
 @lru_cache(maxsize=4096)
-def _exact(config_json: str, seq_len: int, training: bool) -> float:
+def _backbone_flops(config_json: str, seq_len: int, training: bool) -> float:
     model = meta_model(config_json)
-    d_model, vocab = model.config.d_model, model.config.vocab_size
-    head = (6.0 if training else 2.0) * seq_len * d_model * vocab  # looking up an embedding is free
-    return head + _sum_over_layers(model.backbone, lambda layer: _count(layer, seq_len, d_model, training))
+    return _sum_over_layers(model.backbone, lambda layer: _count(layer, seq_len, model.config.d_model, training))
 
 
 def _sum_over_layers(backbone: Backbone, cost: Callable[[torch.nn.Module], float]) -> float:

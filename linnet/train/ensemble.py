@@ -18,6 +18,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -27,6 +28,7 @@ from torch.nn import functional as F
 
 from linnet.models.causal_lm import IGNORE
 from linnet.train.capture import Captured
+from linnet.train.objective import Loss
 from linnet.train.products import multiply
 
 BETAS = (0.9, 0.98)
@@ -73,11 +75,12 @@ class Ensemble:
         betas: tuple[float, float] = BETAS,
         constant: bool = False,
         spared: Collection[str] = (),
+        loss: Callable[[nn.Module], Loss] = attrgetter("loss"),
     ):
         """Takes copies of the models' weights.
 
         Args:
-            models: each with `loss(tokens, targets) -> (sum in nats, number of targets)`, and logits from a call.
+            models: each gives logits when called.
             learning_rates, weight_decays: one for each; the decay acts on every parameter but `spared`.
             steps: of the whole run, over which the learning rates go to zero.
             precision: bfloat16 is autocast; parameters and AdamW's moments are float32 in both.
@@ -85,7 +88,9 @@ class Ensemble:
             capture: a step as one CUDA graph, on a GPU.
             vectorised: False runs members one after another.
             betas: of AdamW. constant: learning rates stay as they are, in place of the cosine.
-            spared: names of parameters of a model that do not decay.
+            spared: names of the parameters of a model that are excluded from weight decay.
+            loss: gives the loss of a model, (tokens, targets) -> (sum in nats, number of targets), as `Objective.loss`
+                does; by default the model's own.
 
         Raises:
             ValueError: no models, models of different shapes, or not as many rates and decays as models.
@@ -103,7 +108,7 @@ class Ensemble:
         self.step_number = 0
         self.vectorised, self.compiled = vectorised, compile
         self._autocast = precision == "bfloat16"
-        self._take_weights(models)
+        self._take_weights(models, loss)
         self._rates, self._decays = (
             torch.tensor(x, dtype=torch.float32, device=self.device)[:, None] for x in (learning_rates, weight_decays)
         )
@@ -196,9 +201,9 @@ class Ensemble:
         table = torch.stack([nll / asked, right / asked, macro / rows], dim=1).tolist()
         return [Score(*row) for row in table]
 
-    def _take_weights(self, models: Sequence[nn.Module]) -> None:
-        """Lays the parameters of a member out in a row of one tensor, as AdamW and checkpoints see them."""
-        parameters, buffers = stack_module_state([_Call(model) for model in models])
+    def _take_weights(self, models: Sequence[nn.Module], loss: Callable[[nn.Module], Loss]) -> None:
+        """Lays out the parameters of each member in one row of a tensor, as AdamW and checkpoints see them."""
+        parameters, buffers = stack_module_state([_Call(model, loss) for model in models])
         self._widths = [p[0].numel() for p in parameters.values()]
         self._values = torch.cat([p.detach().flatten(1) for p in parameters.values()], 1).to(self.device)
         self._first, self._second = torch.zeros_like(self._values), torch.zeros_like(self._values)
@@ -210,7 +215,7 @@ class Ensemble:
         template = copy.deepcopy(models[0])
         if self.device.type == "cuda":
             multiply(template, biases=not self.compiled)  # a compiler adds a bias to what comes after it
-        self._call = _Call(template).to(self.device)
+        self._call = _Call(template, loss).to(self.device)
 
     def _spread(self, flags: Sequence[bool]) -> Tensor:
         """A flag a parameter as one a number, [P]."""
@@ -331,15 +336,15 @@ def _adamw(
 
 
 class _Call(nn.Module):
-    """A model as one call: the loss where targets are given, else logits."""
+    """A model as one call: the loss if targets are given, else logits."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Loss]):
         super().__init__()
-        self.model = model
+        self.model, self._loss = model, loss(model)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None):
         if targets is not None:
-            return self.model.loss(tokens, targets)
+            return self._loss(tokens, targets)
         output = self.model(tokens)
         return output[0] if isinstance(output, tuple) else output
 

@@ -47,7 +47,7 @@ def test_the_loss_is_that_of_its_logits_over_scored_targets():
     log_p = model.logits(tokens).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(total, -log_p[:, :-1].sum())
     assert count == 33
-    with pytest.raises(ValueError, match=r"targets have shape \[3, 11\]"):
+    with pytest.raises(ValueError, match=r"targets: .*\[3, 11\]"):
         model.loss(tokens, targets[:, :-1])
 
 

@@ -14,7 +14,9 @@ from linnet.models import (
     get_recipe,
     state_bytes,
 )
-from linnet.models.costs import PAPER_BATCH, PAPER_SEQ_LEN
+from linnet.models.autoencoder import AutoEncoder
+from linnet.models.costs import PAPER_BATCH, PAPER_SEQ_LEN, model_flops
+from linnet.models.recall import RecallLM
 from linnet.models.recipes.tnl import tnl
 
 SIZES = ("70m", "160m", "410m", "1b", "3b", "7b")
@@ -97,3 +99,25 @@ def test_state_bytes_follow_from_the_layers():
     linear, softmax = tnl(64, 3, num_heads=2), family("llama")(64, 3, num_heads=2)
     assert state_bytes(linear, 1000) == state_bytes(linear, 10) == 3 * 2 * 32 * 32 * 4
     assert state_bytes(softmax, 1000) == 3 * (1000 * (2 * 64 * 2 + 8) + 8)  # bf16 keys and values, positions
+
+
+def test_each_head_says_what_it_costs():
+    """Causal: every position; recall: those that are asked; auto-encoder: one per position. The backbone is shared."""
+    config = family("tnl")(32, 2, num_heads=2, vocab_size=64)
+    with torch.device("meta"):
+        models = [CausalLM(config), RecallLM(config, 3), AutoEncoder(config, 24)]
+    product = 6.0 * config.d_model * config.vocab_size  # forward and backward of one token's logits
+    backbone = flops_exact(config, 24) - 24 * product
+    assert [model_flops(model, 24) - backbone for model in models] == [24 * product, 3 * product, 24 * product]
+    other = config.model_copy(update={"vocab_size": 640, "tie_embeddings": False})
+    assert flops_exact(other, 24) - backbone == 240 * product
+    for model in models:
+        with torch.device("meta"):
+            tokens = torch.zeros(1, 24, dtype=torch.int64)
+        counter = FlopCounterMode(display=False)
+        with counter:
+            total, _ = model.loss(tokens, tokens)
+            total.backward()
+        hidden = 6.0 * 24 * config.d_model**2 if isinstance(model, AutoEncoder) else 0.0
+        own = 3.0 * sum(p.flops(24) for b in model.backbone.blocks for p in (b.mixer, b.channel))
+        assert counter.get_total_flops() + own == model_flops(model, 24) + hidden

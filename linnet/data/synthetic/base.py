@@ -77,6 +77,11 @@ class Task(Config):
     def input_length(self) -> int:
         return self.seq_len
 
+    @property
+    def questions(self) -> int | None:
+        """Targets per row, where every row has the same few, so that only their logits are computed; else None."""
+        return None
+
     def draw(self, draws: Draws, rows: int, training: bool) -> Samples:
         """Draws independent samples; `training` where those of the training split are of another form."""
         raise NotImplementedError

@@ -60,6 +60,10 @@ class Mqar(Task):
         half = self.vocab_size // 2
         return lay_out(("filler", "[0]", 1), ("keys", "k", half - 1), ("values", "v", self.vocab_size - half))
 
+    @property
+    def questions(self) -> int:
+        return self.num_pairs
+
     def draw(self, draws: Draws, rows: int, training: bool) -> Samples:
         filler, keys, values = self.kinds
         pairs = self.num_pairs

@@ -1,13 +1,12 @@
-"""A bundle: runs of one shape that are trained together, in whatever process this is called.
+"""A bundle: runs of one shape that are trained together, in the process that calls this.
 
-Runs share a bundle where model, length, number of samples, epochs and batch size are the same: the points of the grid
-at one setting, its seeds, and settings that differ in their data alone. If memory runs out, the bundle is halved.
+Runs can share a bundle if model, length, number of samples, epochs and batch size are the same: the points of the grid
+at one setting, its seeds, and settings that differ only in their data. If memory runs out, the bundle is halved.
 """
 
 import math
 import time
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 
 from linnet.config import ConfigError, parse
 from linnet.data.order import shuffled
-from linnet.data.synthetic import Samples, Split, Task, find_task, generate
+from linnet.data.synthetic import Split, Task, find_task
 from linnet.layers.base import load_plugin
-from linnet.models import ModelConfig, build_model, flops_exact
+from linnet.models import ModelConfig
 from linnet.runs import Record, RunFolder
 from linnet.study.executors import Job, is_out_of_memory
 from linnet.study.mad.folder import room
@@ -29,19 +28,19 @@ from linnet.study.mad.training import Counted, Training, Watch
 from linnet.train import optim
 from linnet.train.ensemble import Ensemble, cosine
 from linnet.train.evaluation import collected
+from linnet.train.objectives.synthetic import SyntheticObjective, synthetic_objective
 from linnet.train.stop import Stop, graceful_stop
 
 DONE, DIVERGED = "done", "diverged"
-PATIENCE = 5.0  # seconds after which an epoch is not waited for when a bundle is asked to stop
-SHAPE = (
-    "architecture model autoencoder answers input_length train_samples held_out epochs batch_size training".split()
-)  # keys of a run's configuration; those that it does not have count as one
+PATIENCE = 5.0  # seconds into an epoch after which a bundle that is asked to stop does not finish it
+# Keys of a run's configuration that its bundle shares; a missing key is a value of its own.
+SHAPE = "architecture model autoencoder answers input_length train_samples held_out epochs batch_size training".split()
 
 
 def train_bundle(job: Job) -> str:
     """Trains the runs of `job.payload["runs"]` (resolved configurations of one `SHAPE`) that have no result yet.
 
-    Each gets a run folder in `root`, with a row an epoch in metrics.jsonl, and a result.json once it is done.
+    Each has a run folder in `root`, with one row per epoch in metrics.jsonl and a result.json once it is done.
 
     Raises:
         ConfigError: one model alone does not fit into memory, or the disk is full.
@@ -57,7 +56,7 @@ def train_bundle(job: Job) -> str:
         runs = [run for run in runs if not _folder(payload, run).done]
         if not runs:
             continue
-        with collected():  # the ensemble is gone at its end, or the exception and what it kept alive, but for cycles
+        with collected():  # of the ensemble, or of the exception, only cycles are left after the block
             trained = _trained(runs, payload)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -75,32 +74,19 @@ def train_bundle(job: Job) -> str:
     return DONE
 
 
-def run_flops(run: Mapping[str, Any]) -> float:
-    """Training FLOPs of one run, its model's backbone and head."""
-    model, length = run["model"], run["input_length"]
-    token = 6.0 * model["d_model"]  # of the head, for one logit
-    # The backbone is counted at one vocabulary, so that all settings of a length share what was counted.
-    backbone = flops_exact(ModelConfig.model_validate(model | {"vocab_size": 2}), length) - 2 * token * length
-    asked = run.get("answers", length)  # the logits of other positions are not computed
-    return run["epochs"] * run["train_samples"] * (backbone + token * asked * model["vocab_size"])
+def objective_of(run: Mapping[str, Any]) -> SyntheticObjective:
+    """Returns what a run's configuration trains: its task, and the model that answers it."""
+    kind = find_task(run["task"])
+    return synthetic_objective(parse(kind, run["options"], kind.name), parse(ModelConfig, run["model"]))
 
 
-def build(run: Mapping[str, Any]):
-    """The model of a run with its first weights, which depend on the seed and the names of parameters alone."""
-    config = parse(ModelConfig, run["model"])
-    if run["autoencoder"]:
-        from linnet.models.autoencoder import build_autoencoder
-
-        return build_autoencoder(config, run["input_length"], seed=run["seed"])
-    if "answers" in run:
-        from linnet.models.recall import build_recall
-
-        return build_recall(config, run["answers"], seed=run["seed"])
-    return build_model(config, seed=run["seed"])
+def run_flops(run: Mapping[str, Any], objective: SyntheticObjective | None = None) -> float:
+    """Returns the training FLOPs of one run. `objective`: that of the run, where the caller has it."""
+    return run["epochs"] * run["train_samples"] * (objective or objective_of(run)).flops()
 
 
 def _trained(runs: list[dict], payload: Mapping[str, Any]) -> bool:
-    """Trains runs together and keeps their results; False where that takes more memory than there is."""
+    """Trains runs together and writes their results. Returns False if memory runs out."""
     try:
         with graceful_stop() as stop, room(payload["root"]):
             _train(runs, payload, stop)
@@ -115,7 +101,8 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
     first, device = runs[0], torch.device(payload["device"])
     epochs, samples, batch_size = first["epochs"], first["train_samples"], first["batch_size"]
     steps = epochs * -(-samples // batch_size)
-    models, form = {run["seed"]: build(run) for run in runs}, Training.of(first)
+    objectives, form = [objective_of(run) for run in runs], Training.of(first)
+    models = {run["seed"]: one.build(run["seed"]) for run, one in zip(runs, objectives, strict=True)}
     model = models[first["seed"]]
     ensemble = Ensemble(
         [models[run["seed"]] for run in runs],
@@ -129,19 +116,20 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
         betas=form.betas,
         constant=form.constant,
         spared=_spared(model) if form.spare else (),
+        loss=objectives[0].loss,
     )
-    data = {split: _Data(runs, split, device) for split in get_args(Split)}
+    data = {split: _Data(objectives, runs, split, device) for split in get_args(Split)}
     watch = Watch(
         runs,
         lambda split: ensemble.score(*data[split].whole(), batch_size),
         lambda: ensemble.alive.tolist(),
         ensemble.state()["parameters"] if is_routed(model) else None,
     )
-    flops = run_flops(first)
+    flops = run_flops(first, objectives[0])
     folders = [RunFolder.create(payload["root"], run) for run in runs]
     checkpoint = BundleCheckpoint(folders, ensemble, watch)
     begin = checkpoint.load()
-    records: list[Record] = []  # cut back once an epoch has fit into memory, for halves may go on from them
+    records: list[Record] = []  # cut back after an epoch has fit into memory: halves may resume from them
     for epoch in range(begin, epochs):
         losses, began = torch.zeros(len(runs), device=device), time.monotonic()
         for rows in _batches(runs, epoch, samples, batch_size, device):
@@ -187,7 +175,7 @@ def _result(run: dict, found: Counted | None, diverged_at: int | None) -> dict:
 
 
 def _spared(model: nn.Module) -> set[str]:
-    """Names of the parameters that are no matrix of a linear layer."""
+    """Returns the names of the parameters that are not matrices of linear layers."""
     rest = {id(p) for p in optim.split(model)[2]}
     return {name for name, p in model.named_parameters() if id(p) in rest}
 
@@ -195,38 +183,28 @@ def _spared(model: nn.Module) -> set[str]:
 class _Data:
     """A split of each member's task on the device; members with the same data share it."""
 
-    def __init__(self, runs: list[dict], split: str, device: torch.device):
+    def __init__(self, objectives: list[SyntheticObjective], runs: list[dict], split: Split, device: torch.device):
         count = runs[0]["train_samples" if split == "train" else "held_out"]
         found: dict[tuple[Task, int], int] = {}
-        owners = [found.setdefault((_task(run), run["seed"]), len(found)) for run in runs]
-        drawn = [_drawn(task, split, count, seed) for task, seed in found]
+        members = list(zip(objectives, (run["seed"] for run in runs), strict=True))
+        owners = [found.setdefault((one.task, seed), len(found)) for one, seed in members]
+        drawn = [members[owners.index(place)][0].samples(split, count, seed) for (_, seed), place in found.items()]
         self.tensors = [torch.from_numpy(np.stack(arrays)).to(device) for arrays in zip(*drawn, strict=True)]
         self.owners = torch.tensor(owners, device=device) if len(found) > 1 else None
 
     def take(self, rows: Tensor) -> list[Tensor]:
-        """Inputs and targets of the rows [B] or [M, B]: [B, T] where all members have the same, else [M, B, T]."""
+        """Returns inputs and targets of rows [B] or [M, B]: [B, T] if all members have the same, else [M, B, T]."""
         if self.owners is None:
             return [x[0, rows] for x in self.tensors]
         return [x[self.owners[:, None], rows] for x in self.tensors]
 
     def whole(self) -> list[Tensor]:
-        """Inputs and targets of all rows: [N, T], or [M, N, T]."""
+        """Returns inputs and targets of all rows: [N, T], or [M, N, T]."""
         return [x[0] if self.owners is None else x[self.owners] for x in self.tensors]
 
 
-@lru_cache(maxsize=len(get_args(Split)))
-def _drawn(task: Task, split: str, count: int, seed: int) -> Samples:
-    """Samples of a split; those of the bundle before, which often has the same in another architecture, are kept."""
-    return generate(task, split, count, seed=seed, threads=torch.get_num_threads())
-
-
-def _task(run: Mapping[str, Any]) -> Task:
-    kind = find_task(run["task"])
-    return parse(kind, run["options"], kind.name)
-
-
 def _batches(runs: list[dict], epoch: int, samples: int, batch_size: int, device: torch.device) -> Sequence[Tensor]:
-    """Rows of the batches of an epoch, the last one perhaps smaller: [B], or [M, B] where seeds differ."""
+    """Returns the rows of each batch of an epoch, [B], or [M, B] if seeds differ; the last batch may be smaller."""
     places = np.arange(samples) + epoch * samples
     orders = {run["seed"]: shuffled(places, samples, run["seed"]) for run in runs}
     if len(orders) == 1:

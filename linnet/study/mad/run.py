@@ -29,6 +29,7 @@ from linnet.study.mad.state import state_size
 from linnet.study.mad.training import MAD_LAB, MQAR, PAPER, Training
 from linnet.study.progress import StudyProgress, count, duration
 from linnet.train import device as devices
+from linnet.train.objectives.synthetic import SyntheticObjective, synthetic_objective
 
 LARGEST_BUNDLE = 24
 
@@ -100,16 +101,18 @@ def mad_runs(
     runs, problems = [], []
     for name, model in architectures.items():
         shapes: dict[Setting, dict[str, Any]] = {}
+        costs: dict[Setting, float] = {}
         for one in planned:
             if one.setting not in shapes:
+                shapes[one.setting] = {}
                 try:
-                    shapes[one.setting] = _shape(model, one) | own
+                    objective = _objective(model, one)
+                    shapes[one.setting] = _shape(objective, one) | own
+                    costs[one.setting] = run_flops(shapes[one.setting], objective)
                 except ConfigError as error:
                     problems += [f"{name} at {one.setting.name}: {problem}" for problem in error.problems]
-                    shapes[one.setting] = {}
         if problems:
             continue
-        costs = {setting: run_flops(shape) for setting, shape in shapes.items()}
         for one in planned:
             point = {"learning_rate": one.point.learning_rate, "weight_decay": one.point.weight_decay}
             about = {"name": f"{name}-{one.name}", "architecture": name, **shapes[one.setting], **point}
@@ -211,20 +214,29 @@ def train(work: Work, *, bundle: int | None = None, compile: bool = False, conso
     return MadResult(folder, scores, failed)
 
 
-def _shape(model: ModelConfig, one: PlannedRun) -> dict[str, Any]:
-    """What the runs of an architecture at one setting have in common."""
+def _objective(model: ModelConfig, one: PlannedRun) -> SyntheticObjective:
+    """Returns the objective of an architecture at one setting: with its vocabulary, width and length."""
     task = one.setting.task
     changes = {"vocab_size": task.num_tokens, "d_model": one.setting.width or model.d_model}
     config = fit_length(parse(ModelConfig, model.model_dump() | changes), task.input_length)
+    return synthetic_objective(task, config)
+
+
+def _shape(objective: SyntheticObjective, one: PlannedRun) -> dict[str, Any]:
+    """Returns the keys that the runs of an architecture at one setting have in common.
+
+    They are part of the name of each run folder, so keys that an objective does not need stay as they are.
+    """
+    task = objective.task
     shape = {
-        "model": config.model_dump(mode="json"),
+        "model": objective.model.model_dump(mode="json"),
         **one.setting.to_dict(),
         "autoencoder": task.autoencoder,
         "input_length": task.input_length,
         "epochs": one.epochs,
         "batch_size": one.batch_size,
     }
-    return shape | ({"answers": task.num_pairs} if task.name == "mqar" else {})
+    return shape | ({} if task.questions is None else {"answers": task.questions})
 
 
 def _job(group: list[MadRun], work: Work, compile: bool) -> Job:

@@ -1,6 +1,7 @@
 """What can be trained: one file per value of the configuration key `objective`.
 
-text.py    the next token of a text (`objective: text`, the default)
+text.py        the next token of a text (`objective: text`, the default)
+synthetic.py   the tasks of MAD, which ensembles train (`linnet.study.mad`): no value of the key
 """
 
 from linnet.train.config import TrainConfig

@@ -9,7 +9,7 @@ from linnet.config import ConfigError
 from linnet.models import ModelConfig
 from linnet.models.costs import flops_exact
 from linnet.study.mad.architectures import mqar_architecture
-from linnet.study.mad.bundle import build, run_flops
+from linnet.study.mad.bundle import objective_of, run_flops
 from linnet.study.mad.mqar import HARDER, Place, compare, is_mqar, place_of
 from linnet.study.mad.results import Result
 from linnet.study.mad.run import bundles, mad_runs
@@ -41,7 +41,7 @@ def test_runs_have_the_width_of_their_setting_and_logits_for_the_questions_alone
     assert bundles(runs, 24)[0][0].config["setting"] == "mqar/512x64,width=128"
 
     first = runs[0].config
-    assert build(first).answers == 4
+    assert objective_of(first).build(0).answers == 4
     model = ModelConfig.model_validate(first["model"])
     head = 6.0 * 64 * 8192
     expected = 64 * 100_000 * (flops_exact(model, 64) - 60 * head)

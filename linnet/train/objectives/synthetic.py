@@ -1,0 +1,71 @@
+"""Synthetic tasks (`linnet.data.synthetic`): what the ensembles of MAD train.
+
+A task says how it asks: at any position (a causal language model), at a few positions of each row (the same model, with
+the logits of those alone), or for its whole input from the last position (an auto-encoder).
+"""
+
+from functools import lru_cache
+from typing import get_args
+
+import torch
+from torch import nn
+
+from linnet.data.synthetic import Samples, Split, Task, generate
+from linnet.models import AutoEncoder, CausalLM, ModelConfig
+from linnet.models.causal_lm import draw_weights, empty
+from linnet.models.costs import model_flops
+from linnet.models.recall import RecallLM
+from linnet.train.objective import Objective
+
+
+class SyntheticObjective(Objective):
+    """Answers a task with a causal language model; the loss is in nats per target.
+
+    Attributes:
+        task: what is asked. model: whose vocabulary has at least the tokens of the task.
+    """
+
+    def __init__(self, task: Task, model: ModelConfig):
+        self.task, self.model = task, model
+
+    def module(self) -> nn.Module:
+        """Returns the model, with weights of no particular value."""
+        return CausalLM(self.model)
+
+    def build(self, seed: int, device: torch.device | str | None = None) -> nn.Module:
+        return draw_weights(self.module, self.model, seed, device)
+
+    def samples(self, split: Split, count: int, seed: int) -> Samples:
+        """Returns inputs and targets of a split, int64 [count, T] each."""
+        return _samples(self.task, split, count, seed)
+
+    def flops(self) -> float:
+        """Returns the training FLOPs of one sequence, of backbone and head."""
+        return model_flops(empty(self.module, "meta"), self.task.input_length)
+
+
+class RecallObjective(SyntheticObjective):
+    """Answers a task that asks at `task.questions` positions of each row."""
+
+    def module(self) -> RecallLM:
+        return RecallLM(self.model, self.task.questions)
+
+
+class ReconstructionObjective(SyntheticObjective):
+    """Gives back the input of a task from the output at its last position."""
+
+    def module(self) -> AutoEncoder:
+        return AutoEncoder(self.model, self.task.input_length)
+
+
+@lru_cache(maxsize=len(get_args(Split)))
+def _samples(task: Task, split: Split, count: int, seed: int) -> Samples:
+    """Keeps the last samples: the next bundle often has the same ones, for another architecture."""
+    return generate(task, split, count, seed=seed, threads=torch.get_num_threads())
+
+
+def synthetic_objective(task: Task, model: ModelConfig) -> SyntheticObjective:
+    """Returns the objective that a task asks for."""
+    if task.autoencoder:
+        return ReconstructionObjective(task, model)
+    return (SyntheticObjective if task.questions is None else RecallObjective)(task, model)
