@@ -39,31 +39,31 @@ def test_a_recurrent_prefix_has_a_constant_size(tmp_path):
         engine.prefix("x" * length).save(tmp_path / "p")
         sizes.append((tmp_path / "p").stat().st_size)
     assert abs(sizes[1] - sizes[0]) < 16  # the number of tokens has two digits more
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="none/p"):
         engine.prefix("x").save(tmp_path / "none" / "p")
 
 
 def test_a_prefix_of_something_else_is_refused(tmp_path):
     engine, file = make(), tmp_path / "p.safetensors"
-    with pytest.raises(ConfigError, match="there is no such file"):
+    with pytest.raises(ConfigError, match="p.safetensors"):
         engine.load_prefix(file)
     file.write_bytes(b"not a prefix")
-    with pytest.raises(ConfigError, match="is not a saved prefix"):
+    with pytest.raises(ConfigError, match="p.safetensors: .*saved prefix"):
         engine.load_prefix(file)
     save_file({"logits": torch.zeros(3)}, file)
-    with pytest.raises(ConfigError, match="is not a saved prefix"):
+    with pytest.raises(ConfigError, match="p.safetensors: .*saved prefix"):
         engine.load_prefix(file)
     other = make(seed=1).prefix("abc")
     other.save(file)
-    with pytest.raises(ConfigError, match="belongs to the model .* not to this one"):
+    with pytest.raises(ConfigError, match="p.safetensors: .*model"):
         engine.load_prefix(file)
-    with pytest.raises(ConfigError, match="prefix: belongs to the model"):
+    with pytest.raises(ConfigError, match="prefix: .*model"):
         engine.submit("d", SAMPLING, other)
     engine.prefix("abc").save(file)
-    with pytest.raises(ConfigError, match="use the same context_length"):
+    with pytest.raises(ConfigError, match="context_length"):
         make(context_length=64).load_prefix(file)
-    with pytest.raises(ConfigError, match="belongs to the model"):
+    with pytest.raises(ConfigError, match="p.safetensors: .*model"):
         make(dtype=torch.bfloat16).load_prefix(file)
-    with pytest.raises(ConfigError, match="prompt: 65 tokens are too many"):
+    with pytest.raises(ConfigError, match="prompt: 65 "):
         small = make(context_length=64)
         small.submit("x" * 5, SAMPLING, small.prefix("x" * 60))

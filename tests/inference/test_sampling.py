@@ -1,6 +1,7 @@
 """Settings of a request, and that tokens are drawn as they say."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -123,9 +124,9 @@ def test_bad_settings_are_named_all_at_once():
     assert len(error.value.problems) == len(values)
     for key, problem in zip(sorted(values), sorted(error.value.problems), strict=True):
         assert problem.startswith(key), problem
-    assert "did you mean 'temperature'?" in str(error.value) and "given nan" in str(error.value)
+    assert "'temperature'" in str(error.value) and "nan" in str(error.value)
     for key, value in {"temperature": 1e300, "top_k": 10**30, "repetition_penalty": 1e-300, "seed": 1 << 63}.items():
-        with pytest.raises(ConfigError, match=f"{key}: .*given"):
+        with pytest.raises(ConfigError, match=f"{key}: .*{re.escape(str(value))}"):
             parse(Sampling, {key: value}, "request")
     with pytest.raises(ConfigError, match="temperature: .*finite.*inf"):
         parse(Sampling, {"temperature": math.inf}, "request")

@@ -108,7 +108,7 @@ def test_flas_hgrn2_is_the_model_of_the_recipe():
     assert peer.weight_bytes == pytest.approx(ours.weight_bytes, rel=0.02)  # it has gains in its norms
     [row] = measure(peer, [Case(2, 8, 5)], 1, 1e10)
     assert row["error"] == "" and row["decode_tokens_per_second"] > 0
-    with pytest.raises(ConfigError, match="tnl-10m is no HGRN2"):
+    with pytest.raises(ConfigError, match="tnl-10m .*HGRN2"):
         make_peer("fla", get_recipe("tnl-10m"), "tnl-10m", "cuda", torch.bfloat16)
 
 
@@ -129,5 +129,5 @@ def test_transformers_llama_is_the_model_of_the_recipe():
         assert row["error"] == "" and row["decode_tokens_per_second"] > 0
     tokens = torch.randint(64, (1, 8))
     peer.start(tokens)()
-    with pytest.raises(ConfigError, match="tnl-10m is no Llama"):
+    with pytest.raises(ConfigError, match="tnl-10m .*Llama"):
         TransformersLlama("transformers", get_recipe("tnl-10m"), "tnl-10m", "cpu", torch.float32)

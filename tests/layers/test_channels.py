@@ -170,7 +170,7 @@ def test_balance_is_one_where_experts_are_used_alike():
 
 
 def test_more_active_experts_than_there_are_is_refused():
-    with pytest.raises(ConfigError, match="num_active: 3 experts of a token are more than num_experts 2"):
+    with pytest.raises(ConfigError, match="num_active: 3 .*num_experts.* 2"):
         parse(CHANNELS["moe"].Config, {"num_experts": 2, "num_active": 3})
 
 

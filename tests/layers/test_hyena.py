@@ -206,7 +206,7 @@ def test_flops_are_counted_without_memory(name):
 
 
 def test_experts_that_cannot_be_are_refused():
-    with pytest.raises(ConfigError, match="num_active: 3 experts of a token are more than num_experts 2"):
+    with pytest.raises(ConfigError, match="num_active: 3 .*num_experts.* 2"):
         parse(MIXERS["hyena_experts"].Config, {"num_experts": 2, "num_active": 3})
-    with pytest.raises(ValueError, match="give expert_width"):
+    with pytest.raises(ValueError, match="expert_width"):
         build("hyena_experts", 4)

@@ -190,7 +190,7 @@ def test_the_corner_of_a_cache_gives_the_same_tokens(options):
 
 @pytest.mark.parametrize("name", [name for name in FORMS if "num_heads" in MIXERS[name].Config.model_fields])
 def test_heads_that_do_not_divide_the_width_are_refused(name):
-    with pytest.raises(ValueError, match=rf"{name}.num_heads: 5 does not divide d_model 24; . does"):
+    with pytest.raises(ValueError, match=rf"{name}.num_heads: 5 .*d_model.* 24"):
         MIXERS[name](parse(MIXERS[name].Config, {"num_heads": 5}), LayerContext(d_model=24))
 
 

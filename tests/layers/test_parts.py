@@ -146,7 +146,7 @@ def test_the_default_glu_width_is_eight_thirds_of_the_width():
 
 
 def test_an_unknown_name_gets_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean 'hgrn2'"):
+    with pytest.raises(ConfigError, match="'hgrn2'"):
         find_mixer("hgnr2")
 
 
@@ -154,15 +154,15 @@ def test_plugins_say_what_is_wrong(tmp_path):
     (tmp_path / "broken.py").write_text("import nowhere_to_be_found\n")
     (tmp_path / "plain.py").write_text("class Mixed:\n    pass\n")
     cases = {
-        "mixer.txt:M": "write path/to/file.py:ClassName",
-        f"{tmp_path}/none.py:M": "there is no file",
+        "mixer.txt:M": "path/to/file.py:ClassName",
+        f"{tmp_path}/none.py:M": "none.py",
         f"{tmp_path}/broken.py:M": "ModuleNotFoundError",
-        f"{tmp_path}/plain.py:Mixd": "did you mean 'Mixed'",
+        f"{tmp_path}/plain.py:Mixd": "'Mixed'",
         f"{tmp_path}/plain.py:Mixed": "@register_mixer",
     }
     for spec, message in cases.items():
         with pytest.raises(ConfigError, match=message):
             load_plugin(spec)
     file = Path(__file__).parents[2] / "examples" / "my_mixer.py"
-    with pytest.raises(ConfigError, match="has no Nope; known: MyMixer, MyMixerConfig$"):
+    with pytest.raises(ConfigError, match="Nope.* MyMixer, MyMixerConfig$"):
         load_plugin(f"{file}:Nope")  # what the file imports is no mixer of its

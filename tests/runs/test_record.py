@@ -70,7 +70,7 @@ def test_disk_full(tmp_path, monkeypatch, in_child):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(record, "_file", Full())
-    with pytest.raises(ConfigError, match="metrics.jsonl: cannot be written .No space left on device."):
+    with pytest.raises(ConfigError, match="metrics.jsonl: .*No space left on device"):
         record.write({"step": 2})
 
     def fill():
@@ -82,5 +82,5 @@ def test_disk_full(tmp_path, monkeypatch, in_child):
         except ConfigError as error:
             return error
 
-    assert "cannot be written" in in_child(fill)
+    assert "metrics.jsonl: " in in_child(fill)
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 0, 1]

