@@ -1,6 +1,7 @@
 """The verb `models`."""
 
 import json
+import re
 
 from typer.testing import CliRunner
 
@@ -25,8 +26,7 @@ def test_the_table_fits_eighty_columns():
 
 def test_an_unknown_recipe_gets_the_nearest():
     result = CliRunner().invoke(app, ["models", "tln-70m"])
-    assert result.exit_code == 2 and "did you mean 'tnl-70m'" in result.stderr
+    assert result.exit_code == 2 and "'tnl-70m'" in result.stderr
     for command in (["models"], ["bench", "generate"], ["train", "--model"]):  # no wall of names
         result = CliRunner().invoke(app, [*command, "leaky"])
-        near = f"it is near none of {len(RECIPES)} known names (linnet models lists them)\n"
-        assert result.exit_code == 2 and f"recipe 'leaky' is unknown; {near}" in result.stderr
+        assert result.exit_code == 2 and re.search(rf"'leaky' .*{len(RECIPES)} .*linnet models", result.stderr)

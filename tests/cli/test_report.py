@@ -45,7 +45,7 @@ def test_out_and_open(folder, monkeypatch):
 def test_no_study(tmp_path):
     result = call(tmp_path / "nowhere")
     assert result.exit_code == 2
-    assert "there is no such folder" in result.output and "Traceback" not in result.output
+    assert "1 problem" in result.output and "Traceback" not in result.output
 
 
 def test_help_teaches():

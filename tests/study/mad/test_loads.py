@@ -103,5 +103,5 @@ def test_the_page_shows_loads_and_names_the_dead(tmp_path):
     assert "mad-hyena-moe compression 0 channel 25.0 25.0 25.0 25.0 none" in words
 
     found[0]["loads"] = "[1, 2]"
-    with pytest.raises(ConfigError, match="loads are not shares by layer"):
+    with pytest.raises(ConfigError, match="loads"):
         read_results(write_rows(tmp_path / "bad", found[:1]))

@@ -55,15 +55,15 @@ def test_macro_batch():
     runs = [run(test=0.6, macro_batch=0.5), run(rate=1e-4, test=0.5, validation=0.4, macro_batch=0.55)]
     assert score(runs, metric="macro_batch")["a"].score == 0.5
     assert score(runs, metric="macro_batch", legacy=True)["a"].score == 0.55
-    with pytest.raises(ConfigError, match="no macro_batch; use metric accuracy"):
+    with pytest.raises(ConfigError, match="macro_batch.*accuracy"):
         score([run()], metric="macro_batch")
-    with pytest.raises(ConfigError, match="did you mean 'accuracy'"):
+    with pytest.raises(ConfigError, match="'accuracy'"):
         score([run()], metric="acuracy")
 
 
 def test_runs_without_a_validation_split_are_refused_except_in_legacy():
     runs = [run(validation=math.nan)]
-    with pytest.raises(ConfigError, match="no validation_accuracy"):
+    with pytest.raises(ConfigError, match="validation_accuracy"):
         score(runs)
     assert score(runs, legacy=True)["a"].score == 0.5
 
@@ -117,7 +117,7 @@ def test_a_folder_of_folders_is_none(tmp_path):
     """Runs of two budgets would take each other's place."""
     for budget in ("core", "smoke"):
         write_runs(write_rows(tmp_path / budget, rows(["mad-mamba"], budget)), rows(["mad-mamba"], budget))
-    with pytest.raises(ConfigError, match=f"no run has ended here .* give one of {tmp_path}/core, {tmp_path}/smoke"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/core, {tmp_path}/smoke"):
         read_results(tmp_path)
 
 
@@ -138,11 +138,11 @@ def test_written_scores_read_back(tmp_path):
 @pytest.mark.parametrize(
     "spoil, problem",
     [
-        (lambda folder: None, "there is no such folder"),
-        (lambda folder: folder.mkdir(), "no run has ended here"),
-        (lambda folder: write_rows(folder, rows(["mad-mamba"]), ["architecture", "task"]), "status not there"),
-        (lambda folder: write_rows(folder, [rows(["mad-mamba"])[0] | {"accuracy": 61}]), "share from 0 to 1, not 61"),
-        (lambda folder: write_rows(folder, [rows(["mad-mamba"])[0] | {"accuracy": "x"}]), "accuracy is not a number"),
+        (lambda folder: None, "mad.: .*folder"),
+        (lambda folder: folder.mkdir(), "mad.: .*run"),
+        (lambda folder: write_rows(folder, rows(["mad-mamba"]), ["architecture", "task"]), "status"),
+        (lambda folder: write_rows(folder, [rows(["mad-mamba"])[0] | {"accuracy": 61}]), "accuracy.* 61"),
+        (lambda folder: write_rows(folder, [rows(["mad-mamba"])[0] | {"accuracy": "x"}]), "accuracy"),
         (lambda folder: (write_runs(folder, rows(["mad-mamba"])[:1]) / "runs/run-00000/result.json").write_text("{"),
          "damaged"),
     ],

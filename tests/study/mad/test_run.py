@@ -262,7 +262,7 @@ def test_damaged_results_of_a_bundle_are_named(models, tmp_path):
     go(models, tmp_path, tasks=["memorization"])
     path = next(tmp_path.glob("runs/*/result.json"))
     path.rename(path.with_name("bundle.json")).write_text("{")
-    with pytest.raises(ConfigError, match="bundle.json: is damaged .* its runs are trained again"):
+    with pytest.raises(ConfigError, match="bundle.json: "):
         go(models, tmp_path, tasks=["memorization"])
 
 
@@ -287,8 +287,8 @@ def test_a_stop_and_a_full_disk_keep_what_has_ended(models, tmp_path, monkeypatc
     fails_at(5, OSError(errno.ENOSPC, "No space left on device"))
     failed = go(models, tmp_path, bundle=4).failed
     assert len(results(tmp_path)) == 5 and len(failed) == 3
-    assert "the disk is full" in next(iter(failed.values()))
-    with pytest.raises(ConfigError, match="the disk is full"):
+    assert "disk" in next(iter(failed.values()))
+    with pytest.raises(ConfigError, match="disk"):
         go(models, tmp_path, bundle=4)  # to write the rest
 
     monkeypatch.setattr(RunFolder, "write_result", write)
@@ -311,18 +311,18 @@ def test_a_run_that_diverges_is_recorded(models, tmp_path, monkeypatch):
 
 def test_a_folder_is_of_one_budget_and_one_process(models, tmp_path):
     go(models, tmp_path, tasks=["memorization"])
-    with pytest.raises(ConfigError, match="holds runs of budget smoke, not core"):
+    with pytest.raises(ConfigError, match="smoke.* core"):
         go(models, tmp_path, budget="core", tasks=["memorization"])
-    with RunFolder(tmp_path).lock(), pytest.raises(ConfigError, match="another linnet mad run"):
+    with RunFolder(tmp_path).lock(), pytest.raises(ConfigError, match="linnet mad run"):
         go(models, tmp_path, tasks=["memorization"])
 
 
 def test_states_are_normalised_or_refused_with_a_way_out():
     assert state_size(architecture("gla+swiglu x2")) == 4096
     assert state_size(architecture("gla+swiglu x2", {"options": {"gla": {"num_heads": 4}}}, state=0)) == 8192
-    with pytest.raises(ConfigError, match="gla: a layer has 4,096 and should have 2,048.*num_heads=8 gives 2,048"):
+    with pytest.raises(ConfigError, match="gla: .*4,096 .*2,048.*num_heads=8.*2,048"):
         architecture("gla+swiglu x2", {"options": {"gla": {"num_heads": 4}}})
-    with pytest.raises(ConfigError, match="did you mean 'swiglu'"):
+    with pytest.raises(ConfigError, match="'swiglu'"):
         architecture("gla+swigl x2")
 
 
@@ -356,7 +356,7 @@ def test_a_name_stands_for_one_model_in_a_folder(models, tmp_path):
     (tmp_path / "plan.json").write_text("{}")  # of a folder from before models were written down
     go(models, tmp_path, tasks=["memorization"])
     before = results(tmp_path)
-    with pytest.raises(ConfigError, match="another tnl.swiglu .norm was 'rmsnorm' and is 'layernorm'.*another --out"):
+    with pytest.raises(ConfigError, match=r"tnl\+swiglu .*norm .*'rmsnorm' .*'layernorm'.*--out"):
         go(other, tmp_path, tasks=["memorization"])
     assert results(tmp_path) == before
     go(models, tmp_path, tasks=["compression"])
@@ -375,7 +375,7 @@ def test_a_mixer_file_that_changed_is_another_model(models, tmp_path):
     go(mine, tmp_path / "mad", **options)
     with open(file, "a") as source:
         source.write("# other\n")
-    with pytest.raises(ConfigError, match="another edited .mixer file.edited was") as problem:
+    with pytest.raises(ConfigError, match=r"edited .*mixer file\.edited") as problem:
         go(mine, tmp_path / "mad", **options)
     assert len(problem.value.problems) == 1, "the other architecture is what it was"
     for path in tmp_path.glob("mad/runs/edited*/result.json"):

