@@ -138,8 +138,8 @@ def test_written_scores_read_back(tmp_path):
 @pytest.mark.parametrize(
     "spoil, problem",
     [
-        (lambda folder: None, "mad.: .*folder"),
-        (lambda folder: folder.mkdir(), "mad.: .*run"),
+        (lambda folder: None, "mad.*folder"),
+        (lambda folder: folder.mkdir(), "mad.*run"),
         (lambda folder: write_rows(folder, rows(["mad-mamba"]), ["architecture", "task"]), "status"),
         (lambda folder: write_rows(folder, [rows(["mad-mamba"])[0] | {"accuracy": 61}]), "accuracy.* 61"),
         (lambda folder: write_rows(folder, [rows(["mad-mamba"])[0] | {"accuracy": "x"}]), "accuracy"),
