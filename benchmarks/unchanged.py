@@ -78,14 +78,25 @@ def compare(tree: Path, folder: Path, models: list[str]) -> int:
     failed = 0
     for name in models:
         lines = [
-            *(f"{key} differs" for key in then[name] if then[name][key] != now[name].get(key)),
-            *(f"{key} differs after going on" for key in then[name] if then[name][key] != resumed[name].get(key)),
-            *(["the earlier tree's folder was not found"] if resumed[name]["resumed"] != then[name]["folder"] else []),
+            *differences(then[name], now[name]),
+            *(f"{x} (resumed)" for x in differences(then[name], resumed[name])),
         ]
-        lines = [line for line in lines if not line.startswith(("folder", "resumed"))]
+        if resumed[name]["resumed"] != then[name]["folder"]:
+            lines.append("the earlier tree's folder was not found")
         print(f"{name:<26}{'; '.join(lines) or 'same'}", flush=True)
         failed += bool(lines)
     return 1 if failed else 0
+
+
+def differences(then: dict, now: dict) -> list[str]:
+    """Names of what differs, with the size of the difference where it is one of numbers."""
+    found = [key for key in then if key not in ("folder", "resumed", "logits", "flops") and then[key] != now[key]]
+    found += [f"flops {then['flops']} -> {now['flops']}"] if then["flops"] != now["flops"] else []
+    if then["logits"] != now["logits"]:
+        scale = max(abs(x) for x in then["logits"])
+        gap = max(abs(a - b) for a, b in zip(then["logits"], now["logits"], strict=True))
+        found.append(f"logits by {gap / scale:.1e}")
+    return found
 
 
 def run_probe(tree: Path, folder: Path, place: str, models: list[str]) -> dict:
@@ -139,7 +150,7 @@ def probe(folder: Path, models: list[str]) -> dict:
             "rows": rows,
             "weights": {key: hash_of(value) for key, value in sorted(tensors["model"].items())},
             "data": hash_of(torch.cat([batches.batch(step)[0] for step in range(8)])),
-            "decoded": decode(model),
+            **decode(model),
             "parameters": count_parameters(config.model),
             "flops": [flops_exact(config.model, 64), flops_paper(config.model, 64), flops_exact(config.model, 256)],
             "state_bytes": [state_bytes(config.model, length) for length in (64, 4096)],
@@ -149,20 +160,20 @@ def probe(folder: Path, models: list[str]) -> dict:
     return found
 
 
-def decode(model) -> list:
-    """32 greedy tokens after a prompt, by prefill and steps, and a digest of all logits."""
+def decode(model) -> dict:
+    """32 greedy tokens after a prompt, by prefill and steps, and the logits of every fourth of them."""
     import torch
 
     prompt = torch.tensor([list(b"The loss of a model falls as it ")])
     with torch.inference_mode():
         logits, states = model.prefill(prompt, model.init_state(1, 128))
-        tokens, seen = [], [hash_of(logits)]
-        for _ in range(32):
+        tokens, seen = [], logits[0].tolist()
+        for number in range(32):
             token = logits.argmax(-1)
             tokens.append(int(token))
             logits, states = model.step(token, states)
-            seen.append(hash_of(logits))
-    return [tokens, seen]
+            seen += logits[0].tolist() if number % 4 == 3 else []
+    return {"tokens": tokens, "logits": seen}
 
 
 def hash_of(tensor) -> str:
