@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from linnet.layers.base import LayerContext
 from linnet.ops import forget_gate
-from linnet.ops.direct import is_plain
+from linnet.ops.compat_torch import is_plain
 
 __all__ = ["LowerBounds", "forget_gate", "shared_lower_bounds"]
 

@@ -1,23 +1,25 @@
 """Functions on tensors, each registered once with `torch.library`: fake, autograd, vmap and FLOP formula. Norms, gated
-activations and rotations are not: where no kernel of theirs runs, they are PyTorch's own.
+activations and rotations are not registered: where none of their kernels runs, they are PyTorch's own operations.
 
 Layout [B, T, H, D]; an op returns (o, final_state or None) and has a `step` for one token, which updates the state in
-place. `use_backend` chooses the form that runs, `debug` turns on checks of values.
+place. `use_backend` chooses the form that runs, `debug` turns on checks of values. On a GPU a call that misses the fast
+kernels of its op warns once (`SlowPathWarning`).
 """
 
+from linnet import deprecation
 from linnet.ops.activation import gated_activation
 from linnet.ops.additive import additive_attention, additive_step
-from linnet.ops.backend import debug, use_backend
+from linnet.ops.backend import SlowPathWarning, debug, use_backend
 from linnet.ops.cross_entropy import linear_cross_entropy
 from linnet.ops.gated import (
     forget_gate,
     forget_gated_attention,
+    forget_gated_pending_step,
     forget_gated_step,
-    forget_gated_waiting_step,
     gated_linear_attention,
     gated_step,
 )
-from linnet.ops.lightning import lightning_attention, lightning_step, lightning_waiting_step
+from linnet.ops.lightning import lightning_attention, lightning_pending_step, lightning_step
 from linnet.ops.longconv import ModalFilter, filtered_attention, long_convolution, long_convolution_step
 from linnet.ops.modal import modal_convolution, modal_step
 from linnet.ops.norm import rms_norm
@@ -28,6 +30,7 @@ from linnet.ops.shortconv import short_convolution
 
 __all__ = [
     "ModalFilter",
+    "SlowPathWarning",
     "additive_attention",
     "additive_step",
     "debug",
@@ -37,13 +40,13 @@ __all__ = [
     "forget_gate",
     "forget_gated_attention",
     "forget_gated_step",
-    "forget_gated_waiting_step",
+    "forget_gated_pending_step",
     "gated_activation",
     "gated_linear_attention",
     "gated_step",
     "lightning_attention",
     "lightning_step",
-    "lightning_waiting_step",
+    "lightning_pending_step",
     "linear_cross_entropy",
     "long_convolution",
     "long_convolution_step",
@@ -56,3 +59,11 @@ __all__ = [
     "short_convolution",
     "use_backend",
 ]
+
+__getattr__ = deprecation.renamed(
+    __name__,
+    {
+        "forget_gated_waiting_step": "linnet.ops.gated.forget_gated_pending_step",
+        "lightning_waiting_step": "linnet.ops.lightning.lightning_pending_step",
+    },
+)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from linnet.ops import backend
 from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import check_documents, count_states
 
@@ -18,7 +19,7 @@ def check_matrix_state(
 ) -> None:
     """Raises ValueError unless q, k [B, T, H, K], v [B, T, H, V] and the state [N, H, K, V] go together.
 
-    `key` is what the op calls k.
+    float16 is refused where kernels would run. `key` is the op's name for k.
     """
     shape, values = q.shape, v.shape
     if len(shape) != 4 or k.shape != shape or len(values) != 4 or values[:3] != shape[:3]:
@@ -30,6 +31,11 @@ def check_matrix_state(
         raise ValueError(f"{op}: q {list(q.shape)}, v {list(v.shape)}; every size must be at least 1")
     if not (q.is_floating_point() and k.is_floating_point() and v.is_floating_point()):
         raise ValueError(f"{op}: q, {key}, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; give floating-point tensors")
+    if torch.float16 in (q.dtype, k.dtype, v.dtype) and backend.use_triton("lightning", q.is_cuda):
+        raise ValueError(
+            f"{op}: q, {key}, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; on a GPU give bfloat16 or float32, since "
+            "a state can exceed the largest float16 (65,504): convert with .bfloat16(), or autocast to bfloat16"
+        )
     check_devices(op, q=q, **{key: k}, v=v, initial_state=initial_state, cu_seqlens=cu_seqlens)
     check_documents(cu_seqlens, shape[0])
     if initial_state is not None:
@@ -38,7 +44,7 @@ def check_matrix_state(
 
 
 def check_devices(op: str, **tensors: Tensor | None) -> None:
-    """Raises ValueError unless all tensors are where the first one is."""
+    """Raises ValueError unless all tensors are on the device of the first one."""
     first, device = "", None
     for name, x in tensors.items():
         if x is None:

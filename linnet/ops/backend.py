@@ -1,4 +1,4 @@
-"""Which form of an op runs: chosen by device, overridable here and nowhere else.
+"""Which form of an op runs, chosen by device and overridable here and nowhere else; and warnings of slow forms.
 
 `reference` is the definition token by token (any dtype, slow), `chunked` is PyTorch on any device, `triton` for GPUs.
 A missing Triton or GPU is never an import error: `triton` is chosen only for CUDA tensors of an op that has that form.
@@ -7,6 +7,7 @@ A missing Triton or GPU is never an import error: `triton` is chosen only for CU
 import contextlib
 import functools
 import importlib.util
+import warnings
 
 import torch
 
@@ -51,7 +52,7 @@ def use_reference() -> bool:
 
 
 def use_triton(op: str, is_cuda: bool, module: str = "triton") -> bool:
-    """Whether `linnet.ops.<op>.<module>` serves a call. RuntimeError where it is asked for by name but not there."""
+    """Whether `linnet.ops.<op>.<module>` serves a call. RuntimeError if `use_backend` asks for one that is missing."""
     if _form != "triton" and not (_form == "auto" and is_cuda):
         return False
     # A compiler cannot look for modules, and needs Triton itself for CUDA tensors.
@@ -63,8 +64,35 @@ def use_triton(op: str, is_cuda: bool, module: str = "triton") -> bool:
 
 @functools.cache  # asked on every call of an op
 def has_triton(op: str, module: str = "triton") -> bool:
-    """Whether Triton is installed and `linnet.ops.<op>.<module>` is there."""
+    """Whether Triton is installed and `linnet.ops.<op>.<module>` exists."""
     return (
         importlib.util.find_spec("triton") is not None
         and importlib.util.find_spec(f"linnet.ops.{op}.{module}") is not None
     )
+
+
+class SlowPathWarning(UserWarning):
+    """A call runs in a form that is several times slower than the kernels of the op."""
+
+
+@functools.cache
+def warn_slow(op: str, reason: str, fix: str) -> None:
+    """Warns, once for each op and reason, that a call misses the kernels of the op."""
+    warnings.warn(f"{op}: {reason} misses the fast kernels and runs slower; {fix}", SlowPathWarning, stacklevel=2)
+
+
+def takes_kernels(op: str, dtypes: tuple[torch.dtype, ...], widths: tuple[int, ...] = ()) -> bool:
+    """Whether the Triton kernels of a matrix-state op take tensors of these dtypes and head widths; warns if not.
+
+    They take one dtype of at most 32 bits, and widths that are multiples of 8 up to 256.
+    """
+    if torch.float64 in dtypes:
+        warn_slow(op, "float64", "give float32 or bfloat16 tensors")
+    elif len(set(dtypes)) > 1:
+        names = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
+        warn_slow(op, f"a mix of dtypes ({names})", "give all tensors in one dtype")
+    elif odd := [width for width in widths if width % 8 or not 8 <= width <= 256]:
+        warn_slow(op, f"a head width of {odd[0]}", "use a multiple of 8 from 8 to 256")
+    else:
+        return True
+    return False

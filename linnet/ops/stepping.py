@@ -1,31 +1,38 @@
-"""What the steps of the ops share on a GPU: when a kernel serves one token, and how a state is cut into programs."""
+"""What the steps of the ops share: when a kernel takes one token, how a state is cut into programs, and pending tokens.
+
+A step whose state is large is bound by the bytes of that state. It may be written only every N tokens: the tokens since
+then are pending, in buffers [B, H, N - 1, D] beside the state, and each step reads the state and all of them.
+"""
 
 import functools
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from linnet.ops import backend
-from linnet.ops.direct import is_plain
+from linnet.ops import backend, compat_torch
+
+PROGRAMS = 1024  # about eight for each multiprocessor of a large GPU
+MOST_PENDING = 32  # tokens that a kernel looks at in one tile
 
 
 def use_kernel(op: str, state: Tensor, *inputs: Tensor | None) -> bool:
-    """Whether `linnet.ops.<op>.step_kernel` takes a token: a float32 state in one piece, and no gradient asked for."""
+    """Whether `linnet.ops.<op>.step_kernel` takes a token: a contiguous float32 state, and no gradient requested."""
     if not backend.use_triton(op, state.is_cuda, "step_kernel"):
         return False
     if state.dtype != torch.float32 or not state.is_contiguous():
         return False
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (state, *inputs)):
         return False
-    # Triton kernels are no secret to torch.compile; transforms (compiled or not) and dispatch modes get operations that
-    # they know.
+    # torch.compile can trace the registered step; transforms (compiled or not) and dispatch modes get PyTorch's own
+    # operations, which they know.
     if torch.compiler.is_compiling():
-        return not torch._C._are_functorch_transforms_active()
-    return is_plain((state, *inputs))
+        return not compat_torch.in_transform()
+    return compat_torch.is_plain((state, *inputs))
 
 
 def as_heads(x: Tensor) -> Tensor:
-    """x [B, H, D] with the heads of a token in one piece, as the kernels read it: a slice of a wider row stays one."""
+    """Returns x [B, H, D] with the heads of a token contiguous, as kernels read it; a slice of a wider row stays."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -33,11 +40,11 @@ def as_heads(x: Tensor) -> Tensor:
 def choose_columns(rows: int, columns: int, heads: int, most: int = 64) -> tuple[int, int, int, int]:
     """Cuts the states [rows, columns] of `heads` heads, over a batch, into programs of all rows and some columns.
 
-    `most` columns, or fewer where heads are few, so that a small batch reaches more of the GPU; 64 elements a thread.
+    `most` columns, or fewer where heads are few, so that a small batch reaches more of the GPU; 64 elements per thread.
     On an H200 the fastest of 16 to 256 columns and 8 to 64 elements, or within a few percent of it.
 
     Returns:
-        padded rows, columns a program, programs a head, warps.
+        padded rows, columns per program, programs per head, warps.
     """
     padded = max(16, 1 << (rows - 1).bit_length())
     width = min(most, max(16, 1 << (columns - 1).bit_length()))
@@ -46,4 +53,35 @@ def choose_columns(rows: int, columns: int, heads: int, most: int = 64) -> tuple
     return padded, width, -(-columns // width), min(8, max(1, padded * width // 2048))
 
 
-PROGRAMS = 1024  # about eight for each multiprocessor of a large GPU
+def check_pending(op: str, pending: Tensor, **buffers: tuple[Tensor, Tensor]) -> None:
+    """Raises ValueError unless each buffer goes with its token [B, H, D] and with `pending`, int32 [B]."""
+    lengths = {buffer.shape[2] if buffer.ndim == 4 else 0 for buffer, _ in buffers.values()}
+    for name, (buffer, token) in buffers.items():
+        B, H, D = token.shape
+        if lengths == {0} or len(lengths) > 1 or buffer.shape != (B, H, *lengths, D) or buffer.dtype != token.dtype:
+            shapes = ", ".join(f"{name} {list(buffer.shape)} {buffer.dtype}" for name, (buffer, _) in buffers.items())
+            raise ValueError(
+                f"{op}: {shapes}; give {name} [{B}, {H}, N - 1, {D}] of {token.dtype}, with one N > 1 for all"
+            )
+    if pending.shape != (B,) or pending.dtype != torch.int32:
+        raise ValueError(f"{op}: pending {list(pending.shape)} {pending.dtype}; give int32 [{B}]")
+
+
+def fits_kernel(pending: Tensor, *buffers: Tensor) -> bool:
+    """Whether kernels take these pending buffers: each contiguous, and none too long."""
+    return pending.is_contiguous() and all(x.is_contiguous() and x.shape[2] < MOST_PENDING for x in buffers)
+
+
+def append(token: Tensor, buffer: Tensor, pending: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Puts a token [B, H, D] behind the pending ones, in the buffer too if it has a place there.
+
+    Returns:
+        all tokens [B, H, N, D], which of them are tokens [B, 1, N, 1], which sequences are full [B, 1, 1, 1].
+    """
+    number = pending.long()[:, None, None, None]
+    place = torch.arange(buffer.shape[2] + 1, device=token.device)[:, None]
+    tokens = torch.where(place == number, token[:, :, None], F.pad(buffer, (0, 0, 0, 1)))
+    full = number == buffer.shape[2]
+    buffer.copy_(torch.where(full, buffer, tokens[:, :, :-1]))
+    there = place <= number
+    return tokens.where(there, 0.0), there, full

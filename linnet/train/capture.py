@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from linnet.ops import compat_torch
+
 WARM_UP = 3  # calls of a shape that run as they are: kernels are compiled and libraries get their memory
 
 
@@ -54,7 +56,7 @@ class Captured:
                 self.failed = True
                 return self._function(*inputs)
         graph, places, output = self._ready[key]
-        torch._foreach_copy_(places, inputs)
+        compat_torch.foreach_copy_(places, inputs)
         graph.replay()
         return output.clone()
 

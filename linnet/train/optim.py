@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
 from linnet.config import Config, ConfigError
+from linnet.ops import compat_torch
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -92,7 +93,7 @@ class Optimizer:
     def gradient_norm(self) -> Tensor:
         """Norm of the whole gradient, a scalar on the parameters' device."""
         gradients = [p.grad for p in self._all if p.grad is not None]
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        return torch.linalg.vector_norm(torch.stack(compat_torch.foreach_norm(gradients)))
 
     def clip(self, norm: Tensor | float) -> None:
         """Scales gradients of norm `norm` down to `clip`. With a tensor a GPU is not waited for; a number gives the
@@ -105,7 +106,7 @@ class Optimizer:
             scale = scale.item()
             if scale == 1.0:
                 return
-        torch._foreach_mul_([p.grad for p in self._all if p.grad is not None], scale)
+        compat_torch.foreach_multiply_([p.grad for p in self._all if p.grad is not None], scale)
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole state: `<parameter>.<what>` -> tensor."""

@@ -8,9 +8,10 @@ computed again. Both give the gradients that `none` gives.
 from functools import partial
 from typing import Literal
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from linnet.ops import compat_torch
 
 Recompute = Literal["none", "block", "selective"]
 
@@ -40,7 +41,7 @@ def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_kept(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def is_kept(op: torch._ops.OpOverload) -> bool:
+def is_kept(op: compat_torch.OpOverload) -> bool:
     """Whether `selective` keeps the outputs of an op."""
     name = op.name().split(".")[0]
     return name.startswith("linnet::") or name in _KEPT

@@ -70,8 +70,10 @@ def test_low_precision_has_the_same_results(dtype):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck(variant):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    for wants_final in (True, False):
-        torch.library.opcheck(forget_gated, (*make(variant, T=30).values(), wants_final), test_utils=tests)
+    for return_final_state in (True, False):
+        torch.library.opcheck(
+            forget_gated.forward, (*make(variant, T=30).values(), return_final_state), test_utils=tests
+        )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

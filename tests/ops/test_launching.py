@@ -1,9 +1,9 @@
-"""Launches that pass Triton's look-up by: called as Triton calls them, and right for whatever memory comes later."""
+"""Launches that bypass Triton's look-up: started as Triton starts them, right for later addresses, and recorded."""
 
 import importlib.util
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache
 from threading import Barrier
 
 import pytest
@@ -30,8 +30,7 @@ if importlib.util.find_spec("triton") is None:
 
 from triton.runtime import _async_compile  # noqa: E402
 
-from linnet.ops import launching  # noqa: E402  needs Triton
-from linnet.ops.launching import starts_alike  # noqa: E402
+from linnet.ops import compat_torch, compat_triton, launching  # noqa: E402  needs Triton
 
 B, T, H, D, N = 2, 64, 2, 16, 4
 HEADS, ROWS, STATES = (B, T, H, D), (B, T, D), (B, T, N)
@@ -91,14 +90,14 @@ def test_later_calls_may_have_other_addresses(name, dtype):
     check(name, "cuda", dtype)
 
 
-def test_launches_go_as_triton_starts_its_own():
-    """`Launcher` calls what a compiled kernel runs by, which is no promise of Triton's; 3.6 and 3.7 do so."""
-    assert starts_alike()
+def test_the_installed_triton_is_known():
+    """The fast path of launches is tried with the release that constraints.txt pins."""
+    assert compat_triton.can_start()
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_an_unknown_triton_launches_its_own_way(monkeypatch, known):
-    """Every time, with one warning; a known one is asked for the kernel once."""
+@pytest.mark.parametrize("release", ["3.6.0", "3.7.1", "3.8.0"])
+def test_an_unknown_triton_launches_its_own_way(monkeypatch, release):
+    """Every time, with one warning; a known one is asked for the kernel once. Both record what they start."""
 
     class Compiled:
         function, packed_metadata = 1, 2
@@ -110,22 +109,30 @@ def test_an_unknown_triton_launches_its_own_way(monkeypatch, known):
         def __getitem__(self, grid):
             return lambda *arguments, **options: looked_up.append((grid, arguments, options)) or Compiled()
 
-    def run(self, grid, kernel, bound_args):
-        kernel.run(grid, *bound_args)
-
-    monkeypatch.setattr(launching, "starts_alike", partial(starts_alike, *[] if known else [run]))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    starts_alike.cache_clear()
+    can_start, known = compat_triton.can_start.__wrapped__, release != "3.8.0"
+    monkeypatch.setattr(compat_triton, "can_start", cache(lambda: can_start(release)))
+    monkeypatch.setattr(compat_torch, "current_device", lambda: -1)
+    monkeypatch.setattr(compat_torch, "current_stream", lambda device: 0)
     looked_up, started = [], []
     start, x = launching.Launcher(Kernel(), 3, (7,), num_warps=2), torch.ones(2)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as said, launching.record() as names:
         warnings.simplefilter("always")
         for _ in range(3):
             start(x, 0.5)
-    assert looked_up == [((3,), (x, 0.5, 7), {"num_warps": 2})] * (1 if known else 3)
-    assert [call[-3:] for call in started] == [(x.data_ptr(), 0.5, 7)] * (2 if known else 0)
-    assert ["look-up" in str(warning.message) for warning in said] == [True] * (not known)
+    assert looked_up == [((3, 1, 1), (x, 0.5, 7), {"num_warps": 2})] * (1 if known else 3)
+    assert [call[:4] + call[-3:] for call in started] == [(3, 1, 1, 0, x.data_ptr(), 0.5, 7)] * (2 if known else 0)
+    assert ["3.8.0" in str(warning.message) for warning in said] == [True] * (not known)
+    assert len(names) == 3
+
+
+def test_a_record_ends_with_its_block():
+    kernel = Kernel(lambda: "kernel")
+    with launching.record() as outer:
+        launch_all(kernel)
+        with launching.record() as inner:
+            launch_all(kernel)
+    launch_all(kernel)
+    assert (len(outer), len(inner)) == (2, 1)
 
 
 class Kernel:

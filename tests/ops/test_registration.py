@@ -1,5 +1,7 @@
 """What `torch.library` knows of lightning and gated attention: fake, autograd, vmap, FLOPs; compilation, autocast."""
 
+import sys
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -8,11 +10,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.ops import gated_linear_attention, lightning_attention, use_backend
-from linnet.ops.direct import shorten
+from linnet.ops.fast_path import make_fast_path
 from linnet.ops.gated import gated
 from linnet.ops.lightning import lightning
 
-OPS = {"lightning": (lightning_attention, lightning), "gated": (gated_linear_attention, gated)}
+OPS = {"lightning": (lightning_attention, lightning.forward), "gated": (gated_linear_attention, gated.forward)}
 VARIANTS = ["plain", "no decay", "state", "documents"]
 
 
@@ -49,8 +51,8 @@ def loss(results):
 def test_opcheck(op, variant):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     call = tuple(make(op, variant, T=30).values())
-    for wants_final in (True, False):
-        torch.library.opcheck(OPS[op][1], (*call, wants_final), test_utils=tests)
+    for return_final_state in (True, False):
+        torch.library.opcheck(OPS[op][1], (*call, return_final_state), test_utils=tests)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -226,7 +228,9 @@ def test_second_derivatives_are_refused(op):
 def test_a_whole_scale_reaches_the_op_as_a_float(op, monkeypatch):
     """Triton makes a constant of an integer 1, and a planned launch would keep it for every other scale."""
     call, found = make(op) | {"scale": 1}, []
-    monkeypatch.setattr(f"linnet.ops.{op}._direct", lambda *arguments: found.extend(arguments) or (None, None))
+    registered = {"lightning": lightning, "gated": gated}[op]
+    spied = registered._replace(call=lambda *arguments: found.extend(arguments) or (None, None))
+    monkeypatch.setattr(sys.modules[f"linnet.ops.{op}"], op, spied)
     OPS[op][0](**call)
     assert [x for x in found if not isinstance(x, torch.Tensor | None | bool)] == [1.0]
     assert not any(type(x) is int for x in found)
@@ -241,24 +245,24 @@ def test_eager_calls_of_a_step_say_what_they_changed():
     state = torch.zeros(2)
     kept = torch.ones(2, requires_grad=True)
     product = kept * state
-    shorten(advance)(torch.ones(2), state)
+    make_fast_path(advance)(torch.ones(2), state)
     assert state.tolist() == [1.0, 1.0]
     with pytest.raises(RuntimeError, match="inplace"):
         product.sum().backward()
     with torch.inference_mode():
-        shorten(advance)(torch.ones(2), torch.zeros(2))
+        make_fast_path(advance)(torch.ones(2), torch.zeros(2))
 
 
 def test_eager_calls_skip_the_dispatcher_until_somebody_looks_on():
-    """Gradients, recomputation and FLOPs are the same with and without the short way, which only `ops.direct` knows."""
+    """Gradients, recomputation and FLOPs are the same with and without the fast path."""
     call = make("lightning", dtype=torch.float32)
-    expected = torch.autograd.grad(loss(lightning(*call.values())), leaves(call))
+    expected = torch.autograd.grad(loss(lightning.forward(*call.values())), leaves(call))
 
     def nodes(o):
         return type(o.grad_fn).__name__
 
     o, final = lightning_attention(**call, output_final_state=True)
-    assert "Direct" in nodes(o)
+    assert "FastPath" in nodes(o)
     with FlopCounterMode(display=False) as counter:  # it looks at the backward alone
         direct = torch.autograd.grad(loss((o, final)), leaves(call))
     assert counter.get_total_flops() > 0
@@ -266,7 +270,7 @@ def test_eager_calls_skip_the_dispatcher_until_somebody_looks_on():
     for a, b, e in zip(direct, torch.autograd.grad(loss(again), leaves(call)), expected, strict=True):
         assert torch.equal(a, e) and torch.equal(b, e)
     with FlopCounterMode(display=False):
-        assert "Direct" not in nodes(lightning_attention(**call)[0])
+        assert "FastPath" not in nodes(lightning_attention(**call)[0])
     with FakeTensorMode() as mode:
         fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in call.items()}
-        assert "Direct" not in nodes(lightning_attention(**fake)[0])
+        assert "FastPath" not in nodes(lightning_attention(**fake)[0])

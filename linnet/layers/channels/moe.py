@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from linnet.config import Config
 from linnet.layers.base import Channel, LayerContext, register_channel
 from linnet.layers.routing import Routing, top_k_routing
+from linnet.ops import compat_torch
 from linnet.ops.activation import gated_activation
 
 
@@ -62,7 +63,7 @@ class Moe(Channel):
     def forward(self, x: Tensor) -> Tensor:
         routing = self.route(x)
         # `torch.compile` knows this flag too, so a compiled bundle is as an eager one.
-        if torch._C._are_functorch_transforms_active():
+        if compat_torch.in_transform():
             return self._masked(x, routing)
         return self._dispatched(x.flatten(0, -2), routing).unflatten(0, x.shape[:-1])
 

@@ -19,7 +19,7 @@ from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_
 from linnet.layers.lower_bound import shared_lower_bounds
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import split_heads
-from linnet.ops import forget_gated_attention, forget_gated_step, forget_gated_waiting_step
+from linnet.ops import forget_gated_attention, forget_gated_pending_step, forget_gated_step
 
 
 class Hgrn2Config(Config):
@@ -69,7 +69,7 @@ class Hgrn2(Mixer):
         q, gate, v, beta = self._project(x, one_token=True)
         if "waiting" in state:
             room = (state["gates"], state["values"], state["waiting"])
-            o = forget_gated_waiting_step(q, gate, v, state["matrix"], *room, lower_bound=beta)
+            o = forget_gated_pending_step(q, gate, v, state["matrix"], *room, lower_bound=beta)
         else:
             o = forget_gated_step(q, gate, v, state["matrix"], lower_bound=beta)
         return self.out_proj(self.norm(o.flatten(-2))), state

@@ -23,7 +23,7 @@ from linnet.layers.norm import build_norm
 from linnet.layers.output import GatedOutput, GatedOutputConfig, split_heads
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.lrpe import Lrpe
-from linnet.ops import lightning_attention, lightning_step, lightning_waiting_step
+from linnet.ops import lightning_attention, lightning_pending_step, lightning_step
 
 
 class TnlConfig(GatedOutputConfig):
@@ -90,7 +90,7 @@ class Tnl(Mixer):
         settings = {"log_decay": self.log_decay, "activation": activation}
         if "waiting" in state:
             room = (state["keys"], state["values"], state["waiting"])
-            o = lightning_waiting_step(q, k, v, state["matrix"], *room, **settings)
+            o = lightning_pending_step(q, k, v, state["matrix"], *room, **settings)
         else:
             o = lightning_step(q, k, v, state["matrix"], **settings)
         if self.lrpe is not None:

@@ -8,8 +8,9 @@ from torch import Tensor
 from linnet.ops import backend
 from linnet.ops.activation.log_sigmoid import log_sigmoid
 from linnet.ops.activation.reference import ACTIVATIONS, gated_activation_reference
-from linnet.ops.direct import find_apply, is_plain
-from linnet.ops.folding import Mapped, is_mapped, lead
+from linnet.ops.compat_torch import is_plain
+from linnet.ops.fast_path import find_apply
+from linnet.ops.vmap_rules import Mapped, is_mapped, lead
 
 __all__ = ["ACTIVATIONS", "gated_activation", "log_sigmoid"]
 

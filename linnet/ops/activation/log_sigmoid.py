@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.ops import backend
-from linnet.ops.direct import find_apply, is_plain
-from linnet.ops.folding import Mapped, is_mapped, lead
+from linnet.ops.compat_torch import is_plain
+from linnet.ops.fast_path import find_apply
+from linnet.ops.vmap_rules import Mapped, is_mapped, lead
 
 
 def log_sigmoid(x: Tensor, divisor: float = 1.0) -> Tensor:

@@ -12,10 +12,9 @@ from linnet.ops.additive.reference import reference
 from linnet.ops.additive.step import additive_step
 from linnet.ops.arguments import check_devices, check_matrix_state, check_state
 from linnet.ops.chunks import exact, state_dtype
-from linnet.ops.direct import no_state, shorten
 from linnet.ops.documents import count_states
-from linnet.ops.folding import fold_all, unfold
-from linnet.ops.looping import each
+from linnet.ops.fast_path import make_fast_path, no_state
+from linnet.ops.vmap_rules import fold_all, run_each, unfold
 
 __all__ = ["additive_attention", "additive_step"]
 
@@ -178,8 +177,8 @@ def _differentiate(ctx, do, dS, dz):
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
-_direct = shorten(_forward, _save, _differentiate, implementation=_attend)
-_direct_backward = shorten(_backward, implementation=_attend_backward)
+_direct = make_fast_path(_forward, _save, _differentiate, implementation=_attend)
+_direct_backward = make_fast_path(_backward, implementation=_attend_backward)
 
 
 @_forward.register_vmap
@@ -187,7 +186,7 @@ def _(info, in_dims, *args):
     size, theta, cu_seqlens = info.batch_size, args[3], args[9]
     by_heads = theta is not None or cu_seqlens is not None
     if in_dims[9] is not None or (by_heads and in_dims[4] is not None):
-        return each(_forward, size, in_dims, args)
+        return run_each(_forward, size, in_dims, args)
     axes = (2, 2, 2, 0, None, 1, 1) if by_heads else (0, 0, 0, None, 0, 0, 0)
     outputs = _forward(*fold_all(args[:7], in_dims, size, axes), *args[7:])
     return _unfold_all(outputs, size, (2, 1, 1) if by_heads else (0, 0, 0))
@@ -198,7 +197,7 @@ def _(info, in_dims, *args):
     size, theta, cu_seqlens = info.batch_size, args[6], args[13]
     by_heads = theta is not None or cu_seqlens is not None
     if in_dims[13] is not None or (by_heads and in_dims[7] is not None):
-        return each(_backward, size, in_dims, args)
+        return run_each(_backward, size, in_dims, args)
     axes = (2, 1, 1, 2, 2, 2, 0, None, 1, 1, 1) if by_heads else (0, 0, 0, 0, 0, 0, None, 0, 0, 0, 0)
     gradients = _backward(*fold_all(args[:11], in_dims, size, axes), *args[11:])
     return _unfold_all(gradients, size, (2, 2, 2, 0, 1, 1) if by_heads else (0,) * 6)

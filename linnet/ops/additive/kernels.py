@@ -17,7 +17,7 @@ K and V are the widths, PK and PV these padded to powers of two, BC the columns 
 import triton
 import triton.language as tl
 
-from linnet.ops.angles import cosine_sine
+from linnet.ops.device import cosine_sine
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

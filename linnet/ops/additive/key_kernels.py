@@ -18,7 +18,7 @@ from linnet.ops.additive.kernels import (
     start,
     weigh,
 )
-from linnet.ops.angles import cosine_sine
+from linnet.ops.device import cosine_sine
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from linnet.ops.additive.reference import rotate
 from linnet.ops.chunks import exact
-from linnet.ops.direct import shorten
+from linnet.ops.fast_path import make_fast_path
 from linnet.ops.stepping import use_kernel
 
 
@@ -67,7 +67,7 @@ def _(q, k, v, S, z, theta, positions, scale):
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-_kernel = shorten(_step)
+_kernel = make_fast_path(_step)
 
 
 def _check(q, k, v, S, z, theta, positions) -> None:

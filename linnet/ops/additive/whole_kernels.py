@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from linnet.ops.additive.kernels import LOG2_E, NOTHING, load_tile, span
-from linnet.ops.angles import cosine_sine
+from linnet.ops.device import cosine_sine
 
 
 @triton.jit

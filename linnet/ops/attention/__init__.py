@@ -15,14 +15,12 @@ import importlib
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.flop_counter import register_flop_formula
 
-from linnet.ops import backend
+from linnet.ops import backend, compat_torch
 from linnet.ops.attention.blocks import attend_documents, attend_window
-from linnet.ops.chunks import exact
-from linnet.ops.direct import shorten
 from linnet.ops.documents import check_documents, documents
-from linnet.ops.folding import Mapped, fold, fold_all, is_mapped, unfold
+from linnet.ops.registration import empty_like, register
+from linnet.ops.vmap_rules import Mapped, fold, is_mapped, unfold
 
 __all__ = ["attend_window", "causal_attention"]
 
@@ -62,7 +60,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, cu_seqlen
         return _restricted(q, k, v, window, cu_seqlens)
     if backend.use_triton("attention", q.is_cuda):
         if _suits_kernels(q, k, v):
-            return _direct(q, k, v)[0]
+            return attend.call(q, k, v)[0]
         if is_mapped(q, k, v):  # PyTorch's own vmap rule of SDPA fails for some lengths on a GPU
             return Mapped.apply(_rule, q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -92,7 +90,7 @@ def _suits_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def _suits_flex(q: Tensor, k: Tensor, v: Tensor) -> bool:
     known = q.is_cuda and q.dtype in _GPU_DTYPES and q.dtype == k.dtype == v.dtype and 0 not in q.shape
     # Transforms that `is_mapped` leaves aside, torch.func.grad for one, have no rule for a compiled call.
-    return known and not torch._C._are_functorch_transforms_active()
+    return known and not compat_torch.in_transform()
 
 
 def _rule(size, dims, *tensors):
@@ -107,69 +105,45 @@ def _restricted_rule(window, cu_seqlens, size, dims, *tensors):
     return unfold(attend_documents(q, k, v, window, cu_seqlens), size, 0), 0
 
 
-@torch.library.custom_op("linnet::attend", mutates_args=())
-def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns o and the log-sum of each query, which the backward reads."""
-    with exact(q):
-        return importlib.import_module("linnet.ops.attention.triton").attend_forward(q, k, v)
+def _shapes(q, k, v):
+    return empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
 
 
-@torch.library.custom_op("linnet::attend_backward", mutates_args=())
-def attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    with exact(q):
-        return importlib.import_module("linnet.ops.attention.triton").attend_backward(q, k, v, o, lse, do)
+def _forward(q, k, v):
+    return importlib.import_module("linnet.ops.attention.triton").attend_forward(q, k, v)
 
 
-@attend.register_fake
-def _(q, k, v):
-    return q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+def _backward(q, k, v, o, lse, do, _):
+    return importlib.import_module("linnet.ops.attention.triton").attend_backward(q, k, v, o, lse, do)
 
 
-@attend_backward.register_fake
-def _(q, k, v, o, lse, do):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+# FLOPs: 2 per multiply-add, of the pairs of tokens whether seen or not, as PyTorch counts its own.
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, do, _):
-    q, k, v, o, lse = ctx.saved_tensors
-    return _direct_backward(q, k, v, o, lse, torch.zeros_like(o) if do is None else do)
-
-
-attend.register_autograd(_backward, setup_context=_setup_context)
-_direct = shorten(attend, _setup_context, _backward)
-_direct_backward = shorten(attend_backward)
-
-
-def _register_rule(op):
-    @op.register_vmap
-    def _(info, in_dims, *tensors):
-        outputs = op(*fold_all(tensors, in_dims, info.batch_size, (0,) * len(tensors)))
-        return tuple(unfold(x, info.batch_size, 0) for x in outputs), (0,) * len(outputs)
-
-
-_register_rule(attend)
-_register_rule(attend_backward)
-
-
-# FLOPs: 2 per multiply-add over all pairs of tokens, visible or not, as PyTorch counts SDPA.
-
-
-@register_flop_formula(torch.ops.linnet.attend)
-def attend_flops(q_shape, *_, **__) -> int:
+def _flops(q_shape, *_, **__) -> int:
     """4 D per pair and head."""
     B, T, H, D = q_shape
     return 4 * B * H * T * T * D
 
 
-@register_flop_formula(torch.ops.linnet.attend_backward)
-def attend_backward_flops(q_shape, *_, **__) -> int:
+def _backward_flops(q_shape, *_, **__) -> int:
     """10 D per pair and head: five products."""
     B, T, H, D = q_shape
     return 10 * B * H * T * T * D
+
+
+# The second output is the logarithm of each query's sum of scores, for the backward.
+attend = register(
+    "attend",
+    "Tensor q, Tensor k, Tensor v",
+    _forward,
+    _backward,
+    outputs=2,
+    learned=range(3),
+    kept=(0, 1),
+    shapes=_shapes,
+    like=0,
+    axes=lambda arguments, in_dims: ((0, 0, 0), (0, 0)),
+    flops=_flops,
+    backward_flops=_backward_flops,
+)

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from linnet.ops import backend
+from linnet.ops import backend, compat_torch
 from linnet.ops.arguments import check_devices
 from linnet.ops.chunks import exact
 from linnet.ops.cross_entropy import chunked
 from linnet.ops.cross_entropy.reference import cross_entropy_reference
-from linnet.ops.looping import each
+from linnet.ops.vmap_rules import run_each
 
 __all__ = ["cross_entropy_reference", "is_whole", "linear_cross_entropy"]
 
@@ -48,7 +48,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
     if backend.debugging():
         _check_targets(targets, weight.shape[0], ignore_index)
     compiling = torch.compiler.is_compiling()
-    transformed = not compiling and torch._C._are_functorch_transforms_active()
+    transformed = not compiling and compat_torch.in_transform()
     if x.is_meta or transformed or targets.numel() * weight.shape[0] <= FEW_LOGITS or backend.use_reference():
         return cross_entropy_reference(nn.functional.linear(x, weight), targets, ignore_index)
     dtype = torch.promote_types(x.dtype, weight.dtype)
@@ -117,7 +117,7 @@ cross_entropy.register_autograd(_backward, setup_context=_setup_context)
 
 @cross_entropy.register_vmap
 def _(info, in_dims, *arguments):
-    return each(cross_entropy, info.batch_size, in_dims, arguments)
+    return run_each(cross_entropy, info.batch_size, in_dims, arguments)
 
 
 @register_flop_formula(torch.ops.linnet.linear_cross_entropy)

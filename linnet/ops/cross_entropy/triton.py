@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linnet.ops.launching import launch
+
 BLOCK, WARPS = 4096, 16
 
 
@@ -14,10 +16,9 @@ def softmax_in_place(
     """nll [N] (0 where ignored), and softmax - onehot (0 where ignored) in the memory of the logits."""
     nll = logits.new_empty(logits.shape[0], dtype=torch.float32)
     block = min(BLOCK, triton.next_power_of_2(logits.shape[1]))
-    with torch.cuda.device_of(logits):
-        softmax_kernel[(logits.shape[0],)](
-            logits, targets.contiguous(), nll, logits.shape[1], ignore_index, needs_gradients, block, num_warps=WARPS
-        )
+    constants = logits.shape[1], ignore_index, needs_gradients, block
+    tensors = logits, targets.contiguous(), nll
+    launch(softmax_kernel, logits.shape[0], tensors, (), constants, num_warps=WARPS)
     return nll, logits if needs_gradients else None
 
 

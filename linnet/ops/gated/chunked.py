@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from linnet.ops.chunks import Piece, carry, gather, multiply_add, pieces, scatter, start_states
+from linnet.ops.chunks import Piece, carry, count_pairs, gather, multiply_add, pieces, scatter, start_states
 from linnet.ops.documents import documents
 
 CHUNK = 64  # a power of two
@@ -37,16 +37,16 @@ def gated_forward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    wants_final: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """o [B, T, H, V] and the final state [N, H, K, V], wanted or not; arguments as `gated_linear_attention`."""
+    return_final_state: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """o [B, T, H, V] and the final state [N, H, K, V] or None; arguments as `gated_linear_attention`."""
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     # In here states are [N, H, V, K], so that decays, which vary along K, multiply them row by row.
     state = start_states(initial_state, q, k, v, cu_seqlens).mT.contiguous()
     for rows, start, end in documents(cu_seqlens, *q.shape[:2]):
         inputs = [x[:, start:end] for x in (q, k, v, log_decay)]
         _forward_span(*inputs, scale, state[rows], o[:, start:end])
-    return o, state.mT.contiguous()
+    return o, state.mT.contiguous() if return_final_state else None
 
 
 def gated_backward(
@@ -204,3 +204,19 @@ def _diagonal_scores(q: Tensor, k: Tensor) -> Tensor:
     scores = q.new_zeros(*q.shape[:-1], q.shape[-2])
     scores.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
     return scores
+
+
+# FLOPs from shapes: 2 per multiply-add, in chunks of 64 whatever form runs, matrix products only. Halving computes half
+# of the scores; the products with ones that sum log-decays or their gradients are sums, and left out.
+
+
+def forward_flops(q_shape, k_shape, v_shape, *_, **__) -> int:
+    """C (K + 2 V) + 4 K V per token and head: half the scores, scores with v, the state's update and use."""
+    (B, T, H, K), V = q_shape, v_shape[-1]
+    return B * H * (count_pairs(T, CHUNK) * (K + 2 * V) + 4 * T * K * V)
+
+
+def backward_flops(q_shape, k_shape, v_shape, *_, **__) -> int:
+    """C (3 K + 4 V) + 10 K V per token and head: scores, gradients of scores, q, k and v, five products with states."""
+    (B, T, H, K), V = q_shape, v_shape[-1]
+    return B * H * (count_pairs(T, CHUNK) * (3 * K + 4 * V) + 10 * T * K * V)

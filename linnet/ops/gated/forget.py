@@ -11,11 +11,9 @@ from torch.nn import functional as F
 
 from linnet.ops import backend
 from linnet.ops.arguments import check_devices, check_matrix_state
-from linnet.ops.chunks import exact
-from linnet.ops.direct import no_state
 from linnet.ops.gated import chunked
 from linnet.ops.gated.reference import gated_reference
-from linnet.ops.gated.registration import register
+from linnet.ops.registration import register_matrix_state
 
 
 def forget_gate(x: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -61,78 +59,45 @@ def forget_gated_attention(
         o [B, T, H, V] in the dtype of v, and the final state [N, H, K, V] or None. All tensors have gradients.
 
     Raises:
-        ValueError: shapes or dtypes that do not go together, offsets that do not rise from 0 to T.
+        ValueError: shapes or dtypes that do not go together, float16 on a GPU, offsets that do not rise from 0 to T.
     """
     check_matrix_state("forget_gated_attention", q, x, v, initial_state, cu_seqlens, key="x")
     if lower_bound is not None and (lower_bound.shape != q.shape[2:] or not lower_bound.is_floating_point()):
         raise ValueError(
             f"forget_gated_attention: lower_bound has shape {list(lower_bound.shape)} and dtype {lower_bound.dtype}; "
-            f"give floating-point {list(q.shape[2:])}, one a channel of the key, or None"
+            f"give floating-point {list(q.shape[2:])}, one per channel of the key, or None"
         )
     check_devices("forget_gated_attention", q=q, lower_bound=lower_bound)
     if backend.use_reference():
         log_decay, k = forget_gate(x, lower_bound)
         o, final_state = gated_reference(q, k, v, log_decay, initial_state, cu_seqlens, scale)
     else:
-        o, final_state = _direct(q, x, v, lower_bound, initial_state, cu_seqlens, float(scale), output_final_state)
+        arguments = (q, x, v, lower_bound, initial_state, cu_seqlens, float(scale))
+        o, final_state = forget_gated.call(*arguments, output_final_state)
     return o, final_state if output_final_state else None
 
 
-@torch.library.custom_op("linnet::forget_gated", mutates_args=())
-def forget_gated(
-    q: Tensor,
-    x: Tensor,
-    v: Tensor,
-    lower_bound: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    wants_final: bool = True,
-) -> tuple[Tensor, Tensor]:
-    o, final = _forward(q, x, v, lower_bound, initial_state, cu_seqlens, scale, wants_final)
-    return o, final if wants_final else no_state(q)
-
-
-@torch.library.custom_op("linnet::forget_gated_backward", mutates_args=())
-def forget_gated_backward(
-    q: Tensor,
-    x: Tensor,
-    v: Tensor,
-    lower_bound: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    do: Tensor,
-    dfinal: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, x, v, the lower bound and the initial state, empty for what is None."""
-    *gradients, dinitial = _gradients(q, x, v, lower_bound, initial_state, cu_seqlens, scale, do, dfinal)
-    return *gradients, no_state(q) if initial_state is None else dinitial
-
-
-def _forward(q, x, v, lower_bound, initial_state, cu_seqlens, scale: float, wants_final: bool):
+def _forward(q, x, v, lower_bound, initial_state, cu_seqlens, scale: float, return_final_state: bool):
     kernels = _kernels(q, x, v)
     if kernels is not None:
         call = kernels.Call(q, None, x, lower_bound, v, initial_state, cu_seqlens, scale)
-        return kernels.forward(call, wants_final)
-    with exact(q):
-        log_decay, k = forget_gate(x, lower_bound)
-        return chunked.gated_forward(q, k.to(q.dtype), v, log_decay, initial_state, cu_seqlens, scale)
+        return kernels.forward(call, return_final_state)
+    log_decay, k = forget_gate(x, lower_bound)
+    return chunked.gated_forward(q, k.to(q.dtype), v, log_decay, initial_state, cu_seqlens, scale, return_final_state)
 
 
-def _gradients(q, x, v, lower_bound, initial_state, cu_seqlens, scale: float, do, dfinal):
+def _backward(q, x, v, lower_bound, initial_state, cu_seqlens, scale: float, do, dfinal):
     kernels = _kernels(q, x, v, do)
     if kernels is not None:
         call = kernels.Call(q, None, x, lower_bound, v, initial_state, cu_seqlens, scale)
         dq, _, dv, dx, dlower, dinitial = kernels.backward(call, do, dfinal)
-        return dq, dx, dv, q.new_empty(0) if dlower is None else dlower, dinitial
-    with exact(q):
-        log_decay, k = forget_gate(x, lower_bound)
-        dq, dk, dv, dlog_decay, dinitial = chunked.gated_backward(
-            q, k.to(q.dtype), v, log_decay, initial_state, cu_seqlens, scale, do, dfinal
-        )
-        dx, dlower = _gate_backward(x, lower_bound, log_decay, dlog_decay, dk)
-        return dq, dx, dv, q.new_empty(0) if dlower is None else dlower, dinitial
+        return dq, dx, dv, dlower, dinitial
+    log_decay, k = forget_gate(x, lower_bound)
+    dq, dk, dv, dlog_decay, dinitial = chunked.gated_backward(
+        q, k.to(q.dtype), v, log_decay, initial_state, cu_seqlens, scale, do, dfinal
+    )
+    dx, dlower = _gate_backward(x, lower_bound, log_decay, dlog_decay, dk)
+    return dq, dx, dv, dlower, dinitial
 
 
 def _gate_backward(x: Tensor, beta: Tensor | None, log_f: Tensor, dlog_f: Tensor, dk: Tensor):
@@ -151,14 +116,16 @@ def _kernels(q: Tensor, *others: Tensor):
     if not backend.use_triton("gated", q.is_cuda):
         return None
     form = importlib.import_module("linnet.ops.gated.triton")
-    return form if form.supports(q, *others) else None
+    return form if form.supports("forget_gated_attention", q, *others) else None
 
 
-def _choose_axes(arguments, in_dims):
-    """Models fold into the batch; with a lower bound, whose gradient is one a model, or packed documents (B = 1) into
-    the heads."""
-    heads = arguments[3] is not None or arguments[5] is not None
-    return (2, 2, 2, 0, 1, None, 2, 1) if heads else (0, 0, 0, None, 0, None, 0, 0)
-
-
-_direct = register(forget_gated, forget_gated_backward, _choose_axes, _forward, _gradients)
+# A lower bound has one gradient per model, so that its models fold into the heads.
+forget_gated = register_matrix_state(
+    "forget_gated",
+    _forward,
+    _backward,
+    by_heads=lambda arguments, in_dims: arguments[3] is not None,
+    gate_axes=(None, 0),
+    flops=chunked.forward_flops,
+    backward_flops=chunked.backward_flops,
+)

@@ -1,11 +1,12 @@
 """The gradients of q, k and the decays of gated linear attention, for all chunks at once.
 
-Tiles are turned, [channels, tokens]: then what a product of one warp gives is an operand of the next as it is.
+Tiles are transposed, [channels, tokens]: then what a product of one warp gives is an operand of the next as it is.
 """
 
 import triton
 import triton.language as tl
 
+from linnet.ops.device import load_masked, store_masked
 from linnet.ops.gated.tiles import (
     any_strong,
     choose_after,
@@ -14,12 +15,10 @@ from linnet.ops.gated.tiles import (
     invert,
     is_between,
     lay_out,
-    load_tile,
     locate,
     open_gate,
     read_gate,
-    store_tile,
-    sum_turned,
+    sum_transposed,
     to_operand,
 )
 
@@ -43,8 +42,8 @@ def pairs_kernel(
         j = block + tl.arange(0, BV)
         mask = (r < left)[:, None] & (j < V)[None, :]
         at = r[:, None] * (H * V) + j[None, :]
-        tv = load_tile(v, at, mask, not EVEN or V % BV != 0).to(OPERAND)
-        tdo = load_tile(do, at, mask, not EVEN or V % BV != 0).to(OPERAND)
+        tv = load_masked(v, at, mask, not EVEN or V % BV != 0).to(OPERAND)
+        tdo = load_masked(do, at, mask, not EVEN or V % BV != 0).to(OPERAND)
         pairs = tl.dot(tdo, tl.trans(tv), pairs, input_precision=PRECISION)
     tile = pid.to(tl.int64)
     tl.store(same + tile * C + r, tl.sum(tl.where(r[:, None] == r[None, :], pairs, 0.0), 1))
@@ -130,11 +129,11 @@ def _gradients(
         j = block + tl.arange(0, BV)
         value_mask = (r < left)[:, None] & (j < V)[None, :]
         value_at = r[:, None] * (H * V) + j[None, :]
-        tv = load_tile(v, value_at, value_mask, not EVEN or V % BV != 0).to(OPERAND)
-        tdo = load_tile(do, value_at, value_mask, not EVEN or V % BV != 0).to(OPERAND)
+        tv = load_masked(v, value_at, value_mask, not EVEN or V % BV != 0).to(OPERAND)
+        tdo = load_masked(do, value_at, value_mask, not EVEN or V % BV != 0).to(OPERAND)
         state_mask = (j < V)[:, None] & (i < K)[None, :]
-        entered = load_tile(entries, j[:, None] * K + i[None, :], state_mask, V % BV != 0 or K % BK != 0)
-        left_over = load_tile(exits, j[:, None] * K + i[None, :], state_mask, V % BV != 0 or K % BK != 0)
+        entered = load_masked(entries, j[:, None] * K + i[None, :], state_mask, V % BV != 0 or K % BK != 0)
+        left_over = load_masked(exits, j[:, None] * K + i[None, :], state_mask, V % BV != 0 or K % BK != 0)
         from_entry = tl.dot(tl.trans(entered), tl.trans(tdo), from_entry, input_precision=PRECISION)
         to_exit = tl.dot(tl.trans(left_over), tl.trans(tv), to_exit, input_precision=PRECISION)
         through += tl.sum(entered.to(tl.float32) * left_over.to(tl.float32), 0)
@@ -148,7 +147,7 @@ def _gradients(
     lower = 0.0
     if BOUNDED:
         lower = tl.load(bound + h * K + i, mask=i < K, other=0.0).to(tl.float32)[:, None]
-    tq = lay_out(load_tile(q, at, mask, MASKED), one, OPERAND, PRECISION) * scale
+    tq = lay_out(load_masked(q, at, mask, MASKED), one, OPERAND, PRECISION) * scale
     tk, decay = read_gate(k, gate, lower, at, mask, FORGET, MASKED, one, OPERAND, PRECISION)
     first = tl.sum(tl.where((r < C // 2)[None, :], decay, 0.0), 1)
     second = tl.sum(tl.where((r < C // 2)[None, :], 0.0, decay), 1)
@@ -156,21 +155,21 @@ def _gradients(
 
     # The gradients of the scores, [query, key] and [key, query].
     dpairs = tl.load(dscores + r[:, None] * C + r[None, :])
-    turned = tl.load(dscores + r[None, :] * C + r[:, None])
+    transposed = tl.load(dscores + r[None, :] * C + r[:, None])
     # `inside` are the terms q dq - k dk of the pairs in the chunk. Both gradients of a pair are products of the same
     # rounded factors, so that what cancels in their sums cancels in full; q_t k_t, which no decay touches, is left out.
     if EXACT:
-        from_entry *= exp2(sum_turned(decay, tl.load(choices + C * C), OPERAND, PRECISION), OPERAND)
-        to_exit *= exp2(sum_turned(decay, choose_after(columns, rows), OPERAND, PRECISION), OPERAND)
+        from_entry *= exp2(sum_transposed(decay, tl.load(choices + C * C), OPERAND, PRECISION), OPERAND)
+        to_exit *= exp2(sum_transposed(decay, choose_after(columns, rows), OPERAND, PRECISION), OPERAND)
         gq = tl.zeros([BK, C], tl.float32)
         gk = tl.zeros([BK, C], tl.float32)
         inside = tl.zeros([BK, C], tl.float32)
         LEVELS: tl.constexpr = C.bit_length() - 1
         for level in tl.range(0, LEVELS + tl.minimum(left, 0)):
             halves = choose_from_halves(columns, rows, level)
-            apart = exp2(sum_turned(decay, halves, OPERAND, PRECISION), OPERAND)
+            apart = exp2(sum_transposed(decay, halves, OPERAND, PRECISION), OPERAND)
             half_q, half_k = to_operand(tq * apart, OPERAND), to_operand(tk * apart, OPERAND)
-            late = tl.where(is_between(columns, rows, level), turned, 0.0).to(OPERAND)
+            late = tl.where(is_between(columns, rows, level), transposed, 0.0).to(OPERAND)
             early = tl.where(is_between(rows, columns, level), dpairs, 0.0).to(OPERAND)
             late_q = tl.dot(half_k, late, input_precision=PRECISION)
             early_k = tl.dot(half_q, early, input_precision=PRECISION)
@@ -178,10 +177,10 @@ def _gradients(
             gq += late_q * apart
             gk += early_k * apart
     else:
-        around = sum_turned(decay, tl.load(choices + C * C), OPERAND, PRECISION) - first[:, None]
+        around = sum_transposed(decay, tl.load(choices + C * C), OPERAND, PRECISION) - first[:, None]
         ahead, behind = exp2(around, OPERAND), exp2(-around, OPERAND)
         mid_q, mid_k = to_operand(tq * ahead, OPERAND), to_operand(tk * behind, OPERAND)
-        gq = tl.dot(mid_k, turned, input_precision=PRECISION)
+        gq = tl.dot(mid_k, transposed, input_precision=PRECISION)
         gk = tl.dot(mid_q, dpairs, input_precision=PRECISION)
         inside = mid_q.to(tl.float32) * gq - mid_k.to(tl.float32) * gk
         gq *= ahead
@@ -191,21 +190,21 @@ def _gradients(
 
     # Through step t pass: pairs in the chunk, queries from t on that read the entry state, keys before t that the exit
     # state holds, and the entry state as far as the exit state holds it. None is the difference of larger terms.
-    ddecay = sum_turned(inside + tq * from_entry, tl.load(choices + 2 * C * C), OPERAND, PRECISION)
-    ddecay += sum_turned(tk * to_exit, tl.load(choices + 3 * C * C), OPERAND, PRECISION)
+    ddecay = sum_transposed(inside + tq * from_entry, tl.load(choices + 2 * C * C), OPERAND, PRECISION)
+    ddecay += sum_transposed(tk * to_exit, tl.load(choices + 3 * C * C), OPERAND, PRECISION)
     ddecay += through[:, None]
     own = tl.load(same + tile * C + r)[None, :]
     gq = (gq + from_entry + own * tk) * scale
     gk += to_exit + own * tq
-    store_tile(dq, at, gq, mask, MASKED)
+    store_masked(dq, at, gq, mask, MASKED)
     if FORGET:
         # The gate anew, rather than in registers all the way.
-        u, top, share = open_gate(lay_out(load_tile(gate, at, mask, MASKED), one, OPERAND, PRECISION), lower, OPERAND)
+        u, top, share = open_gate(lay_out(load_masked(gate, at, mask, MASKED), one, OPERAND, PRECISION), lower, OPERAND)
         ddecay *= invert(top, OPERAND)
         if BOUNDED:
             part = tl.sum(tl.where(mask, u * (ddecay - gk * share), 0.0), 1)
             tl.store(dbound + tile * K + i, part, mask=i < K)
         ddecay = tk * (ddecay - gk * share)
     else:
-        store_tile(dk, at, gk, mask, MASKED)
-    store_tile(dgate, at, ddecay, mask, MASKED)
+        store_masked(dk, at, gk, mask, MASKED)
+    store_masked(dgate, at, ddecay, mask, MASKED)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from linnet.ops.device import load_masked, span, store_masked
 from linnet.ops.gated.tiles import (
     any_strong,
     choose_after,
@@ -11,10 +12,8 @@ from linnet.ops.gated.tiles import (
     exp2,
     is_between,
     load_bound,
-    load_tile,
     locate,
     read_gate,
-    store_tile,
     sum_tokens,
 )
 
@@ -52,15 +51,15 @@ def prepare_kernel(
         )
         first = tl.sum(tl.where((r < C // 2)[:, None], decay, 0.0), 0)
         second = tl.sum(tl.where((r < C // 2)[:, None], 0.0, decay), 0)
-        store_tile(decays + tile * K, i, exp2(first + second, OPERAND), i < K, PADDED)
+        store_masked(decays + tile * K, i, exp2(first + second, OPERAND), i < K, PADDED)
         least = tl.minimum(least, tl.minimum(first, second))
         # Around the middle of the chunk both factors of every decay fit into the exponents of the operands.
-        tq = load_tile(q, at, mask, MASKED).to(tl.float32) * scale
+        tq = load_masked(q, at, mask, MASKED).to(tl.float32) * scale
         around = tl.cumsum(decay, 0) - first[None, :]
         mid_q = tq * exp2(around, OPERAND)
         mid_k = tk * exp2(-around, OPERAND)
-        store_tile(since_q, to, mid_q * exp2(first, OPERAND)[None, :], (i < K)[None, :], PADDED)
-        store_tile(until_k, to, mid_k * exp2(second, OPERAND)[None, :], (i < K)[None, :], PADDED)
+        store_masked(since_q, to, mid_q * exp2(first, OPERAND)[None, :], (i < K)[None, :], PADDED)
+        store_masked(until_k, to, mid_k * exp2(second, OPERAND)[None, :], (i < K)[None, :], PADDED)
         pairs = tl.dot(mid_q.to(OPERAND), tl.trans(mid_k.to(OPERAND)), pairs, input_precision=PRECISION)
     pairs = tl.where(r[:, None] >= r[None, :], pairs, 0.0)
     tl.store(scores + tile * (C * C) + r[:, None] * C + r[None, :], pairs.to(OPERAND))
@@ -108,15 +107,15 @@ def _prepare_strongly(
     base = (row * H + h) * K
     if not FORGET:
         k += base
-    tq = load_tile(q + base, at, mask, MASKED).to(tl.float32) * scale
+    tq = load_masked(q + base, at, mask, MASKED).to(tl.float32) * scale
     tk, decay = read_gate(
         k, gate + base, load_bound(bound, h, i, K, BOUNDED), at, mask, FORGET, MASKED, None, OPERAND, PRECISION
     )
     later, earlier = r[:, None], r[None, :]
     late_q = tq * exp2(sum_tokens(choose_until(later, earlier), decay, OPERAND, PRECISION), OPERAND)
     early_k = tk * exp2(sum_tokens(choose_after(later, earlier), decay, OPERAND, PRECISION), OPERAND)
-    store_tile(since_q + tile * (C * K), to, late_q, (i < K)[None, :], PADDED)
-    store_tile(until_k + tile * (C * K), to, early_k, (i < K)[None, :], PADDED)
+    store_masked(since_q + tile * (C * K), to, late_q, (i < K)[None, :], PADDED)
+    store_masked(until_k + tile * (C * K), to, early_k, (i < K)[None, :], PADDED)
     pairs = tl.where(r[:, None] == r[None, :], tl.sum(tq * tk, 1)[:, None], 0.0)
     LEVELS: tl.constexpr = C.bit_length() - 1
     for level in tl.range(0, LEVELS):
@@ -172,13 +171,10 @@ def _sweep(
     g = pid // (BLOCKS * N * H)
     n, h = nh // H, nh % H
     r, i, j = tl.arange(0, C), tl.arange(0, PK), pid % BLOCKS * BV + tl.arange(0, BV)
+    row, length = span(offsets, n, T, DOCUMENTS)
     if DOCUMENTS:
-        row = tl.minimum(tl.maximum(tl.load(offsets + n), 0), T).to(tl.int64)
-        length = (tl.maximum(tl.minimum(tl.load(offsets + n + 1), T), row) - row).to(tl.int32)
         slot = row // C + n
     else:
-        row = n.to(tl.int64) * T
-        length = T
         slot = n.to(tl.int64) * tl.cdiv(T, C)
     chunks = tl.cdiv(length, C)
     per = tl.cdiv(chunks, G)

@@ -1,14 +1,14 @@
-"""Gated linear attention for one token, as in decoding."""
-
-import importlib
+"""Gated linear attention for one token, as in decoding; from a forget gate also with a state that is written only every
+N tokens: then the gate's logits and the values of the last tokens are pending (`linnet.ops.stepping`)."""
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from linnet.ops.chunks import exact
-from linnet.ops.direct import shorten
 from linnet.ops.gated.forget import forget_gate
-from linnet.ops.stepping import use_kernel
+from linnet.ops.registration import register_step
+from linnet.ops.stepping import append, check_pending, fits_kernel, use_kernel
 
 
 def gated_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -32,7 +32,7 @@ def gated_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
             f"state {list(state.shape)}; give q, k and log_decay [B, H, K], v [B, H, V] and the state [B, H, K, V]"
         )
     if use_kernel("gated", state, q, k, v, log_decay):
-        return _kernel(q, k, v, log_decay, None, state, float(scale))
+        return _step(q, k, v, log_decay, None, state, float(scale))
     with exact(q):
         state.mul_(log_decay.to(state.dtype).exp()[..., None])
         state.addcmul_(k.to(state.dtype)[..., None], v.to(state.dtype)[..., None, :])
@@ -65,21 +65,76 @@ def forget_gated_step(
     if lower_bound is not None and lower_bound.shape != (H, K):
         raise ValueError(f"forget_gated_step: lower_bound has shape {list(lower_bound.shape)}; give [{H}, {K}]")
     if use_kernel("gated", state, q, x, v, lower_bound):
-        return _kernel(q, None, v, x, lower_bound, state, float(scale))
+        return _step(q, None, v, x, lower_bound, state, float(scale))
     log_decay, k = forget_gate(x, lower_bound)
     return gated_step(q, k.to(q.dtype), v, log_decay, state, scale=scale)
 
 
-@torch.library.custom_op("linnet::gated_step", mutates_args=("state",))
-def _step(
-    q: Tensor, k: Tensor | None, v: Tensor, gate: Tensor, lower_bound: Tensor | None, state: Tensor, scale: float
+def forget_gated_pending_step(
+    q: Tensor,
+    x: Tensor,
+    v: Tensor,
+    state: Tensor,
+    gates: Tensor,
+    values: Tensor,
+    pending: Tensor,
+    *,
+    lower_bound: Tensor | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
-    return importlib.import_module("linnet.ops.gated.step_kernel").step(q, k, v, gate, lower_bound, state, scale)
+    """One step of `forget_gated_step` behind n pending tokens; as the last of N it writes the state.
+
+    Args:
+        q, x: [B, H, K]; x are the logits of the forget gate.
+        v: [B, H, V].
+        state: [B, H, K, V], float32 or float64: the state n tokens ago; updated in place.
+        gates: [B, H, N - 1, K], values: [B, H, N - 1, V]: the pending tokens, in the dtypes of x and v; updated in
+            place. Only the first n are read.
+        pending: int32 [B], n of each sequence, 0 to N - 1; the caller counts, after the step of all layers.
+        lower_bound: [H, K], beta in (0, 1); None for 0.
+
+    Returns:
+        o [B, H, V] in the dtype of v.
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together.
+    """
+    B, H, K = q.shape
+    if x.shape != q.shape or v.shape[:-1] != (B, H) or state.shape != (B, H, K, v.shape[-1]):
+        raise ValueError(
+            f"forget_gated_pending_step: q {list(q.shape)}, x {list(x.shape)}, v {list(v.shape)}, state "
+            f"{list(state.shape)}; give q and x [B, H, K], v [B, H, V] and the state [B, H, K, V]"
+        )
+    check_pending("forget_gated_pending_step", pending, gates=(gates, x), values=(values, v))
+    if lower_bound is not None and lower_bound.shape != (H, K):
+        raise ValueError(f"forget_gated_pending_step: lower_bound has shape {list(lower_bound.shape)}; give [{H}, {K}]")
+    if fits_kernel(pending, gates, values) and use_kernel("gated", state, q, x, v, lower_bound):
+        return _pending_step(q, x, v, state, gates, values, pending, lower_bound, float(scale))
+    with exact(q):
+        return _pending_plain(q, x, v, state, gates, values, pending, lower_bound, scale)
 
 
-@_step.register_fake
-def _(q, k, v, gate, lower_bound, state, scale):
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
+def _pending_plain(q, x, v, state, gates, values, pending, lower_bound, scale):
+    x, there, full = append(x, gates, pending)
+    v_all, _, _ = append(v, values, pending)
+    log_decay, k = forget_gate(x, None if lower_bound is None else lower_bound[:, None])
+    log_decay, k = log_decay.to(state.dtype).where(there, 0.0), k.to(state.dtype).where(there, 0.0)
+    behind = F.pad(log_decay[:, :, 1:], (0, 0, 0, 1)).flip(2).cumsum(2).flip(2)  # of the tokens behind each
+    after = state * log_decay.sum(2).exp()[..., None] + (k * behind.exp()).mT @ v_all.to(state.dtype)
+    state.copy_(torch.where(full, after, state))
+    return (scale * (q.to(state.dtype)[..., None, :] @ after).squeeze(-2)).to(v.dtype)
 
 
-_kernel = shorten(_step)
+_step = register_step(
+    "gated_step",
+    "Tensor q, Tensor? k, Tensor v, Tensor gate, Tensor? lower_bound, Tensor(a!) state, float scale",
+    "gated.step_kernel.step",
+    like="v",
+)
+_pending_step = register_step(
+    "forget_gated_pending_step",
+    "Tensor q, Tensor x, Tensor v, Tensor(a!) state, Tensor(b!) gates, Tensor(c!) values, Tensor pending, "
+    "Tensor? lower_bound, float scale",
+    "gated.step_kernel.pending_step",
+    like="v",
+)

@@ -8,7 +8,8 @@ floor(b / C) + n + c, so that slots are known without a look at the other docume
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from linnet.ops.device import LOG2_E, load_masked
+
 # 2 to it is 0 in float32: a decay to less is a decay to 0, and -inf becomes a number that can be summed.
 FLOOR = tl.constexpr(-160.0)
 
@@ -65,8 +66,8 @@ def sum_tokens(choice, x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def sum_turned(x, choice, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """x [K, C] @ choice [C, C]: as `sum_tokens`, of a turned tile with the choices turned."""
+def sum_transposed(x, choice, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """x [K, C] @ choice [C, C]: as `sum_tokens`, of a transposed tile with the choices transposed."""
     if OPERAND == tl.bfloat16:
         high = to_operand(x, OPERAND)
         low = to_operand(x - high.to(tl.float32), OPERAND)
@@ -76,7 +77,7 @@ def sum_turned(x, choice, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def lay_out(x, one, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """A turned tile [K, C] in float32, laid out as the results of products.
+    """A transposed tile [K, C] in float32, laid out as the results of products.
 
     A product with the identity, `one`, does what no function asks for: left to itself the compiler evaluates the gate
     anew in each of the layouts in which its parts are used.
@@ -84,7 +85,7 @@ def lay_out(x, one, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     if OPERAND == tl.bfloat16:
         if x.dtype == tl.bfloat16:
             return tl.dot(x, one)
-        return sum_turned(x.to(tl.float32), one, OPERAND, PRECISION)
+        return sum_transposed(x.to(tl.float32), one, OPERAND, PRECISION)
     return x.to(tl.float32)
 
 
@@ -153,30 +154,12 @@ def open_gate(x, lower, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def load_tile(pointer, at, mask, MASKED: tl.constexpr):
-    """A tile, with zeros where MASKED and outside the mask."""
-    if MASKED:
-        return tl.load(pointer + at, mask=mask, other=0.0)
-    else:
-        return tl.load(pointer + at)
-
-
-@triton.jit
-def store_tile(pointer, at, x, mask, MASKED: tl.constexpr):
-    """Stores a tile in the dtype of the pointer, inside the mask if MASKED."""
-    if MASKED:
-        tl.store(pointer + at, x.to(pointer.dtype.element_ty), mask=mask)
-    else:
-        tl.store(pointer + at, x.to(pointer.dtype.element_ty))
-
-
-@triton.jit
 def read_gate(
     k, gate, lower, at, mask, FORGET: tl.constexpr, MASKED: tl.constexpr, one, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """k and the log-decay of a tile, in float32; with `one` as in `lay_out`, of a turned tile."""
-    x = load_tile(gate, at, mask, MASKED)
+    """k and the log-decay of a tile, in float32; with `one` as in `lay_out`, of a transposed tile."""
+    x = load_masked(gate, at, mask, MASKED)
     if not FORGET:
         x = tl.maximum(x.to(tl.float32) * LOG2_E, FLOOR)
     if one is not None:
@@ -190,7 +173,7 @@ def read_gate(
             key = tl.where(mask, key, 0.0)
             decay = tl.where(mask, decay, 0.0)
     else:
-        key = load_tile(k, at, mask, MASKED)
+        key = load_masked(k, at, mask, MASKED)
         if one is not None:
             key = lay_out(key, one, OPERAND, PRECISION)
         key, decay = key.to(tl.float32), x

@@ -75,12 +75,12 @@ def gated_forward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    wants_final: bool = True,
+    return_final_state: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """o [B, T, H, V] and the final state [N, H, K, V], None if not wanted; arguments as `gated_linear_attention`."""
-    if not supports(q, k, v):
-        return chunked.gated_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale)
-    return forward(Call(q, k, log_decay, None, v, initial_state, cu_seqlens, scale), wants_final)
+    """o [B, T, H, V] and the final state [N, H, K, V], None if not requested; arguments as `gated_linear_attention`."""
+    if not supports("gated_linear_attention", q, k, v):
+        return chunked.gated_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale, return_final_state)
+    return forward(Call(q, k, log_decay, None, v, initial_state, cu_seqlens, scale), return_final_state)
 
 
 def gated_backward(
@@ -95,7 +95,7 @@ def gated_backward(
     dfinal: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v, log_decay and the initial state if there is one, from those of o and of the final state."""
-    if not supports(q, k, v, do):
+    if not supports("gated_linear_attention", q, k, v, do):
         return chunked.gated_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
     dq, dk, dv, dlog_decay, _, dinitial = backward(
         Call(q, k, log_decay, None, v, initial_state, cu_seqlens, scale), do, dfinal
@@ -103,10 +103,10 @@ def gated_backward(
     return dq, dk, dv, dlog_decay, dinitial
 
 
-def supports(q: Tensor, *others: Tensor) -> bool:
-    alike = all(x.dtype == q.dtype for x in others) and q.dtype != torch.float64
-    v = others[-1]
-    return alike and all(8 <= width <= 256 and width % 8 == 0 for width in (q.shape[-1], v.shape[-1]))
+def supports(op: str, q: Tensor, *others: Tensor) -> bool:
+    """Whether the kernels take tensors of the widths of the keys q and of the values, the last of `others`."""
+    dtypes = q.dtype, *(x.dtype for x in others)
+    return backend.takes_kernels(op, dtypes, (q.shape[-1], others[-1].shape[-1]))
 
 
 class Call:
@@ -142,10 +142,10 @@ class Call:
         return self.empty(self.states, self.H, self.K, self.V, dtype=torch.float32)
 
 
-def forward(call: Call, wants_final: bool) -> tuple[Tensor, Tensor | None]:
+def forward(call: Call, return_final_state: bool) -> tuple[Tensor, Tensor | None]:
     """o and the final state, or None."""
     o = torch.empty_like(call.v)
-    final = call.empty_state() if wants_final else None
+    final = call.empty_state() if return_final_state else None
     prepared = _prepare(call)
     _sweep(call, prepared, call.v, call.initial_state, o, final)
     return o, final

@@ -32,9 +32,9 @@ def lightning_forward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    wants_final: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """o [B, T, H, V] and the final state [N, H, K, V], wanted or not; arguments as `lightning_attention`."""
+    return_final_state: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """o [B, T, H, V] and the final state [N, H, K, V] or None; arguments as `lightning_attention`."""
     B, T, H, _ = q.shape
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     final = start_states(initial_state, q, k, v, cu_seqlens)
@@ -42,7 +42,7 @@ def lightning_forward(
     for rows, start, end in documents(cu_seqlens, B, T):
         span = slice(start, end)
         _forward_span(q[:, span], k[:, span], v[:, span], decay, scale, final[rows], o[:, span])
-    return o, final
+    return o, final if return_final_state else None
 
 
 def lightning_backward(

@@ -7,60 +7,31 @@ DA and DC are the widths of a and c, PA the first one padded to a power of two, 
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _span(offsets, n, T, C: tl.constexpr, DOCUMENTS: tl.constexpr, reverse):
-    """The row of [B*T] where the first chunk of a sweep begins, and the length of the sequence or document."""
-    begin, end = n.to(tl.int64) * 0, n.to(tl.int64) * 0 + T
-    if DOCUMENTS:
-        begin = tl.minimum(tl.maximum(tl.load(offsets + n), 0), T).to(tl.int64)
-        end = tl.maximum(tl.minimum(tl.load(offsets + n + 1), T), begin).to(tl.int64)
-        row = tl.where(reverse, end - C, begin)
-    else:
-        row = n.to(tl.int64) * T + tl.where(reverse, end - C, begin)
-    return row, (end - begin).to(tl.int32)
+from linnet.ops.device import LOG2_E, load_tile, span
 
 
 @triton.jit
 def _rate(rates, h, HAS_DECAY: tl.constexpr):
-    """log2 of the decay a token; the bound keeps a decay to zero exact, as in the chunked form."""
+    """log2 of the decay per token; the bound keeps a decay to zero exact, as in the chunked form."""
     if HAS_DECAY:
         return tl.maximum(tl.load(rates + h).to(tl.float32), -1e30) * LOG2_E
     return 0.0
 
 
 @triton.jit
-def _load_tile(pointer, offsets, rows, columns, left, WIDTH: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr,
-               OPERAND: tl.constexpr):  # fmt: skip
-    if EVEN:
-        if PADDED:
-            tile = tl.load(pointer + offsets, mask=(columns < WIDTH)[None, :], other=0.0)
-        else:
-            tile = tl.load(pointer + offsets)
-    else:
-        if PADDED:
-            tile = tl.load(pointer + offsets, mask=(rows < left)[:, None] & (columns < WIDTH)[None, :], other=0.0)
-        else:
-            tile = tl.load(pointer + offsets, mask=(rows < left)[:, None], other=0.0)
-    return tile.to(OPERAND)
-
-
-@triton.jit
-def _load_state(pointer, i, j, flip, DA: tl.constexpr, DC: tl.constexpr, TURNED: tl.constexpr):
-    """[i, j] of a state stored as [DA, DC], or as [DC, DA] if `flip`; [j, i] if TURNED."""
+def _load_state(pointer, i, j, flip, DA: tl.constexpr, DC: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """[i, j] of a state stored as [DA, DC], or as [DC, DA] if `flip`; [j, i] if TRANSPOSED."""
     mask = (i < DA)[:, None] & (j < DC)[None, :]
-    mask_turned = (j < DC)[:, None] & (i < DA)[None, :]
+    mask_transposed = (j < DC)[:, None] & (i < DA)[None, :]
     if flip:
-        turned = tl.load(pointer + j[:, None] * DA + i[None, :], mask=mask_turned, other=0.0)
-        if TURNED:
-            state = turned
+        transposed = tl.load(pointer + j[:, None] * DA + i[None, :], mask=mask_transposed, other=0.0)
+        if TRANSPOSED:
+            state = transposed
         else:
-            state = tl.trans(turned)
+            state = tl.trans(transposed)
     else:
         straight = tl.load(pointer + i[:, None] * DC + j[None, :], mask=mask, other=0.0)
-        if TURNED:
+        if TRANSPOSED:
             state = tl.trans(straight)
         else:
             state = straight
@@ -85,7 +56,8 @@ def summarise_kernel(
     if ROLES == 2:
         if reverse > 0:
             b, c = b1, c1
-    row, length = _span(offsets, n, T, C, DOCUMENTS, reverse > 0)
+    row, length = span(offsets, n, T, DOCUMENTS)
+    row += tl.where(reverse > 0, length - C, 0)  # of the first chunk of the sweep
     rate = _rate(rates, h, HAS_DECAY)
     r, i, j = tl.arange(0, C), tl.arange(0, PA), block * BC + tl.arange(0, BC)
     b += (row * H + h) * DA
@@ -98,12 +70,12 @@ def summarise_kernel(
     per = tl.cdiv(chunks, G)
     hop = row * 0 + (1 - 2 * reverse) * (H * C)
     state = tl.zeros([PA, BC], tl.float32)
-    # A segment that another follows is of whole chunks; the others' summaries are read by none.
+    # A segment that another follows consists of whole chunks; the summaries of the others are not read.
     for x in tl.range(g * per, tl.minimum((g + 1) * per, chunks), num_stages=STAGES):
         move = hop * x
         left = length - x * C
-        tb = _load_tile(b + move * DA, b_tile, r, i, left, DA, PA != DA, EVEN, OPERAND)
-        tc = _load_tile(c + move * DC, c_tile, r, j, left, DC, DC % BC != 0, EVEN, OPERAND)
+        tb = load_tile(b + move * DA, b_tile, r, i, left, 0.0, DA, PA != DA, EVEN).to(OPERAND)
+        tc = load_tile(c + move * DC, c_tile, r, j, left, 0.0, DC, DC % BC != 0, EVEN).to(OPERAND)
         tc = (tc * key[:, None]).to(OPERAND)
         state = tl.dot(tl.trans(tb), tc, state * tl.exp2(rate * C), input_precision=PRECISION)
     to = sums + ((reverse * (N * H) + nh).to(tl.int64) * (G - 1) + g) * (DA * DC)
@@ -117,7 +89,7 @@ def sweep_kernel(
     DA: tl.constexpr, DC: tl.constexpr, C: tl.constexpr, PA: tl.constexpr, BC: tl.constexpr, ROLES: tl.constexpr,
     REVERSE: tl.constexpr, FLIP: tl.constexpr, HAS_DECAY: tl.constexpr, HAS_ENTRY: tl.constexpr,
     HAS_ENTRY2: tl.constexpr, HAS_LEAVE: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TURNED: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = (DC + BC - 1) // BC
@@ -144,7 +116,8 @@ def sweep_kernel(
         flip = FLIP
         has_entry = HAS_ENTRY
         has_leave = HAS_LEAVE
-    row, length = _span(offsets, n, T, C, DOCUMENTS, reverse > 0)
+    row, length = span(offsets, n, T, DOCUMENTS)
+    row += tl.where(reverse > 0, length - C, 0)  # of the first chunk of the sweep
     rate = _rate(rates, h, HAS_DECAY)
     r, i, j = tl.arange(0, C), tl.arange(0, PA), block * BC + tl.arange(0, BC)
     a += (row * H + h) * DA
@@ -158,7 +131,7 @@ def sweep_kernel(
     per = tl.cdiv(chunks, G)
     hop = row * 0 + (1 - 2 * reverse) * (H * C)
 
-    if TURNED:
+    if TRANSPOSED:
         state = tl.zeros([BC, PA], tl.float32)
         apart = r[None, :] - r[:, None]
     else:
@@ -166,12 +139,12 @@ def sweep_kernel(
         apart = r[:, None] - r[None, :]
     if HAS_ENTRY or HAS_ENTRY2:
         if has_entry:
-            state += _load_state(entry + nh.to(tl.int64) * (DA * DC), i, j, flip, DA, DC, TURNED)
+            state += _load_state(entry + nh.to(tl.int64) * (DA * DC), i, j, flip, DA, DC, TRANSPOSED)
     if SPLIT:
         whole = tl.exp2(rate * per * C)
         for before in tl.range(0, g):
             summary = sums + ((reverse * (N * H) + nh).to(tl.int64) * (G - 1) + before) * (DA * DC)
-            state = state * whole + _load_state(summary, i, j, flip, DA, DC, TURNED)
+            state = state * whole + _load_state(summary, i, j, flip, DA, DC, TRANSPOSED)
 
     # The scale belongs to o or to do: to what leaves the state in a plain sweep, to what enters it in a reversed one.
     inside = tl.where(apart >= 0, tl.exp2(rate * tl.maximum(apart, 0)) * scale, 0.0)
@@ -181,12 +154,12 @@ def sweep_kernel(
         move = hop * x
         left = length - x * C
         size = tl.minimum(left, C)
-        ta = _load_tile(a + move * DA, ab_tile, r, i, left, DA, PA != DA, EVEN, OPERAND)
-        tb = _load_tile(b + move * DA, ab_tile, r, i, left, DA, PA != DA, EVEN, OPERAND)
-        tc = _load_tile(c + move * DC, co_tile, r, j, left, DC, DC % BC != 0, EVEN, OPERAND)
+        ta = load_tile(a + move * DA, ab_tile, r, i, left, 0.0, DA, PA != DA, EVEN).to(OPERAND)
+        tb = load_tile(b + move * DA, ab_tile, r, i, left, 0.0, DA, PA != DA, EVEN).to(OPERAND)
+        tc = load_tile(c + move * DC, co_tile, r, j, left, 0.0, DC, DC % BC != 0, EVEN).to(OPERAND)
         until = tl.exp2(rate * tl.maximum(size - 1 - r + reverse, 0)) * key_scale
         over = tl.exp2(rate * size)
-        if TURNED:
+        if TRANSPOSED:
             scores = tl.dot(tb, tl.trans(ta), input_precision=PRECISION)
             out = tl.dot(state.to(OPERAND), tl.trans(ta), input_precision=PRECISION) * since[None, :]
             out = tl.dot(tl.trans(tc), (scores * inside).to(OPERAND), out, input_precision=PRECISION)
@@ -209,7 +182,7 @@ def sweep_kernel(
         # By the program of the last chunk; for an empty document by the first.
         if has_leave & ((g + 1) * per >= chunks) & ((g * per < chunks) | (g == 0)):
             to = leave + nh.to(tl.int64) * (DA * DC)
-            if TURNED:
+            if TRANSPOSED:
                 tl.store(to + i[None, :] * DC + j[:, None], state, mask=(j < DC)[:, None] & (i < DA)[None, :])
             else:
                 tl.store(to + i[:, None] * DC + j[None, :], state, mask=(i < DA)[:, None] & (j < DC)[None, :])

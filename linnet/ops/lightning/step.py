@@ -1,6 +1,10 @@
-"""Lightning Attention for one token, as in decoding."""
+"""Lightning Attention for one token, as in decoding; also with a state that is written only every N tokens.
 
-import importlib
+A pair (k, v) has K + V numbers where the state has K V. With pending tokens (`linnet.ops.stepping`) every step reads
+the state and the pending pairs, and one in N adds the pairs to the state and writes it. The result is the same; sums
+are taken in another order.
+"""
+
 from typing import Literal
 
 import torch
@@ -8,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.ops.chunks import exact
-from linnet.ops.direct import shorten
-from linnet.ops.stepping import use_kernel
+from linnet.ops.registration import register_step
+from linnet.ops.stepping import append, check_pending, fits_kernel, use_kernel
 
 
 def lightning_step(
@@ -46,9 +50,9 @@ def lightning_step(
             "give q and k [B, H, K], v [B, H, V] and the state [B, H, K, V]"
         )
     if log_decay is not None and log_decay.shape != (H,):
-        raise ValueError(f"lightning_step: log_decay has shape {list(log_decay.shape)}; give [{H}], one a head")
+        raise ValueError(f"lightning_step: log_decay has shape {list(log_decay.shape)}; give [{H}], one per head")
     if use_kernel("lightning", state, q, k, v, log_decay):
-        return _kernel(q, k, v, state, log_decay, float(scale), activation)
+        return _step(q, k, v, state, log_decay, float(scale), activation)
     if activation == "silu":
         q, k = F.silu(q), F.silu(k)
     with exact(q):
@@ -58,17 +62,83 @@ def lightning_step(
         return (scale * (q.to(state.dtype)[..., None, :] @ state).squeeze(-2)).to(v.dtype)
 
 
-@torch.library.custom_op("linnet::lightning_step", mutates_args=("state",))
-def _step(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None, scale: float, activation: str
+def lightning_pending_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pending: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    scale: float = 1.0,
+    activation: Literal["none", "silu"] = "none",
 ) -> Tensor:
-    kernel = importlib.import_module("linnet.ops.lightning.step_kernel")
-    return kernel.step(q, k, v, state, log_decay, scale, activation)
+    """One token behind n pending ones: o = scale q (lambda^(n+1) S + sum_j lambda^(n-j) k_j^T v_j + k^T v).
+
+    With n = N - 1 the bracket is the new state; before that the pair becomes the next pending one. S is the state of
+    paper 001, eq. 17, n tokens ago. The caller counts: after the step of all layers, n <- (n + 1) mod N.
+
+    Args:
+        q, k: [B, H, K].
+        v: [B, H, V].
+        state: [B, H, K, V], float32 or float64; updated in place.
+        keys: [B, H, N - 1, K], values: [B, H, N - 1, V]: the pending pairs, in the dtypes of k and v, before the
+            activation; updated in place. Only the first n are read.
+        pending: int32 [B], n of each sequence, 0 to N - 1.
+        log_decay: [H], at most 0; None for no decay.
+        activation: none or silu, on q and k before anything else.
+
+    Returns:
+        o [B, H, V] in the dtype of v.
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together, an unknown activation.
+    """
+    B, H, K = q.shape
+    if activation not in ("none", "silu"):
+        raise ValueError(f"lightning_pending_step: activation {activation!r} is unknown; use none or silu")
+    if k.shape != q.shape or v.shape[:-1] != (B, H) or state.shape != (B, H, K, v.shape[-1]):
+        raise ValueError(
+            f"lightning_pending_step: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, state "
+            f"{list(state.shape)}; give q and k [B, H, K], v [B, H, V] and the state [B, H, K, V]"
+        )
+    check_pending("lightning_pending_step", pending, keys=(keys, k), values=(values, v))
+    if log_decay is not None and log_decay.shape != (H,):
+        raise ValueError(f"lightning_pending_step: log_decay is {list(log_decay.shape)}; give [{H}], one per head")
+    if fits_kernel(pending, keys, values) and use_kernel("lightning", state, q, k, v, log_decay):
+        return _pending_step(q, k, v, state, keys, values, pending, log_decay, float(scale), activation)
+    with exact(q):
+        return _pending_plain(q, k, v, state, keys, values, pending, log_decay, scale, activation)
 
 
-@_step.register_fake
-def _(q, k, v, state, log_decay, scale, activation):
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
+def _pending_plain(q, k, v, state, keys, values, pending, log_decay, scale, activation):
+    (k, _, full), (v_all, _, _) = append(k, keys, pending), append(v, values, pending)
+    if activation == "silu":
+        q, k = F.silu(q), F.silu(k)
+    k, after = k.to(state.dtype), state
+    if log_decay is not None:
+        rate = log_decay.to(state.dtype)[:, None, None]
+        number = pending.long()[:, None, None, None]
+        age = (number - torch.arange(k.shape[2], device=q.device)[:, None]).clamp_min(0)
+        k = k * torch.where(age > 0, (rate * age.clamp_min(1)).exp(), 1.0)  # no infinity times zero
+        after = state * (rate * (number + 1)).exp()
+    after = after + k.mT @ v_all.to(state.dtype)
+    state.copy_(torch.where(full, after, state))
+    return (scale * (q.to(state.dtype)[..., None, :] @ after).squeeze(-2)).to(v.dtype)
 
 
-_kernel = shorten(_step)
+_step = register_step(
+    "lightning_step",
+    "Tensor q, Tensor k, Tensor v, Tensor(a!) state, Tensor? log_decay, float scale, str activation",
+    "lightning.step_kernel.step",
+    like="v",
+)
+_pending_step = register_step(
+    "lightning_pending_step",
+    "Tensor q, Tensor k, Tensor v, Tensor(a!) state, Tensor(b!) keys, Tensor(c!) values, Tensor pending, "
+    "Tensor? log_decay, float scale, str activation",
+    "lightning.step_kernel.pending_step",
+    like="v",
+)

@@ -28,7 +28,15 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.documents import count_states, documents
-from linnet.ops.launching import Launcher, align, choose_operands, count_processors, has_little_shared_memory, pad
+from linnet.ops.launching import (
+    Launcher,
+    align,
+    choose_operands,
+    count_processors,
+    has_little_shared_memory,
+    is_hopper,
+    pad,
+)
 from linnet.ops.lightning import chunked
 from linnet.ops.lightning.kernels import summarise_kernel, sweep_kernel
 
@@ -41,13 +49,13 @@ except ImportError:  # a Triton without Gluon
 
 class Tiles(NamedTuple):
     """How a sweep is cut: tokens a chunk, columns of the state a program, warps, chunks in flight, and whether the
-    state is held with c's columns first (`turned`), which spares its way through shared memory."""
+    state is held with c's columns first (`transposed`), so that it need not pass through shared memory."""
 
     chunk: int
     columns: int
     warps: int
     stages: int
-    turned: bool
+    transposed: bool
 
 
 # Tokens a chunk of the kernel for Hopper GPUs.
@@ -80,15 +88,15 @@ def lightning_forward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    wants_final: bool = True,
+    return_final_state: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """o [B, T, H, V] and the final state [N, H, K, V], None if not wanted; arguments as `lightning_attention`."""
-    plan = _find_plan(q, k, v, None, log_decay, cu_seqlens, initial_state is not None, False, wants_final)
+    """o [B, T, H, V] and the final state [N, H, K, V], None if not requested; arguments as `lightning_attention`."""
+    plan = _find_plan(q, k, v, None, log_decay, cu_seqlens, initial_state is not None, False, return_final_state)
     if plan is None:
-        return chunked.lightning_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale)
+        return chunked.lightning_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale, return_final_state)
     q, k, v, initial_state = align(q), align(k), align(v), align(initial_state)
     o = torch.empty_like(v)
-    final = _empty_state(q, v, cu_seqlens) if wants_final else None
+    final = _empty_state(q, v, cu_seqlens) if return_final_state else None
     _run(plan, (q, k, v, o), [(k, v)], initial_state, None, final, log_decay, cu_seqlens, scale)
     return o, final
 
@@ -237,7 +245,7 @@ def _plan(
 ) -> Plan | None:
     B, T, H, inner = sizes
     dtype = dtypes[0]
-    if len(set(dtypes)) > 1 or dtype == torch.float64 or any(D % 8 or not 8 <= D <= 256 for D in (inner, outer)):
+    if not backend.takes_kernels("lightning_attention", dtypes, (inner, outer)):
         return None
     backward = len(dtypes) > 3
     if backward:
@@ -246,7 +254,7 @@ def _plan(
     # A backward of longer sequences is faster in the Hopper kernel, which takes longer to begin.
     heads_of_256 = inner == outer == 256 and dtype == torch.bfloat16 and (not backward or B * T <= 1024 * states)
     # Its 184 KiB of shared memory are there on Hopper GPUs, not on those before.
-    wide = heads_of_256 and _is_hopper(device) and 2 * states * H >= 3 * count_processors(device)
+    wide = heads_of_256 and _has_hopper_kernels(device) and 2 * states * H >= 3 * count_processors(device)
     shape = Shape(B, T, H, states, dtype, rates is not None, documents, wide, device)
     forms = [Form(inner, outer, False, backward, entry, leave and not backward)]
     if backward:
@@ -316,7 +324,7 @@ def _prepare_sweeps(shape: Shape, group: list[Form], segments: int) -> Launcher:
         first.inner, first.outer, tiles.chunk, pad(first.inner), tiles.columns, len(group), first.reverse, first.flip,
         shape.rates, first.entry, last.entry, last.leave,
         shape.documents, not shape.documents and shape.length % tiles.chunk == 0, segments > 1,
-        *choose_operands(shape.dtype), tiles.stages, tiles.turned,
+        *choose_operands(shape.dtype), tiles.stages, tiles.transposed,
     )  # fmt: skip
     return Launcher(sweep_kernel, programs, constants, num_warps=tiles.warps)
 
@@ -324,12 +332,11 @@ def _prepare_sweeps(shape: Shape, group: list[Form], segments: int) -> Launcher:
 def _suits_hopper(shape: Shape, forms: list[Form]) -> bool:
     widths = all(width in (64, 128, 256) for form in forms for width in (form.inner, form.outer))
     even = not shape.documents and shape.length % HOPPER_CHUNK == 0 and not shape.wide
-    return widths and even and shape.dtype == torch.bfloat16 and _is_hopper(shape.device)
+    return widths and even and shape.dtype == torch.bfloat16 and _has_hopper_kernels(shape.device)
 
 
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return hopper_kernel is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+def _has_hopper_kernels(device: torch.device) -> bool:
+    return hopper_kernel is not None and is_hopper(device)
 
 
 def choose_hopper_tiles(inner: int, outer: int, programs: int, processors: int, sweeps: int) -> tuple[int, int]:

@@ -5,20 +5,17 @@ import math
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
 from linnet.ops.arguments import check_decay_values, check_devices, check_state
 from linnet.ops.chunks import exact, state_dtype
-from linnet.ops.direct import shorten
 from linnet.ops.documents import check_documents, count_states
-from linnet.ops.folding import fold, unfold
 from linnet.ops.longconv import chunked
 from linnet.ops.longconv.filter import ModalFilter, kernel_of, powers, read_table, turn, write_table
 from linnet.ops.longconv.heads import filtered_attention
 from linnet.ops.longconv.reference import kernel_reference, modal_reference
 from linnet.ops.longconv.step import long_convolution_step
-from linnet.ops.looping import each
+from linnet.ops.registration import empty_like, register
 
 __all__ = ["ModalFilter", "filtered_attention", "long_convolution", "long_convolution_step"]
 
@@ -81,7 +78,7 @@ def long_convolution(
 
 
 def _convolve(x: Tensor, kernel: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return _direct(x.unflatten(2, (kernel.shape[0], -1))[None], kernel[None], cu_seqlens)[0].flatten(2)
+    return convolve.call(x.unflatten(2, (kernel.shape[0], -1))[None], kernel[None], cu_seqlens)[0].flatten(2)
 
 
 # What a state adds: the response of the filter to what came before, and the modes after the last token.
@@ -122,68 +119,8 @@ def _places(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return document, index - offsets[document], offsets[document + 1] - 1 - index
 
 
-@torch.library.custom_op("linnet::convolve", mutates_args=())
-def convolve(x: Tensor, kernel: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """x [M, B, T, F, P], kernel [M, F, T]: an axis of models before those of `chunked`, for vmap."""
-    with exact(x):
-        return chunked.convolve_forward(x, kernel, cu_seqlens)
-
-
-@torch.library.custom_op("linnet::convolve_backward", mutates_args=())
-def convolve_backward(x: Tensor, kernel: Tensor, cu_seqlens: Tensor | None, dy: Tensor) -> tuple[Tensor, Tensor]:
-    with exact(x):
-        return chunked.convolve_backward(x, kernel, cu_seqlens, dy)
-
-
-@convolve.register_fake
-def _(x, kernel, cu_seqlens):
-    return x.new_empty(x.shape)
-
-
-@convolve_backward.register_fake
-def _(x, kernel, cu_seqlens, dy):
-    return x.new_empty(x.shape), kernel.new_empty(kernel.shape)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, dy):
-    x, kernel, cu_seqlens = ctx.saved_tensors
-    return *_direct_backward(x, kernel, cu_seqlens, dy), None
-
-
-convolve.register_autograd(_backward, setup_context=_setup_context)
-_direct = shorten(convolve, _setup_context, _backward)
-_direct_backward = shorten(convolve_backward)
-
-
-@convolve.register_vmap
-def _(info, in_dims, *tensors):
-    if in_dims[2] is not None:
-        outputs, dims = each(lambda *call: (convolve(*call),), info.batch_size, in_dims, tensors)
-        return outputs[0], dims[0]
-    x, kernel, cu_seqlens = tensors
-    return unfold(convolve(*_fold(info.batch_size, in_dims, x, kernel), cu_seqlens), info.batch_size, 0), 0
-
-
-@convolve_backward.register_vmap
-def _(info, in_dims, *tensors):
-    if in_dims[2] is not None:
-        return each(convolve_backward, info.batch_size, in_dims, tensors)
-    x, kernel, cu_seqlens, dy = tensors
-    x, kernel, dy = _fold(info.batch_size, (*in_dims[:2], in_dims[3]), x, kernel, dy)
-    grads = convolve_backward(x, kernel, cu_seqlens, dy)
-    return tuple(unfold(grad, info.batch_size, 0) for grad in grads), (0, 0)
-
-
-def _fold(size: int, dims: tuple, *tensors: Tensor) -> list[Tensor]:
-    return [fold(x, dim, size, 0) for x, dim in zip(tensors, dims, strict=False)]
-
-
-# FLOPs, 2 a multiply-add: the whole Toeplitz matrix, zeros included, because it is multiplied; or transforms of length
-# n at 2.5 n log2 n (half of a complex one's 5 n log2 n) and a complex product a frequency. Documents count as one.
+# FLOPs, 2 per multiply-add: the whole Toeplitz matrix, zeros too, because it is multiplied; or transforms of length
+# n at 2.5 n log2 n (half of a complex one's 5 n log2 n) and a complex product per frequency. Documents count as one.
 
 
 def _transforms(x_shape, of_x: int, of_kernel: int, products: int) -> int:
@@ -193,22 +130,36 @@ def _transforms(x_shape, of_x: int, of_kernel: int, products: int) -> int:
     return round(transforms * 2.5 * size * math.log2(size)) + products * rows * 3 * size
 
 
-@register_flop_formula(torch.ops.linnet.convolve)
-def convolve_flops(x_shape, kernel_shape, *_, **__) -> int:
-    """2 T a token and channel, or two transforms a channel and one a filter."""
+def _flops(x_shape, kernel_shape, *_, **__) -> int:
+    """2 T per token and channel, or two transforms per channel and one per filter."""
     models, batch, length, filters, shared = x_shape
     if chunked.is_short(length, batch * shared):
         return 2 * models * batch * filters * shared * length**2
     return _transforms(x_shape, 2, 1, 1)
 
 
-@register_flop_formula(torch.ops.linnet.convolve_backward)
-def convolve_backward_flops(x_shape, kernel_shape, *_, **__) -> int:
-    """4 T a token and channel, or three transforms a channel and two a filter."""
+def _backward_flops(x_shape, kernel_shape, *_, **__) -> int:
+    """4 T per token and channel, or three transforms per channel and two per filter."""
     models, batch, length, filters, shared = x_shape
     if chunked.is_short(length, batch * shared):
         return 4 * models * batch * filters * shared * length**2
     return _transforms(x_shape, 3, 2, 2)
+
+
+# x [M, B, T, F, P], kernel [M, F, T]: an axis of models before those of `chunked`, for vmap.
+convolve = register(
+    "convolve",
+    "Tensor x, Tensor kernel, Tensor? cu_seqlens",
+    chunked.convolve_forward,
+    chunked.convolve_backward,
+    outputs=1,
+    learned=range(2),
+    shapes=lambda x, *_: empty_like(x),
+    like=0,
+    axes=lambda arguments, in_dims: None if in_dims[2] is not None else ((0, 0, None), (0,)),
+    flops=_flops,
+    backward_flops=_backward_flops,
+)
 
 
 def _check(x, filter, initial_state, output_final_state, cu_seqlens) -> None:

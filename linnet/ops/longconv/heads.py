@@ -14,15 +14,13 @@ import importlib
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
 from linnet.ops.chunks import exact, state_dtype
-from linnet.ops.direct import shorten
-from linnet.ops.folding import fold_all, unfold
 from linnet.ops.longconv import whole
 from linnet.ops.longconv.filter import ModalFilter, kernel_of, powers, read_table, write_table
 from linnet.ops.longconv.reference import modal_reference
+from linnet.ops.registration import empty_like, register
 
 OP = "longconv"
 # Forward and backward of a layer (width 128, 16 heads, 4,096 tokens) on one CPU core, in ms at T = 32, 128, 256, 1024:
@@ -67,7 +65,7 @@ def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> 
     if length <= LONGEST and q.shape[3] <= WIDEST and dtype == torch.float32 and backend.use_triton(OP, q.is_cuda):
         with exact(q):
             filters = kernel_of(filter.to(dtype), length)
-        return _direct(q, *(x.to(q.dtype) for x in (k, v)), filters[None])
+        return attend.call(q, *(x.to(q.dtype) for x in (k, v)), filters[None])
     size = min(length, max(CHUNK, 1 << (length.bit_length() // 2)))
     count = -(-length // size)
     with exact(q):
@@ -85,75 +83,38 @@ def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> 
     return y.permute(1, 2, 3, 0, 4).reshape(batch, count * size, *q.shape[2:])[:, :length].to(q.dtype)
 
 
-# What is registered has an axis of models in the filters [M, H, T], for vmap: the rows of q, k, v [R, T, H, D] belong
-# to the models in turn, R / M each.
-
-
-@torch.library.custom_op("linnet::filtered_attention", mutates_args=())
-def _attend(q: Tensor, k: Tensor, v: Tensor, filters: Tensor) -> Tensor:
-    with exact(q):
-        return _form(q).attend_forward(q, k, v, filters)
-
-
-@torch.library.custom_op("linnet::filtered_attention_backward", mutates_args=())
-def _attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, filters: Tensor, dy: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with exact(q):
-        return _form(q).attend_backward(q, k, v, filters, dy)
-
-
 def _form(q: Tensor):
     return importlib.import_module("linnet.ops.longconv.triton") if backend.use_triton(OP, q.is_cuda) else whole
 
 
-@_attend.register_fake
-def _(q, k, v, filters):
-    return q.new_empty(q.shape)
+# FLOPs of all pairs, 2 per multiply-add: two products forward; backward the scores, their gradients, and three more.
 
 
-@_attend_backward.register_fake
-def _(q, k, v, filters, dy):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, filters))
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, dy):
-    return _direct_backward(*ctx.saved_tensors, dy)
-
-
-_attend.register_autograd(_backward, setup_context=_setup_context)
-_direct = shorten(_attend, _setup_context, _backward)
-_direct_backward = shorten(_attend_backward)
-
-
-@_attend.register_vmap
-def _(info, in_dims, *tensors):
-    return unfold(_attend(*fold_all(tensors, in_dims, info.batch_size, (0, 0, 0, 0))), info.batch_size, 0), 0
-
-
-@_attend_backward.register_vmap
-def _(info, in_dims, *tensors):
-    grads = _attend_backward(*fold_all(tensors, in_dims, info.batch_size, (0, 0, 0, 0, 0)))
-    return tuple(unfold(x, info.batch_size, 0) for x in grads), (0, 0, 0, 0)
-
-
-# FLOPs of all pairs, 2 a multiply-add: two products forward; backward the scores, their gradients, and three more.
-
-
-@register_flop_formula(torch.ops.linnet.filtered_attention)
-def _attend_flops(q_shape, *_, **__) -> int:
+def _flops(q_shape, *_, **__) -> int:
     rows, length, heads, width = q_shape
     return 4 * rows * heads * width * length**2
 
 
-@register_flop_formula(torch.ops.linnet.filtered_attention_backward)
-def _attend_backward_flops(q_shape, *_, **__) -> int:
+def _backward_flops(q_shape, *_, **__) -> int:
     rows, length, heads, width = q_shape
     return 10 * rows * heads * width * length**2
+
+
+# The registered op has an axis of models in the filters [M, H, T], for vmap: the rows of q, k, v [R, T, H, D] belong to
+# the models in turn, R / M each.
+attend = register(
+    "filtered_attention",
+    "Tensor q, Tensor k, Tensor v, Tensor filters",
+    lambda q, *arguments: _form(q).attend_forward(q, *arguments),
+    lambda q, *arguments: _form(q).attend_backward(q, *arguments),
+    outputs=1,
+    learned=range(4),
+    shapes=lambda q, *_: empty_like(q),
+    like=0,
+    axes=lambda arguments, in_dims: ((0, 0, 0, 0), (0,)),
+    flops=_flops,
+    backward_flops=_backward_flops,
+)
 
 
 def _outer(x: Tensor, table: Tensor) -> Tensor:

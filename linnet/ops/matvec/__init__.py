@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from linnet.ops import backend
 from linnet.ops.activation import gated_activation
-from linnet.ops.direct import is_plain
+from linnet.ops.compat_torch import is_plain
 
 __all__ = ["gated_linear", "linear", "linears", "make_counters"]
 

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linnet.ops.launching import launch
+
 MOST_ROWS = 64
 MOST_WEIGHTS = (
     1 << 24
@@ -58,11 +60,10 @@ def few_rows(
     y = torch.empty(rows * (size if gated else count), dtype=x.dtype, device=x.device)
     shape = (parts, blocks, 2 if gated else 1, padded, columns)
     partial = torch.empty(shape if parts > 1 else 1, dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        few_rows_kernel[(blocks, parts)](
-            x, weight, y, partial, counters, rows, count, width, size, padded, columns, step, parts, gated,
-            _ACTIVATIONS[activation or "none"], stages, num_warps=4,
-        )  # fmt: skip
+    constants = (
+        rows, count, width, size, padded, columns, step, parts, gated, _ACTIVATIONS[activation or "none"], stages,
+    )  # fmt: skip
+    launch(few_rows_kernel, (blocks, parts), (x, weight, y, partial, counters), (), constants, num_warps=4)
     if gated:
         return [y.view(rows, size)]
     return [part.view(rows, -1) for part in y.split([rows * size for size in sizes])]

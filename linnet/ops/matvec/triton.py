@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linnet.ops.launching import launch
+
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernel takes a call: one row, one dtype of 16 or 32 bits, the matrix row by row."""
@@ -27,10 +29,8 @@ def matvec(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, columns, warps = choose_tile(width)
     y = torch.empty(1, count, dtype=x.dtype, device=x.device)
     even = count % rows == 0 and width % columns == 0
-    with torch.cuda.device_of(x):
-        matvec_kernel[(triton.cdiv(count, rows),)](
-            x, weight, bias, y, count, width, rows, columns, even, bias is not None, num_warps=warps
-        )
+    constants = count, width, rows, columns, even, bias is not None
+    launch(matvec_kernel, triton.cdiv(count, rows), (x, weight, bias, y), (), constants, num_warps=warps)
     return y
 
 

@@ -1,21 +1,17 @@
-"""The modal convolution: a learned Toeplitz matrix a channel, in modes (TPE; papers 003 and 000)."""
+"""The modal convolution: a learned Toeplitz matrix per channel, in modes (TPE; papers 003 and 000)."""
 
 import importlib
 
-import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
 from linnet.ops.arguments import check_decay_values, check_devices, check_state
-from linnet.ops.chunks import exact, state_dtype
-from linnet.ops.direct import shorten
+from linnet.ops.chunks import count_pairs, state_dtype
 from linnet.ops.documents import check_documents, count_states
-from linnet.ops.folding import fold_all, unfold
-from linnet.ops.looping import each
 from linnet.ops.modal import chunked
 from linnet.ops.modal.reference import modal_reference
 from linnet.ops.modal.step import modal_step
+from linnet.ops.registration import empty_like, register
 
 __all__ = ["modal_convolution", "modal_step"]
 
@@ -58,117 +54,54 @@ def modal_convolution(
     _check(x, log_decay, weight, initial_state, cu_seqlens)
     if backend.debugging():
         check_decay_values(OP, log_decay)
-    form = modal_reference if backend.use_reference() else _direct
+    form = modal_reference if backend.use_reference() else modal.call
     y, final_state = form(x, log_decay, weight, initial_state, cu_seqlens)
     return y, final_state if output_final_state else None
-
-
-@torch.library.custom_op("linnet::modal", mutates_args=())
-def modal(
-    x: Tensor, log_decay: Tensor, weight: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    with exact(x):
-        return _form(x).modal_forward(x, log_decay, weight, initial_state, cu_seqlens)
-
-
-@torch.library.custom_op("linnet::modal_backward", mutates_args=())
-def modal_backward(
-    x: Tensor,
-    log_decay: Tensor,
-    weight: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dy: Tensor,
-    dfinal: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with exact(x):
-        return _form(x).modal_backward(x, log_decay, weight, initial_state, cu_seqlens, dy, dfinal)
 
 
 def _form(x: Tensor):
     return importlib.import_module("linnet.ops.modal.triton") if backend.use_triton("modal", x.is_cuda) else chunked
 
 
-@modal.register_fake
-def _(x, log_decay, weight, initial_state, cu_seqlens):
-    return x.new_empty(x.shape), _empty_state(x, log_decay, weight, cu_seqlens)
+def _shapes(x, log_decay, weight, initial_state, cu_seqlens):
+    states = (count_states(cu_seqlens, x.shape[0]), *log_decay.shape)
+    return empty_like(x), x.new_empty(states, dtype=state_dtype(x, log_decay, weight))
 
 
-@modal_backward.register_fake
-def _(x, log_decay, weight, initial_state, cu_seqlens, dy, dfinal):
-    grads = (y.new_empty(y.shape) for y in (x, log_decay, weight))
-    return *grads, _empty_state(x, log_decay, weight, cu_seqlens)
+def _axes(arguments, in_dims):
+    """Models fold into the channels: each has gradients of its own for parameters, also for shared ones."""
+    return None if in_dims[4] is not None else ((2, 0, 0, 1, None), (2, 1))
 
 
-def _empty_state(x: Tensor, log_decay: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    shape = (count_states(cu_seqlens, x.shape[0]), *log_decay.shape)
-    return x.new_empty(shape, dtype=state_dtype(x, log_decay, weight))
+# FLOPs: 2 per multiply-add, matrix products of the chunked form only, in chunks of 32 whatever form runs; the empty
+# half of a chunk's Toeplitz matrix is counted because it is computed. The tables do not depend on T and are free.
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy, dfinal):
-    x, log_decay, weight, initial_state, cu_seqlens = ctx.saved_tensors
-    dy = torch.zeros_like(x) if dy is None else dy
-    *grads, dinitial = _direct_backward(x, log_decay, weight, initial_state, cu_seqlens, dy, dfinal)
-    return *grads, None if initial_state is None else dinitial, None
-
-
-modal.register_autograd(_backward, setup_context=_setup_context)
-_direct = shorten(modal, _setup_context, _backward)
-_direct_backward = shorten(modal_backward)
-
-
-@modal.register_vmap
-def _(info, in_dims, *tensors):
-    if in_dims[4] is not None:
-        return each(modal, info.batch_size, in_dims, tensors)
-    by_channel = in_dims[1] is not None or in_dims[2] is not None or tensors[4] is not None
-    outputs = modal(*_fold(info.batch_size, in_dims, tensors, by_channel))
-    axes = (2, 1) if by_channel else (0, 0)
-    return tuple(unfold(x, info.batch_size, axis) for x, axis in zip(outputs, axes, strict=True)), axes
-
-
-@modal_backward.register_vmap
-def _(info, in_dims, *tensors):
-    if in_dims[4] is not None:
-        return each(modal_backward, info.batch_size, in_dims, tensors)
-    # Always by channel: a model has gradients of its own also where the parameters are shared.
-    grads, axes = modal_backward(*_fold(info.batch_size, in_dims, tensors, True)), (2, 0, 0, 1)
-    return tuple(unfold(x, info.batch_size, axis) for x, axis in zip(grads, axes, strict=True)), axes
-
-
-def _fold(size: int, dims: tuple, tensors: tuple, by_channel: bool) -> list[Tensor | None]:
-    axes = (2, 0, 0, 1, None, 2, 1) if by_channel else (0, None, None, 0, None)
-    return fold_all(tensors, dims, size, axes)
-
-
-# FLOPs: 2 a multiply-add, matrix products of the chunked form only, in chunks of 32 whatever form runs; the empty half
-# of a chunk's Toeplitz matrix is counted because it is computed. The tables do not depend on T and are free.
-
-
-def _pairs(x_shape) -> int:
-    """Pairs of tokens that share a chunk, over batch and channels."""
+def _flops(x_shape, log_decay_shape, *_, **__) -> int:
+    """2 C + 4 E per token and channel; the 4 E are the 4 n d e of paper 000, A.1.4."""
     B, T, D = x_shape
-    full, tail = divmod(T, chunked.CHUNK)
-    return B * D * (full * chunked.CHUNK**2 + tail**2)
+    return B * D * (2 * count_pairs(T, chunked.CHUNK) + 4 * T * log_decay_shape[1])
 
 
-@register_flop_formula(torch.ops.linnet.modal)
-def modal_flops(x_shape, log_decay_shape, *_, **__) -> int:
-    """2 C + 4 E a token and channel; the 4 E are the 4 n d e of paper 000, A.1.4."""
+def _backward_flops(x_shape, log_decay_shape, *_, **__) -> int:
+    """4 C + 10 E per token and channel: two Toeplitz products, five with modes (one of them the forward's again)."""
     B, T, D = x_shape
-    return 2 * _pairs(x_shape) + 4 * B * T * D * log_decay_shape[1]
+    return B * D * (4 * count_pairs(T, chunked.CHUNK) + 10 * T * log_decay_shape[1])
 
 
-@register_flop_formula(torch.ops.linnet.modal_backward)
-def modal_backward_flops(x_shape, log_decay_shape, *_, **__) -> int:
-    """4 C + 10 E a token and channel: two Toeplitz products, five with modes (one of them the forward's again)."""
-    B, T, D = x_shape
-    return 4 * _pairs(x_shape) + 10 * B * T * D * log_decay_shape[1]
+modal = register(
+    "modal",
+    "Tensor x, Tensor log_decay, Tensor weight, Tensor? initial_state, Tensor? cu_seqlens",
+    lambda x, *arguments: _form(x).modal_forward(x, *arguments),
+    lambda x, *arguments: _form(x).modal_backward(x, *arguments),
+    outputs=2,
+    learned=range(4),
+    shapes=_shapes,
+    like=0,
+    axes=_axes,
+    flops=_flops,
+    backward_flops=_backward_flops,
+)
 
 
 def _check(x, log_decay, weight, initial_state, cu_seqlens) -> None:

@@ -1,11 +1,9 @@
 """The modal convolution, one token: the state is updated in place."""
 
-import importlib
-
 import torch
 from torch import Tensor
 
-from linnet.ops.direct import shorten
+from linnet.ops.registration import register_step
 from linnet.ops.stepping import use_kernel
 
 
@@ -33,19 +31,11 @@ def modal_step(x: Tensor, log_decay: Tensor, weight: Tensor, state: Tensor) -> T
     if state.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"modal_step: state has dtype {state.dtype}; give float32 or float64")
     if use_kernel("modal", state, x, log_decay, weight):
-        return _kernel(x, log_decay, weight, state)
+        return _step(x, log_decay, weight, state)
     state.mul_(log_decay.to(state.dtype).exp()).add_(x.to(state.dtype)[..., None])
     return (state * weight.to(state.dtype)).sum(-1).to(x.dtype)
 
 
-@torch.library.custom_op("linnet::modal_step", mutates_args=("state",))
-def _step(x: Tensor, log_decay: Tensor, weight: Tensor, state: Tensor) -> Tensor:
-    return importlib.import_module("linnet.ops.modal.step_kernel").step(x, log_decay, weight, state)
-
-
-@_step.register_fake
-def _(x, log_decay, weight, state):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-_kernel = shorten(_step)
+_step = register_step(
+    "modal_step", "Tensor x, Tensor log_decay, Tensor weight, Tensor(a!) state", "modal.step_kernel.step"
+)

@@ -5,18 +5,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linnet.ops.launching import launch
+
 
 def step(x: Tensor, log_decay: Tensor, weight: Tensor, state: Tensor) -> Tensor:
-    """As `modal_step`: x [B, D], log_decay and weight [D, E], the state [B, D, E] float32, in one piece."""
+    """As `modal_step`: x [B, D], log_decay and weight [D, E], the state [B, D, E] float32, contiguous."""
     B, D, E = state.shape
     x, log_decay, weight = x.contiguous(), log_decay.contiguous(), weight.contiguous()
     y = torch.empty_like(x)
     padded = triton.next_power_of_2(E)
     channels = max(1, 1024 // padded)
-    with torch.cuda.device_of(state):
-        step_kernel[(B * triton.cdiv(D, channels),)](
-            x, log_decay, weight, state, y, D, E, padded, channels, padded == E and D % channels == 0, num_warps=4
-        )
+    constants = D, E, padded, channels, padded == E and D % channels == 0
+    launch(step_kernel, B * triton.cdiv(D, channels), (x, log_decay, weight, state, y), (), constants, num_warps=4)
     return y
 
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.direct import find_apply, is_plain
-from linnet.ops.folding import Mapped, is_mapped, lead
+from linnet.ops.compat_torch import is_plain
+from linnet.ops.fast_path import find_apply
 from linnet.ops.norm.reference import rms_norm_reference
+from linnet.ops.vmap_rules import Mapped, is_mapped, lead
 
 __all__ = ["rms_norm"]
 

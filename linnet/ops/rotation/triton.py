@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.angles import cosine_sine
+from linnet.ops.device import cosine_sine
 from linnet.ops.launching import Launcher, align, count_processors
 
 WALKERS = 8  # programs that walk over the tokens, a multiprocessor

@@ -2,17 +2,13 @@
 
 import importlib
 
-import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend
 from linnet.ops.arguments import check_decay_values, check_devices, check_state
-from linnet.ops.chunks import exact, state_dtype
-from linnet.ops.direct import shorten
+from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import check_documents, count_states
-from linnet.ops.folding import fold_all, unfold
-from linnet.ops.looping import each
+from linnet.ops.registration import empty_like, register
 from linnet.ops.scan import chunked
 from linnet.ops.scan.reference import scan_reference
 from linnet.ops.scan.step import diagonal_step
@@ -56,120 +52,57 @@ def diagonal_scan(
     _check(x, log_decay, theta, initial_state, cu_seqlens)
     if backend.debugging():
         check_decay_values(OP, log_decay)
-    form = scan_reference if backend.use_reference() else _direct
+    form = scan_reference if backend.use_reference() else scan.call
     h, final_state = form(x, log_decay, theta, initial_state, cu_seqlens)
     return h, final_state if output_final_state else None
-
-
-@torch.library.custom_op("linnet::scan", mutates_args=())
-def scan(
-    x: Tensor,
-    log_decay: Tensor,
-    theta: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    with exact(x):
-        return _form(x).scan_forward(x, log_decay, theta, initial_state, cu_seqlens)
-
-
-@torch.library.custom_op("linnet::scan_backward", mutates_args=())
-def scan_backward(
-    x: Tensor,
-    log_decay: Tensor,
-    theta: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    h: Tensor,
-    dh: Tensor,
-    dfinal: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with exact(x):
-        return _form(x).scan_backward(x, log_decay, theta, initial_state, cu_seqlens, h, dh, dfinal)
 
 
 def _form(x: Tensor):
     return importlib.import_module("linnet.ops.scan.triton") if backend.use_triton("scan", x.is_cuda) else chunked
 
 
-@scan.register_fake
-def _(x, log_decay, theta, initial_state, cu_seqlens):
-    return x.new_empty(x.shape), _empty_state(x, log_decay, cu_seqlens)
+def _shapes(x, log_decay, theta, initial_state, cu_seqlens):
+    states = (count_states(cu_seqlens, x.shape[0]), *x.shape[2:])
+    return empty_like(x), x.new_empty(states, dtype=state_dtype(x, log_decay))
 
 
-@scan_backward.register_fake
-def _(x, log_decay, theta, initial_state, cu_seqlens, h, dh, dfinal):
-    dtheta = x.new_empty(0, dtype=state_dtype(x, log_decay)) if theta is None else theta.new_empty(theta.shape)
-    dlog_decay = log_decay.new_empty(log_decay.shape)
-    return x.new_empty(x.shape), dlog_decay, dtheta, _empty_state(x, log_decay, cu_seqlens)
-
-
-def _empty_state(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return x.new_empty((count_states(cu_seqlens, x.shape[0]), *x.shape[2:]), dtype=state_dtype(x, log_decay))
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, output[0])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dh, dfinal):
-    x, log_decay, theta, initial_state, cu_seqlens, h = ctx.saved_tensors
-    dh = torch.zeros_like(h) if dh is None else dh
-    dx, dlog_decay, dtheta, dinitial = _direct_backward(x, log_decay, theta, initial_state, cu_seqlens, h, dh, dfinal)
-    return dx, dlog_decay, None if theta is None else dtheta, None if initial_state is None else dinitial, None
-
-
-scan.register_autograd(_backward, setup_context=_setup_context)
-_direct = shorten(scan, _setup_context, _backward)
-_direct_backward = shorten(scan_backward)
-
-
-def _fold(size: int, dims: tuple, tensors: tuple) -> tuple[list[Tensor | None], bool]:
-    """Folds the models into the batch, or into the channels where there is theta or documents are packed (B = 1)."""
-    by_channel = tensors[2] is not None or tensors[4] is not None
-    axes = (2, 2, 0, 1, None, 2, 2, 1) if by_channel else (0, 0, None, 0, None, 0, 0, 0)
-    return fold_all(tensors, dims, size, axes), by_channel
-
-
-@scan.register_vmap
-def _(info, in_dims, *tensors):
+def _axes(arguments, in_dims):
+    """Models fold into the batch, or into the channels where there is theta or documents are packed (B = 1)."""
     if in_dims[4] is not None:
-        return each(scan, info.batch_size, in_dims, tensors)
-    folded, by_channel = _fold(info.batch_size, in_dims, tensors)
-    axes = (2, 1) if by_channel else (0, 0)
-    return tuple(unfold(x, info.batch_size, axis) for x, axis in zip(scan(*folded), axes, strict=True)), axes
+        return None
+    by_channel = arguments[2] is not None or arguments[4] is not None
+    return ((2, 2, 0, 1, None), (2, 1)) if by_channel else ((0, 0, None, 0, None), (0, 0))
 
 
-@scan_backward.register_vmap
-def _(info, in_dims, *tensors):
-    if in_dims[4] is not None:
-        return each(scan_backward, info.batch_size, in_dims, tensors)
-    folded, by_channel = _fold(info.batch_size, in_dims, tensors)
-    axes = (2, 2, 0, 1) if by_channel else (0, 0, None, 0)
-    if tensors[2] is None:
-        axes = (*axes[:2], None, axes[3])
-    grads = scan_backward(*folded)
-    return tuple(
-        x if axis is None else unfold(x, info.batch_size, axis) for x, axis in zip(grads, axes, strict=True)
-    ), axes
+# FLOPs of the recurrence itself, 2 per multiply-add (8 in complex numbers); exponentials are free.
 
 
-# FLOPs of the recurrence itself, 2 a multiply-add (8 in complex numbers); exponentials are free.
-
-
-@register_flop_formula(torch.ops.linnet.scan)
-def scan_flops(x_shape, log_decay_shape, theta_shape, *_, **__) -> int:
-    """2 a token and channel: h = a h + x; 8 if complex."""
+def _flops(x_shape, log_decay_shape, theta_shape, *_, **__) -> int:
+    """2 per token and channel: h = a h + x; 8 if complex."""
     B, T, D = log_decay_shape
     return B * T * D * (2 if theta_shape is None else 8)
 
 
-@register_flop_formula(torch.ops.linnet.scan_backward)
-def scan_backward_flops(x_shape, log_decay_shape, theta_shape, *_, **__) -> int:
-    """3 a token and channel: w = a g, g = dh + w, dlog_decay = w h; 14 if complex."""
+def _backward_flops(x_shape, log_decay_shape, theta_shape, *_, **__) -> int:
+    """3 per token and channel: w = a g, g = dh + w, dlog_decay = w h; 14 if complex."""
     B, T, D = log_decay_shape
     return B * T * D * (3 if theta_shape is None else 14)
+
+
+scan = register(
+    "scan",
+    "Tensor x, Tensor log_decay, Tensor? theta, Tensor? initial_state, Tensor? cu_seqlens",
+    lambda x, *arguments: _form(x).scan_forward(x, *arguments),
+    lambda x, *arguments: _form(x).scan_backward(x, *arguments),
+    outputs=2,
+    learned=range(4),
+    kept=(0,),
+    shapes=_shapes,
+    like=0,
+    axes=_axes,
+    flops=_flops,
+    backward_flops=_backward_flops,
+)
 
 
 def _check(x, log_decay, theta, initial_state, cu_seqlens) -> None:

@@ -1,11 +1,9 @@
 """The diagonal recurrence, one token: the state is updated in place."""
 
-import importlib
-
 import torch
 from torch import Tensor
 
-from linnet.ops.direct import shorten
+from linnet.ops.registration import register_step
 from linnet.ops.stepping import use_kernel
 
 
@@ -35,7 +33,7 @@ def diagonal_step(x: Tensor, log_decay: Tensor, state: Tensor, *, theta: Tensor 
     if state.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"diagonal_step: state has dtype {state.dtype}; give float32 or float64")
     if use_kernel("scan", state, x, log_decay, theta):
-        return _kernel(x, log_decay, state, theta)
+        return _step(x, log_decay, state, theta)
     decay = log_decay.to(state.dtype).exp()
     if theta is None:
         state.mul_(decay)
@@ -47,14 +45,6 @@ def diagonal_step(x: Tensor, log_decay: Tensor, state: Tensor, *, theta: Tensor 
     return state.to(x.dtype, copy=True)
 
 
-@torch.library.custom_op("linnet::diagonal_step", mutates_args=("state",))
-def _step(x: Tensor, log_decay: Tensor, state: Tensor, theta: Tensor | None) -> Tensor:
-    return importlib.import_module("linnet.ops.scan.step_kernel").step(x, log_decay, state, theta)
-
-
-@_step.register_fake
-def _(x, log_decay, state, theta):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-_kernel = shorten(_step)
+_step = register_step(
+    "diagonal_step", "Tensor x, Tensor log_decay, Tensor(a!) state, Tensor? theta", "scan.step_kernel.step"
+)

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linnet.ops.launching import launch
+
 BLOCK = 256
 
 
@@ -13,11 +15,9 @@ def step(x: Tensor, log_decay: Tensor, state: Tensor, theta: Tensor | None) -> T
     x, log_decay = x.contiguous(), log_decay.contiguous()
     h = torch.empty_like(x)
     count = log_decay.numel()
-    with torch.cuda.device_of(state):
-        step_kernel[(triton.cdiv(count, BLOCK),)](
-            x, log_decay, state, h, None if theta is None else theta.contiguous(), count, log_decay.shape[1],
-            BLOCK, theta is not None, num_warps=2,
-        )  # fmt: skip
+    theta = None if theta is None else theta.contiguous()
+    constants = count, log_decay.shape[1], BLOCK, theta is not None
+    launch(step_kernel, triton.cdiv(count, BLOCK), (x, log_decay, state, h, theta), (), constants, num_warps=2)
     return h
 
 

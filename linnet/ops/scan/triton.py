@@ -23,7 +23,7 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.documents import count_states, documents
-from linnet.ops.launching import Launcher, align
+from linnet.ops.launching import Launcher, align, launch
 from linnet.ops.scan import chunked
 from linnet.ops.scan.kernels import EMPTY, HEAD, backward_kernel, forward_kernel, mark_kernel
 
@@ -143,11 +143,8 @@ def _mark(
         return None, None
     T, width = log_decay.shape[1], leave[0].numel()
     marks = torch.full((2, T), -1, dtype=torch.int32, device=log_decay.device)
-    with torch.cuda.device_of(leave):
-        mark_kernel[(leave.shape[0],)](
-            cu_seqlens.contiguous(), marks, entry, leave, T, width, triton.next_power_of_2(min(width, 1024)),
-            entry is not None, num_warps=1,
-        )  # fmt: skip
+    constants = T, width, triton.next_power_of_2(min(width, 1024)), entry is not None
+    launch(mark_kernel, leave.shape[0], (cu_seqlens.contiguous(), marks, entry, leave), (), constants, num_warps=1)
     return marks[0], marks[1]
 
 

@@ -1,11 +1,9 @@
 """The selective scan, one token: the state is updated in place."""
 
-import importlib
-
 import torch
 from torch import Tensor
 
-from linnet.ops.direct import shorten
+from linnet.ops.registration import register_step
 from linnet.ops.stepping import use_kernel
 
 
@@ -44,7 +42,7 @@ def selective_step(
     if state.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"selective_step: state has dtype {state.dtype}; give float32 or float64")
     if use_kernel("selective_scan", state, x, delta, A, B, C, D):
-        return _kernel(x, delta, A, B, C, D, state)
+        return _step(x, delta, A, B, C, D, state)
     values, delta = x.to(state.dtype), delta.to(state.dtype)
     state.mul_((delta[..., None] * A.to(state.dtype)).exp_())
     state.addcmul_((delta * values)[..., None], B.to(state.dtype)[:, None])
@@ -54,14 +52,8 @@ def selective_step(
     return y.to(x.dtype)
 
 
-@torch.library.custom_op("linnet::selective_step", mutates_args=("state",))
-def _step(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor) -> Tensor:
-    return importlib.import_module("linnet.ops.selective_scan.step_kernel").step(x, delta, A, B, C, D, state)
-
-
-@_step.register_fake
-def _(x, delta, A, B, C, D, state):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-_kernel = shorten(_step)
+_step = register_step(
+    "selective_step",
+    "Tensor x, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor(a!) state",
+    "selective_scan.step_kernel.step",
+)

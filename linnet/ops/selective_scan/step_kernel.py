@@ -5,9 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linnet.ops.launching import launch
+
 
 def step(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor) -> Tensor:
-    """As `selective_step`: the state [Bt, D, N] float32, in one piece."""
+    """As `selective_step`: the state [Bt, D, N] float32, contiguous."""
     batch, channels, states = state.shape
     x, delta, A, D = x.contiguous(), delta.contiguous(), A.contiguous(), None if D is None else D.contiguous()
     # A slice of a wider row, as a projection to several things gives, is read where it is.
@@ -15,11 +17,9 @@ def step(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | 
     y = torch.empty_like(x)
     padded = triton.next_power_of_2(states)
     width = min(triton.next_power_of_2(channels), max(1, 512 // padded))
-    with torch.cuda.device_of(state):
-        step_kernel[(batch * triton.cdiv(channels, width),)](
-            x, delta, A, B, C, D, state, y, B.stride(0), C.stride(0), channels, states, padded, width, D is not None,
-            num_warps=2,
-        )  # fmt: skip
+    constants = B.stride(0), C.stride(0), channels, states, padded, width, D is not None
+    programs = batch * triton.cdiv(channels, width)
+    launch(step_kernel, programs, (x, delta, A, B, C, D, state, y), (), constants, num_warps=2)
     return y
 
 

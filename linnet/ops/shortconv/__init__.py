@@ -1,16 +1,14 @@
-"""The short convolution: a few taps a channel on the tokens before, and an activation (Mamba, Hyena)."""
+"""The short convolution: a few taps per channel on the tokens before, and an activation (Mamba, Hyena)."""
 
 import importlib
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.ops import backend
 from linnet.ops.arguments import check_devices
-from linnet.ops.chunks import exact, state_dtype
-from linnet.ops.direct import shorten
-from linnet.ops.folding import fold_all, unfold
+from linnet.ops.chunks import state_dtype
+from linnet.ops.registration import empty_like, register
 from linnet.ops.shortconv import chunked
 
 __all__ = ["short_convolution"]
@@ -63,66 +61,22 @@ def short_convolution(
         past = F.pad(line.mT, (weight.shape[1] - 1, 0))
         y = F.conv1d(past, taps, None if bias is None else bias.to(taps.dtype), groups=x.shape[2]).mT
         return (F.silu(y) if silu else y).to(x.dtype)
-    return _direct(x, weight[None], *(None if y is None else y[None] for y in (bias, offset)), silu)
-
-
-# What is registered has an axis of models, for vmap: weight [M, D, W], bias and offset [M, D], each for R / M rows.
-
-
-@torch.library.custom_op("linnet::short_convolution", mutates_args=())
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None, silu: bool) -> Tensor:
-    with exact(x):
-        return _form(x).forward(x, weight, bias, offset, silu)
-
-
-@torch.library.custom_op("linnet::short_convolution_backward", mutates_args=())
-def _convolve_backward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None, dy: Tensor, silu: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with exact(x):
-        return _form(x).backward(x, weight, bias, offset, dy, silu)
+    return convolve.call(x, weight[None], *(None if y is None else y[None] for y in (bias, offset)), silu)
 
 
 def _form(x: Tensor):
     return importlib.import_module("linnet.ops.shortconv.triton") if backend.use_triton(OP, x.is_cuda) else chunked
 
 
-@_convolve.register_fake
-def _(x, weight, bias, offset, silu):
-    return x.new_empty(x.shape)
-
-
-@_convolve_backward.register_fake
-def _(x, weight, bias, offset, dy, silu):
-    sums = (weight.new_empty(weight.shape[:2]) for _ in range(2))
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), *sums
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.silu = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, dy):
-    x, weight, *more = ctx.saved_tensors
-    dx, dweight, *sums = _direct_backward(x, weight, *more, dy, ctx.silu)
-    return dx, dweight, *(None if y is None else total.to(y.dtype) for y, total in zip(more, sums, strict=True)), None
-
-
-_convolve.register_autograd(_backward, setup_context=_setup_context)
-_direct = shorten(_convolve, _setup_context, _backward)
-_direct_backward = shorten(_convolve_backward)
-
-
-@_convolve.register_vmap
-def _(info, in_dims, *inputs):
-    *tensors, silu = inputs
-    folded = fold_all(tensors, in_dims, info.batch_size, (0, 0, 0, 0))
-    return unfold(_convolve(*folded, silu), info.batch_size, 0), 0
-
-
-@_convolve_backward.register_vmap
-def _(info, in_dims, *inputs):
-    *tensors, silu = inputs
-    grads = _convolve_backward(*fold_all(tensors, in_dims, info.batch_size, (0, 0, 0, 0, 0)), silu)
-    return tuple(unfold(x, info.batch_size, 0) for x in grads), (0, 0, 0, 0)
+# The registered op has an axis of models, for vmap: weight [M, D, W], bias and offset [M, D], each for R / M rows.
+convolve = register(
+    "short_convolution",
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? offset, bool silu",
+    lambda x, *arguments: _form(x).forward(x, *arguments),
+    lambda x, *arguments: _form(x).backward(x, *arguments),
+    outputs=1,
+    learned=range(4),
+    shapes=lambda x, *_: empty_like(x),
+    like=0,
+    axes=lambda arguments, in_dims: ((0, 0, 0, 0), (0,)),
+)

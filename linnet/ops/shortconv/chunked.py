@@ -14,9 +14,9 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | Non
 
 
 def backward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None, dy: Tensor, silu: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients to x, weight, bias and offset (both of the weight's dtype, whether they are there or not)."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None, silu: bool, dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients to x, weight, bias and offset (or None)."""
     z, line, taps = _before_activation(x, weight, bias, offset)
     length, width = x.shape[1], weight.shape[2]
     dz = dy.to(z.dtype)
@@ -30,8 +30,11 @@ def backward(
         dline[:, j : j + length].addcmul_(dz, taps[:, None, :, j])
         dweight[..., j] = (dz * line[:, j : j + length]).sum(1).unflatten(0, of_model).sum(1)
     dx = dline[:, width - 1 :]
-    dbias, doffset = (y.sum(1).unflatten(0, of_model).sum(1).to(weight.dtype) for y in (dz, dx))
-    return dx.to(x.dtype).contiguous(), dweight.to(weight.dtype), dbias, doffset
+    sums = (
+        None if y is None else z.sum(1).unflatten(0, of_model).sum(1).to(weight.dtype).to(y.dtype)
+        for y, z in ((bias, dz), (offset, dx))
+    )
+    return dx.to(x.dtype).contiguous(), dweight.to(weight.dtype), *sums
 
 
 def _before_activation(

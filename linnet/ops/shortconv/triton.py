@@ -28,25 +28,25 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | Non
         return chunked.forward(x, weight, bias, offset, silu)
     inputs = tuple(align(y) for y in (x, weight, bias, offset))
     y = torch.empty_like(inputs[0])
-    with torch.cuda.device_of(x):
-        _plan(forward_kernel, *_key(*inputs), silu)(*inputs, y)
+    _plan(forward_kernel, *_key(*inputs), silu)(*inputs, y)
     return y
 
 
 def backward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None, dy: Tensor, silu: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients to x, weight, bias and offset (both of the weight's dtype, whether they are there or not)."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None, silu: bool, dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients to x, weight, bias and offset (or None)."""
     if not _supports(x, weight):
-        return chunked.backward(x, weight, bias, offset, dy, silu)
+        return chunked.backward(x, weight, bias, offset, silu, dy)
     inputs = tuple(align(y) for y in (x, weight, bias, offset))
     (models, channels, width), segments = weight.shape, triton.cdiv(x.shape[1], SEGMENT)
     dx = torch.empty_like(inputs[0])
     sums = x.new_empty(models, x.shape[0] // models * segments, width + 2, channels, dtype=torch.float32)
-    with torch.cuda.device_of(x):
-        _plan(backward_kernel, *_key(*inputs), silu)(*inputs, align(dy), dx, sums)
+    _plan(backward_kernel, *_key(*inputs), silu)(*inputs, align(dy), dx, sums)
     total = sums.sum(1).to(weight.dtype)
-    return dx, total[:, :width].mT.contiguous(), total[:, width].clone(), total[:, width + 1].clone()
+    dbias = None if bias is None else total[:, width].to(bias.dtype, copy=True)
+    doffset = None if offset is None else total[:, width + 1].to(offset.dtype, copy=True)
+    return dx, total[:, :width].mT.contiguous(), dbias, doffset
 
 
 def _supports(x: Tensor, weight: Tensor) -> bool:

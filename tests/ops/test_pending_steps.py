@@ -1,4 +1,4 @@
-"""Tokens that wait beside the state: against single steps in float64 that write every token, slots in any mixture."""
+"""Pending tokens beside the state: against single steps in float64 that write every token, slots in any mixture."""
 
 import importlib.util
 
@@ -7,18 +7,18 @@ import torch
 from precision import TOLERANCE, assert_near, widen
 
 from linnet.ops import (
+    forget_gated_pending_step,
     forget_gated_step,
-    forget_gated_waiting_step,
+    lightning_pending_step,
     lightning_step,
-    lightning_waiting_step,
     use_backend,
 )
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 INF = float("inf")
 STEPS = {
-    "lightning": (lightning_step, lightning_waiting_step),
-    "forget_gated": (forget_gated_step, forget_gated_waiting_step),
+    "lightning": (lightning_step, lightning_pending_step),
+    "forget_gated": (forget_gated_step, forget_gated_pending_step),
 }
 
 
@@ -50,9 +50,9 @@ class Slots:
         self.keys, self.values = (
             torch.full((B, H, every - 1, size), float("nan"), dtype=dtype, device=device) for size in (K, V)
         )
-        self.waiting = torch.zeros(2 * B if strided else B, dtype=torch.int32, device=device)
+        self.pending = torch.zeros(2 * B if strided else B, dtype=torch.int32, device=device)
         if strided:
-            self.waiting = self.waiting[::2]
+            self.pending = self.pending[::2]
         self.exact = self.start.double()
 
     def normal(self, *shape, dtype=None):
@@ -67,8 +67,8 @@ class Slots:
         )
 
     def advance(self, q, k, v, step=None):
-        o = (step or self.step)(q, k, v, self.state, self.keys, self.values, self.waiting, **self.settings)
-        self.waiting.add_(1).remainder_(self.every)
+        o = (step or self.step)(q, k, v, self.state, self.keys, self.values, self.pending, **self.settings)
+        self.pending.add_(1).remainder_(self.every)
         return o
 
     def check(self, backend, tokens=None):
@@ -77,10 +77,10 @@ class Slots:
         for t in range(tokens or 2 * self.every + 3):
             for b in range(self.B):
                 if t == 1 + 2 * b:  # another request: what waited is nobody's
-                    self.waiting[b], self.state[b], self.exact[b] = 0, self.start[b], self.start[b].double()
+                    self.pending[b], self.state[b], self.exact[b] = 0, self.start[b], self.start[b].double()
                     self.keys[b] = self.values[b] = float("nan")
             q, k, v = self.tokens()
-            writes = self.waiting == self.every - 1
+            writes = self.pending == self.every - 1
             before = self.state.clone()
             with use_backend("chunked"):
                 wanted.append(self.plain(*widen((q, k, v)), self.exact, **settings))
@@ -118,7 +118,7 @@ def test_agrees_with_steps_that_write(op, shape, every, options):
     ({"keys": torch.zeros(2, 3, 4, 5)}, "N > 1"),
     ({"keys": torch.zeros(2, 3, 0, 4), "values": torch.zeros(2, 3, 0, 4)}, "N > 1"),
     ({"values": torch.zeros(2, 3, 4, 4, dtype=torch.float64)}, "of torch.float32"),
-    ({"waiting": torch.zeros(2, dtype=torch.int64)}, "int32"),
+    ({"pending": torch.zeros(2, dtype=torch.int64)}, "int32"),
     ({"state": torch.zeros(2, 3, 4, 5)}, "state"),
     ({"log_decay": torch.zeros(2)}, r"\[3\]"),
     ({"activation": "gelu"}, "gelu"),
@@ -126,10 +126,10 @@ def test_agrees_with_steps_that_write(op, shape, every, options):
 def test_refuses_what_does_not_go_together(wrong, message):
     x, room = torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, 4)
     right = {"state": torch.zeros(2, 3, 4, 4), "keys": room, "values": room.clone()}
-    right |= {"waiting": torch.zeros(2, dtype=torch.int32)}
-    assert lightning_waiting_step(x, x, x, **right).shape == x.shape
+    right |= {"pending": torch.zeros(2, dtype=torch.int32)}
+    assert lightning_pending_step(x, x, x, **right).shape == x.shape
     with pytest.raises(ValueError, match=message):
-        lightning_waiting_step(x, x, x, **right | wrong)
+        lightning_pending_step(x, x, x, **right | wrong)
 
 
 @gpu
@@ -150,19 +150,19 @@ def test_batches(op, B, H):
 @gpu
 @pytest.mark.parametrize("op", STEPS)
 def test_in_a_graph(op):
-    """Replays go through writes and waiting as eager steps do, each slot at its own count."""
+    """Replays go through writes and pending as eager steps do, each slot at its own count."""
     eager, graphed = (Slots(op, (3, 2, 64, 64), 4, torch.bfloat16, "cuda") for _ in range(2))
     tokens = eager.tokens()
     for slots in (eager, graphed):
         slots.advance(*tokens)  # compiles
-        slots.waiting.copy_(torch.tensor([1, 0, 3]))
+        slots.pending.copy_(torch.tensor([1, 0, 3]))
         slots.keys.fill_(0.5)
         slots.values.fill_(0.5)
     graph = torch.cuda.CUDAGraph()
-    before = [x.clone() for x in (graphed.state, graphed.keys, graphed.values, graphed.waiting)]
+    before = [x.clone() for x in (graphed.state, graphed.keys, graphed.values, graphed.pending)]
     with torch.cuda.graph(graph):
         out = graphed.advance(*tokens)
-    for x, was in zip((graphed.state, graphed.keys, graphed.values, graphed.waiting), before, strict=True):
+    for x, was in zip((graphed.state, graphed.keys, graphed.values, graphed.pending), before, strict=True):
         x.copy_(was)
     for _ in range(9):
         graph.replay()

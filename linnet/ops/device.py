@@ -1,0 +1,81 @@
+"""Functions inside Triton kernels that the kernels of several ops share."""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+TURN_HIGH = tl.constexpr(0.15915493667125702)  # 1 / (2 pi) in float32, and the rest of it
+TURN_LOW = tl.constexpr(6.420638326565253e-09)
+TWO_PI = tl.constexpr(6.283185307179586)
+
+
+@triton.jit
+def span(offsets, n, T, DOCUMENTS: tl.constexpr):
+    """The first row of [B*T] of sequence or document n, and its length."""
+    if DOCUMENTS:
+        begin = tl.minimum(tl.maximum(tl.load(offsets + n), 0), T).to(tl.int64)
+        end = tl.maximum(tl.minimum(tl.load(offsets + n + 1), T), begin).to(tl.int64)
+    else:
+        begin = n.to(tl.int64) * T
+        end = begin + T
+    return begin, (end - begin).to(tl.int32)
+
+
+@triton.jit
+def load_tile(pointer, offsets, rows, columns, left, other, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+              EVEN: tl.constexpr):  # fmt: skip
+    """A tile of a chunk: `other` in rows from `left` on, unless EVEN, and if PADDED in columns from WIDTH on."""
+    if EVEN:
+        if PADDED:
+            tile = tl.load(pointer + offsets, mask=(columns < WIDTH)[None, :], other=other)
+        else:
+            tile = tl.load(pointer + offsets)
+    else:
+        if PADDED:
+            tile = tl.load(pointer + offsets, mask=(rows < left)[:, None] & (columns < WIDTH)[None, :], other=other)
+        else:
+            tile = tl.load(pointer + offsets, mask=(rows < left)[:, None], other=other)
+    return tile
+
+
+@triton.jit
+def load_masked(pointer, at, mask, MASKED: tl.constexpr):
+    """What is at `pointer + at`; if MASKED, with zeros outside the mask."""
+    if MASKED:
+        return tl.load(pointer + at, mask=mask, other=0.0)
+    else:
+        return tl.load(pointer + at)
+
+
+@triton.jit
+def store_masked(pointer, at, x, mask, MASKED: tl.constexpr):
+    """Stores x in the dtype of the pointer; if MASKED, inside the mask."""
+    if MASKED:
+        tl.store(pointer + at, x.to(pointer.dtype.element_ty), mask=mask)
+    else:
+        tl.store(pointer + at, x.to(pointer.dtype.element_ty))
+
+
+@triton.jit
+def silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def cosine_sine(place, frequency, FAST: tl.constexpr):
+    """cos and sin of place x frequency (radians, float32), to about 1e-6 for any whole place below 2^24.
+
+    The product is taken in turns (1 turn = 2 pi), in two parts: t theta in float32 is off by 0.01 radian near
+    t = 131,072. FAST: by the hardware's functions, good to 5e-7 on the reduced angle. False: in float64, for the
+    interpreter.
+    """
+    if not FAST:
+        angle = place.to(tl.float64) * frequency
+        return tl.cos(angle).to(tl.float32), tl.sin(angle).to(tl.float32)
+    high = frequency * TURN_HIGH
+    low = tl.fma(frequency, tl.full([], TURN_HIGH, tl.float32), -high) + frequency * TURN_LOW
+    # Not by a rounded product and its rest: ptxas fuses that product into the difference, and the rest counts twice.
+    whole = tl.floor(place * high + 0.5)
+    angle = (tl.fma(place, high, -whole) + place * low) * TWO_PI
+    return libdevice.fast_cosf(angle), libdevice.fast_sinf(angle)

@@ -1,0 +1,81 @@
+"""The fast path into a registered op: in plain eager use a call bypasses the dispatcher, which costs the host more than
+all the rest of it (some hundred microseconds for a forward and backward, where a kernel may take fifty)."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef
+
+from linnet.ops import compat_torch
+from linnet.ops.compat_torch import is_plain
+
+
+def make_fast_path(
+    op: CustomOpDef,
+    setup_context: Callable | None = None,
+    backward: Callable | None = None,
+    implementation: Callable | None = None,
+) -> Callable:
+    """Returns `op` as a function of the same positional arguments, faster in plain eager use.
+
+    It calls the registered op under a compiler, a transform of functorch, forward-mode differentiation, a dispatch or
+    function mode (FLOP counting, fake tensors, selective recomputation), and for meta tensors and subclasses. Otherwise
+    it calls the op's implementation, through a `torch.autograd.Function` if an argument requires a gradient.
+
+    Args:
+        op: the result of `torch.library.custom_op`. Its tensors are arguments of their own, not in lists.
+        setup_context, backward: as given to `op.register_autograd`; None for an op without a gradient. If such an op's
+            gradient is requested, the registered op is called and refuses.
+        implementation: the function to call in the op's place; it may return None where the op, which returns tensors,
+            returns `no_state`.
+    """
+    implementation = implementation or compat_torch.implementation_of(op)
+    mutated = compat_torch.mutated_arguments(op)
+    apply = None if backward is None else _make_apply(op, implementation, setup_context, backward)
+
+    def call(*arguments):
+        if not is_plain(arguments):
+            if not torch.compiler.is_compiling() and any(map(compat_torch.has_tangent, arguments)):
+                # The registered op drops tangents without an error, so that derivatives would be 0.
+                raise NotImplementedError(
+                    f"{compat_torch.name_of(op)} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian); "
+                    "differentiate in reverse, or call it under linnet.ops.use_backend('reference')"
+                )
+            return op(*arguments)
+        if torch.is_grad_enabled() and _requires_grad(arguments):
+            return op(*arguments) if apply is None else apply(*arguments)
+        for i in mutated:  # as the registered op does, so that a graph that saved the tensor notices the change
+            if not arguments[i].is_inference():
+                torch.autograd.graph.increment_version(arguments[i])
+        return implementation(*arguments)
+
+    return call
+
+
+def no_state(like: Tensor) -> Tensor:
+    """Returns the empty placeholder of a state, or of a gradient, that does not exist or was not requested."""
+    return like.new_empty(0, dtype=torch.float32)
+
+
+def find_apply(function: type[torch.autograd.Function]) -> Callable:
+    """Returns `function.apply` for a call that `is_plain`, without its handling of transforms."""
+    return super(torch.autograd.Function, function).apply
+
+
+def _requires_grad(arguments: tuple) -> bool:
+    for x in arguments:  # noqa: SIM110  a generator takes half as long again
+        if isinstance(x, Tensor) and x.requires_grad:
+            return True
+    return False
+
+
+def _make_apply(op: CustomOpDef, implementation: Callable, setup_context: Callable, backward: Callable) -> Callable:
+    # One `forward` that has the context: PyTorch inspects signatures on every call if `setup_context` is apart.
+    def forward(ctx, *arguments):
+        output = implementation(*arguments)
+        setup_context(ctx, arguments, output)
+        return output
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return find_apply(type(f"FastPath_{compat_torch.name_of(op)}", (torch.autograd.Function,), members))

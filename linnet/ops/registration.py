@@ -1,0 +1,243 @@
+"""How an op is registered with PyTorch, once for all ops: schema, fake results, gradient, vmap, FLOPs and fast path.
+
+An op is a forward and a backward function on tensors. Its arguments are tensors first (some may be None), then numbers.
+The backward takes the arguments of the forward, the outputs that `kept` names, and the gradients of all outputs, and
+returns the gradients of the arguments that `learned` names. An output that does not exist, because it was not requested
+or its argument is None, is None in these functions and an empty tensor (`no_state`) in the registered op.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef
+from torch.utils.flop_counter import register_flop_formula
+
+from linnet.ops import compat_torch
+from linnet.ops.chunks import exact, state_dtype
+from linnet.ops.documents import count_states
+from linnet.ops.fast_path import make_fast_path, no_state
+from linnet.ops.vmap_rules import run_each, run_folded
+
+
+class Op(NamedTuple):
+    """A registered op: `torch.ops.linnet.<name>`, its backward, and the function that bypasses the dispatcher."""
+
+    forward: CustomOpDef
+    backward: CustomOpDef
+    call: Callable
+
+
+def register(
+    name: str,
+    arguments: str,
+    forward: Callable,
+    backward: Callable,
+    *,
+    outputs: int,
+    learned: Sequence[int],
+    shapes: Callable[..., Sequence[Tensor | None]],
+    like: int,
+    axes: Callable[[Sequence, Sequence], tuple[Sequence, Sequence] | None],
+    kept: Sequence[int] = (),
+    flops: Callable | None = None,
+    backward_flops: Callable | None = None,
+) -> Op:
+    """Registers `linnet::<name>` and `linnet::<name>_backward`.
+
+    Args:
+        name: in the namespace `linnet`.
+        arguments: the schema, such as "Tensor q, Tensor? state, float scale"; tensors first. A last argument
+            `bool return_final_state=True` is not passed to the backward.
+        forward: (*arguments) -> a tuple of outputs, or a tensor.
+        backward: (*arguments, *kept outputs, *gradients of the outputs, None where not given except for the first) ->
+            a tuple of gradients. Both run with autocast off.
+        outputs: the number of outputs.
+        learned: the positions of the arguments that have gradients, in the order of the backward's results.
+        shapes: (*arguments) -> empty tensors like the outputs, for fake and meta tensors.
+        like: the position of the argument whose shape and dtype the first output has.
+        axes: (arguments, in_dims) -> the axes that models fold into, of the arguments and of the outputs (see
+            `run_folded`); None to run the op once for each model.
+        kept: the positions of the outputs that the backward reads.
+        flops, backward_flops: formulas as for `register_flop_formula`, from the shapes of the arguments.
+    """
+    declared = [part.strip() for part in arguments.split(",")]
+    tensors = sum(part.startswith("Tensor") for part in declared)
+    passed = len(declared) - declared[-1].startswith("bool return_final_state")
+    results = ", ".join(["Tensor"] * outputs)
+    given = [*declared[:passed], *(f"Tensor kept{i}" for i in kept), *(f"Tensor? grad{i}" for i in range(outputs))]
+    given[-outputs] = "Tensor grad0"
+
+    def forward_exactly(*arguments):
+        with exact(arguments[0]):
+            return forward(*arguments)
+
+    def backward_exactly(*arguments):
+        with exact(arguments[0]):
+            return backward(*arguments)
+
+    def complete(arguments: tuple) -> tuple:  # the dispatcher leaves out what equals its default
+        return arguments if len(arguments) == len(declared) else (*arguments, True)
+
+    def fill(found: Tensor | Sequence[Tensor | None], first: Tensor):
+        if isinstance(found, Tensor):
+            return found
+        return tuple(no_state(first) if x is None else x for x in found)
+
+    def forward_filled(*arguments):
+        return fill(forward_exactly(*complete(arguments)), arguments[0])
+
+    def backward_filled(*arguments):
+        found = zip(learned, backward_exactly(*arguments), strict=True)
+        return fill([None if arguments[i] is None else x for i, x in found], arguments[0])
+
+    op = torch.library.custom_op(
+        f"linnet::{name}",
+        forward_filled,
+        mutates_args=(),
+        schema=f"({arguments}) -> {results if outputs == 1 else f'({results})'}",
+    )
+    op_backward = torch.library.custom_op(
+        f"linnet::{name}_backward",
+        backward_filled,
+        mutates_args=(),
+        schema=f"({', '.join(given)}) -> ({', '.join(['Tensor'] * len(learned))})",
+    )
+    call_backward = make_fast_path(op_backward, implementation=backward_exactly)
+
+    @op.register_fake
+    def _(*arguments):
+        return fill(shapes(*complete(arguments)), arguments[0])
+
+    @op_backward.register_fake
+    def _(*arguments):
+        return fill([None if arguments[i] is None else empty_like(arguments[i]) for i in learned], arguments[0])
+
+    def setup_context(ctx, inputs, output):
+        output = output if isinstance(output, tuple) else (output,)
+        ctx.save_for_backward(*inputs[:tensors], *(output[i] for i in kept))
+        ctx.numbers = inputs[tensors:passed]
+        ctx.exists = [x is not None and x.shape != (0,) for x in output]
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx, *grads):
+        saved = ctx.saved_tensors  # read once: recomputation gives them out only once
+        # A sum over all results gives an empty gradient to an empty one.
+        grads = [grad if exists else None for grad, exists in zip(grads, ctx.exists, strict=True)]
+        if grads[0] is None:
+            grads[0] = torch.zeros_like(saved[like])
+        found = call_backward(*saved[:tensors], *ctx.numbers, *saved[tensors:], *grads)
+        inputs: list[Tensor | None] = [None] * len(declared)
+        for i, grad in zip(learned, found, strict=True):
+            inputs[i] = None if saved[i] is None else grad
+        return tuple(inputs)
+
+    op.register_autograd(differentiate, setup_context=setup_context)
+
+    @op.register_vmap
+    def _(info, in_dims, *arguments):
+        chosen = axes(arguments, in_dims)
+        if chosen is None:
+            return unpack(run_each(op, info.batch_size, in_dims, arguments))
+        into, of_outputs = chosen
+        into = (*into, *[None] * (len(arguments) - len(into)))
+        return unpack(run_folded(op, info.batch_size, in_dims, arguments, into, of_outputs))
+
+    @op_backward.register_vmap
+    def _(info, in_dims, *arguments):
+        chosen = axes(arguments[:passed], in_dims[:passed])
+        if chosen is None:
+            return run_each(op_backward, info.batch_size, in_dims, arguments)
+        into, of_outputs = chosen
+        into = (*into, *[None] * (passed - len(into)), *(of_outputs[i] for i in kept), *of_outputs)
+        return run_folded(op_backward, info.batch_size, in_dims, arguments, into, [into[i] for i in learned])
+
+    def unpack(found):
+        return found if outputs > 1 else (found[0][0], found[1][0])
+
+    if flops is not None:
+        register_flop_formula(compat_torch.packet_of(op))(flops)
+        register_flop_formula(compat_torch.packet_of(op_backward))(backward_flops)
+    return Op(op, op_backward, make_fast_path(op, setup_context, differentiate, implementation=forward_exactly))
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """Returns an empty contiguous tensor of the shape and dtype of x."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def register_matrix_state(
+    name: str,
+    forward: Callable,
+    backward: Callable,
+    *,
+    by_heads: Callable[[Sequence, Sequence], bool],
+    learns_gate: bool = True,
+    gate_axes: tuple[int | None, int],
+    flops: Callable,
+    backward_flops: Callable,
+) -> Op:
+    """`register` for an op of q, k, v, decays (or what makes them, or None), an initial state or None, cu_seqlens or
+    None, scale and return_final_state, which returns o and the final state.
+
+    Args:
+        forward, backward: see `register`.
+        by_heads: (arguments, in_dims) -> whether the models of a vmap fold into the heads, as packed documents (B = 1)
+            do in any case, and not into the batch.
+        learns_gate: whether the decays have a gradient.
+        gate_axes: the axis of the decays that models fold into, with the batch and with the heads.
+    """
+
+    def shapes(q, k, v, gate, initial_state, cu_seqlens, scale, return_final_state):
+        return empty_like(v), empty_state(q, k, v, cu_seqlens) if return_final_state else None
+
+    def axes(arguments, in_dims):
+        if in_dims[5] is not None:
+            return None
+        if arguments[5] is not None or by_heads(arguments, in_dims):
+            return (2, 2, 2, gate_axes[1], 1), (2, 1)
+        return (0, 0, 0, gate_axes[0], 0), (0, 0)
+
+    return register(
+        name,
+        "Tensor q, Tensor k, Tensor v, Tensor? gate, Tensor? initial_state, Tensor? cu_seqlens, float scale, "
+        "bool return_final_state=True",
+        forward,
+        backward,
+        outputs=2,
+        learned=range(5) if learns_gate else (0, 1, 2, 4),
+        shapes=shapes,
+        like=2,
+        axes=axes,
+        flops=flops,
+        backward_flops=backward_flops,
+    )
+
+
+def empty_state(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Returns an empty state [N, H, K, V] in the dtype of states."""
+    shape = (count_states(cu_seqlens, q.shape[0]), *q.shape[2:], v.shape[-1])
+    return q.new_empty(shape, dtype=state_dtype(q, k, v))
+
+
+def register_step(name: str, arguments: str, kernel: str, like: str = "x") -> Callable:
+    """Registers `linnet::<name>`, one token in one launch, and returns the function that bypasses the dispatcher.
+
+    Args:
+        arguments: the schema; "Tensor(a!) state" is written in place.
+        kernel: "module.function" under `linnet.ops` that runs a step; imported at the first call, since it needs
+            Triton.
+        like: the name of the argument that has the shape and dtype of the output.
+    """
+    module, _, function = f"linnet.ops.{kernel}".rpartition(".")
+    names = [part.split()[1] for part in arguments.split(", ")]
+    mutated = [argument for argument, part in zip(names, arguments.split(", "), strict=True) if "!" in part]
+
+    def run(*arguments):
+        return getattr(importlib.import_module(module), function)(*arguments)
+
+    op = torch.library.custom_op(f"linnet::{name}", run, mutates_args=mutated, schema=f"({arguments}) -> Tensor")
+    op.register_fake(lambda *arguments: empty_like(arguments[names.index(like)]))
+    return make_fast_path(op)
