@@ -42,6 +42,7 @@ def register(
     like: int,
     axes: Callable[[Sequence, Sequence], tuple[Sequence, Sequence] | None],
     kept: Sequence[int] = (),
+    auxiliary: int = 0,
     flops: Callable | None = None,
     backward_flops: Callable | None = None,
 ) -> Op:
@@ -52,8 +53,8 @@ def register(
         arguments: the schema, such as "Tensor q, Tensor? state, float scale"; tensors first. A last argument
             `bool return_final_state=True` is not passed to the backward.
         forward: (*arguments) -> a tuple of outputs, or a tensor.
-        backward: (*arguments, *kept outputs, *gradients of the outputs, None where not given except for the first) ->
-            a tuple of gradients. Both run with autocast off.
+        backward: (*arguments, *kept outputs, *gradients of the outputs that have one; None where not given, except for
+            the first) -> a tuple of gradients. Both run with autocast off.
         outputs: the number of outputs.
         learned: the positions of the arguments that have gradients, in the order of the backward's results.
         shapes: (*arguments) -> empty tensors like the outputs, for fake and meta tensors.
@@ -61,14 +62,15 @@ def register(
         axes: (arguments, in_dims) -> the axes that models fold into, of the arguments and of the outputs (see
             `run_folded`); None to run the op once for each model.
         kept: the positions of the outputs that the backward reads.
+        auxiliary: how many of the last outputs have no gradient, since only the backward reads them.
         flops, backward_flops: formulas as for `register_flop_formula`, from the shapes of the arguments.
     """
     declared = [part.strip() for part in arguments.split(",")]
     tensors = sum(part.startswith("Tensor") for part in declared)
     passed = len(declared) - declared[-1].startswith("bool return_final_state")
     results = ", ".join(["Tensor"] * outputs)
-    given = [*declared[:passed], *(f"Tensor kept{i}" for i in kept), *(f"Tensor? grad{i}" for i in range(outputs))]
-    given[-outputs] = "Tensor grad0"
+    given = [*declared[:passed], *(f"Tensor kept{i}" for i in kept), "Tensor grad0"]
+    given += [f"Tensor? grad{i}" for i in range(1, outputs - auxiliary)]
 
     def forward_exactly(*arguments):
         with exact(arguments[0]):
@@ -126,6 +128,7 @@ def register(
         saved = ctx.saved_tensors  # read once: recomputation gives them out only once
         # A sum over all results gives an empty gradient to an empty one.
         grads = [grad if exists else None for grad, exists in zip(grads, ctx.exists, strict=True)]
+        grads = grads[: outputs - auxiliary]
         if grads[0] is None:
             grads[0] = torch.zeros_like(saved[like])
         found = call_backward(*saved[:tensors], *ctx.numbers, *saved[tensors:], *grads)
@@ -151,7 +154,8 @@ def register(
         if chosen is None:
             return run_each(op_backward, info.batch_size, in_dims, arguments)
         into, of_outputs = chosen
-        into = (*into, *[None] * (passed - len(into)), *(of_outputs[i] for i in kept), *of_outputs)
+        of_grads = of_outputs[: outputs - auxiliary]
+        into = (*into, *[None] * (passed - len(into)), *(of_outputs[i] for i in kept), *of_grads)
         return run_folded(op_backward, info.batch_size, in_dims, arguments, into, [into[i] for i in learned])
 
     def unpack(found):

@@ -113,7 +113,7 @@ def _forward(q, k, v):
     return importlib.import_module("linnet.ops.attention.triton").attend_forward(q, k, v)
 
 
-def _backward(q, k, v, o, lse, do, _):
+def _backward(q, k, v, o, lse, do):
     return importlib.import_module("linnet.ops.attention.triton").attend_backward(q, k, v, o, lse, do)
 
 
@@ -141,6 +141,7 @@ attend = register(
     outputs=2,
     learned=range(3),
     kept=(0, 1),
+    auxiliary=1,
     shapes=_shapes,
     like=0,
     axes=lambda arguments, in_dims: ((0, 0, 0), (0, 0)),

@@ -109,10 +109,11 @@ selective = register(
     "Tensor x, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? delta_bias, Tensor? initial_state, "
     "Tensor? cu_seqlens",
     lambda x, *arguments: _form(x).selective_forward(x, *arguments),
-    lambda x, *arguments: _form(x).selective_backward(x, *arguments[:-1]),  # without a gradient of `starts`
+    lambda x, *arguments: _form(x).selective_backward(x, *arguments),
     outputs=3,
     learned=range(8),
     kept=(2,),
+    auxiliary=1,
     shapes=_shapes,
     like=0,
     axes=_axes,
