@@ -32,6 +32,7 @@ __all__ = [
     "TokenShards",
     "Tokenizer",
     "check",
+    "flatten_documents",
     "given_tokenizer",
     "given_vocabulary",
     "load_tokenizer",
@@ -44,6 +45,6 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name not in ("Batches", "pack_documents", "validation_batches"):
+    if name not in ("Batches", "flatten_documents", "pack_documents", "validation_batches"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("linnet.data.loader"), name)

@@ -53,6 +53,8 @@ class DataConfig(Config):
         validation_fraction: share of the bytes to hold out, by document (see linnet/data/split.py).
         max_bytes: takes documents of `source` in a random order until they hold this many bytes; None takes all.
         seed: key of the random choices above. The order of training samples has its own.
+        packing: what a model sees of several documents in one row; `cross` carries state and attention over their
+            ends, `reset` starts anew at each document (see docs/data.md). The prepared corpus is the same.
     """
 
     source: Literal["stdlib"] | list[str] = "stdlib"
@@ -64,6 +66,9 @@ class DataConfig(Config):
     validation_fraction: float = Field(0.02, gt=0, lt=1)
     max_bytes: int | None = Field(None, ge=1)
     seed: int = Field(0, ge=0)
+    packing: Literal["cross", "reset"] = Field(
+        "cross", description="what happens at the end of a document in a row: cross reads on, reset starts anew"
+    )
 
     @field_validator("source", "validation", mode="before")
     @classmethod
@@ -251,7 +256,7 @@ def _find(config: DataConfig, skipped: list[str]) -> tuple[list[SourceFile], lis
 
 
 def _identity(config: DataConfig, train: list[SourceFile], held: list[SourceFile], cache: Path) -> dict:
-    values = config.model_dump(mode="json")
+    values = config.model_dump(mode="json", exclude={"packing"})
     if isinstance(config.tokenizer, FileTokenizerConfig):
         values["tokenizer"]["path"] = sources.fingerprint(Path(config.tokenizer.path).expanduser())
     if held:
@@ -343,7 +348,7 @@ def _build(
             writer.close()
     values = {
         "digest": name,
-        "config": config.model_dump(mode="json"),
+        "config": config.model_dump(mode="json", exclude={"packing"}),
         "split": inputs.split.by,
         "copies_left_out": inputs.split.copies,
         "skipped": len(skipped),

@@ -4,9 +4,13 @@ An epoch cuts the training tokens into windows of seq_len + 1 tokens that start 
 token: the last target of one is the first input of the next) and visits each once, in the order of `linnet.data.order`.
 Sample g = step * batch_size + row. The ranks of a run each compute their rows of the same global batch, so a run goes
 on exactly where it stopped on any number of them.
+
+With packing "cross" a batch is (tokens, targets) and a row reads over the ends of documents. With "reset" a batch also
+has the starts of the documents in each row, and the first token of a document is not a target (`flatten_documents`).
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,6 +22,7 @@ from linnet.data.shards import TokenShards
 
 IGNORED = -100  # a target that no loss counts
 ORDERED = 4096  # samples whose order is computed at a time
+Packing = Literal["cross", "reset"]
 
 
 class Batches:
@@ -28,6 +33,7 @@ class Batches:
         seq_len: tokens a row.
         batch_size: rows a step, over all ranks.
         seed: key of the order.
+        packing: `DataConfig.packing`.
 
     Attributes:
         windows: how many windows an epoch has.
@@ -37,7 +43,7 @@ class Batches:
         ConfigError: the tokens do not fill one window.
     """
 
-    def __init__(self, shards: TokenShards, seq_len: int, batch_size: int, seed: int):
+    def __init__(self, shards: TokenShards, seq_len: int, batch_size: int, seed: int, packing: Packing = "cross"):
         if seq_len < 1 or batch_size < 1:
             raise ValueError(f"seq_len {seq_len} and batch_size {batch_size} must be at least 1")
         if len(shards) < seq_len + 1:
@@ -45,13 +51,14 @@ class Batches:
             fix = f"use at most {len(shards) - 1}, or more text"
             raise ConfigError([f"seq_len: {seq_len} is too long: {have}; {fix}"], "data")
         self.shards, self.seq_len, self.batch_size, self.seed = shards, seq_len, batch_size, seed
+        self.packing = packing
         self._windows = np.lib.stride_tricks.sliding_window_view(shards.tokens, seq_len + 1)[::seq_len]
         self.windows = self._windows.shape[0]
         self._span = max(1, ORDERED // batch_size)
         self._block = (-1, np.empty(0, dtype=np.int64))
 
-    def batch(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
-        """The rows of one rank in one step.
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
+        """Returns the rows of one rank in one step.
 
         Args:
             step: from 0; the batch depends on it and on the seed alone.
@@ -59,13 +66,17 @@ class Batches:
                 batch; `world` need not divide `batch_size` (with more ranks than rows some get none).
 
         Returns:
-            Tokens and targets, int64 [rows, seq_len] each; targets[:, t] follows tokens[:, t].
+            Tokens and targets, int64 [rows, seq_len] each; targets[:, t] follows tokens[:, t]. With packing "reset"
+            also the starts of documents, int32 [rows, N] as `mark_documents` returns them.
         """
         if step < 0 or not 0 <= rank < world:
             raise ValueError(f"step {step} must not be negative, and rank {rank} must lie in [0, world {world})")
         start, end = (self.batch_size * r // world for r in (rank, rank + 1))
         windows = self._windows[self._ordered(step)[start:end]]
-        return _tensor(windows[:, :-1]), _tensor(windows[:, 1:])
+        tokens, targets = _tensor(windows[:, :-1]), _tensor(windows[:, 1:])
+        if self.packing == "cross":
+            return tokens, targets
+        return mark_documents(tokens, targets, self.shards.end_of_document)
 
     def epoch(self, step: int) -> float:
         """How many times the training tokens have been read before this step."""
@@ -87,16 +98,23 @@ class Batches:
 
 
 class ValidationBatches(Sequence):
-    """What `validation_batches` returns: a fixed sequence of (tokens, targets), read from the shards when asked for."""
+    """What `validation_batches` returns: a fixed sequence of batches, each read from the shards when it is indexed."""
 
-    def __init__(self, shards: TokenShards, seq_len: int, batch_size: int, max_tokens: int | None = None):
+    def __init__(
+        self,
+        shards: TokenShards,
+        seq_len: int,
+        batch_size: int,
+        max_tokens: int | None = None,
+        packing: Packing = "cross",
+    ):
         if seq_len < 1 or batch_size < 1 or (max_tokens is not None and max_tokens < 1):
             raise ValueError(
                 f"seq_len {seq_len}, batch_size {batch_size} and max_tokens {max_tokens} must be at least 1"
             )
         if len(shards) < 2:
             raise ConfigError([f"{shards.split}: has {len(shards)} tokens; at least 2 are needed to score one"], "data")
-        self._shards, self._seq_len = shards, seq_len
+        self._shards, self._seq_len, self._packing = shards, seq_len, packing
         total = -(-(len(shards) - 1) // seq_len)
         count = total if max_tokens is None else min(total, max(1, max_tokens // seq_len))
         self._starts = np.arange(count, dtype=np.int64) * total // count * seq_len
@@ -107,7 +125,7 @@ class ValidationBatches(Sequence):
     def __len__(self) -> int:
         return -(-len(self._starts) // self._rows)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"batch {index} of {len(self)}")
         index %= len(self)
@@ -117,13 +135,15 @@ class ValidationBatches(Sequence):
             window = _tensor(self._shards[start : start + self._seq_len + 1])
             tokens[row, : len(window) - 1] = window[:-1]
             targets[row, : len(window) - 1] = window[1:]
-        return tokens, targets
+        if self._packing == "cross":
+            return tokens, targets
+        return mark_documents(tokens, targets, self._shards.end_of_document)
 
 
 def validation_batches(
-    shards: TokenShards, seq_len: int, batch_size: int, max_tokens: int | None = None
+    shards: TokenShards, seq_len: int, batch_size: int, max_tokens: int | None = None, packing: Packing = "cross"
 ) -> ValidationBatches:
-    """The batches on which a model is scored, always the same ones.
+    """Returns the batches on which a model is scored, always the same ones.
 
     Args:
         shards: the tokens, usually `corpus.validation`; they may be shorter than `seq_len`.
@@ -131,12 +151,55 @@ def validation_batches(
         batch_size: rows a batch; fewer if there are fewer windows in all.
         max_tokens: scores about this many tokens (at least one window), in windows spread evenly over the split. None
             scores all: every token but the first exactly once.
+        packing: `DataConfig.packing`. With "reset" the first token of a document is not scored.
 
     Returns:
-        A sequence with len() of (tokens, targets), int64 [rows, seq_len]. All batches have one shape: what is left
-        over is filled with ends of documents whose targets are -100. `.tokens` is the number of targets that count.
+        A sequence with len() of batches as `Batches.batch` returns them. All have the same [rows, seq_len]: what is
+        left over is filled with ends of documents whose targets are -100. `.tokens` is the number of targets that count
+        with packing "cross".
     """
-    return ValidationBatches(shards, seq_len, batch_size, max_tokens)
+    return ValidationBatches(shards, seq_len, batch_size, max_tokens, packing)
+
+
+def mark_documents(tokens: Tensor, targets: Tensor, end_of_document: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Marks where documents start in each row, so that rows of a batch can be split before they are flattened.
+
+    A row and the token after each end of document start a document. What fills up a row (ends of documents whose
+    targets are -100) starts none.
+
+    Args:
+        tokens, targets: int64 [B, T].
+
+    Returns:
+        tokens, the targets with -100 in place of the first token of each document, and starts, int32 [B, N]: rising in
+        each row from 0, and T where a row has fewer than N documents. N is a power of two, so that few shapes occur.
+    """
+    rows, length = tokens.shape
+    ends = tokens == end_of_document
+    starts = torch.zeros(rows, length, dtype=torch.bool)
+    starts[:, 1:] = ends[:, :-1] & (targets[:, :-1] != IGNORED)
+    row, place = starts.nonzero(as_tuple=True)
+    number = starts.cumsum(1)[row, place]
+    most = int(number.max()) if len(number) else 0
+    marked = torch.full((rows, 1 << most.bit_length()), length, dtype=torch.int32)
+    marked[:, 0] = 0
+    marked[row, number] = place.to(torch.int32)
+    return tokens, targets.masked_fill(ends, IGNORED), marked
+
+
+def flatten_documents(tokens: Tensor, targets: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lays rows behind one another, for layers that start anew at documents. Reads nothing on the host.
+
+    Args:
+        tokens, targets, starts: as `mark_documents` returns them; any rows of a batch.
+
+    Returns:
+        tokens and targets [1, B*T], and `cu_seqlens` int32 [B*N + 1]. Unused places of `starts` are empty documents.
+    """
+    rows, length = tokens.shape
+    first = torch.arange(rows, dtype=starts.dtype, device=starts.device)[:, None] * length
+    boundaries = torch.nn.functional.pad((starts + first).flatten(), (0, 1), value=rows * length)
+    return tokens.reshape(1, -1), targets.reshape(1, -1), boundaries
 
 
 def pack_documents(tokens: Tensor, end_of_document: int) -> tuple[Tensor, Tensor]:

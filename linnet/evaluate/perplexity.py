@@ -1,8 +1,8 @@
-"""Held-out loss: nats a token, perplexity, and bits per byte, which does not depend on the tokenizer."""
+"""Held-out loss: nats per token, perplexity, and bits per byte, which does not depend on the tokenizer."""
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ class Score:
     """Loss over fixed held-out tokens.
 
     Attributes:
-        loss: mean negative log-likelihood in nats a token.
+        loss: mean negative log-likelihood in nats per token.
         bits_per_byte: sum of negative log-likelihoods in bits over the bytes that the scored tokens stand for.
         tokens: how many were scored.
     """
@@ -35,17 +35,19 @@ class Score:
 @torch.no_grad()
 def score(
     model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[tuple[Tensor, ...]],
     byte_lengths: np.ndarray | float = 1.0,
     autocast: contextlib.AbstractContextManager | None = None,
+    loss: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> Score:
     """Scores a causal language model.
 
     Args:
-        model: has `loss(tokens, targets) -> (sum of nll in nats, count)`; it runs on the device of its parameters.
-        batches: (tokens, targets), int64 [B, T]; targets of -100 do not count.
+        model: runs on the device of its parameters.
+        batches: (tokens, targets), int64 [B, T], and what else `loss` takes; targets of -100 do not count.
         byte_lengths: bytes of each token, int [vocab], or the mean over the text where single tokens have none.
         autocast: precision of the forward pass.
+        loss: batch -> (sum of nll in nats, count); default: `model.loss`.
 
     Raises:
         ValueError: there is no target to score.
@@ -54,10 +56,11 @@ def score(
     lengths = torch.as_tensor(np.asarray(byte_lengths, dtype=np.float64))
     total, tokens, size = torch.zeros((), dtype=torch.float64, device=device), 0, 0.0
     with evaluating(model):
-        for inputs, targets in batches:
+        for batch in batches:
+            targets = batch[1]
             scored = targets[targets != IGNORE]
             with autocast or contextlib.nullcontext():
-                nll, _ = model.loss(inputs.to(device), targets.to(device))
+                nll, _ = (loss or model.loss)(*(tensor.to(device) for tensor in batch))
             total += nll.double()
             tokens += scored.numel()
             size += scored.numel() * lengths.item() if lengths.ndim == 0 else lengths[scored].sum().item()

@@ -36,6 +36,6 @@ def settings(text) -> Callable[..., TrainConfig]:
         model = family("tnl")(16, 2, num_heads=2).model_dump()
         changes = {**TINY, **changes, "optimizer": {"learning_rate": RATE, **changes.get("optimizer", {})}}
         run = {key: changes.pop(key) for key in RunConfig.model_fields if key in changes}
-        return parse(TrainConfig, {"model": model, "data": {"source": [str(text)]}, "run": run, **changes})
+        return parse(TrainConfig, {"model": model, "data": {"source": [str(text)]}, "run": run} | changes)
 
     return build

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from linnet.config import ConfigError, gather
-from linnet.data import Batches, Corpus, Tokenizer, given_tokenizer, prepare, validation_batches
+from linnet.data import (
+    Batches,
+    Corpus,
+    Tokenizer,
+    flatten_documents,
+    given_tokenizer,
+    prepare,
+    validation_batches,
+)
 from linnet.data.loader import ValidationBatches
 from linnet.data.problems import in_data
 from linnet.evaluate import score
@@ -23,7 +31,7 @@ from linnet.models.causal_lm import IGNORE
 from linnet.runs.model import TOKENIZER
 from linnet.train.config import TrainConfig, check_vocabulary
 from linnet.train.evaluation import Evaluations, check_evaluations
-from linnet.train.objective import Costs, Progress, RunObjective, Show
+from linnet.train.objective import Costs, Loss, Progress, RunObjective, Show
 from linnet.train.suites import Subject
 
 SCORED = 4096  # held-out tokens per forward pass, where a micro-batch has fewer: scoring keeps nothing for gradients
@@ -113,11 +121,20 @@ class TextObjective(RunObjective):
     def build(self, seed: int, device: torch.device | str | None = None) -> CausalLM:
         return build_model(self.config.model, seed=seed, device=device)
 
+    def loss(self, model: nn.Module) -> Loss:
+        if self.config.data.packing == "cross":
+            return model.loss
+
+        def loss(tokens: Tensor, targets: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+            return packed_loss(model, tokens, targets, starts)
+
+        return loss
+
     def batches(self) -> Batches:
         config = self.config
-        return Batches(self.corpus.train, config.seq_len, config.batch_size, config.seed)
+        return Batches(self.corpus.train, config.seq_len, config.batch_size, config.seed, config.data.packing)
 
-    def count(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def count(self, tokens: Tensor, targets: Tensor, *_: Tensor) -> Tensor:
         return (targets != IGNORE).sum()
 
     def loss_fields(self, loss: float) -> dict[str, float]:
@@ -128,10 +145,11 @@ class TextObjective(RunObjective):
     ) -> dict[str, float]:
         config, lengths = self.config, self.corpus.tokenizer.byte_lengths
         batches = validation_batches(
-            self.corpus.validation, config.seq_len, scored_rows(config), config.evaluate_tokens
+            self.corpus.validation, config.seq_len, scored_rows(config), config.evaluate_tokens, config.data.packing
         )
         mean = self.corpus.bytes_per_token("validation")
-        result = score(model, _shown(batches, show), mean if lengths is None else lengths, autocast)
+        lengths = mean if lengths is None else lengths
+        result = score(model, _shown(batches, show), lengths, autocast, self.loss(model))
         return {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte}
 
     def result_fields(self, step: int, validation: dict[str, Any]) -> dict[str, Any]:
@@ -183,12 +201,23 @@ class TextObjective(RunObjective):
         ]
 
 
+def packed_loss(model: CausalLM, tokens: Tensor, targets: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the loss of rows in which every layer starts anew at each document (`data.packing: reset`).
+
+    Args:
+        tokens, targets, starts: as `linnet.data.loader.mark_documents` returns them.
+    """
+    if starts.shape[1] == 1:  # one document per row: rows are a batch as they are
+        return model.loss(tokens, targets)
+    return model.loss(*flatten_documents(tokens, targets, starts))
+
+
 def scored_rows(config: TrainConfig) -> int:
     """Returns the rows per forward pass in validation: those of a micro-batch, or as many as `SCORED` tokens are."""
     return max(-(-config.batch_size // config.accumulation), SCORED // config.seq_len)
 
 
-def _shown(batches: ValidationBatches, show: Show | None) -> Iterator[tuple[Tensor, Tensor]]:
+def _shown(batches: ValidationBatches, show: Show | None) -> Iterator[tuple[Tensor, ...]]:
     """Yields the batches and reports progress before each: scoring may take longer than the training did."""
     for number, batch in enumerate(batches):
         if show is not None:
