@@ -6,6 +6,6 @@ run.py, bundle.py, training.py    the runs of a budget, trained in bundles; the 
 folder.py, resume.py              what is on disk: a folder of runs; what a bundle that was killed goes on from
 loads.py                          what the experts of a model get
 results.py, scores.py             runs as rows; scores with their spread over seeds
-traits.py, checks.py              what a name says of a design; the paper's findings, checked on pairs
+design.py, checks.py              the layers of an architecture; the paper's findings, checked on pairs
 correlate.py                      scores against compute-optimal loss
 """

@@ -1,9 +1,9 @@
-"""Architectures by what a person types: a recipe such as mad-hyena-swiglu, or a layout such as `tnl+swiglu x2`.
+"""Architectures by name: a recipe such as mad-hyena-swiglu, or a layout such as `tnl+swiglu x2`.
 
-Those of MQAR are what zoology's Figure 2 and section 4.1 of paper 002 compare: a token mixer in two layers, without
-channel mixers; LayerNorm, tied embeddings, one head (paper 002: an expansion of 128, or all of a narrower width).
-Departures from zoology: its blocks add their normalised input once more in place of a channel mixer; attention has
-RoPE here and learned positions there; there is no dropout here.
+The architectures of MQAR are those that zoology's Figure 2 and section 4.1 of paper 002 compare: a token mixer in two
+layers, without channel mixers; LayerNorm, tied embeddings, one head (paper 002: an expansion of 128, or the whole of a
+narrower width). Departures from zoology: its blocks add their normalised input once more in place of a channel mixer;
+attention has RoPE here and learned positions there; there is no dropout here.
 """
 
 import difflib
@@ -19,11 +19,11 @@ from linnet.study.mad.state import TOTAL, check_state, normalise
 
 
 def architecture(name: str, changes: Mapping[str, Any] | None = None, state: int = TOTAL) -> ModelConfig:
-    """The model of a recipe, or of a layout with the width and the options of paper 004.
+    """Returns the model of a recipe, or of a layout with the width and the options of paper 004.
 
     Args:
-        changes: keys of `ModelConfig` in place of those.
-        state: fixed state of the whole model, for which one option of a mixer may change; 0 leaves it as it is.
+        changes: keys of `ModelConfig` that replace those.
+        state: fixed state of the whole model. One option of each mixer may change to reach it; 0 changes nothing.
 
     Raises:
         ConfigError: an unknown layer or recipe, options that a layer refuses, or a state that cannot be reached.
@@ -44,15 +44,15 @@ def architecture(name: str, changes: Mapping[str, Any] | None = None, state: int
         return config
     found = normalise(config, state)
     if any(found.options[layer] != config.options[layer] for layer in own):
-        check_state(config, state)  # says so: what was asked for is not changed
+        check_state(config, state)  # raises: normalising would change an option that was given
     return found
 
 
 def mqar_architecture(name: str, changes: Mapping[str, Any] | None = None) -> ModelConfig:
-    """The model of a token mixer (`hgrn2`), in two layers, or of a layout; at the smallest width of MQAR.
+    """Returns the model of two layers of a token mixer (`hgrn2`), or of a layout, at the smallest width of MQAR.
 
     Args:
-        changes: keys of `ModelConfig` in place of what zoology has.
+        changes: keys of `ModelConfig` that replace those of zoology.
 
     Raises:
         ConfigError: an unknown layer, a recipe, or options that a layer refuses.
@@ -69,6 +69,49 @@ def mqar_architecture(name: str, changes: Mapping[str, Any] | None = None) -> Mo
     options = {layer: {**options.get(layer, {}), **own.get(layer, {})} for layer in {**options, **own}}
     values = {"d_model": min(MQAR_WIDTHS), "layout": layout, "norm": "layernorm", "options": options}
     return parse(ModelConfig, values | changes, name)
+
+
+def recorded(config: ModelConfig) -> dict[str, Any]:
+    """Returns a model as runs and plan.json record it: the same for an unchanged model in every release.
+
+    The names of run folders are digests that include it, so it holds every key of the first release, and a key that a
+    later release added only if it is not at its default.
+    """
+    own = config.model_dump(mode="json", exclude_defaults=True)
+    values = config.model_dump(mode="json")
+    found = {key: values.get(key) for key in _KEYS} | own
+    options = {}
+    for layer, given in values["options"].items():
+        kind = MIXERS.get(layer) or CHANNELS[layer]
+        defaults = {key: field.default for key, field in kind.Config.model_fields.items()}
+        always = _OPTIONS.get(layer, given)
+        options[layer] = {key: one for key, one in given.items() if key in always or one != defaults[key]}
+    return found | {"options": options}
+
+
+_KEYS = "d_model layout vocab_size options aliases norm norm_eps tpe tie_embeddings embedding_scale init_std".split()
+_GATED = "norm norm_eps gate gate_rank gate_activation gate_first num_heads"
+_OPTIONS = {
+    layer: keys.split()
+    for layer, keys in {
+        "attention": "num_heads num_kv_heads rope rope_base rope_scaling window",
+        "cosformer2": f"{_GATED} gate_input lrpe_shared_heads",
+        "gla": "num_heads expand_k gate_rank gate_temperature norm_eps",
+        "hgrn": "complex norm norm_first",
+        "hgrn2": "num_heads norm norm_eps output_activation value_activation lower_bound",
+        "hyena": "num_modes max_time_constant conv_width",
+        "hyena_experts": "num_modes max_time_constant conv_width num_experts num_active expert_width",
+        "lightnet": f"{_GATED} lrpe lrpe_shared_heads",
+        "mamba": "expand state dt_rank conv_width conv_bias",
+        "mh_hyena": "num_modes max_time_constant conv_width num_heads",
+        "tnl": f"{_GATED} qk_activation v_activation gate_input slopes layer_factor lrpe lrpe_form lrpe_shared_heads",
+        "swiglu": "inner",
+        "sglu": "inner",
+        "glu": "inner activation",
+        "mlp": "inner activation bias",
+        "moe": "num_experts num_active inner",
+    }.items()
+}  # of the first release; the options of other layers are all recorded
 
 
 def _check(layout: str) -> None:

@@ -10,8 +10,8 @@ from statistics import fmean
 
 import numpy as np
 
+from linnet.study.mad.design import ATTENTION, WITHOUT_HEADS, Design
 from linnet.study.mad.scores import Score, Scores
-from linnet.study.mad.traits import ATTENTION, Traits, traits
 
 NOT_ENOUGH, TOO_FEW, HOLDS, FAILS, OPEN = (
     "not enough runs",
@@ -65,12 +65,16 @@ class Check:
 
 def checks(scores: Scores, *, resamples: int = 2000, seed: int = 0) -> list[Check]:
     """Checks the three findings; each says where there are not enough runs for it."""
-    kinds = {name: traits(name) for name in scores}
+    kinds = {name: one.design for name, one in scores.items() if one.design is not None}
     found = [
         _check(scores, name, claim, gain, pair_up(kinds), needed, resamples, seed)
         for name, claim, gain, pair_up, needed in _FINDINGS
     ]
     found[0].notes.extend(_every_striped(scores, kinds))
+    if unknown := [name for name in scores if name not in kinds]:
+        note = f"{', '.join(unknown)}: in no pair, for its layers are not recorded; add a column `layers` to mad.csv"
+        for check in found:
+            check.notes.append(note)
     return found
 
 
@@ -108,38 +112,38 @@ def _check(scores, name, claim, paper_gain, names, needed, resamples, seed) -> C
     return Check(name, claim, paper_gain, pairs, float(gains.mean()), interval, verdict, notes=notes)
 
 
-def _striped(kinds: dict[str, Traits]) -> Iterator[tuple[str, str]]:
+def _striped(kinds: dict[str, Design]) -> Iterator[tuple[str, str]]:
     for first, kind in kinds.items():
         if not kind.striped:
             continue
         for second, other in kinds.items():
-            # Uniform Mamba has no channel mixers; it stands against every striped form of it.
+            # Uniform Mamba has no channel mixers; it is paired with every striped form of it.
             if other.mixers == kind.base and other.channels in (kind.channels, ()):
                 yield first, second
 
 
-def _heads(kinds: dict[str, Traits]) -> Iterator[tuple[str, str]]:
-    return _replaced(kinds, lambda name: name.removeprefix("mh_"), "mixers")
+def _heads(kinds: dict[str, Design]) -> Iterator[tuple[str, str]]:
+    return _replaced(kinds, lambda name: WITHOUT_HEADS.get(name, name), "mixers")
 
 
-def _sparse(kinds: dict[str, Traits]) -> Iterator[tuple[str, str]]:
+def _sparse(kinds: dict[str, Design]) -> Iterator[tuple[str, str]]:
     return _replaced(kinds, lambda name: "swiglu" if name == "moe" else name, "channels")
 
 
-def _replaced(kinds: dict[str, Traits], without: Callable[[str], str], part: str) -> Iterator[tuple[str, str]]:
+def _replaced(kinds: dict[str, Design], without: Callable[[str], str], part: str) -> Iterator[tuple[str, str]]:
     """Pairs that are equal once `without` is applied to the names in one part of the first."""
     for first, kind in kinds.items():
         changed = tuple(sorted({without(name) for name in getattr(kind, part)}))
         if changed == getattr(kind, part):
             continue
-        wanted = Traits(**{"mixers": kind.mixers, "channels": kind.channels, part: changed})
+        wanted = Design(**{"mixers": kind.mixers, "channels": kind.channels, part: changed})
         yield from ((first, second) for second, other in kinds.items() if other == wanted)
 
 
-def _every_striped(scores: Scores, kinds: dict[str, Traits]) -> list[str]:
-    """The stronger half of the first finding: striped architectures outperform all others."""
-    uniform = [name for name in scores if not kinds[name].striped]
-    striped = [name for name in scores if kinds[name].striped]
+def _every_striped(scores: Scores, kinds: dict[str, Design]) -> list[str]:
+    """Checks the stronger half of the first finding: striped architectures outperform all others."""
+    uniform = [name for name in kinds if not kinds[name].striped]
+    striped = [name for name in kinds if kinds[name].striped]
     if not uniform or not striped or len({frozenset(scores[name].settings) for name in scores}) > 1:
         return []  # nothing to compare, or scores that are means over different settings
     best = max(uniform, key=lambda name: scores[name].score)

@@ -16,7 +16,6 @@ import numpy as np
 from linnet.config import ConfigError, gather, nearest
 from linnet.study.mad.results import read_results
 from linnet.study.mad.scores import Scores, score
-from linnet.study.mad.traits import traits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -227,6 +226,9 @@ def correlate_laws(
     short = [name for name in scores if name not in scores.whole]
     if short:
         notes.append(f"{', '.join(short)}: no part is taken, for settings that others have are not there")
+    unknown = [point.architecture for point in points if scores[point.architecture].design is None]
+    if unknown:
+        notes.append(f"{', '.join(unknown)}: a family of its own each, for its layers are not recorded")
     odd = [point.architecture for point in points if not scores[point.architecture].comparable]
     if odd:
         reasons = dict.fromkeys(reason for name in odd for reason in scores[name].reasons)
@@ -240,7 +242,8 @@ def _point(scores: Scores, name: str, other: str, law, compute: float) -> Point:
     tasks = {task: part.score for task, part in own.tasks.items()}
     beyond = not law.c_min <= compute <= law.c_max * (1 + 1e-9)
     loss = float(law.predict(compute))
-    return Point(name, other, traits(name).family, own.score, tasks, loss, law.interval_at(compute), beyond, own.spread)
+    family = name if own.design is None else own.design.family
+    return Point(name, other, family, own.score, tasks, loss, law.interval_at(compute), beyond, own.spread)
 
 
 def _loss_draws(laws: list, compute: float, resamples: int, seed: int) -> np.ndarray:

@@ -20,21 +20,21 @@ from linnet.layers.base import load_plugin, plugin_digest
 from linnet.models import ModelConfig
 from linnet.runs import LockedError, RunFolder
 from linnet.runs.files import FULL, write_atomic
-from linnet.study.mad.results import RUNS, TABLE
-
-PLAN = "plan.json"
+from linnet.study.mad.architectures import recorded
+from linnet.study.mad.results import PLAN, RUNS, TABLE, read_layers, read_plan
 
 COLUMNS = (
     "architecture task setting varied learning_rate weight_decay seed accuracy macro_batch validation_accuracy loss "
-    "validation_loss train_loss epoch parameters state_size status diverged_at steps budget spec decay loads run"
+    "validation_loss train_loss epoch parameters state_size status diverged_at steps budget spec decay loads run layers"
 ).split()
 
 
 def collect(folder: Path) -> list[dict[str, Any]]:
-    """The results of all run folders as rows, by architecture, setting and point; writes mad.csv atomically."""
-    rows = []
+    """Writes the results of all run folders to mad.csv, atomically, and returns them by architecture and setting."""
+    rows, layers = [], read_layers(folder)
     for path in sorted((folder / RUNS).glob("*/result.json")):
-        rows.append(RunFolder(path.parent).result() | {"run": path.parent.name})
+        row = RunFolder(path.parent).result()
+        rows.append(row | {"run": path.parent.name, "layers": " ".join(layers.get(row["architecture"], ()))})
     rows.sort(key=lambda row: [row[k] for k in ("architecture", "setting", "learning_rate", "weight_decay", "seed")])
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", extrasaction="ignore")
@@ -48,7 +48,7 @@ def designs(architectures: Mapping[str, ModelConfig], plugins: Sequence[str]) ->
     """What each name stands for: the model, and the contents of the files that its mixers come from."""
     sums = {load_plugin(one): plugin_digest(one)[:12] for one in plugins}
     return {
-        name: model.model_dump(mode="json")
+        name: recorded(model)
         | {"mixer file": {spec.mixer: sums[spec.mixer] for spec in model.blocks if spec.mixer in sums}}
         for name, model in architectures.items()
     }
@@ -65,7 +65,7 @@ def check_plan(folder: Path, about: Mapping[str, Any], models: Mapping[str, dict
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError([f"{folder}: is a file; choose another --out"], "MAD")
-    before = _read_plan(folder)
+    before = read_plan(folder)
     problems = [
         f"{folder}: holds runs of {key} {before[key]}, not {value}; give another --out"
         for key, value in about.items()
@@ -88,7 +88,7 @@ def write_plan(
     folder: Path, about: Mapping[str, Any], models: Mapping[str, dict[str, Any]], runs: Sequence[str]
 ) -> None:
     """Adds models and the names of runs to what was asked of a folder."""
-    before = _read_plan(folder)
+    before = read_plan(folder)
     whole = dict(about) | {"models": before.get("models", {}) | models}
     whole["runs"] = list(dict.fromkeys([*before.get("runs", []), *runs]))
     write_atomic(folder / PLAN, json.dumps(whole, indent=1) + "\n")
@@ -124,16 +124,6 @@ def alone(folder: Path) -> Iterator[None]:
             )
             raise ConfigError([message], "MAD") from None
         yield
-
-
-def _read_plan(folder: Path) -> dict[str, Any]:
-    path = folder / PLAN
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError([f"{path}: is damaged ({error}); delete it and run again"], "MAD") from None
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], at: str = "") -> Iterator[str]:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from linnet.config import ConfigError
+from linnet.study.mad.design import Design, layers_of, named_design
 
-TABLE, RUNS = "mad.csv", "runs"
+TABLE, RUNS, PLAN = "mad.csv", "runs", "plan.json"
 DONE = "done"
 DEAD = 0.01  # of an even share; an expert below it gets next to no token
-_TEXTS = ("architecture", "task", "setting", "varied", "status", "budget", "spec", "decay")
+_TEXTS = ("architecture", "task", "setting", "varied", "status", "budget", "spec", "decay", "layers")
 _COUNTS = ("seed", "parameters", "state_size", "epoch")
 _REQUIRED = ("architecture", "task", "setting", "learning_rate", "weight_decay", "accuracy", "status")
 _SHARES = ("accuracy", "macro_batch", "validation_accuracy")
@@ -31,6 +32,7 @@ class Result:
         budget, spec: what the run belongs to; "" where not recorded.
         epoch: whose weights were scored. decay: "all" parameters decay, or "matrices" alone.
         loads: of each layer with experts the share of the tokens' choices that each expert got on the test split.
+        layers: names of the model's layers, with spaces between; "" where not recorded.
     """
 
     architecture: str
@@ -52,6 +54,12 @@ class Result:
     epoch: int | None = None
     decay: str = ""
     loads: dict[str, list[float]] = field(default_factory=dict, hash=False)
+    layers: str = ""
+
+    @property
+    def design(self) -> Design | None:
+        """The layers of the model; None where neither the run nor its architecture's name says which it has."""
+        return Design.of(self.layers.split()) if self.layers else named_design(self.architecture)
 
     @property
     def key(self) -> tuple:
@@ -78,12 +86,13 @@ def read_results(folder: str | Path) -> list[Result]:
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError([f"{str(folder)!r}: there is no such folder; give the one that linnet mad run made"], "MAD")
-    found, problems = {}, []
+    found, problems, layers = {}, [], read_layers(folder)
     for where, values in _rows(folder, problems):
         missing = [name for name in _REQUIRED if name not in values]
         if missing:
             problems.append(f"{where}: {', '.join(missing)} not there; linnet mad run writes it")
             continue
+        values.setdefault("layers", " ".join(layers.get(values["architecture"], ())))
         try:
             result = _result(values)
         except (TypeError, ValueError) as error:
@@ -98,6 +107,26 @@ def read_results(folder: str | Path) -> list[Result]:
         hint = f"give one of {', '.join(below)}" if below else "see linnet mad run"
         raise ConfigError([f"{folder}: no run has ended here (no rows in {TABLE}, no result.json); {hint}"], "MAD")
     return list(found.values())
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    """Returns the plan.json of a folder, {} if it has none. Raises `ConfigError` where it is damaged."""
+    path = folder / PLAN
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError([f"{path}: is damaged ({error}); delete it and run again"], "MAD") from None
+
+
+def read_layers(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Returns the layers of each architecture that the plan of a folder has, {} if there is no readable plan."""
+    try:
+        models = read_plan(folder).get("models", {})
+    except ConfigError:
+        return {}
+    return {name: layers_of(record) for name, record in models.items()}
 
 
 def _rows(folder: Path, problems: list[str]):

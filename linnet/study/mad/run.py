@@ -19,6 +19,7 @@ from linnet.models import ModelConfig
 from linnet.models.recipes.mad import fit_length
 from linnet.runs import RunFolder
 from linnet.study.executors import Executor, ExecutorConfig, Job, Outcome, make_executor
+from linnet.study.mad.architectures import recorded
 from linnet.study.mad.bundle import DIVERGED, SHAPE, run_flops, train_bundle
 from linnet.study.mad.folder import alone, check_plan, collect, designs, room, write_plan
 from linnet.study.mad.results import RUNS, read_results
@@ -229,7 +230,7 @@ def _shape(objective: SyntheticObjective, one: PlannedRun) -> dict[str, Any]:
     """
     task = objective.task
     shape = {
-        "model": objective.model.model_dump(mode="json"),
+        "model": recorded(objective.model),
         **one.setting.to_dict(),
         "autoencoder": task.autoencoder,
         "input_length": task.input_length,

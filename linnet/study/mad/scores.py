@@ -18,6 +18,7 @@ from typing import Any
 
 from linnet.config import ConfigError, nearest
 from linnet.runs.files import write_atomic
+from linnet.study.mad.design import Design
 from linnet.study.mad.results import Result
 from linnet.study.mad.settings import BUDGETS, MAD_TASKS, plan
 
@@ -69,6 +70,7 @@ class Score:
         seeds: those with every setting that the architecture has.
         parameters: at the first task's baseline. state_size: fixed state, None where not recorded.
         comparable: whether the score can stand beside those of others; else `reasons` says why not.
+        design: the layers of the architecture; None where they are unknown.
     """
 
     architecture: str
@@ -81,6 +83,7 @@ class Score:
     budget: str
     comparable: bool
     reasons: tuple[str, ...]
+    design: Design | None = None
 
     @property
     def settings(self) -> dict[str, SettingScore]:
@@ -242,6 +245,7 @@ def _score(name: str, runs: list[Result], tasks: dict[str, TaskScore], metric: s
         budget="+".join(budgets),
         comparable=not reasons,
         reasons=tuple(reasons),
+        design=runs[0].design,
     )
 
 

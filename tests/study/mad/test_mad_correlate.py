@@ -33,12 +33,13 @@ def law(beta, alpha=-0.05, noise=0.0, c_max=1e13):
     return Law("L", beta, alpha, c_min=1e11, c_max=c_max, intervals=intervals, draws=draws if noise else None)
 
 
-def scored(levels=LEVELS):
-    return score([Result(**row) for row in rows(levels)])
+def scored(levels=LEVELS, layers=None):
+    layers = layers or {}
+    return score([Result(**row, layers=layers.get(row["architecture"], "")) for row in rows(levels)])
 
 
-def found(laws, levels=LEVELS, **options):
-    return correlate_laws(scored(levels), laws, {name: name for name in laws}, **options)
+def found(laws, levels=LEVELS, layers=None, **options):
+    return correlate_laws(scored(levels, layers), laws, {name: name for name in laws}, **options)
 
 
 def falling(levels=LEVELS, noise=0.0):
@@ -75,8 +76,8 @@ def test_within_and_across_families_may_say_different_things():
         "mad-mh-hyena-swiglu": 0.42,
         "mad-hyena-experts-swiglu": 0.44,
         "mad-mamba": 0.60,
-        "mad-mamba-moe": 0.62,
-        "mad-mamba-swiglu": 0.64,
+        "my-mamba-moe": 0.62,
+        "my-mamba-swiglu": 0.64,
         "mad-gla-moe": 0.80,
         "mad-gla-swiglu": 0.82,
         "mad-gla-attention-swiglu": 0.84,
@@ -86,7 +87,11 @@ def test_within_and_across_families_may_say_different_things():
     for name, level in levels.items():
         family = next(known for known in families if known in name)
         laws[name] = law(families[family] - 15 * (level - {"hyena": 0.42, "mamba": 0.62, "gla": 0.82}[family]))
-    overall = found(laws, levels).overall
+    layers = {"my-mamba-moe": "mamba moe", "my-mamba-swiglu": "mamba swiglu"}
+    overall = found(laws, levels, layers).overall
+    apart = found(laws, levels)
+    assert "mamba" in overall and "mamba" not in apart.overall
+    assert apart.notes[-1].startswith("my-mamba-moe, my-mamba-swiglu: a family of its own each")
     assert overall["all"].pearson > 0.8
     assert overall["between families"].pearson > 0.99
     assert overall["within families"].pearson < -0.7 and overall["within families"].pearson_interval[1] < 0

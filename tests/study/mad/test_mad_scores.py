@@ -1,17 +1,22 @@
 """Scores from result rows: what counts, what is selected by, when a score may stand beside others."""
 
 import csv
+import json
 import math
 from statistics import fmean, stdev
 
 import pytest
+from mad_folders import COLUMNS as ROW
 from mad_folders import rows, write_mad, write_rows, write_runs
 
 from linnet.config import ConfigError
+from linnet.layers.base import MIXERS
+from linnet.models import get_recipe
+from linnet.study.mad.architectures import architecture, recorded
 from linnet.study.mad.checks import FAILS, HOLDS, NOT_ENOUGH, TOO_FEW, checks
+from linnet.study.mad.design import Design, design_of, layers_of, named_design
 from linnet.study.mad.results import Result, read_results
 from linnet.study.mad.scores import COLUMNS, score, write_scores
-from linnet.study.mad.traits import traits
 
 TWO = ("mad-hyena-swiglu", "mad-hyena-attention-swiglu")
 
@@ -154,20 +159,59 @@ def test_what_is_no_folder_of_runs(tmp_path, spoil, problem):
 
 
 @pytest.mark.parametrize(
-    "name, mixers, channels, family, striped",
+    "layout, mixers, channels, family, striped",
     [
-        ("mad-hyena-swiglu", ("hyena",), ("swiglu",), "hyena", False),
-        ("mad-mh-hyena-attention-moe", ("attention", "mh_hyena"), ("moe",), "hyena", True),
-        ("mad-hyena-experts-attention-swiglu", ("attention", "hyena_experts"), ("swiglu",), "hyena", True),
-        ("mad-mamba", ("mamba",), (), "mamba", False),
-        ("mh_hyena+swiglu attention+swiglu x2", ("attention", "mh_hyena"), ("swiglu",), "hyena", True),
-        ("mad-attention-moe", ("attention",), ("moe",), "attention", False),
-        ("my_mixer+swiglu x2", ("my_mixer",), ("swiglu",), "my_mixer", False),
+        ("hyena+swiglu x2", ("hyena",), ("swiglu",), "hyena", False),
+        ("mh_hyena+moe attention+moe", ("attention", "mh_hyena"), ("moe",), "hyena", True),
+        ("hyena_experts+swiglu attention+swiglu", ("attention", "hyena_experts"), ("swiglu",), "hyena", True),
+        ("mamba x4", ("mamba",), (), "mamba", False),
+        ("attention+moe x2", ("attention",), ("moe",), "attention", False),
+        ("my_experts+swiglu mlp", ("my_experts",), ("mlp", "swiglu"), "my_experts", False),
     ],
 )
-def test_traits_of_names(name, mixers, channels, family, striped):
-    found = traits(name)
+def test_a_design_is_read_from_the_blocks_of_a_model(layout, mixers, channels, family, striped, own_mixer):
+    """Whatever the architecture is called: a mixer from a file keeps its whole name, which looks like a variant's."""
+    model = architecture(layout, {"d_model": 32}, state=0)
+    found = design_of(model)
     assert (found.mixers, found.channels, found.family, found.striped) == (mixers, channels, family, striped)
+    assert Design.of(layers_of(recorded(model))) == found, "what plan.json has says the same, without the mixer's file"
+
+
+@pytest.fixture
+def own_mixer(monkeypatch):
+    """A mixer from outside the package."""
+
+    class MyExperts(MIXERS["tnl"]):
+        pass
+
+    monkeypatch.setitem(MIXERS, "my_experts", MyExperts)
+
+
+def test_names_are_looked_up_not_guessed():
+    for name in ("mad-mh-hyena-attention-moe", "mad-mamba"):
+        assert named_design(name) == design_of(get_recipe(name))
+    assert named_design("gla+swiglu x2") == Design(("gla",), ("swiglu",)) and named_design("gla") == Design(
+        ("gla",), ()
+    )
+    assert named_design("mad-mamba-moe") is None and named_design("my_experts+swiglu x2") is None
+
+
+def test_a_folder_says_what_its_architectures_are(tmp_path):
+    """From plan.json; from the column of a table alone; and one that says nothing is in no pair."""
+    found = rows({"striped": 0.7, "uniform": 0.6, "other": 0.5})
+    record = {"options": {"my_experts": {}, "attention": {}, "swiglu": {}}}
+    plan = {"models": {"striped": record, "uniform": {"options": {"my_experts": {}, "swiglu": {}}}}}
+    write_rows(tmp_path / "plan", found)
+    (tmp_path / "plan" / "plan.json").write_text(json.dumps(plan))
+    layers = {"striped": "my_experts attention swiglu", "uniform": "my_experts swiglu", "other": ""}
+    table = [one | {"layers": layers[one["architecture"]]} for one in found]
+    write_rows(tmp_path / "table", table, (*ROW, "layers"))
+    for folder in ("plan", "table"):
+        scores = score(read_results(tmp_path / folder))
+        assert scores["striped"].design.family == "my_experts" and scores["other"].design is None
+        striped = checks(scores)[0]
+        assert [(pair.first, pair.second) for pair in striped.pairs] == [("striped", "uniform")]
+        assert [note for note in striped.notes if note.startswith("other: in no pair")]
 
 
 def made(levels, **options):

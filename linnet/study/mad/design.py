@@ -1,0 +1,75 @@
+"""The design of an architecture: which token mixers and channel mixers its blocks have.
+
+A design is read from a model's configuration, never guessed from a name. Where only a table of results is left, its
+column `layers` names the layers; a table without it has names that are recipes or layouts, or the design is unknown.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from linnet.layers.base import CHANNELS, MIXERS
+from linnet.models import RECIPES, ModelConfig, get_recipe, parse_layout
+
+ATTENTION = "attention"
+# Variants of a mixer that paper 004 puts into one family. Other mixers are families of their own.
+FAMILY = {"mh_hyena": "hyena", "hyena_experts": "hyena"}
+WITHOUT_HEADS = {"mh_hyena": "hyena"}  # a mixer with heads -> the same mixer without
+
+
+@dataclass(frozen=True)
+class Design:
+    """The layers of an architecture.
+
+    Attributes:
+        mixers, channels: names in alphabetical order, each once.
+    """
+
+    mixers: tuple[str, ...]
+    channels: tuple[str, ...]
+
+    @classmethod
+    def of(cls, layers: Iterable[str]) -> "Design":
+        """Returns the design with these layers. A name that is not registered is a mixer from a file."""
+        names = sorted({name for name in layers if not getattr(MIXERS.get(name), "before_layers", False)})
+        channels = tuple(name for name in names if name in CHANNELS and name not in MIXERS)
+        return cls(tuple(name for name in names if name not in channels), channels)
+
+    @property
+    def striped(self) -> bool:
+        """Whether attention layers alternate with those of another mixer."""
+        return ATTENTION in self.mixers and len(self.mixers) > 1
+
+    @property
+    def base(self) -> tuple[str, ...]:
+        """The mixers besides attention; attention if it is the only one."""
+        return tuple(mixer for mixer in self.mixers if mixer != ATTENTION) or self.mixers
+
+    @property
+    def family(self) -> str:
+        """The families of the mixers besides attention: multi-head Hyena, striped or not, is of the family hyena."""
+        return "+".join(sorted({FAMILY.get(mixer, mixer) for mixer in self.base}))
+
+
+def design_of(model: ModelConfig) -> Design:
+    """Returns the design of a model."""
+    return Design.of(name for block in model.blocks for name in (block.mixer, block.channel) if name)
+
+
+def layers_of(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names of the layers of a recorded model, whose `options` have a key for each.
+
+    The files of its mixers need not be there.
+    """
+    return tuple(record.get("options", {}))
+
+
+def named_design(name: str) -> Design | None:
+    """Returns the design of a recipe or a layout; None for another name."""
+    if name in RECIPES:
+        return design_of(get_recipe(name))
+    try:
+        blocks = parse_layout(name)
+    except ValueError:
+        return None
+    return Design.of(layer for block in blocks for layer in (block.mixer, block.channel) if layer)
