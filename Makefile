@@ -1,4 +1,5 @@
 # Two commands that do all the set-up: `make demo` and `make test`. Each makes .venv, installs with pip, and runs.
+# `make wheel-demo` tries the wheel by itself: it is built, installed into an empty environment, and runs in an empty folder.
 #
 #   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"   PyTorch without CUDA from PyTorch's index
 #   make test PYTHON=python3.12 VENV=/somewhere/else
@@ -10,11 +11,11 @@ WORKERS ?= 2
 
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench wheel-demo clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo
-	$(VENV)/bin/linnet study configs/demo.yaml
+	$(VENV)/bin/linnet demo
 
 test: $(VENV)/.test lint
 	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal --durations 10
@@ -27,6 +28,16 @@ lint: $(VENV)/.test
 bench: $(VENV)/.demo
 	$(VENV)/bin/python benchmarks/cpu_attention.py
 	$(VENV)/bin/python benchmarks/train_overhead.py
+
+# The quick demo may take 90 s; the installation is not counted.
+wheel-demo: $(VENV)/bin/python
+	scratch=$$(mktemp -d) && trap 'rm -rf "$$scratch"' EXIT && \
+	$(VENV)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$$scratch" . && \
+	$(PYTHON) -m venv "$$scratch/venv" && \
+	"$$scratch/venv/bin/python" -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
+	  "$$(echo "$$scratch"/linnet_lm-*.whl)[study]" && \
+	mkdir "$$scratch/empty" && cd "$$scratch/empty" && \
+	env -u PYTHONPATH timeout 90 "$$scratch/venv/bin/linnet" demo --quick
 
 clean:
 	rm -rf $(VENV)

@@ -15,6 +15,7 @@ from linnet.cli.bench import bench
 from linnet.cli.compare import compare
 from linnet.cli.convert import convert
 from linnet.cli.data import data
+from linnet.cli.demo import demo
 from linnet.cli.evaluate import evaluate
 from linnet.cli.fit import fit
 from linnet.cli.generate import generate
@@ -28,7 +29,7 @@ from linnet.config import ConfigError
 
 ANEW = "the same command begins anew"
 GOING_ON = "nothing is lost: run the same command again to go on"
-STOPPED = dict.fromkeys(("train", "study", "mad"), GOING_ON) | {
+STOPPED = dict.fromkeys(("demo", "train", "study", "mad"), GOING_ON) | {
     "evaluate": f"what was printed is kept, and the demo goes on where it was; else {ANEW}"
 }
 
@@ -106,7 +107,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Linnet: from one layer file to a scaling law, for linear-complexity sequence models.",
-    epilog="Start with [bold]linnet models[/], then [bold]linnet study configs/demo.yaml --plan[/].",
+    epilog="Start with [bold]linnet demo --quick[/], then [bold]linnet models[/] and [bold]linnet study --help[/].",
 )
 
 
@@ -135,7 +136,7 @@ def _linnet(
     pass
 
 
-for verb in (models, data, train, generate, serve, compare, study, fit, convert, report):
+for verb in (demo, models, data, train, generate, serve, compare, study, fit, convert, report):
     app.command(name=verb.__name__)(verb)
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(mad, name="mad")

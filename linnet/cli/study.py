@@ -2,9 +2,12 @@
 
 import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from linnet.study.config import StudyConfig
 
 
 def study(
@@ -56,6 +59,30 @@ def study(
 
     [bold]linnet study configs/demo.yaml --architectures tnl,gla --plan[/]
     """
+    from linnet.study.runner import CACHE
+
+    settings = _settings(config, mixer, architectures, budgets, workers, set_ or [], out / CACHE)
+    make_study(settings, out, plan=plan, report=report, as_json=json_, where=str(config or "study"))
+
+
+def make_study(
+    settings: "StudyConfig",
+    out: Path,
+    *,
+    plan: bool = False,
+    report: bool = True,
+    as_json: bool = False,
+    where: str = "study",
+) -> Path | None:
+    """Plans a study, trains its runs, fits its laws, and prints each.
+
+    Args:
+        out: the folder of studies.
+        plan: only print the plan.
+        report: write the report page; its path is returned.
+        as_json: print the plan or the laws as JSON.
+        where: what errors call the configuration.
+    """
     import json
 
     from rich.console import Console
@@ -68,8 +95,7 @@ def study(
     from linnet.study.runner import CACHE, run_study
     from linnet.study.timing import estimate
 
-    settings = _settings(config, mixer, architectures, budgets, workers, set_ or [], out / CACHE)
-    console, problems, ladder = Console(stderr=True) if json_ else Console(), [], None
+    console, problems, ladder = Console(stderr=True) if as_json else Console(), [], None
     if not plan:
         with gather(problems):
             check_study(FITS + FIGURES if report else FITS, "study")  # before the training, not after it
@@ -79,14 +105,14 @@ def study(
         with gather(problems):
             ladder = make_plan(settings, check_data=not plan, cache=None if plan else out / CACHE)
         if problems:
-            raise ConfigError(problems, str(config or "study"))
+            raise ConfigError(problems, where)
         seconds = estimate(ladder)
     done = {path.parent.name for path in (out / settings.name / "runs").glob("*/result.json")}
     print_plan(ladder, seconds, worker_slots(settings.executor), done, console)
     if plan:
-        if json_:
+        if as_json:
             typer.echo(json.dumps([run.record() for run in ladder.runs], indent=1))
-        return
+        return None
 
     result = run_study(settings, out, plan=ladder, seconds=seconds, console=console)
     for row in result.broken:
@@ -96,13 +122,15 @@ def study(
         raise typer.Exit(1)
     laws = _fit(result.folder, console)
     print_laws(laws, console)
-    if json_:
+    if as_json:
         typer.echo(json.dumps(laws.to_json(), indent=1, allow_nan=False))
     if report:
         from linnet.report import write_report
 
         page = write_report(result.folder, fit=laws)
         console.print(f"\nreport: [bold]{escape(str(page))}[/]", highlight=False, soft_wrap=True)
+        return page
+    return None
 
 
 def _fit(folder: Path, console):
@@ -116,24 +144,33 @@ def _fit(folder: Path, console):
     return laws
 
 
-def _settings(config, mixer, architectures, budgets, workers, assignments, cache):
-    """The study that the command line describes."""
+def read_shipped(name: str) -> dict:
+    """The values of a study file that is part of the package: demo, demo-quick or quick."""
     from importlib.resources import files
 
-    from linnet.config import ConfigError, gather, override, parse, parse_yaml, read_yaml
+    from linnet.config import parse_yaml
+
+    return parse_yaml(files("linnet.study").joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def _settings(config, mixer, architectures, budgets, workers, assignments, cache):
+    """The study that the command line describes."""
+    from linnet.config import ConfigError, gather, override, parse, read_yaml
     from linnet.data.problems import text_problems
     from linnet.layers.base import load_plugin
     from linnet.study.config import StudyConfig
 
     if config is None and mixer is None:
-        raise ConfigError(["CONFIG: give a study file (configs/demo.yaml), or --mixer FILE.py:Class"], "command line")
+        raise ConfigError(
+            ["CONFIG: give a study file such as configs/demo.yaml, or --mixer FILE.py:Class"], "command line"
+        )
     if config is not None:
         values = read_yaml(config)
         if "model" in values and "architectures" not in values:
             message = f"CONFIG: {config} is one training, not a study; run: linnet train {config}"
             raise ConfigError([message], "command line")
     else:
-        values = parse_yaml(files("linnet.study").joinpath("quick.yaml").read_text(encoding="utf-8"))
+        values = read_shipped("quick")
     problems: list[str] = []
     own: list[str] = []  # what --mixer adds, whatever --architectures leaves out
     if mixer is not None:
