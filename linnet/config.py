@@ -9,6 +9,7 @@ import copy
 import difflib
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
 
 from linnet.install import install_command
 
@@ -32,9 +33,48 @@ class Config(BaseModel):
     ELSEWHERE: typing.ClassVar[dict[str, str]] = {}  # keys that people try, and where it is said instead
 
     @classmethod
-    def beside(cls, values: typing.Any) -> list[str]:
-        """What else is wrong with values that do not validate, of what is checked only after them."""
+    def extra_problems(cls, values: typing.Any) -> list[str]:
+        """Returns problems of values that do not validate, found by checks that run after validation."""
         return []
+
+    @classmethod
+    def descriptions(cls) -> dict[str, str]:
+        """Returns what each key means: its `Field(description=...)`, or else its entry under `Attributes:`."""
+        found: dict[str, str] = {}
+        for base in reversed(cls.__mro__):
+            found |= _attributes(base.__dict__.get("__doc__") or "")
+        given = {name: field.description for name, field in cls.model_fields.items() if field.description}
+        return {name: given.get(name, found.get(name, "")) for name in cls.model_fields}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: typing.Any, handler: GetJsonSchemaHandler) -> dict:
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, text in cls.descriptions().items():
+            if text and name in properties:
+                properties[name].setdefault("description", text)
+        return schema
+
+
+_NAMES = re.compile(r"(\w+(?:, \w+)*): (.*)")
+
+
+def _attributes(docstring: str) -> dict[str, str]:
+    """The entries under `Attributes:` of a Google-style docstring, each on one line."""
+    _, _, section = inspect.cleandoc(docstring).partition("\nAttributes:\n")
+    entries: list[list[str]] = []
+    for line in section.splitlines():
+        if line and not line.startswith(" "):  # the next section
+            break
+        if line.startswith(" " * 8) and entries:
+            entries[-1].append(line.strip())
+        elif line.strip():
+            entries.append([line.strip()])
+    found = {}
+    for entry in entries:
+        if match := _NAMES.match(" ".join(entry)):
+            found |= dict.fromkeys(match[1].split(", "), match[2])
+    return found
 
 
 class ConfigError(ValueError):
@@ -114,7 +154,7 @@ def parse(cls: type[C], values: Mapping, where: str = "configuration") -> C:
         return cls.model_validate(values)
     except ValidationError as error:
         problems = [_explain(cls, problem) for problem in error.errors()]
-        raise ConfigError(problems + cls.beside(values), where) from None
+        raise ConfigError(problems + cls.extra_problems(values), where) from None
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
@@ -133,7 +173,7 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
 
 
 def read_yaml(path: str | Path) -> dict:
-    """Reads a YAML mapping; `3e-4` is a number, as people expect. Raises `ConfigError` naming file and line."""
+    """Reads a YAML mapping as `parse_yaml` does. Raises `ConfigError` naming file and line."""
     path = Path(path)
     try:
         with path.open(encoding="utf-8") as file:
@@ -142,6 +182,8 @@ def read_yaml(path: str | Path) -> dict:
         raise ConfigError([f"{path}: there is no such file"]) from None
     except IsADirectoryError:
         raise ConfigError([f"{path}: is a folder; give a YAML file"]) from None
+    except DuplicateKeys as error:
+        raise ConfigError(error.problems, str(path)) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([" ".join(str(error).split())], str(path)) from None
     if not isinstance(values, dict):
@@ -149,9 +191,32 @@ def read_yaml(path: str | Path) -> dict:
     return values
 
 
+class DuplicateKeys(yaml.YAMLError):
+    """Keys that a mapping has more than once.
+
+    Attributes:
+        problems: each names the key with its lines and values.
+    """
+
+    def __init__(self, problems: list[str]):
+        self.problems = problems
+        super().__init__("; ".join(problems))
+
+
 def parse_yaml(text: str | typing.TextIO) -> typing.Any:
-    """What YAML says. From a file, errors name it."""
-    return yaml.load(text, Loader=_Loader)
+    """Parses YAML. `3e-4` is a float and `1e9` an integer, which float keys take too.
+
+    Raises:
+        yaml.YAMLError: not YAML; from a file, the message names it. DuplicateKeys: all keys that come twice.
+    """
+    loader = _Loader(text)
+    try:
+        values = loader.get_single_data()
+        if problems := loader.duplicates():
+            raise DuplicateKeys(problems)
+    finally:
+        loader.dispose()
+    return values
 
 
 def override(values: dict, assignments: list[str]) -> dict:
@@ -164,6 +229,8 @@ def override(values: dict, assignments: list[str]) -> dict:
             continue
         try:
             result = _assigned(result, key.split("."), parse_yaml(text))
+        except DuplicateKeys as error:
+            problems += [f"--set {assignment!r}: {line}" for line in error.problems]
         except yaml.YAMLError as error:
             problems.append(f"--set {assignment!r}: the value is not YAML ({' '.join(str(error).split())})")
         except IndexError as error:
@@ -196,8 +263,43 @@ def digest(values: typing.Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `3e-4` as a string because it has no dot; here it is a float."""
+    """YAML 1.1 reads `3e-4` and `1e9` as strings and lets the last of equal keys win; this loader does neither."""
 
+    def __init__(self, stream: typing.Any):
+        super().__init__(stream)
+        self._twice: list[tuple[yaml.ScalarNode, yaml.Node, yaml.ScalarNode, yaml.Node]] = []
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        known: dict[tuple[str, str], tuple[yaml.ScalarNode, yaml.Node]] = {}
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                first = known.setdefault((key.tag, key.value), (key, value))
+                if first[0] is not key:
+                    self._twice.append((*first, key, value))
+        return node
+
+    def duplicates(self) -> list[str]:
+        """A problem per key that comes again in its mapping."""
+        found = []
+        for first, before, again, value in self._twice:
+            places = [
+                f"in line {key.start_mark.line + 1} ({self.construct_object(node, deep=True)!r})"
+                for key, node in ((first, before), (again, value))
+            ]
+            found.append(f"{again.value}: given {' and '.join(places)}; keep one")
+        return found
+
+
+_WHOLE = re.compile(r"^[-+]?\d[\d_]*[eE]\+?\d+$")  # without a dot, which floats that Python writes always have
+
+
+def _number(loader: _Loader, node: yaml.ScalarNode) -> float | int:
+    value = loader.construct_yaml_float(node)
+    return int(value) if _WHOLE.match(node.value) and abs(value) < 2**53 else value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _number)
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",

@@ -221,3 +221,76 @@ def test_gathered_problems_of_a_file_name_it(tmp_path, monkeypatch):
         with gather(problems):
             raise ConfigError([line], where)
     assert problems == [f"{tmp_path / 'a.yaml'}: steps: required", "seed: no number"]
+
+
+def test_keys_that_come_twice_are_refused_with_file_lines_and_values(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("steps: 100\ndata: {source: a.txt, seed: 1, source: b.txt}\nsteps: 200\n")
+    with pytest.raises(ConfigError) as error:
+        read_yaml(path)
+    assert error.value.where == str(path) and len(error.value.problems) == 2
+    source, steps = error.value.problems
+    for part in ("source: ", "line 2", "'a.txt'", "'b.txt'"):
+        assert part in source
+    for part in ("steps: ", "line 1 ", "(100)", "line 3 ", "(200)"):
+        assert part in steps
+    with pytest.raises(ConfigError, match="--set .*a: given"):
+        override({}, ["x={a: 1, a: 2}"])
+
+
+def test_a_merge_is_not_a_key_that_comes_twice():
+    values = parse_yaml("base: &base {a: 1, b: 2}\nmore: &more {<<: *base, b: 3}\nmost: {<<: *more, a: 4}\n")
+    assert values["more"] == {"a": 1, "b": 3} and values["most"] == {"a": 4, "b": 3}
+
+
+class Counted(Config):
+    """Numbers.
+
+    Attributes:
+        steps: how many.
+        low, high: bounds, which
+            take two lines.
+
+    Raises:
+        nothing: this is no attribute.
+    """
+
+    steps: int = 1
+    low: float = 0.0
+    high: float = Field(1.0, description="the upper bound")
+
+
+@pytest.mark.parametrize("given, steps", [("1e9", 10**9), ("5e3", 5000), ("2E0", 2), ("1_0e2", 1000)])
+def test_an_exponent_is_an_integer_where_one_is_asked(tmp_path, given, steps):
+    (tmp_path / "a.yaml").write_text(f"steps: {given}\nlow: {given}\n")
+    for values in (read_yaml(tmp_path / "a.yaml"), override({}, [f"steps={given}", f"low={given}"])):
+        found = parse(Counted, values)
+        assert (found.steps, found.low) == (steps, steps) and (type(found.steps), type(found.low)) == (int, float)
+
+
+@pytest.mark.parametrize("given", ["1.5", "1e-3", "100.0", "1.5e3", "1e300"])
+def test_other_floats_are_no_integers(given):
+    with pytest.raises(ConfigError, match="steps: "):
+        parse(Counted, override({}, [f"steps={given}"]))
+
+
+def test_keys_are_described_by_the_docstring():
+    assert Counted.descriptions() == {
+        "steps": "how many.",
+        "low": "bounds, which take two lines.",
+        "high": "the upper bound",
+    }
+    described = Counted.model_json_schema()["properties"]
+    assert {name: one["description"] for name, one in described.items()} == Counted.descriptions()
+
+
+class Longer(Counted):
+    """More numbers.
+
+    Attributes:
+        steps: of training.
+    """
+
+
+def test_descriptions_are_inherited():
+    assert Longer.descriptions() == Counted.descriptions() | {"steps": "of training."}

@@ -200,7 +200,7 @@ class StudyConfig(Config):
     executor: ExecutorConfig = ExecutorConfig()
 
     @classmethod
-    def beside(cls, values: Any) -> list[str]:
+    def extra_problems(cls, values: Any) -> list[str]:
         """Unknown families and shapes that the layers refuse, which planning tells once all keys are right."""
         from linnet.study.ladder import model_problems  # is written in terms of this class
 
