@@ -70,6 +70,7 @@ class TrainConfig(Config):
         old: f"it is `run.{new}` now, and both are given; drop the top-level `{old}`" for old, new in MOVED.items()
     }
 
+    objective: Literal["text"] = Field("text", description="what is optimised: `text`, the next token of a text")
     name: str = Field("", description="label of the run folder; default: the architecture")
     plugins: list[str] = Field(
         [], description="mixers outside the package, `path/to/file.py:Class`; the layout may name them"

@@ -72,7 +72,7 @@ class RunObjective(Objective):
     """What `linnet train` optimises.
 
     Attributes:
-        name: value of the configuration key `objective`.
+        name: value of the configuration key `objective`, a literal of the configuration's class.
         units: what data are counted in. Rows have the keys `<units>` and `<units>_per_second`.
         costs: of the model and of a step.
         evaluations: measurements on the way.

@@ -3,19 +3,21 @@
 import ast
 import inspect
 import signal
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
+from linnet.config import ConfigError
 from linnet.data import Batches, prepare, validation_batches
 from linnet.evaluate import score
 from linnet.models import build_model
 from linnet.runs import latest_good
-from linnet.train import loop, session, train
+from linnet.train import TrainConfig, loop, session, train
 from linnet.train.evaluation import Evaluations
 from linnet.train.objective import Costs, RunObjective
-from linnet.train.objectives import OBJECTIVES
+from linnet.train.objectives import OBJECTIVES, find_objective
 from linnet.train.objectives.text import scored_rows
 from linnet.train.schedule import factor
 
@@ -87,6 +89,14 @@ def test_the_loop_knows_neither_texts_nor_models_of_texts(module):
             imported |= {name.name for name in node.names}
     assert not [name for name in imported if name.startswith(("linnet.data", "linnet.evaluate", "linnet.models"))]
     assert not hasattr(module, "CausalLM") and not hasattr(module, "Corpus")
+
+
+def test_every_objective_of_the_configuration_is_there(settings):
+    known = get_args(TrainConfig.model_fields["objective"].annotation)
+    assert set(OBJECTIVES) == set(known) and all(kind.name == name for name, kind in OBJECTIVES.items())
+    assert find_objective(settings()) is OBJECTIVES["text"] and settings(objective="text") == settings()
+    with pytest.raises(ConfigError, match="objective: .*'text'"):
+        settings(objective="images")
 
 
 class Line(nn.Module):

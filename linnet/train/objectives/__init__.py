@@ -13,7 +13,7 @@ OBJECTIVES: dict[str, type[RunObjective]] = {kind.name: kind for kind in (TextOb
 
 def find_objective(config: TrainConfig) -> type[RunObjective]:
     """Returns the objective that a configuration names."""
-    return OBJECTIVES["text"]
+    return OBJECTIVES[config.objective]
 
 
 __all__ = ["OBJECTIVES", "TextObjective", "find_objective"]
