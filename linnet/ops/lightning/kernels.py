@@ -7,7 +7,20 @@ DA and DC are the widths of a and c, PA the first one padded to a power of two, 
 import triton
 import triton.language as tl
 
-from linnet.ops.device import LOG2_E, load_tile, span
+from linnet.ops.device import LOG2_E, load_tile
+
+
+@triton.jit
+def _first_row(offsets, n, T, C: tl.constexpr, DOCUMENTS: tl.constexpr, reverse):
+    """The row of [B*T] where the first chunk of a sweep begins, and the length of the sequence or document."""
+    begin, end = n.to(tl.int64) * 0, n.to(tl.int64) * 0 + T
+    if DOCUMENTS:
+        begin = tl.minimum(tl.maximum(tl.load(offsets + n), 0), T).to(tl.int64)
+        end = tl.maximum(tl.minimum(tl.load(offsets + n + 1), T), begin).to(tl.int64)
+        row = tl.where(reverse, end - C, begin)
+    else:
+        row = n.to(tl.int64) * T + tl.where(reverse, end - C, begin)
+    return row, (end - begin).to(tl.int32)
 
 
 @triton.jit
@@ -56,8 +69,7 @@ def summarise_kernel(
     if ROLES == 2:
         if reverse > 0:
             b, c = b1, c1
-    row, length = span(offsets, n, T, DOCUMENTS)
-    row += tl.where(reverse > 0, length - C, 0)  # of the first chunk of the sweep
+    row, length = _first_row(offsets, n, T, C, DOCUMENTS, reverse > 0)
     rate = _rate(rates, h, HAS_DECAY)
     r, i, j = tl.arange(0, C), tl.arange(0, PA), block * BC + tl.arange(0, BC)
     b += (row * H + h) * DA
@@ -116,8 +128,7 @@ def sweep_kernel(
         flip = FLIP
         has_entry = HAS_ENTRY
         has_leave = HAS_LEAVE
-    row, length = span(offsets, n, T, DOCUMENTS)
-    row += tl.where(reverse > 0, length - C, 0)  # of the first chunk of the sweep
+    row, length = _first_row(offsets, n, T, C, DOCUMENTS, reverse > 0)
     rate = _rate(rates, h, HAS_DECAY)
     r, i, j = tl.arange(0, C), tl.arange(0, PA), block * BC + tl.arange(0, BC)
     a += (row * H + h) * DA
