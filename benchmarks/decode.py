@@ -31,8 +31,8 @@ from torch import Tensor
 from linnet.inference import Engine, Sampling
 from linnet.inference import decoder as inference
 from linnet.inference.merging import merge_projections, serve_rows
+from linnet.inference.pending import choose_interval, saved_bytes
 from linnet.inference.precision import lower_precision
-from linnet.inference.waiting import choose_interval, spared_bytes
 from linnet.models import CausalLM, build_model, family
 from linnet.ops import use_backend
 
@@ -161,7 +161,7 @@ def time_row(name: str, model: CausalLM, batch: int, mode: str, bandwidth: float
     error = 0.0 if mode == "requests" else gate(model, decoder)  # its steps are those of `engine`
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     states = sum(x.numel() * x.element_size() for x in tensors(decoder.states))
-    moved = weights + 2 * states - batch * spared_bytes(model, decoder.write_every)
+    moved = weights + 2 * states - batch * saved_bytes(model, decoder.write_every)
     timing.warm_up(decoder.advance)
     # Tokens that write their states and others together: a median of single ones would leave the former out.
     rounds = decoder.write_every

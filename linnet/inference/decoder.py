@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from linnet.inference.lengths import CacheLengths
+from linnet.inference.pending import add_pending, choose_interval
 from linnet.inference.sampling import Chosen, Knobs, choose, choose_greedy
-from linnet.inference.waiting import choose_interval, make_room
 from linnet.models import CausalLM, ModelState
 
 # What `choose` has to do: take the likeliest, draw as asked, tell log-probabilities too.
@@ -25,7 +25,7 @@ class Decoder:
 
     Attributes:
         slots, vocab: their number, and how many tokens may be chosen.
-        states: of all slots; where tokens wait beside them (`linnet.inference.waiting`), of their last writes.
+        states: of all slots; with pending tokens (`linnet.inference.pending`), as of their last writes.
         write_every: tokens between these writes, 1 where none wait.
         logits [slots, vocab]: of each slot's next token. tokens [slots]: the last ones chosen.
         knobs: how each slot's token is chosen.
@@ -56,7 +56,7 @@ class Decoder:
             raise ValueError("state_spec: the first dimension of every tensor of a state must be the batch")
         # A compiled step is called with states of one kind: nothing is pending, and caches are whole.
         self.write_every = 1 if compile else choose_interval(model, slots, device)
-        self._waiting = make_room(model, self.states, slots, self.write_every) if self.write_every > 1 else None
+        self._pending = add_pending(model, self.states, slots, self.write_every) if self.write_every > 1 else None
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.logits = torch.zeros(slots, vocab, dtype=model.embedding.weight.dtype, device=device)
         self.knobs = Knobs.empty(slots, vocab, device)
@@ -77,8 +77,8 @@ class Decoder:
         for pool, state in zip(self._pool, self._tensors(states), strict=True):
             pool[slot : slot + len(logits)].copy_(state)
         self.logits[slot : slot + len(logits)].copy_(logits[:, : self.vocab])
-        if self._waiting is not None:
-            self._waiting[slot : slot + len(logits)].zero_()
+        if self._pending is not None:
+            self._pending[slot : slot + len(logits)].zero_()
 
     def advance(self, tokens: int | None = None) -> None:
         """Takes one step in all slots.
@@ -125,8 +125,8 @@ class Decoder:
             if new is not pool:  # a layer that does not write its state in place
                 pool.copy_(new)
         self.logits.copy_(logits[:, : self.vocab])
-        if self._waiting is not None:
-            self._waiting.add_(1).remainder_(self.write_every)
+        if self._pending is not None:
+            self._pending.add_(1).remainder_(self.write_every)
 
     def _tensors(self, states: ModelState) -> list[Tensor]:
         return [states[layer][name] for layer, name in self._names]

@@ -22,11 +22,11 @@ from linnet.inference.checks import check_settings, encode
 from linnet.inference.decoder import PLAIN, SAMPLED, TOLD, Decoder
 from linnet.inference.lengths import CacheLengths, merge
 from linnet.inference.merging import merge_projections, serve_rows
+from linnet.inference.pending import pending_bytes
 from linnet.inference.precision import lower_precision
 from linnet.inference.prefix import Prefix, load_prefix, weights_digest
 from linnet.inference.request import Completion, Piece, Request
 from linnet.inference.sampling import Sampling
-from linnet.inference.waiting import waiting_bytes
 from linnet.models import CausalLM, ModelState
 from linnet.models.backbone import FAR
 from linnet.runs import load_model
@@ -306,7 +306,7 @@ class Engine:
     @property
     def state_bytes(self) -> int:
         """Bytes that one slot carries between tokens."""
-        return self.model.backbone.state_bytes(self._context) + waiting_bytes(self.model, self._decoder.write_every)
+        return self.model.backbone.state_bytes(self._context) + pending_bytes(self.model, self._decoder.write_every)
 
     def _deliver(self) -> None:
         """One round, whose pieces go to whoever waits for them."""

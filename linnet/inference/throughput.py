@@ -20,8 +20,8 @@ from torch import Tensor
 
 from linnet.inference.decoder import PLAIN, Decoder
 from linnet.inference.merging import merge_projections, serve_rows
+from linnet.inference.pending import choose_interval, pending_bytes, saved_bytes
 from linnet.inference.precision import lower_precision
-from linnet.inference.waiting import choose_interval, spared_bytes, waiting_bytes
 from linnet.models import CausalLM, ModelConfig, ModelState
 
 FILL = "max"  # a batch: as many as the memory holds
@@ -87,13 +87,13 @@ class Linnet:
         return self._model.backbone.state_bytes(context)
 
     def held_bytes(self, context: int) -> int:
-        return self.carried_bytes(context) + (waiting_bytes(self._model) if self.device.type == "cuda" else 0)
+        return self.carried_bytes(context) + (pending_bytes(self._model) if self.device.type == "cuda" else 0)
 
     def moved_bytes(self, batch: int, context: int) -> int:
         constant = self.carried_bytes(1)
         if grown := self.carried_bytes(context) - constant:  # the one token of a cache is none of a state
             constant = max(0, constant - grown // (context - 1))
-        spared = spared_bytes(self._model, choose_interval(self._model, batch, self.device))
+        spared = saved_bytes(self._model, choose_interval(self._model, batch, self.device))
         return self.weight_bytes + batch * (2 * constant + grown - spared)
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from linnet import deprecation
 from linnet.config import Config, ConfigError, nearest
 
 State = dict[str, Tensor]
@@ -98,12 +99,15 @@ class Mixer(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} has no state_spec; {{}} carries nothing")
 
-    def waiting_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
-        """Where the last tokens wait beside a large state, so that `step` writes it only every `tokens` tokens.
+    def pending_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
+        """Returns the buffers of pending tokens beside a large state that `step` writes only every `tokens` tokens.
 
-        {}: every step writes it. A state that has these tensors also has `waiting`, int32 [batch], which whoever calls
-        `step` counts: how many tokens wait, 0 to tokens - 1. Only with none it is the whole state.
+        {}: every step writes it. A state that has these tensors also has `pending`, int32 [batch], the number of
+        pending tokens, 0 to tokens - 1, which the caller of `step` counts. The state is complete if none is pending.
         """
+        if hasattr(self, "waiting_spec"):  # the name in Linnet 0.1
+            deprecation.warn(f"{type(self).__name__}.waiting_spec", "pending_spec, and `pending` of the state")
+            return self.waiting_spec(batch, tokens)
         return {}
 
     def flops_paper(self, seq_len: int) -> float:

@@ -49,8 +49,8 @@ class Block(nn.Module):
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         return {} if self.mixer is None else self.mixer.state_spec(batch, context_length)
 
-    def waiting_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
-        return {} if self.mixer is None else self.mixer.waiting_spec(batch, tokens)
+    def pending_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
+        return {} if self.mixer is None else self.mixer.pending_spec(batch, tokens)
 
     def init_state(self, batch: int, context_length: int, device=None, dtype=None) -> State:
         return {} if self.mixer is None else self.mixer.init_state(batch, context_length, device, dtype)

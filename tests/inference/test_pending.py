@@ -1,4 +1,4 @@
-"""Tokens that wait beside the slots' states: the same tokens as with states that every step writes."""
+"""Pending tokens beside the slots' states: the same tokens as with states that every step writes."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linnet.inference import Engine, Sampling
-from linnet.inference.waiting import INTERVAL, choose_interval, spared_bytes, waiting_bytes
+from linnet.inference.pending import INTERVAL, choose_interval, pending_bytes, saved_bytes
 from linnet.models import CausalLM, ModelConfig, build_model, family
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -41,8 +41,8 @@ def run(device, order_seed=None, dtype=torch.float32):
     prompts = [torch.randint(0, 67, (1 + 5 * i % 13,), generator=generator).tolist() for i in range(10)]
     lengths = [4 + 7 * i % 19 for i in range(10)]
     engine = Engine(lively(), slots=3, prefill_chunk=5, device=device, dtype=dtype)
-    waits = engine._decoder.write_every > 1
-    assert waits == any("waiting" in state for state in engine._decoder.states.values())
+    delayed = engine._decoder.write_every > 1
+    assert delayed == any("pending" in state for state in engine._decoder.states.values())
     order, arrivals, requests = list(range(10)), random.Random(order_seed), {}
     arrivals.shuffle(order)
     tokens = [[] for _ in prompts]
@@ -73,16 +73,16 @@ def test_bfloat16_tokens_depend_on_no_company(write_every):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_saved_prefix_is_a_whole_state(device, write_every, tmp_path):
-    """What waits never leaves: prefixes are read apart from the slots, and a slot begins with nothing that waits."""
+    """Pending tokens stay in their slot: prefixes are read apart from the slots, and a slot begins with none."""
     write_every(4)
     engine = Engine(lively(), slots=2, prefill_chunk=5, device=device, dtype=torch.float32)
     states = engine.model.backbone.state_bytes(engine.limit)
-    assert engine.state_bytes == states + waiting_bytes(engine.model, 4) > states
+    assert engine.state_bytes == states + pending_bytes(engine.model, 4) > states
     prompt, settings = [5, 3, 9, 12, 40, 2, 8], Sampling(max_tokens=10)
-    engine.generate([[1, 2, 3]] * 2, Sampling(max_tokens=6))  # the slots have tokens that wait
+    engine.generate([[1, 2, 3]] * 2, Sampling(max_tokens=6))  # the slots have pending tokens
     engine.prefix(prompt[:6]).save(tmp_path / "prefix.state")
     prefix = engine.load_prefix(tmp_path / "prefix.state")
-    assert not any("waiting" in state for state in prefix.states.values())
+    assert not any("pending" in state for state in prefix.states.values())
     [whole] = engine.generate([prompt], settings)
     [behind] = engine.generate([prompt[6:]], settings, prefix=prefix)
     assert behind.tokens == whole.tokens
@@ -95,9 +95,9 @@ def test_states_are_written_every_token_unless_they_are_large():
     cuda = torch.device("cuda")
     assert choose_interval(large, 1, cuda) == 1 and choose_interval(large, 10_000, cuda) == INTERVAL
     assert choose_interval(large, 10_000, torch.device("cpu")) == 1
-    assert choose_interval(without, 10_000, cuda) == 1 and spared_bytes(without, INTERVAL) == 0
-    assert waiting_bytes(large) == 4 * 2 * (INTERVAL - 1) * 4096 * 4  # float32 weights
-    moved = [n * waiting_bytes(large) // (INTERVAL - 1) for n in range(INTERVAL)]  # what waits, read
-    moved = [read + waiting_bytes(large) // (INTERVAL - 1) for read in moved[:-1]] + [moved[-1] + state]  # and written
-    assert spared_bytes(large, INTERVAL) == state - sum(moved) // INTERVAL
-    assert spared_bytes(large, 1) == 0
+    assert choose_interval(without, 10_000, cuda) == 1 and saved_bytes(without, INTERVAL) == 0
+    assert pending_bytes(large) == 4 * 2 * (INTERVAL - 1) * 4096 * 4  # float32 weights
+    moved = [n * pending_bytes(large) // (INTERVAL - 1) for n in range(INTERVAL)]  # the pending tokens, read
+    moved = [read + pending_bytes(large) // (INTERVAL - 1) for read in moved[:-1]] + [moved[-1] + state]  # and written
+    assert saved_bytes(large, INTERVAL) == state - sum(moved) // INTERVAL
+    assert saved_bytes(large, 1) == 0

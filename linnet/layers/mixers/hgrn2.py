@@ -67,9 +67,9 @@ class Hgrn2(Mixer):
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         q, gate, v, beta = self._project(x, one_token=True)
-        if "waiting" in state:
-            room = (state["gates"], state["values"], state["waiting"])
-            o = forget_gated_pending_step(q, gate, v, state["matrix"], *room, lower_bound=beta)
+        if "pending" in state:
+            buffers = (state["gates"], state["values"], state["pending"])
+            o = forget_gated_pending_step(q, gate, v, state["matrix"], *buffers, lower_bound=beta)
         else:
             o = forget_gated_step(q, gate, v, state["matrix"], lower_bound=beta)
         return self.out_proj(self.norm(o.flatten(-2))), state
@@ -77,7 +77,7 @@ class Hgrn2(Mixer):
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         return {"matrix": TensorSpec((batch, self.num_heads, self.head_dim, self.head_dim))}
 
-    def waiting_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
+    def pending_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
         rows = TensorSpec((batch, self.num_heads, tokens - 1, self.head_dim), self.f_proj.weight.dtype)
         return {"gates": rows, "values": rows}
 

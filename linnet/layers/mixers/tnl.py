@@ -88,9 +88,9 @@ class Tnl(Mixer):
         q, k, v = self._project(x, state.get("position"), "none" if inside else kind)
         activation = kind if inside else "none"
         settings = {"log_decay": self.log_decay, "activation": activation}
-        if "waiting" in state:
-            room = (state["keys"], state["values"], state["waiting"])
-            o = lightning_pending_step(q, k, v, state["matrix"], *room, **settings)
+        if "pending" in state:
+            buffers = (state["keys"], state["values"], state["pending"])
+            o = lightning_pending_step(q, k, v, state["matrix"], *buffers, **settings)
         else:
             o = lightning_step(q, k, v, state["matrix"], **settings)
         if self.lrpe is not None:
@@ -104,8 +104,8 @@ class Tnl(Mixer):
             spec["position"] = TensorSpec((batch,), torch.int64)
         return spec
 
-    def waiting_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
-        if self.lrpe is not None:  # turned keys are float32 and wider
+    def pending_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
+        if self.lrpe is not None:  # rotated keys are float32 and wider
             return {}
         rows = TensorSpec((batch, self.num_heads, tokens - 1, self.head_dim), self.k_proj.weight.dtype)
         return {"keys": rows, "values": rows}
