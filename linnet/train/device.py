@@ -1,19 +1,18 @@
 """The device of a run: choice, peak speed, memory in use."""
 
-import platform
 import resource
 import sys
 from typing import Literal
 
 import torch
 
-import linnet
+from linnet import provenance
 from linnet.config import ConfigError
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 
-# Dense bfloat16 matrix products with float32 sums, without sparsity, in FLOP/s, from the vendor's data sheets. The
-# first name that the device's name contains counts.
+# FLOP/s of dense bfloat16 matrix products with float32 sums, without sparsity, from the vendor's data sheets. The first
+# entry whose name is part of the device's name counts.
 _PEAKS = (
     ("H200", 989.4e12),
     ("H100 PCIe", 756e12),
@@ -23,7 +22,7 @@ _PEAKS = (
 
 
 def choose(name: DeviceName) -> torch.device:
-    """`auto` is the GPU where there is one. Raises `ConfigError` for a GPU that is not there."""
+    """Returns the device of a name; `auto` is the GPU if one is visible. Raises `ConfigError` for a missing GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -33,7 +32,7 @@ def choose(name: DeviceName) -> torch.device:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """FLOP/s that the device can reach at most (dense bfloat16), None where we do not know it, as on every CPU."""
+    """Returns the peak FLOP/s of the device (dense bfloat16), None if it is not known, as for every CPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -41,7 +40,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Most memory in use so far: tensors on a GPU, or all of the process on a CPU."""
+    """Returns the peak memory in use so far: of tensors on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -49,11 +48,20 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def environment(device: torch.device) -> dict:
-    """What the numbers depend on besides the configuration."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {
-        "linnet": linnet.__version__,
-        "torch": torch.__version__,
-        "device": name,
+    """Returns what the numbers of a run depend on besides its configuration: versions, CPU, device, threads."""
+    cpu = provenance.cpu_name()
+    return provenance.versions() | {
+        "torch": torch.__version__,  # with the build, as in 2.13.0+cpu
+        "cpu": cpu,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "threads": torch.get_num_threads(),
     }
+
+
+def execution(device: torch.device, compiled: bool) -> dict:
+    """Returns the part of `environment` that changes the rounding of losses, as checkpoints keep it."""
+    names = ("torch", "triton", "device", "threads")
+    found = {name: value for name, value in environment(device).items() if name in names}
+    if device.type == "cuda":
+        del found["threads"]
+    return found | {"compile": compiled}

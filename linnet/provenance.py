@@ -1,0 +1,68 @@
+"""Where numbers come from: the date, the commit or release of Linnet, versions of what computes, CPU and GPU."""
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import linnet
+
+PACKAGE = Path(__file__).parent
+
+
+@functools.cache
+def commit(package: Path = PACKAGE) -> str | None:
+    """The git commit of the clone that a package runs from, None outside a clone.
+
+    Returns:
+        40 hexadecimal digits, with `-dirty` behind them if a tracked file differs from the commit.
+    """
+    here = ["git", "-C", str(package)]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        # A package in a virtual environment inside some other repository is not tracked there.
+        _run([*here, "ls-files", "--error-unmatch", "__init__.py"])
+        dirty = _run([*here, "status", "--porcelain", "--untracked-files=no"])
+        return _run([*here, "rev-parse", "HEAD"]) + ("-dirty" if dirty else "")
+    return None
+
+
+def date() -> str:
+    """The present time in UTC, as in `2026-01-31T12:00:00+00:00`."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The model of the CPU, or its architecture if the system does not name the model."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name" and value.strip():
+                return value.strip()
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            return _run(["sysctl", "-n", "machdep.cpu.brand_string"])
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Versions of Linnet, its commit if it runs from a clone, Python, PyTorch and, if installed, Triton."""
+    found = {"linnet": linnet.__version__}
+    if sha := commit():
+        found["commit"] = sha
+    found["python"] = platform.python_version()
+    for name in ("torch", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _run(command: list[str]) -> str:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True, env=environment)
+    return done.stdout.strip()
