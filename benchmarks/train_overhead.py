@@ -21,7 +21,8 @@ import torch
 
 from linnet.config import parse
 from linnet.models import build_model, count_parameters, family
-from linnet.train import TrainConfig, resolve, run_folder
+from linnet.train import TrainConfig, resolve
+from linnet.train.identity import find
 from linnet.train.loop import Run
 from linnet.train.preflight import preflight
 from linnet.train.stop import Stop
@@ -90,7 +91,8 @@ def open_run(options: argparse.Namespace, folder: Path) -> Run:
         "run": {"checkpoint_every": 0, "device": options.device},
     }
     config = resolve(parse(TrainConfig, values))
-    run = Run(config, run_folder(config, folder / "runs"), preflight(config, folder / "cache"), None)
+    place = find(config, folder / "runs", None)
+    run = Run(config, place.make(config), place.digest, preflight(config, folder / "cache"), None)
     run.start()
     return run
 

@@ -90,6 +90,7 @@ def make_study(
 
     from linnet.cli.study_page import print_laws, print_plan
     from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, unwritable
+    from linnet.study.collect import RUNS
     from linnet.study.executors import worker_slots
     from linnet.study.ladder import plan as make_plan
     from linnet.study.runner import CACHE, run_study
@@ -103,11 +104,12 @@ def make_study(
             problems.append(f"--out {str(out)!r}: {reason}; name another folder")
     with console.status(f"{'' if plan else 'looking through the text, '}counting FLOPs, timing a few steps"):
         with gather(problems):
-            ladder = make_plan(settings, check_data=not plan, cache=None if plan else out / CACHE)
+            runs = out / settings.name / RUNS
+            ladder = make_plan(settings, check_data=not plan, cache=out / CACHE, root=runs)
         if problems:
             raise ConfigError(problems, where)
         seconds = estimate(ladder)
-    done = {path.parent.name for path in (out / settings.name / "runs").glob("*/result.json")}
+    done = {path.parent.name for path in runs.glob("*/result.json")}
     print_plan(ladder, seconds, worker_slots(settings.executor), done, console)
     if plan:
         if as_json:

@@ -255,6 +255,37 @@ def _find(config: DataConfig, skipped: list[str]) -> tuple[list[SourceFile], lis
     return train, held, tokenizer
 
 
+def content(config: DataConfig, cache_dir: str | Path | None = None) -> dict[str, str]:
+    """Digests of the content of all files that a configuration names, wherever they lie.
+
+    Args:
+        cache_dir: folder of corpora, which remembers the digests of large files; None reads every file.
+
+    Returns:
+        `source`, and `validation` and `tokenizer` where they are files: 12 hexadecimal digits each.
+
+    Raises:
+        ConfigError: a file is not there.
+        OSError: a file cannot be read.
+    """
+    problems: list[str] = []
+    files = {"source": sources.find_files(config.source, "source", problems, [])}
+    if config.validation:
+        files["validation"] = sources.find_files(config.validation, "validation", problems, [])
+    if problems:
+        raise ConfigError(problems, "data")
+    cache = None if cache_dir is None else Path(cache_dir)
+    found = {key: digest(_content(listed, cache)) for key, listed in files.items()}
+    if isinstance(config.tokenizer, FileTokenizerConfig):
+        found["tokenizer"] = sources.fingerprint(Path(config.tokenizer.path).expanduser())[:12]
+    return found
+
+
+def _content(files: list[SourceFile], cache: Path | None) -> list[list]:
+    prints = sources.fingerprints(files, cache)
+    return [[file.kind, file.named, content] for file, content in zip(files, prints, strict=True)]
+
+
 def _identity(config: DataConfig, train: list[SourceFile], held: list[SourceFile], cache: Path) -> dict:
     values = config.model_dump(mode="json", exclude={"packing"})
     if isinstance(config.tokenizer, FileTokenizerConfig):
@@ -262,8 +293,7 @@ def _identity(config: DataConfig, train: list[SourceFile], held: list[SourceFile
     if held:
         del values["validation_fraction"]
     for key, files in (("source", train), ("validation", held)):
-        prints = sources.fingerprints(files, cache)
-        values[key] = [[file.kind, file.named, content] for file, content in zip(files, prints, strict=True)]
+        values[key] = _content(files, cache)
     return {"format": FORMAT, **values}
 
 

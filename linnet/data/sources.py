@@ -84,16 +84,18 @@ def fingerprint(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fingerprints(files: list[SourceFile], cache: Path) -> list[str]:
+def fingerprints(files: list[SourceFile], cache: Path | None) -> list[str]:
     """`fingerprint` of each file; those of large files are remembered in the folder `cache` while they do not change.
+    With None for a cache nothing is remembered.
 
     A file counts as unchanged if its size and its times of modification and change are the same, as git judges it; one
     modified in the last moments is not remembered, because a second change could leave the times as they are.
     """
-    record = cache / "fingerprints.json"
     known = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(record.read_text(encoding="utf-8"))
+    if cache is not None:
+        record = cache / "fingerprints.json"
+        with contextlib.suppress(OSError, ValueError):
+            known = json.loads(record.read_text(encoding="utf-8"))
     found, fresh = [], {}
     for file in files:
         state = file.path.stat()
@@ -105,7 +107,7 @@ def fingerprints(files: list[SourceFile], cache: Path) -> list[str]:
         found.append(fingerprint(file.path))
         if state.st_size >= LARGE and time.time() - max(state.st_mtime, state.st_ctime) > SETTLED:
             fresh[key] = [*stamp, found[-1]]
-    if fresh:
+    if fresh and cache is not None:
         cache.mkdir(parents=True, exist_ok=True)
         temporary = record.with_name(f".{uuid.uuid4().hex}.tmp")
         temporary.write_text(json.dumps({**known, **fresh}), encoding="utf-8")

@@ -15,6 +15,7 @@ from typing import Any
 
 from linnet.config import ConfigError, read_yaml
 from linnet.runs import RunFolder
+from linnet.runs.record import curve_rows
 from linnet.study.collect import COLUMNS, read_plan
 from linnet.study.fit import ArchitectureFit, Crossing, StudyFit, fit_study, load_study
 
@@ -218,7 +219,7 @@ def _read_curves(study: Study):
     rows, silent = [], 0
     for _, run in study.table.iterrows():
         path = study.run_folder(run)
-        metrics = RunFolder(path).metrics() if path is not None else []
+        metrics = curve_rows(RunFolder(path).metrics()) if path is not None else []
         points = [
             (row["tokens"], row["flops"], row["loss"])
             for row in metrics

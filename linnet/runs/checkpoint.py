@@ -107,6 +107,16 @@ def step_of(path: Path) -> int:
     return int(_NAME.fullmatch(path.name).group(1))
 
 
+def content(folder: Path) -> str | None:
+    """The SHA-256 of the model's weights in the newest checkpoint, as it was written; None if there is none."""
+    for path in reversed(listed(folder)):
+        try:
+            return _read_state(path)["sha256"]["model.safetensors"]["sha256"]
+        except (CheckpointError, KeyError):
+            continue
+    return None
+
+
 def latest_good(folder: Path) -> tuple[Path | None, Tensors, dict, list[str]]:
     """The newest checkpoint that verifies: (path, tensors, meta, problems); path is None where there is none.
 

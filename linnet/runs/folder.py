@@ -1,12 +1,15 @@
-"""A run is a folder named by the hash of its resolved configuration.
+"""A run is a folder named by the digest of what its result depends on.
 
-<root>/<label>-<hash12>/
-    config.yaml      the whole resolved configuration; its digest is the hash in the name
-    tokenizer.json   what turns text into the model's tokens
-    metrics.jsonl    one row a log interval, validation and event (linnet.runs.record)
-    checkpoints/     the last few (linnet.runs.checkpoint)
-    result.json      written last and atomically: where it is there, the run is done
+<root>/<label>-<digest>/
+    config.yaml      the whole resolved configuration, every key, with the format and digest in its first lines
+    tokenizer.json   turns text into the model's tokens
+    metrics.jsonl    one row per log interval, validation and event (linnet.runs.record)
+    checkpoints/     the newest few (linnet.runs.checkpoint)
+    result.json      written last and atomically: if it exists, the run is done
     error.txt        why the last attempt failed, if it did
+
+Which keys count is for the caller to say: `linnet.train.identity` for trainings. In the first format, which 0.1.0 wrote
+for trainings and which MAD still uses, the digest is that of all keys, and config.yaml does not state it.
 """
 
 import contextlib
@@ -22,6 +25,10 @@ from linnet.config import ConfigError, digest, read_yaml
 from linnet.runs import checkpoint
 from linnet.runs.files import write_atomic
 from linnet.runs.record import Record, plain, read_rows
+
+FORMAT = 2
+STATED = ("format", "digest", "extended")  # keys of config.yaml that are not of the configuration
+_HEAD = re.compile(r"format: (\d+)\ndigest: \"([0-9a-f]{12})\"\n")
 
 
 class LockedError(ConfigError):
@@ -39,18 +46,23 @@ class RunFolder:
         self.path = Path(path)
 
     @staticmethod
-    def name(config: Mapping) -> str:
-        """The folder name of a resolved configuration: `<name or architecture>-<hash12>`."""
+    def name(config: Mapping, identity: str | None = None) -> str:
+        """The folder name of a resolved configuration: `<name or architecture>-<digest>`.
+
+        Args:
+            identity: the digest of what the result depends on; None takes that of all keys.
+        """
         label = config.get("name") or config.get("architecture") or ""
         label = re.sub(r"[^A-Za-z0-9._+-]+", "-", str(label)).strip("-.")
-        return f"{label}-{digest(dict(config))}" if label else digest(dict(config))
+        identity = identity or digest(dict(config))
+        return f"{label}-{identity}" if label else identity
 
     @classmethod
     def create(cls, root: str | Path, config: Mapping) -> "RunFolder":
-        """The folder of a resolved configuration under `root`, made if it is not there yet.
+        """Returns the folder under `root` that is named by the digest of all keys; makes it if it is not there.
 
         Raises:
-            ConfigError: the folder is there with another configuration (somebody edited config.yaml).
+            ConfigError: the folder is there with another configuration, so config.yaml was edited.
         """
         config = dict(config)
         run = cls(Path(root) / cls.name(config))
@@ -65,11 +77,27 @@ class RunFolder:
             )  # fmt: skip
         return run
 
+    def write_config(self, config: Mapping, identity: str, extended: list[dict] | None = None) -> None:
+        """Makes the folder and writes config.yaml.
+
+        Args:
+            config: every key.
+            identity: the digest of what the result depends on.
+            extended: what the run was before, as the property `extended` returns it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        text = f'format: {FORMAT}\ndigest: "{identity}"\n'  # quoted: some digests would be read as numbers
+        text += yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        if extended:
+            text += "extended:\n"
+            text += "".join(f'- {{digest: "{one["digest"]}", steps: {one["steps"]}}}\n' for one in extended)
+        write_atomic(self._config_file, text)
+
     @classmethod
     def open(cls, path: str | Path) -> "RunFolder":
-        """An existing run. Raises `ConfigError` where `path` is none."""
+        """Returns an existing run. Raises `ConfigError` if `path` is not one."""
         run = cls(path)
-        if not run._config_file.is_file():
+        if not run.exists:
             inside = sorted(run.path.glob("*/config.yaml")) or sorted(run.path.glob("runs/*/config.yaml"))
             hint = f"; it holds runs, name one: {inside[0].parent}" if inside else ""
             reason = "it has no config.yaml" if run.path.is_dir() else "there is no such folder"
@@ -77,16 +105,44 @@ class RunFolder:
             raise ConfigError([f"{path}: is not a run folder ({reason}){hint}"], "run folder")
         return run
 
+    @classmethod
+    def all(cls, root: str | Path) -> list["RunFolder"]:
+        """The run folders that lie directly in `root`, by name."""
+        return [cls(path.parent) for path in sorted(Path(root).glob("*/config.yaml"))]
+
+    @property
+    def exists(self) -> bool:
+        return self._config_file.is_file()
+
     @property
     def config(self) -> dict:
-        return read_yaml(self._config_file)
+        """The resolved configuration."""
+        values = read_yaml(self._config_file)
+        return values if self.digest is None else {key: v for key, v in values.items() if key not in STATED}
+
+    @property
+    def digest(self) -> str | None:
+        """The digest that config.yaml states; None for a folder of the first format. Reads the first lines only."""
+        with open(self._config_file, encoding="utf-8") as file:
+            found = _HEAD.match(file.readline() + file.readline())
+        if found is None:
+            return None
+        if int(found[1]) > FORMAT:
+            message = f"{self._config_file}: format {found[1]}, but this release of Linnet reads up to {FORMAT}"
+            raise ConfigError([f"{message}; use a newer release"], "run folder")
+        return found[2]
+
+    @property
+    def extended(self) -> list[dict]:
+        """What the run was before each `linnet train --extend`, oldest first: `digest` and `steps`."""
+        return read_yaml(self._config_file).get("extended", [])
 
     @property
     def done(self) -> bool:
         return self._result_file.is_file()
 
     def result(self) -> dict:
-        """What the run came to. Raises `ConfigError` where it is not done or the file is damaged."""
+        """The content of result.json. Raises `ConfigError` if the run is not done or the file is damaged."""
         try:
             return json.loads(self._result_file.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -96,9 +152,15 @@ class RunFolder:
             raise ConfigError([message], "run folder") from None
 
     def write_result(self, result: Mapping) -> None:
-        """Marks the run done. Numbers that are not finite become null."""
+        """Writes result.json, which marks the run done. Numbers that are not finite become null."""
         self._error_file.unlink(missing_ok=True)
         write_atomic(self._result_file, json.dumps(plain(result), indent=1, allow_nan=False) + "\n")
+
+    def reopen(self) -> None:
+        """Takes the mark of a done run away; its result stays as result-<steps>.json."""
+        if self.done:
+            steps = self.result().get("steps", 0)
+            self._result_file.rename(self.path / f"result-{steps:08d}.json")
 
     def metrics(self) -> list[dict]:
         """All rows of metrics.jsonl, in order."""

@@ -78,6 +78,16 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in _whole_lines(path)]
 
 
+def curve_rows(rows: list[dict]) -> list[dict]:
+    """The points of a training curve that fits and reports read, each with its mean loss as `loss`.
+
+    They are the rows with `curve`, which do not depend on `run.log_every`; without such rows, all training rows.
+    """
+    if points := [row | {"loss": row["curve"]} for row in rows if "curve" in row]:
+        return points
+    return [row for row in rows if "loss" in row and "event" not in row]
+
+
 def plain(value):
     """`value` for strict JSON: NaN and infinities become null."""
     if isinstance(value, float):

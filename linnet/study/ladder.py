@@ -17,10 +17,10 @@ from linnet.data.sources import find_files
 from linnet.layers.base import CHANNELS, MIXERS, load_plugin
 from linnet.models import ModelConfig, count_parameters, family, flops_exact, parse_layout
 from linnet.models.recipes.registry import default_heads
-from linnet.runs import RunFolder
 from linnet.study.config import Architecture, Size, StudyConfig
 from linnet.train import TrainConfig, resolve
 from linnet.train.config import moved
+from linnet.train.identity import contents_of, find, name_of
 from linnet.train.loggers import check_loggers
 from linnet.train.objective import Data
 from linnet.train.objectives import find_objective
@@ -35,6 +35,7 @@ SET_BY_THE_LADDER = {
     "steps": "set `budgets`, or `tokens`",
     "tokens": "set `tokens` of the study",
     "seed": "set `seeds`",
+    "curve_every": "set `curve_points` of the study",
     "plugins": "set `plugins` of the study",
     "plugin_digests": "set `plugins` of the study",
 }
@@ -112,14 +113,20 @@ class Plan:
 
 
 def plan(
-    config: StudyConfig, *, check_data: bool = True, cache: str | Path | None = None, where: str = "study"
+    config: StudyConfig,
+    *,
+    check_data: bool = True,
+    cache: str | Path | None = None,
+    root: str | Path | None = None,
+    where: str = "study",
 ) -> Plan:
     """The runs of a study.
 
     Args:
         config: the study.
         check_data: whether the files that `data` and evaluations name must be there, as they must to run it.
-        cache: folder of prepared corpora; where it is given, text that is not there yet is looked through.
+        cache: folder of prepared corpora; with it, text that is not there yet is looked through, if `check_data`.
+        root: folder of the study's runs; those that are there are planned under the names that they have.
         where: what to call the configuration in messages.
 
     Raises:
@@ -144,6 +151,8 @@ def plan(
     ]
     train = moved(config.train, prefix="train.")
     train = {key: value for key, value in train.items() if key not in SET_BY_THE_LADDER}
+    if "log_every" in config.train:  # where 0.1.0 had it, and where its rows were what fits read
+        train["curve_every"] = config.train["log_every"]
     if rungs:
         told = "\n".join(problems)  # of a tokenizer that cannot be read, say, which a model asks for too
         try:  # the settings are the same for all runs, so one shows what is wrong with them
@@ -158,7 +167,7 @@ def plan(
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), where)
 
-    runs, dropped = [], []
+    runs, dropped, contents = [], [], contents_of(first, cache)
     for architecture, size, model in rungs:
         used = [plugins[name] for name in sorted(model.options) if name in plugins]
         for index, target in enumerate(config.targets):
@@ -172,7 +181,11 @@ def plan(
                 )
                 run = resolve(parse(TrainConfig, settings))
                 named = {"architecture": architecture.name, "size": size.label, "seed": seed, "train": run}
-                runs.append(PlannedRun(run=RunFolder.name(run.model_dump(mode="json")), **named, **values))
+                with gather(problems):
+                    name = name_of(run, contents) if root is None else find(run, root, contents).folder.path.name
+                    runs.append(PlannedRun(run=name, **named, **values))
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), where)
     if not runs:
         reasons = dict.fromkeys(f"{p.architecture} {p.size} at {p.target:.3g}: {p.reason}" for p in dropped)
         raise ConfigError(["no point of the ladder is worth a run", *reasons], where)
@@ -305,6 +318,7 @@ def _train_values(config, train, architecture, size, model, batch_size, steps, s
     optimizer, run = train.get("optimizer", {}), train.get("run", {})
     every = max(1, steps // config.curve_points)
     return {
+        "curve_every": every,
         **train,
         "run": {"log_every": every, **run} if isinstance(run, dict) else run,
         "architecture": architecture.name,

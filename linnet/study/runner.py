@@ -73,9 +73,9 @@ def run_study(
         KeyboardInterrupt: stopped; finished and started runs are kept and go on next time.
     """
     cache = Path(cache) if cache is not None else Path(out) / CACHE
-    plan = plan or make_plan(config, cache=cache)
     console = console or Console(quiet=True)
     folder = Path(out) / config.name
+    plan = plan or make_plan(config, cache=cache, root=folder / RUNS)
     (folder / RUNS).mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         objective = find_objective(plan.runs[0].train)
@@ -136,7 +136,7 @@ def _train(
                     progress.tick()
                     continue
                 if outcome.status == "failed":
-                    run_folder(planned[outcome.job.run].train, root).write_error(outcome.error)
+                    run_folder(planned[outcome.job.run].train, root, cache).write_error(outcome.error)
                 progress.line(outcome.job.run, _line(planned[outcome.job.run], outcome, root))
     finally:
         collect(root.parent)  # so that the table is right whatever stopped the study

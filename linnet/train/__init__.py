@@ -1,6 +1,6 @@
 """One model, many steps.
 
-config.py     TrainConfig: everything that makes a run what it is
+config.py     TrainConfig    identity.py   which configurations are the same training, and the folder that it has
 loop.py       train(config, root, cache): from configuration to a finished run folder, read top to bottom
 session.py    what a step changes: model, optimizer, position; saved to and restored from checkpoints
 objective.py  the seam between training and what is trained    objectives/    text.py: the next token
@@ -14,6 +14,7 @@ loggers.py    TensorBoard, Weights & Biases    progress.py   the line on the ter
 """
 
 from linnet.train.config import TrainConfig, resolve
-from linnet.train.loop import run_folder, train
+from linnet.train.identity import run_folder
+from linnet.train.loop import train
 
 __all__ = ["TrainConfig", "resolve", "run_folder", "train"]

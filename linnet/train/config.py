@@ -12,6 +12,7 @@ from linnet.config import Config, ConfigError
 from linnet.data import DataConfig, given_vocabulary
 from linnet.layers.base import load_plugin, plugin_digest
 from linnet.models import ModelConfig
+from linnet.runs.folder import STATED
 from linnet.train.device import DeviceName
 from linnet.train.guards import GuardConfig
 from linnet.train.loggers import LoggerName
@@ -130,6 +131,8 @@ class TrainConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _accept_old_places(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and {"format", "digest"} <= values.keys():  # the config.yaml of a run folder
+            values = {key: value for key, value in values.items() if key not in STATED}
         return moved(values)
 
     # Fields are validated in the order above: plugins before the model that names them, data before its vocabulary.

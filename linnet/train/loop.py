@@ -5,6 +5,7 @@ started again by the same call: it takes the last good checkpoint, forgets the r
 the batches, random numbers and optimizer state it would have had: on the CPU every loss is the same bit for bit.
 """
 
+import itertools
 import shutil
 import time
 import traceback
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from linnet import provenance
 from linnet.config import ConfigError, gather, unwritable
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.files import write_atomic
@@ -22,6 +24,7 @@ from linnet.train.clock import Clock
 from linnet.train.config import TrainConfig, resolve
 from linnet.train.evaluation import rows_kept
 from linnet.train.guards import Trouble
+from linnet.train.identity import as_begun, contents_of, find
 from linnet.train.loggers import open_loggers
 from linnet.train.objective import Progress
 from linnet.train.preflight import Preflight, preflight
@@ -49,8 +52,9 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
         KeyboardInterrupt: after Ctrl-C, with a checkpoint written.
     """
     config = resolve(config)
-    folder, problems = RunFolder(Path(root) / RunFolder.name(config.model_dump(mode="json"))), []
-    if folder.path.exists() and run_folder(config, root).done:
+    place = find(config, root, contents_of(config, cache))
+    folder, config, problems = place.folder, as_begun(place, config), []
+    if folder.done:
         return folder
     if reason := unwritable(folder.path):
         problems.append(f"{folder.path}: {reason}; name another folder for runs")
@@ -59,23 +63,18 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
     if problems:
         raise ConfigError(problems, "train")
     device = found.device
-    with run_folder(config, root).lock():
+    with place.make(config).lock():
         if folder.done:  # by the process that held the lock until now
             return folder
         folder.write_error(None)
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                Run(config, folder, found, progress).run()
+                Run(config, folder, place.digest, found, progress).run()
         except Exception as error:
             with suppress(OSError):  # a full disk must not hide the error
                 folder.write_error(f"{error}\n" if isinstance(error, ConfigError) else traceback.format_exc())
             raise
     return folder
-
-
-def run_folder(config: TrainConfig, root: str | Path) -> RunFolder:
-    """The folder of a run under `root`, made with its config.yaml if it is not there."""
-    return RunFolder.create(root, resolve(config).model_dump(mode="json"))
 
 
 def none_good(folder: RunFolder) -> str:
@@ -90,8 +89,14 @@ def none_good(folder: RunFolder) -> str:
 class Run:
     """One call of `train`: sets everything up, then `run`."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, found: Preflight, progress: Progress | None):
-        self.config, self.folder, self.progress = config, folder, progress
+    def __init__(
+        self, config: TrainConfig, folder: RunFolder, digest: str, found: Preflight, progress: Progress | None
+    ):
+        """
+        Args:
+            digest: of the training, as `linnet.train.identity` takes it.
+        """
+        self.config, self.folder, self.digest, self.progress = config, folder, digest, progress
         self.device, self.objective = found.device, found.objective
         self.evaluations = self.objective.evaluations
         self.session = Session(config, self.objective, self.device)
@@ -150,6 +155,26 @@ class Run:
                 told = f"damaged checkpoints set aside as *.bad: {'; '.join(problems)}; going on from {path}"
                 warnings.warn(told, stacklevel=5)
             self.write({"event": "damaged_checkpoint", "step": self.session.step, "problems": problems})
+        if path is not None:
+            self.note_changes(meta, rows[:kept])
+
+    def note_changes(self, meta: dict, rows: list[dict]) -> None:
+        """Records what changed since the checkpoint that the run continues from: its length, its device.
+
+        Args:
+            rows: those of the record that stay.
+        """
+        step, now = self.session.step, devices.execution(self.device, self.config.run.compile)
+        noted = {row["from_digest"] for row in rows if row.get("event") == "extended"}
+        lengths = [*self.folder.extended, {"digest": self.digest, "steps": self.steps}]
+        for before, after in itertools.pairwise(lengths):
+            if before["digest"] not in noted:
+                lengthened = {"from_steps": before["steps"], "steps": after["steps"]}
+                digests = {"from_digest": before["digest"], "digest": after["digest"]}
+                self.write({"event": "extended", "step": step, **lengthened, **digests})
+        before = meta.get("execution", now)  # 0.1.0 did not record it
+        if changed := {key: [before.get(key), now.get(key)] for key in before | now if before.get(key) != now.get(key)}:
+            self.write({"event": "execution_changed", "step": step, "changed": changed})
 
     def loop(self, stop: Stop) -> str:
         """All steps; "done" or "diverged"."""
@@ -166,8 +191,10 @@ class Run:
             suites = after < self.steps and self.evaluations.due(after, self.steps)
             save = suites or (run.checkpoint_every and after % run.checkpoint_every == 0 and after < self.steps)
 
+            curve = config.curve_every and (after % config.curve_every == 0 or after == self.steps)
+
             session.gradients()
-            if session.judges_every_step or log or evaluate or save:
+            if session.judges_every_step or log or evaluate or save or curve:
                 trouble = session.judge()
                 if trouble is not None:
                     if not self.handle(trouble):
@@ -176,8 +203,8 @@ class Run:
             session.apply()
             self.evaluated.clear()
 
-            if log:
-                self.write(self.training_row())
+            if log or curve:
+                self.write(self.training_row(log) | (self.curve_point() if curve else {}))
             if evaluate:
                 self.evaluate()
             if save:
@@ -249,7 +276,9 @@ class Run:
                 f"{units}_per_second": step * costs.units / training if training else None,
                 "batch_size": self.config.batch_size,
                 "steps": step,
+                "date": provenance.date(),
                 "environment": devices.environment(self.device),
+                "run": self.config.run.model_dump(mode="json"),
             }
         )
 
@@ -258,15 +287,26 @@ class Run:
         step, costs = self.session.step, self.objective.costs
         return {self.objective.units: step * costs.units, "flops": step * costs.flops}
 
-    def training_row(self) -> dict:
-        """Returns a row of the record: the mean loss since the last row, and the speed."""
+    def curve_point(self) -> dict:
+        """Returns the mean loss since the last point of the curve that fits read, whatever `run.log_every` is."""
+        losses, self.session.since_point = self.session.since_point, []
+        return {"curve": sum(losses) / len(losses)}
+
+    def training_row(self, log: bool) -> dict:
+        """Returns a row of the record: the mean loss since the last row, and the speed.
+
+        Args:
+            log: whether a row is due; else only what a point of the curve needs is returned.
+        """
         session, losses, costs = self.session, self.session.recent, self.objective.costs
+        rate = self.config.optimizer.learning_rate * factor(self.config.schedule, session.step - 1, self.steps)
+        if not log:
+            return {"step": session.step, **self.place(), "learning_rate": rate}
         loss = sum(losses) / len(losses)
         seconds = self.clock.lap()
         done = session.step - self.row_step
         speed = done * costs.flops / seconds
         session.recent, self.row_step = [], session.step
-        rate = self.config.optimizer.learning_rate * factor(self.config.schedule, session.step - 1, self.steps)
         return {
             "step": session.step,
             **self.place(),
@@ -313,6 +353,7 @@ class Run:
         with self.clock.paused():
             self.record.sync()
             tensors, meta = self.session.state()
+            meta |= {"digest": self.digest, "execution": devices.execution(self.device, self.config.run.compile)}
             meta |= {"rows": self.record.rows, "row_step": self.row_step, "clock": self.clock.state()}
             keep = max(self.config.run.keep_checkpoints, 2 if self.config.guard.policy == "rollback" else 1)
             checkpoint.save(self.folder.checkpoint_folder, self.session.step, tensors, meta, keep)

@@ -97,6 +97,19 @@ class RunObjective(Objective):
 
     @classmethod
     @abstractmethod
+    def content(cls, config: TrainConfig, cache: str | Path | None = None) -> dict[str, str]:
+        """Returns digests of the content of all files that the data are made of, which identify a training.
+
+        Args:
+            cache: folder of prepared data, where digests of large files may be remembered.
+
+        Raises:
+            ConfigError: a file is not there.
+            OSError: a file cannot be read.
+        """
+
+    @classmethod
+    @abstractmethod
     def size(cls, data: Data) -> int:
         """Returns how many units one pass over the training data has."""
 

@@ -84,6 +84,8 @@ class TerminalProgress:
             self._say(f"step {row['step']:>7,}  scoring {row['total']:,} held-out tokens, {state}")
 
     def _training(self, row: dict) -> None:
+        if "loss" not in row:  # a point of the curve between two rows
+            return
         left = (self._steps - row["step"]) * row["tokens"] / row["step"] / row["tokens_per_second"]
         state = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s  {_duration(left)} left"
         if row["flop_utilisation"] is not None:
@@ -100,6 +102,11 @@ class TerminalProgress:
             )
         if row["event"] == "evaluation_failed":
             return escape(f"step {row['step']:,}: evaluation {row['evaluation']} failed ({row['error']}); going on")
+        if row["event"] == "extended":
+            return f"step {row['step']:,}: extended from {row['from_steps']:,} steps to {row['steps']:,}"
+        if row["event"] == "execution_changed":
+            changed = ", ".join(f"{key} {before} -> {after}" for key, (before, after) in row["changed"].items())
+            return escape(f"from step {row['step']:,} on carried out otherwise ({changed}): losses agree to rounding")
         what = (
             f"step {row['step']:,}: {_EVENTS[row['event']]} (loss {row['loss']:.4g}, gradient {row['grad_norm']:.4g})"
         )

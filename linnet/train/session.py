@@ -30,6 +30,7 @@ class Session:
         step: updates made.
         position: batches of the data order that were used; more than `step` after a skipped batch.
         recent: losses (nats per target) since the last row of the record.
+        since_point: losses since the last point of the training curve, where the configuration has `curve_every`.
         grad_norm: norm of the last gradient that was judged.
     """
 
@@ -52,6 +53,7 @@ class Session:
         self.judges_every_step = device.type == "cpu" or config.guard.policy == "skip"
         self.step = self.position = 0
         self.recent: list[float] = []
+        self.since_point: list[float] = []
         self.grad_norm = 0.0
         self._unread: list[tuple[int, Tensor, Tensor]] = []  # position, loss, gradient norm: not judged yet
 
@@ -93,6 +95,8 @@ class Session:
             if trouble is not None:
                 return trouble
             self.recent.append(loss)
+            if self.config.curve_every is not None:
+                self.since_point.append(loss)
         self.grad_norm = self._norm = numbers[-1]
         return None
 
@@ -119,6 +123,7 @@ class Session:
             "position": self.position,
             "guard": self.guard.state(),
             "recent": self.recent,
+            "since_point": self.since_point,
             **self.objective.meta(),
         }
 
@@ -134,6 +139,7 @@ class Session:
             torch.cuda.set_rng_state(tensors["random"]["cuda"], self.device)
         self.guard.load(meta["guard"], rollback)
         self.step, self.position, self.recent = meta["step"], meta["position"], list(meta["recent"])
+        self.since_point = list(meta.get("since_point", []))
         self._unread.clear()
 
 

@@ -120,6 +120,10 @@ class Points(RunObjective):
         self.evaluations = Evaluations([], None, 0)
 
     @classmethod
+    def content(cls, config, cache=None):
+        return {}
+
+    @classmethod
     def read(cls, config, cache, show=None):
         return None
 

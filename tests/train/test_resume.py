@@ -14,7 +14,7 @@ from linnet.config import ConfigError
 from linnet.runs import CheckpointError, LockedError, RunFolder, checkpoint
 from linnet.train import run_folder, train
 
-TIMES = {"tokens_per_second", "seconds", "memory_bytes", "flop_utilisation"}
+TIMES = {"tokens_per_second", "seconds", "memory_bytes", "flop_utilisation", "date"}
 LONG = {"steps": 40, "log_every": 1, "checkpoint_every": 3, "evaluate_every": 8}
 
 # Trains in a child that is killed with SIGKILL after a random time, until one child is left to finish. Times are shares
@@ -192,19 +192,20 @@ def test_two_processes_on_one_run(settings, cache, tmp_path):
     assert train(settings(), tmp_path, cache).done
 
 
-def test_text_that_changed_is_no_resume(settings, cache, tmp_path):
+def test_text_that_changed_is_another_run(settings, cache, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the text as it was\n" * 500)
-    changed = {**LONG, "data": {"source": [str(text)]}}
-    from linnet.config import parse
-    from linnet.train import TrainConfig
-
-    config = parse(TrainConfig, {**settings(**LONG).model_dump(mode="json"), **changed})
+    config = settings(**LONG, data={"source": [str(text)]})
     with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path, cache, progress=stop_at(20, lambda: signal.raise_signal(signal.SIGINT)))
+        train(config, tmp_path / "runs", cache, progress=stop_at(20, lambda: signal.raise_signal(signal.SIGINT)))
+    first = run_folder(config, tmp_path / "runs")
     text.write_text("the text as it is now\n" * 500)
-    with pytest.raises(ConfigError, match="data: .*text"):
-        train(config, tmp_path, cache)
+    started = []
+    run = train(config, tmp_path / "runs", cache, lambda row: started.append(row) if "path" in row else None)
+    assert run.path != first.path and started[0]["step"] == 0
+    assert first.checkpoints() and not first.done  # untouched
+    text.write_text("the text as it was\n" * 500)
+    assert train(config, tmp_path / "runs", cache).path == first.path
 
 
 def test_ctrl_c_while_text_is_prepared_acts_at_once(settings, tmp_path):

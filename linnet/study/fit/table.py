@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from linnet.config import ConfigError, nearest
+from linnet.runs.record import curve_rows
 
 ALIASES = {
     "N": ("params_non_embedding", "N", "params", "parameters", "n_params", "model_size"),
@@ -333,18 +334,25 @@ def _duplicates(table: pd.DataFrame) -> list[str]:
 
 
 def _records(path: Path) -> tuple[list[dict], int]:
-    """Training records of one run with finite numbers, and the number of unreadable lines."""
+    """Points of one run's training curve with finite numbers, and the number of unreadable lines."""
     if not path.is_file():
         return [], 0
-    records, bad = [], 0
+    rows, records, bad = [], [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            record = json.loads(line)
+            row = json.loads(line)
+        except ValueError:
+            bad += 1
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    for row in curve_rows(rows):
+        try:
             values = {
-                "D": float(record["tokens"]),
-                "C": float(record["flops"]),
-                "loss": float(record["loss"]),
-                "learning_rate": float(record.get("learning_rate", np.nan)),
+                "D": float(row["tokens"]),
+                "C": float(row["flops"]),
+                "loss": float(row["loss"]),
+                "learning_rate": float(row.get("learning_rate", np.nan)),
             }
         except (KeyError, TypeError):
             continue

@@ -23,6 +23,7 @@ from linnet.data import (
     prepare,
     validation_batches,
 )
+from linnet.data.corpus import content
 from linnet.data.loader import ValidationBatches
 from linnet.data.problems import in_data
 from linnet.evaluate import score
@@ -61,6 +62,10 @@ class TextObjective(RunObjective):
         cls, config: TrainConfig, cache: str | Path, show: Callable[[str, int, int], None] | None = None
     ) -> Corpus:
         return prepare(config.data, cache, progress=show)
+
+    @classmethod
+    def content(cls, config: TrainConfig, cache: str | Path | None = None) -> dict[str, str]:
+        return content(config.data, cache)
 
     @classmethod
     def size(cls, data: Corpus) -> int:

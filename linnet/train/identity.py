@@ -1,0 +1,270 @@
+"""What makes two configurations the same training, and the folder that this training has.
+
+A run's digest covers every key that its result depends on, with defaults left out, so that a key that a release adds
+renames no run. Text, tokenizers, plugins and `init_from` count by their content, not by their path. Left out are `run`
+and `parallel`, which say how a training is carried out, and the labels `name` and `architecture`.
+
+A default must not change without a new `FORMAT`: it would give another meaning to digests that leave it out.
+"""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+import linnet
+from linnet.config import ConfigError, digest, parse
+from linnet.runs import RunFolder, checkpoint
+from linnet.runs.folder import FORMAT
+from linnet.train import device as devices
+from linnet.train.config import TrainConfig, moved, resolve
+from linnet.train.objectives import find_objective
+
+DROPPED: dict[str, str] = {}
+"""Keys of trainings, with dots, that a release dropped -> that release."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder of a training, there or yet to be made.
+
+    Attributes:
+        digest: of the training, in the present format.
+        old: whether 0.1.0 made the folder. It keeps its name and config.yaml.
+    """
+
+    folder: RunFolder
+    digest: str
+    old: bool = False
+
+    def make(self, config: TrainConfig) -> RunFolder:
+        """Makes the folder with its config.yaml, unless it is there."""
+        if not self.folder.exists:
+            self.folder.write_config(resolve(config).model_dump(mode="json"), self.digest)
+        return self.folder
+
+
+def find(config: TrainConfig, root: str | Path, contents: dict[str, str] | None) -> Place:
+    """Returns the folder of a training under `root`: the one that is there, or the one to make.
+
+    Args:
+        contents: what `contents_of` returns. Without it, a folder is also found by the paths that it names.
+
+    Raises:
+        ConfigError: the folder's config.yaml was edited, or the run was extended beyond this length; or a folder of
+            0.1.0 holds this training with a key that no longer exists.
+    """
+    key = digest_of(config, contents)
+    named = RunFolder(Path(root) / name_of(config, contents))
+    if named.exists:
+        if named.digest == key:
+            _check_unedited(named, config)
+            return Place(named, key)
+        steps = read_config(named).total_steps
+        raise ConfigError(
+            [f"{named.path}: this run of {config.total_steps} steps was extended to {steps}; set steps={steps}, or "
+             "train in another folder of runs (--out)"],
+            "run folder",
+        )  # fmt: skip
+    wanted = None
+    for folder in RunFolder.all(root):
+        stated = folder.digest
+        if stated == key and folder.config.get("architecture") == config.architecture:
+            return Place(folder, key)  # under another label, or extended to this length
+        if stated is None or contents is None:
+            wanted = wanted or settings(config)
+            if _holds(folder, config, wanted):
+                return Place(folder, key, stated is None)
+    return Place(named, key)
+
+
+def name_of(config: TrainConfig, contents: dict[str, str] | None) -> str:
+    """The name that the folder of a training gets: `<name or architecture>-<digest>`."""
+    labels = {"name": config.name, "architecture": config.architecture}
+    return RunFolder.name(labels, digest_of(config, contents))
+
+
+def run_folder(config: TrainConfig, root: str | Path, cache: str | Path | None = None) -> RunFolder:
+    """Returns the folder of a training under `root`, made with its config.yaml if it is not there."""
+    return find(config, root, contents_of(config, cache)).make(config)
+
+
+def digest_of(config: TrainConfig, contents: dict[str, str] | None) -> str:
+    """The digest of a training: 12 hexadecimal digits.
+
+    Args:
+        contents: what `contents_of` returns; None puts the paths of the files in its place.
+    """
+    by = {"names": _names(config)} if contents is None else {"content": contents}
+    return digest({"format": FORMAT, "settings": settings(config), **by})
+
+
+def contents_of(config: TrainConfig, cache: str | Path | None = None) -> dict[str, str] | None:
+    """Digests of the content of the files that a training reads; None if some of it cannot be read.
+
+    Args:
+        cache: folder of prepared data, which remembers the digests of large files.
+    """
+    try:
+        found = find_objective(config).content(config, cache)
+        if config.init_from is not None:
+            weights = checkpoint.content(RunFolder.open(config.init_from).checkpoint_folder)
+            if weights is None:
+                return None
+            found["init_from"] = weights[:12]
+        return found
+    except (ConfigError, OSError):
+        return None
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """The keys that the result depends on, besides those that count by content. Defaults are left out."""
+    left_out = {"name", "architecture", "run", "parallel", "plugins", "plugin_digests", "steps", "tokens", "init_from"}
+    found = config.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
+    found["steps"] = config.total_steps  # `tokens` is another way to say it
+    data = found.setdefault("data", {})
+    for name in ("source", "validation"):
+        data.pop(name, None)
+    if "tokenizer" in data:
+        data["tokenizer"].pop("path", None)
+        data["tokenizer"]["kind"] = config.data.tokenizer.kind
+    found["model"] = _model(config)
+    for one in found.get("evaluations", []):
+        one.pop("every", None)
+    if config.plugins:
+        digests = config.plugin_digests or resolve(config).plugin_digests
+        found["plugins"] = [[plugin.rpartition(":")[2], digests[plugin]] for plugin in config.plugins]
+    if config.guard.policy == "rollback":  # a checkpoint is what a rollback returns to
+        names = ["checkpoint_every", "keep_checkpoints"]
+        with contextlib.suppress(ConfigError):  # a GPU that is not there is reported before training
+            if devices.choose(config.run.device).type == "cuda":  # where losses are read for rows alone
+                names += ["log_every", "evaluate_every"]
+        found["rollback"] = {name: getattr(config.run, name) for name in names}
+    return found
+
+
+def _model(config: TrainConfig) -> dict[str, Any]:
+    """The model without defaults, also those of its layers' options."""
+    found = config.model.model_dump(mode="json", exclude_defaults=True)
+    options = {
+        name: config.model.layer_options(name).model_dump(mode="json", exclude_defaults=True)
+        for name in config.model.options
+    }
+    return found | {"options": {name: own for name, own in options.items() if own}}
+
+
+def _names(config: TrainConfig) -> dict[str, Any]:
+    """The paths of the files that a training reads."""
+    data = config.data.model_dump(mode="json")
+    found = {"source": data["source"], "validation": data["validation"], "init_from": config.init_from}
+    return found | {"tokenizer": data["tokenizer"].get("path")}
+
+
+def read_config(folder: RunFolder) -> TrainConfig:
+    """The configuration of a run folder of any format.
+
+    Raises:
+        ConfigError: a key no longer exists, a plugin changed, or a value is refused; the message names it.
+    """
+    values = moved(folder.config, warn=False)
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        unknown = [one["loc"] for one in error.errors() if one["type"] == "extra_forbidden"]
+        if unknown:
+            raise ConfigError(_dropped(folder, unknown), "run folder") from None
+        return parse(TrainConfig, values, f"{folder.path}/config.yaml")  # raises, with all problems
+
+
+def _check_unedited(folder: RunFolder, config: TrainConfig) -> None:
+    stored = read_config(folder)
+    if settings(stored) != settings(config):
+        message = (
+            f"{folder.path}/config.yaml was changed: it no longer describes the training whose digest it states; "
+            "restore it, or delete the folder to train anew"
+        )
+        raise ConfigError([message], "run folder")
+
+
+def _holds(folder: RunFolder, config: TrainConfig, wanted: dict) -> bool:
+    """Whether a folder holds a training, judged by its keys and paths.
+
+    Raises:
+        ConfigError: it does but for keys that no longer exist.
+    """
+    file = folder.path / "config.yaml"
+    state = file.stat()
+    values = copy.deepcopy(_read(folder.path, state.st_size, state.st_mtime_ns))
+    cheap = ("seed", "seq_len", "batch_size", "architecture")  # of many runs of a study, few agree in these
+    if not isinstance(values, dict) or any(values.get(name) != getattr(config, name) for name in cheap):
+        return False
+    values, unknown = _known(values)
+    try:
+        stored = TrainConfig.model_validate(values)
+    except ValidationError:
+        return False
+    if _names(stored) != _names(config) or not _same(folder, stored, config, wanted):
+        return False
+    if unknown:
+        raise ConfigError(_dropped(folder, unknown), "run folder")
+    return True
+
+
+def _same(folder: RunFolder, stored: TrainConfig, config: TrainConfig, wanted: dict) -> bool:
+    own = settings(stored)
+    if folder.digest is None and config.curve_every is not None:
+        # 0.1.0 recorded the curve that fits read in the rows of log_every.
+        own["curve_every"] = stored.run.log_every
+    return own == wanted
+
+
+@functools.lru_cache(maxsize=4096)
+def _read(path: Path, size: int, modified: int) -> dict | None:
+    with contextlib.suppress(ConfigError):
+        return RunFolder(path).config
+    return None
+
+
+def _known(values: Mapping[str, Any]) -> tuple[dict, list[tuple]]:
+    """Values without the keys that no longer exist, and these."""
+    values = moved(values, warn=False)
+    try:
+        TrainConfig.model_validate(values)
+    except ValidationError as error:
+        unknown = [one["loc"] for one in error.errors() if one["type"] == "extra_forbidden"]
+        values = copy.deepcopy(values)
+        for *parents, last in unknown:
+            inside: Any = values
+            for part in parents:
+                inside = inside[part] if isinstance(inside, list) or part in inside else inside
+            inside.pop(last, None)
+        return values, unknown
+    return values, []
+
+
+def _dropped(folder: RunFolder, unknown: list[tuple]) -> list[str]:
+    problems = []
+    for place in unknown:
+        key = ".".join(str(part) for part in place)
+        when = f"dropped in {DROPPED[key]}" if key in DROPPED else f"unknown to Linnet {linnet.__version__}"
+        problems.append(
+            f"{folder.path}/config.yaml: {key}: {when}, so this run cannot go on; continue it with the release that "
+            "made it, or train anew in another folder of runs (--out)"
+        )
+    return problems
+
+
+def as_begun(place: Place, config: TrainConfig) -> TrainConfig:
+    """The configuration with which a run continues in its folder.
+
+    In a folder of 0.1.0 the curve that fits read stays in the rows of `log_every`, which therefore cannot change.
+    """
+    if not place.old or config.curve_every is None:
+        return config
+    run = config.run.model_copy(update={"log_every": config.curve_every})
+    return config.model_copy(update={"curve_every": None, "run": run})

@@ -1,0 +1,295 @@
+"""Which configurations are the same training, and the folder that is found for one. Folders of 0.1.0 are fixtures."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from linnet import provenance
+from linnet.config import ConfigError, parse, parse_yaml, read_yaml
+from linnet.data import DataConfig
+from linnet.deprecation import LinnetDeprecationWarning
+from linnet.runs import RunFolder, checkpoint
+from linnet.study import StudyConfig, run_study
+from linnet.study.fit import load_study
+from linnet.study.ladder import plan
+from linnet.train import TrainConfig, run_folder, train
+from linnet.train.config import RunConfig
+from linnet.train.identity import DROPPED, contents_of, digest_of, find, read_config
+from linnet.train.identity import settings as settings_of
+
+OLD = Path(__file__).parents[1] / "fixtures" / "v0.1"
+EXPECTED = json.loads((OLD / "expected.json").read_text(encoding="utf-8"))
+CLOCK = {"tokens_per_second", "seconds", "memory_bytes", "flop_utilisation"}
+ROUNDED = {"loss", "bits_per_byte", "grad_norm", "validation_loss", "validation_bits_per_byte", "metrics"}
+
+
+@pytest.fixture
+def old(tmp_path, monkeypatch) -> Path:
+    """A copy of what 0.1.0 left, as the folder that one works in: its configurations name `text.txt`."""
+    shutil.copytree(OLD, tmp_path / "old")
+    monkeypatch.chdir(tmp_path / "old")
+    return tmp_path / "old"
+
+
+def read(file: str) -> TrainConfig:
+    with pytest.warns(LinnetDeprecationWarning):
+        return parse(TrainConfig, read_yaml(file))
+
+
+def same_rows(run: RunFolder, name: str) -> None:
+    """Losses of another CPU may round otherwise; everything else is exact."""
+    rows = [row for row in run.metrics() if "event" not in row]
+    wanted = EXPECTED[name]["rows"]
+    assert len(rows) == len(wanted)
+    for row, one in zip(rows, wanted, strict=True):
+        row = {key: value for key, value in row.items() if key not in CLOCK}
+        assert row.keys() == one.keys()
+        for key, value in one.items():
+            assert row[key] == (pytest.approx(value, rel=1e-5) if key in ROUNDED else value), (key, row)
+    assert run.result()["loss"] == pytest.approx(EXPECTED[name]["result"]["loss"], rel=1e-5)
+
+
+UNFINISHED = [name for name in EXPECTED if (OLD / "runs" / name / "checkpoints").is_dir()]
+
+
+@pytest.mark.parametrize("name", UNFINISHED)
+def test_an_unfinished_run_of_0_1_0_is_found_and_ends_with_the_same_losses(old, name):
+    config, before = read(EXPECTED[name]["file"]), (old / "runs" / name / "config.yaml").read_text()
+    started = []
+    run = train(
+        config, "runs", "cache", lambda row: started.append(row["step"]) if row.get("event") == "start" else None
+    )
+    assert run.path.name == name and started[0] > 0
+    assert not any(row["event"] == "extended" for row in run.metrics() if "event" in row)
+    same_rows(run, name)
+    assert (run.path / "config.yaml").read_text() == before
+    assert len(list((old / "runs").glob("*/config.yaml"))) == len(UNFINISHED) + 1
+
+
+def test_a_finished_run_of_0_1_0_is_found_also_without_its_text(old):
+    config, [name] = read("done.yaml"), [name for name in EXPECTED if name.startswith("done-")]
+    for text in (True, False):
+        if not text:
+            (old / "text.txt").unlink()
+        run = train(config, "runs", "cache", lambda row: pytest.fail("nothing is trained"))
+        assert run.path.name == name and run.result()["loss"] == EXPECTED[name]["result"]["loss"]
+
+
+def test_an_old_run_continues_under_another_run_but_not_with_another_result(old):
+    [name] = [name for name in UNFINISHED if name.startswith("constant-")]
+    values = read("constant.yaml").model_dump(mode="json")
+    values["run"] |= {"log_every": 5, "checkpoint_every": 0, "recompute": "none", "peak_tflops": None}
+    assert find(parse(TrainConfig, values), "runs", None).folder.path.name == name
+    assert find(parse(TrainConfig, values | {"seed": 1}), "runs", None).folder.path.name != name
+    values["data"]["source"] = ["study.yaml"]
+    assert find(parse(TrainConfig, values), "runs", None).folder.path.name != name
+
+
+def test_text_that_changed_under_an_old_run_is_an_error(old):
+    (old / "text.txt").write_text("other words\n" * 200)
+    with pytest.raises(ConfigError, match="^resume: .*\n.*data: "):
+        train(read("constant.yaml"), "runs", "cache")
+
+
+def test_a_rollback_makes_checkpoints_part_of_the_run(old):
+    [name] = [name for name in UNFINISHED if name.startswith("rollback-")]
+    config = read("rollback.yaml")
+    for key, same in {
+        "log_every": True,
+        "peak_tflops": True,
+        "checkpoint_every": False,
+        "keep_checkpoints": False,
+    }.items():
+        changed = config.model_copy(update={"run": config.run.model_copy(update={key: 4})})
+        assert (find(changed, "runs", None).folder.path.name == name) == same, key
+
+
+def test_a_study_of_0_1_0_continues(old):
+    with pytest.warns(LinnetDeprecationWarning):
+        result = run_study(parse(StudyConfig, read_yaml("study.yaml")), "studies", "cache")
+    names = [name for name in EXPECTED if EXPECTED[name]["file"] == "study.yaml"]
+    assert sorted(row["run"] for row in result.rows) == sorted(names)
+    assert sorted(path.name for path in (old / "studies/tiny/runs").iterdir()) == sorted(names)
+    for name in names:
+        same_rows(RunFolder(old / "studies/tiny/runs" / name), name)
+    _, curves, _ = load_study(result.folder)
+    assert list(curves["D"]) == [
+        row["tokens"] for name in sorted(names) for row in EXPECTED[name]["rows"] if "loss" in row
+    ]
+
+
+def test_a_study_with_the_old_log_every_reads_its_rows_as_the_curve(text):
+    values = read_yaml(OLD / "study.yaml") | {"data": {"source": [str(text)]}, "train": {"log_every": 2}}
+    with pytest.warns(LinnetDeprecationWarning):
+        ladder = plan(parse(StudyConfig, values))
+    assert all(run.train.curve_every == run.train.run.log_every == 2 for run in ladder.runs)
+
+
+def test_an_old_folder_with_a_key_that_no_longer_exists_is_refused_by_name(old, monkeypatch):
+    [name] = [name for name in UNFINISHED if name.startswith("constant-")]
+    file = old / "runs" / name / "config.yaml"
+    file.write_text(file.read_text().replace("optimizer:\n", "optimizer:\n  sharpness: 0.1\n") + "flavour: sweet\n")
+    monkeypatch.setitem(DROPPED, "optimizer.sharpness", "0.2.0")
+    config = read("constant.yaml")
+    for attempt in (lambda: train(config, "runs", "cache"), lambda: read_config(RunFolder.open(file.parent))):
+        with pytest.raises(ConfigError) as caught:
+            attempt()
+        problems = caught.value.problems
+        assert len(problems) == 2 and all(name in line for line in problems)
+        assert any("optimizer.sharpness" in line and "0.2.0" in line for line in problems)
+        assert any("flavour" in line for line in problems)
+
+
+def test_digests_do_not_change_between_releases(tmp_path):
+    """A digest that changes here renames the unfinished runs of everybody: a default needs a new FORMAT first."""
+    (tmp_path / "text.txt").write_text("the same text on every machine\n" * 100)
+    data = {"source": [str(tmp_path / "text.txt")]}
+    found = {}
+    for name, values in {
+        "tnl": {"model": "tnl-10m"},
+        "hybrid": {
+            "model": {"d_model": 32, "layout": "hgrn2+glu attention+swiglu", "options": {"attention": {"window": 8}}},
+            "data": {"tokenizer": "bpe:300", "validation_fraction": 0.1},
+            "tokens": 10_000,
+            "optimizer": {"name": "muon", "clip": None},
+            "schedule": {"name": "wsd"},
+            "evaluations": [{"kind": "recall", "tasks": ["mqar"], "every": 5}],
+        },
+        "rollback": {"model": "llama-10m", "guard": {"policy": "rollback"}, "run": {"device": "cpu"}},
+    }.items():
+        config = parse(TrainConfig, {**values, "data": {**values.get("data", {}), **data}})
+        found[name] = digest_of(config, contents_of(config))
+    assert found == DIGESTS
+
+
+DIGESTS = {"tnl": "474310199a58", "hybrid": "e79c7c77c69c", "rollback": "32f515d6c90b"}
+
+
+def test_what_does_not_change_the_result_does_not_change_the_digest(settings):
+    one = settings()
+    key = digest_of(one, contents_of(one))
+    run = {"log_every": 3, "device": "auto", "compile": True, "recompute": "block", "peak_tflops": 1.0}
+    same = [settings(**run), settings(name="label"), settings(architecture="label"), settings(parallel={})]
+    same += [settings(steps=None, tokens=12 * 4 * 32), settings(accumulation=1), settings(evaluate_every=3)]
+    assert [digest_of(other, contents_of(other)) for other in same] == [key] * len(same)
+    for change in (
+        {"seed": 1},
+        {"steps": 13},
+        {"precision": "bfloat16"},
+        {"curve_every": 2},
+        {"evaluate_tokens": None},
+    ):
+        other = settings(**change)
+        assert digest_of(other, contents_of(other)) != key, change
+
+
+def test_defaults_that_are_written_out_are_left_out(settings):
+    one = settings()
+    assert settings_of(parse(TrainConfig, one.model_dump(mode="json"))) == settings_of(one)
+    layer = settings_of(one)["model"]["options"]["tnl"]
+    assert layer.keys() < one.model.options["tnl"].keys()  # those that differ from the layer's defaults
+    assert "guard" not in settings_of(one) and "run" not in settings_of(one)
+
+
+def test_text_counts_by_content(settings, tmp_path, text):
+    copied = tmp_path / "copy.txt"
+    shutil.copy(text, copied)
+    data = settings().data.model_dump(mode="json")
+    moved = settings(data=data | {"source": [str(copied)]})
+    assert digest_of(moved, contents_of(moved)) == digest_of(settings(), contents_of(settings()))
+    copied.write_text(copied.read_text() + "and more")
+    assert digest_of(moved, contents_of(moved)) != digest_of(settings(), contents_of(settings()))
+    copied.unlink()
+    assert contents_of(moved) is None
+
+
+def test_tokenizer_plugin_and_first_weights_count_by_content(settings, cache, tmp_path):
+    first, second = (train(settings(steps=2, seed=seed), tmp_path, cache).path for seed in (0, 1))
+    copied = tmp_path / "copied"
+    shutil.copytree(first, copied)
+    keys = [digest_of(c, contents_of(c)) for c in (settings(init_from=str(path)) for path in (first, copied, second))]
+    assert keys[0] == keys[1] != keys[2]
+    tokenizers = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path in tokenizers:
+        shutil.copy(first / "tokenizer.json", path)
+    data = settings().data.model_dump(mode="json")
+    configs = [settings(data=data | {"tokenizer": str(path)}) for path in tokenizers]
+    assert len({digest_of(c, contents_of(c)) for c in configs}) == 1
+    assert DataConfig.model_validate(configs[0].data.model_dump()).tokenizer.kind == "file"
+
+
+def test_a_renamed_run_is_found_under_its_old_label(settings, cache, tmp_path):
+    run = train(settings(name="first"), tmp_path, cache)
+    assert train(settings(name="second"), tmp_path, cache).path == run.path
+    other = train(settings(name="second", architecture="mine"), tmp_path, cache)  # a line of its own in tables
+    assert other.path != run.path and other.path.name[-12:] == run.path.name[-12:]
+
+
+def test_the_folder_states_format_and_digest_and_every_value(settings, cache, tmp_path):
+    run = train(settings(), tmp_path, cache)
+    stored = read_yaml(run.path / "config.yaml")
+    assert stored["format"] == 2 and run.path.name.endswith(stored["digest"]) and run.digest == stored["digest"]
+    assert stored["run"].keys() == RunConfig.model_fields.keys()
+    assert run.config.keys() == TrainConfig.model_fields.keys()
+    assert train(parse(TrainConfig, stored), tmp_path, cache).path == run.path  # linnet train RUN/config.yaml
+    assert read_config(run).data.source == settings().data.source
+
+
+def test_an_edited_configuration_is_refused(settings, cache, tmp_path):
+    run = train(settings(), tmp_path, cache)
+    file = run.path / "config.yaml"
+    file.write_text(file.read_text().replace("steps: 12", "steps: 13"))
+    with pytest.raises(ConfigError) as caught:
+        train(settings(), tmp_path, cache)
+    assert str(file) in str(caught.value)
+
+
+def test_a_digest_that_looks_like_a_number_is_read_as_text(tmp_path):
+    for number, key in enumerate(["123456789012", "123456e78901", "000000000000"]):
+        run = RunFolder(tmp_path / str(number))
+        run.write_config({"steps": 1}, key, [{"digest": key, "steps": 4}])
+        assert run.digest == key and run.extended == [{"digest": key, "steps": 4}] and run.config == {"steps": 1}
+
+
+def stopped(config: TrainConfig, root: Path, cache: Path, step: int) -> RunFolder:
+    def progress(row: dict) -> None:
+        if row.get("step") == step and "loss" in row:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, root, cache, progress)
+    return run_folder(config, root)
+
+
+def test_going_on_under_another_run_is_noted(settings, cache, tmp_path, monkeypatch):
+    run = stopped(settings(log_every=1), tmp_path, cache, 5)
+    meta = checkpoint.load(run.checkpoints()[-1])[1]
+    assert meta["digest"] == run.digest and meta["execution"]["threads"] == 1 and meta["execution"]["compile"] is False
+    monkeypatch.setattr(provenance, "cpu_name", lambda: "another CPU")
+    assert train(settings(log_every=4), tmp_path, cache).path == run.path
+    [event] = [row for row in run.metrics() if "event" in row]
+    assert event["event"] == "execution_changed" and event["step"] == 5
+    assert event["changed"].keys() == {"device"} and event["changed"]["device"][1] == "another CPU"
+    result = run.result()
+    assert result["run"]["log_every"] == 4 and result["environment"]["device"] == "another CPU"
+    whole = train(settings(log_every=1), tmp_path / "whole", cache)
+    assert result["loss"] == whole.result()["loss"]
+
+
+def test_curve_points_do_not_depend_on_log_every(settings, cache, tmp_path):
+    runs = [train(settings(curve_every=3, steps=14, log_every=n), tmp_path / str(n), cache) for n in (1, 3, 4, 5)]
+    curves = [[(row["step"], row["curve"]) for row in run.metrics() if "curve" in row] for run in runs]
+    assert curves[0] == curves[1] == curves[2] == curves[3]
+    assert [step for step, _ in curves[0]] == [3, 6, 9, 12, 14]
+    assert all(row["curve"] == row["loss"] for row in runs[1].metrics() if "loss" in row)
+    run = stopped(settings(curve_every=3, steps=14, log_every=1, seed=0), tmp_path / "stopped", cache, 8)
+    run = train(settings(curve_every=3, steps=14, log_every=4), tmp_path / "stopped", cache)
+    assert [(row["step"], row["curve"]) for row in run.metrics() if "curve" in row] == curves[0]
+
+
+def test_parse_of_a_yaml_that_uses_the_new_places():
+    config = parse(TrainConfig, parse_yaml("model: tnl-10m\nrun: {device: cpu, loggers: [tensorboard]}"))
+    assert config.run.device == "cpu" and config.run.loggers == ["tensorboard"]
