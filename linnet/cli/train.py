@@ -41,6 +41,14 @@ def train(
             metavar="KEY=VALUE",
         ),
     ] = None,
+    extend: Annotated[
+        Path | None,
+        typer.Option(
+            help="Train this run on to more steps, in its folder: --extend RUN --set steps=N.",
+            metavar="RUN",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="auto (the GPU where there is one), cpu or cuda.", show_default="auto")
     ] = None,
@@ -59,15 +67,22 @@ def train(
     [bold]linnet train --model hgrn2-10m --data "books/*.txt" --set steps=2000[/]
     [bold]linnet train --mixer examples/my_mixer.py:MyMixer[/]
     [bold]linnet train my_run.yaml --set seed=1[/]
+    [bold]linnet train --extend runs/tnl-10m-0123456789ab --set steps=4000[/]
     """
     import json
 
     from rich.console import Console
 
+    from linnet.train import extend as train_on
     from linnet.train import train as run
     from linnet.train.progress import TerminalProgress
 
-    settings = _settings(config, model, mixer, data, device, set_ or [], cache)
+    if extend is not None:
+        if given := [name for name, value in (("CONFIG", config), ("--model", model), ("--mixer", mixer)) if value]:
+            _no_other_settings(given)
+        settings, changes = _extended(extend, device, set_ or [])
+    else:
+        settings = _settings(config, model, mixer, data, device, set_ or [], cache)
     console = Console(stderr=json_, soft_wrap=True)
     with TerminalProgress(console) as progress:
 
@@ -76,7 +91,10 @@ def train(
                 _show_plan(settings, console)
             progress(row)
 
-        folder = run(settings, out, cache, show)
+        if extend is not None:
+            folder = train_on(extend, cache, progress=show, **changes)
+        else:
+            folder = run(settings, out, cache, show)
     if not progress.started:
         _show_plan(settings, console)
         console.print("this run was done before; another setting (--set seed=1) makes another run", highlight=False)
@@ -87,6 +105,31 @@ def train(
         _show_result(folder.path, result, console)
     if result["status"] != "done":
         raise typer.Exit(1)
+
+
+def _no_other_settings(given: list[str]) -> None:
+    from linnet.config import ConfigError
+
+    message = f"--extend: the run has its settings, so {' and '.join(given)} cannot be given; use --set steps=N alone"
+    raise ConfigError([message], "command line")
+
+
+def _extended(path: Path, device: str | None, assignments: list[str]):
+    """The training that a run becomes, and the arguments of `linnet.train.extend` for it."""
+    from linnet.config import ConfigError, override
+    from linnet.runs import RunFolder
+    from linnet.train.extend import extended
+    from linnet.train.identity import read_config
+
+    folder = RunFolder.open(path)
+    changes = override({}, assignments)
+    if device is not None:
+        changes["run"] = {**changes.get("run", {}), "device": device}
+    if other := [f"--set {key}: cannot change" for key in changes if key not in ("steps", "tokens", "run")]:
+        problems = [f"{line} when a run is extended; only steps (or tokens) and run can" for line in other]
+        raise ConfigError(problems, "command line")
+    changes = {"steps": changes.get("steps"), "tokens": changes.get("tokens"), "run": changes.get("run")}
+    return extended(folder, read_config(folder), **changes), changes
 
 
 def _settings(

@@ -1,6 +1,7 @@
 """One model, many steps.
 
 config.py     TrainConfig    identity.py   which configurations are the same training, and the folder that it has
+extend.py     extend: training on to more steps, in the same folder
 loop.py       train(config, root, cache): from configuration to a finished run folder, read top to bottom
 session.py    what a step changes: model, optimizer, position; saved to and restored from checkpoints
 objective.py  the seam between training and what is trained    objectives/    text.py: the next token
@@ -14,7 +15,8 @@ loggers.py    TensorBoard, Weights & Biases    progress.py   the line on the ter
 """
 
 from linnet.train.config import TrainConfig, resolve
+from linnet.train.extend import extend
 from linnet.train.identity import run_folder
 from linnet.train.loop import train
 
-__all__ = ["TrainConfig", "resolve", "run_folder", "train"]
+__all__ = ["TrainConfig", "extend", "resolve", "run_folder", "train"]

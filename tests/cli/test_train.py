@@ -53,6 +53,19 @@ def test_json_is_the_only_output(linnet):
     assert Path(found["path"]).parent == Path("elsewhere") and list(Path("kept").iterdir())
 
 
+def test_extend(linnet):
+    assert linnet("run.yaml", "--set", "schedule.name=constant").exit_code == 0
+    [folder] = Path("runs").glob("tnl-*")
+    done = linnet("--extend", folder, "--set", "steps=14", "--set", "run.log_every=7", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    result = RunFolder(folder).result()
+    assert result["steps"] == 14 and result["run"]["log_every"] == 7 and result["run"]["device"] == "cpu"
+    assert "14 steps of 4 x 32 tokens" in done.output and "extended from 10 steps to 14" in done.output
+    for named, arguments in {"CONFIG": ["run.yaml"], "seed": ["--set", "seed=1"], "--model": ["--model", "x"]}.items():
+        refused = linnet("--extend", folder, "--set", "steps=20", *arguments)
+        assert refused.exit_code == 2 and named in refused.output
+
+
 def test_a_recipe_text_and_settings_from_the_command_line(linnet):
     Path("a.txt").write_text("some text to learn from\n" * 200)
     Path("b.txt").write_text("and some other text that is not the same\n" * 200)

@@ -1,0 +1,85 @@
+"""Extending a run: training goes on in the same folder to more steps than it was made for.
+
+The result is that of a training with more steps from the start only if the learning rate of the steps so far does not
+depend on the number of steps: under constant and inverse_sqrt, and under wsd before its decay begins.
+"""
+
+from pathlib import Path
+
+from linnet.config import ConfigError, parse
+from linnet.runs import RunFolder, checkpoint
+from linnet.train.config import TrainConfig, resolve
+from linnet.train.identity import contents_of, digest_of, read_config
+from linnet.train.loop import train
+from linnet.train.objective import Progress
+from linnet.train.schedule import decay_start, length
+
+
+def extend(
+    path: str | Path,
+    cache: str | Path,
+    steps: int | None = None,
+    tokens: int | None = None,
+    run: dict | None = None,
+    progress: Progress | None = None,
+) -> RunFolder:
+    """Trains a run, done or not, on to more steps, in its folder. A result that is there stays as result-<steps>.json.
+
+    Args:
+        path: the run folder.
+        cache: folder of prepared data.
+        steps, tokens: the new length of the whole training, one of the two.
+        run: keys of `run` to change.
+        progress: as for `train`.
+
+    Raises:
+        ConfigError: the schedule, the length or the run's state forbids it; or as `train` raises it.
+    """
+    folder = RunFolder.open(path)
+    old = read_config(folder)
+    new = extended(folder, old, steps, tokens, run or {})
+    contents = contents_of(new, cache)
+    if contents is None:
+        problems = ["data.source, data.tokenizer or init_from cannot be read, so the run cannot go on; put them back"]
+        raise ConfigError(problems, f"--extend {path}")
+    with folder.lock():
+        before = [*folder.extended, {"digest": folder.digest or folder.path.name[-12:], "steps": old.total_steps}]
+        folder.reopen()  # first, so that a kill in between leaves a run that the old command finishes again
+        folder.write_config(resolve(new).model_dump(mode="json"), digest_of(new, contents), before)
+    return train(new, folder.path.parent, cache, progress)
+
+
+def extended(
+    folder: RunFolder, old: TrainConfig, steps: int | None, tokens: int | None, run: dict | None = None
+) -> TrainConfig:
+    """The configuration of an extended run. Raises ConfigError if the run cannot be extended to this length."""
+    where, before, schedule = f"--extend {folder.path}", old.total_steps, old.schedule
+    if (steps is None) == (tokens is None):
+        raise ConfigError(["give the new length of the whole training: --set steps=N, or --set tokens=N"], where)
+    values = old.model_dump(mode="json") | {"steps": steps, "tokens": tokens}
+    warmup = length(schedule.warmup, before)  # a share would grow with the steps
+    values["schedule"]["warmup"] = float(warmup)
+    values["run"] |= run or {}
+    new = parse(TrainConfig, values, where)
+    problems = []
+    if new.total_steps <= before:
+        problems.append(f"steps: {new.total_steps} is not more than the {before} steps of this run; give more")
+    if schedule.name in ("cosine", "linear"):
+        problems.append(
+            f"schedule.name: {schedule.name} lowers the learning rate over all {before} steps, so more steps are "
+            "another training; constant, inverse_sqrt and wsd can be extended. "
+            f"Train anew with steps={new.total_steps}, or start a run from these weights (init_from: {folder.path})"
+        )
+    if folder.done and folder.result()["status"] != "done":
+        problems.append(f"the run ended as {folder.result()['status']}; only a run that did not can be extended")
+    at = checkpoint.step_of(folder.checkpoints()[-1]) if folder.checkpoints() else 0
+    if folder.done and not at:
+        problems.append("the run has no checkpoint left to go on from; train anew")
+    if schedule.name == "wsd" and at > (start := decay_start(schedule, before)):
+        problems.append(
+            f"schedule.name: the decay of wsd began at step {start}, and the last checkpoint is of step {at}; wsd can "
+            f"be extended before its decay: move the checkpoints after step {start} away to go back, or train anew"
+        )
+    if problems:
+        raise ConfigError(problems, where)
+    return new
