@@ -1,5 +1,6 @@
 """Shared by all tests: one thread a process (the suite runs in parallel), seeds, and real text where it is at hand."""
 
+import gc
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+gc.disable()  # while modules are imported and tests collected: what they make stays anyway
 sys.path.insert(0, str(Path(__file__).parent))  # for what tests of several folders share: mad_folders
 
 # Shells start commands in the background with SIGINT ignored, and so would be the commands that tests interrupt.
@@ -22,6 +24,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("suite", derandomize=True)
 settings.register_profile("search", max_examples=500)
 settings.load_profile("suite")
+
+
+def pytest_collection_finish() -> None:
+    """Leaves modules and collected tests out of every later garbage collection."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
