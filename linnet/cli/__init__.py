@@ -22,6 +22,7 @@ from linnet.cli.generate import generate
 from linnet.cli.mad import mad
 from linnet.cli.models import models
 from linnet.cli.report import report
+from linnet.cli.schema import schema
 from linnet.cli.serve import serve
 from linnet.cli.study import study
 from linnet.cli.train import train
@@ -136,7 +137,7 @@ def _linnet(
     pass
 
 
-for verb in (demo, models, data, train, generate, serve, compare, study, fit, convert, report):
+for verb in (demo, models, data, train, generate, serve, compare, study, fit, convert, report, schema):
     app.command(name=verb.__name__)(verb)
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(mad, name="mad")

@@ -38,6 +38,8 @@ BATCH = 4 << 20  # bytes of text that are encoded at a time
 
 Progress = Callable[[str, int, int], None]
 
+_Tokenizer = Annotated[ByteTokenizerConfig | BPETokenizerConfig | FileTokenizerConfig, Field(discriminator="kind")]
+
 
 class DataConfig(Config):
     """What a model is trained and validated on.
@@ -59,9 +61,7 @@ class DataConfig(Config):
 
     source: Literal["stdlib"] | list[str] = "stdlib"
     text_key: str = "text"
-    tokenizer: Annotated[
-        ByteTokenizerConfig | BPETokenizerConfig | FileTokenizerConfig, Field(discriminator="kind")
-    ] = ByteTokenizerConfig()
+    tokenizer: _Tokenizer = ByteTokenizerConfig()
     validation: list[str] = []
     validation_fraction: float = Field(0.02, gt=0, lt=1)
     max_bytes: int | None = Field(None, ge=1)
@@ -70,7 +70,7 @@ class DataConfig(Config):
         "cross", description="what happens at the end of a document in a row: cross reads on, reset starts anew"
     )
 
-    @field_validator("source", "validation", mode="before")
+    @field_validator("source", "validation", mode="before", json_schema_input_type=str | list[str])
     @classmethod
     def _as_list(cls, value: object, info: ValidationInfo) -> object:
         value = [value] if isinstance(value, str) else value
@@ -78,7 +78,7 @@ class DataConfig(Config):
             raise ValueError(f"{value!r} must be a list of paths of files and folders, globs and {sources.STDLIB!r}")
         return sources.STDLIB if info.field_name == "source" and value == [sources.STDLIB] else value
 
-    @field_validator("tokenizer", mode="before")
+    @field_validator("tokenizer", mode="before", json_schema_input_type=str | _Tokenizer)
     @classmethod
     def _expand_tokenizer(cls, value: object) -> object:
         return expand_tokenizer(value)

@@ -37,7 +37,11 @@ _WORD_START = re.compile(r"(?<=\S)[ \t\n]")
 
 
 class ByteTokenizerConfig(Config):
-    """UTF-8 bytes as tokens: 256 of them, id 0 (NUL, which text may not contain) is the end of a document."""
+    """UTF-8 bytes as tokens: 256 of them, id 0 (NUL, which text may not contain) is the end of a document.
+
+    Attributes:
+        kind: byte: each byte is a token.
+    """
 
     kind: Literal["byte"] = "byte"
 
@@ -46,6 +50,7 @@ class BPETokenizerConfig(Config):
     """Byte-level BPE learned from the training documents (GPT-2's splitting rule); id 0 is the end of a document.
 
     Attributes:
+        kind: bpe: byte pairs, learned from the training text.
         vocab_size: exact number of tokens: the end of a document, 256 bytes, and the merges.
         train_bytes: how much text the merges are learned from; documents are taken in a fixed random order.
     """
@@ -59,6 +64,7 @@ class FileTokenizerConfig(Config):
     """A tokenizer.json of the `tokenizers` library.
 
     Attributes:
+        kind: file: a tokenizer.json.
         path: the file.
         end_of_document: the token that ends a document; None takes the first of `COMMON_ENDS` that the file has.
     """

@@ -43,6 +43,8 @@ class NeedleConfig(Config):
     """What is asked, and where it is hidden.
 
     Attributes:
+        variant: single hides one fact and asks for it; the others are those of RULER, of which `words` asks for the
+            most common words of a list.
         mode: of `variant="single"`: whether the question stands in the text beside its answer.
         lengths: tokens of a prompt, from the haystack's first to the question's last.
         depths: where in the haystack the needle lies, from 0 (its beginning) to 1 (just before the question).
@@ -51,6 +53,7 @@ class NeedleConfig(Config):
             `RIVALS` other answers, of which one in ten is right by chance.
         haystack: a text file to hide in; None makes text up.
         digits: of the numbers that are hidden; fewer for models too small to copy five.
+        seed: of the hidden facts, the haystack and the places of needles.
     """
 
     mode: Literal["easy", "standard"] = "easy"

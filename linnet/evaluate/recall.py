@@ -37,10 +37,12 @@ class RecallConfig(Config):
     """What is asked.
 
     Attributes:
+        tasks: names of the probes.
         lengths: tokens of a sequence.
         pairs: of keys and values in a sequence of MQAR; keys, and values, that other recall tasks draw from; tokens to
             copy. Lengths that do not hold so many are left out.
         samples: sequences of each length and number of pairs.
+        seed: of the sequences and of the tokens that stand for their ids.
     """
 
     tasks: Annotated[list[Probe], Field(min_length=1)] = list(PROBES)

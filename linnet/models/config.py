@@ -37,15 +37,15 @@ class ModelConfig(Config):
 
     d_model: int = Field(ge=1, description="width D of the residual stream")
     layout: str = Field(description="the layers, for example 'tnl+sglu x24'")
-    vocab_size: int = Field(256, ge=2)
+    vocab_size: int = Field(256, ge=2, description="number of tokens")
     options: dict[str, dict[str, Any]] = Field({}, description="options of each kind of layer, by its name")
     aliases: dict[str, str] = Field({}, description="short names for blocks, used in the layout")
-    norm: NormKind = "rmsnorm"
+    norm: NormKind = Field("rmsnorm", description="norm before each layer and before the head")
     norm_eps: float | None = Field(
         None, gt=0, description="of the model's norms; null is the kind's own (1e-6, LayerNorm 1e-5)"
     )
     tpe: TpeConfig | None = Field(None, description="Toeplitz position encoding after the embedding; null for none")
-    tie_embeddings: bool = True
+    tie_embeddings: bool = Field(True, description="the head shares the weights of the embedding")
     embedding_scale: float = Field(1.0, gt=0, description="TNL v1 uses sqrt(d_model)")
     init_std: float = Field(0.02, gt=0, description="of linear layers and embeddings; residual ends divide by sqrt(2L)")
 

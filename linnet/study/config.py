@@ -6,7 +6,7 @@ has a minimum. With `tokens` in place of `budgets` every size sees the same numb
 section 3.3, and the optimum is read from the envelope of the training curves.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -49,6 +49,13 @@ class Size(Config):
     """A rung of the ladder: a shape, or the published size `recipe` (`70m` means the recipe `<family>-70m`).
 
     Short forms in YAML: `[d_model, num_layers]`, `[d_model, num_layers, num_heads]`, `70m`.
+
+    Attributes:
+        d_model: width.
+        num_layers: blocks; a pattern of blocks repeats until it has so many.
+        num_heads: heads; default: as the family has them at this width.
+        inner: inner width of the channel mixers; default: as the family has it.
+        recipe: a published size of the family, such as `70m`, in place of a shape.
     """
 
     d_model: int | None = Field(None, gt=0)
@@ -72,11 +79,24 @@ class Size(Config):
         return self.recipe or f"{self.d_model}x{self.num_layers}"
 
 
-Sizes = Annotated[list[Annotated[Size, BeforeValidator(_size)]], BeforeValidator(_sizes), Field(min_length=1)]
+# `json_schema_input_type` gives the short forms to `linnet schema`.
+_OneSize = Annotated[Size, BeforeValidator(_size, json_schema_input_type=Size | str | list[int])]
+Sizes = Annotated[
+    list[_OneSize],
+    BeforeValidator(_sizes, json_schema_input_type=list[_OneSize] | dict[Literal["widths", "layers"], list[int]]),
+    Field(min_length=1),
+]
 
 
 class ByWidth(Config):
-    """A number that follows the model's width: value * (d_model / width) ** exponent, at most `maximum`."""
+    """A number that follows the model's width: value * (d_model / width) ** exponent, at most `maximum`.
+
+    Attributes:
+        value: the number at `width`.
+        width: the width d_model that `value` belongs to.
+        exponent: of d_model / width.
+        maximum: upper bound at small widths.
+    """
 
     value: float = Field(gt=0)
     width: int = Field(gt=0)
@@ -113,8 +133,8 @@ class InitStd(ByWidth):
     exponent: float = -0.5
 
 
-Rate = Annotated[LearningRate, BeforeValidator(_constant)]
-Std = Annotated[InitStd, BeforeValidator(_constant)]
+Rate = Annotated[LearningRate, BeforeValidator(_constant, json_schema_input_type=LearningRate | float)]
+Std = Annotated[InitStd, BeforeValidator(_constant, json_schema_input_type=InitStd | float)]
 
 
 class Architecture(Config):
@@ -146,7 +166,12 @@ class Architecture(Config):
 
 
 class Bounds(Config):
-    """Lowest and highest tokens per non-embedding parameter that are worth a run."""
+    """Lowest and highest tokens per non-embedding parameter that are worth a run.
+
+    Attributes:
+        low: points with fewer are dropped.
+        high: points with more are dropped.
+    """
 
     low: float = Field(0.0, ge=0)
     high: float = Field(float("inf"), gt=0)
@@ -162,27 +187,34 @@ def _bounds(value: Any) -> Any:
     return {"low": value[0], "high": value[1]} if isinstance(value, list) and len(value) == 2 else value
 
 
+_OneArchitecture = Annotated[Architecture, BeforeValidator(_named, json_schema_input_type=Architecture | str)]
+
+
 class StudyConfig(Config):
     """A ladder of runs and how to train them.
 
     Attributes:
         name: of the study and of its folder.
         architectures: family names, or mappings (see `Architecture`).
-        budgets: training FLOPs of a run, exact count; or `tokens`: training tokens of a run.
+        budgets: training FLOPs per run, counted exactly; in place of `tokens`.
+        tokens: training tokens per run; in place of `budgets`.
         sizes: shapes (see `Size`), or `{widths: [...], layers: [...]}` for every pair.
-        seq_len: tokens of a sequence; batch_size: sequences of a step, one number or one for each budget.
+        seq_len: tokens per sequence.
+        batch_size: sequences per step, one number or one per budget.
         learning_rate: a number, or how it falls with width (see `LearningRate`).
         init_std: the same for the scale of the first weights (see `InitStd`).
+        data: the text and its tokenizer, as in a training.
         train: further settings of `linnet.train.TrainConfig`, the same for all runs (optimizer, schedule, ...).
         seeds: every point is run once for each.
         minimum_steps: points with fewer optimizer steps are dropped: they would measure the warm-up.
         tokens_per_param: `[low, high]`; points outside are dropped, so that the sizes follow the budget.
         curve_points: points of a training curve that each run records.
         plugins: outside mixers, `path/to/file.py:Class`.
+        executor: where runs are trained, and how many at a time.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    architectures: Annotated[list[Annotated[Architecture, BeforeValidator(_named)]], Field(min_length=1)]
+    architectures: Annotated[list[_OneArchitecture], Field(min_length=1)]
     budgets: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = []
     tokens: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = []
     sizes: Sizes | None = None
@@ -194,7 +226,9 @@ class StudyConfig(Config):
     train: dict[str, Any] = {}
     seeds: list[int] = Field([0], min_length=1)
     minimum_steps: int = Field(20, gt=0)
-    tokens_per_param: Annotated[Bounds, BeforeValidator(_bounds)] = Bounds()
+    tokens_per_param: Annotated[Bounds, BeforeValidator(_bounds, json_schema_input_type=Bounds | list[float])] = (
+        Bounds()
+    )
     curve_points: int = Field(60, gt=1)
     plugins: list[str] = []
     executor: ExecutorConfig = ExecutorConfig()

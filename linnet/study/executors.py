@@ -34,6 +34,7 @@ class ExecutorConfig(Config):
     """Where runs are trained: `inline` (this process), `local` (a pool of processes) or `ray` (a cluster).
 
     Attributes:
+        kind: inline: this process, one run after another; local: a pool of processes; ray: a Ray cluster.
         workers: runs at the same time; default one a GPU, or one a CPU core where there is no GPU.
         threads: CPU threads of a worker; default cores / workers.
         throughput: training FLOP/s of one worker, for the ETA; default: measured on this machine before the start.

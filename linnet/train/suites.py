@@ -88,6 +88,7 @@ class TextEvaluation(Config):
     """Perplexity of texts (docs/evaluation.md); what is shown is bits per byte.
 
     Attributes:
+        kind: text: perplexity of texts.
         name: label in the record, distinct among a run's evaluations; default: the kind.
         every: steps between two; null: with each validation. All are done at the end too.
         paths: files, folders, globs: none that is trained on.
@@ -162,7 +163,9 @@ class NeedleEvaluation(NeedleConfig):
     the mean accuracy.
 
     Attributes:
-        name, every: as those of texts.
+        kind: needle: needles in haystacks.
+        name: label in the record, distinct among a run's evaluations; default: the kind.
+        every: steps between two; null: with each validation. All run at the end too.
     """
 
     kind: Literal["needle"]
@@ -209,7 +212,9 @@ class RecallEvaluation(RecallConfig):
     the accuracy among the values of its sequence.
 
     Attributes:
-        name, every: as those of texts.
+        kind: recall: recall without training on it.
+        name: label in the record, distinct among a run's evaluations; default: the kind.
+        every: steps between two; null: with each validation. All run at the end too.
     """
 
     kind: Literal["recall"]
@@ -245,9 +250,12 @@ class TaskEvaluation(Config):
     a folder of one's own. What is shown is the average of a suite, or the first metric of each task.
 
     Attributes:
-        name, every: as those of texts.
-        suite: of `linnet.evaluate.suites`; or `tasks`: names.
-        include: a folder of tasks of one's own, which come before the harness's of the same names.
+        kind: tasks: questions through lm-evaluation-harness.
+        name: label in the record, distinct among a run's evaluations; default: the kind.
+        every: steps between two; null: with each validation. All run at the end too.
+        suite: a suite of the papers (`linnet.evaluate.suites`), in place of `tasks`.
+        tasks: names of tasks, in place of `suite`.
+        include: a folder with tasks of your own, which replace the harness's of the same names.
         shots: examples before each question; null: as the suite or the task says.
         limit: first questions of each task that are asked, to be cheap; null: all.
         too_long: what happens where a model whose state grows is asked more than the length of training: `refuse` makes

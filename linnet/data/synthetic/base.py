@@ -48,6 +48,7 @@ class Task(Config):
     """A synthetic task with its difficulty.
 
     Attributes:
+        spec: "paper": as paper 004 describes the task; "mad-lab": the distributions of its published code.
         vocab_size: in the paper's sense: keys and values, or data tokens. Special tokens and noise come on top. Under
             `mad-lab` it includes them. `num_tokens` is the number of ids, and so of embeddings and of classes.
         seq_len: tokens of an input (one less for the recall tasks of `mad-lab`: `input_length`).

@@ -23,7 +23,12 @@ from linnet.data.synthetic.pairs import earliest
 
 
 class FuzzyRecall(Task):
-    """Attributes: max_key_size, max_value_size: tokens of the longest key and value."""
+    """In-context recall with keys and values of several tokens.
+
+    Attributes:
+        max_key_size: tokens of the longest key.
+        max_value_size: tokens of the longest value.
+    """
 
     name: ClassVar[str] = "fuzzy_recall"
     summary: ClassVar[str] = "in-context recall with keys and values of one to three tokens"

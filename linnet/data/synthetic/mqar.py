@@ -20,10 +20,12 @@ from linnet.data.synthetic.draws import Draws
 
 
 class Mqar(Task):
-    """Attributes:
-    num_pairs: pairs to remember, and queries, of a sequence.
-    power_a: of the distance of queries; small is near.
-    random_filler: filler tokens are uniform over all ids; by default they are id 0, as in Figure 2 of zoology.
+    """Multi-query associative recall, as in zoology.
+
+    Attributes:
+        num_pairs: pairs to remember, and queries, per sequence.
+        power_a: exponent of the distance between a pair and its query; small values put queries near.
+        random_filler: draw filler tokens uniformly from all ids; by default they are id 0, as in Figure 2 of zoology.
     """
 
     name: ClassVar[str] = "mqar"

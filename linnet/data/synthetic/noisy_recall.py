@@ -21,7 +21,12 @@ from linnet.data.synthetic.pairs import draw_pairs
 
 
 class NoisyRecall(Task):
-    """Attributes: noise_vocab_size: ids of noise. frac_noise: share of the input, in [0, 1)."""
+    """In-context recall with noise between the pairs.
+
+    Attributes:
+        noise_vocab_size: number of noise tokens in the vocabulary.
+        frac_noise: share of noise in the input, in [0, 1).
+    """
 
     name: ClassVar[str] = "noisy_recall"
     summary: ClassVar[str] = "in-context recall with irrelevant tokens between the pairs"

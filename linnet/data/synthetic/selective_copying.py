@@ -19,7 +19,11 @@ from linnet.data.synthetic.draws import Draws
 
 
 class SelectiveCopying(Task):
-    """Attributes: tokens_to_copy: data tokens of a sequence."""
+    """Copying of data tokens that are scattered among blanks.
+
+    Attributes:
+        tokens_to_copy: data tokens per sequence.
+    """
 
     name: ClassVar[str] = "selective_copying"
     summary: ClassVar[str] = "write down the data tokens in order, skipping blanks"

@@ -14,8 +14,8 @@ class MlpConfig(Config):
     """Options of `mlp`."""
 
     inner: int = Field(0, ge=0, description="inner width; 0 means four times the model width")
-    activation: Literal["silu", "sigmoid", "gelu", "relu"] = "gelu"
-    bias: bool = False
+    activation: Literal["silu", "sigmoid", "gelu", "relu"] = Field("gelu", description="between the two projections")
+    bias: bool = Field(False, description="bias of both projections")
 
 
 @register_channel("mlp", MlpConfig)

@@ -29,7 +29,7 @@ from linnet.ops.activation import gated_activation
 class MoeConfig(Config):
     """Options of `moe`."""
 
-    num_experts: int = Field(8, ge=1)
+    num_experts: int = Field(8, ge=1, description="experts of a layer")
     num_active: int = Field(2, ge=1, description="experts of a token")
     inner: int = Field(
         0, ge=0, description="width of an expert; 0 gives the active ones together 8/3 of the model width (rounded up)"

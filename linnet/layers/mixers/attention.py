@@ -20,10 +20,10 @@ from linnet.ops.attention import attend_window, causal_attention
 class AttentionConfig(Config):
     """Options of `attention`."""
 
-    num_heads: int = Field(8, ge=1)
+    num_heads: int = Field(8, ge=1, description="heads; must divide d_model")
     num_kv_heads: int = Field(0, ge=0, description="grouped-query attention; 0 means num_heads")
-    rope: bool = True
-    rope_base: float = Field(10000.0, gt=0)
+    rope: bool = Field(True, description="rotary position embedding of queries and keys")
+    rope_base: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="lower frequencies, for longer contexts")
     window: int = Field(0, ge=0, description="tokens that each token sees, itself included; 0 means all before it")
 

@@ -18,7 +18,7 @@ from linnet.ops.activation import log_sigmoid
 class GlaConfig(Config):
     """Options of `gla`."""
 
-    num_heads: int = Field(4, ge=1)
+    num_heads: int = Field(4, ge=1, description="heads; must divide d_model")
     expand_k: float = Field(1.0, gt=0, description="key width over model width (the GLA paper uses 0.5)")
     gate_rank: int = Field(16, ge=1, description="rank of the decay's projection")
     gate_temperature: float = Field(16.0, gt=0, description="log-decays are divided by it")

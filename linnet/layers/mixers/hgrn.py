@@ -22,7 +22,7 @@ class HgrnConfig(Config):
     """Options of `hgrn`."""
 
     complex: bool = Field(False, description="complex recurrence with a learned rotation")
-    norm: NormKind = "layernorm"
+    norm: NormKind = Field("layernorm", description="norm of the output")
     norm_first: bool = Field(False, description="Norm(h) * gate instead of the paper's Norm(h * gate)")
 
 

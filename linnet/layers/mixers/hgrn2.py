@@ -26,11 +26,13 @@ class Hgrn2Config(Config):
     """Options of `hgrn2`."""
 
     num_heads: int = Field(8, ge=1, description="paper 002 calls d_model / num_heads the expansion, 128 by default")
-    norm: NormKind = "srmsnorm"
+    norm: NormKind = Field("srmsnorm", description="norm of the output in each head")
     norm_eps: float | None = Field(None, gt=0, description="null is the norm's own")
-    output_activation: Literal["silu", "sigmoid", "none"] = "silu"
-    value_activation: Literal["none", "silu"] = "none"
-    lower_bound: Literal["inclusive", "exclusive", "none"] = "inclusive"
+    output_activation: Literal["silu", "sigmoid", "none"] = Field("silu", description="of the output gate")
+    value_activation: Literal["none", "silu"] = Field("none", description="of the values")
+    lower_bound: Literal["inclusive", "exclusive", "none"] = Field(
+        "inclusive", description="of the decay, which rises with the layers; none leaves it at 0"
+    )
 
 
 @register_mixer("hgrn2", Hgrn2Config)

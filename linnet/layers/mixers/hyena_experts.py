@@ -23,7 +23,7 @@ from linnet.ops import long_convolution_step
 class HyenaExpertsConfig(HyenaFilterConfig):
     """Options of `hyena_experts`."""
 
-    num_experts: int = Field(8, ge=1)
+    num_experts: int = Field(8, ge=1, description="experts of a layer")
     num_active: int = Field(2, ge=1, description="experts of a token")
     expert_width: int = Field(0, ge=0, description="channels of an expert; 0 shares the model width among the experts")
 

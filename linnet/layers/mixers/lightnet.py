@@ -22,8 +22,8 @@ from linnet.ops import additive_attention, additive_step
 class LightnetConfig(GatedOutputConfig):
     """Options of `lightnet`."""
 
-    norm: NormKind = "rmsnorm"
-    num_heads: int = Field(8, ge=1)
+    norm: NormKind = Field("rmsnorm", description="norm of the output in each head")
+    num_heads: int = Field(8, ge=1, description="heads; must divide d_model")
     lrpe: bool = Field(True, description="False is an ablation of paper 003, section 5.3")
     lrpe_shared_heads: bool = Field(False, description="one set of frequencies for all heads")
 

@@ -20,7 +20,7 @@ from linnet.ops import filtered_attention
 class MhHyenaConfig(HyenaFilterConfig):
     """Options of `mh_hyena`."""
 
-    num_heads: int = Field(16, ge=1)
+    num_heads: int = Field(16, ge=1, description="heads; must divide d_model")
     num_modes: int = Field(2, ge=1, description="complex modes of a filter; the state is this times D^2 / num_heads")
 
 

@@ -29,14 +29,16 @@ from linnet.ops import lightning_attention, lightning_pending_step, lightning_st
 class TnlConfig(GatedOutputConfig):
     """Options of `tnl`; the defaults are TNL3 (paper 000, A.1.2)."""
 
-    num_heads: int = Field(8, ge=1)
+    num_heads: int = Field(8, ge=1, description="heads; must divide d_model")
     qk_activation: Literal["silu", "elu1", "none"] = Field("silu", description="elu1 is 1 + elu (paper 001, Table 8)")
     v_activation: Literal["none", "silu"] = Field("none", description="released code: silu")
     gate_input: Literal["normed", "residual"] = Field("normed", description="paper 000, A.1.2: residual")
-    slopes: Literal["alibi", "paper_eq10", "log_spaced"] = "alibi"
+    slopes: Literal["alibi", "paper_eq10", "log_spaced"] = Field(
+        "alibi", description="how the decays of the heads are spread (see the top of this module)"
+    )
     layer_factor: bool = Field(True, description="slower decay in later layers (the temperature of paper 001, Table 5)")
     lrpe: Literal["none", "first_layer", "all_layers"] = Field("none", description="TNL v1: first_layer")
-    lrpe_form: Literal["complex", "real"] = "complex"
+    lrpe_form: Literal["complex", "real"] = Field("complex", description="form of the relative position encoding LRPE")
     lrpe_shared_heads: bool = Field(False, description="one set of frequencies for all heads")
 
 

@@ -22,11 +22,11 @@ class RopeScalingConfig(Config):
     the other linearly in between (Llama 3.1, arXiv:2407.21783).
     """
 
-    kind: Literal["linear", "llama3"]
-    factor: float = Field(gt=0)
-    low: float = Field(1.0, gt=0, description="turns over `length`; llama3 only, as are the next two")
-    high: float = Field(4.0, gt=0)
-    length: int = Field(8192, ge=1, description="context of the first training, in tokens")
+    kind: Literal["linear", "llama3"] = Field(description="which frequencies are lowered, and by how much")
+    factor: float = Field(gt=0, description="divisor of the lowered frequencies")
+    low: float = Field(1.0, gt=0, description="llama3: frequencies with fewer rotations over `length` are lowered")
+    high: float = Field(4.0, gt=0, description="llama3: frequencies with more rotations over `length` are kept")
+    length: int = Field(8192, ge=1, description="llama3: context of the first training, in tokens")
 
     @field_validator("high")
     @classmethod

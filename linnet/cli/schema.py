@@ -1,0 +1,93 @@
+"""`linnet schema`: JSON schemas of configurations, for editors."""
+
+import math
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+
+class Kind(StrEnum):
+    """Which configuration."""
+
+    train = "train"
+    study = "study"
+    mad = "mad"
+
+
+def schema(
+    kind: Annotated[
+        Kind,
+        typer.Argument(help="train and study: their YAML files. mad: the variables of each task.", show_default=False),
+    ],
+) -> None:
+    """Print the JSON schema of a configuration: every key with its type, default and description.
+
+    An editor that knows the schema completes keys and marks mistakes. The
+    first line of a YAML file names it:
+
+    [bold]# yaml-language-server: $schema=study.schema.json[/]
+
+    [bold]linnet schema study > study.schema.json[/]
+    """
+    import json
+
+    typer.echo(json.dumps(build_schema(kind.value), indent=1, allow_nan=False))
+
+
+def build_schema(kind: str) -> dict[str, Any]:
+    """Returns the schema of "train", "study" or "mad", with the short forms that YAML files may use."""
+    from pydantic.json_schema import models_json_schema
+
+    from linnet.data.synthetic import TASKS
+    from linnet.layers.base import CHANNELS, MIXERS
+    from linnet.models import ModelConfig
+    from linnet.study.config import Architecture, StudyConfig
+    from linnet.train import TrainConfig
+
+    layers = {name: layer.Config for registry in (MIXERS, CHANNELS) for name, layer in registry.items()}
+    wanted = [*TASKS.values()] if kind == "mad" else [TrainConfig, StudyConfig, *layers.values()]
+    references, made = models_json_schema([(one, "validation") for one in dict.fromkeys(wanted)])
+    definitions = made["$defs"]
+
+    def refer(model: type) -> dict:
+        return references[model, "validation"]
+
+    def define(model: type) -> dict:
+        return definitions[refer(model)["$ref"].rpartition("/")[2]]
+
+    if kind == "mad":
+        tasks = {name: refer(task) for name, task in TASKS.items()}
+        root = {"title": "MAD tasks", "type": "object", "additionalProperties": False, "properties": tasks}
+    else:
+        for layer in layers.values():  # options of a layer change its defaults
+            define(layer).pop("required", None)
+        options = {"type": "object", "properties": {name: refer(layer) for name, layer in layers.items()}}
+        train, study = define(TrainConfig), define(StudyConfig)
+        model = definitions[ModelConfig.__name__]
+        model.pop("required", None)  # a recipe gives what is missing
+        recipe = {"type": "string", "description": "name of a recipe whose keys the others change"}
+        model["properties"] |= {"recipe": recipe, "options": model["properties"]["options"] | options}
+        as_name = {"type": "string", "description": "name of a recipe"}
+        described = {"description": train["properties"]["model"]["description"]}
+        train["properties"]["model"] = described | {"anyOf": [as_name, {"$ref": f"#/$defs/{ModelConfig.__name__}"}]}
+        architecture = definitions[Architecture.__name__]["properties"]
+        architecture["options"] = architecture["options"] | options
+        shared = {"type": "object", "properties": train["properties"], "additionalProperties": False}
+        study["properties"]["train"] = study["properties"]["train"] | shared
+        root = define(TrainConfig if kind == "train" else StudyConfig)
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}
+    return _clean(schema)
+
+
+def _clean(node: Any) -> Any:
+    """Without infinite defaults, which JSON cannot hold, and without titles, which repeat the keys."""
+    if isinstance(node, list):
+        return [_clean(one) for one in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: _clean(value)
+        for key, value in node.items()
+        if not (key == "title" and isinstance(value, str)) and not (isinstance(value, float) and math.isinf(value))
+    }
