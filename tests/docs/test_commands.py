@@ -1,0 +1,88 @@
+"""Every `linnet ...` command of README, docs and study files is one that the command line takes. None is run."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from linnet.cli import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("configs/*.yaml"), *ROOT.glob("linnet/*/*.yaml")]
+LINE = re.compile(r"^(?:#? {4,}|\$ )((?:[A-Z_]+=\S+ )*linnet (?:[^\n\\]|\\\n|\\.)*)", re.MULTILINE)
+FENCE = re.compile(r"^```(?:bash|sh|shell|console)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"(?<!`)`((?:[A-Z_]+=\S+ )*linnet [^`]+)`(?!`)")
+SHELL = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "<", "2>"})
+
+
+def commands(text: str, pattern: re.Pattern) -> list[str]:
+    return [" ".join(found.replace("\\\n", " ").split()) for found in pattern.findall(text)]
+
+
+def cases(kind: str) -> list:
+    """Commands on lines of their own, or those inside of sentences, with the page that has them."""
+    found = {}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if kind == "line":
+            fenced = [line for block in FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+            own = commands(text, LINE) + [line.strip() for line in fenced if line.startswith(("linnet ", "$ linnet "))]
+        else:
+            own = commands(text, SPAN)
+        found |= {(page.relative_to(ROOT), command): None for command in own}
+    return [pytest.param(command, id=f"{page}: {command}") for page, command in found]
+
+
+def arguments(command: str) -> list[str]:
+    """Words behind `linnet`, up to a comment or an operator of the shell."""
+    lexer = shlex.shlex(command.removeprefix("$ "), posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    words = list(lexer)
+    words = words[words.index("linnet") + 1 :]
+    end = next((i for i, word in enumerate(words) if word in SHELL), len(words))
+    return words[:end]
+
+
+def check(words: list[str], whole: bool) -> None:
+    """Parses the words without running anything; `whole`: required arguments must be there."""
+    command, names = get_command(app), ["linnet"]
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        name, *words = words
+        assert name in command.commands, f"{' '.join(names)} has no command {name!r}"
+        command, names = command.commands[name], [*names, name]
+    if hasattr(command, "commands"):
+        assert set(words) <= {"--help", "-h", "--version"}, f"{' '.join(names)} takes a command"
+    else:
+        try:
+            command.make_context(
+                " ".join(names), [word for word in words if word != "..."], resilient_parsing=not whole
+            )
+        except Exception as error:
+            raise AssertionError(f"{' '.join(names)}: {error}") from error
+        known = {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}
+        for word in words:  # resilient parsing lets unknown options pass
+            assert not word.startswith("--") or word == "--help" or word.partition("=")[0] in known, word
+
+
+@pytest.mark.parametrize("command", cases("line"))
+def test_commands_on_lines_of_their_own(command):
+    check(arguments(command), whole="..." not in command)
+
+
+@pytest.mark.parametrize("command", cases("span"))
+def test_commands_in_sentences(command):
+    check(arguments(command), whole=False)
+
+
+def test_the_pages_have_commands():
+    assert len(cases("line")) > 60 and len(cases("span")) > 40
+
+
+@pytest.mark.parametrize(
+    "wrong", ["evaluate RUN --text a", "trian", "train --modle x", "mad rnu", "serve", "train --steps x"]
+)
+def test_mistakes_are_found(wrong):
+    with pytest.raises(AssertionError):
+        check(arguments(f"linnet {wrong}"), whole=True)
