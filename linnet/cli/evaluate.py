@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.cli.evaluate_old import translate
+from linnet.cli.numbers import parse_numbers
 from linnet.config import ConfigError, gather, unwritable
 
 if TYPE_CHECKING:
@@ -438,19 +439,6 @@ def _by_option(problem: str, options: frozenset[str]) -> str:
 def _is_given(typed: typer.Context, name: str) -> bool:
     source = typed.get_parameter_source(name)
     return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
-
-
-def parse_numbers(given: str) -> list[int]:
-    """Numbers given as FROM:TO:HOW MANY (evenly spaced) or with commas. Raises ValueError unless they ascend from 1."""
-    if ":" in given:
-        first, last, count = map(int, given.split(":"))
-        step = (last - first) / max(count - 1, 1)
-        found = [round(first + i * step) for i in range(count)]
-    else:
-        found = [int(part) for part in given.split(",")]
-    if not found or min(found) < 1 or found != sorted(set(found)):
-        raise ValueError(f"{given!r} does not ascend from 1")
-    return found
 
 
 def _numbers(key: str, given: str, problems: list[str]) -> list[int]:

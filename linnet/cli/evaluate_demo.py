@@ -203,7 +203,7 @@ def _announced(what: str) -> Iterator[list[str]]:
 
 def _evaluators(root: Path, plan: dict) -> list:
     """What is asked of each model."""
-    from linnet.cli.evaluate import parse_numbers
+    from linnet.cli.numbers import parse_numbers
     from linnet.evaluate.evaluators import NeedleEvaluator, Questions, RecallEvaluator, TaskEvaluator, TextEvaluator
 
     needles, recall = plan["needles"], plan["recall"]

@@ -1,22 +1,27 @@
 """What Prometheus reads at /metrics: the engine's counters, who waits, and how long clients wait."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from linnet.serve.service import Service
+from linnet.inference import Engine
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Serving(Protocol):
+    """What the metrics read: a `Service`, which has a `Metrics` itself."""
+
+    engine: Engine
 
 
 class Metrics(Collector):
     """A registry of its own, so that two servers in one process do not mix."""
 
-    def __init__(self, service: "Service"):
+    def __init__(self, service: Serving):
         self._service = service
         self._registry = CollectorRegistry()
         self._registry.register(self)
