@@ -110,6 +110,14 @@ class Mixer(nn.Module):
             return self.waiting_spec(batch, tokens)
         return {}
 
+    def auxiliary_loss(self) -> Tensor | None:
+        """Returns what the last forward pass adds to the training loss, once, or None where the layer adds nothing.
+
+        The term has its coefficient in it. A layer computes it in training mode with gradients enabled, and its value
+        does not depend on the number of tokens.
+        """
+        return None
+
     def flops_paper(self, seq_len: int) -> float:
         """Forward FLOPs of one sequence as paper 000, Table 1, counts them (ideal GLU, leading terms).
 
@@ -143,6 +151,10 @@ class Channel(nn.Module):
     name: str
     Config: type[Config]
 
+    def auxiliary_loss(self) -> Tensor | None:
+        """As for a mixer."""
+        return None
+
     def flops_paper(self, seq_len: int) -> float:
         """Forward FLOPs of one sequence in the convention of paper 000 (A.1: 6ndg + ng with the ideal g = 8d/3)."""
         return 2.0 * seq_len * sum(p.numel() for p in self.parameters() if p.ndim == 2)
@@ -154,6 +166,12 @@ class Channel(nn.Module):
     def tp_plan(self) -> dict[str, str]:
         """As for a mixer."""
         return {}
+
+
+def auxiliary_layers(model: nn.Module) -> list[Mixer | Channel]:
+    """Returns the layers of a model that define an `auxiliary_loss`."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Mixer | Channel)]
+    return [x for x in layers if type(x).auxiliary_loss not in (Mixer.auxiliary_loss, Channel.auxiliary_loss)]
 
 
 MIXERS: dict[str, type[Mixer]] = {}

@@ -6,7 +6,7 @@ s_t = softmax(top_k(u_t W_g)): logits outside the k largest are -inf, so exactly
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,29 @@ class Routing(NamedTuple):
     def balance_loss(self) -> Tensor:
         """E * sum_e load_e * mean probability_e: 1 where the load is even, up to E (Fedus et al., arXiv:2101.03961, 4).
 
-        Nothing adds it to a loss by itself.
+        The option `balance_coefficient` of a routed layer adds it to the training loss.
         """
         probability = self.logits.softmax(-1).flatten(0, -2).mean(0)
         return self.num_experts * (self.load() * probability).sum()
+
+
+class Routed:
+    """Mixin of a layer with experts: its balance loss, weighted by the option `balance_coefficient`.
+
+    `forward` calls `keep_balance` with its routing.
+    """
+
+    config: Any
+    _balance: Tensor | None = None
+
+    def keep_balance(self, routing: Routing) -> None:
+        """Keeps the balance loss of a training pass for `auxiliary_loss`."""
+        if self.config.balance_coefficient and self.training and torch.is_grad_enabled():
+            self._balance = self.config.balance_coefficient * routing.balance_loss()
+
+    def auxiliary_loss(self) -> Tensor | None:
+        balance, self._balance = self._balance, None
+        return balance
 
 
 def top_k_routing(logits: Tensor, k: int) -> Routing:

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from linnet.models.causal_lm import IGNORE
 from linnet.train.capture import Captured
-from linnet.train.objective import Loss
+from linnet.train.objective import Loss, training_loss
 from linnet.train.products import multiply
 
 BETAS = (0.9, 0.98)
@@ -269,10 +269,10 @@ class Ensemble:
         return self._gradients(self._run(lambda: self._map_losses(tokens, targets)))
 
     def _gradients(self, losses: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        leaves = list(self._parameters.values())
+        leaves, told = list(self._parameters.values()), losses if losses.ndim == 1 else losses[:, 0]
         # In this thread: a capture watches over its own thread, and handing over to another one takes time.
         with torch.autograd.set_multithreading_enabled(False):
-            return losses.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+            return told.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
 
     def _map_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self._map(_mean_loss, tokens, targets)
@@ -340,7 +340,7 @@ class _Call(nn.Module):
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Loss]):
         super().__init__()
-        self.model, self._loss = model, loss(model)
+        self.model, self._loss = model, training_loss(model, loss(model))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None):
         if targets is not None:
@@ -350,8 +350,9 @@ class _Call(nn.Module):
 
 
 def _mean_loss(call: Callable, tokens: Tensor, targets: Tensor) -> Tensor:
-    total, count = call(tokens, targets)
-    return total / count
+    """Returns the mean loss, or [2] where layers add auxiliary losses: the mean loss and their sum."""
+    total, count, *auxiliary = call(tokens, targets)
+    return torch.stack([total / count, *auxiliary]) if auxiliary else total / count
 
 
 def cosine(step: int, steps: int) -> float:

@@ -306,12 +306,14 @@ class Run:
         seconds = self.clock.lap()
         done = session.step - self.row_step
         speed = done * costs.flops / seconds
-        session.recent, self.row_step = [], session.step
+        auxiliary = session.recent_auxiliary
+        session.recent, session.recent_auxiliary, self.row_step = [], [], session.step
         return {
             "step": session.step,
             **self.place(),
             "loss": loss,
             **self.objective.loss_fields(loss),
+            **({"auxiliary_loss": sum(auxiliary) / len(auxiliary)} if auxiliary else {}),
             "learning_rate": rate,
             "grad_norm": session.grad_norm,
             f"{self.objective.units}_per_second": done * costs.units / seconds,

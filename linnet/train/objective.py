@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from linnet.layers.base import auxiliary_layers
 from linnet.train.config import TrainConfig
 from linnet.train.evaluation import Evaluations
 
@@ -63,9 +64,21 @@ class Objective(ABC):
     def loss(self, model: nn.Module) -> Loss:
         """Returns the loss of a micro-batch: its tensors -> (sum in nats, number of targets), both scalars.
 
-        The function is differentiated, and compiled where `compile` is set. By default it is the model's own `loss`.
+        The function is compiled where `run.compile` is set. By default it is the model's own `loss`.
         """
         return model.loss
+
+
+def training_loss(model: nn.Module, loss: Loss) -> Callable[..., tuple[Tensor, ...]]:
+    """Returns `loss` with a third number where layers add auxiliary losses: their sum, to be added to the mean loss."""
+    layers = auxiliary_layers(model)
+
+    def with_auxiliary(*batch: Tensor) -> tuple[Tensor, ...]:
+        total, count = loss(*batch)
+        terms = [term for term in (layer.auxiliary_loss() for layer in layers) if term is not None]
+        return (total, count, sum(terms[1:], terms[0])) if terms else (total, count)
+
+    return with_auxiliary if layers else loss
 
 
 class RunObjective(Objective):

@@ -17,7 +17,7 @@ from linnet.runs.model import mismatches
 from linnet.train import recompute
 from linnet.train.config import TrainConfig
 from linnet.train.guards import Guard, Trouble
-from linnet.train.objective import RunObjective
+from linnet.train.objective import RunObjective, training_loss
 from linnet.train.optim import Optimizer
 from linnet.train.prefetch import Prefetch
 from linnet.train.schedule import factor
@@ -31,6 +31,7 @@ class Session:
         position: batches of the data order that were used; more than `step` after a skipped batch.
         recent: losses (nats per target) since the last row of the record.
         since_point: losses since the last point of the training curve, where the configuration has `curve_every`.
+        recent_auxiliary: auxiliary losses of these steps, where layers add some; they are not part of the loss.
         grad_norm: norm of the last gradient that was judged.
     """
 
@@ -38,7 +39,7 @@ class Session:
         self.config, self.objective, self.device = config, objective, device
         self.model = objective.build(config.seed, device)
         recompute.apply(self.model, config.run.recompute)
-        loss = objective.loss(self.model)
+        loss = training_loss(self.model, objective.loss(self.model))
         self._loss = torch.compile(loss) if config.run.compile else loss
         self.optimizer = Optimizer(self.model, config.optimizer)
         self.prefetch = Prefetch(objective.batches(), device)
@@ -54,11 +55,16 @@ class Session:
         self.step = self.position = 0
         self.recent: list[float] = []
         self.since_point: list[float] = []
+        self.recent_auxiliary: list[float] = []
         self.grad_norm = 0.0
-        self._unread: list[tuple[int, Tensor, Tensor]] = []  # position, loss, gradient norm: not judged yet
+        # Position, and loss, gradient norm and, if there is one, auxiliary loss: not judged yet.
+        self._unread: list[tuple[int, list[Tensor]]] = []
 
     def gradients(self) -> None:
-        """Leaves the gradient of the mean loss over all targets of the next batch in the parameters."""
+        """Leaves the gradient of the mean loss over all targets of the next batch in the parameters.
+
+        Auxiliary losses add to the gradient and not to the loss; each micro-batch's counts by its share of the targets.
+        """
         while self.position in self.guard.skipped:
             self.position += 1
         batch = self.prefetch.get(self.position)
@@ -68,36 +74,43 @@ class Session:
         with torch.autograd.set_multithreading_enabled(False):
             if parts == 1:
                 with self.autocast:
-                    total, count = self._loss(*batch)
+                    total, count, *auxiliary = self._loss(*batch)
                 loss = total / count
-                loss.backward()
+                sum(auxiliary, loss).backward()
             else:
                 # Every target has the same weight, whatever its micro-batch: sum over all / number of all targets.
                 count, loss = self.objective.count(*batch), torch.zeros((), device=self.device)
+                auxiliary: list[Tensor] = []
                 for part in zip(*(tensor.tensor_split(parts) for tensor in batch), strict=True):
                     with self.autocast:
-                        total, _ = self._loss(*part)
+                        total, own, *extra = self._loss(*part)
                     share = total / count
-                    share.backward()
+                    extra = [term * (own / count) for term in extra]
+                    sum(extra, share).backward()
                     loss += share.detach()
+                    auxiliary += [term.detach() for term in extra]
+                auxiliary = [torch.stack(auxiliary).sum()] if auxiliary else []
         self._norm = self.optimizer.gradient_norm()
-        self._unread.append((self.position, loss.detach(), self._norm))
+        self._unread.append((self.position, [loss.detach(), self._norm, *(term.detach() for term in auxiliary)]))
 
     def judge(self) -> Trouble | None:
         """Reads the losses since the last call and returns the first bad one. Waits for a GPU."""
         if not self._unread:
             return None
-        numbers = torch.stack([number for _, loss, norm in self._unread for number in (loss, norm)]).tolist()
-        positions = [position for position, _, _ in self._unread]
+        numbers = torch.stack([number for _, numbers in self._unread for number in numbers]).tolist()
+        width = len(numbers) // len(self._unread)
+        rows = [numbers[start : start + width] for start in range(0, len(numbers), width)]
+        positions = [position for position, _ in self._unread]
         self._unread.clear()
-        for position, loss, norm in zip(positions, numbers[0::2], numbers[1::2], strict=True):
+        for position, (loss, norm, *auxiliary) in zip(positions, rows, strict=True):
             trouble = self.guard.watch(loss, norm, position)
             if trouble is not None:
                 return trouble
             self.recent.append(loss)
             if self.config.curve_every is not None:
                 self.since_point.append(loss)
-        self.grad_norm = self._norm = numbers[-1]
+            self.recent_auxiliary += auxiliary
+        self.grad_norm = self._norm = rows[-1][1]
         return None
 
     def apply(self) -> None:
@@ -124,6 +137,7 @@ class Session:
             "guard": self.guard.state(),
             "recent": self.recent,
             "since_point": self.since_point,
+            **({"recent_auxiliary": self.recent_auxiliary} if self.recent_auxiliary else {}),
             **self.objective.meta(),
         }
 
@@ -140,6 +154,7 @@ class Session:
         self.guard.load(meta["guard"], rollback)
         self.step, self.position, self.recent = meta["step"], meta["position"], list(meta["recent"])
         self.since_point = list(meta.get("since_point", []))
+        self.recent_auxiliary = list(meta.get("recent_auxiliary", []))
         self._unread.clear()
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from linnet.config import Config
 from linnet.layers.base import Channel, LayerContext, register_channel
-from linnet.layers.routing import Routing, top_k_routing
+from linnet.layers.routing import Routed, Routing, top_k_routing
 from linnet.ops import compat_torch
 from linnet.ops.activation import gated_activation
 
@@ -30,9 +30,12 @@ class MoeConfig(Config):
     """Options of `moe`."""
 
     num_experts: int = Field(8, ge=1, description="experts of a layer")
-    num_active: int = Field(2, ge=1, description="experts of a token")
+    num_active: int = Field(2, ge=1, description="experts per token")
     inner: int = Field(
         0, ge=0, description="width of an expert; 0 gives the active ones together 8/3 of the model width (rounded up)"
+    )
+    balance_coefficient: float = Field(
+        0.0, ge=0, description="weight of the balance loss of the experts in training; 0 leaves it out"
     )
 
     @model_validator(mode="after")
@@ -46,7 +49,7 @@ class MoeConfig(Config):
 
 
 @register_channel("moe", MoeConfig)
-class Moe(Channel):
+class Moe(Routed, Channel):
     """`gate_proj`, `up_proj` and `down_proj` hold the matrices of all experts, one expert's rows (columns) together."""
 
     def __init__(self, config: MoeConfig, context: LayerContext):
@@ -62,6 +65,7 @@ class Moe(Channel):
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self.route(x)
+        self.keep_balance(routing)
         # `torch.compile` knows this flag too, so a compiled bundle is as an eager one.
         if compat_torch.in_transform():
             return self._masked(x, routing)

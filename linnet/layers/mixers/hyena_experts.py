@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from linnet.layers.base import LayerContext, State, register_mixer
 from linnet.layers.hyena import long_flops_paper
 from linnet.layers.mixers.hyena import HyenaFilterConfig, HyenaMixer
-from linnet.layers.routing import Routing, top_k_routing
+from linnet.layers.routing import Routed, Routing, top_k_routing
 from linnet.ops import long_convolution_step
 
 
@@ -24,8 +24,11 @@ class HyenaExpertsConfig(HyenaFilterConfig):
     """Options of `hyena_experts`."""
 
     num_experts: int = Field(8, ge=1, description="experts of a layer")
-    num_active: int = Field(2, ge=1, description="experts of a token")
+    num_active: int = Field(2, ge=1, description="experts per token")
     expert_width: int = Field(0, ge=0, description="channels of an expert; 0 shares the model width among the experts")
+    balance_coefficient: float = Field(
+        0.0, ge=0, description="weight of the balance loss of the experts in training; 0 leaves it out"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "HyenaExpertsConfig":
@@ -38,7 +41,7 @@ class HyenaExpertsConfig(HyenaFilterConfig):
 
 
 @register_mixer("hyena_experts", HyenaExpertsConfig)
-class HyenaExperts(HyenaMixer):
+class HyenaExperts(Routed, HyenaMixer):
     """x [B, T, D] -> [B, T, D]; all experts hear every token, the chosen ones speak."""
 
     def __init__(self, config: HyenaExpertsConfig, context: LayerContext):
@@ -63,7 +66,9 @@ class HyenaExperts(HyenaMixer):
         return k * v
 
     def read(self, y: Tensor, q: Tensor, x: Tensor) -> Tensor:
-        weights = self.route(x).dense_weights().to(y.dtype)
+        routing = self.route(x)
+        self.keep_balance(routing)
+        weights = routing.dense_weights().to(y.dtype)
         return self.out_proj(((q * y).unflatten(-1, self.experts) * weights[..., None]).sum(-2))
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
