@@ -83,9 +83,13 @@ def run(
         int | None, typer.Option(help="Most models to train together.", min=1, show_default="24, on a CPU 1")
     ] = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
-    spare_decay: Annotated[
-        bool, typer.Option("--spare-decay", help="No weight decay on norms, biases, embeddings and state parameters.")
+    matrices_only: Annotated[
+        bool,
+        typer.Option(
+            "--no-weight-decay", help="Exclude norms, biases, embeddings and state parameters from weight decay."
+        ),
     ] = False,
+    spare_decay: Annotated[bool, typer.Option("--spare-decay", hidden=True)] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs, of one budget.", show_default="mad/<budget>")
     ] = None,
@@ -108,12 +112,16 @@ def run(
     from rich.console import Console
     from rich.markup import escape
 
+    from linnet import deprecation
     from linnet.config import ConfigError, gather, override, parse
     from linnet.study.executors import ExecutorConfig
     from linnet.study.mad.results import RUNS
     from linnet.study.mad.run import prepare, train
     from linnet.study.mad.settings import BUDGETS
 
+    if spare_decay:
+        deprecation.warn("--spare-decay", "--no-weight-decay")
+        matrices_only = True
     mqar = budget in BUDGETS and BUDGETS[budget].mqar
     problems: list[str] = []
     changes, where, models, plain, seeds = {}, None, {}, {}, [0]
@@ -147,7 +155,7 @@ def run(
             device=device if device in ("cpu", "cuda") else "auto",
             executor=None if problems else where,  # making one may start a Ray
             plugins=mixer or [],
-            spare_decay=spare_decay,
+            decay="matrices" if matrices_only else "all",
         )
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), "command line")

@@ -9,7 +9,7 @@ from linnet.config import FIGURES, check_study
 from linnet.evaluate.compare import LEVEL, RESAMPLES, Comparison, Difference, Shared
 from linnet.evaluate.compare_words import REAL, between, needle_name, notes, shown, title
 from linnet.report import needle, shell, style, units
-from linnet.report.marks import Canvas, Figure
+from linnet.report.drawing import Canvas, Figure
 from linnet.report.needle import Constants, Haystack
 from linnet.runs.files import write_atomic
 

@@ -2,9 +2,9 @@
 
 import math
 
-from linnet.report import marks, style, units
+from linnet.report import drawing, style, units
 from linnet.report.downstream import Series
-from linnet.report.marks import Canvas, Figure, run_row
+from linnet.report.drawing import Canvas, Figure, run_row
 from linnet.report.records import Study
 from linnet.study.fit.downstream import BEYOND
 
@@ -127,7 +127,7 @@ def _laws(series: Series) -> list[dict]:
     return [
         {"architecture": name, "C_": row.pop("C"), "loss_": row.pop("value"), **row}
         for name, fit in series.fits.items()
-        for row in marks.line(fit.law, BEYOND)
+        for row in drawing.line(fit.law, BEYOND)
     ]
 
 

@@ -7,9 +7,9 @@ no data that the study folder does not hold. Marks that stand for a run carry th
 
 import math
 
-from linnet.report import marks, run_figures, style, units
+from linnet.report import drawing, run_figures, style, units
+from linnet.report.drawing import RUN_FIELDS, Canvas, Figure, columns_for, run_row
 from linnet.report.laws import loss_points, optimum_points
-from linnet.report.marks import RUN_FIELDS, Canvas, Figure, columns_for, run_row
 from linnet.report.records import Study
 
 EXTRAPOLATION = 3.0  # laws are drawn, dashed, up to this multiple of the largest compute they were fitted to
@@ -28,8 +28,8 @@ def laws(study: Study) -> Figure | None:
     canvas = Canvas(study)
     bands, lines, points = [], [], []
     for name, fit in study.fits.items():
-        bands += [{"architecture": name, **row} for row in marks.band(fit.L, EXTRAPOLATION)]
-        lines += [{"architecture": name, **row} for row in marks.line(fit.L, EXTRAPOLATION)]
+        bands += [{"architecture": name, **row} for row in drawing.band(fit.L, EXTRAPOLATION)]
+        lines += [{"architecture": name, **row} for row in drawing.line(fit.L, EXTRAPOLATION)]
         points += [_optimum(name, p, p["loss"], units.loss(p["loss"]) + " nats per token") for p in loss_points(fit)]
     if not points + lines:
         return None
@@ -110,8 +110,8 @@ def optima(study: Study) -> Figure | None:
         bands, lines, points = [], [], []
         for name, fit in study.fits.items():
             law = getattr(fit, quantity)
-            bands += [{"architecture": name, **row} for row in marks.band(law, EXTRAPOLATION)]
-            lines += [{"architecture": name, **row} for row in marks.line(law, EXTRAPOLATION)]
+            bands += [{"architecture": name, **row} for row in drawing.band(law, EXTRAPOLATION)]
+            lines += [{"architecture": name, **row} for row in drawing.line(law, EXTRAPOLATION)]
             known = [(point, point[quantity[0]]) for point in optimum_points(fit)]
             points += [_optimum(name, point, value, units.count(value)) for point, value in known if value]
         if not points + lines:
@@ -143,7 +143,7 @@ def optima(study: Study) -> Figure | None:
 
 def _budget_colour(alt, budgets: list[float]):
     labels = list(dict.fromkeys(units.scientific(budget) for budget in budgets))
-    scale = alt.Scale(domain=labels, range=marks.ramp(len(labels)))
+    scale = alt.Scale(domain=labels, range=drawing.ramp(len(labels)))
     legend = alt.Legend(title="budget C (FLOPs)", orient="top", direction="horizontal", symbolOpacity=1)
     return alt.Color("budget:N", scale=scale, legend=legend)
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from linnet.config import FIGURES, check_study
 from linnet.report import shell, style, units
+from linnet.report.drawing import Canvas, Figure
 from linnet.report.mad_figures import points, task_name
-from linnet.report.marks import Canvas, Figure
 from linnet.runs.files import write_atomic
 from linnet.study.mad.correlate import Correlation, Correlations, Point
 

@@ -1,4 +1,4 @@
-"""What the experts of routed layers get, as part of the report of MAD scores."""
+"""The shares of experts in routed layers, a part of the report of MAD scores."""
 
 from html import escape
 
@@ -16,7 +16,7 @@ def chosen(records: Records) -> list[tuple[str, Result]]:
     for name, one in records.scores.items():
         for setting in one.settings.values():
             run = setting.best[min(setting.best)]
-            if run.loads:
+            if run.expert_shares:
                 found.append((name, run))
     return found
 
@@ -24,13 +24,13 @@ def chosen(records: Records) -> list[tuple[str, Result]]:
 def line(records: Records) -> str:
     """The headline as HTML, "" without experts."""
     runs = chosen(records)
-    layers = [shares for _, run in runs for shares in run.loads.values()]
+    layers = [shares for _, run in runs for shares in run.expert_shares.values()]
     if not layers:
         return ""
     names = [
         f"{escape(name)}, {escape(run.setting)}, layer {escape(layer)}: {_numbers(dead(shares))}"
         for name, run in runs
-        for layer, shares in run.loads.items()
+        for layer, shares in run.expert_shares.items()
         if dead(shares)
     ]
     where = f"{units.plural(len(layers), 'layer')} with experts of the runs that count"
@@ -41,14 +41,14 @@ def line(records: Records) -> str:
 
 
 def table(records: Records) -> list[str]:
-    """The loads at the baselines (or the first setting that is there), a row for each layer; [] without experts."""
+    """Returns a row per layer at the baselines (or the first setting that is there); [] without experts."""
     rows, most = [], 0
     seen: set[tuple[str, str]] = set()
     for name, run in chosen(records):
         if (name, run.task) in seen:
             continue
         seen.add((name, run.task))
-        for layer, shares in run.loads.items():
+        for layer, shares in run.expert_shares.items():
             most = max(most, len(shares))
             gone = _numbers(dead(shares))
             first = f"<td>{shell.swatch(records.architectures, name)}</td><td>{task_name(run.task)}</td>"
@@ -72,7 +72,7 @@ def table(records: Records) -> list[str]:
         "that counts at the baseline of each task. A layer is its block and its part. An expert "
         "that gets less than a hundredth of an even share is named as without tokens."
     )
-    return ["<h2>Loads of the experts</h2>", f'<p class="caption">{caption}</p>', shell.table("experts", head, body)]
+    return ["<h2>Load of the experts</h2>", f'<p class="caption">{caption}</p>', shell.table("experts", head, body)]
 
 
 def _numbers(experts: list[int]) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linnet.report import style, units
-from linnet.report.marks import Canvas, Figure
+from linnet.report.drawing import Canvas, Figure
 from linnet.study.mad.checks import Check
 from linnet.study.mad.results import Result
 from linnet.study.mad.scores import Score, Scores, SettingScore, TaskScore

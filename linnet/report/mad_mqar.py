@@ -3,8 +3,8 @@
 from html import escape
 
 from linnet.report import shell, style, units
+from linnet.report.drawing import Canvas, Figure
 from linnet.report.mad_figures import Records, points
-from linnet.report.marks import Canvas, Figure
 from linnet.study.mad.mqar import HARDER, SOLVED, Comparison, Place, compare, settings_of
 from linnet.study.mad.scores import SettingScore
 

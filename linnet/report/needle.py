@@ -8,7 +8,7 @@ import numpy as np
 from linnet.evaluate.needle_scores import RATIOS, THRESHOLDS, NeedleScores, needle_scores, reach, sensitivity
 from linnet.evaluate.results import Evaluation
 from linnet.report import shell, style, units
-from linnet.report.marks import Canvas, Figure, columns_for
+from linnet.report.drawing import Canvas, Figure, columns_for
 
 
 @dataclass(frozen=True)

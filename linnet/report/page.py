@@ -8,9 +8,9 @@ import yaml
 
 from linnet.config import FIGURES, FITS, check_study
 from linnet.report import downstream, downstream_figures, shell, tables
+from linnet.report.drawing import Figure
 from linnet.report.figures import draw
 from linnet.report.findings import findings, summary
-from linnet.report.marks import Figure
 from linnet.report.records import Study, read_study
 from linnet.runs.files import write_atomic
 from linnet.study.fit import StudyFit

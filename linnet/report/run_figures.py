@@ -3,7 +3,7 @@
 import math
 
 from linnet.report import style, units
-from linnet.report.marks import RUN_FIELDS, Canvas, Figure, columns_for, run_row
+from linnet.report.drawing import RUN_FIELDS, Canvas, Figure, columns_for, run_row
 from linnet.report.records import Study
 
 CURVE_REACH = 30.0  # training curves are drawn from 1/30 of the smallest run's compute on

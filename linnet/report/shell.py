@@ -13,7 +13,7 @@ from pathlib import Path
 import linnet
 from linnet.config import ConfigError, unwritable
 from linnet.report import style
-from linnet.report.marks import Figure
+from linnet.report.drawing import Figure
 
 CORRELATION = "correlate.html"  # the page of `linnet mad correlate`, beside the folder's own
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from linnet.config import FIGURES, ConfigError, check_study
 from linnet.report import shell, style, units
-from linnet.report.marks import Figure
+from linnet.report.drawing import Figure
 
 WIDTH, HEIGHT = 300, 260
 PANELS = (

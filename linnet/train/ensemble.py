@@ -74,21 +74,21 @@ class Ensemble:
         vectorised: bool = True,
         betas: tuple[float, float] = BETAS,
         constant: bool = False,
-        spared: Collection[str] = (),
+        no_decay: Collection[str] = (),
         loss: Callable[[nn.Module], Loss] = attrgetter("loss"),
     ):
         """Takes copies of the models' weights.
 
         Args:
             models: each gives logits when called.
-            learning_rates, weight_decays: one for each; the decay acts on every parameter but `spared`.
+            learning_rates, weight_decays: one for each; the decay acts on every parameter outside `no_decay`.
             steps: of the whole run, over which the learning rates go to zero.
             precision: bfloat16 is autocast; parameters and AdamW's moments are float32 in both.
             compile: with `torch.compile`, for batches of the size of the first; smaller ones run as they are.
             capture: a step as one CUDA graph, on a GPU.
             vectorised: False runs members one after another.
             betas: of AdamW. constant: learning rates stay as they are, in place of the cosine.
-            spared: names of the parameters of a model that are excluded from weight decay.
+            no_decay: names of the parameters of a model that are excluded from weight decay.
             loss: gives the loss of a model, (tokens, targets) -> (sum in nats, number of targets), as `Objective.loss`
                 does; by default the model's own.
 
@@ -112,9 +112,9 @@ class Ensemble:
         self._rates, self._decays = (
             torch.tensor(x, dtype=torch.float32, device=self.device)[:, None] for x in (learning_rates, weight_decays)
         )
-        if spared:
+        if no_decay:
             self._decays = self._decays * self._spread(
-                [name.removeprefix("model.") not in spared for name in shapes[0]]
+                [name.removeprefix("model.") not in no_decay for name in shapes[0]]
             )
         self._used: Tensor | None = None
         self.alive = torch.ones(self.size, dtype=torch.bool, device=self.device)

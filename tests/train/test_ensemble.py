@@ -193,20 +193,20 @@ def test_the_rate_falls_to_zero():
 def test_other_momenta_a_constant_rate_and_parameters_without_decay():
     data, (rate, decay) = batches(), POINTS[2]
     reference = model_of("tnl+swiglu")
-    spared = [name for name, _ in reference.named_parameters() if "norm" in name or "embedding" in name]
-    kept = [p for name, p in reference.named_parameters() if name not in spared]
-    rest = [p for name, p in reference.named_parameters() if name in spared]
+    excluded = [name for name, _ in reference.named_parameters() if "norm" in name or "embedding" in name]
+    kept = [p for name, p in reference.named_parameters() if name not in excluded]
+    rest = [p for name, p in reference.named_parameters() if name in excluded]
     optimizer = torch.optim.AdamW([{"params": kept}, {"params": rest, "weight_decay": 0.0}], rate, weight_decay=decay)
     for tokens, targets in data:
         total, count = reference.loss(tokens, targets)
         optimizer.zero_grad()
         (total / count).backward()
         optimizer.step()
-    form = {"betas": (0.9, 0.999), "constant": True, "spared": spared}
+    form = {"betas": (0.9, 0.999), "constant": True, "no_decay": excluded}
     ensemble, _ = together([model_of("tnl+swiglu")] * 2, data, [POINTS[0], (rate, decay)], **form)
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(ensemble.member(1)[name], parameter, rtol=1e-3, atol=1e-4)
-    assert spared and rest and kept
+    assert excluded and rest and kept
 
 
 def test_an_ensemble_goes_on_from_its_state_as_if_nothing_had_been():

@@ -21,8 +21,8 @@ from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig
 from linnet.runs import Record, RunFolder
 from linnet.study.executors import Job, is_out_of_memory
+from linnet.study.mad.expert_shares import expert_shares, is_routed
 from linnet.study.mad.folder import room
-from linnet.study.mad.loads import expert_loads, is_routed
 from linnet.study.mad.resume import BundleCheckpoint, finish, write_results
 from linnet.study.mad.training import Counted, Training, Watch
 from linnet.train import optim
@@ -115,7 +115,7 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
         vectorised=len(runs) > 1,
         betas=form.betas,
         constant=form.constant,
-        spared=_spared(model) if form.spare else (),
+        no_decay=_not_matrices(model) if form.matrices_only else (),
         loss=objectives[0].loss,
     )
     data = {split: _Data(objectives, runs, split, device) for split in get_args(Split)}
@@ -153,8 +153,8 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
     own = [{"train_loss": loss} for loss in losses.tolist()]
     if is_routed(model):
         watch.put_back()
-        loads = expert_loads(ensemble, model, data["test"].whole()[0], batch_size, payload["precision"])
-        own = [one | {"loads": shares} for one, shares in zip(own, loads, strict=True)]
+        found = expert_shares(ensemble, model, data["test"].whole()[0], batch_size, payload["precision"])
+        own = [one | {"loads": shares} for one, shares in zip(own, found, strict=True)]
     for record in records:
         record.close()
     ended = zip(runs, counted, diverged, own, strict=True)
@@ -170,11 +170,11 @@ def _result(run: dict, found: Counted | None, diverged_at: int | None) -> dict:
         numbers |= {"validation_accuracy": found.validation.accuracy, "validation_loss": found.validation.loss}
         numbers["epoch"] = found.epoch
     status = {"status": DIVERGED if lost else DONE, "diverged_at": diverged_at, "spec": run["options"]["spec"]}
-    decay = "matrices" if Training.of(run).spare else "all"
+    decay = "matrices" if Training.of(run).matrices_only else "all"
     return {key: run[key] for key in keys} | numbers | status | {"decay": decay}
 
 
-def _spared(model: nn.Module) -> set[str]:
+def _not_matrices(model: nn.Module) -> set[str]:
     """Returns the names of the parameters that are not matrices of linear layers."""
     rest = {id(p) for p in optim.split(model)[2]}
     return {name for name, p in model.named_parameters() if id(p) in rest}

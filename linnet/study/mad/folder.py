@@ -23,6 +23,8 @@ from linnet.runs.files import FULL, write_atomic
 from linnet.study.mad.architectures import recorded
 from linnet.study.mad.results import PLAN, RUNS, TABLE, read_layers, read_plan
 
+_OPTIONS = {"spare_decay": "--no-weight-decay"}  # keys of plan.json, which never change -> today's options
+
 COLUMNS = (
     "architecture task setting varied learning_rate weight_decay seed accuracy macro_batch validation_accuracy loss "
     "validation_loss train_loss epoch parameters state_size status diverged_at steps budget spec decay loads run layers"
@@ -67,7 +69,7 @@ def check_plan(folder: Path, about: Mapping[str, Any], models: Mapping[str, dict
         raise ConfigError([f"{folder}: is a file; choose another --out"], "MAD")
     before = read_plan(folder)
     problems = [
-        f"{folder}: holds runs of {key} {before[key]}, not {value}; give another --out"
+        f"{folder}: holds runs with {_OPTIONS.get(key, key)} {before[key]}, not {value}; give another --out"
         for key, value in about.items()
         if before.get(key, value) != value
     ]
@@ -76,7 +78,7 @@ def check_plan(folder: Path, about: Mapping[str, Any], models: Mapping[str, dict
     if any(changed.values()):
         begun = _begun(folder)
         problems += [
-            f"{folder}: holds runs of another {name} ({what}); give another --out"
+            f"{folder}: holds runs of another model named {name} ({what}); give another --out"
             for name, what in changed.items()
             if what and name in begun
         ]

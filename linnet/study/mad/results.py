@@ -1,4 +1,4 @@
-"""The runs of a MAD folder as rows: mad.csv, and the result.json of every run folder in it."""
+"""Reads the runs of a MAD folder as rows: mad.csv, and the result.json of every run folder in it."""
 
 import csv
 import json
@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from linnet import deprecation
 from linnet.config import ConfigError
 from linnet.study.mad.design import Design, layers_of, named_design
 
 TABLE, RUNS, PLAN = "mad.csv", "runs", "plan.json"
 DONE = "done"
-DEAD = 0.01  # of an even share; an expert below it gets next to no token
+DEAD = 0.01  # share of an even share, below which an expert counts as unused
 _TEXTS = ("architecture", "task", "setting", "varied", "status", "budget", "spec", "decay", "layers")
 _COUNTS = ("seed", "parameters", "state_size", "epoch")
 _REQUIRED = ("architecture", "task", "setting", "learning_rate", "weight_decay", "accuracy", "status")
@@ -21,17 +22,18 @@ _SHARES = ("accuracy", "macro_batch", "validation_accuracy")
 
 @dataclass(frozen=True)
 class Result:
-    """What one run gave.
+    """The result of one run.
 
     Attributes:
         setting: a name such as `fuzzy_recall/seq_len=256`. varied: its variable, "" in a baseline.
-        accuracy: token accuracy on the test split; macro_batch: the mean over classes and batches, likewise.
-        validation_accuracy: token accuracy on the split to select by. loss: nats a target on the test split.
-        parameters, state_size: of the model; None where not recorded.
-        status: "done", or what became of the run. Numbers that are not known are NaN.
-        budget, spec: what the run belongs to; "" where not recorded.
-        epoch: whose weights were scored. decay: "all" parameters decay, or "matrices" alone.
-        loads: of each layer with experts the share of the tokens' choices that each expert got on the test split.
+        accuracy: token accuracy on the test split. macro_batch: the mean over classes and batches on it.
+        validation_accuracy: token accuracy on the split that selects runs. loss: nats per target on the test split.
+        parameters, state_size: of the model; None if not recorded.
+        status: "done", or how the run ended. Unknown numbers are NaN.
+        budget, spec: of the run; "" if not recorded.
+        epoch: the epoch whose weights were scored. decay: whether "all" parameters decay, or "matrices" alone.
+        expert_shares: for each layer with experts, the share of the tokens' choices that each expert got on the test
+            split (`loads` in files).
         layers: names of the model's layers, with spaces between; "" where not recorded.
     """
 
@@ -53,7 +55,7 @@ class Result:
     spec: str = ""
     epoch: int | None = None
     decay: str = ""
-    loads: dict[str, list[float]] = field(default_factory=dict, hash=False)
+    expert_shares: dict[str, list[float]] = field(default_factory=dict, hash=False)
     layers: str = ""
 
     @property
@@ -62,35 +64,41 @@ class Result:
         return Design.of(self.layers.split()) if self.layers else named_design(self.architecture)
 
     @property
+    def loads(self) -> dict[str, list[float]]:
+        """`expert_shares` by its name of 0.1.0."""
+        deprecation.warn("Result.loads", "Result.expert_shares")
+        return self.expert_shares
+
+    @property
     def key(self) -> tuple:
-        """What makes it the run that it is: a second row with the same key is the same run."""
+        """Identifies the run: rows with equal keys are of the same run."""
         return self.architecture, self.setting, self.learning_rate, self.weight_decay, self.seed
 
     @property
     def ended(self) -> bool:
-        """Whether it trained to its end and has an accuracy."""
+        """Whether the run trained to its end and has an accuracy."""
         return self.status == DONE and math.isfinite(self.accuracy)
 
 
 def dead(shares: list[float]) -> list[int]:
-    """The numbers of experts, from 0, that get next to no token."""
+    """Returns the numbers, from 0, of the experts that get almost no tokens."""
     return [expert for expert, share in enumerate(shares) if share * len(shares) < DEAD]
 
 
 def read_results(folder: str | Path) -> list[Result]:
-    """All runs of a folder, in the order of its table; a result.json takes the place of the row of the same run.
+    """Returns all runs of a folder, in the order of its table. A result.json replaces the row of the same run.
 
     Raises:
-        ConfigError: there is no such folder, no run in it, or rows that are not results; all problems at once.
+        ConfigError: all problems: no such folder, no run in it, rows that are not results.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ConfigError([f"{str(folder)!r}: there is no such folder; give the one that linnet mad run made"], "MAD")
+        raise ConfigError([f"{folder}: no such folder; give one that linnet mad run made"], "MAD")
     found, problems, layers = {}, [], read_layers(folder)
     for where, values in _rows(folder, problems):
         missing = [name for name in _REQUIRED if name not in values]
         if missing:
-            problems.append(f"{where}: {', '.join(missing)} not there; linnet mad run writes it")
+            problems.append(f"{where}: {', '.join(missing)} missing; linnet mad run writes it")
             continue
         values.setdefault("layers", " ".join(layers.get(values["architecture"], ())))
         try:
@@ -105,7 +113,7 @@ def read_results(folder: str | Path) -> list[Result]:
     if not found:
         below = sorted(str(path.parent) for path in folder.glob(f"*/{TABLE}"))
         hint = f"give one of {', '.join(below)}" if below else "see linnet mad run"
-        raise ConfigError([f"{folder}: no run has ended here (no rows in {TABLE}, no result.json); {hint}"], "MAD")
+        raise ConfigError([f"{folder}: no finished run (no rows in {TABLE}, no result.json); {hint}"], "MAD")
     return list(found.values())
 
 
@@ -156,8 +164,8 @@ def _result(values: dict[str, Any]) -> Result:
             known[name] = str(value) if value is not None else ""
         elif name in _COUNTS:
             known[name] = int(float(value)) if value not in (None, "") else None
-        elif name == "loads":
-            known[name] = _loads(value)
+        elif name == "expert_shares":
+            known[name] = _shares(values.get("loads"))
         else:
             try:
                 known[name] = float(value) if value not in (None, "") else math.nan
@@ -172,10 +180,10 @@ def _result(values: dict[str, Any]) -> Result:
     return Result(**known)
 
 
-def _loads(value: Any) -> dict[str, list[float]]:
-    """As a record has them, or as the JSON text that stands in a table."""
+def _shares(value: Any) -> dict[str, list[float]]:
+    """Reads shares by layer from a result.json, or from the JSON text in a table."""
     try:
         found = json.loads(value) if isinstance(value, str) and value else value or {}
         return {str(layer): [float(share) for share in shares] for layer, shares in found.items()}
     except (ValueError, TypeError, AttributeError):
-        raise ValueError(f"loads are not shares by layer: {value!r}") from None
+        raise ValueError(f"loads: {value!r} is not a JSON object of layers with lists of shares") from None

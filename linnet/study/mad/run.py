@@ -1,7 +1,7 @@
-"""The protocol: every run that a budget asks of each architecture, in bundles, the largest first; resumable.
+"""The protocol: trains every run that a budget asks of each architecture, in bundles, the largest first.
 
-What has a result is not trained again. Which of a setting's runs counts is decided on its validation split
-(`linnet.study.mad.scores`); its accuracy is that on the test split.
+Runs with a result are not trained again. The validation split decides which of a setting's runs counts
+(`linnet.study.mad.scores`); the accuracy of that run is taken on the test split.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.markup import escape
 
+from linnet import deprecation
 from linnet.config import ConfigError, gather, parse
 from linnet.models import ModelConfig
 from linnet.models.recipes.mad import fit_length
@@ -37,7 +38,7 @@ LARGEST_BUNDLE = 24
 
 @dataclass(frozen=True)
 class MadRun:
-    """One model to train: the resolved configuration of its run folder, and what it costs."""
+    """One model to train: the configuration of its run folder, and its training FLOPs."""
 
     config: dict[str, Any]
     flops: float
@@ -48,21 +49,21 @@ class MadRun:
 
     @property
     def steps(self) -> int:
-        """Updates, if it goes to its end."""
+        """Number of updates, if no early stop ends the run."""
         return self.config["epochs"] * -(-self.config["train_samples"] // self.config["batch_size"])
 
     @property
     def shape(self) -> str:
-        """The same for runs that can be trained together."""
+        """A key that is equal for runs that can be trained together."""
         return json.dumps([self.config.get(key) for key in SHAPE], sort_keys=True)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What `prepare` found nothing wrong with.
+    """Checked work for `train`.
 
     Attributes:
-        about: what all runs of the folder share. models: what each name stands for.
+        about: settings that all runs of the folder share. models: the record of each architecture.
         device: "cpu" or "cuda". plugins: files of mixers.
     """
 
@@ -77,7 +78,7 @@ class Work:
 
 @dataclass(frozen=True)
 class MadResult:
-    """What is in a folder after its runs: `failed` names those without a result, with the last line of why."""
+    """The outcome of `train`. `failed`: each run without a result, with the last line of its error."""
 
     folder: Path
     scores: Scores | None
@@ -92,12 +93,12 @@ def mad_runs(
     settings: Sequence[str] = (),
     spec: str = "paper",
     seeds: Sequence[int] = (0,),
-    spare_decay: bool = False,
+    decay: Literal["all", "matrices"] = "all",
 ) -> list[MadRun]:
-    """Every run of a budget. Raises `ConfigError` as `plan` does, and where a model cannot have a task's tokens."""
+    """Returns every run of a budget. Raises `ConfigError` as `plan` does, and for a model that no task fits."""
     planned = plan(budget, tasks=tasks, settings=settings, spec=spec)
     form = MQAR if BUDGETS[budget].mqar else MAD_LAB if spec == "mad-lab" else PAPER
-    form = replace(form, spare=spare_decay)
+    form = replace(form, matrices_only=decay == "matrices")
     own = {} if form == PAPER else {"training": form.to_dict()}
     runs, problems = [], []
     for name, model in architectures.items():
@@ -124,7 +125,7 @@ def mad_runs(
 
 
 def bundles(runs: Sequence[MadRun], largest: int) -> list[list[MadRun]]:
-    """Runs of one shape together, at most `largest`; the bundles with the most work first."""
+    """Groups runs of one shape, at most `largest` per bundle; bundles with the most work come first."""
     groups: dict[str, list[MadRun]] = {}
     for run in runs:
         groups.setdefault(run.shape, []).append(run)
@@ -144,30 +145,33 @@ def prepare(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     executor: ExecutorConfig | None = None,
     plugins: Sequence[str] = (),
-    spare_decay: bool = False,
+    decay: Literal["all", "matrices"] = "all",
+    spare_decay: bool | None = None,
 ) -> Work:
-    """Plans all runs of a budget without touching anything. Float32 on a CPU, bfloat16 autocast on a GPU.
+    """Plans all runs of a budget and writes nothing. Runs use float32 on a CPU and bfloat16 autocast on a GPU.
 
     Args:
-        architectures: name -> model; the vocabulary is that of each task.
+        architectures: name -> model; each task sets the vocabulary.
         folder: of one budget, specification and device type; several calls may add architectures, tasks and seeds.
         tasks, settings: only these, as `plan` takes them.
-        executor: where bundles are trained; None is a process a GPU, or a CPU core.
+        executor: where bundles are trained; None is one process per GPU, or per CPU core.
         plugins: files of mixers, as `linnet.layers.base.load_plugin` takes them.
-        spare_decay: weight decay acts on the matrices of linear layers alone.
+        decay: whether weight decay acts on "all" parameters, or on the "matrices" of linear layers alone.
+        spare_decay: deprecated; True is `decay="matrices"`.
 
     Raises:
-        ConfigError: all that is wrong, at once: no such budget, task, setting or device, models that a task cannot be
-            asked of, a folder of other runs; after that, a Ray that cannot be reached.
+        ConfigError: all problems at once: an unknown budget, task, setting or device, a model that a task does not fit,
+            a folder of other runs. Then, alone: a Ray cluster that cannot be reached.
     """
+    if spare_decay is not None:
+        deprecation.warn("prepare(spare_decay=...)", 'decay="all" or decay="matrices"')
+        decay = "matrices" if spare_decay else "all"
     folder, problems = Path(folder), []
     runs: list[MadRun] = []
     models: dict[str, dict[str, Any]] = {}
-    about: dict[str, Any] = {"budget": budget, "spec": spec, "spare_decay": spare_decay}
+    about: dict[str, Any] = {"budget": budget, "spec": spec, "spare_decay": decay == "matrices"}
     with gather(problems):
-        runs = mad_runs(
-            architectures, budget, tasks=tasks, settings=settings, spec=spec, seeds=seeds, spare_decay=spare_decay
-        )
+        runs = mad_runs(architectures, budget, tasks=tasks, settings=settings, spec=spec, seeds=seeds, decay=decay)
     with gather(problems):
         kind = devices.choose(device).type
         about["precision"] = "bfloat16" if kind == "cuda" else "float32"
@@ -182,20 +186,20 @@ def prepare(
 
 
 def train(work: Work, *, bundle: int | None = None, compile: bool = False, console: Console | None = None) -> MadResult:
-    """Trains what is missing of prepared work and scores what is there.
+    """Trains the runs of prepared work that have no result, then scores all runs of the folder.
 
     Args:
-        bundle: most runs to train together; None is 24 on a GPU, and 1 on a CPU, which a single model keeps busy.
-        compile: bundles with `torch.compile`.
+        bundle: largest number of runs trained together; None is 24 on a GPU and 1 on a CPU, which one model keeps busy.
+        compile: whether bundles go through `torch.compile`.
 
     Raises:
-        ConfigError: another process works in the folder; later a disk that is full: runs that have ended are kept.
-        KeyboardInterrupt: stopped; runs that have ended are kept.
+        ConfigError: another process works in the folder; or, later, the disk is full. Finished runs are kept.
+        KeyboardInterrupt: stopped. Finished runs are kept.
     """
     folder, console = work.folder, console or Console(quiet=True)
     with room(folder), alone(folder):
         finish(RunFolder(path) for path in (folder / RUNS).iterdir())  # of bundles that were killed at their end
-        check_plan(folder, work.about, work.models)  # once more, for now nobody else changes it
+        check_plan(folder, work.about, work.models)  # again, now that no other process can change it
         write_plan(folder, work.about, work.models, [run.run for run in work.runs])
         missing = [run for run in work.runs if not RunFolder(folder / RUNS / run.run).done]
         if len(missing) < len(work.runs):
@@ -208,7 +212,7 @@ def train(work: Work, *, bundle: int | None = None, compile: bool = False, conso
                 jobs = [_job(group, work, compile) for group in groups]
                 failed = _train(missing, jobs, folder, work.executor, console)
         finally:
-            rows = collect(folder)  # so that the table is right whatever stopped the runs
+            rows = collect(folder)  # also after an error, so that the table has all finished runs
         scores = score(read_results(folder)) if rows else None
         if scores is not None:
             write_scores(folder, scores)
@@ -255,7 +259,7 @@ def _job(group: list[MadRun], work: Work, compile: bool) -> Job:
 
 
 def _cost(runs: Sequence[MadRun], groups: int) -> str:
-    """What is ahead: model-steps and FLOPs, at most where runs may end early."""
+    """Describes the work ahead: model-steps and FLOPs, "at most" if runs may end early."""
     steps = sum(run.steps for run in runs)
     most = "at most " if any(Training.of(run.config).watch for run in runs) else ""
     work = f"{most}{count(steps)} model-steps and {sum(run.flops for run in runs):.2g} FLOPs"
@@ -263,7 +267,7 @@ def _cost(runs: Sequence[MadRun], groups: int) -> str:
 
 
 def _train(runs: list[MadRun], jobs: list[Job], folder: Path, executor: Executor, console: Console) -> dict[str, str]:
-    """Has the jobs done and returns the runs that failed."""
+    """Runs the jobs and returns the runs that failed, each with the last line of its error."""
     root = folder / RUNS
     progress = StudyProgress(runs, root, None, executor.workers, console)
     failed: dict[str, str] = {}
@@ -283,13 +287,13 @@ def _train(runs: list[MadRun], jobs: list[Job], folder: Path, executor: Executor
 
 
 def _line(run: dict[str, Any], outcome: Outcome, path: Path, width: int) -> str:
-    """One run in one line: what it was, its name in a column of `width`, and what it came to."""
+    """Describes a run and its result in one line, with the architecture in a column of `width`."""
     point = f"lr {run['learning_rate']:g} wd {run['weight_decay']:g}"
     head = f"{escape(run['architecture'].ljust(width))}  {run['setting']:<34} {point:<16}"
     if not RunFolder(path).done:
         return f"{head}  [red]failed[/]: {escape(outcome.error.strip().splitlines()[-1].strip())}"
     result = RunFolder(path).result()
     if result["status"] == DIVERGED:
-        step = result["diverged_at"]  # None where only the scores were not finite
+        step = result["diverged_at"]  # None if only the scores were not finite
         return f"{head}  [red]diverged[/] at step {result['steps'] if step is None else step} of {result['steps']}"
     return f"{head}  accuracy {result['accuracy']:.3f}  loss {result['loss']:.3f}  {duration(outcome.seconds)}"

@@ -270,7 +270,7 @@ def _reasons(runs: list[Result], settings: list[SettingScore], budgets: list[str
     few = [name for name in expected if name in have and _points(runs, name) < len(budget.grid)]
     reasons = [] if budget.comparable else [budget.caution]
     if any(run.decay == "matrices" for run in runs):
-        reasons.append("weight decay spares norms, biases, embeddings and state parameters in its runs")
+        reasons.append("norms, biases, embeddings and state parameters are excluded from weight decay in its runs")
     if missing and budget.comparable:
         reasons.append(
             f"{len(missing)} of {len(expected)} settings have no run that trained to the end: {_some(missing)}"

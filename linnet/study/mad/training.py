@@ -1,11 +1,11 @@
-"""How the runs of a benchmark are trained, and which of their epochs counts.
+"""How the runs of a benchmark are trained, and which epoch of a run counts.
 
-- `paper` (004, appendix B): AdamW (0.9, 0.98), a cosine to zero, no stop: the last epoch counts.
-- `mad-lab`: what the published implementation does. AdamW (0.9, 0.999) at a constant rate. The test split is looked at
-  after each epoch; the epoch with its lowest loss counts, and a run ends when its accuracy (`macro_batch`) there passes
-  99.9 %. (There: the lowest mean over batches of the perplexity.)
-- `mqar`: zoology's Figure 2. AdamW (0.9, 0.999), a cosine to zero; a run ends when its accuracy on the validation split
-  passes 99 %. The best of a setting's rates counts, so here the rates of a bundle end together, with the first.
+- `paper` (004, appendix B): AdamW (0.9, 0.98), a cosine to zero, no early stop. The last epoch counts.
+- `mad-lab`: as in the published implementation. AdamW (0.9, 0.999) at a constant rate. The test split is scored after
+  each epoch; the epoch with the lowest test loss counts, and a run ends when its accuracy there (`macro_batch`) passes
+  99.9 %. (The published code takes the lowest mean over batches of the perplexity.)
+- `mqar`: zoology's Figure 2. AdamW (0.9, 0.999), a cosine to zero. A run ends when its accuracy on the validation split
+  passes 99 %. Only the best rate of a setting counts, so all rates of a bundle end with the first that passes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,26 +24,34 @@ class Training:
     """A form of training.
 
     Attributes:
-        betas: of AdamW. constant: the learning rate stays as it is, in place of a cosine to zero.
-        spare: weight decay acts on the matrices of linear layers alone: not on norms, biases, embeddings and the
-            layers' own parameters (decays, filters).
-        watch: the split that is looked at after each epoch, "" for none. enough: accuracy there that ends a run.
+        betas: of AdamW. constant: whether the learning rate is constant; otherwise it is a cosine to zero.
+        matrices_only: whether norms, biases, embeddings and the layers' own parameters (decays, filters) are excluded
+            from weight decay.
+        watch: the split that is scored after each epoch, "" for none. enough: accuracy there that ends a run.
     """
 
     betas: tuple[float, float] = (0.9, 0.98)
     constant: bool = False
-    spare: bool = False
+    matrices_only: bool = False
     watch: Literal["", "validation", "test"] = ""
     enough: float = 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"betas": list(self.betas)}
+        """Returns what a run's configuration records. The keys never change: folders are named by them."""
+        return {
+            "betas": list(self.betas),
+            "constant": self.constant,
+            "spare": self.matrices_only,
+            "watch": self.watch,
+            "enough": self.enough,
+        }
 
     @classmethod
     def of(cls, run: Mapping[str, Any]) -> "Training":
-        """That of a run's configuration, which names it where it is not the paper's."""
-        given = run.get("training", {})
-        return cls(**given | {"betas": tuple(given.get("betas", PAPER.betas))})
+        """Reads the form from a run's configuration; without a key `training` it is the paper's."""
+        given = dict(run.get("training", {}))
+        given |= {"betas": tuple(given.get("betas", PAPER.betas)), "matrices_only": given.pop("spare", False)}
+        return cls(**given)
 
 
 PAPER = Training()
@@ -52,7 +60,7 @@ MQAR = Training((0.9, 0.999), watch="validation", enough=SOLVED)
 
 
 class Counted(NamedTuple):
-    """What counts of a run: its scores on both splits, and the epoch after which they were taken."""
+    """The scores of a run that count, on both splits, and the epoch after which they were taken."""
 
     validation: Score
     test: Score
@@ -60,14 +68,13 @@ class Counted(NamedTuple):
 
 
 class Watch:
-    """The epochs that count of the runs of a bundle.
+    """Chooses the epoch that counts for each run of a bundle.
 
     Args:
         runs: configurations of the members, in order.
-        score: the scores of all members on a split, "validation" or "test".
-        alive: which members have not diverged.
-        weights: of all members, [M, ...], changed in place by training; where given, `put_back` brings back those that
-            count.
+        score: returns the scores of all members on a split, "validation" or "test".
+        alive: returns which members have not diverged.
+        weights: of all members, [M, ...], changed in place by training. If given, `put_back` restores those that count.
     """
 
     def __init__(
@@ -82,28 +89,28 @@ class Watch:
         self._groups = [(run["setting"], run["seed"]) for run in runs]
         self._open = set(range(len(runs)))
         self._counted: dict[int, Counted] = {}
-        self._weights = weights if self.form.watch else None  # where no epoch is looked at, the last ones count
+        self._weights = weights if self.form.watch else None  # without a watched split the last weights count
         self._best = self._weights.clone() if self._weights is not None else None
 
     def look(self, epoch: int) -> bool:
-        """After an epoch; whether all runs have ended."""
+        """Scores the watched split after an epoch. Returns whether all runs have ended."""
         if not self.form.watch:
             return False
         return self._lowest(epoch) if self.form.watch == "test" else self._solved(epoch)
 
     def end(self, epoch: int) -> list[Counted | None]:
-        """What counts of each member after the last epoch; None of one that diverged before anything did."""
+        """Returns what counts for each member after the last epoch; None if it diverged before any epoch counted."""
         self._take(sorted(self._living() - self._counted.keys()), epoch)
         return [self._counted.get(index) for index in range(len(self._groups))]
 
     def put_back(self) -> None:
-        """After `end`: gives the members the weights that count, those that have any."""
+        """Gives the members their weights that count, after `end`. Diverged members keep what they have."""
         if self._weights is not None:
             counted = sorted(self._counted)
             self._weights[counted] = self._best[counted]
 
     def state(self) -> dict[str, Tensor]:
-        """Which members are trained on, and what counts of the others, for a checkpoint."""
+        """Returns the state for a checkpoint: which members are still trained, and what counts for the others."""
         rows = [
             (index, found.epoch, *asdict(found.validation).values(), *asdict(found.test).values())
             for index, found in self._counted.items()
@@ -113,7 +120,7 @@ class Watch:
         return found if self._best is None else found | {"weights": self._best}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state` gave for the same runs."""
+        """Restores what `state` returned for the same runs."""
         self._open = set(state["open"].tolist())
         self._counted = {
             int(row[0]): Counted(Score(*row[2:5]), Score(*row[5:]), int(row[1])) for row in state["counted"].tolist()
@@ -154,5 +161,5 @@ class Watch:
             self._best[index] = self._weights[index]
 
     def _living(self) -> set[int]:
-        """Members that are still trained and have not diverged."""
+        """Returns the members that are still trained and have not diverged."""
         return {index for index, lives in enumerate(self._alive()) if lives and index in self._open}

@@ -42,7 +42,7 @@ def watch(form, curves, alive=None, seeds=None):
 
 
 def test_forms_are_told_by_a_configuration():
-    for form in (PAPER, MAD_LAB, MQAR, Training(spare=True)):
+    for form in (PAPER, MAD_LAB, MQAR, Training(matrices_only=True)):
         assert Training.of(runs_of(form)[0]) == form
     assert (PAPER.betas, PAPER.constant, MAD_LAB.betas, MAD_LAB.constant) == ((0.9, 0.98), False, (0.9, 0.999), True)
 
@@ -149,7 +149,7 @@ def test_runs_of_mad_lab_are_trained_as_there(go, tmp_path, monkeypatch):
     init = Ensemble.__init__
     monkeypatch.setattr(Ensemble, "__init__", lambda self, *a, **o: made.append(o) or init(self, *a, **o))
     found = go("mad-lab", spec="mad-lab")
-    assert {(one["betas"], one["constant"], one["spared"]) for one in made} == {((0.9, 0.999), True, ())}
+    assert {(one["betas"], one["constant"], one["no_decay"]) for one in made} == {((0.9, 0.999), True, ())}
     assert all(one.spec == "mad-lab" and 1 <= one.epoch <= 3 for one in found.values())
     curve = [json.loads(line) for line in next(tmp_path.glob("mad-lab/runs/*/metrics.jsonl")).read_text().splitlines()]
     assert {row["factor"] for row in curve} == {1.0}
@@ -159,9 +159,9 @@ def test_runs_of_mad_lab_are_trained_as_there(go, tmp_path, monkeypatch):
     assert {one.epoch for one in found.values()} == {3}
 
 
-def test_decay_may_spare_what_is_no_matrix(go, tmp_path):
-    """A decay that takes matrices to nothing: with everything decayed the run is another than with norms spared."""
-    everything, matrices = go("all"), go("matrices", spare_decay=True)
+def test_weight_decay_may_act_on_matrices_alone(go, tmp_path):
+    """A decay that takes matrices to nothing: with norms excluded the run is another one."""
+    everything, matrices = go("all"), go("matrices", decay="matrices")
     for key, one in everything.items():
         other = matrices[key]
         assert (one.decay, other.decay) == ("all", "matrices")
@@ -169,6 +169,6 @@ def test_decay_may_spare_what_is_no_matrix(go, tmp_path):
     reasons = score(list(matrices.values()))["tnl+swiglu"].reasons
     assert reasons[0] == "a smoke score says only whether a model learns at all" and len(reasons) == 2
     of_core = [replace(one, budget="core") for one in matrices.values()]
-    assert "weight decay spares norms" in score(of_core)["tnl+swiglu"].reasons[0]
-    with pytest.raises(ConfigError, match="holds runs of spare_decay False, not True"):
-        go("all", spare_decay=True)
+    assert "excluded from weight decay" in score(of_core)["tnl+swiglu"].reasons[0]
+    with pytest.raises(ConfigError, match="--no-weight-decay"):
+        go("all", decay="matrices")

@@ -30,7 +30,7 @@ class Figure:
 
 
 class Canvas:
-    """What one figure is drawn with: the study, its colours, and the rows behind the marks.
+    """What one figure is drawn with: the study, its colours, and the rows of its points and lines.
 
     Rows are kept apart from the Altair charts and joined to the specification at the end, because Altair checks every
     number of inline rows against its schema, which takes longer than all the rest.

@@ -13,7 +13,7 @@ from linnet.layers.routing import record_loads
 from linnet.models import ModelConfig, build_model
 from linnet.report.mad import write_mad_report
 from linnet.study.mad.architectures import architecture
-from linnet.study.mad.loads import expert_loads, is_routed
+from linnet.study.mad.expert_shares import expert_shares, is_routed
 from linnet.study.mad.results import dead, read_results
 from linnet.study.mad.settings import BUDGETS, Budget, GridPoint
 from linnet.train.ensemble import Ensemble
@@ -31,7 +31,7 @@ def test_loads_are_those_of_each_member_alone(own):
     tokens = torch.randint(12, (2, 10, 8) if own else (10, 8), generator=torch.Generator().manual_seed(0))
     ensemble = Ensemble([model(0), model(1)], [1e-3] * 2, [0.0] * 2, 3)
     assert is_routed(model(0)) and not is_routed(build_model(ModelConfig(d_model=16, layout="tnl", vocab_size=4)))
-    found = expert_loads(ensemble, model(5), tokens, 4, "float32")
+    found = expert_shares(ensemble, model(5), tokens, 4, "float32")
     for index, loads in enumerate(found):
         alone = model(index)
         with record_loads(alone) as expected:
@@ -62,11 +62,13 @@ def test_results_have_the_loads(tmp_path, monkeypatch):
     assert len(found) == len(table) == 8 and sum(text == "" for text in table.values()) == 4
     for one in found:
         routed = one.architecture == "hyena_experts+moe"
-        assert list(one.loads) == (["0 mixer", "0 channel"] if routed else [])
-        assert all(sum(shares) == pytest.approx(1, abs=1e-5) for shares in one.loads.values())
+        assert list(one.expert_shares) == (["0 mixer", "0 channel"] if routed else [])
+        assert all(sum(shares) == pytest.approx(1, abs=1e-5) for shares in one.expert_shares.values())
     for path in tmp_path.glob("runs/*/result.json"):
         path.unlink()
-    assert [one.loads for one in read_results(tmp_path)] == [one.loads for one in found], "the table alone has them"
+    assert [one.expert_shares for one in read_results(tmp_path)] == [one.expert_shares for one in found], (
+        "the table alone has them"
+    )
 
 
 def test_loads_are_of_the_weights_that_are_scored(tmp_path, monkeypatch):
@@ -86,7 +88,7 @@ def test_loads_are_of_the_weights_that_are_scored(tmp_path, monkeypatch):
     whole = go(6, (1e-3, 0.3))[0.3]
     assert whole.epoch < 6
     short = go(whole.epoch, (1e-3, 0.3))[0.3]
-    assert short.epoch == whole.epoch and short.loss == whole.loss and short.loads == whole.loads
+    assert short.epoch == whole.epoch and short.loss == whole.loss and short.expert_shares == whole.expert_shares
 
 
 def test_the_page_shows_loads_and_names_the_dead(tmp_path):
