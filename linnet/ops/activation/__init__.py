@@ -22,8 +22,11 @@ def gated_activation(gate: Tensor, x: Tensor, activation: str = "none") -> Tenso
     for a compiler (which fuses it with its neighbours), it is a composition of PyTorch's functions.
 
     Args:
-        gate, x: of one shape.
+        gate, x: [...], of one shape.
         activation: none, silu, sigmoid, gelu or relu.
+
+    Returns:
+        A tensor of that shape.
 
     Raises:
         ValueError: different shapes, an unknown activation.

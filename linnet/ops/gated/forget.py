@@ -20,8 +20,13 @@ def forget_gate(x: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
     """log f and 1 - f of f = beta + (1 - beta) sigmoid(x), without cancellation, in float32 (float64 stays).
 
     Args:
-        x: gate logits [..., D].
-        beta: lower bound [D] or [H, K] in (0, 1), or None for 0 (the first layer), where log f is logsigmoid(x).
+        x: [..., D], gate logits.
+        beta: [D] or [H, K], lower bound in (0, 1); None for 0 (the first layer), where log f is logsigmoid(x).
+
+    Returns:
+        log f and 1 - f, [..., D] each.
+
+    Source: paper 002, section 3.2.
     """
     x = x if x.dtype == torch.float64 else x.float()
     if beta is None:
