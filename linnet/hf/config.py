@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from linnet.config import parse
-from linnet.models import ModelConfig
+from linnet.models import ModelConfig, upgrade
 
 
 class LinnetConfig(PreTrainedConfig):
@@ -34,7 +34,7 @@ class LinnetConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs):
-        values = {"recipe": self.model} if isinstance(self.model, str) else self.model
+        values = {"recipe": self.model} if isinstance(self.model, str) else upgrade(self.model)
         self.model = parse(ModelConfig, values, "model of config.json").model_dump(mode="json")
         self.tie_word_embeddings = self.model["tie_embeddings"]
         super().__post_init__(**kwargs)

@@ -28,7 +28,7 @@ from linnet.inference.prefix import Prefix, load_prefix, weights_digest
 from linnet.inference.request import Completion, Piece, Request
 from linnet.inference.sampling import Sampling
 from linnet.models import CausalLM, ModelState
-from linnet.models.backbone import FAR
+from linnet.models.backbone import UNBOUNDED_CONTEXT
 from linnet.runs import load_model
 
 CONTEXT_LENGTH = 4096  # of layers with a KV cache, where none is given
@@ -104,7 +104,9 @@ class Engine:
         gpu = self.device.type == "cuda"
         self.prefill_chunk = prefill_chunk or (2048 if gpu else 256)
         self.limit = (context_length or CONTEXT_LENGTH) if model.backbone.state_grows else None
-        self._context = self.limit or FAR
+        if model.backbone.max_context is not None:  # rows of a table of positions
+            self.limit = min(self.limit or model.backbone.max_context, model.backbone.max_context)
+        self._context = self.limit or UNBOUNDED_CONTEXT
         self.vocab = model.config.vocab_size
         if tokenizer is not None:
             if tokenizer.vocab_size > self.vocab:

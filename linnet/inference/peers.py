@@ -116,7 +116,7 @@ class TransformersLlama(_Generator):
         import transformers
 
         attention, swiglu = config.options.get("attention"), config.options.get("swiglu")
-        if {block.mixer for block in config.blocks} != {"attention"} or swiglu is None:
+        if {(block.mixer, block.alias) for block in config.blocks} != {("attention", "")} or swiglu is None:
             raise ConfigError([f"peers: {model} is no Llama; use llama-410m or another size of it"], "bench")
         self.name, self.model, self.device = name, model, torch.device(device)
         self.vocab_size = config.vocab_size
@@ -164,7 +164,7 @@ class FlaHGRN2(_Generator):
         from fla.models import HGRN2Config, HGRN2ForCausalLM
 
         mixer, sglu = config.options.get("hgrn2"), config.options.get("sglu")
-        if {block.mixer for block in config.blocks} != {"hgrn2"} or sglu is None:
+        if {(block.mixer, block.alias) for block in config.blocks} != {("hgrn2", "")} or sglu is None:
             raise ConfigError([f"peers: {model} is no HGRN2; use hgrn2-410m or another size of it"], "bench")
         self.name, self.model, self.device = name, model, torch.device(device)
         self.vocab_size = config.vocab_size

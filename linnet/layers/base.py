@@ -1,16 +1,19 @@
 """The contract of a layer, and the registry that finds one by name.
 
 A token mixer is one class in one file. It states its parallel form (`forward`), its recurrence (`step`), the state it
-carries (`state_spec`), its cost (`flops_paper`) and how it is split over devices (`tp_plan`). A channel mixer is the
-same without state. Everything above the layers asks these methods, and nothing above asks which architecture this is.
+carries (`state_spec`), its cost (`flops_paper`), how it splits over devices (`tp_plan`) and what is wrong with its
+options (`Config.check`). A channel mixer is the same without state. The rest of Linnet calls these methods and never
+asks which architecture it has.
 """
 
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +22,17 @@ from linnet import deprecation
 from linnet.config import Config, ConfigError, nearest
 
 State = dict[str, Tensor]
+Bias = Literal["none", "qkv", "all"]
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     """Shape and dtype of one tensor of a state.
 
-    `counted` is what an element counts in the state size of paper 004, which takes a complex number as one and looks at
-    recurrent states only: 0.5 where real numbers come in pairs (real, imaginary), 0 for caches and windows of inputs.
-    Integers, which are positions, count nothing.
+    Attributes:
+        counted: weight of one element in the state size of paper 004, which counts a complex number once and recurrent
+            states only: 0.5 for real numbers in (real, imaginary) pairs, 0 for caches and windows of inputs. Integers
+            are positions and never count.
     """
 
     shape: tuple[int, ...]
@@ -46,14 +51,17 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Where a layer sits: everything about the rest of the model that a layer may know.
+    """Everything that a layer may know about the model around it.
 
     Attributes:
         d_model: width D of the residual stream.
         layer_index, num_layers: place of the block in the whole stack, and the stack's depth.
         mixer_index, mixer_count: the same among the blocks that have this kind of mixer.
-        norm, norm_eps: kind of the model's norms and their epsilon (None: the kind's own), for a mixer that has one.
-        shared: modules owned by the model and shared across layers (HGRN's lower bounds), by name.
+        norm, norm_eps: kind of the model's norms and their epsilon (None: the default of the kind).
+        bias: which linear layers have a bias beyond those that a layer always has: none; `qkv`, the projections that
+            a mixer's recurrence or attention reads; or `all` linear layers of mixers and gated linear units.
+        shared: modules that the model owns and several layers use, by the names of `Mixer.shared_spec`. Empty for a
+            layer that is built alone, which then owns them itself.
     """
 
     d_model: int
@@ -63,7 +71,29 @@ class LayerContext:
     mixer_count: int = 1
     norm: str = "rmsnorm"
     norm_eps: float | None = None
-    shared: nn.ModuleDict = field(default_factory=nn.ModuleDict)
+    bias: Bias = "none"
+    shared: nn.ModuleDict | dict[str, nn.Module] = field(default_factory=dict)
+
+    @property
+    def bias_qkv(self) -> bool:
+        """Whether the projections that a recurrence or attention reads have a bias."""
+        return self.bias != "none"
+
+    @property
+    def bias_all(self) -> bool:
+        """Whether every linear layer of a mixer or gated linear unit has a bias."""
+        return self.bias == "all"
+
+
+class LayerConfig(Config):
+    """Options of a layer. `check` looks at options that fit alone but not this width or each other."""
+
+    def check(self, context: LayerContext) -> list[str]:
+        """Returns the problems of these options in a layer at `context`, each as "key: what is wrong; the fix".
+
+        Must not build a module. An outside layer without a `check` may raise ValueError from its constructor instead.
+        """
+        return []
 
 
 class Mixer(nn.Module):
@@ -73,11 +103,33 @@ class Mixer(nn.Module):
     it continues from it and returns the state after the last token. `step` is `forward` for one token.
     Output projections that end a residual branch carry the attribute `ends_residual = True` (depth-scaled init).
     Any module of a layer may name parameters in `full_precision`: they stay float32 where a model is cast to serve it.
+
+    Attributes:
+        owns_input_norm: True: the block passes the raw residual stream, and the mixer normalises it itself.
+        before_layers: True: the mixer stands once before all layers, without norm and residual. It is written first in
+            a layout (`tpe tnl+sglu x12`) and counts in neither `num_layers` nor `layer_index`.
     """
 
     name: str
     Config: type[Config]
-    owns_input_norm = False  # True: the block gives the raw residual stream, and the mixer normalises it itself
+    owns_input_norm = False
+    before_layers = False
+
+    @classmethod
+    def shared_spec(cls, config: Config, context: LayerContext) -> dict[str, Callable[[], nn.Module]]:
+        """Declares the modules that all layers of this kind share: name -> how to make one.
+
+        The model makes each once, owns it as `backbone.shared.<name>` and passes it in `context.shared`; `shared`
+        reads it there. The name should be the mixer's own, so that kinds do not collide.
+        """
+        return {}
+
+    def shared(self, name: str, config: Config, context: LayerContext) -> tuple[nn.Module, ...]:
+        """Returns the shared module `name` in a tuple, so that a model's module does not become this layer's too."""
+        if name not in context.shared:
+            self.add_module(f"own_{name}", self.shared_spec(config, context)[name]())
+            return (self.get_submodule(f"own_{name}"),)
+        return (context.shared[name],)
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         """Mixes x [B, T, D] over time. `cu_seqlens` (int32 [N+1], B = 1) resets the state at document boundaries."""
@@ -146,7 +198,7 @@ class Mixer(nn.Module):
 
 
 class Channel(nn.Module):
-    """A channel mixer: x [..., D] -> [..., D], each token alone. Register with `@register_channel`."""
+    """A channel mixer: x [..., D] -> [..., D], each token separately. Register with `@register_channel`."""
 
     name: str
     Config: type[Config]

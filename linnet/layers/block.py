@@ -4,14 +4,30 @@ from torch import Tensor, nn
 
 from linnet.config import Config
 from linnet.layers.base import LayerContext, State, TensorSpec, find_channel, find_mixer
+from linnet.layers.dropout import Dropout
 from linnet.layers.norm import add_and_norm, build_norm, norm_and_keep
 
 
 class Block(nn.Module):
-    """Pre-norm block. `mixer` and `channel` are (name, options) pairs or None."""
+    """Pre-norm block.
 
-    def __init__(self, mixer: tuple[str, Config] | None, channel: tuple[str, Config] | None, context: LayerContext):
+    Args:
+        mixer, channel: (name, options) of the token mixer and the channel mixer, or None.
+        dropout: probability of dropout on what each of the two adds to the residual stream.
+
+    Attributes:
+        layers: the two as they were given.
+    """
+
+    def __init__(
+        self,
+        mixer: tuple[str, Config] | None,
+        channel: tuple[str, Config] | None,
+        context: LayerContext,
+        dropout: float = 0.0,
+    ):
         super().__init__()
+        self.layers = (mixer, channel)
         self.mixer = self.channel = None
         if mixer is not None:
             self.mixer = find_mixer(mixer[0])(mixer[1], context)
@@ -22,18 +38,35 @@ class Block(nn.Module):
         if channel is not None:
             self.channel = find_channel(channel[0])(channel[1], context)
             self.channel_norm = build_norm(context.norm, context.d_model, context.norm_eps)
+        site = 1 + 2 * context.layer_index  # site 0 is the embedding's
+        self.mixer_dropout = Dropout(dropout, site) if dropout else None
+        self.channel_dropout = Dropout(dropout, site + 1) if dropout else None
 
-    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
-        """x [B, T, D] -> (x [B, T, D], state after the last token or None)."""
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        cu_seqlens: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
+    ):
+        """x [B, T, D] -> (x [B, T, D], state after the last token or None).
+
+        Args:
+            dropout_keys: from `DropoutPosition`, [B, T, 2]; None applies no dropout. An argument rather than a lookup,
+                so that recomputing a block gives the masks of its first pass.
+        """
         if self.mixer is not None:
             y, x = norm_and_keep(self.mixer_norm, x)
             y, state = self.mixer(y, state, cu_seqlens)
+            if dropout_keys is not None:
+                y = self.mixer_dropout(y, dropout_keys)
             if self.channel is None:
                 return x + y, state
             y, x = add_and_norm(self.channel_norm, y, x)
         else:
             y, x = norm_and_keep(self.channel_norm, x)
-        return x + self.channel(y), state
+        y = self.channel(y)
+        return x + (y if dropout_keys is None else self.channel_dropout(y, dropout_keys)), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """x [B, D], one token."""

@@ -84,7 +84,8 @@ def _problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: to
     with gather(problems):
         _seed(0)
         mixer = _build(cls, config, context).to(dtype).eval()
-        context.shared.to(dtype)
+        for module in context.shared.values():
+            module.to(dtype)
         _fill_zeros(mixer)
         x = torch.randn(BATCH, TOKENS, context.d_model, dtype=dtype)
         y, _ = _forward(mixer, x)

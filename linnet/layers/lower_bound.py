@@ -10,11 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from linnet.layers.base import LayerContext
 from linnet.ops import forget_gate
 from linnet.ops.compat_torch import is_plain
 
-__all__ = ["LowerBounds", "forget_gate", "shared_lower_bounds"]
+__all__ = ["LowerBounds", "forget_gate"]
 
 
 class LowerBounds(nn.Module):
@@ -48,10 +47,3 @@ class LowerBounds(nn.Module):
                 return beta  # it lives, and gets its values, in the graph alone
             kept[index, form] = beta
         return kept[index, form]
-
-
-def shared_lower_bounds(mixer: str, context: LayerContext) -> LowerBounds:
-    """The table of this kind of mixer: made by its first layer, found by the others."""
-    if mixer not in context.shared:
-        context.shared[mixer] = LowerBounds(context.mixer_count, context.d_model)
-    return context.shared[mixer]

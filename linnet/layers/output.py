@@ -10,12 +10,12 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.config import Config
+from linnet.layers.base import LayerConfig, LayerContext
 from linnet.layers.norm import NormKind, build_norm, norm_and_gate
 from linnet.ops.activation import gated_activation
 
 
-class GatedOutputConfig(Config):
+class GatedOutputConfig(LayerConfig):
     """Options of `GatedOutput`, and of every mixer that ends with it."""
 
     norm: NormKind = Field("srmsnorm", description="norm of the concatenated heads, over the full width")
@@ -29,17 +29,18 @@ class GatedOutputConfig(Config):
 class GatedOutput(nn.Module):
     """From the heads' output o [..., D] and the mixer's input x [..., D] to y [..., D]."""
 
-    def __init__(self, config: GatedOutputConfig, d_model: int, head_dim: int):
+    def __init__(self, config: GatedOutputConfig, context: LayerContext, head_dim: int):
         super().__init__()
+        d_model, bias = context.d_model, context.bias_all
         self.config = config
         self.norm = build_norm(config.norm, d_model, config.norm_eps)
         if config.gate == "low_rank":
             rank = config.gate_rank or head_dim
-            self.gate_down = nn.Linear(d_model, rank, bias=False)
-            self.gate_up = nn.Linear(rank, d_model, bias=False)
+            self.gate_down = nn.Linear(d_model, rank, bias=bias)
+            self.gate_up = nn.Linear(rank, d_model, bias=bias)
         elif config.gate == "full":
-            self.gate_up = nn.Linear(d_model, d_model, bias=False)
-        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+            self.gate_up = nn.Linear(d_model, d_model, bias=bias)
+        self.out_proj = nn.Linear(d_model, d_model, bias=bias)
         self.out_proj.ends_residual = True
 
     def forward(self, o: Tensor, x: Tensor) -> Tensor:
@@ -61,9 +62,16 @@ class GatedOutput(nn.Module):
 
 
 def split_heads(d_model: int, num_heads: int, mixer: str) -> int:
-    """Width of a head. Raises ValueError that names the key, the value and the fix."""
-    if d_model % num_heads:
-        near = [h for h in range(1, d_model + 1) if d_model % h == 0]
-        fit = min(near, key=lambda h: (abs(h - num_heads), h))
-        raise ValueError(f"{mixer}.num_heads: {num_heads} does not divide d_model {d_model}; {fit} does")
+    """Returns the width of a head. Raises ValueError that names the key, the value and the fix."""
+    for problem in check_heads(d_model, num_heads):
+        raise ValueError(f"{mixer}.{problem}")
     return d_model // num_heads
+
+
+def check_heads(d_model: int, num_heads: int) -> list[str]:
+    """Returns the problem of a number of heads that does not divide the model's width, if it is one."""
+    if d_model % num_heads == 0:
+        return []
+    divisors = [h for h in range(1, d_model + 1) if d_model % h == 0]
+    fit = min(divisors, key=lambda h: (abs(h - num_heads), h))
+    return [f"num_heads: {num_heads} does not divide d_model {d_model}; {fit} does"]

@@ -1,24 +1,28 @@
-"""A layout of layers with a head: configuration, causal language model, recipes and costs."""
+"""A layout of layers with a head: configurations, causal language model, recipes and costs."""
 
 from linnet.models.autoencoder import AutoEncoder, build_autoencoder
 from linnet.models.backbone import Backbone, ModelState
 from linnet.models.causal_lm import CausalLM, build_model, empty_model
 from linnet.models.config import ModelConfig
 from linnet.models.costs import count_parameters, flops_exact, flops_paper, state_bytes
-from linnet.models.layout import LayerSpec, parse_layout
+from linnet.models.layout import Alias, LayerSpec, parse_layout
 from linnet.models.recipes import FAMILIES, RECIPES, family, get_recipe
+from linnet.models.stack import StackConfig, check, upgrade
 
 __all__ = [
     "FAMILIES",
     "RECIPES",
+    "Alias",
     "AutoEncoder",
     "Backbone",
     "CausalLM",
     "LayerSpec",
     "ModelConfig",
     "ModelState",
+    "StackConfig",
     "build_autoencoder",
     "build_model",
+    "check",
     "count_parameters",
     "empty_model",
     "family",
@@ -27,4 +31,5 @@ __all__ = [
     "get_recipe",
     "parse_layout",
     "state_bytes",
+    "upgrade",
 ]

@@ -1,85 +1,165 @@
-"""The stack between embedding and head: an optional TPE, the blocks of the layout, a final norm."""
+"""The stack between embedding and head: positions, mixers before the layers, the blocks of the layout, a final norm."""
 
+import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from linnet.layers.base import LayerContext, State
+from linnet.deprecation import renamed
+from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, find_mixer
 from linnet.layers.block import Block
+from linnet.layers.dropout import Dropout, DropoutPosition
 from linnet.layers.norm import build_norm
-from linnet.layers.positions.tpe import Tpe
-from linnet.models.config import ModelConfig
+from linnet.layers.positions.absolute import build_positions
+from linnet.layers.positions.angles import token_positions
+from linnet.models.layout import LayerSpec
+from linnet.models.stack import StackConfig
 
-ModelState = dict[str, State]  # "tpe" and the blocks' numbers -> what the layer carries
-FAR = 1 << 40  # a context length that no window and no recurrence minds
+ModelState = dict[str, State]  # names of mixers before the layers, numbers of blocks -> what the layer carries
+UNBOUNDED_CONTEXT = 1 << 40  # a context length beyond every window; a recurrence does not depend on it
+POSITION = "position"  # the model's own state: the position of the next token, where absolute positions are added
+
+__getattr__ = renamed(__name__, {"FAR": "linnet.models.backbone.UNBOUNDED_CONTEXT"})
 
 
 class Backbone(nn.Module):
-    """x [B, T, D] -> [B, T, D]. `shared` owns what layers share, so it is saved and counted once."""
+    """x [B, T, D] -> [B, T, D].
 
-    def __init__(self, config: ModelConfig):
+    A mixer before the layers is a submodule of its own name (`backbone.tpe`). `shared` owns the modules that several
+    layers use, so that they are saved and counted once.
+    """
+
+    def __init__(self, config: StackConfig):
         super().__init__()
-        self.tpe = Tpe(config.tpe, config.d_model) if config.tpe is not None else None
+        stack = config.stack
+        self.before = tuple(spec.mixer for spec in stack.before)
+        outside = LayerContext(
+            config.d_model,
+            num_layers=len(stack.blocks),
+            norm=config.norm,
+            norm_eps=config.norm_eps,
+            bias=config.bias,
+        )
+        for spec in stack.before:
+            self.add_module(spec.mixer, find_mixer(spec.mixer)(config.layer_options(spec.mixer, spec), outside))
         self.shared = nn.ModuleDict()
         self.blocks = nn.ModuleList()
-        specs = config.blocks
-        options = {name: config.layer_options(name) for name in config.options}
-        counts, seen = Counter(spec.mixer for spec in specs), Counter()
-        for index, spec in enumerate(specs):
-            context = LayerContext(
-                d_model=config.d_model,
-                layer_index=index,
-                num_layers=len(specs),
-                mixer_index=seen[spec.mixer],
-                mixer_count=counts[spec.mixer],
-                norm=config.norm,
-                norm_eps=config.norm_eps,
-                shared=self.shared,
-            )
-            seen[spec.mixer] += 1
-            mixer = (spec.mixer, options[spec.mixer]) if spec.mixer else None
-            channel = (spec.channel, options[spec.channel]) if spec.channel else None
-            self.blocks.append(Block(mixer, channel, context))
+        for spec, context in zip(stack.blocks, _contexts(stack.blocks, outside, self.shared), strict=True):
+            mixer, channel = ((name, config.layer_options(name, spec)) if name else None for name in spec)
+            if mixer is not None:
+                self._make_shared(find_mixer(mixer[0]), mixer[1], context)
+            self.blocks.append(Block(mixer, channel, context, config.dropout))
         self.norm = build_norm(config.norm, config.d_model, config.norm_eps)
+        self.positions = build_positions(config.positions, config.d_model, config.num_positions)
+        self.max_context: int | None = config.num_positions
+        self.dropout = Dropout(config.dropout, 0) if config.dropout else None
+        self.dropout_position = DropoutPosition() if config.dropout else None
 
     def forward(self, x: Tensor, states: ModelState | None = None, cu_seqlens: Tensor | None = None):
+        """The features of all tokens, and the states after the last one (None if none were given).
+
+        Raises:
+            ValueError: rows longer than the table of `positions: learned`.
+        """
         after: ModelState | None = None if states is None else {}
-        if self.tpe is not None:
-            x, state = self.tpe(x, None if states is None else states["tpe"], cu_seqlens)
+        if self.positions is not None:
+            x = self._add_positions(x, states, after, cu_seqlens)
+        keys = None
+        if self.dropout is not None and self.training:
+            keys = self.dropout_position(x)
+            x = self.dropout(x, keys)
+        for name, mixer in self.mixers_before():
+            x, state = mixer(x, None if states is None else states[name], cu_seqlens)
             if after is not None:
-                after["tpe"] = state
+                after[name] = state
         for index, block in enumerate(self.blocks):
-            x, state = block(x, None if states is None else states[str(index)], cu_seqlens)
+            x, state = block(x, None if states is None else states[str(index)], cu_seqlens, keys)
             if after is not None:
                 after[str(index)] = state
         return self.norm(x), after
 
     def step(self, x: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
+        """One token, x [B, D]."""
         after: ModelState = {}
-        if self.tpe is not None:
-            x, after["tpe"] = self.tpe.step(x, states["tpe"])
+        if self.positions is not None:
+            place = states[POSITION]["next"]
+            x = x + self.positions(place).to(x.dtype)
+            place += 1
+            after[POSITION] = states[POSITION]
+        for name, mixer in self.mixers_before():
+            x, after[name] = mixer.step(x, states[name])
         for index, block in enumerate(self.blocks):
             x, after[str(index)] = block.step(x, states[str(index)])
         return self.norm(x), after
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> ModelState:
+        """The states before the first token; only layers with a KV cache use `context_length`, its capacity."""
         states: ModelState = {}
-        if self.tpe is not None:
-            modes = self.tpe.state_spec(batch, context_length)["modes"]
-            states["tpe"] = {"modes": torch.zeros(modes.shape, dtype=dtype or modes.dtype, device=device)}
+        if self.positions is not None:
+            states[POSITION] = {"next": torch.zeros(batch, dtype=torch.int64, device=device)}
+        for name, mixer in self.mixers_before():
+            states[name] = mixer.init_state(batch, context_length, device, dtype)
         for index, block in enumerate(self.blocks):
             states[str(index)] = block.init_state(batch, context_length, device, dtype)
         return states
 
     def state_bytes(self, context_length: int) -> int:
         """Bytes carried between tokens for one sequence at a context length."""
-        layers = [block.state_spec(1, context_length) for block in self.blocks]
-        if self.tpe is not None:
-            layers.append(self.tpe.state_spec(1, context_length))
-        return sum(spec.bytes for layer in layers for spec in layer.values())
+        specs = [layer.state_spec(1, context_length) for layer in self.layers()]
+        return sum(spec.bytes for layer in [*specs, self.own_state(1)] for spec in layer.values())
+
+    def own_state(self, batch: int) -> dict[str, TensorSpec]:
+        """What the backbone itself carries between tokens."""
+        return {} if self.positions is None else {"next": TensorSpec((batch,), torch.int64)}
 
     @property
     def state_grows(self) -> bool:
-        """Whether a sequence carries more the longer it is, as with a KV cache without a window."""
-        return self.state_bytes(FAR) != self.state_bytes(2 * FAR)
+        """Whether the state grows with the context, as a KV cache without a window does."""
+        return self.state_bytes(UNBOUNDED_CONTEXT) != self.state_bytes(2 * UNBOUNDED_CONTEXT)
+
+    def mixers_before(self) -> Iterator[tuple[str, Mixer]]:
+        """The mixers before the layers with their names."""
+        return ((name, getattr(self, name)) for name in self.before)
+
+    def layers(self) -> list[nn.Module]:
+        """Everything that has a cost and a state: the blocks, then the mixers before them."""
+        return [*self.blocks, *(mixer for _, mixer in self.mixers_before())]
+
+    def parts(self) -> list[nn.Module]:
+        """Every mixer and channel mixer."""
+        parts = [part for block in self.blocks for part in (block.mixer, block.channel) if part is not None]
+        return [*parts, *(mixer for _, mixer in self.mixers_before())]
+
+    def _make_shared(self, mixer: type[Mixer], options, context: LayerContext) -> None:
+        for name, make in mixer.shared_spec(options, context).items():
+            if name not in self.shared:
+                self.shared[name] = make()
+
+    def _add_positions(self, x, states, after, cu_seqlens) -> Tensor:
+        start = None if states is None else states[POSITION]["next"]
+        length = x.shape[1]
+        if start is None and cu_seqlens is None and self.max_context is not None and length > self.max_context:
+            raise ValueError(
+                f"a row of {length} tokens is longer than num_positions: {self.max_context}; give shorter rows "
+                "or a larger num_positions"
+            )
+        if after is not None:
+            lengths = length if cu_seqlens is None else cu_seqlens.diff().to(torch.int64)
+            after[POSITION] = {"next": start + lengths}
+        return x + self.positions(token_positions(x, start, cu_seqlens)).to(x.dtype)
+
+
+def _contexts(specs: list[LayerSpec], outside: LayerContext, shared: nn.ModuleDict) -> Iterator[LayerContext]:
+    """What each block may know about the rest."""
+    counts, seen = Counter(spec.mixer for spec in specs), Counter()
+    for index, spec in enumerate(specs):
+        yield dataclasses.replace(
+            outside,
+            layer_index=index,
+            mixer_index=seen[spec.mixer],
+            mixer_count=counts[spec.mixer],
+            shared=shared,
+        )
+        seen[spec.mixer] += 1

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from linnet.layers import dropout
 from linnet.models.backbone import Backbone, ModelState
 from linnet.models.config import ModelConfig
 from linnet.ops.cross_entropy import cross_entropy_reference, is_whole, linear_cross_entropy
@@ -113,6 +114,8 @@ def draw_weights(build: Callable[[], M], config: ModelConfig, seed: int, device:
                 module.weight.normal_(0.0, std, generator=generator)
                 if getattr(module, "bias", None) is not None:
                     module.bias.zero_()
+    if (place := dropout.place_of(model)) is not None:
+        place.value[0] = seed
     return model.to(device) if device is not None else model
 
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from linnet.layers.block import Block
 from linnet.models.backbone import Backbone
 from linnet.models.causal_lm import CausalLM, empty_model
 from linnet.models.config import ModelConfig
@@ -21,7 +22,7 @@ PAPER_BATCH, PAPER_SEQ_LEN = 480, 8192  # one optimizer step of paper 000
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Total and non-embedding parameters (without input embedding and head)."""
+    """Total and non-embedding parameters (without input embedding, learned positions and head)."""
     return _parameters(config.model_dump_json())
 
 
@@ -62,7 +63,8 @@ def meta_model(config_json: str) -> CausalLM:
 def _parameters(config_json: str) -> tuple[int, int]:
     model = meta_model(config_json)
     total, inside = (sum(p.numel() for p in module.parameters()) for module in (model, model.backbone))
-    return total, inside
+    positions = model.backbone.positions
+    return total, inside - (0 if positions is None else sum(p.numel() for p in positions.parameters()))
 
 
 @lru_cache(maxsize=4096)
@@ -72,20 +74,17 @@ def _backbone_flops(config_json: str, seq_len: int, training: bool) -> float:
 
 
 def _sum_over_layers(backbone: Backbone, cost: Callable[[torch.nn.Module], float]) -> float:
-    """The cost of all blocks, and of TPE; blocks of one shape cost the same."""
+    """The cost of all layers; layers of one shape, state and options cost the same and are counted once."""
     counted: dict[tuple, float] = {}
     total = 0
-    for layer in [*backbone.blocks, *([backbone.tpe] if backbone.tpe is not None else [])]:
-        shape = (type(layer), tuple((name, p.shape) for name, p in layer.named_parameters()), _extra_state(layer))
-        if shape not in counted:
-            counted[shape] = cost(layer)
-        total += counted[shape]
+    for layer in backbone.layers():
+        kind = repr(layer.layers) if isinstance(layer, Block) else type(layer)
+        shapes = tuple((name, p.shape) for name, p in layer.named_parameters())
+        state = tuple(sorted((name, spec.shape) for name, spec in layer.state_spec(1, 1 << 20).items()))
+        if (kind, shapes, state) not in counted:
+            counted[kind, shapes, state] = cost(layer)
+        total += counted[kind, shapes, state]
     return total
-
-
-def _extra_state(layer: torch.nn.Module) -> tuple:
-    """Tells apart layers that differ in nothing but what they carry or compute (a window, a head count)."""
-    return tuple(sorted((name, spec.shape) for name, spec in layer.state_spec(1, 1 << 20).items()))
 
 
 def _count(layer: torch.nn.Module, seq_len: int, d_model: int, training: bool) -> float:
@@ -96,18 +95,15 @@ def _count(layer: torch.nn.Module, seq_len: int, d_model: int, training: bool) -
         if training:
             y.sum().backward()
     layer.zero_grad(set_to_none=True)
-    parts = [part for part in (getattr(layer, "mixer", None), getattr(layer, "channel", None)) if part is not None]
-    own = sum(part.flops(seq_len) for part in parts)
+    parts = [layer.mixer, layer.channel] if isinstance(layer, Block) else [layer]
+    own = sum(part.flops(seq_len) for part in parts if part is not None)
     return counter.get_total_flops() + (3.0 if training else 1.0) * own
 
 
 @lru_cache(maxsize=4096)
 def _paper(config_json: str, seq_len: int) -> float:
     backbone = meta_model(config_json).backbone
-    parts = [part for block in backbone.blocks for part in (block.mixer, block.channel) if part is not None]
-    if backbone.tpe is not None:
-        parts.append(backbone.tpe)
-    return 3.0 * sum(part.flops_paper(seq_len) for part in parts)
+    return 3.0 * sum(part.flops_paper(seq_len) for part in backbone.parts())
 
 
 @lru_cache(maxsize=4096)
@@ -116,7 +112,8 @@ def _state(config_json: str, context_length: int) -> int:
         specs = copy.deepcopy(layer).to(torch.bfloat16).state_spec(1, context_length)
         return sum(spec.bytes for spec in specs.values())
 
-    return _sum_over_layers(meta_model(config_json).backbone, cost)
+    backbone = meta_model(config_json).backbone
+    return _sum_over_layers(backbone, cost) + sum(spec.bytes for spec in backbone.own_state(1).values())
 
 
 def summary(name: str, config: ModelConfig, context_length: int) -> dict:

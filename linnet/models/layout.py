@@ -1,32 +1,87 @@
-"""Layout strings: which layers a model stacks, in order.
+"""Layouts: which layers a model stacks, in order, as a string or as a list of blocks.
 
     tnl+sglu x24                                   24 blocks of one kind
     (hyena+swiglu attention+swiglu) x4             a pattern, four times
     2H:4A:4H:2A                                    a topology, with aliases {H: hyena+swiglu, A: attention+swiglu}
+    (L L L G) x6                                   with aliases {L: {layer: attention+swiglu, options: {attention:
+                                                   {window: 64}}}, G: attention+swiglu}
+    tpe cosformer2+sglu x12                        a mixer that stands before the layers, then 12 blocks
 
 A block is `mixer+channel`, or a mixer or channel mixer alone. `xN` repeats what stands before it, a number before an
-alias repeats the alias, and `:` separates like a space.
+alias repeats the alias, and `:` separates like a space. An alias is a layout, or a mapping of a layout and options in
+which its layers differ from the rest of the model.
 """
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
-from linnet.config import nearest
+from pydantic import Field
+
+from linnet.config import Config, nearest
 from linnet.layers.base import CHANNELS, MIXERS
 
 _TOKEN = re.compile(r"[()]|[^\s():]+")
-MOST_BLOCKS = 4096  # more are a slip, and would take minutes and much memory to look at
+_ALIAS = re.compile(r"(?![x*]\d+$)[^\s():+\d][^\s():+]*")
+MOST_BLOCKS = 4096  # more are a typing error, and would take minutes and much memory to look at
 _SHOWN = 100  # characters of a layout in a message
 _INDENT = " " * 6
 _OWN = ", or give a mixer of your own (--mixer FILE.py:Class, or `plugins` in a file)"
 
+Options = Mapping[str, Mapping[str, Any]]  # layer name -> options
 
-class LayerSpec(NamedTuple):
-    """One block: names of its token mixer and its channel mixer; one of the two may be absent."""
+
+class Alias(Config):
+    """A short name for blocks with options of their own."""
+
+    layer: str = Field(description="a layout, for example 'attention+swiglu'")
+    options: dict[str, dict[str, Any]] = Field({}, description="by layer; they win over the model's `options`")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One block.
+
+    Attributes:
+        mixer, channel: names of its token mixer and its channel mixer; one of the two may be None.
+        options: by layer, what an alias sets in place of the model's options.
+        alias: the alias that sets them, for messages.
+    """
 
     mixer: str | None
     channel: str | None
+    options: Options = field(default_factory=dict, hash=False)
+    alias: str = field(default="", compare=False)
+
+    def __iter__(self):
+        yield from (self.mixer, self.channel)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The layers of this block."""
+        return tuple(name for name in self if name)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A parsed layout.
+
+    Attributes:
+        before: mixers that stand before the layers (`Mixer.before_layers`).
+        blocks: the layers, first to last.
+        head, body: the layout's text, cut where the blocks begin.
+    """
+
+    before: list[LayerSpec]
+    blocks: list[LayerSpec]
+    head: str
+    body: str
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all layers, in the order in which they first appear."""
+        return list(dict.fromkeys(name for spec in (*self.before, *self.blocks) for name in spec.names))
 
 
 class LayoutError(ValueError):
@@ -44,37 +99,196 @@ class LayoutError(ValueError):
         )
 
 
-def parse_layout(layout: str, aliases: Mapping[str, str] | None = None) -> list[LayerSpec]:
-    """The blocks that a layout string names, first to last.
+def parse_layout(layout: str, aliases: Mapping[str, str | Alias] | None = None) -> list[LayerSpec]:
+    """Returns the blocks that a layout names, first to last, without mixers that stand before them.
 
     Raises:
         LayoutError: unknown layers (with the nearest known ones), a parenthesis left open, or a misplaced `xN`; the
             message shows the layout with the wrong places marked, all unknown layers at once.
+        ValueError: an alias that refers to itself, or has a name that cannot be used.
     """
-    return _Parser(layout, aliases or {}).parse()
+    return parse_stack(layout, aliases).blocks
+
+
+def parse_stack(layout: str, aliases: Mapping[str, str | Alias] | None = None) -> Stack:
+    """As `parse_layout`, with the mixers that stand before the layers (`tpe cosformer2+sglu x12`)."""
+    aliases = aliases or {}
+    if problems := check_aliases(aliases):
+        raise ValueError("; ".join(problems))
+    return _Parser(layout, aliases).parse()
+
+
+def check_aliases(aliases: Mapping[str, str | Alias]) -> list[str]:
+    """Returns what is wrong with names of aliases, aliases that refer to themselves, and their options."""
+    problems = []
+    for name in aliases:
+        if name in MIXERS or name in CHANNELS:
+            problems.append(f"aliases.{name}: {name!r} is the name of a layer; choose another name for the alias")
+        elif not _ALIAS.fullmatch(name):
+            problems.append(
+                f"aliases.{name}: {name!r} cannot stand in a layout; begin with a letter, without spaces, '+', ':', "
+                "parentheses, or the form x2"
+            )
+    uses = {name: [token for token in _names(_text(alias)) if token in aliases] for name, alias in aliases.items()}
+    cyclic: set[str] = set()
+    for name in aliases:
+        if name not in cyclic and (way := _way_back(name, uses)):
+            cyclic.update(way)
+            what = "refers to itself" if len(way) == 2 else f"refers to itself through {' -> '.join(way)}"
+            problems.append(f"aliases.{name}: {what} ({_text(aliases[name])!r}); write layers in its place")
+    if not problems:
+        problems += [line for name, alias in aliases.items() for line in _alias_options(name, alias, aliases)]
+    return problems
+
+
+def written(layout: list[str | Mapping[str, Any]], aliases: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Writes a list of blocks as a layout string: returns it and the aliases, with new ones for blocks with options.
+
+    Args:
+        layout: strings, each a layout of its own, and mappings {layer, options} as in `aliases`.
+
+    Raises:
+        ValueError: an entry of another form.
+    """
+    aliases, tokens = dict(aliases), []
+    for place, entry in enumerate(layout):
+        if isinstance(entry, str):
+            tokens.append(entry)
+        elif (
+            isinstance(entry, Mapping) and isinstance(entry.get("layer"), str) and set(entry) <= set(Alias.model_fields)
+        ):
+            tokens.append(_name_for(dict(entry), aliases) if entry.get("options") else entry["layer"])
+        else:
+            raise ValueError(
+                f"layout.{place}: {entry!r} is not a block; write 'tnl+sglu', or {{layer: 'tnl+sglu', options: ...}}"
+            )
+    return _joined(tokens), aliases
+
+
+def cut(layout: str, num_layers: int, aliases: Mapping[str, str | Alias]) -> tuple[str, dict[str, Any]]:
+    """Repeats a layout until it has `num_layers` blocks, the last repetition cut short.
+
+    Returns:
+        the layout and the aliases, with new ones where the cut goes through an alias with options.
+    """
+    stack, own = parse_stack(layout, aliases), dict(aliases)
+    repeats, rest = divmod(num_layers, len(stack.blocks))
+    tokens = [f"({stack.body}) x{repeats}"] if repeats else []
+    for spec in stack.blocks[:rest]:
+        layer = "+".join(spec.names)
+        tokens.append(_name_for({"layer": layer, "options": spec.options}, own) if spec.options else layer)
+    return stack.head + _joined(tokens), own
 
 
 def nearest_layer(name: str, known: Iterable[str]) -> str:
-    """As `nearest`; where no name is near, it may be one of an own mixer, so the message says how to give that."""
-    told = nearest(name, known)
-    return told if told.startswith("did you mean") or set(known) <= set(CHANNELS) else told + _OWN
+    """As `nearest`; if no name is near, adds how to give a mixer from a file."""
+    found = nearest(name, known)
+    return found if found.startswith("did you mean") or set(known) <= set(CHANNELS) else found + _OWN
+
+
+def _text(alias: str | Alias) -> str:
+    return alias if isinstance(alias, str) else alias.layer
+
+
+def _names(layout: str) -> list[str]:
+    """The tokens of a layout without counts."""
+    return [re.sub(r"^\d+(?=\D)", "", token) for token in _TOKEN.findall(layout)]
+
+
+def _way_back(name: str, uses: Mapping[str, list[str]]) -> list[str]:
+    """The aliases on the way from one back to itself, both ends included; [] if there is none."""
+    ways = [[name, used] for used in uses[name]]
+    seen: set[str] = set()
+    while ways:
+        way = ways.pop()
+        if way[-1] == name:
+            return way
+        if way[-1] not in seen:
+            seen.add(way[-1])
+            ways += [[*way, used] for used in uses[way[-1]]]
+    return []
+
+
+def _alias_options(name: str, alias: str | Alias, aliases: Mapping[str, str | Alias]) -> list[str]:
+    """Options of an alias for layers that it does not have."""
+    if isinstance(alias, str) or not alias.options:
+        return []
+    try:
+        used = set(_Parser(alias.layer, aliases, name).parse(alone=True).names)
+    except LayoutError:
+        return []  # the layout that uses the alias reports it
+    return [
+        f"aliases.{name}.options.{layer}: the layout {alias.layer!r} has no such layer; {nearest(layer, used)}"
+        for layer in alias.options
+        if layer not in used
+    ]
+
+
+def _name_for(entry: dict[str, Any], aliases: dict[str, Any]) -> str:
+    """The alias of an entry, a new one if none is equal."""
+    for name, alias in aliases.items():
+        if (alias.model_dump() if isinstance(alias, Alias) else alias) == entry:
+            return name
+    name = next(f"B{n}" for n in range(1, len(aliases) + 2) if f"B{n}" not in aliases)
+    aliases[name] = entry
+    return name
+
+
+def _joined(tokens: list[str]) -> str:
+    """Tokens with spaces between, a run of equal ones as `token xN`."""
+    runs: list[list] = []
+    for token in tokens:
+        if runs and runs[-1][0] == token and not re.search(r"[\s():]", token):
+            runs[-1][1] += 1
+        else:
+            runs.append([token, 1])
+    return " ".join(token if count == 1 else f"{token} x{count}" for token, count in runs)
+
+
+def _over(options: Options, winner: Options) -> Options:
+    """Options by layer, those of `winner` in place of others."""
+    return {name: {**options.get(name, {}), **winner.get(name, {})} for name in {**options, **winner}}
 
 
 class _Parser:
-    def __init__(self, layout: str, aliases: Mapping[str, str], alias: str = ""):
+    def __init__(self, layout: str, aliases: Mapping[str, str | Alias], alias: str = ""):
         self.layout, self.aliases, self.alias = layout, aliases, alias
         self.tokens = list(_TOKEN.finditer(layout))
         self.marks: list[tuple[int, int, str]] = []
 
-    def parse(self) -> list[LayerSpec]:
+    def parse(self, alone: bool = False) -> Stack:
+        """The whole layout; `alone`: it may be nothing but a mixer that stands before the layers."""
         if not self.tokens:
             raise self._error(0, 1, "it is empty; write for example 'tnl+sglu x6'")
-        blocks, at = self._sequence(0)
+        at, before = 0, []
+        while not (self.alias and not alone) and at < len(self.tokens) and (spec := self._first(self.tokens[at][0])):
+            if spec.mixer in [other.mixer for other in before]:
+                self.marks.append((*self.tokens[at].span(), f"{spec.mixer!r} stands twice before the layers; once"))
+            before.append(spec)
+            at += 1
+        if before and at == len(self.tokens):
+            if alone:
+                return Stack(before, [], self.layout, "")
+            what = f"{self.layout.strip()!r} has no layers behind it; write for example 'tpe tnl+sglu x6'"
+            raise self._error(*self.tokens[-1].span(), what)
+        start = self.tokens[at].start()
+        blocks, at = self._sequence(at)
         if at < len(self.tokens):
             raise self._error(*self.tokens[at].span(), "')' without '('")
         if self.marks:
             raise LayoutError(self.layout, self.marks, self.alias)
-        return blocks
+        start = start if before else 0
+        return Stack(before, blocks, self.layout[:start], self.layout[start:])
+
+    def _first(self, token: str) -> LayerSpec | None:
+        """The mixer that a token puts before the layers, if it does."""
+        if token in self.aliases:
+            alias = self.aliases[token]
+            spec = self._first(_text(alias).strip()) if _text(alias).strip() != token else None
+            if spec is None or isinstance(alias, str):
+                return spec
+            return LayerSpec(spec.mixer, None, _over(spec.options, alias.options), token)
+        return LayerSpec(token, None) if token in MIXERS and MIXERS[token].before_layers else None
 
     def _sequence(self, at: int) -> tuple[list[LayerSpec], int]:
         """Blocks from token `at` to the end or an unopened ')', and the place of what ended them."""
@@ -108,8 +322,13 @@ class _Parser:
         counted = re.fullmatch(r"(\d+)(\D.*)", token)
         count, name = (int(counted[1]), counted[2]) if counted else (1, token)
         if name in self.aliases:
-            rest = {key: value for key, value in self.aliases.items() if key != name}
-            blocks = _Parser(self.aliases[name], rest, name).parse()
+            alias = self.aliases[name]
+            blocks = _Parser(_text(alias), self.aliases, name).parse().blocks
+            if isinstance(alias, Alias) and alias.options:
+                own = [{layer: alias.options[layer] for layer in b.names if layer in alias.options} for b in blocks]
+                blocks = [
+                    LayerSpec(b.mixer, b.channel, _over(b.options, o), name) for b, o in zip(blocks, own, strict=True)
+                ]
         else:
             blocks = [self._block(name, span[1] - len(name))]
         self._limit(len(blocks) * count, span)
@@ -122,6 +341,10 @@ class _Parser:
 
     def _block(self, name: str, start: int) -> LayerSpec:
         mixer, plus, channel = name.partition("+")
+        if mixer in MIXERS and MIXERS[mixer].before_layers:
+            what = f"{mixer!r} stands before all layers, alone; write it once at the start of the layout"
+            self.marks.append((start, start + len(name), what))
+            return LayerSpec(None, None)
         if plus:
             self._check(mixer, start, "token mixer", MIXERS)
             self._check(channel, start + len(mixer) + 1, "channel mixer", CHANNELS)

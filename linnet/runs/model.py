@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer, Tokenizer, load_tokenizer
 from linnet.layers.base import load_plugin, plugin_digest
-from linnet.models import CausalLM, ModelConfig, empty_model
+from linnet.models import CausalLM, ModelConfig, empty_model, upgrade
 from linnet.runs import checkpoint
 from linnet.runs.checkpoint import CheckpointError
 from linnet.runs.files import write_atomic
@@ -94,7 +94,8 @@ def read_config(folder: RunFolder) -> ModelConfig:
     changed = [plugin for plugin, known in values.get("plugin_digests", {}).items() if plugin_digest(plugin) != known]
     if changed:
         warnings.warn(f"{folder.path}: {', '.join(changed)} has changed since this model was trained", stacklevel=2)
-    return parse(ModelConfig, values["model"], f"{folder.path}/config.yaml")
+    model = values["model"]
+    return parse(ModelConfig, upgrade(model) if isinstance(model, dict) else model, f"{folder.path}/config.yaml")
 
 
 def read_tokenizer(folder: RunFolder) -> Tokenizer | None:

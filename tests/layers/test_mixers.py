@@ -30,6 +30,7 @@ FORMS = {
         {"slopes": "paper_eq10", "gate_first": True, "v_activation": "silu", "qk_activation": "elu1"},
         {"slopes": "log_spaced", "layer_factor": False, "gate_input": "residual"},
     ],
+    "tpe": [{}, {"decay": "fixed", "residual": True}],
 }
 CASES = [(name, options) for name in FORMS for options in FORMS[name]]
 
@@ -43,11 +44,9 @@ def build(name, options=None, layer=1, layers=3, d_model=D):
     context = LayerContext(d_model=d_model, layer_index=layer, num_layers=layers, mixer_index=layer, mixer_count=layers)
     mixer = mixer_class(parse(mixer_class.Config, options or {}), context)
     mixer = mixer.double()
-    context.shared.double()
     with torch.no_grad():
-        for module in (mixer, context.shared):
-            for parameter in module.parameters():
-                parameter.add_(0.3 * torch.randn_like(parameter))
+        for parameter in mixer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
     return mixer
 
 

@@ -12,11 +12,11 @@ from linnet.layers import CHANNELS, LayerContext, load_plugin
 from linnet.layers.base import find_mixer
 from linnet.layers.lower_bound import LowerBounds, forget_gate
 from linnet.layers.mixers.tnl import TnlConfig, alibi_slopes, decay_rates
+from linnet.layers.mixers.tpe import Tpe, TpeConfig
 from linnet.layers.norm import build_norm
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.lrpe import Lrpe
 from linnet.layers.positions.rope import Rope
-from linnet.layers.positions.tpe import Tpe, TpeConfig
 
 
 def test_srmsnorm_is_x_over_its_root_mean_square():
@@ -73,7 +73,7 @@ def test_positions_restart_at_documents_and_go_on_after_a_state():
 
 
 def test_tpe_filters_each_channel_and_decodes():
-    tpe = Tpe(TpeConfig(num_modes=5, max_time_constant=20), 3).double()
+    tpe = Tpe(TpeConfig(num_modes=5, max_time_constant=20), LayerContext(3)).double()
     x = torch.randn(2, 11, 3, dtype=torch.float64)
     kernel = (tpe.weight * (-tpe.log_rate.exp()[None] * torch.arange(11.0)[:, None, None]).exp()).sum(-1)  # [T, D]
     expected = torch.stack([(kernel[: t + 1].flip(0) * x[:, : t + 1]).sum(1) for t in range(11)], 1)
@@ -86,14 +86,14 @@ def test_tpe_filters_each_channel_and_decodes():
             out, state = tpe.step(x[:, t], state)
             steps.append(out)
     torch.testing.assert_close(torch.stack(steps, 1), y)
-    residual = Tpe(TpeConfig(num_modes=5, max_time_constant=20, residual=True), 3).double()
+    residual = Tpe(TpeConfig(num_modes=5, max_time_constant=20, residual=True), LayerContext(3)).double()
     residual.load_state_dict(tpe.state_dict())
     torch.testing.assert_close(residual(x)[0], x + y)
 
 
 def test_tpe_has_128_numbers_a_channel_either_way():
     for config in (TpeConfig(), TpeConfig(num_modes=128, decay="fixed")):
-        assert sum(p.numel() for p in Tpe(config, 10).parameters()) == 1280
+        assert sum(p.numel() for p in Tpe(config, LayerContext(10)).parameters()) == 1280
 
 
 def test_alibi_slopes_of_powers_of_two_and_others():

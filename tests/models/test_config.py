@@ -54,7 +54,7 @@ def test_layouts_that_are_refused(layout, message):
 
 
 def test_an_alias_of_itself_is_refused_and_not_followed_forever():
-    with pytest.raises(ValueError, match="unknown"):
+    with pytest.raises(ValueError, match=r"aliases\.A: .*A -> B -> A"):
         parse_layout("A", {"A": "B", "B": "A"})
 
 
@@ -68,9 +68,9 @@ def test_all_problems_of_a_model_at_once():
     assert len(error.value.problems) == 4
 
 
-@pytest.mark.parametrize("key", ["num_layers", "n_layers", "layers", "depth"])
+@pytest.mark.parametrize("key", ["n_layers", "layers", "depth"])
 def test_the_number_of_layers_is_in_the_layout(key):
-    with pytest.raises(ConfigError, match=rf"{key}: .*1.*`layout`"):
+    with pytest.raises(ConfigError, match=rf"{key}: .*1.*`layout`.*`num_layers`"):
         parse(ModelConfig, {"recipe": "tnl-10m", key: 1})
 
 
@@ -85,7 +85,7 @@ def test_all_problems_of_the_layers_at_once():
     text = str(error.value)
     assert re.search(r"options\.tnl\.num_heads: 7 .* 100.* 5 ", text)
     assert re.search(r"sglu\.iner: .*8.*'inner'", text)
-    assert re.search(r"options\.attention: .* 1; .*num_heads", text)
+    assert re.search(r"options\.attention\.num_heads: .* 1; .*num_heads", text)
     assert "options.gla" in text
 
 

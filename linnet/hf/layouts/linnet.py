@@ -6,7 +6,7 @@ import torch
 
 from linnet.config import ConfigError, parse
 from linnet.hf.layouts.base import LARGEST, Part, Plan, Settings
-from linnet.models import CausalLM, ModelConfig
+from linnet.models import CausalLM, ModelConfig, upgrade
 
 
 def read(settings: Settings) -> Plan:
@@ -19,7 +19,7 @@ def read(settings: Settings) -> Plan:
         settings.problems.append(f"model.layout: has more than {LARGEST['layers']} layers (given {values['layout']!r})")
         settings.check()
     try:
-        model = parse(ModelConfig, values, "model of config.json")
+        model = parse(ModelConfig, upgrade(values), "model of config.json")
         with torch.device("meta"):
             names = CausalLM(model).state_dict()
     except (RuntimeError, TypeError, OverflowError) as error:  # RecursionError is a RuntimeError

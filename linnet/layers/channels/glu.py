@@ -9,12 +9,11 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.config import Config
-from linnet.layers.base import Channel, LayerContext, register_channel
+from linnet.layers.base import Channel, LayerConfig, LayerContext, register_channel
 from linnet.ops.activation import gated_activation
 
 
-class GluWidthConfig(Config):
+class GluWidthConfig(LayerConfig):
     """Options of `swiglu` and `sglu`."""
 
     inner: int = Field(
@@ -37,9 +36,9 @@ class GatedLinearUnit(Channel):
         super().__init__()
         d_model = context.d_model
         inner = config.inner or -(-8 * d_model // 24) * 8
-        self.gate_proj = nn.Linear(d_model, inner, bias=False)
-        self.up_proj = nn.Linear(d_model, inner, bias=False)
-        self.down_proj = nn.Linear(inner, d_model, bias=False)
+        self.gate_proj = nn.Linear(d_model, inner, bias=context.bias_all)
+        self.up_proj = nn.Linear(d_model, inner, bias=context.bias_all)
+        self.down_proj = nn.Linear(inner, d_model, bias=context.bias_all)
         self.down_proj.ends_residual = True
 
     def forward(self, x: Tensor) -> Tensor:

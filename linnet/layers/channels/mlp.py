@@ -5,12 +5,11 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.config import Config
-from linnet.layers.base import Channel, LayerContext, register_channel
+from linnet.layers.base import Channel, LayerConfig, LayerContext, register_channel
 from linnet.ops.activation import ACTIVATIONS
 
 
-class MlpConfig(Config):
+class MlpConfig(LayerConfig):
     """Options of `mlp`."""
 
     inner: int = Field(0, ge=0, description="inner width; 0 means four times the model width")
@@ -24,10 +23,10 @@ class Mlp(Channel):
 
     def __init__(self, config: MlpConfig, context: LayerContext):
         super().__init__()
-        inner = config.inner or 4 * context.d_model
+        inner, bias = config.inner or 4 * context.d_model, config.bias or context.bias_all
         self.activation = config.activation
-        self.up_proj = nn.Linear(context.d_model, inner, bias=config.bias)
-        self.down_proj = nn.Linear(inner, context.d_model, bias=config.bias)
+        self.up_proj = nn.Linear(context.d_model, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, context.d_model, bias=bias)
         self.down_proj.ends_residual = True
 
     def forward(self, x: Tensor) -> Tensor:

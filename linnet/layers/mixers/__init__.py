@@ -12,6 +12,7 @@ from linnet.layers.mixers import (
     mamba,
     mh_hyena,
     tnl,
+    tpe,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "mamba",
     "mh_hyena",
     "tnl",
+    "tpe",
 ]

@@ -9,15 +9,14 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.config import Config
-from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
-from linnet.layers.output import split_heads
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.output import check_heads, split_heads
 from linnet.layers.positions.angles import token_positions
-from linnet.layers.positions.rope import Rope, RopeScalingConfig
+from linnet.layers.positions.rope import Rope, RopeScalingConfig, check_rope
 from linnet.ops.attention import attend_window, causal_attention
 
 
-class AttentionConfig(Config):
+class AttentionConfig(LayerConfig):
     """Options of `attention`."""
 
     num_heads: int = Field(8, ge=1, description="heads; must divide d_model")
@@ -26,6 +25,15 @@ class AttentionConfig(Config):
     rope_base: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="lower frequencies, for longer contexts")
     window: int = Field(0, ge=0, description="tokens that each token sees, itself included; 0 means all before it")
+
+    def check(self, context: LayerContext) -> list[str]:
+        if problems := check_heads(context.d_model, self.num_heads):
+            return problems
+        if self.num_kv_heads and self.num_heads % self.num_kv_heads:
+            problems = [f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}; use a divisor"]
+        if self.rope:
+            problems += check_rope(context.d_model // self.num_heads)
+        return problems
 
 
 @register_mixer("attention", AttentionConfig)
@@ -37,16 +45,14 @@ class Attention(Mixer):
         d_model = context.d_model
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
         self.head_dim = split_heads(d_model, config.num_heads, self.name)
+        for problem in config.check(context):
+            raise ValueError(f"attention.{problem}")
         self.num_kv_heads = config.num_kv_heads or config.num_heads
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"attention.num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}; use a divisor"
-            )
         kv_dim = self.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(d_model, d_model, bias=False)
-        self.k_proj = nn.Linear(d_model, kv_dim, bias=False)
-        self.v_proj = nn.Linear(d_model, kv_dim, bias=False)
-        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.q_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.k_proj = nn.Linear(d_model, kv_dim, bias=context.bias_qkv)
+        self.v_proj = nn.Linear(d_model, kv_dim, bias=context.bias_qkv)
+        self.out_proj = nn.Linear(d_model, d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
         self.rope = Rope(self.head_dim, config.rope_base, config.rope_scaling) if config.rope else None
 

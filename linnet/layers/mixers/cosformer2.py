@@ -1,8 +1,8 @@
 """cosFormer2: linear attention without decay, with learned complex LRPE in every layer (paper 000, A.1.4).
 
 Q = silu(X W_q), K = silu(X W_k), V = X W_v; LRPE doubles the heads of Q and K; O = Norm(LA(Q, K, V)) * sigmoid(X W_d
-W_u); y = O W_o. No denominator. The model applies TPE once after the embedding (`tpe` of the model, not of this
-layer). The gate reads the normed input by default; `gate_input: residual` is the equation of the paper.
+W_u); y = O W_o. No denominator. The recipes apply TPE once after the embedding (the mixer `tpe`). The gate reads the
+normed input by default; `gate_input: residual` is the equation of the paper.
 """
 
 from typing import Literal
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.norm import NormKind, build_norm
-from linnet.layers.output import GatedOutput, GatedOutputConfig, split_heads
+from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.lrpe import Lrpe
 from linnet.ops import lightning_attention, lightning_step
@@ -27,6 +27,9 @@ class Cosformer2Config(GatedOutputConfig):
     gate_input: Literal["normed", "residual"] = Field("normed", description="paper 000, A.1.4: residual")
     lrpe_shared_heads: bool = Field(False, description="one set of frequencies for all heads")
 
+    def check(self, context: LayerContext) -> list[str]:
+        return check_heads(context.d_model, self.num_heads)
+
 
 @register_mixer("cosformer2", Cosformer2Config)
 class Cosformer2(Mixer):
@@ -39,11 +42,11 @@ class Cosformer2(Mixer):
         self.head_dim = split_heads(d_model, config.num_heads, self.name)
         self.owns_input_norm = config.gate_input == "residual"
         self.input_norm = build_norm(context.norm, d_model, context.norm_eps) if self.owns_input_norm else None
-        self.q_proj = nn.Linear(d_model, d_model, bias=False)
-        self.k_proj = nn.Linear(d_model, d_model, bias=False)
-        self.v_proj = nn.Linear(d_model, d_model, bias=False)
+        self.q_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.k_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.v_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.lrpe = Lrpe(config.num_heads, self.head_dim, "complex", config.lrpe_shared_heads)
-        self.output = GatedOutput(config, d_model, self.head_dim)
+        self.output = GatedOutput(config, context, self.head_dim)
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         start = None if state is None else state["position"]

@@ -7,15 +7,14 @@ o_t = d_k^{-1/2} q_t S_t; RMSNorm in each head with one gain shared by the heads
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.config import Config
-from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.norm import build_norm, norm_and_gate
-from linnet.layers.output import split_heads
+from linnet.layers.output import check_heads, split_heads
 from linnet.ops import gated_linear_attention, gated_step
 from linnet.ops.activation import log_sigmoid
 
 
-class GlaConfig(Config):
+class GlaConfig(LayerConfig):
     """Options of `gla`."""
 
     num_heads: int = Field(4, ge=1, description="heads; must divide d_model")
@@ -23,6 +22,19 @@ class GlaConfig(Config):
     gate_rank: int = Field(16, ge=1, description="rank of the decay's projection")
     gate_temperature: float = Field(16.0, gt=0, description="log-decays are divided by it")
     norm_eps: float = Field(1e-5, gt=0, description="of the norm in each head")
+
+    def key_width(self, d_model: int) -> int:
+        """Width of the keys of all heads together."""
+        return round(d_model * self.expand_k)
+
+    def check(self, context: LayerContext) -> list[str]:
+        width = self.key_width(context.d_model)
+        if (problems := check_heads(context.d_model, self.num_heads)) or (width and width % self.num_heads == 0):
+            return problems
+        return [
+            f"expand_k: {self.expand_k} gives a key width of {width}, which is not a positive multiple of num_heads "
+            f"{self.num_heads}; change one of the two"
+        ]
 
 
 @register_mixer("gla", GlaConfig)
@@ -34,21 +46,18 @@ class Gla(Mixer):
         d_model = context.d_model
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
         self.value_dim = split_heads(d_model, config.num_heads, self.name)
-        key_width = round(d_model * config.expand_k)
-        if key_width % config.num_heads:
-            raise ValueError(
-                f"gla.expand_k: {config.expand_k} gives a key width of {key_width}, which num_heads {config.num_heads} "
-                "does not divide; change one of the two"
-            )
+        for problem in config.check(context):
+            raise ValueError(f"gla.{problem}")
+        key_width = config.key_width(d_model)
         self.key_dim = key_width // config.num_heads
-        self.q_proj = nn.Linear(d_model, key_width, bias=False)
-        self.k_proj = nn.Linear(d_model, key_width, bias=False)
-        self.v_proj = nn.Linear(d_model, d_model, bias=False)
-        self.decay_down = nn.Linear(d_model, config.gate_rank, bias=False)
+        self.q_proj = nn.Linear(d_model, key_width, bias=context.bias_qkv)
+        self.k_proj = nn.Linear(d_model, key_width, bias=context.bias_qkv)
+        self.v_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.decay_down = nn.Linear(d_model, config.gate_rank, bias=context.bias_all)
         self.decay_up = nn.Linear(config.gate_rank, key_width, bias=True)
-        self.gate_proj = nn.Linear(d_model, d_model, bias=False)
+        self.gate_proj = nn.Linear(d_model, d_model, bias=context.bias_all)
         self.norm = build_norm("rmsnorm", self.value_dim, config.norm_eps)
-        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.out_proj = nn.Linear(d_model, d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):

@@ -6,19 +6,20 @@ the gate as in the paper (`norm_first`: the order of the authors' module). No bi
 Table 1, finds real with twice the state better.
 """
 
+from functools import partial
+
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.config import Config
-from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
-from linnet.layers.lower_bound import forget_gate, shared_lower_bounds
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.lower_bound import LowerBounds, forget_gate
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.positions.angles import geometric_frequencies
 from linnet.ops import diagonal_scan, diagonal_step
 
 
-class HgrnConfig(Config):
+class HgrnConfig(LayerConfig):
     """Options of `hgrn`."""
 
     complex: bool = Field(False, description="complex recurrence with a learned rotation")
@@ -37,18 +38,22 @@ class Hgrn(Mixer):
         d_model = context.d_model
         features = 2 * d_model if config.complex else d_model
         self.config, self.d_model, self.index = config, d_model, context.mixer_index
-        self.in_proj = nn.Linear(d_model, features, bias=False)
-        self.f_proj = nn.Linear(d_model, d_model, bias=False)
-        self.gate_proj = nn.Linear(d_model, features, bias=False)
+        self.in_proj = nn.Linear(d_model, features, bias=context.bias_qkv)
+        self.f_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.gate_proj = nn.Linear(d_model, features, bias=context.bias_all)
         self.norm = build_norm(config.norm, features)
-        self.out_proj = nn.Linear(features, d_model, bias=False)
+        self.out_proj = nn.Linear(features, d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
         if config.complex:
             self.theta = nn.Parameter(geometric_frequencies(d_model))
         else:
             self.theta = None
-        # In a tuple, so that the table stays the model's parameter and does not become this layer's too.
-        self.bounds = (shared_lower_bounds(self.name, context),)
+        self.bounds = self.shared(self.name, config, context)
+
+    @classmethod
+    def shared_spec(cls, config: HgrnConfig, context: LayerContext):
+        """One table of lower bounds for all layers of this kind."""
+        return {cls.name: partial(LowerBounds, context.mixer_count, context.d_model)}
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         inputs, log_decay = self._project(x)

@@ -8,21 +8,21 @@ Departures, each an option: the output gate is SiLU (paper 002; paper 000 has no
 WT-103 reproduction: sigmoid), the value has no activation (`value_activation: silu` is the authors' module).
 """
 
+from functools import partial
 from typing import Literal
 
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.config import Config
-from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
-from linnet.layers.lower_bound import shared_lower_bounds
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.lower_bound import LowerBounds
 from linnet.layers.norm import NormKind, build_norm
-from linnet.layers.output import split_heads
+from linnet.layers.output import check_heads, split_heads
 from linnet.ops import forget_gated_attention, forget_gated_pending_step, forget_gated_step
 
 
-class Hgrn2Config(Config):
+class Hgrn2Config(LayerConfig):
     """Options of `hgrn2`."""
 
     num_heads: int = Field(8, ge=1, description="paper 002 calls d_model / num_heads the expansion, 128 by default")
@@ -33,6 +33,9 @@ class Hgrn2Config(Config):
     lower_bound: Literal["inclusive", "exclusive", "none"] = Field(
         "inclusive", description="of the decay, which rises with the layers; none leaves it at 0"
     )
+
+    def check(self, context: LayerContext) -> list[str]:
+        return check_heads(context.d_model, self.num_heads)
 
 
 @register_mixer("hgrn2", Hgrn2Config)
@@ -45,14 +48,21 @@ class Hgrn2(Mixer):
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
         self.head_dim = split_heads(d_model, config.num_heads, self.name)
         self.index = context.mixer_index
-        self.q_proj = nn.Linear(d_model, d_model, bias=False)
-        self.f_proj = nn.Linear(d_model, d_model, bias=False)
-        self.i_proj = nn.Linear(d_model, d_model, bias=False)
+        self.q_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.f_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.i_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.norm = build_norm(config.norm, d_model, config.norm_eps)
-        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.out_proj = nn.Linear(d_model, d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
-        # In a tuple, so that the table stays the model's parameter and does not become this layer's too.
-        self.bounds = (shared_lower_bounds(self.name, context),) if config.lower_bound != "none" else ()
+        bounded = config.lower_bound != "none"
+        self.bounds = self.shared(self.name, config, context) if bounded else ()
+
+    @classmethod
+    def shared_spec(cls, config: Hgrn2Config, context: LayerContext):
+        """One table of lower bounds for all layers of this kind that has any."""
+        if config.lower_bound == "none":
+            return {}
+        return {cls.name: partial(LowerBounds, context.mixer_count, context.d_model)}
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         q, gate, v, beta = self._project(x)

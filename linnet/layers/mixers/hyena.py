@@ -11,13 +11,12 @@ finite state. Here: modes, whose number is the state size that the paper counts,
 from pydantic import Field
 from torch import Tensor, nn
 
-from linnet.config import Config
-from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.hyena import LongFilter, ShortProjection, long_flops_paper
 from linnet.ops import long_convolution, long_convolution_step
 
 
-class HyenaFilterConfig(Config):
+class HyenaFilterConfig(LayerConfig):
     """Options that the three Hyena mixers share."""
 
     num_modes: int = Field(16, ge=1, description="complex modes of a filter: its state size")

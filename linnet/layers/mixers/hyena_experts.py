@@ -39,6 +39,15 @@ class HyenaExpertsConfig(HyenaFilterConfig):
             )
         return self
 
+    def width(self, d_model: int) -> int:
+        """Channels of one expert."""
+        return self.expert_width or d_model // self.num_experts
+
+    def check(self, context: LayerContext) -> list[str]:
+        if self.width(context.d_model):
+            return []
+        return [f"num_experts: {self.num_experts} experts share a width of {context.d_model}; give expert_width"]
+
 
 @register_mixer("hyena_experts", HyenaExpertsConfig)
 class HyenaExperts(Routed, HyenaMixer):
@@ -46,11 +55,9 @@ class HyenaExperts(Routed, HyenaMixer):
 
     def __init__(self, config: HyenaExpertsConfig, context: LayerContext):
         d_model, experts = context.d_model, config.num_experts
-        width = config.expert_width or d_model // experts
-        if not width:
-            raise ValueError(
-                f"hyena_experts.num_experts: {experts} experts share a width of {d_model}; give expert_width"
-            )
+        for problem in config.check(context):
+            raise ValueError(f"hyena_experts.{problem}")
+        width = config.width(d_model)
         channels = experts * width
         super().__init__(config, d_model, channels=channels, filters=channels, conv_channels=channels)
         self.experts = (experts, width)

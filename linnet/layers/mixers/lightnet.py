@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.norm import NormKind
-from linnet.layers.output import GatedOutput, GatedOutputConfig, split_heads
+from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.lrpe import Lrpe
 from linnet.ops import additive_attention, additive_step
@@ -27,6 +27,9 @@ class LightnetConfig(GatedOutputConfig):
     lrpe: bool = Field(True, description="False is an ablation of paper 003, section 5.3")
     lrpe_shared_heads: bool = Field(False, description="one set of frequencies for all heads")
 
+    def check(self, context: LayerContext) -> list[str]:
+        return check_heads(context.d_model, self.num_heads)
+
 
 @register_mixer("lightnet", LightnetConfig)
 class Lightnet(Mixer):
@@ -37,11 +40,11 @@ class Lightnet(Mixer):
         d_model = context.d_model
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
         self.head_dim = split_heads(d_model, config.num_heads, self.name)
-        self.q_proj = nn.Linear(d_model, d_model, bias=False)
-        self.k_proj = nn.Linear(d_model, d_model, bias=False)
-        self.v_proj = nn.Linear(d_model, d_model, bias=False)
+        self.q_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.k_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.v_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.lrpe = Lrpe(config.num_heads, self.head_dim, "complex", config.lrpe_shared_heads) if config.lrpe else None
-        self.output = GatedOutput(config, d_model, self.head_dim)
+        self.output = GatedOutput(config, context, self.head_dim)
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         q, k, v = self._project(x)

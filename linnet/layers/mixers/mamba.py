@@ -15,15 +15,14 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.config import Config
-from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.short_conv import ShortConv
 from linnet.ops import gated_activation, selective_scan, selective_step
 
 SHORTEST_STEP, LONGEST_STEP, SMALLEST_STEP = 1e-3, 1e-1, 1e-4  # of delta at initialisation, before the input acts
 
 
-class MambaConfig(Config):
+class MambaConfig(LayerConfig):
     """Options of `mamba`."""
 
     expand: int = Field(2, ge=1, description="channels of the recurrence over the model width")
@@ -44,15 +43,15 @@ class Mamba(Mixer):
         self.config, self.d_model = config, context.d_model
         self.channels = config.expand * context.d_model
         self.dt_rank = config.dt_rank or math.ceil(context.d_model / 16)
-        self.in_proj = nn.Linear(context.d_model, self.channels, bias=False)
-        self.gate_proj = nn.Linear(context.d_model, self.channels, bias=False)
+        self.in_proj = nn.Linear(context.d_model, self.channels, bias=context.bias_qkv)
+        self.gate_proj = nn.Linear(context.d_model, self.channels, bias=context.bias_all)
         self.conv = ShortConv(self.channels, config.conv_width, config.conv_bias, silu=True)
-        self.select_proj = nn.Linear(self.channels, self.dt_rank + 2 * config.state, bias=False)
+        self.select_proj = nn.Linear(self.channels, self.dt_rank + 2 * config.state, bias=context.bias_all)
         self.dt_weight = nn.Parameter(torch.empty(self.channels, self.dt_rank))
         self.dt_bias = nn.Parameter(torch.empty(self.channels))
         self.A_log = nn.Parameter(torch.arange(1, config.state + 1).float().log().repeat(self.channels, 1))
         self.skip = nn.Parameter(torch.ones(self.channels))
-        self.out_proj = nn.Linear(self.channels, context.d_model, bias=False)
+        self.out_proj = nn.Linear(self.channels, context.d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
         self.reset_steps()
 

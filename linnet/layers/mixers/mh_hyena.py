@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from linnet.layers.base import LayerContext, State, register_mixer
 from linnet.layers.hyena import long_flops_paper
 from linnet.layers.mixers.hyena import HyenaFilterConfig, HyenaMixer
-from linnet.layers.output import split_heads
+from linnet.layers.output import check_heads, split_heads
 from linnet.ops import filtered_attention
 
 
@@ -22,6 +22,9 @@ class MhHyenaConfig(HyenaFilterConfig):
 
     num_heads: int = Field(16, ge=1, description="heads; must divide d_model")
     num_modes: int = Field(2, ge=1, description="complex modes of a filter; the state is this times D^2 / num_heads")
+
+    def check(self, context: LayerContext) -> list[str]:
+        return check_heads(context.d_model, self.num_heads)
 
 
 @register_mixer("mh_hyena", MhHyenaConfig)

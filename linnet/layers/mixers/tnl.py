@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.norm import build_norm
-from linnet.layers.output import GatedOutput, GatedOutputConfig, split_heads
+from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
 from linnet.layers.positions.angles import token_positions
-from linnet.layers.positions.lrpe import Lrpe
+from linnet.layers.positions.lrpe import Lrpe, check_real
 from linnet.ops import lightning_attention, lightning_pending_step, lightning_step
 
 
@@ -41,6 +41,12 @@ class TnlConfig(GatedOutputConfig):
     lrpe_form: Literal["complex", "real"] = Field("complex", description="form of the relative position encoding LRPE")
     lrpe_shared_heads: bool = Field(False, description="one set of frequencies for all heads")
 
+    def check(self, context: LayerContext) -> list[str]:
+        problems = check_heads(context.d_model, self.num_heads)
+        if not problems and self.lrpe != "none" and self.lrpe_form == "real":
+            problems = check_real(context.d_model // self.num_heads)
+        return problems
+
 
 @register_mixer("tnl", TnlConfig)
 class Tnl(Mixer):
@@ -53,10 +59,10 @@ class Tnl(Mixer):
         self.head_dim = split_heads(d_model, config.num_heads, self.name)
         self.owns_input_norm = config.gate_input == "residual"
         self.input_norm = build_norm(context.norm, d_model, context.norm_eps) if self.owns_input_norm else None
-        self.q_proj = nn.Linear(d_model, d_model, bias=False)
-        self.k_proj = nn.Linear(d_model, d_model, bias=False)
-        self.v_proj = nn.Linear(d_model, d_model, bias=False)
-        self.output = GatedOutput(config, d_model, self.head_dim)
+        self.q_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.k_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.v_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        self.output = GatedOutput(config, context, self.head_dim)
         with_lrpe = config.lrpe == "all_layers" or (config.lrpe == "first_layer" and context.layer_index == 0)
         self.lrpe = (
             Lrpe(config.num_heads, self.head_dim, config.lrpe_form, config.lrpe_shared_heads) if with_lrpe else None

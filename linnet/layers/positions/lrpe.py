@@ -27,8 +27,8 @@ class Lrpe(nn.Module):
         self, num_heads: int, head_dim: int, form: Literal["complex", "real"] = "complex", shared_heads: bool = False
     ):
         super().__init__()
-        if form == "real" and head_dim % 2:
-            raise ValueError(f"real LRPE needs an even head width, not {head_dim}; change num_heads")
+        if form == "real" and check_real(head_dim):
+            raise ValueError(check_real(head_dim)[0])
         self.form = form
         per_head = head_dim if form == "complex" else head_dim // 2
         heads = 1 if shared_heads else num_heads
@@ -41,3 +41,8 @@ class Lrpe(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, activation: Literal["none", "silu"] = "none") -> Tensor:
         """Encodes act(x) [B, T, H, d_h] (or [B, H, d_h] in a step) at positions [B, T] (or [B])."""
         return rotate(x, positions, self.theta, doubling=self.form == "complex", activation=activation)
+
+
+def check_real(head_dim: int) -> list[str]:
+    """Returns the problem of a head width that the real form cannot cut into pairs, if it is one."""
+    return [f"num_heads: real LRPE needs an even head width, not {head_dim}; change num_heads"] if head_dim % 2 else []

@@ -41,8 +41,8 @@ class Rope(nn.Module):
 
     def __init__(self, head_dim: int, base: float = 10000.0, scaling: RopeScalingConfig | None = None):
         super().__init__()
-        if head_dim % 2:
-            raise ValueError(f"RoPE needs an even head width, not {head_dim}; change num_heads or set rope: false")
+        for problem in check_rope(head_dim):
+            raise ValueError(problem)
         frequencies = geometric_frequencies(head_dim // 2, base**0.5)  # base^(-2i/d) for i < d/2
         if scaling is not None:
             frequencies = scale_frequencies(frequencies, scaling)
@@ -50,6 +50,13 @@ class Rope(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         return rotate(x, positions, self.theta)
+
+
+def check_rope(head_dim: int) -> list[str]:
+    """Returns the problem of a head width that cannot be cut into pairs, if it is one."""
+    if head_dim % 2 == 0:
+        return []
+    return [f"num_heads: RoPE needs an even head width, not {head_dim}; change num_heads or set rope: false"]
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:

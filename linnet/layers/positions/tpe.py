@@ -1,68 +1,7 @@
-"""TPE: Toeplitz position encoding, once after the embedding (papers 003, 4.2, and 000, A.1.4).
+"""Old place of `tpe`, which is a mixer since 0.2.0."""
 
-Each channel is filtered by T_j = sum_m b_m lambda_m^j, so it runs as a recurrence of E real modes a channel:
-u_t = lambda u_{t-1} + x_t, y_t = sum_m b_m u_t[m]. The papers give neither the parametrisation nor the start; here
-lambda = exp(-exp(a)) with time constants log-uniform in [1, max_time_constant], and b = 1/E, the mean over time scales.
-Published parameter counts agree with 128 numbers a channel: 64 modes with learned lambda and b (`decay: learned`), or
-128 with b alone.
-"""
+from linnet.deprecation import renamed
 
-import math
-from typing import Literal
+_NEW = "linnet.layers.mixers.tpe"
 
-import torch
-from pydantic import Field
-from torch import Tensor, nn
-
-from linnet.config import Config
-from linnet.layers.base import State, TensorSpec
-from linnet.ops import modal_convolution, modal_step
-
-
-class TpeConfig(Config):
-    """Options of the model's `tpe`."""
-
-    num_modes: int = Field(64, ge=1, description="modes E a channel")
-    decay: Literal["learned", "fixed"] = Field("learned", description="paper: unspecified; fixed trains b alone")
-    residual: bool = Field(False, description="y = x + TPE(x); paper 000 writes y = TPE(x)")
-    max_time_constant: int = Field(1024, ge=2, description="slowest mode at the start, in tokens")
-
-
-class Tpe(nn.Module):
-    """An input layer of the model: x [B, T, D] -> [B, T, D], causal, with state u [B, D, E]."""
-
-    full_precision = ("log_rate", "weight")
-
-    def __init__(self, config: TpeConfig, d_model: int):
-        super().__init__()
-        self.config, self.d_model = config, d_model
-        modes = config.num_modes
-        time_constant = torch.logspace(0, math.log2(config.max_time_constant), modes, base=2.0)
-        rate = -time_constant.log().expand(d_model, modes).contiguous()
-        if config.decay == "learned":
-            self.log_rate = nn.Parameter(rate)
-        else:
-            self.register_buffer("log_rate", rate, persistent=False)
-        self.weight = nn.Parameter(torch.full((d_model, modes), 1.0 / modes))
-
-    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
-        y, modes = modal_convolution(
-            x,
-            -self.log_rate.exp(),
-            self.weight,
-            initial_state=None if state is None else state["modes"],
-            output_final_state=state is not None,
-            cu_seqlens=cu_seqlens,
-        )
-        return (x + y if self.config.residual else y), (None if state is None else {"modes": modes})
-
-    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        y = modal_step(x, -self.log_rate.exp(), self.weight, state["modes"])
-        return (x + y if self.config.residual else y), state
-
-    def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
-        return {"modes": TensorSpec((batch, self.d_model, self.config.num_modes))}
-
-    def flops_paper(self, seq_len: int) -> float:
-        """Zero: Table 1 of paper 000 leaves its own 4nde out (less than 0.05 %)."""
-        return 0.0
+__getattr__ = renamed(__name__, {"Tpe": f"{_NEW}.Tpe", "TpeConfig": f"{_NEW}.TpeConfig"})

@@ -1,6 +1,5 @@
 """cosFormer2 (paper 000, A.1.4): TPE after the embedding, LRPE in every layer, no decay, SGLU; 25 layers at 410M."""
 
-from linnet.layers.positions.tpe import TpeConfig
 from linnet.models.config import ModelConfig
 from linnet.models.recipes.registry import PAPER_SIZES, PAPER_VOCAB, default_heads, register_family, register_recipe
 
@@ -9,11 +8,10 @@ from linnet.models.recipes.registry import PAPER_SIZES, PAPER_VOCAB, default_hea
 def cosformer2(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
     return ModelConfig(
         d_model=d_model,
-        layout=f"cosformer2+sglu x{num_layers}",
+        layout=f"tpe cosformer2+sglu x{num_layers}",
         vocab_size=vocab_size,
         options={"cosformer2": {"num_heads": num_heads or default_heads(d_model)}, "sglu": {"inner": inner}},
         norm="rmsnorm",
-        tpe=TpeConfig(),
     )
 
 

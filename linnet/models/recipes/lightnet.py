@@ -3,7 +3,6 @@
 The 379M model of the paper has 25 layers, not the 26 of its Table 10: only 25 give its parameter count.
 """
 
-from linnet.layers.positions.tpe import TpeConfig
 from linnet.models.config import ModelConfig
 from linnet.models.recipes.registry import default_heads, register_family, register_recipe
 
@@ -12,11 +11,10 @@ from linnet.models.recipes.registry import default_heads, register_family, regis
 def lightnet(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
     return ModelConfig(
         d_model=d_model,
-        layout=f"lightnet+swiglu x{num_layers}",
+        layout=f"tpe lightnet+swiglu x{num_layers}",
         vocab_size=vocab_size,
         options={"lightnet": {"num_heads": num_heads or default_heads(d_model)}, "swiglu": {"inner": inner}},
         norm="rmsnorm",
-        tpe=TpeConfig(),
     )
 
 

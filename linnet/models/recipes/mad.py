@@ -10,8 +10,9 @@ Mamba 256 channels of 4 states. Departures: the head has no bias, as everywhere 
 says (the published implementation: 352). Its parameter counts otherwise follow from the layers.
 """
 
+from linnet.layers.base import MIXERS
 from linnet.models.config import ModelConfig
-from linnet.models.layout import parse_layout
+from linnet.models.layout import parse_stack
 from linnet.models.recipes.registry import register_recipe
 
 WIDTH = 128
@@ -55,7 +56,7 @@ def mad_model(layout: str, vocab_size: int = 16, aliases: dict[str, str] | None 
         ValueError: a layout that does not parse.
     """
     layout = ARCHITECTURES.get(layout, layout)
-    used = {name for block in parse_layout(layout, aliases) for name in block if name}
+    used = set(parse_stack(layout, aliases).names)
     return ModelConfig(
         d_model=WIDTH,
         layout=layout,
@@ -74,6 +75,8 @@ def fit_length(config: ModelConfig, length: int) -> ModelConfig:
     """
     options = {}
     for name in config.options:
+        if name in MIXERS and MIXERS[name].before_layers:
+            continue
         given = config.layer_options(name)
         field = type(given).model_fields.get("max_time_constant")
         if field is not None and given.max_time_constant == field.default:

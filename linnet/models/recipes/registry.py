@@ -1,14 +1,25 @@
-"""Recipes by name, and families: functions from a shape to a model, which recipes and ladders are made with."""
+"""What the recipes share: published sizes, default head counts, and the family of a name."""
 
 from collections.abc import Callable
 
-from linnet.config import ConfigError, nearest
+from linnet.config import ConfigError
 from linnet.layers.base import MIXERS
 from linnet.models.config import ModelConfig
 from linnet.models.layout import nearest_layer
+from linnet.models.registry import FAMILIES, RECIPES, get_recipe, register_family, register_recipe, unknown_recipe
 
-RECIPES: dict[str, Callable[[], ModelConfig]] = {}
-FAMILIES: dict[str, Callable[..., ModelConfig]] = {}
+__all__ = [
+    "FAMILIES",
+    "PAPER_SIZES",
+    "PAPER_VOCAB",
+    "RECIPES",
+    "default_heads",
+    "family",
+    "get_recipe",
+    "register_family",
+    "register_recipe",
+    "unknown_recipe",
+]
 
 PAPER_VOCAB = 100_280  # tiktoken's cl100k with its special tokens (paper 000, 3.2)
 
@@ -22,34 +33,6 @@ PAPER_SIZES = {
     "3b": (35, 2560, 20, 6912),
     "7b": (32, 4096, 32, 11008),
 }
-
-
-def register_family(name: str):
-    """Registers a function (d_model, num_layers, num_heads=0, inner=0, vocab_size=256) -> ModelConfig."""
-
-    def decorate(function):
-        FAMILIES[name] = function
-        return function
-
-    return decorate
-
-
-def register_recipe(name: str, build: Callable[[], ModelConfig]) -> None:
-    """Gives a model a name; `build` is called when it is asked for."""
-    assert name not in RECIPES, f"recipe {name} is registered twice"
-    RECIPES[name] = build
-
-
-def get_recipe(name: str) -> ModelConfig:
-    """The configuration of a recipe. Raises ConfigError for an unknown name, with the nearest one."""
-    if not isinstance(name, str) or name not in RECIPES:
-        raise ConfigError([unknown_recipe(name)], "model")
-    return RECIPES[name]()
-
-
-def unknown_recipe(name: str) -> str:
-    """The message about a name that no recipe has."""
-    return f"recipe {name!r} is unknown; {nearest(str(name), RECIPES)} (linnet models lists them)"
 
 
 def family(name: str) -> Callable[..., ModelConfig]:

@@ -8,6 +8,7 @@ channel mixer) so stands for 1,024, and `hyena+swiglu` for 2,048, as much as two
 with a cache are left out.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ class BlockState(NamedTuple):
         size, bytes: of its fixed state, in numbers (complex ones count once) and in float32.
         grows: whether it also has a cache that depends on the context length.
         share: numbers it should have, 0 where all that it carries is a cache or nothing.
+        own: options of its mixer that an alias sets in place of the model's.
     """
 
     index: int
@@ -36,29 +38,31 @@ class BlockState(NamedTuple):
     bytes: int
     grows: bool
     share: float
+    own: Mapping[str, Any] = {}
 
 
 def block_states(config: ModelConfig, total: int = TOTAL) -> list[BlockState]:
     """The state of each block, with the share of `total` that is its part."""
     backbone, specs = meta_model(config.model_dump_json()).backbone, config.blocks
-    layers = sum(len([part for part in spec if part]) for spec in specs)
+    layers = sum(len(spec.names) for spec in specs)
     found = []
     for index, (block, spec) in enumerate(zip(backbone.blocks, specs, strict=True)):
         fixed, grows = _fixed(block)
         size = sum(tensor.size for tensor in fixed)
-        share = total * len([part for part in spec if part]) / layers if size else 0.0
-        found.append(BlockState(index, spec.mixer, size, sum(t.bytes for t in fixed if t.size), grows, share))
+        share = total * len(spec.names) / layers if size else 0.0
+        own = spec.options.get(spec.mixer, {})
+        found.append(BlockState(index, spec.mixer, size, sum(t.bytes for t in fixed if t.size), grows, share, own))
     return found
 
 
 def state_size(config: ModelConfig) -> int:
-    """Numbers of fixed state in the whole model, the input layer TPE included; 0 for attention alone."""
-    return sum(block.size for block in block_states(config)) + sum(spec.size for spec in _tpe(config))
+    """Numbers of fixed state in the whole model, mixers before the layers included; 0 for attention alone."""
+    return sum(block.size for block in block_states(config)) + sum(spec.size for spec in _before(config))
 
 
 def fixed_state_bytes(config: ModelConfig) -> int:
     """Bytes of the numbers that `state_size` counts, for one sequence."""
-    return sum(block.bytes for block in block_states(config)) + sum(spec.bytes for spec in _tpe(config))
+    return sum(block.bytes for block in block_states(config)) + sum(spec.bytes for spec in _before(config))
 
 
 def target_size(config: ModelConfig, total: int = TOTAL) -> int:
@@ -71,8 +75,9 @@ def check_state(config: ModelConfig, total: int = TOTAL) -> None:
     size, target = state_size(config), target_size(config, total)
     if size != target:
         problems = [_advice(config, block, total) for block in _wrong(config, total)]
-        if config.tpe is not None:
-            problems.append(f"tpe: adds {sum(spec.size for spec in _tpe(config)):,}; set it to null")
+        if before := _before(config):
+            names = " ".join(spec.mixer for spec in config.stack.before)
+            problems.append(f"layout: {names} adds {sum(spec.size for spec in before):,} before the layers; drop it")
         raise ConfigError(problems, f"a fixed state of {size:,}, where {target:,} is asked for")
 
 
@@ -88,9 +93,9 @@ def normalise(config: ModelConfig, total: int = TOTAL) -> ModelConfig:
     options = dict(config.options)
     for block in _wrong(config, total):
         for key, value, size in _choices(config, block):
-            if size == block.share:
+            if size == block.share and key not in block.own:
                 options[block.mixer] = {**config.options[block.mixer], key: value}
-                break
+                break  # an option that an alias sets stays as it is, and `check_state` below says so
     changed = config if options == config.options else ModelConfig(**{**config.model_dump(), "options": options})
     check_state(changed, total)
     return changed
@@ -102,21 +107,21 @@ def _fixed(layer) -> tuple[list[TensorSpec], bool]:
     return [far[name] for name in far if near[name] == far[name]], near != far
 
 
-def _tpe(config: ModelConfig) -> list[TensorSpec]:
-    if config.tpe is None:
-        return []
-    return list(meta_model(config.model_dump_json()).backbone.tpe.state_spec(1, _FAR).values())
+def _before(config: ModelConfig) -> list[TensorSpec]:
+    """Fixed states of the mixers that stand before the layers, whose size is no part of `total`."""
+    mixers = meta_model(config.model_dump_json()).backbone.mixers_before()
+    return [spec for _, mixer in mixers for spec in _fixed(mixer)[0] if spec.size]
 
 
 def _wrong(config: ModelConfig, total: int) -> list[BlockState]:
-    """One block of each kind of mixer whose state is not its share."""
-    wrong = {block.mixer: block for block in block_states(config, total) if block.size != block.share}
+    """One block of each kind of mixer, and of each alias with options, whose state is not its share."""
+    wrong = {(b.mixer, repr(b.own)): b for b in block_states(config, total) if b.size != b.share}
     return list(wrong.values())
 
 
 def _choices(config: ModelConfig, block: BlockState) -> list[tuple[str, Any, int]]:
     """(option, value, size) for each option of a mixer that changes its state; the best to change come first."""
-    given = config.options[block.mixer]
+    given = {**config.options[block.mixer], **block.own}
     found = []
     for key, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from linnet.config import ConfigError
-from linnet.layers.positions.tpe import TpeConfig
 from linnet.models import ModelConfig, state_bytes
 from linnet.models.recipes.mad import ARCHITECTURES, mad_model
 from linnet.study.mad.state import block_states, check_state, fixed_state_bytes, normalise, state_size, target_size
@@ -23,7 +22,7 @@ def test_all_architectures_of_the_paper_are_normalised(name):
 def test_caches_are_left_out_and_blocks_share_by_their_layers():
     config = mad_model("gla+swiglu attention+swiglu")
     gla, attention = block_states(config)
-    assert gla == (0, "gla", 2048, 2048 * 4, False, 2048.0)
+    assert gla == (0, "gla", 2048, 2048 * 4, False, 2048.0, {})
     assert (attention.size, attention.bytes, attention.grows, attention.share) == (0, 0, True, 0.0)
     windowed = ModelConfig(**{**config.model_dump(), "options": {"gla": {"num_heads": 8}, "attention": {"window": 4}}})
     assert state_size(windowed) == 2048
@@ -37,8 +36,8 @@ def test_a_complex_number_counts_once_and_has_eight_bytes():
     assert fixed_state_bytes(config) == state_bytes(config, 1000) == 256 * 8
 
 
-def test_the_input_layer_counts_too():
-    config = ModelConfig(d_model=16, layout="gla", options={"gla": {"num_heads": 2}}, tpe=TpeConfig(num_modes=4))
+def test_a_mixer_before_the_layers_counts_too():
+    config = ModelConfig(d_model=16, layout="tpe gla", options={"gla": {"num_heads": 2}, "tpe": {"num_modes": 4}})
     assert state_size(config) == 2 * 8 * 8 + 16 * 4
     with pytest.raises(ConfigError, match="tpe.* 64"):
         check_state(config, total=128)

@@ -1,0 +1,133 @@
+"""Dropout whose masks are a pure function of (seed, step, layer, global row, position, channel).
+
+Ordinary dropout draws from a generator, so its masks depend on what was drawn before: another accumulation, a resumed
+run or an ensemble sees others. Here a counter-based generator hashes the place of an element. The same element gets
+the same decision whatever the split of the batch, whether or not activations are recomputed, after a resume, under
+`torch.vmap` and `torch.compile`.
+
+A training loop says which step and which rows it computes:
+
+    with dropout.position(model, step=step, first_row=0):
+        total, count = model.loss(tokens, targets)  # the backward pass may come after
+
+Outside such a context, seed and step are drawn from torch's default generator, so masks differ between calls.
+
+The hash works on 32-bit words in int64 tensors. Its multipliers are below 2^31, so no product overflows:
+`x ^= x >> 16; x *= 0x21f0aaad; x ^= x >> 15; x *= 0x735a2d97; x ^= x >> 15` (C. Wellons, hash-prospector). Two words
+per token absorb seed, step, row, position and layer; an element mixes both with its channel, so two tokens share a
+mask with a probability of 2^-64. One 32-bit result decides for two channels, 16 bits each.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+_WORD = 0xFFFFFFFF
+_LEVELS = 1 << 16  # a probability is rounded to a multiple of 1 / _LEVELS
+
+
+class DropoutPosition(nn.Module):
+    """Which masks the next forward pass uses: seed, step and number of the first row, on the model's device.
+
+    A tensor rather than numbers, so that a compiled model and a CUDA graph read its present values.
+
+    Attributes:
+        value: int64 [4]: seed, step, first row, tokens per row (0: as the batch has).
+        given: whether a training loop sets the value; otherwise each pass draws its own seed and step.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("value", torch.zeros(4, dtype=torch.int64), persistent=False)
+        self.given = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the keys of the tokens of x [B, T, D]: two 32-bit words per token, int64 [B, T, 2]."""
+        seed, step, first, length = self.value.unbind()
+        if not self.given:
+            seed, step = torch.randint(1 << 62, (2,), device=x.device).unbind()
+        place = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(x.shape[:2])
+        length = torch.where(length > 0, length, x.shape[1])
+        words = _absorb(seed.new_zeros(2), seed & _WORD, seed >> 32, step & _WORD, step >> 32)
+        return _absorb(words, first + place // length, place % length)
+
+
+class Dropout(nn.Module):
+    """Zeroes elements with probability p and divides the others by 1 - p.
+
+    Args:
+        p: probability, rounded to a multiple of 2^-16.
+        site: number of this place in the model; each place has masks of its own.
+    """
+
+    def __init__(self, p: float, site: int):
+        super().__init__()
+        self.p, self.site = p, site
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, site={self.site}"
+
+    def forward(self, x: Tensor, keys: Tensor) -> Tensor:
+        """x [B, T, D] with keys [B, T, 2] from `DropoutPosition`."""
+        kept, threshold = self.kept(keys, x.shape[-1])
+        return torch.where(kept, x * (_LEVELS / (_LEVELS - threshold)), 0.0)
+
+    @torch.no_grad()
+    def kept(self, keys: Tensor, channels: int) -> tuple[Tensor, int]:
+        """Which elements stay, bool [B, T, channels], and how many of 2^16 levels are dropped."""
+        threshold = min(round(self.p * _LEVELS), _LEVELS - 1)
+        half = (channels + 1) // 2
+        first, second = _absorb(keys, torch.full((), self.site, device=keys.device))[..., None, :].unbind(-1)
+        channel = _mix(torch.arange(1, half + 1, device=keys.device))
+        bits = _mix(_mix(first ^ channel) ^ second)
+        return torch.cat([bits & (_LEVELS - 1), bits >> 16], -1)[..., :channels] >= threshold, threshold
+
+
+@contextmanager
+def position(
+    model: nn.Module, *, step: int, first_row: int = 0, row_length: int = 0, seed: int | None = None
+) -> Iterator[None]:
+    """Fixes the dropout masks of the forward passes inside. Does nothing for a model without dropout.
+
+    Args:
+        model: has a `backbone`; weights drawn by `build_model` bring their seed along.
+        step: of the training.
+        first_row: number of the batch's first row among all rows of this step.
+        row_length: tokens per row where the model sees several rows as one; 0 if a row of the batch is a row.
+        seed: None keeps the seed that the model was built with.
+    """
+    place = place_of(model)
+    if place is None:
+        yield
+        return
+    if seed is not None:
+        place.value[0] = seed
+    for index, number in enumerate((step, first_row, row_length), start=1):
+        place.value[index] = number
+    before, place.given = place.given, True
+    try:
+        yield
+    finally:
+        place.given = before
+
+
+def place_of(model: nn.Module) -> DropoutPosition | None:
+    """Returns the `DropoutPosition` of a model, None for a model without dropout."""
+    return getattr(getattr(model, "backbone", None), "dropout_position", None)
+
+
+def _absorb(words: Tensor, *numbers: Tensor) -> Tensor:
+    """Mixes numbers of 32 bits into words [..., 2], each of the two in its own way."""
+    for number in numbers:
+        other = (number * 0x5851F42D + 0x14057B7E) & _WORD
+        words = _mix(words ^ torch.stack([number & _WORD, other], -1))
+    return words
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit words, held in int64."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _WORD
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & _WORD
+    return x ^ (x >> 15)

@@ -1,0 +1,47 @@
+"""Absolute positions, added once to the embedding: sinusoids or a learned table (Vaswani et al. 2017, section 3.5)."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+PositionKind = Literal["none", "sinusoidal", "learned"]
+
+
+class Sinusoidal(nn.Module):
+    """sin(t w_j), then cos(t w_j), with w_j = 10000^(-2j/D) for j = 0 .. D/2 - 1; no parameters and no longest length.
+
+    The paper interleaves sines and cosines, which is a permutation of the channels.
+    """
+
+    def __init__(self, d_model: int):
+        super().__init__()
+        self.d_model = d_model
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """int64 [...] -> float64 [..., D]. Angles in float32 would be off by 0.01 beyond 100,000 tokens."""
+        half = self.d_model // 2
+        rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=positions.device) / half)
+        angles = positions.to(torch.float64)[..., None] * rates
+        return torch.cat([angles.sin(), angles.cos()], -1)
+
+
+def build_positions(kind: PositionKind, d_model: int, num_positions: int | None) -> nn.Module | None:
+    """Returns a module from positions int64 [...] to vectors [..., D], None for `none`."""
+    match kind:
+        case "sinusoidal":
+            return Sinusoidal(d_model)
+        case "learned":
+            return nn.Embedding(num_positions, d_model)
+    return None
+
+
+def check_positions(kind: PositionKind, d_model: int, num_positions: int | None) -> list[str]:
+    """Returns the problems of the model keys `positions` and `num_positions`."""
+    if kind == "learned" and num_positions is None:
+        return ["num_positions: positions: learned needs the longest sequence in tokens; give it, for example 512"]
+    if kind != "learned" and num_positions is not None:
+        return [f"num_positions: {num_positions} has no effect with positions: {kind}; leave it out, or use learned"]
+    if kind == "sinusoidal" and d_model % 2:
+        return [f"d_model: {d_model} is odd; positions: sinusoidal needs an even width"]
+    return []

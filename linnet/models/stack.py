@@ -1,0 +1,256 @@
+"""The configuration of a stack of layers, whatever it reads and predicts: layout, options, norms and positions.
+
+A layout is a pattern of blocks as a string or a list (`linnet.models.layout`), and with `num_layers: N` it is repeated
+and cut at N blocks. Options belong to a kind of layer (`options`) or to the blocks of an alias (`aliases`), which win.
+"""
+
+import warnings
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+
+import linnet.layers  # noqa: F401  (registers the layers)
+from linnet import deprecation
+from linnet.config import Config, ConfigError, nearest, parse
+from linnet.layers.base import CHANNELS, MIXERS, Bias, LayerContext
+from linnet.layers.norm import NormKind
+from linnet.layers.positions.absolute import PositionKind, check_positions
+from linnet.models.layout import Alias, LayerSpec, Stack, check_aliases, cut, parse_stack, written
+from linnet.models.registry import get_recipe
+
+# The tags stand in the place of an error; written as kinds, `linnet.config` leaves them out of messages.
+AliasField = Annotated[
+    Annotated[str, Tag("str")] | Annotated[Alias, Tag("dict[alias]")],
+    Discriminator(lambda value: "str" if isinstance(value, str) else "dict[alias]"),
+]
+
+
+class StackConfig(Config):
+    """Everything that fixes a stack of layers up to its weights.
+
+    After validation `layout` is a string, and `options` holds the complete options of each layer that it names.
+    """
+
+    ELSEWHERE: ClassVar = dict.fromkeys(
+        ("n_layers", "n_layer", "layers", "depth"),
+        "write the layers in `layout`, for example 'tnl+sglu x6', or a pattern and `num_layers`",
+    )
+
+    d_model: int = Field(ge=1, description="width D of the residual stream")
+    layout: str = Field(description="the layers, for example 'tnl+sglu x24', or a list of blocks")
+    options: dict[str, dict[str, Any]] = Field({}, description="options of each kind of layer, by its name")
+    aliases: dict[str, AliasField] = Field(
+        {}, description="short names for blocks in the layout, with options of their own: {layer: ..., options: ...}"
+    )
+    norm: NormKind = Field("rmsnorm", description="kind of the norms before each layer and after the last")
+    norm_eps: float | None = Field(
+        None, gt=0, description="of these norms; null is the default of the kind (1e-6, LayerNorm 1e-5)"
+    )
+    positions: PositionKind = Field("none", description="absolute positions, added once to the embedding")
+    num_positions: int | None = Field(None, ge=1, description="longest sequence in tokens, for positions: learned")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="probability of dropout on the embedding and on what each layer adds, in training"
+    )
+    bias: Bias = Field(
+        "none",
+        description="biases of linear layers: qkv, the projections that a mixer's recurrence or attention reads; all, "
+        "every one in mixers and gated linear units; none, only those that a layer always has",
+    )
+    init_std: float = Field(0.02, gt=0, description="of linear layers and embeddings; residual ends divide by sqrt(2L)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normal_form(cls, values: Any) -> Any:
+        if isinstance(values, str):
+            values = {"recipe": values}
+        if not isinstance(values, Mapping):
+            return values
+        values = _without_recipe(dict(values))
+        if values.get("tpe") is not None:
+            deprecation.warn("model key `tpe`", "the mixer `tpe` at the start of `layout`, its values in `options.tpe`")
+        return _complete(_one_layout(upgrade(values)))
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        if problems := check(self):
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def stack(self) -> Stack:
+        """The parsed layout."""
+        return parse_stack(self.layout, self.aliases)
+
+    @property
+    def blocks(self) -> list[LayerSpec]:
+        """The layers, first to last, without mixers that stand before them."""
+        return self.stack.blocks
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.blocks)
+
+    def layer_options(self, name: str, spec: LayerSpec | None = None) -> Config:
+        """Returns the options of one kind of layer, in the block `spec` if its alias has options of its own."""
+        layer = MIXERS.get(name) or CHANNELS[name]
+        own = {} if spec is None else spec.options.get(name, {})
+        return parse(layer.Config, {**self.options.get(name, {}), **own})
+
+    def shown_option(self, key: str) -> Any:
+        """Returns the value of an option (num_heads, inner, ...) in the first block that has it, or None."""
+        for spec in self.blocks:
+            for name in spec.names:
+                values = {**self.options.get(name, {}), **spec.options.get(name, {})}
+                if key in values:
+                    return values[key]
+        return None
+
+    @property
+    def tpe(self) -> Config | None:
+        """Deprecated: the options of the mixer `tpe`, None if the layout has none."""
+        deprecation.warn("ModelConfig.tpe", "ModelConfig.options['tpe']", stacklevel=2)
+        return self.layer_options("tpe") if "tpe" in self.stack.names else None
+
+
+def check(config: StackConfig) -> list[str]:
+    """Returns everything that is wrong with the layers of a configuration whose keys fit one by one.
+
+    Builds no module: each layer's `Config.check` looks at its own options.
+    """
+    problems = check_positions(config.positions, config.d_model, config.num_positions)
+    if wrong := check_aliases(config.aliases):
+        return problems + wrong
+    try:
+        stack = config.stack
+    except ValueError as error:  # of the layout: it shows the place
+        return [*problems, str(error)]
+    problems += [
+        f"options.{name}: the layout {config.layout!r} has no such layer; {nearest(name, stack.names)}"
+        for name in config.options
+        if name not in stack.names
+    ]
+    context = LayerContext(
+        config.d_model, num_layers=len(stack.blocks), norm=config.norm, norm_eps=config.norm_eps, bias=config.bias
+    )
+    found: dict[str, None] = {}
+    for spec in (*stack.before, *stack.blocks):
+        for name in sorted(spec.names):
+            for problem in _option_problems(config, name, spec, context):
+                own = problem.partition(":")[0].partition(".")[0] in spec.options.get(name, {})
+                found[f"aliases.{spec.alias}.options.{name}.{problem}" if own else f"options.{name}.{problem}"] = None
+    return problems + list(found)
+
+
+def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rewrites a configuration of release 0.1.0 (a file, run folder or config.json) in today's keys, without a warning.
+
+    `tpe: {...}` becomes the mixer `tpe` at the start of the layout; `tpe: null` takes that mixer, as of a recipe, away.
+    """
+    if "tpe" not in values:
+        return dict(values)
+    values = dict(values)
+    tpe, layout, options = values.pop("tpe"), values.get("layout"), values.get("options") or {}
+    if not isinstance(layout, str) or not isinstance(options, Mapping):
+        return values
+    head, _, rest = layout.strip().partition(" ")
+    layout = rest if head == "tpe" else layout
+    values["options"] = {name: given for name, given in options.items() if name != "tpe"}
+    values["layout"] = layout
+    if tpe is not None:
+        values["layout"] = f"tpe {layout}"
+        values["options"]["tpe"] = tpe.model_dump() if isinstance(tpe, BaseModel) else tpe
+    return values
+
+
+def _without_recipe(values: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's values with changes. A new layout drops the options of the recipe, but keeps what stands before it."""
+    if "recipe" not in values:
+        return values
+    config = get_recipe(values.pop("recipe"))
+    recipe, stack = config.model_dump(), config.stack
+    options = recipe["options"]
+    layout = values.get("layout", recipe["layout"])
+    if layout != recipe["layout"]:
+        first = {name for spec in stack.before for name in spec.names}
+        named = layout.split() if isinstance(layout, str) else layout
+        if isinstance(layout, str) and not first & set(named):
+            values["layout"] = stack.head + layout
+        if values.get("layout", layout) != recipe["layout"]:
+            options = {name: options[name] for name in options if name in first}
+    for name, own in (values.pop("options", None) or {}).items():
+        options[name] = {**options.get(name, {}), **own}
+    return {**recipe, **values, "options": options}
+
+
+def _one_layout(values: dict[str, Any]) -> dict[str, Any]:
+    """Writes a list of blocks as a string, and repeats and cuts the layout at `num_layers`."""
+    aliases = values.get("aliases") or {}
+    if isinstance(values.get("layout"), list) and isinstance(aliases, Mapping):
+        layout, aliases = written(values["layout"], aliases)
+        values = {**values, "layout": layout, "aliases": aliases}
+    if "num_layers" not in values:
+        return values
+    values = dict(values)
+    number, layout = values.pop("num_layers"), values.get("layout")
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"num_layers: {number!r} is not a number of blocks; give a whole number of at least 1")
+    known = _aliases(aliases)
+    if not isinstance(layout, str) or known is None or check_aliases(known):
+        return values  # the fields' own checks speak
+    if len(parse_stack(layout, known).blocks) != number:
+        values["layout"], values["aliases"] = repeated(layout, number, known)
+    return values
+
+
+def repeated(layout: str, num_layers: int, aliases: Mapping[str, str | Alias] | None = None) -> tuple[str, dict]:
+    """Repeats a pattern and cuts it at `num_layers` blocks (paper 004, section 3); returns the layout and the aliases.
+
+    Warns if the pattern itself is longer, unless all of its blocks are equal.
+    """
+    blocks = parse_stack(layout, aliases).blocks
+    if len(blocks) > num_layers and any(spec != blocks[0] for spec in blocks):
+        warnings.warn(
+            f"layout: the pattern {layout!r} has {len(blocks)} blocks and is cut at num_layers: {num_layers}; "
+            "give a multiple, or a shorter pattern",
+            stacklevel=2,
+        )
+    return cut(layout, num_layers, aliases or {})
+
+
+def _complete(values: dict[str, Any]) -> dict[str, Any]:
+    """Fills `options` with the defaults of every layer of the layout; leaves what is wrong to `check`."""
+    layout, options, aliases = values.get("layout"), values.get("options") or {}, _aliases(values.get("aliases") or {})
+    if not isinstance(layout, str) or not isinstance(options, Mapping) or aliases is None:
+        return values
+    try:
+        names = parse_stack(layout, aliases).names
+    except ValueError:
+        return values
+    complete = {}
+    for name in sorted(names):
+        layer = MIXERS.get(name) or CHANNELS[name]
+        try:
+            complete[name] = parse(layer.Config, options.get(name, {})).model_dump()
+        except ConfigError:
+            complete[name] = options[name]
+    return {**values, "options": complete | {name: given for name, given in options.items() if name not in complete}}
+
+
+def _aliases(values: Any) -> dict[str, str | Alias] | None:
+    """Aliases from plain values; None if they are not aliases, which the field reports."""
+    try:
+        return {
+            name: alias if isinstance(alias, str) else Alias.model_validate(alias) for name, alias in values.items()
+        }
+    except (AttributeError, ValueError):
+        return None
+
+
+def _option_problems(config: StackConfig, name: str, spec: LayerSpec, context: LayerContext) -> list[str]:
+    try:
+        options = config.layer_options(name, spec)
+    except ConfigError as error:
+        return error.problems
+    ask = getattr(options, "check", None)  # a layer from a file may have none
+    return [] if ask is None else ask(context)

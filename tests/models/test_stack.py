@@ -1,0 +1,243 @@
+"""Options per block, patterns that are repeated and cut, mixers before the layers, and checks that build nothing."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from linnet.config import ConfigError, parse
+from linnet.layers.base import LayerContext, Mixer, register_mixer
+from linnet.models import (
+    LayerSpec,
+    ModelConfig,
+    StackConfig,
+    build_model,
+    check,
+    count_parameters,
+    flops_exact,
+    flops_paper,
+    get_recipe,
+    parse_layout,
+    state_bytes,
+)
+from linnet.models.layout import parse_stack
+from linnet.study.mad.state import block_states, state_size
+
+LOCAL = {"layer": "attention+swiglu", "options": {"attention": {"window": 4}}}
+SHAPE = {"d_model": 16, "vocab_size": 32, "options": {"attention": {"num_heads": 2}}}
+MIXED = SHAPE | {"layout": "(L L G) x2", "aliases": {"L": LOCAL, "G": "attention+swiglu"}}
+
+
+def model(**changes) -> ModelConfig:
+    return parse(ModelConfig, SHAPE | changes)
+
+
+def problems(**values) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(ModelConfig, SHAPE | {"options": {}} | values)
+    return caught.value.problems
+
+
+def windows(config: ModelConfig) -> list[int]:
+    return [config.layer_options("attention", spec).window for spec in config.blocks]
+
+
+def test_an_alias_sets_options_of_its_blocks_alone():
+    config = parse(ModelConfig, MIXED)
+    assert windows(config) == [4, 4, 0] * 2
+    assert config.options["attention"]["window"] == 0 and config.layer_options("attention").num_heads == 2
+    blocks = build_model(config).backbone.blocks
+    assert [block.mixer.config.window for block in blocks] == [4, 4, 0] * 2
+    assert {block.mixer.num_heads for block in blocks} == {2}
+    assert config.shown_option("window") == 4 and config.shown_option("num_heads") == 2
+    again = parse(ModelConfig, config.model_dump(mode="json"))
+    assert again == config and ModelConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_costs_see_the_options_of_each_block():
+    mixed, local, full = (
+        parse(ModelConfig, MIXED),
+        model(layout="attention+swiglu x4", options={"attention": {"num_heads": 2, "window": 4}}),
+        model(layout="attention+swiglu x2"),
+    )
+    for cost in (lambda c: state_bytes(c, 100), lambda c: flops_paper(c, 100)):
+        assert cost(mixed) == cost(local) + cost(full)
+    wide = model(
+        layout="W swiglu", aliases={"W": {"layer": "swiglu", "options": {"swiglu": {"inner": 24}}}}, options={}
+    )
+    assert count_parameters(wide)[1] == 3 * 16 * (24 + 48) + 3 * 16  # and three gains
+    assert flops_exact(wide, 5) == 6 * 5 * 16 * (3 * (24 + 48) + 32)
+    assert [block.size for block in block_states(mixed)] == [0] * 6
+    one, two = ({"layer": "moe", "options": {"moe": {"num_active": n, "inner": 8}}} for n in (1, 2))
+    experts = [flops_exact(model(layout=layout, options={}), 64) for layout in ([one, two], [one, one], [two, two])]
+    assert experts[0] == (experts[1] + experts[2]) / 2 and experts[1] < experts[2]
+
+
+def test_an_outer_alias_wins_over_an_inner_one():
+    aliases = {"L": LOCAL, "W": {"layer": "L x2", "options": {"attention": {"window": 9}}}}
+    assert windows(model(layout="L W", aliases=aliases)) == [4, 9, 9]
+
+
+def test_a_layout_may_be_a_list_of_blocks():
+    listed = model(layout=["attention+swiglu", LOCAL, LOCAL, {"layer": "attention+swiglu"}])
+    assert windows(listed) == [0, 4, 4, 0]
+    assert listed == model(layout="attention+swiglu B1 x2 attention+swiglu", aliases={"B1": LOCAL})
+    assert model(layout=["gla x2", "attention"]).num_layers == 3
+    named = model(layout=["L", LOCAL], aliases={"L": LOCAL})
+    assert named.layout == "L x2" and list(named.aliases) == ["L"]
+
+
+@pytest.mark.parametrize(
+    "layout, number, expected",
+    [
+        ("gla hgrn", 6, "gla hgrn gla hgrn gla hgrn"),
+        ("gla gla hgrn", 5, "gla gla hgrn gla gla"),
+        ("gla gla hgrn", 3, "gla gla hgrn"),
+        ("gla+swiglu x6", 2, "gla+swiglu gla+swiglu"),
+        ("tpe gla hgrn", 3, "gla hgrn gla"),
+    ],
+)
+def test_a_pattern_is_repeated_and_cut(layout, number, expected):
+    config = model(layout=layout, num_layers=number, options={})
+    assert config.blocks == parse_layout(expected) and config.num_layers == number
+    assert [spec.mixer for spec in config.stack.before] == (["tpe"] if layout.startswith("tpe") else [])
+    assert parse(ModelConfig, config.model_dump()) == config
+
+
+def test_a_cut_keeps_the_options_of_the_blocks_that_stay():
+    config = parse(ModelConfig, MIXED | {"layout": "L L G", "num_layers": 5})
+    assert windows(config) == [4, 4, 0, 4, 4] and config.layout == "(L L G) x1 L x2"
+    inside = {"P": {"layer": "attention gla", "options": {"attention": {"window": 3}, "gla": {"num_heads": 2}}}}
+    cut = model(layout="P", num_layers=3, aliases=inside)
+    assert windows(model(layout="P", num_layers=1, aliases=inside)) == [3]
+    assert [cut.layer_options(s.mixer, s).num_heads for s in cut.blocks] == [2, 2, 2]
+    assert cut.layer_options("attention", cut.blocks[2]).window == 3
+
+
+def test_a_longer_pattern_is_cut_with_a_warning():
+    with pytest.warns(UserWarning, match=r"3 blocks.*num_layers: 2"):
+        assert model(layout="gla gla hgrn", num_layers=2, options={}).num_layers == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(layout="gla x3", num_layers=2, options={})
+        assert parse(ModelConfig, {"recipe": "tnl-10m", "num_layers": 3}).num_layers == 3
+
+
+@pytest.mark.parametrize(
+    "values, keys",
+    [
+        ({"layout": "A", "aliases": {"A": "tnl A"}}, ["aliases.A", "refers to itself", "'tnl A'"]),
+        ({"layout": "A", "aliases": {"A": "2B", "B": "C", "C": "A x2"}}, ["aliases.A", "A -> B -> C -> A"]),
+        ({"layout": "tnl", "aliases": {"A": {"layer": "A"}}}, ["aliases.A", "refers to itself"]),
+        ({"layout": "tnl", "aliases": {"tnl": "gla"}}, ["aliases.tnl", "another name"]),
+        ({"layout": "tnl", "aliases": {"moe": "gla"}}, ["aliases.moe", "another name"]),
+        ({"layout": "tnl", "aliases": {"x2": "gla"}}, ["aliases.x2", "'x2'"]),
+        ({"layout": "tnl", "aliases": {"2A": "gla"}}, ["aliases.2A", "'2A'"]),
+        (
+            {"layout": "A", "aliases": {"A": {"layer": "gla", "options": {"tnl": {}}}}},
+            ["aliases.A.options.tnl", "'gla'"],
+        ),
+        ({"layout": "gla", "options": {"tnl": {}}}, ["options.tnl", "'gla'"]),
+        (
+            {"layout": "A", "aliases": {"A": {"layer": "gla", "options": {"gla": {"num_heads": 3}}}}},
+            ["aliases.A.options.gla.num_heads", "3", "16", "2 does"],
+        ),
+        (
+            {"layout": "A", "aliases": {"A": {"layer": "gla", "options": {"gla": {"heads": 3}}}}},
+            ["aliases.A.options.gla.heads", "num_heads"],
+        ),
+        ({"layout": "A", "aliases": {"A": {"layer": "gla", "option": {}}}}, ["aliases.A.", "'options'"]),
+        ({"layout": "gla", "num_layers": 0}, ["num_layers", "0"]),
+        ({"layout": ["gla", {"layers": "gla"}]}, ["layout.1", "layers"]),
+        ({"layout": "tpe", "options": {}}, ["layout", "no layers"]),
+        ({"layout": "tnl tpe"}, ["layout", "'tpe' stands before all layers"]),
+        ({"layout": "tpe+swiglu"}, ["layout", "'tpe' stands before all layers"]),
+        ({"layout": "(tpe tnl) x2"}, ["layout", "'tpe' stands before all layers"]),
+        ({"layout": "tpe tpe tnl"}, ["layout", "twice"]),
+        ({"layout": "gla", "positions": "learned"}, ["num_positions", "512"]),
+        ({"layout": "gla", "num_positions": 8}, ["num_positions", "8", "learned"]),
+        (
+            {"layout": "gla", "d_model": 15, "positions": "sinusoidal", "options": {"gla": {"num_heads": 5}}},
+            ["d_model"],
+        ),
+        ({"layout": "gla", "dropout": 1.0}, ["dropout", "1"]),
+        ({"layout": "gla", "bias": "some"}, ["bias", "'some'"]),
+    ],
+)
+def test_bad_input_names_key_value_and_fix(values, keys):
+    (problem,) = problems(**values)
+    assert all(key in problem for key in keys), problem
+
+
+def test_nothing_is_built_to_check(monkeypatch):
+    layers = "tnl+sglu gla+mlp hgrn+glu hgrn2+moe hyena mh_hyena hyena_experts attention lightnet cosformer2 mamba"
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a module was built")
+
+    monkeypatch.setattr(nn.Module, "__init__", refuse)
+    config = parse(ModelConfig, {"d_model": 128, "layout": f"tpe {layers}"})
+    assert check(config) == []
+    wide = config.model_copy(update={"d_model": 99})
+    assert {line.split(".")[1] for line in check(wide)} >= {"tnl", "gla", "hgrn2", "mh_hyena", "attention", "lightnet"}
+
+
+def test_the_constructor_of_a_layer_gives_what_its_check_says():
+    config = parse(ModelConfig, {"d_model": 128, "layout": "tnl gla hgrn2 mh_hyena attention lightnet cosformer2"})
+    for line in check(config.model_copy(update={"d_model": 99})):
+        key = line.removeprefix("options.")
+        name = key.partition(".")[0]
+        layer = next(b for b in config.blocks if b.mixer == name)
+        with pytest.raises(ValueError) as caught:
+            build_model(ModelConfig.model_construct(**{**dict(config), "d_model": 99, "layout": layer.mixer}))
+        assert str(caught.value) == key
+
+
+def test_a_layer_without_a_check_says_it_when_it_is_built():
+    @register_mixer("stubborn_test_layer", StackConfig.__mro__[1])
+    class Stubborn(Mixer):
+        def __init__(self, config, context: LayerContext):
+            super().__init__()
+            raise ValueError("stubborn_test_layer.width: never")
+
+    config = model(layout="stubborn_test_layer", options={})
+    assert check(config) == []
+    with pytest.raises(ValueError, match="never"):
+        build_model(config)
+
+
+def test_a_mixer_before_the_layers_changes_nothing_of_them():
+    plain = parse(
+        ModelConfig, {"d_model": 32, "layout": "cosformer2+sglu x3", "options": {"cosformer2": {"num_heads": 2}}}
+    )
+    with_tpe = parse(ModelConfig, plain.model_dump() | {"layout": "tpe cosformer2+sglu x3"})
+    assert with_tpe.num_layers == 3 and with_tpe.blocks == plain.blocks
+    one, other = build_model(plain, seed=2), build_model(with_tpe, seed=2)
+    weights, others = one.state_dict(), other.state_dict()
+    assert set(others) - set(weights) == {"backbone.tpe.log_rate", "backbone.tpe.weight"}
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert [(block.mixer.log_decay if hasattr(block.mixer, "log_decay") else None) for block in other.backbone.blocks]
+    assert flops_paper(plain, 64) == flops_paper(with_tpe, 64)
+    assert count_parameters(with_tpe)[1] - count_parameters(plain)[1] == 128 * 32
+    assert [b.share for b in block_states(with_tpe)] == [b.share for b in block_states(plain)]
+    assert state_size(with_tpe) - state_size(plain) == 64 * 32
+    tokens = torch.randint(0, 256, (2, 9))
+    x = other.embed(tokens)
+    filtered, _ = other.backbone.tpe(x)
+    torch.testing.assert_close(other(tokens)[0], other.logits(one.backbone(filtered)[0]))
+
+
+def test_a_mixer_before_the_layers_may_have_an_alias_and_options():
+    config = model(layout="T gla x2", aliases={"T": {"layer": "tpe", "options": {"tpe": {"num_modes": 3}}}}, options={})
+    assert build_model(config).backbone.tpe.weight.shape == (16, 3)
+    stack = parse_stack("tpe (gla hgrn) x2")
+    assert (stack.head, stack.body) == ("tpe ", "(gla hgrn) x2") and stack.before == [LayerSpec("tpe", None)]
+
+
+def test_a_new_layout_of_a_recipe_keeps_what_stands_before_it():
+    changed = parse(ModelConfig, {"recipe": "lightnet-10m", "layout": "lightnet+swiglu x2"})
+    assert changed.layout == "tpe lightnet+swiglu x2" and changed.options["lightnet"]["num_heads"] == 8
+    same = parse(ModelConfig, {"recipe": "lightnet-10m", "layout": "lightnet+swiglu x6"})
+    assert same == get_recipe("lightnet-10m")
+    assert parse(ModelConfig, {"recipe": "lightnet-10m", "tpe": None}).layout == "lightnet+swiglu x6"
