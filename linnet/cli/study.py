@@ -219,7 +219,7 @@ def _check_mixers(settings) -> None:
     from linnet.config import ConfigError, gather
     from linnet.layers.base import load_plugin
     from linnet.layers.check import check_mixers
-    from linnet.study.ladder import make_model
+    from linnet.study.architectures import make_model
 
     left, unloaded, problems = {}, [], []
     for plugin in settings.plugins:

@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from linnet.config import ConfigError, gather, parse
 from linnet.data import DataConfig, given_vocabulary
 from linnet.data.problems import text_problems
 from linnet.data.sources import find_files
-from linnet.layers.base import CHANNELS, MIXERS, load_plugin
-from linnet.models import ModelConfig, count_parameters, family, flops_exact, parse_layout
-from linnet.models.recipes.registry import default_heads
-from linnet.study.config import Architecture, Size, StudyConfig
+from linnet.models import ModelConfig, count_parameters, flops_exact
+from linnet.study.architectures import Architecture, load_plugins, make_rungs
+from linnet.study.config import StudyConfig
 from linnet.train import TrainConfig, resolve
 from linnet.train.config import moved
 from linnet.train.identity import contents_of, find, name_of
@@ -134,7 +131,7 @@ def plan(
             What of evaluations only a tokenizer tells that is yet to be trained is for `run_study`.
     """
     problems: list[str] = []
-    plugins = _load_plugins(config.plugins, problems)
+    plugins = load_plugins(config.plugins, problems)
     vocab_size = _vocab_size(config.data, problems)
     lengths = sorted({architecture.seq_len or config.seq_len for architecture in config.architectures})
     if check_data and cache is not None:
@@ -143,7 +140,7 @@ def plan(
         for key in ("source", "validation"):
             if names := getattr(config.data, key):
                 find_files(names, f"data.{key}", problems, [])
-    rungs = _rungs(config, vocab_size, problems)
+    rungs = make_rungs(config.architectures, config.sizes, config.init_std, vocab_size, problems)
     problems += [
         f"train.{key}: cannot be set here; {instead}"
         for key, instead in SET_BY_THE_LADDER.items()
@@ -193,37 +190,6 @@ def plan(
     return Plan(config, tuple(runs), tuple(dropped))
 
 
-def model_problems(config: StudyConfig) -> list[str]:
-    """What is wrong with the plugins and models of a study, whatever else is."""
-    problems: list[str] = []
-    _load_plugins(config.plugins, problems)
-    _rungs(config, 256, problems)
-    return problems
-
-
-def _rungs(config: StudyConfig, vocab_size: int, problems: list[str]) -> list[tuple[Architecture, Size, ModelConfig]]:
-    """The models of every size; what is wrong with others is added to `problems`."""
-    rungs, wrong = [], []
-    for architecture in config.architectures:
-        for size in architecture.sizes or config.sizes:
-            try:
-                model = make_model(architecture, size, vocab_size)
-                std = config.init_std.at(model.d_model)
-                rungs.append((architecture, size, model.model_copy(update={"init_std": std})))
-            except ValueError as error:
-                wrong += [(architecture.name, size.label, line) for line in _lines(error)]
-    problems += _by_architecture(wrong)
-    return rungs
-
-
-def _by_architecture(wrong: list[tuple[str, str, str]]) -> list[str]:
-    """(architecture, size, problem) in lines: what is wrong at every size alike is told once."""
-    sizes: dict[tuple[str, str], list[str]] = {}
-    for architecture, size, line in wrong:
-        sizes.setdefault((architecture, line), []).append(size)
-    return [f"architectures.{name} {', '.join(found)}: {line}" for (name, line), found in sizes.items()]
-
-
 def evaluation_problems(train: TrainConfig, lengths: Iterable[int], data: Data | None = None) -> list[str]:
     """Returns the problems of the evaluations of runs like this one, as far as they show with or without the data.
 
@@ -235,49 +201,6 @@ def evaluation_problems(train: TrainConfig, lengths: Iterable[int], data: Data |
         with gather(problems):
             find_objective(train).check_evaluations(train.model_copy(update={"seq_len": seq_len}), data)
     return [f"train.{line}" for line in dict.fromkeys(problems)]
-
-
-def make_model(architecture: Architecture, size: Size, vocab_size: int) -> ModelConfig:
-    """The model of an architecture at a size.
-
-    Raises:
-        ValueError: an unknown family, recipe or layer, or a shape that the layers refuse (`ConfigError` among them).
-    """
-    if architecture.layout is not None:
-        model = _from_layout(architecture, size, vocab_size)
-    elif size.recipe is not None:
-        model = ModelConfig.model_validate(
-            {"recipe": f"{architecture.family or architecture.name}-{size.recipe}", "vocab_size": vocab_size}
-        )
-    else:
-        build = family(architecture.family or architecture.name)
-        model = build(size.d_model, size.num_layers, size.num_heads or 0, size.inner or 0, vocab_size=vocab_size)
-    if not architecture.options:
-        return model
-    values = model.model_dump()
-    for layer, options in architecture.options.items():
-        values["options"][layer] = values["options"].get(layer, {}) | options
-    return ModelConfig.model_validate(values)
-
-
-def _from_layout(architecture: Architecture, size: Size, vocab_size: int) -> ModelConfig:
-    if size.recipe is not None:
-        raise ValueError(f"a layout needs a shape, not the published size {size.recipe!r}; write [d_model, num_layers]")
-    pattern = parse_layout(architecture.layout)
-    repeats, rest = divmod(size.num_layers, len(pattern))
-    if rest:
-        raise ValueError(
-            f"num_layers {size.num_layers} is no multiple of the {len(pattern)} blocks of {architecture.layout!r}"
-        )
-    options: dict[str, dict[str, Any]] = {}
-    for name in {name for block in pattern for name in block if name}:
-        fields = (MIXERS.get(name) or CHANNELS[name]).Config.model_fields
-        if "num_heads" in fields:
-            options[name] = {"num_heads": size.num_heads or default_heads(size.d_model)}
-        if "inner" in fields and size.inner:
-            options.setdefault(name, {})["inner"] = size.inner
-    layout = f"({architecture.layout}) x{repeats}"
-    return ModelConfig(d_model=size.d_model, layout=layout, vocab_size=vocab_size, options=options)
 
 
 def _point(config: StudyConfig, architecture: Architecture, model: ModelConfig, index: int, target: float):
@@ -333,17 +256,6 @@ def _train_values(config, train, architecture, size, model, batch_size, steps, s
     }
 
 
-def _load_plugins(plugins: list[str], problems: list[str]) -> dict[str, str]:
-    """Mixer name -> plugin."""
-    found = {}
-    for spec in plugins:
-        try:
-            found[load_plugin(spec)] = spec
-        except ConfigError as error:
-            problems += error.problems
-    return found
-
-
 def _vocab_size(data: DataConfig, problems: list[str]) -> int:
     """Tokens of the study's tokenizer, before any text is read."""
     try:
@@ -351,12 +263,3 @@ def _vocab_size(data: DataConfig, problems: list[str]) -> int:
     except ConfigError as error:
         problems += [f"data.tokenizer: {line}" for line in error.problems]
     return 256
-
-
-def _lines(error: ValueError) -> list[str]:
-    """The problems in an error of a model's configuration, one line each."""
-    if isinstance(error, ConfigError):
-        return error.problems
-    if isinstance(error, ValidationError):
-        return [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
-    return [str(error)]

@@ -1,0 +1,261 @@
+"""Architectures and sizes of a study, and the models that they make together."""
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
+from linnet.config import Config, ConfigError
+from linnet.layers.base import CHANNELS, MIXERS, load_plugin
+from linnet.models import ModelConfig, family
+from linnet.models.layout import parse_stack, written
+from linnet.models.recipes.registry import default_heads
+from linnet.models.stack import AliasField, repeated
+
+
+def _size(value: Any) -> Any:
+    """`[64, 3]`, `[64, 3, 4]` and `70m` are short for the mapping."""
+    if isinstance(value, str):
+        return {"recipe": value}
+    if isinstance(value, list) and 2 <= len(value) <= 3:
+        return dict(zip(("d_model", "num_layers", "num_heads"), value, strict=False))
+    return value
+
+
+def _sizes(value: Any) -> Any:
+    """`{widths: [...], layers: [...]}` is short for every pair of the two."""
+    if (
+        isinstance(value, dict)
+        and set(value) == {"widths", "layers"}
+        and all(isinstance(v, list) for v in value.values())
+    ):
+        return [{"d_model": width, "num_layers": layers} for layers in value["layers"] for width in value["widths"]]
+    return value
+
+
+def _constant(value: Any) -> Any:
+    """A number is one value for all sizes."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return {"value": value, "exponent": 0.0, "maximum": value} if number else value
+
+
+class Size(Config):
+    """A rung of the ladder: a shape, or the published size `recipe` (`70m` means the recipe `<family>-70m`).
+
+    Short forms in YAML: `[d_model, num_layers]`, `[d_model, num_layers, num_heads]`, `70m`.
+
+    Attributes:
+        d_model: width.
+        num_layers: blocks; a pattern of blocks repeats until it has so many.
+        num_heads: heads; default: as the family has them at this width.
+        inner: inner width of the channel mixers; default: as the family has it.
+        recipe: a published size of the family, such as `70m`, in place of a shape.
+    """
+
+    d_model: int | None = Field(None, gt=0)
+    num_layers: int | None = Field(None, gt=0)
+    num_heads: int | None = Field(None, gt=0)
+    inner: int | None = Field(None, gt=0)
+    recipe: str | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self):
+        shape = (self.d_model, self.num_layers, self.num_heads, self.inner)
+        if self.recipe is None and (self.d_model is None or self.num_layers is None):
+            raise ValueError("a size needs d_model and num_layers, or the name of a published size such as 70m")
+        if self.recipe is not None and any(part is not None for part in shape):
+            raise ValueError(f"a size is a shape or a recipe, not both (recipe {self.recipe!r}); drop one")
+        return self
+
+    @property
+    def label(self) -> str:
+        """Short name in tables: `64x3`, or `70m`."""
+        return self.recipe or f"{self.d_model}x{self.num_layers}"
+
+
+# `json_schema_input_type` gives the short forms to `linnet schema`.
+_OneSize = Annotated[Size, BeforeValidator(_size, json_schema_input_type=Size | str | list[int])]
+Sizes = Annotated[
+    list[_OneSize],
+    BeforeValidator(_sizes, json_schema_input_type=list[_OneSize] | dict[Literal["widths", "layers"], list[int]]),
+    Field(min_length=1),
+]
+
+
+class ByWidth(Config):
+    """A number that follows the model's width: value * (d_model / width) ** exponent, at most `maximum`.
+
+    Attributes:
+        value: the number at `width`.
+        width: the width d_model that `value` belongs to.
+        exponent: of d_model / width.
+        maximum: upper bound at small widths.
+    """
+
+    value: float = Field(gt=0)
+    width: int = Field(gt=0)
+    exponent: float
+    maximum: float = Field(float("inf"), gt=0)
+
+    def at(self, d_model: int) -> float:
+        """The number at this width, rounded to 4 digits so that configurations read well."""
+        return float(f"{min(self.maximum, self.value * (d_model / self.width) ** self.exponent):.4g}")
+
+
+class LearningRate(ByWidth):
+    """Peak learning rate by width. A bare number in YAML is one rate for all sizes.
+
+    The default, 3e-3 at width 64 falling as 1 / width, keeps small models of every family near their best rate, so
+    that the ladder compares sizes rather than learning rates.
+    """
+
+    value: float = Field(3e-3, gt=0)
+    width: int = Field(64, gt=0)
+    exponent: float = -1.0
+    maximum: float = Field(1e-2, gt=0)
+
+
+class InitStd(ByWidth):
+    """Standard deviation of the first weights by width. A bare number in YAML is one for all sizes.
+
+    The published 0.02 belongs to widths from 512 up; a laptop's widths of 16 to 100 start too small with it and learn
+    late, so the default keeps 0.02 at 512 and follows 1 / sqrt(width) (docs/negative-results.md has the numbers).
+    """
+
+    value: float = Field(0.02, gt=0)
+    width: int = Field(512, gt=0)
+    exponent: float = -0.5
+
+
+Rate = Annotated[LearningRate, BeforeValidator(_constant, json_schema_input_type=LearningRate | float)]
+Std = Annotated[InitStd, BeforeValidator(_constant, json_schema_input_type=InitStd | float)]
+
+
+class Architecture(Config):
+    """One line of the comparison. `tnl` in YAML is short for `{name: tnl}`, the family of that name.
+
+    Attributes:
+        name: label in tables and figures.
+        family: a model family (`linnet.models.recipes.FAMILIES`) or an outside mixer's name; default `name`.
+        layout: in place of a family: a pattern of blocks, repeated and cut at the size's `num_layers`
+            (`tnl+sglu tnl+sglu attention+swiglu`), or a list of blocks.
+        aliases: short names for blocks in the layout, with options of their own (see `linnet.models.ModelConfig`).
+        options: options of the layers by layer name.
+        sizes, seq_len, batch_size, learning_rate: in place of the study's.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    family: str | None = None
+    layout: str | list[Any] | None = None
+    aliases: dict[str, AliasField] = {}
+    options: dict[str, dict[str, Any]] = {}
+    sizes: Sizes | None = None
+    seq_len: int | None = Field(None, gt=0)
+    batch_size: int | None = Field(None, gt=0)
+    learning_rate: Rate | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self):
+        if self.family is not None and self.layout is not None:
+            raise ValueError(f"architecture {self.name!r} has a family and a layout; drop one")
+        if self.aliases and self.layout is None:
+            raise ValueError(f"architecture {self.name!r} has aliases without a layout that uses them; drop them")
+        return self
+
+
+Rung = tuple[Architecture, Size, ModelConfig]
+
+
+def make_rungs(
+    architectures: Iterable[Architecture],
+    sizes: Sizes | None,
+    init_std: InitStd,
+    vocab_size: int,
+    problems: list[str],
+) -> list[Rung]:
+    """Returns the models of every architecture at every size; adds what is wrong with others to `problems`."""
+    rungs, wrong = [], []
+    for architecture in architectures:
+        for size in architecture.sizes or sizes:
+            try:
+                model = make_model(architecture, size, vocab_size)
+                std = init_std.at(model.d_model)
+                rungs.append((architecture, size, model.model_copy(update={"init_std": std})))
+            except ValueError as error:
+                wrong += [(architecture.name, size.label, line) for line in _lines(error)]
+    problems += _by_architecture(wrong)
+    return rungs
+
+
+def _by_architecture(wrong: list[tuple[str, str, str]]) -> list[str]:
+    """Lines of (architecture, size, problem): a problem of several sizes is one line."""
+    sizes: dict[tuple[str, str], list[str]] = {}
+    for architecture, size, line in wrong:
+        sizes.setdefault((architecture, line), []).append(size)
+    return [f"architectures.{name} {', '.join(found)}: {line}" for (name, line), found in sizes.items()]
+
+
+def make_model(architecture: Architecture, size: Size, vocab_size: int) -> ModelConfig:
+    """The model of an architecture at a size.
+
+    Raises:
+        ValueError: an unknown family, recipe or layer, or a shape that the layers refuse (`ConfigError` among them).
+    """
+    if architecture.layout is not None:
+        model = _from_layout(architecture, size, vocab_size)
+    elif size.recipe is not None:
+        model = ModelConfig.model_validate(
+            {"recipe": f"{architecture.family or architecture.name}-{size.recipe}", "vocab_size": vocab_size}
+        )
+    else:
+        build = family(architecture.family or architecture.name)
+        model = build(size.d_model, size.num_layers, size.num_heads or 0, size.inner or 0, vocab_size=vocab_size)
+    if not architecture.options:
+        return model
+    values = model.model_dump()
+    for layer, options in architecture.options.items():
+        values["options"][layer] = values["options"].get(layer, {}) | options
+    return ModelConfig.model_validate(values)
+
+
+def _from_layout(architecture: Architecture, size: Size, vocab_size: int) -> ModelConfig:
+    """The pattern of an architecture, repeated and cut at the size's number of layers (paper 004, section 3)."""
+    if size.recipe is not None:
+        raise ValueError(f"a layout needs a shape, not the published size {size.recipe!r}; write [d_model, num_layers]")
+    pattern, aliases = _pattern(architecture)
+    options: dict[str, dict[str, Any]] = {}
+    for name in sorted(parse_stack(pattern, aliases).names):
+        fields = (MIXERS.get(name) or CHANNELS[name]).Config.model_fields
+        if "num_heads" in fields:
+            options[name] = {"num_heads": size.num_heads or default_heads(size.d_model)}
+        if "inner" in fields and size.inner:
+            options.setdefault(name, {})["inner"] = size.inner
+    layout, aliases = repeated(pattern, size.num_layers, aliases)
+    return ModelConfig(d_model=size.d_model, layout=layout, aliases=aliases, vocab_size=vocab_size, options=options)
+
+
+def _pattern(architecture: Architecture) -> tuple[str, dict[str, Any]]:
+    """The layout of an architecture as a string, and its aliases."""
+    if isinstance(architecture.layout, str):
+        return architecture.layout, architecture.aliases
+    return written(architecture.layout, architecture.aliases)
+
+
+def load_plugins(plugins: list[str], problems: list[str]) -> dict[str, str]:
+    """Imports plugins and returns mixer name -> plugin; adds what is wrong with others to `problems`."""
+    found = {}
+    for spec in plugins:
+        try:
+            found[load_plugin(spec)] = spec
+        except ConfigError as error:
+            problems += error.problems
+    return found
+
+
+def _lines(error: ValueError) -> list[str]:
+    """The problems in an error of a model's configuration, one line each."""
+    if isinstance(error, ConfigError):
+        return error.problems
+    if isinstance(error, ValidationError):
+        return [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
+    return [str(error)]
