@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 from torch.nn import functional as F
 
+from linnet.evaluate.mode import evaluating
+from linnet.layers import dropout
 from linnet.models.causal_lm import IGNORE
 from linnet.train.capture import Captured
 from linnet.train.objective import Loss, training_loss
@@ -189,7 +191,8 @@ class Ensemble:
         for start in range(0, rows, batch_size):
             batch = slice(start, min(start + batch_size, rows))
             inputs, answers = tokens[..., batch, :].to(self.device), targets[..., batch, :].to(self.device)
-            logits = self._run(lambda inputs=inputs: self._map(lambda call, x: call(x), inputs)).float()
+            with evaluating(self._call):
+                logits = self._run(lambda inputs=inputs: self._map(lambda call, x: call(x), inputs)).float()
             answers = answers.expand(logits.shape[:-1])
             kept = answers != IGNORE
             told = F.cross_entropy(logits.flatten(0, -2), answers.flatten(), ignore_index=IGNORE, reduction="none")
@@ -216,6 +219,11 @@ class Ensemble:
         if self.device.type == "cuda":
             multiply(template, biases=not self.compiled)  # a compiler adds a bias to what comes after it
         self._call = _Call(template, loss).to(self.device)
+        # Dropout: each member brings the seed of its own masks, and `_step` writes the number of the step beside it.
+        if (place := dropout.place_of(template)) is not None:
+            place.given = True
+        places = {**self._shared, **self._buffers}.items()
+        self._mask_places = [value for name, value in places if name.endswith("dropout_position.value")]
 
     def _spread(self, flags: Sequence[bool]) -> Tensor:
         """A flag a parameter as one a number, [P]."""
@@ -223,6 +231,8 @@ class Ensemble:
 
     def _step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """A whole step on the device; what it changes, it changes in place."""
+        for place in self._mask_places:
+            place[..., 1] = self._steps_made
         losses, gradients = self._compiled_or(self._differentiate_compiled, self._differentiate, tokens, targets)
         with torch.no_grad():
             self.alive &= losses.isfinite()

@@ -89,10 +89,13 @@ class RunObjective(Objective):
         units: what data are counted in. Rows have the keys `<units>` and `<units>_per_second`.
         costs: of the model and of a step.
         evaluations: measurements on the way.
+        row_length: tokens per row, for a loss that passes several rows to the model as one; 0 otherwise. Dropout masks
+            are a function of row and position.
     """
 
     name: ClassVar[str]
     units: ClassVar[str]
+    row_length: int = 0
     costs: Costs
     evaluations: Evaluations
 

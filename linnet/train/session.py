@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from linnet.config import ConfigError
+from linnet.layers import dropout
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
 from linnet.runs.model import mismatches
@@ -73,17 +74,18 @@ class Session:
         # and handing the backward to that thread and back costs some hundred microseconds on a busy host.
         with torch.autograd.set_multithreading_enabled(False):
             if parts == 1:
-                with self.autocast:
+                with self.autocast, self._position():
                     total, count, *auxiliary = self._loss(*batch)
                 loss = total / count
                 sum(auxiliary, loss).backward()
             else:
                 # Every target has the same weight, whatever its micro-batch: sum over all / number of all targets.
-                count, loss = self.objective.count(*batch), torch.zeros((), device=self.device)
+                count, loss, row = self.objective.count(*batch), torch.zeros((), device=self.device), 0
                 auxiliary: list[Tensor] = []
                 for part in zip(*(tensor.tensor_split(parts) for tensor in batch), strict=True):
-                    with self.autocast:
+                    with self.autocast, self._position(row):
                         total, own, *extra = self._loss(*part)
+                    row += len(part[0])
                     share = total / count
                     extra = [term * (own / count) for term in extra]
                     sum(extra, share).backward()
@@ -92,6 +94,10 @@ class Session:
                 auxiliary = [torch.stack(auxiliary).sum()] if auxiliary else []
         self._norm = self.optimizer.gradient_norm()
         self._unread.append((self.position, [loss.detach(), self._norm, *(term.detach() for term in auxiliary)]))
+
+    def _position(self, row: int = 0) -> contextlib.AbstractContextManager:
+        """Fixes the dropout masks of a micro-batch that begins at a row of the step's batch."""
+        return dropout.position(self.model, step=self.step, first_row=row, row_length=self.objective.row_length)
 
     def judge(self) -> Trouble | None:
         """Reads the losses since the last call and returns the first bad one. Waits for a GPU."""

@@ -51,7 +51,7 @@ class TextObjective(RunObjective):
         Raises:
             ConfigError: evaluations that cannot be made.
         """
-        self.config, self.corpus = config, corpus
+        self.config, self.corpus, self.row_length = config, corpus, config.seq_len
         self.evaluations = _evaluations(config, corpus.tokenizer, device)
         total, outside = count_parameters(config.model)
         flops = flops_exact(config.model, config.seq_len, config.batch_size)
