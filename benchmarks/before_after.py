@@ -34,6 +34,11 @@ def main() -> int:
     if options.worker:
         work(options.tree, options.groups)
         return 0
+    constants = {}
+    if options.csv:
+        import timing
+
+        constants = timing.constants(f"python benchmarks/before_after.py {' '.join(sys.argv[1:])}")
     before, after = Worker(options.tree.resolve(), options.groups), Worker(HERE.parent, options.groups)
     rows, slower = [], 0
     print(f"{'row':<44}{'before ms':>20}{'after ms':>20}{'times':>14}")
@@ -69,9 +74,6 @@ def main() -> int:
         )  # fmt: skip
     print(f"{len(rows)} rows, {slower} above {options.limit}x")
     if options.csv:
-        import timing
-
-        constants = timing.constants(f"python benchmarks/before_after.py {' '.join(sys.argv[1:])}")
         path = timing.RESULTS / f"before_after-{timing.short_name(constants['gpu'])}.csv"
         timing.update(path, [row | constants for row in rows], ["row"])
     return 1 if slower else 0

@@ -14,6 +14,7 @@ import statistics
 import time
 from pathlib import Path
 
+import timing
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -85,9 +86,10 @@ def main() -> None:
     if arguments.csv:
         RESULTS.parent.mkdir(exist_ok=True)
         with RESULTS.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], "threads", "torch"])
+            writer = csv.DictWriter(file, [*rows[0], "threads", "torch", "commit"])
             writer.writeheader()
-            writer.writerows({**row, "threads": arguments.threads, "torch": torch.__version__} for row in rows)
+            made = {"threads": arguments.threads, "torch": torch.__version__, "commit": timing.commit()}
+            writer.writerows(row | made for row in rows)
     print(json.dumps({**summary, "rows": rows}))
 
 

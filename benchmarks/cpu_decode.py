@@ -62,7 +62,7 @@ def main() -> None:
         for name, value in milliseconds.items()
     ]
     if options.csv:
-        command = {"command": f"python benchmarks/cpu_decode.py {' '.join(sys.argv[1:])}"}
+        command = {"command": f"python benchmarks/cpu_decode.py {' '.join(sys.argv[1:])}", "commit": timing.commit()}
         timing.update(RESULTS, [row | command for row in rows], ("system", "context", "threads"))
     print(json.dumps(milliseconds))
 

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import timing
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -64,6 +65,7 @@ def main() -> None:
         row |= {package: version(package) for package in ("torch", "lm_eval", "transformers")}
         rows.append(row | {"command": f"python benchmarks/harness.py {shlex.join(sys.argv[1:])}"})
     if options.csv:
+        rows = [row | {"commit": timing.commit()} for row in rows]
         with open(RESULTS, "w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
             writer.writeheader()

@@ -12,6 +12,8 @@ import json
 import time
 from pathlib import Path
 
+import timing
+
 from linnet.data.synthetic import IGNORE, generate
 from linnet.study.mad.settings import MQAR_SETTINGS, mad_settings
 
@@ -37,6 +39,7 @@ def main() -> None:
             rows.append(row)
             print(f"{spec:<8}{name:<38}{row['train_seconds']:>8.2f} s{row['test_seconds']:>8.2f} s", flush=True)
     if arguments.csv:
+        rows = [row | {"commit": timing.commit()} for row in rows]
         with open(RESULTS, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")
             writer.writeheader()

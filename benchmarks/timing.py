@@ -3,11 +3,15 @@ all that their numbers depend on."""
 
 import csv
 import importlib.metadata
+import os
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+
+from linnet import provenance
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "flash-linear-attention", "lightning-attn", "transformers")
@@ -71,8 +75,20 @@ def short_name(gpu: str) -> str:
 
 
 def constants(command: str) -> dict[str, str]:
-    """The columns that say what a table depends on."""
-    return {"gpu": torch.cuda.get_device_name(), **{name: _version(name) for name in PACKAGES}, "command": command}
+    """The columns that say what a row depends on."""
+    versions = {name: _version(name) for name in PACKAGES}
+    return {"gpu": torch.cuda.get_device_name(), **versions, "command": command, "commit": commit()}
+
+
+def commit() -> str:
+    """The commit of the code that is measured, with `-dirty` behind it if tracked files differ from it.
+
+    A copy of the code without its git history is told by LINNET_COMMIT. Rows from before 0.2.0 have no commit.
+    """
+    found = provenance.commit() or os.environ.get("LINNET_COMMIT", "")
+    if not found:
+        sys.exit("commit: this copy of Linnet has no git history; set LINNET_COMMIT to the commit that is measured")
+    return found
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -7,10 +7,15 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import linnet
+
+if TYPE_CHECKING:  # reports are drawn without torch, which takes seconds to import
+    import torch
 
 PACKAGE = Path(__file__).parent
 
@@ -60,6 +65,44 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def environment(device: "torch.device") -> dict[str, Any]:
+    """What numbers depend on besides a configuration: `versions`, the CPU, the device that computes, its threads."""
+    import torch
+
+    cpu = cpu_name()
+    return versions() | {
+        "torch": torch.__version__,  # with the build, as in 2.13.0+cpu
+        "cpu": cpu,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def stamp(device: "torch.device") -> dict[str, Any]:
+    """`date` and `environment`, as results keep them."""
+    return {"date": date(), "environment": environment(device)}
+
+
+def shown(results: Iterable[Mapping[str, Any]]) -> str:
+    """One line about results that were stamped: dates, versions and devices, each value once; "" if none was.
+
+    Args:
+        results: each with `date` and `environment`, as far as the release that wrote it recorded them.
+    """
+    dates, found = set(), {}
+    for result in results:
+        if result.get("date"):
+            dates.add(str(result["date"])[:10])
+        for name, value in (result.get("environment") or {}).items():
+            text = str(value)[:12] + "-dirty" * str(value).endswith("-dirty") if name == "commit" else str(value)
+            found.setdefault(name, {})[text] = None
+    if found.get("cpu") == found.get("device"):
+        found.pop("cpu", None)
+    days = sorted(dates)
+    parts = [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
+    return ", ".join([*parts, *(f"{name} {' or '.join(values)}" for name, values in found.items())])
 
 
 def _run(command: list[str]) -> str:

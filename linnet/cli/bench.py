@@ -100,6 +100,7 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
 
     import torch
 
+    from linnet import provenance
     from linnet.config import ConfigError, gather, nearest
     from linnet.inference import peers as peer_systems
     from linnet.inference.throughput import FILL, Case, Linnet, copy_bandwidth, measure
@@ -147,6 +148,7 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     what = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     console.print(f"{what}: a copy moves {bandwidth / 1e9:,.0f} GB a second", highlight=False)
     constants = {"device": what, "dtype": str(number).removeprefix("torch."), "copy_bytes_per_second": bandwidth}
+    constants["commit"] = provenance.commit() or f"release {provenance.versions()['linnet']}"
     for make in makers:
         system = make()
         for row in measure(system, cases, repeats, bandwidth):

@@ -7,7 +7,8 @@ Each evaluation is two files in `RUN/evaluations`, whose name begins with its ki
 
     {"format": 1, "kind": "csr",
      "model": {"run", "architecture", "params_total", "params_non_embedding", "tokenizer",   # None where not known
-               "step", "tokens", "flops"},                                                   # at that checkpoint
+               "step", "tokens", "flops",                                                    # at that checkpoint
+               "trained", "evaluated"},                                                      # date and environment
      "asked": {...},                                                                         # settings, of that kind
      "results": [{"task", "metric", "value", "n", "better": "higher" | "lower", "average": "mean" | "exp" | null}],
      "items": "csr-1a2b3c4d5e6f.csv",
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from linnet import provenance
 from linnet.config import ConfigError, digest, gather
 from linnet.runs import RunFolder
 from linnet.runs.files import write_atomic
@@ -193,6 +195,9 @@ def describe_model(folder: RunFolder, loaded: "Loaded") -> dict[str, Any]:
     from linnet.models import count_parameters
 
     total, outside = count_parameters(loaded.model.config)
+    result = {}
+    with contextlib.suppress(ConfigError):  # not done, or a model folder
+        result = folder.result()
     step = loaded.step
     tokens = flops = None
     if step is not None:
@@ -210,4 +215,6 @@ def describe_model(folder: RunFolder, loaded: "Loaded") -> dict[str, Any]:
         "documents": loaded.documents,
         "tokens": tokens,
         "flops": flops,
+        "trained": {key: result[key] for key in ("date", "environment") if key in result},
+        "evaluated": provenance.stamp(next(loaded.model.parameters()).device),
     }

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from linnet import provenance
 from linnet.config import FIGURES, check_study
 from linnet.evaluate.compare import LEVEL, RESAMPLES, Comparison, Difference, Shared
 from linnet.evaluate.compare_words import REAL, between, needle_name, notes, shown, title
@@ -78,10 +79,20 @@ def _page(side: Side, drawn: list[tuple], command: str, problems: Sequence[str])
         "needle cells), the same ones for every model",
         "Tests": "paired permutation test of one metric a task (what its suite counts, else the first); p-values "
         f"of all tests on this page adjusted together by Holm's method; a difference is called one below {REAL:g}",
+        **_made(side),
         "Drawn with": escape(shell.drawn_with()),
     }
     parts += ["<h2>How this was made</h2>", shell.facts(facts)]
     return shell.document("Models compared", parts)
+
+
+def _made(side: Side) -> dict[str, str]:
+    """When and with what the models were trained and evaluated."""
+    about = [entry.evaluation.model for group in side.groups for entry in group.entries]
+    return {
+        "Trained with": escape(provenance.shown(one.get("trained") or {} for one in about)),
+        "Evaluated with": escape(provenance.shown(one.get("evaluated") or {} for one in about)),
+    }
 
 
 def _summary(side: Side) -> str:

@@ -8,6 +8,7 @@ from linnet.config import FIGURES, ConfigError, check_study, gather
 from linnet.report import mad_experts, mad_mqar, shell, units
 from linnet.report.mad_figures import Records, draw, points, task_name
 from linnet.runs.files import write_atomic
+from linnet.study.collect import RUNS
 from linnet.study.mad.checks import NOT_ENOUGH, Check, checks
 from linnet.study.mad.mqar import is_mqar
 from linnet.study.mad.results import DONE, read_results
@@ -78,6 +79,7 @@ def _page(records: Records, figures: list, command: str) -> str:
         "Redraw": f"<code>{escape(command)}</code>, from the result rows alone",
         "Score": "" if is_mqar(records.scores) else meaning,
         "Selection": f"best run by the {'test split itself (legacy)' if records.scores.legacy else 'validation split'}",
+        "Trained with": shell.made_by(records.folder / RUNS),
         "Drawn with": escape(shell.drawn_with()),
     }
     parts += ["<h2>How this was made</h2>", shell.facts(facts)]

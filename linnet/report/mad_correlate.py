@@ -11,6 +11,7 @@ from linnet.report import shell, style, units
 from linnet.report.drawing import Canvas, Figure
 from linnet.report.mad_figures import points, task_name
 from linnet.runs.files import write_atomic
+from linnet.study.collect import RUNS
 from linnet.study.mad.correlate import Correlation, Correlations, Point
 
 NAMED = 14  # points up to which each has its name beside it
@@ -64,6 +65,8 @@ def write_correlate_page(
                 + ("the test split itself (legacy)" if found.legacy else "the validation split"),
                 "Losses": f"of the laws that were fitted to the study ({escape(found.method)}), at one compute budget",
                 "Intervals": f"95{units.SPACE}%: architectures drawn with replacement, and with each its law",
+                "Scores trained with": shell.made_by(Path(folder) / RUNS),
+                "Losses trained with": shell.made_by(Path(study) / RUNS),
                 "Drawn with": escape(shell.drawn_with()),
             }
         ),

@@ -148,7 +148,7 @@ def _making(study: Study, command: str) -> list[str]:
     facts = {
         "Redraw": f"<code>{escape(command)}</code>, from study.yaml, table.csv and the run folders alone",
         "Seeds": escape(", ".join(str(seed) for seed in study.seeds)),
-        "Trained with": escape(shell.pairs({name: " or ".join(v) for name, v in study.environments.items()})),
+        "Trained with": escape(study.made),
         "Drawn with": escape(shell.drawn_with()),
         "Intervals": escape(_bootstrap(study)),
     }

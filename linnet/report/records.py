@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from linnet import provenance
 from linnet.config import ConfigError, read_yaml
 from linnet.runs import RunFolder
 from linnet.runs.record import curve_rows
@@ -81,15 +82,11 @@ class Study:
         return sorted(runs[runs > 1].index)
 
     @property
-    def environments(self) -> dict[str, list[str]]:
-        """What the runs were made with: "torch" -> ["2.13.0"], each value once, from their result.json."""
-        found: dict[str, dict[str, None]] = {}
-        for _, row in self.usable.iterrows():
-            folder = self.run_folder(row)
-            run = RunFolder(folder) if folder is not None else None
-            for name, value in (run.result().get("environment", {}) if run is not None and run.done else {}).items():
-                found.setdefault(name, {})[str(value)] = None
-        return {name: list(values) for name, values in found.items()}
+    def made(self) -> str:
+        """When and with what the runs were made: dates, versions and devices, from their result.json."""
+        folders = [self.run_folder(row) for _, row in self.usable.iterrows()]
+        runs = [RunFolder(folder) for folder in folders if folder is not None]
+        return provenance.shown(run.result() for run in runs if run.done)
 
     def run_folder(self, row) -> Path | None:
         """The folder of a run of the table, or None where the table names none. Relative paths start at the study."""

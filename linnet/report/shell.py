@@ -1,5 +1,6 @@
 """What every report is put into: one HTML page that needs no network, and a PNG and an SVG file of each figure."""
 
+import contextlib
 import functools
 import json
 import os
@@ -11,9 +12,11 @@ from importlib.resources import files
 from pathlib import Path
 
 import linnet
+from linnet import provenance
 from linnet.config import ConfigError, unwritable
 from linnet.report import style
 from linnet.report.drawing import Figure
+from linnet.runs import RunFolder
 
 CORRELATION = "correlate.html"  # the page of `linnet mad correlate`, beside the folder's own
 
@@ -147,6 +150,15 @@ def facts(values: dict[str, str]) -> str:
     """Names and HTML texts as a list; empty texts are left out."""
     items = "".join(f"<dt>{escape(name)}</dt><dd>{text}</dd>" for name, text in values.items() if text)
     return f"<dl>{items}</dl>"
+
+
+def made_by(folder: str | Path) -> str:
+    """When and with what the runs directly in a folder were made, from their result.json; "" if none says."""
+    results = []
+    for path in sorted(Path(folder).glob("*/result.json")):
+        with contextlib.suppress(ConfigError):  # damaged files are reported where scores are read
+            results.append(RunFolder(path.parent).result())
+    return escape(provenance.shown(results))
 
 
 def drawn_with() -> str:

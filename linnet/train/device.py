@@ -47,21 +47,10 @@ def memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def environment(device: torch.device) -> dict:
-    """Returns what the numbers of a run depend on besides its configuration: versions, CPU, device, threads."""
-    cpu = provenance.cpu_name()
-    return provenance.versions() | {
-        "torch": torch.__version__,  # with the build, as in 2.13.0+cpu
-        "cpu": cpu,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-        "threads": torch.get_num_threads(),
-    }
-
-
 def execution(device: torch.device, compiled: bool) -> dict:
-    """Returns the part of `environment` that changes the rounding of losses, as checkpoints keep it."""
+    """Returns the part of a run's environment that changes the rounding of losses, as checkpoints keep it."""
     names = ("torch", "triton", "device", "threads")
-    found = {name: value for name, value in environment(device).items() if name in names}
+    found = {name: value for name, value in provenance.environment(device).items() if name in names}
     if device.type == "cuda":
         del found["threads"]
     return found | {"compile": compiled}

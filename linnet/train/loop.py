@@ -276,8 +276,7 @@ class Run:
                 f"{units}_per_second": step * costs.units / training if training else None,
                 "batch_size": self.config.batch_size,
                 "steps": step,
-                "date": provenance.date(),
-                "environment": devices.environment(self.device),
+                **provenance.stamp(self.device),
                 "run": self.config.run.model_dump(mode="json"),
             }
         )

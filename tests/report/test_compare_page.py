@@ -165,3 +165,13 @@ def test_a_browser_draws_every_figure_without_a_complaint(page, tmp_path):
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     assert f'data-drawn="{len(FIGURES)}"' in done.stdout
     assert done.stdout.count("<svg") >= len(FIGURES)
+
+
+def test_the_page_says_when_and_with_what_models_were_made(tmp_path):
+    stamps = [{"date": f"2026-01-0{day}T00:00:00+00:00", "environment": {"device": "H200"}} for day in (2, 3)]
+    about = {"trained": stamps[0], "evaluated": stamps[1]}
+    one = Evaluation("tasks", about, {"tasks": ["quiz"]}, quiz(3).results, quiz(3).detail)
+    groups = shared({"mine": [one], "old": [quiz(4)]})
+    text = write_comparison(groups, compare(groups), tmp_path / "page.html").read_text()
+    assert "Trained with</dt><dd>2026-01-02, device H200" in text
+    assert "Evaluated with</dt><dd>2026-01-03, device H200" in text

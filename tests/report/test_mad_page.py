@@ -8,7 +8,7 @@ import shutil
 import subprocess
 
 import pytest
-from mad_folders import rows, write_mad, write_rows
+from mad_folders import rows, write_mad, write_rows, write_runs
 
 from linnet.config import ConfigError
 from linnet.report.mad import write_mad_report
@@ -265,3 +265,11 @@ def test_a_browser_draws_it(full, tmp_path):
     assert seen["drawn"] == len(FIGURES) and seen["cells"] == seen["before"] == len(SIX) * 7
     assert seen["after"] == 7 and seen["width"] <= 1
     assert seen["found"] == f"run-{SIX[0]}" and "accuracy" in seen["tooltip"]
+
+
+def test_the_page_says_when_and_with_what_the_runs_were_made(tmp_path, monkeypatch):
+    monkeypatch.setattr("linnet.report.shell.write_pictures", lambda folder, figure: None)
+    stamp = {"date": "2026-01-02T00:00:00+00:00", "environment": {"commit": "a" * 40, "device": "H200"}}
+    folder = write_runs(tmp_path, [row | stamp for row in rows(["mad-mamba"])])
+    text = write_mad_report(folder).read_text()
+    assert f"Trained with</dt><dd>2026-01-02, commit {'a' * 12}, device H200" in text

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from linnet import provenance
 from linnet.config import ConfigError, parse
 from linnet.data.order import shuffled
 from linnet.data.synthetic import Split, Task, find_task
@@ -149,7 +150,7 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
                 stop.end()
     counted, diverged = watch.end(epoch + 1), ensemble.diverged_at()
     shared = {"parameters": sum(p.numel() for p in model.parameters()), "steps": steps, "bundle": len(runs)}
-    shared |= payload["common"]
+    shared |= payload["common"] | provenance.stamp(device)
     own = [{"train_loss": loss} for loss in losses.tolist()]
     if is_routed(model):
         watch.put_back()

@@ -53,7 +53,9 @@ def go(models, folder, **options):
 
 
 def results(folder):
-    return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("runs/*/result.json")}
+    """The results by run, without the moment at which they were written."""
+    found = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("runs/*/result.json")}
+    return {name: {key: value for key, value in one.items() if key != "date"} for name, one in found.items()}
 
 
 def test_every_run_is_trained_once_and_scored(models, tmp_path):
