@@ -1,4 +1,4 @@
-"""`linnet bench`: how fast things are here."""
+"""`linnet bench`: speed on this machine."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +26,11 @@ def generate(
     repeats: Annotated[int, typer.Option(help="Timed runs of a case (Figure 5: 20); medians count.", min=1)] = 3,
     context: Annotated[
         list[int] | None,
-        typer.Option(help="Also time tokens behind so long a prompt, at the first batch; may be given again.", min=1),
+        typer.Option(
+            help="Also time tokens after a prompt of this length, at the first batch; may be given again.", min=1
+        ),
     ] = None,
-    context_new: Annotated[int, typer.Option(help="Tokens to generate behind each --context.", min=2)] = 64,
+    context_new: Annotated[int, typer.Option(help="Tokens to generate after each --context.", min=2)] = 64,
     peer: Annotated[
         list[str] | None,
         typer.Option(
@@ -36,15 +38,17 @@ def generate(
             "may be given again."
         ),
     ] = None,
-    peer_size: Annotated[str | None, typer.Option(help="Of the peers.", show_default="the first model's")] = None,
+    peer_size: Annotated[
+        str | None, typer.Option(help="Size of the peers' models, such as 410m.", show_default="the first model's")
+    ] = None,
     only_peers: Annotated[bool, typer.Option("--only-peers", help="Leave Linnet's models out.")] = False,
     room: Annotated[
         int,
         typer.Option(help="With --batch max: tokens that a sequence may grow to.", min=0, show_default="prompt + new"),
     ] = 0,
-    plain: Annotated[bool, typer.Option(help="Also without graphs and merged projections.")] = False,
-    chunk: Annotated[int, typer.Option(help="Tokens of a prompt that are read at a time.", min=1)] = 2048,
-    device: Annotated[str, typer.Option(help="auto (the GPU where there is one), cpu or cuda.")] = "auto",
+    plain: Annotated[bool, typer.Option(help="Also time without CUDA graphs and merged projections.")] = False,
+    chunk: Annotated[int, typer.Option(help="Tokens of a prompt that are read at once.", min=1)] = 2048,
+    device: Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu or cuda.")] = "auto",
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16.", show_default="bfloat16 on a GPU, else float32")
     ] = None,
@@ -53,7 +57,7 @@ def generate(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
-    """Time generation: first token, tokens a second against batch and context, bytes, share of the memory's bandwidth.
+    """Time generation: first token, tokens per second by batch and context, bytes, share of memory bandwidth.
 
     The defaults are the protocol of paper 001, Figure 5, with fewer repeats.
 
@@ -73,7 +77,7 @@ def generate(
     ):  # fmt: skip
         rows.append(row)
         console.print(_line(row), highlight=False)
-        if out is not None:  # whoever stops it half-way has what was measured
+        if out is not None:  # an interrupted run keeps its rows
             _write(rows, out)
     if json_:
         typer.echo(json.dumps(rows, indent=1))
@@ -85,7 +89,7 @@ def generate(
 
 @bench.command()
 def draw(
-    folder: Annotated[Path, typer.Argument(help="What --out of [bold]linnet bench generate[/] was.")],
+    folder: Annotated[Path, typer.Argument(help="The --out folder of [bold]linnet bench generate[/].")],
 ) -> None:
     """Draw the picture of a folder's generate.csv again; nothing is measured."""
     from linnet.report.throughput import read_rows, write_throughput
@@ -123,9 +127,9 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
     ]
     problems += peer_systems.missing(list(recipes))
     if only_peers and not names:
-        problems.append("--only-peers: there is no --peer; name one")
+        problems.append("--only-peers: needs a --peer; name one")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        problems.append(f"--device: there is no {device!r} here; use cpu")
+        problems.append(f"--device: {device!r} is not available here; use cpu")
     if dtype not in (None, "float32", "bfloat16"):
         problems.append(f"--dtype: {dtype!r} is unknown; use float32 or bfloat16")
     with gather(problems):  # before hours of measuring
@@ -146,7 +150,7 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
         makers.append(partial(peer_systems.make_peer, name, get_recipe(recipes[name]), recipes[name], device, number))
     bandwidth = copy_bandwidth(torch.device(device))
     what = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    console.print(f"{what}: a copy moves {bandwidth / 1e9:,.0f} GB a second", highlight=False)
+    console.print(f"{what}: a copy moves {bandwidth / 1e9:,.0f} GB per second", highlight=False)
     constants = {"device": what, "dtype": str(number).removeprefix("torch."), "copy_bytes_per_second": bandwidth}
     constants["commit"] = provenance.commit() or f"release {provenance.versions()['linnet']}"
     for make in makers:
@@ -165,7 +169,7 @@ def _line(row: dict) -> str:
     if row["error"]:
         return head + row["error"]
     return head + (
-        f"first token {row['first_token_s']:.3f} s  {row['token_ms']:.3f} ms a token  "
+        f"first token {row['first_token_s']:.3f} s  {row['token_ms']:.3f} ms per token  "
         f"{row['decode_tokens_per_second']:,.0f} tokens/s"
     )
 
@@ -181,9 +185,9 @@ def _show(rows: list[dict]) -> None:
         box=SIMPLE,
         pad_edge=False,
         padding=(0, 1, 0, 0),
-        caption="first: seconds until the first token of the whole batch; ms: a token behind it; tokens/s: of those; "
-        "all/s: new tokens over the whole time; carried: bytes of a sequence at the end; band: share of the copy's "
-        "bandwidth.",
+        caption="first: seconds until the first token of the whole batch; ms: per later token; tokens/s: over those; "
+        "all/s: new tokens over the whole time; carried: bytes of state per sequence at the end; "
+        "band: share of the bandwidth of a copy.",
         caption_justify="left",
     )
     table.add_column("model, system", overflow="fold", min_width=12)
@@ -227,5 +231,5 @@ def _draw(rows: list[dict], out: Path, console) -> None:
     console.print(f"in {out}: generate.csv", highlight=False, markup=False)
     try:
         write_throughput(rows, out)
-    except ConfigError as error:  # the machine with the GPU need not have what draws; no markup, as of '.[study]'
+    except ConfigError as error:  # a GPU machine may lack the extra that draws; no markup, since it holds '.[study]'
         console.print(f"no picture: {error.problems[0]}", highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""`linnet compare`: models side by side on what they were all evaluated on."""
+"""`linnet compare`: models side by side on the evaluations that they share."""
 
 import json
 import re
@@ -21,26 +21,24 @@ OUT = Path("comparison/index.html")
 def compare(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Folders that linnet evaluate was run on.", show_default=False),
+        typer.Argument(metavar="RUN...", help="Run folders with evaluations (linnet evaluate).", show_default=False),
     ],
     out: Annotated[Path, typer.Option(help="The page; pictures go beside it.", metavar="PAGE")] = OUT,
     page: Annotated[bool, typer.Option(help="Write the page (needs the extra study).")] = True,
-    depth_ratio: Annotated[float, typer.Option(help="Of needles: weight of a depth to that of the one above.")] = 1.01,
-    length_ratio: Annotated[
-        float, typer.Option(help="Of needles: weight of a length to that of the one before.")
-    ] = 1.01,
+    depth_ratio: Annotated[float, typer.Option(help="Needles: weight of a depth relative to the one before.")] = 1.01,
+    length_ratio: Annotated[float, typer.Option(help="Needles: weight of a length relative to the one before.")] = 1.01,
     threshold: Annotated[
         float,
-        typer.Option(help="Of needles: from this share on a cell counts as found, and recall goes on.", min=0, max=1),
+        typer.Option(help="Needles: share of right answers from which a cell counts as found.", min=0, max=1),
     ] = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and write no page.")] = False,
     open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
 ) -> None:
     """Compare models on the texts, questions and needles that they share: intervals, paired tests, a page.
 
-    Intervals are over documents, questions or cells; a difference between two models is tested on the same items, with
-    all p-values adjusted together (Holm). Only evaluations with the same settings are compared. The page also shows the
-    grids of needles, where recall ends, and what the constants of the metrics change; it is written for one model, too.
+    Intervals are over documents, questions or cells. A difference between two models is tested on the same items, and
+    all p-values are adjusted together (Holm). Only evaluations with the same settings are compared. The page also shows
+    the grids of needles, where recall ends, and the effect of the metrics' constants; one model alone has a page too.
 
     Example: [bold]linnet compare runs/llama-10m-* runs/tnl-10m-*[/]
     """
@@ -99,7 +97,7 @@ def show_comparison(
 
 
 def _command(runs: list[Path], out: Path, constants) -> str:
-    """What makes this page again, from the same folder."""
+    """Returns the command that makes this page again, in the same folder."""
     from linnet.report.needle import Constants
     from linnet.report.shell import typed
 
@@ -109,7 +107,7 @@ def _command(runs: list[Path], out: Path, constants) -> str:
 
 
 def _read(runs: list[Path]) -> tuple[dict[str, tuple[Path, list]], list[str]]:
-    """Folder and evaluations by the name of the run, and what is wrong with those that are left out.
+    """Returns folder and evaluations by the name of the run, and the problems of those that are left out.
 
     Raises:
         ConfigError: for all runs without any evaluation or given twice.
@@ -139,7 +137,7 @@ def _read(runs: list[Path]) -> tuple[dict[str, tuple[Path, list]], list[str]]:
 
 
 def _nothing_in_common(found: dict[str, tuple[Path, list]]) -> str:
-    """What each run has, and what would make the first one's last evaluation of the others."""
+    """Returns what each run has, and the commands that evaluate the others as the first."""
     from linnet.evaluate.compare_words import command
 
     lines = ["the runs have no evaluation with the same settings in common"]
@@ -151,15 +149,15 @@ def _nothing_in_common(found: dict[str, tuple[Path, list]]) -> str:
 
 
 def _check(depth_ratio: float, length_ratio: float, page: Path | None, show: bool) -> None:
-    """Constants, and whether the page can be drawn and written, before anything is read."""
+    """Raises ConfigError for wrong constants, or a page that cannot be drawn or written."""
     given = {"depth-ratio": depth_ratio, "length-ratio": length_ratio}
     problems = [
-        f"--{name}: is {value:g}; give a positive number"
+        f"--{name}: {value:g} is not above 0; give a positive number"
         for name, value in given.items()
         if not 0 < value < float("inf")
     ]
     if show and page is None:
-        problems.append("--open: --json and --no-page write no page to show; leave one of them out")
+        problems.append("--open: needs a page, which --json and --no-page leave out; drop one of them")
     if page is not None:
         from linnet.report.shell import check_page
 
@@ -204,7 +202,7 @@ def _show(group, comparisons, found, console: Console) -> None:
 
 
 def _show_pairs(comparisons, console: Console) -> None:
-    """The tests of differences, with the p-values that count."""
+    """Prints the tests of differences with their adjusted p-values."""
     from linnet.evaluate.compare_words import REAL, between, shown
 
     table = _table(["task, metric"], ["difference", "adjusted p"])
@@ -220,7 +218,7 @@ def _show_pairs(comparisons, console: Console) -> None:
 
 
 def _table(left: list[str], right: list[str]) -> Table:
-    """A table without lines, with columns to the left and to the right that are never broken."""
+    """A table without lines, with left-aligned and right-aligned columns that never wrap."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in (*left, *right):
         table.add_column(column, justify="right" if column in right else "left", no_wrap=True)

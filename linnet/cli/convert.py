@@ -1,4 +1,4 @@
-"""`linnet convert`: other people's checkpoints in, and Linnet's models out to transformers."""
+"""`linnet convert`: checkpoints of other projects to Linnet, and Linnet's models to transformers."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -8,7 +8,7 @@ import typer
 
 
 class Target(StrEnum):
-    """Whose layout a conversion writes."""
+    """The layout that a conversion writes."""
 
     hf = "hf"
     linnet = "linnet"
@@ -22,16 +22,18 @@ def convert(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="A new folder. Default: PATH's name with -hf or -linnet behind, here.", show_default=False),
+        typer.Option(
+            help="A new folder. Default: PATH's name with -hf or -linnet appended, in this folder.", show_default=False
+        ),
     ] = None,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Also read pytorch_model.bin, if you trust where it comes from.")
+        bool, typer.Option("--allow-pickle", help="Also read pytorch_model.bin; only if you trust its source.")
     ] = False,
 ) -> None:
     """Turn a run into a folder that transformers loads, or a checkpoint of another project into a Linnet model.
 
     Checkpoints: Llama and Mamba of transformers; HGRN2, GLA, LightNet, Transformer and Mamba of
-    flash-linear-attention; TransNormerLLM. What Linnet's layers cannot express is refused by name.
+    flash-linear-attention; TransNormerLLM. Settings that Linnet's layers cannot express are errors that name them.
 
     [bold]linnet convert runs/tnl-0123456789ab --to hf[/], then `import linnet.hf` and AutoModelForCausalLM.
 
@@ -43,11 +45,11 @@ def convert(
 
     ours = (path / "config.yaml").is_file()
     if not ours and not (path / "config.json").is_file():
-        raise ConfigError([f"{path}: is neither a run (config.yaml) nor a checkpoint (config.json)"], "convert")
+        raise ConfigError([f"{path}: neither a run (config.yaml) nor a checkpoint (config.json)"], "convert")
     target = to or (Target.hf if ours else Target.linnet)
     if ours != (target is Target.hf):
-        fix = "it is Linnet's already" if ours else "convert it to linnet first, then that folder to hf"
-        raise ConfigError([f"--to {target}: {path} cannot be written so; {fix}"], "convert")
+        fix = "it is in Linnet's layout already" if ours else "convert it to linnet first, then that folder to hf"
+        raise ConfigError([f"--to {target}: {path} cannot be converted to it; {fix}"], "convert")
     out = out or Path(f"{path.resolve().name}-{target}")
     try:
         from linnet import hf

@@ -1,4 +1,4 @@
-"""`linnet data`: prepare a corpus and say what is in it."""
+"""`linnet data`: prepare a corpus and show what it holds."""
 
 import json
 from pathlib import Path
@@ -34,17 +34,17 @@ def data(
     validation_fraction: Annotated[
         float, typer.Option(help="Share of the text to hold out, by document, if no --validation is given.")
     ] = 0.02,
-    text_key: Annotated[str, typer.Option(help="Key (JSONL) or column (Parquet) that holds the text.")] = "text",
+    text_key: Annotated[str, typer.Option(help="Key (JSONL) or column (Parquet) of the text.")] = "text",
     max_bytes: Annotated[
-        int | None, typer.Option(help="Use about this many bytes, of documents in random order.", show_default="all")
+        int | None, typer.Option(help="Use about this many bytes of documents, in random order.", show_default="all")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Key of the choice of documents; not of the order of training.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of documents; the order of training has its own.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Prepare text for training, once, and show what is in it.
+    """Prepare text for training, once, and show what it holds.
 
-    Holds some of the text out, turns all into tokens on disk, and says what is there.
-    Run again, it finds the corpus, checks it, and makes it again if it is damaged.
+    Part of the text is held out; all of it is tokenized and stored on disk.
+    A second call finds the corpus, checks it, and rebuilds it if it is damaged.
 
     Example: [bold]linnet data "books/*.txt" --tokenizer bpe:4096[/]
     """
@@ -61,7 +61,7 @@ def data(
             except CorpusDamaged as damage:
                 for problem in damage.problems:
                     found = escape(problem.partition(";")[0])
-                    errors.print(f"[bold yellow]damaged[/] {found}; making it again", highlight=False)
+                    errors.print(f"[bold yellow]damaged[/] {found}; rebuilding it", highlight=False)
                 corpus = prepare(config, out, rebuild=True, progress=bar)
     except ConfigError as error:
         raise ConfigError([_by_option(line) for line in error.problems], "data") from None
@@ -73,7 +73,7 @@ def data(
 
 
 def _parse(values: dict, cache: Path):
-    """The configuration; what is wrong with the text is told with what is wrong with other keys."""
+    """Returns the configuration. Raises ConfigError with the problems of all keys and of the text."""
     from linnet.config import parse
     from linnet.data import DataConfig
     from linnet.data.problems import text_problems
@@ -87,7 +87,7 @@ def _parse(values: dict, cache: Path):
 
 
 def _by_option(problem: str) -> str:
-    """A problem of a key under the name of the option, or argument, that sets it."""
+    """Returns a problem of a key under the name of the option or argument that sets it."""
     place, colon, rest = problem.removeprefix("data.").partition(":")
     key = place.partition(".")[0]
     if key == "source":
@@ -97,7 +97,7 @@ def _by_option(problem: str) -> str:
 
 
 class _Bar(Progress):
-    """A progress bar that is called with what is being done, and bytes done and in all."""
+    """A progress bar that is called with the present work, and its bytes done and in total."""
 
     def __init__(self, console: Console):
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -144,8 +144,8 @@ def _show(corpus, sample: str) -> None:
     console.print(f"{tokenizer}; {_HELD_OUT[summary['split']]}")
     unknown = sum(found["unknown_tokens"] for found in summary["splits"].values())
     if unknown:
-        console.print(f"[yellow]{unknown:,} tokens stand for text that the tokenizer cannot express[/]")
-        console.print("[yellow]so bits per byte will look better than they are[/]")
+        console.print(f"[yellow]{unknown:,} tokens are unknown to the tokenizer[/]")
+        console.print("[yellow]so bits per byte will be too low[/]")
     if summary["copies_left_out"]:
         console.print(f"{summary['copies_left_out']:,} copies of held-out documents are left out of training")
     if summary["skipped"]:

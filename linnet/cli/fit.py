@@ -38,13 +38,13 @@ def fit(
     ] = None,
     max_loss: Annotated[float | None, typer.Option(help="Leave out rows with a higher loss.")] = None,
     min_tokens_per_param: Annotated[
-        float | None, typer.Option(help="Leave out rows with fewer tokens a parameter.")
+        float | None, typer.Option(help="Leave out rows with fewer tokens per parameter.")
     ] = None,
     budgets: Annotated[
         str | None, typer.Option(help="Budgets in FLOPs; without it, found from the table.", metavar="1e18,3e18,...")
     ] = None,
     bootstrap: Annotated[int, typer.Option(help="Resamples for the 95 % intervals; 0 for none.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Of the resampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the resampling.")] = 0,
     count: Annotated[
         str, typer.Option(help="Which parameters N counts.", metavar="|".join(CHOICES["count"]))
     ] = "non-embedding",
@@ -72,13 +72,15 @@ def fit(
     full_grid: Annotated[
         bool, typer.Option("--full-grid", help="Start the parametric fit from 4,500 points instead of 675.")
     ] = False,
-    unit: Annotated[str, typer.Option(help="Of C in the laws printed.", metavar="|".join(CHOICES["unit"]))] = "flops",
+    unit: Annotated[
+        str, typer.Option(help="Unit of C in the printed laws.", metavar="|".join(CHOICES["unit"]))
+    ] = "flops",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, by parameter name.")] = False,
 ) -> None:
     """Fit scaling laws: L(C), N_opt(C), D_opt(C), with intervals and a held-out test.
 
-    What the data cannot tell is refused, with the reason: an optimum at the
-    edge of the sizes trained, fewer than three budgets. L(C) is still given.
+    A law that the data do not support is refused with the reason, such as an
+    optimum at the edge of the trained sizes, or fewer than three budgets.
 
     [bold]linnet fit studies/demo[/]
 
@@ -133,7 +135,7 @@ def fit(
 
 
 def _check(settings: dict[str, str], budgets: str | None, bootstrap: int, hold_out: float | None, smooth: int | None):
-    """The budgets as numbers, and everything wrong with the options."""
+    """Returns the budgets as numbers, and all problems of the options."""
     problems = [
         f"--{name} {value!r}: unknown; {nearest(value, CHOICES[name])}"
         for name, value in settings.items()
@@ -158,7 +160,7 @@ def _check(settings: dict[str, str], budgets: str | None, bootstrap: int, hold_o
 
 
 def _as_json(study, table: Path, method: str) -> dict:
-    """The study as plain values; with one architecture and one method, its parameters also at the top."""
+    """Returns the study as plain values; with one architecture and one method, its parameters are also at the top."""
     found = {"table": str(table), "method": method, **study.to_json()}
     fits = list(study.values())
     if len(fits) == 1 and method != "all":

@@ -1,4 +1,4 @@
-"""What `linnet fit` prints: the laws first, then how sure they are, then everything that was refused."""
+"""Prints what `linnet fit` found: the laws, then their uncertainty, then everything that was refused."""
 
 from rich.console import Console
 from rich.markup import escape
@@ -122,7 +122,7 @@ def _under(console: Console, fits: dict[str, MethodFit]) -> None:
     schemes = {fit.bootstrap.scheme: fit.bootstrap for fit in fits.values() if fit.bootstrap.resamples}
     for scheme, made in schemes.items():
         _line(console, f"[dim]intervals: bootstrap of {scheme}; {made.resamples:,} resamples, seed {made.seed}[/]")
-    told: dict[str, list[str]] = {}
+    notes: dict[str, list[str]] = {}
     for name, fit in fits.items():
         lines = [*fit.notes]
         if isinstance(fit, ParametricFit) and not fit.refused:
@@ -141,8 +141,8 @@ def _under(console: Console, fits: dict[str, MethodFit]) -> None:
             with_and_without = f"{far['pure']:.3f} without, {far['irreducible']:.3f} with a constant"
             lines.append(f"loss at {far['C']:.2g} FLOPs: {with_and_without}")
         for line in lines:
-            told.setdefault(line, []).append(name)
-    for line, names in told.items():
+            notes.setdefault(line, []).append(name)
+    for line, names in notes.items():
         whose = "" if len(set(names)) == len(fits) else f"{', '.join(dict.fromkeys(names))}: "
         _line(console, f"[dim]{escape(whose + line)}[/]")
 
@@ -195,7 +195,7 @@ def _all_laws(fit: MethodFit) -> list[Law]:
 
 
 def _line(console: Console, markup: str, indent: int = 2) -> None:
-    """A paragraph whose further lines are indented too."""
+    """Prints a paragraph with all its lines indented."""
     console.print(Padding(markup, (0, 0, 0, indent), expand=False))
 
 

@@ -9,50 +9,52 @@ import typer
 def generate(
     run: Annotated[Path, typer.Argument(help="A run folder, as [bold]linnet train[/] prints it.", show_default=False)],
     prompt: Annotated[
-        str | None, typer.Argument(help="Text to go on from; - reads it from the standard input.", show_default=False)
+        str | None, typer.Argument(help="Text to continue; - reads it from the standard input.", show_default=False)
     ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="Read the prompt from a file (UTF-8), however long.", show_default=False)
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from so many of the likeliest tokens; 0: from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens that hold this share.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="Upper bound of generated tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many of the most likely tokens; 0: from all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the smallest set of tokens with this total probability.")
+    ] = 1.0,
     min_p: Annotated[
-        float, typer.Option(help="Draw from tokens with this share of the likeliest's probability.")
+        float, typer.Option(help="Draw from tokens with at least this share of the highest probability.")
     ] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the completion; may be given again.", show_default=False)
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the draws; the same seed gives the same text.")] = None,
-    samples: Annotated[int, typer.Option(help="Completions of the same prompt, with seeds one after another.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Seed of the draws; the same seed gives the same text.")] = None,
+    samples: Annotated[int, typer.Option(help="Completions of the same prompt, with consecutive seeds.")] = 1,
     logprobs: Annotated[
-        int | None, typer.Option(help="With --json: log-probabilities, and those of so many likelier tokens.")
+        int | None, typer.Option(help="With --json: log-probabilities, also of this many most likely tokens.")
     ] = None,
     from_state: Annotated[
-        Path | None, typer.Option(help="Go on from a state that --save-state wrote.", show_default=False)
+        Path | None, typer.Option(help="Continue from a state that --save-state wrote.", show_default=False)
     ] = None,
     save_state: Annotated[
         Path | None,
-        typer.Option(help="Save the state behind the prompt (a file of constant size) and stop.", show_default=False),
+        typer.Option(help="Save the state after the prompt (a file of constant size) and stop.", show_default=False),
     ] = None,
     context_length: Annotated[
         int | None, typer.Option(help="Capacity of KV caches, for layers that have one.", show_default="4096")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto (the GPU where there is one), cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu or cuda.")] = "auto",
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16.", show_default="bfloat16 on a GPU, else float32")
     ] = None,
     compile: Annotated[
-        bool, typer.Option("--compile", help="Compile the step first: for thousands of tokens on a CPU.")
+        bool, typer.Option("--compile", help="Compile the step first; pays off from thousands of tokens on a CPU.")
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print a list of completions as JSON.")] = False,
 ) -> None:
     """Generate text with a trained model.
 
-    The text comes as it is made; memory does not grow with its length (but for
-    models with full attention, whose cache --context-length bounds).
+    The text is printed as it is generated. Memory does not grow with its length,
+    except for models with full attention, whose cache --context-length bounds.
 
     [bold]linnet generate runs/tnl-10m-0123456789ab "def main("[/]
     [bold]linnet generate RUN "Once" --temperature 0.8 --top-p 0.95 --seed 1[/]
@@ -81,15 +83,17 @@ def generate(
     with gather(problems):
         text = _read_prompt(prompt, prompt_file, from_state is not None)
     if from_state is not None and not from_state.is_file():
-        problems.append(f"--from-state {from_state}: there is no such file; --save-state writes one")
+        problems.append(f"--from-state {from_state}: not found; --save-state writes such a file")
     if save_state is not None and (save_state.is_dir() or not save_state.absolute().parent.is_dir()):
-        problems.append(f"--save-state {save_state}: is a folder or in none; name a file in a folder that is there")
+        problems.append(
+            f"--save-state {save_state}: is a folder, or its folder does not exist; name a file in an existing folder"
+        )
     elif save_state is not None and (reason := unwritable(save_state.absolute().parent)):
         problems.append(f"--save-state {save_state}: {reason}; name another file")
     if logprobs is not None and not json_:
-        problems.append(f"--logprobs {logprobs}: is printed with --json alone; give it too")
+        problems.append(f"--logprobs {logprobs}: needs --json; add it")
     if samples < 1:
-        problems.append(f"--samples: {samples} is not above 0")
+        problems.append(f"--samples: {samples} is below 1; give 1 or more")
     if dtype not in (None, "float32", "bfloat16"):
         problems.append(f"--dtype: {dtype!r} is unknown; use float32 or bfloat16")
     from linnet.inference.sampling import Sampling
@@ -142,7 +146,7 @@ def _read_prompt(prompt: str | None, file: Path | None, may_be_empty: bool) -> s
     from linnet.config import ConfigError
 
     if prompt is not None and file is not None:
-        raise ConfigError(["PROMPT and --prompt-file are both given; drop one"])
+        raise ConfigError(["PROMPT, --prompt-file: both are given; drop one"])
     if prompt is None and file is None:
         if may_be_empty:
             return ""

@@ -1,4 +1,4 @@
-"""`linnet mad`: the synthetic tasks of MAD, and what a score is made of."""
+"""`linnet mad`: the synthetic tasks of MAD, and the scores made from them."""
 
 import json
 import os
@@ -44,13 +44,13 @@ def data(
     show: Annotated[int, typer.Option(help="Samples to print.", min=0)] = 2,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write all samples: arrays inputs and targets (.npz), or an object a line (.jsonl)."),
+        typer.Option(help="Write all samples: arrays inputs and targets (.npz), or an object per line (.jsonl)."),
     ] = None,
 ) -> None:
     """Draw samples of a task and print some, or write them.
 
     Each input token is named by its part: k3 a key, v7 a value, n1 noise, d5 data, \\[b] a blank.
-    Under it stands what is to be predicted there; a dot where nothing is asked.
+    Below each stands its target; a dot means that nothing is asked there.
 
     Example: [bold]linnet mad data noisy_recall --set vocab_size=32 --set seq_len=32[/]
     """
@@ -62,9 +62,11 @@ def data(
     if split not in ("train", "validation", "test"):
         problems.append(f"--split {split!r} is unknown; use train, validation or test")
     if out is not None and out.suffix not in (".npz", ".jsonl"):
-        problems.append(f"--out {str(out)!r}: the name says no known format; end it in .npz or .jsonl")
+        problems.append(f"--out {str(out)!r}: unknown format; use a name that ends in .npz or .jsonl")
     if out is not None and not out.absolute().parent.is_dir():
-        problems.append(f"--out {str(out)!r}: there is no folder {str(out.absolute().parent)!r}; make it first")
+        problems.append(
+            f"--out {str(out)!r}: the folder {str(out.absolute().parent)!r} does not exist; create it first"
+        )
     if problems:
         raise ConfigError(problems, "command line")
     config = parse(kind, override({"spec": spec}, assignments or []), kind.name)
@@ -100,7 +102,7 @@ def list_settings(
 ) -> None:
     """List the tasks, their settings, and the runs that one architecture needs.
 
-    With --json the settings and runs of every other budget are there, too.
+    With --json, the settings and runs of all other budgets are included.
 
     Example: [bold]linnet mad list --budget full --tasks fuzzy_recall --settings seq_len[/]
     """

@@ -1,8 +1,8 @@
-"""What `linnet mad run --budget mqar` prints: accuracy by length and pairs, and the bar of paper 002."""
+"""Prints the result of `linnet mad run --budget mqar`: accuracy by length and pairs, and the bar of paper 002."""
 
 
 def print_recall(scores, console) -> None:
-    """A row for each architecture and width."""
+    """Prints a row per architecture and width."""
     from rich.box import SIMPLE
     from rich.markup import escape
     from rich.table import Table
@@ -27,7 +27,7 @@ def print_recall(scores, console) -> None:
 
 
 def bar(scores) -> str:
-    """Whether HGRN2 recalls more than HGRN, in words; "" where one of the two is not there."""
+    """Returns a sentence on whether HGRN2 recalls more than HGRN; "" if one of them was not scored."""
     from linnet.study.mad.mqar import compare
 
     if not {"hgrn2", "hgrn"} <= set(scores):

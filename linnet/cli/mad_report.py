@@ -1,4 +1,4 @@
-"""`linnet mad report` and `linnet mad correlate`: what the scores of a MAD folder say."""
+"""`linnet mad report` and `linnet mad correlate`: pages about the scores of a MAD folder."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +8,7 @@ import typer
 Folder = Annotated[Path, typer.Argument(help="The folder that linnet mad run made.", show_default=False)]
 Metric = Annotated[
     str,
-    typer.Option(help="What a run is scored by, on the test split.", metavar="accuracy|macro_batch"),
+    typer.Option(help="Metric of a run, on the test split.", metavar="accuracy|macro_batch"),
 ]
 Legacy = Annotated[
     bool,
@@ -73,7 +73,7 @@ def correlate(
     metric: Metric = "accuracy",
     legacy: Legacy = False,
     bootstrap: Annotated[int, typer.Option(help="Resamples for the 95 % intervals; 0 for none.", min=0)] = 1000,
-    seed: Annotated[int, typer.Option(help="Of the resampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the resampling.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option(help="The page; the pictures go beside it. Default: FOLDER/report/correlate.html."),
@@ -106,7 +106,7 @@ def correlate(
     if page:
         with gather(problems):
             check_study(FIGURES, "correlate", ", or give --no-page")
-        if out is not None or folder.is_dir():  # what is wrong with another folder is told on reading it
+        if out is not None or folder.is_dir():  # reading reports the problems of any other folder
             from linnet.report.shell import CORRELATION, check_page, page_name
 
             with gather(problems):

@@ -15,9 +15,8 @@ def models(
 ) -> None:
     """List the model recipes: shape, parameters, training FLOPs and bytes of state.
 
-    PFLOPs a step are for the batch of paper 000 (480 sequences of 8192 tokens): "paper" in the convention of its
-    Table 1, which reproduces its Table 7, "exact" summed over every matrix product with the real widths, head
-    included.
+    PFLOPs per step are for the batch of paper 000 (480 sequences of 8192 tokens). "paper" follows the convention of
+    its Table 1 and reproduces its Table 7; "exact" sums every matrix product with the real widths, the head included.
 
     Example: [bold]linnet models tnl hgrn2-1b --context 131072[/]
     """
@@ -48,12 +47,12 @@ def _print_table(rows: list[dict], context: int) -> None:
         pad_edge=False,
         padding=(0, 1, 0, 0),
         caption="L layers, d width, h heads, g GLU width; millions of parameters without embeddings;\n"
-        f"PFLOPs a training step of 480 x 8192 tokens; state of one sequence at {context:,} tokens.\n"
+        f"PFLOPs per training step of 480 x 8192 tokens; state of one sequence at {context:,} tokens.\n"
         "Sizes in names are nominal: the papers' count the embeddings, -10m is about 5 million.",
         caption_justify="left",
     )
     for column in ("model", "L", "d", "h", "g", "params M", "paper", "exact", "state"):
-        first = column == "model"  # a long name goes on in a second line rather than squeezing the numbers out
+        first = column == "model"  # a long name wraps, so that the numbers keep their room
         table.add_column(column, justify="left" if first else "right", no_wrap=not first, overflow="fold")
     family = None
     for row in rows:
@@ -75,7 +74,7 @@ def _print_table(rows: list[dict], context: int) -> None:
 
 
 def _number(value: float) -> str:
-    """One decimal, but two digits of what is below 0.1."""
+    """One decimal, or two digits below 0.1."""
     return f"{value:,.1f}" if value >= 0.1 else f"{value:.2g}"
 
 

@@ -20,9 +20,9 @@ def report(
     """Write the report of a study: one page that needs no network, and a PNG and an SVG of each figure.
 
     It shows the laws of all architectures with their intervals, loss against compute, training curves, IsoFLOP curves,
-    optimal sizes, state size and cost; where runs were evaluated (docs/evaluation.md) also each metric against compute,
-    and the two steps from compute to loss to metric, whose fits are printed too. Hover to see a run; every number leads
-    to a run folder. Nothing is trained, and a study that is not finished has a report too.
+    optimal sizes, state size and cost. If runs were evaluated (docs/evaluation.md), it also shows each metric against
+    compute, and the fits from compute to loss to metric, which are printed too. Hover to see a run; every number leads
+    to a run folder. Nothing is trained, and an unfinished study has a report too.
 
     [bold]linnet report studies/demo --open[/]
     """
@@ -33,7 +33,7 @@ def report(
 
     from linnet.config import FIGURES, FITS, check_study
 
-    check_study(FIGURES + FITS, "report")  # before what needs them is imported
+    check_study(FIGURES + FITS, "report")
     from linnet.report import write_report
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)

@@ -9,14 +9,12 @@ import typer
 def serve(
     run: Annotated[Path, typer.Argument(help="A run folder, as [bold]linnet train[/] prints it, or a model folder.")],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
-    name: Annotated[
-        str | None, typer.Option(help="What clients call the model.", show_default="the folder's name")
-    ] = None,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="Model name for clients.", show_default="the folder's name")] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="Ask clients for this key. Others on this machine can read a command line: rather set the variable.",
+            help="API key that clients must send. Other users can read command lines: prefer the variable.",
             envvar="LINNET_API_KEY",
             show_default=False,
             show_envvar=True,
@@ -25,23 +23,25 @@ def serve(
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="Answer to this name in the Host header too; * for any; may be given again.", show_default=False
+            help="Also accept this name in the Host header; * accepts any; may be given again.", show_default=False
         ),
     ] = None,
-    slots: Annotated[int, typer.Option(help="Completions that are generated at once; each takes one state.")] = 8,
+    slots: Annotated[int, typer.Option(help="Completions generated at once; each holds one state.")] = 8,
     queue: Annotated[int, typer.Option(help="Completions that may wait for a slot; more are refused (429).")] = 256,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens that a completion may ask for.")] = 16384,
-    max_prompt_tokens: Annotated[int, typer.Option(help="Longest prompt.")] = 131072,
-    max_body: Annotated[int, typer.Option(help="Most bytes of a request.")] = 4 << 20,
-    stream_timeout: Annotated[float, typer.Option(help="Cut a client that reads nothing for so many seconds.")] = 60.0,
-    grace: Annotated[float, typer.Option(help="Seconds for running responses to end at Ctrl-C or SIGTERM.")] = 30.0,
+    max_tokens: Annotated[int, typer.Option(help="Upper bound of max_tokens per completion.")] = 16384,
+    max_prompt_tokens: Annotated[int, typer.Option(help="Upper bound of tokens per prompt.")] = 131072,
+    max_body: Annotated[int, typer.Option(help="Upper bound of bytes per request.")] = 4 << 20,
+    stream_timeout: Annotated[
+        float, typer.Option(help="Disconnect a client that reads nothing for this many seconds.")
+    ] = 60.0,
+    grace: Annotated[float, typer.Option(help="Seconds that running responses get at Ctrl-C or SIGTERM.")] = 30.0,
     chat_template: Annotated[
         Path | None, typer.Option(help="A Jinja file.", show_default="chat_template.jinja in RUN, if it is there")
     ] = None,
     context_length: Annotated[
         int | None, typer.Option(help="Capacity of KV caches, for layers that have one.", show_default="4096")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto (the GPU where there is one), cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu or cuda.")] = "auto",
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16.", show_default="bfloat16 on a GPU, else float32")
     ] = None,
@@ -51,7 +51,7 @@ def serve(
 
     /v1/completions, /v1/chat/completions (with a chat template), /v1/models,
     /health, /metrics and /openapi.json; docs/serving.md has the details.
-    Ctrl-C or SIGTERM lets running responses end first.
+    Ctrl-C or SIGTERM lets running responses finish first.
 
     [bold]linnet serve runs/tnl-10m-0123456789ab[/]
     [bold]LINNET_API_KEY=... linnet serve RUN --host 0.0.0.0 --slots 64[/]
@@ -67,14 +67,14 @@ def serve(
         raise ConfigError([f"{', '.join(missing)}: not installed; install them: {install_command('serve')}"], "serve")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     problems = [
-        f"--{option}: {value} is not above 0; give 1 or more"
+        f"--{option}: {value} is below 1; give 1 or more"
         for option, value in {"slots": slots, "context-length": context_length}.items()
         if value is not None and value < 1
     ]
     if not run.exists():
-        problems.append(f"{run}: there is no such folder; `linnet train` prints the folder of its run")
+        problems.append(f"{run}: not found; `linnet train` prints the folder of its run")
     if chat_template is not None and not chat_template.is_file():
-        problems.append(f"--chat-template {chat_template}: there is no such file; give one in Jinja's language")
+        problems.append(f"--chat-template {chat_template}: not found; give a Jinja template")
     settings = _settings(
         {
             "host": host,
@@ -100,7 +100,9 @@ def serve(
     address, listening = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     if not settings.loopback and settings.api_key is None:
-        console.print("[bold yellow]warning[/] anybody who reaches this machine can use the model: set LINNET_API_KEY")
+        console.print(
+            "[bold yellow]warning[/] everyone who can reach this machine can use the model: set LINNET_API_KEY"
+        )
 
     def started() -> None:
         console.print(
@@ -118,10 +120,13 @@ def serve(
 
 
 def _settings(values: dict, dtype: str | None, problems: list[str]):
-    """The server's settings; all that is wrong with the command line at once, under its options' names.
+    """Returns the server's settings.
 
     Args:
-        problems: what is wrong with options that are no settings.
+        problems: of the other options, to be reported with those of the settings.
+
+    Raises:
+        ConfigError: all problems, under the names of the options.
     """
     from pydantic import SecretStr
 

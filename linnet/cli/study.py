@@ -27,7 +27,7 @@ def study(
     ] = None,
     budgets: Annotated[
         str | None,
-        typer.Option(help="Training FLOPs of a run in place of CONFIG's: 1e11,3e11,1e12.", show_default=False),
+        typer.Option(help="Training FLOPs per run, in place of CONFIG's: 1e11,3e11,1e12.", show_default=False),
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -35,11 +35,13 @@ def study(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(help="Runs at the same time. Default: one a GPU, or one a CPU core.", min=1, show_default=False),
+        typer.Option(
+            help="Runs at the same time. Default: one per GPU, or one per CPU core.", min=1, show_default=False
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of studies; this one gets a folder in it.")] = Path("studies"),
     plan: Annotated[
-        bool, typer.Option("--plan", help="Show the runs, their cost and the time they take; train nothing.")
+        bool, typer.Option("--plan", help="Show the runs, their cost and their time; train nothing.")
     ] = False,
     report: Annotated[bool, typer.Option(help="Write the report page at the end.")] = True,
     json_: Annotated[
@@ -50,8 +52,8 @@ def study(
 
     Within each compute budget a study trains models of several sizes, finds
     the size of lowest loss, and fits laws of loss, size and data against
-    compute. It shows what it will cost before it starts. Stop it at any time:
-    the same command goes on with what is missing.
+    compute. It shows its cost before it starts. Stop it at any time: the same
+    command resumes it.
 
     [bold]linnet study configs/demo.yaml[/]
 
@@ -99,7 +101,9 @@ def make_study(
     console, problems, ladder = Console(stderr=True) if as_json else Console(), [], None
     if not plan:
         with gather(problems):
-            check_study(FITS + FIGURES if report else FITS, "study")  # before the training, not after it
+            check_study(
+                FITS + FIGURES if report else FITS, "study"
+            )  # a missing extra would otherwise show after hours of training
         if reason := unwritable(out / settings.name):
             problems.append(f"--out {str(out)!r}: {reason}; name another folder")
     with console.status(f"{'' if plan else 'looking through the text, '}counting FLOPs, timing a few steps"):
@@ -136,7 +140,7 @@ def make_study(
 
 
 def _fit(folder: Path, console):
-    """The study's laws, by every method."""
+    """Fits the laws of a study by every method."""
     from linnet.study.fit import fit_study, load_study
 
     rows, curves, notes = load_study(folder)
@@ -156,7 +160,7 @@ def read_shipped(name: str) -> dict:
 
 
 def _settings(config, mixer, architectures, budgets, workers, assignments, cache):
-    """The study that the command line describes."""
+    """Returns the study that the command line describes."""
     from linnet.config import ConfigError, gather, override, parse, read_yaml
     from linnet.data.problems import text_problems
     from linnet.layers.base import load_plugin
@@ -174,7 +178,7 @@ def _settings(config, mixer, architectures, budgets, workers, assignments, cache
     else:
         values = read_shipped("quick")
     problems: list[str] = []
-    own: list[str] = []  # what --mixer adds, whatever --architectures leaves out
+    own: list[str] = []  # added by --mixer, and kept under --architectures
     if mixer is not None:
         with gather(problems):
             own = [load_plugin(mixer)]
@@ -212,9 +216,9 @@ def _settings(config, mixer, architectures, budgets, workers, assignments, cache
 
 
 def _check_mixers(settings) -> None:
-    """Raises ConfigError for plugins of a study that break the contract of a mixer; one size of each shows it.
+    """Raises ConfigError for plugins that break the contract of a mixer; one size of each is checked.
 
-    Where none does, planning tells the rest: a plugin that does not load, a model that cannot be made.
+    Planning reports the other problems: a plugin that does not load, a model that cannot be built.
     """
     from linnet.config import ConfigError, gather
     from linnet.layers.base import load_plugin
@@ -237,11 +241,11 @@ def _check_mixers(settings) -> None:
 
 
 def _listed(values: dict, key: str) -> list:
-    """The items of a list in a file; what is no list is one item, and told to be wrong when all is parsed."""
+    """Returns the list under a key; any other value as its only item, which parsing refuses later."""
     found = values.get(key) or []
     return found if isinstance(found, list) else [found]
 
 
 def _name(architecture) -> str:
-    """The name of an architecture in a file, which may be all that there is of it."""
+    """Returns the name of an architecture, which in a file may be given alone."""
     return architecture["name"] if isinstance(architecture, dict) and "name" in architecture else str(architecture)

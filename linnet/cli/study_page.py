@@ -1,4 +1,4 @@
-"""What `linnet study` prints: the plan before it starts, the laws when it is done."""
+"""Prints the plan of a study before it starts, and its laws when it is done."""
 
 from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def print_plan(
     plan: Plan, seconds: dict[str, float] | None, workers: int, done: Container[str], console: Console
 ) -> None:
-    """One row an architecture and budget: sizes, steps, tokens (or FLOPs) and time; then what is left to do costs."""
+    """Prints a row per architecture and budget: sizes, steps, tokens (or FLOPs) and time; then the remaining cost."""
     by_tokens = bool(plan.config.tokens)
     console.print(f"study {plan.config.name}", highlight=False, markup=False, style="bold")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -55,7 +55,7 @@ def print_plan(
 
 
 def print_laws(study: "StudyFit", console: Console) -> None:
-    """The laws of each architecture, then what was refused and why."""
+    """Prints the laws of each architecture, then the refused ones with reasons."""
     console.print(f"\n[bold]scaling laws[/] ({study.headline}; C in FLOPs)", highlight=False)
     width = max(map(len, study))
     reasons: dict[str, list[str]] = {}

@@ -44,13 +44,13 @@ def train(
     extend: Annotated[
         Path | None,
         typer.Option(
-            help="Train this run on to more steps, in its folder: --extend RUN --set steps=N.",
+            help="Continue this run to more steps, in its folder: --extend RUN --set steps=N.",
             metavar="RUN",
             show_default=False,
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="auto (the GPU where there is one), cpu or cuda.", show_default="auto")
+        str | None, typer.Option(help="auto (the GPU if there is one), cpu or cuda.", show_default="auto")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of runs; this one gets a folder in it.")] = Path("runs"),
     cache: Annotated[Path, typer.Option(help="Folder of prepared corpora.")] = Path("runs/cache"),
@@ -58,9 +58,9 @@ def train(
 ) -> None:
     """Train a language model and score it on held-out text.
 
-    A run is a folder named after its settings. The same command goes on
-    where it was stopped (Ctrl-C, a crash, a power cut), and shows the result
-    again once it is done; another setting is another run. The folder holds
+    A run is a folder named after its settings. The same command resumes a
+    run that was stopped (Ctrl-C, a crash, a power cut), and shows the result
+    again once it is done; other settings make another run. The folder holds
     config.yaml, metrics.jsonl, checkpoints and, at the end, result.json.
 
     [bold]linnet train --model tnl-10m[/]
@@ -97,7 +97,7 @@ def train(
             folder = run(settings, out, cache, show)
     if not progress.started:
         _show_plan(settings, console)
-        console.print("this run was done before; another setting (--set seed=1) makes another run", highlight=False)
+        console.print("this run is done already; another setting (--set seed=1) makes another run", highlight=False)
     result = folder.result()
     if json_:
         typer.echo(json.dumps({"path": str(folder.path), **result}, indent=1))
@@ -110,12 +110,14 @@ def train(
 def _no_other_settings(given: list[str]) -> None:
     from linnet.config import ConfigError
 
-    message = f"--extend: the run has its settings, so {' and '.join(given)} cannot be given; use --set steps=N alone"
+    message = (
+        f"--extend: {' and '.join(given)} cannot be given, since the run has its settings; use --set steps=N alone"
+    )
     raise ConfigError([message], "command line")
 
 
 def _extended(path: Path, device: str | None, assignments: list[str]):
-    """The training that a run becomes, and the arguments of `linnet.train.extend` for it."""
+    """Returns the training that an extended run becomes, and the arguments of `linnet.train.extend`."""
     from linnet.config import ConfigError, override
     from linnet.runs import RunFolder
     from linnet.train.extend import extended
@@ -141,7 +143,7 @@ def _settings(
     assignments: list[str],
     cache: Path,
 ):
-    """The training that the command line describes."""
+    """Returns the training that the command line describes."""
     from linnet.config import ConfigError, gather, override, parse, read_yaml
     from linnet.data.problems import text_problems
     from linnet.layers.base import load_plugin
@@ -153,7 +155,7 @@ def _settings(
         message = "CONFIG: give a training file, --model NAME (linnet models lists them) or --mixer FILE.py:Class"
         raise ConfigError([message], "command line")
     if model is not None and mixer is not None:
-        raise ConfigError([f"--mixer: {model!r} of --model has mixers of its own; give one of the two"], "command line")
+        raise ConfigError([f"--mixer, --model: {model!r} has mixers of its own; give one of the two"], "command line")
     values = read_yaml(config) if config is not None else {}
     if model is None and "architectures" in values:
         raise ConfigError(
@@ -172,7 +174,7 @@ def _settings(
     problems: list[str] = []
     where, own, settings = str(config or "command line"), None, None
     if mixer is not None:
-        new: str | dict = "tnl-10m"  # where the mixer cannot be loaded, so that what else is wrong is told beside it
+        new: str | dict = "tnl-10m"  # if the mixer does not load, so that other problems are reported too
         with gather(problems):
             own = load_plugin(mixer)
             new = family(own)(*SHAPE).model_dump(include={"d_model", "layout", "options"})
@@ -187,7 +189,7 @@ def _settings(
     found: list[str] = []
     with gather(found):
         settings = parse(TrainConfig, values, "train")
-    lacking = mixer is not None and own is None  # whose name and options no model knows then
+    lacking = mixer is not None and own is None  # then no model knows its name and options
     problems += [line for line in found if not (lacking and line.startswith("model"))]
     if own and settings and not any(own in block for block in settings.model.blocks):
         problems.append(f"--mixer: the layout {settings.model.layout!r} has no {own!r}; write it into model.layout")
@@ -224,16 +226,16 @@ def _show_result(path: Path, result: dict, console) -> None:
     from rich.markup import escape
 
     if result["status"] == "done":
-        # None where it is not finite: of held-out text that is but the end of a document, say, there are no bytes.
+        # None if not finite: held-out text that is only the end of a document has no bytes.
         loss, bits = ("?" if x is None else f"{x:.4f}" for x in (result["loss"], result["bits_per_byte"]))
         console.print(
-            f"held-out loss [bold]{loss}[/] nats a token, [bold]{bits}[/] bits a byte, "
+            f"held-out loss [bold]{loss}[/] nats per token, [bold]{bits}[/] bits per byte, "
             f"after {result['tokens']:,} tokens in {result['seconds']:,.0f} s",
             highlight=False,
         )
     else:
         console.print(
-            f"[bold red]diverged[/] at step {result['steps']:,}: the loss was not finite or spiked. Lower "
+            f"[bold red]diverged[/] at step {result['steps']:,}: the loss spiked or was not finite. Lower "
             "optimizer.learning_rate, or set guard.policy to rollback or skip; metrics.jsonl has the event",
             highlight=False,
         )

@@ -1,7 +1,6 @@
-"""What Prometheus reads at /metrics: the engine's counters, who waits, and how long clients wait."""
+"""Metrics for Prometheus at /metrics: the engine's counters, its queue, and how long clients wait."""
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,17 +11,11 @@ from linnet.inference import Engine
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
-class Serving(Protocol):
-    """What the metrics read: a `Service`, which has a `Metrics` itself."""
-
-    engine: Engine
-
-
 class Metrics(Collector):
     """A registry of its own, so that two servers in one process do not mix."""
 
-    def __init__(self, service: Serving):
-        self._service = service
+    def __init__(self, engine: Engine):
+        self._engine = engine
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -44,7 +37,7 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        engine = self._service.engine
+        engine = self._engine
         counters = engine.counters
         finished = CounterMetricFamily("linnet_completions", "Completions by how they ended", labels=["finish"])
         for finish, count in dict(counters.finished).items():

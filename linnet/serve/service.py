@@ -35,7 +35,7 @@ class Service:
         self.live = 0
         self.calls: set[Call] = set()
         self.closing = False
-        self.metrics = Metrics(self)
+        self.metrics = Metrics(engine)
         self.scoring = asyncio.Semaphore(1)  # prompts are scored one at a time: each takes the memory of a chunk
         self._entering = 0
         self.worker: Worker | None = None
