@@ -61,26 +61,27 @@ def run(
     state: Annotated[
         int,
         typer.Option(
-            help="Numbers of fixed state in a model without attention; 0 takes the options as they are.", min=0
+            help="Fixed state of a model without attention, in numbers; 0 takes the options as they are.", min=0
         ),
     ] = 4096,
     spec: Annotated[str, typer.Option(help="Distributions of the tasks.", metavar="paper|mad-lab")] = "paper",
     seed: Annotated[
-        str, typer.Option(help="Of data, weights and order; several (0,1,2) give a spread.", metavar="N,...")
+        str, typer.Option(help="Seed of data, weights and order; several (0,1,2) give a spread.", metavar="N,...")
     ] = "0",
-    device: Annotated[str, typer.Option(help="auto is the GPU where there is one.", metavar="auto|cpu|cuda")] = "auto",
+    device: Annotated[str, typer.Option(help="auto is the GPU if there is one.", metavar="auto|cpu|cuda")] = "auto",
     executor: Annotated[
         str,
-        typer.Option(help="inline: this process; local: a process a GPU or core.", metavar="inline|local|ray"),
+        typer.Option(help="inline: this process; local: one process per GPU or core.", metavar="inline|local|ray"),
     ] = "local",
     workers: Annotated[
-        int | None, typer.Option(help="Bundles at the same time.", min=1, show_default="one a GPU or core")
+        int | None, typer.Option(help="Bundles at the same time.", min=1, show_default="one per GPU or core")
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="Of a Ray cluster; --out must be on storage that all machines see.")
+        str | None, typer.Option(help="Address of a Ray cluster; --out must be on storage that all machines see.")
     ] = None,
     bundle: Annotated[
-        int | None, typer.Option(help="Most models to train together.", min=1, show_default="24, on a CPU 1")
+        int | None,
+        typer.Option(help="Upper bound of models that are trained together.", min=1, show_default="24, on a CPU 1"),
     ] = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
     matrices_only: Annotated[
@@ -99,8 +100,8 @@ def run(
     """Score architectures by six synthetic tasks (paper 004, MAD).
 
     Every setting of a task is trained at several learning rates and weight
-    decays; the best by a validation split counts, with its accuracy on the
-    test split. The same command goes on where it was stopped, and another
+    decays; the best on a validation split counts, with its accuracy on the
+    test split. The same command resumes a stopped run, and another
     architecture joins the table of the folder.
 
     [bold]linnet mad run "tnl+swiglu x2" "attention+swiglu x2"[/]
@@ -182,7 +183,7 @@ def run(
 
 
 def print_scores(scores, console) -> None:
-    """What the scores are made of, and why they are not comparable where they are not."""
+    """Prints the scores by task, and why they are not comparable, if so."""
     from rich.markup import escape
 
     from linnet.study.mad.mqar import is_mqar
@@ -205,7 +206,7 @@ def print_scores(scores, console) -> None:
 
 
 def _print_table(scores, console) -> None:
-    """A row for each architecture: its tasks and its score."""
+    """Prints a row per architecture: its tasks and its score."""
     from rich.box import SIMPLE
     from rich.markup import escape
     from rich.table import Table
@@ -227,7 +228,7 @@ def _print_table(scores, console) -> None:
 
 
 def _page(folder: Path) -> Path | None:
-    """The report of a folder, None where the extra that draws it is not installed."""
+    """Writes the report of a folder and returns its path; None if the extra that draws it is not installed."""
     from linnet.config import FIGURES, not_installed
 
     if not_installed(FIGURES):
@@ -238,7 +239,7 @@ def _page(folder: Path) -> Path | None:
 
 
 def _about(name: str, model, plain, mqar: bool) -> str:
-    """A model in a line: its layout, its width, its state, and what differs for that from the model as it is given."""
+    """Describes a model on one line: its layout, width and state, and the options that --state changed."""
     from linnet.models import ModelConfig
     from linnet.study.mad.settings import MQAR_WIDTHS
     from linnet.study.mad.state import state_size
@@ -258,8 +259,12 @@ def _about(name: str, model, plain, mqar: bool) -> str:
 
 
 def _models(layouts: list[str], mixers: list[str], changes: dict, state: int | None, problems: list[str]):
-    """Name -> model of those that can be built, and the same before their state was changed; what is wrong with the
-    others is added to `problems`. `state` is None for the models of MQAR."""
+    """Returns name -> model with the asked state, and the same with the options as given.
+
+    Args:
+        state: None for the models of MQAR.
+        problems: takes those of models that cannot be built.
+    """
     from linnet.config import ConfigError, gather
     from linnet.layers.base import load_plugin
     from linnet.layers.check import check_mixers
@@ -283,7 +288,7 @@ def _models(layouts: list[str], mixers: list[str], changes: dict, state: int | N
             if wrong:
                 problems += wrong
                 continue
-            hint = "; --state asks for another, and --state 0 takes the model as it is"
+            hint = "; choose another with --state, or --state 0 to take the model as it is"
             models[name] = architecture(name, changes, state) if state else plain[name]
         except ConfigError as error:
             problems += [f"{name}: {problem}{hint}" for problem in error.problems]

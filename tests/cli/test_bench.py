@@ -96,7 +96,7 @@ def test_what_is_wrong_is_said_at_once():
         "--batch '0': give a number above 0, or max",
         "recipe 'tnl-10mm' is unknown; did you mean 'tnl-10m'?",
         "--peer 'vllm' is unknown",
-        "--device: there is no 'tpu' here",
+        "--device: 'tpu'",
         "--dtype: 'int4' is unknown",
     ):
         assert message in done.output

@@ -82,7 +82,7 @@ def test_a_checkpoint_becomes_a_model_folder(convert, tmp_path):
 def test_what_cannot_be_done_is_said(convert, run, tmp_path):
     for arguments, reason in (
         ((tmp_path / "nothing",), "neither a run"),
-        ((run, "--to", "linnet"), "it is Linnet's already"),
+        ((run, "--to", "linnet"), "--to linnet: "),
         ((run, "--out", run), "is not an empty folder"),
         (
             (write_folder(tmp_path / "x", {"model_type": "gpt2"}, {"w": torch.zeros(1)}), "--to", "hf"),
