@@ -75,7 +75,7 @@ def test_report_elsewhere_and_as_the_published_implementation(scored, tmp_path):
 @pytest.mark.parametrize(
     "arguments, problem",
     [
-        (("nowhere",), "there is no such folder"),
+        (("nowhere",), "nowhere: no such folder"),
         ((".", "--metric", "acuracy"), "did you mean 'accuracy'"),
         ((".", "--out", "page"), "page/index.html"),
     ],

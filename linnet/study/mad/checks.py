@@ -1,7 +1,7 @@
-"""The findings of paper 004, section 3.4, asked of other runs: striped or uniform, heads or none, MoE or SwiGLU.
+"""Checks the findings of paper 004, section 3.4, on other runs: striped or uniform, heads or none, MoE or SwiGLU.
 
-Each is a mean over pairs of architectures that differ in this one thing, and a pair is compared on the settings that
-both have: differences between mixers do not come in, as they would in a mean over all architectures of a kind.
+Each check is a mean over pairs of architectures that differ only in this, compared on the settings that both have. So
+differences between mixers do not enter, as they would in a mean over all architectures of a kind.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,11 +25,11 @@ PAIRS_FOR_INTERVAL = 3
 
 @dataclass(frozen=True)
 class Pair:
-    """Two architectures that differ in one thing: `second` is `first` without it.
+    """Two architectures that differ in one property, which `first` has and `second` lacks.
 
     Attributes:
         gain: accuracy of the first minus that of the second, mean over the tasks that both have.
-        tasks: the same of each task. settings: how many they have in common.
+        tasks: the gain per task. settings: number of settings in common.
     """
 
     first: str
@@ -44,12 +44,12 @@ class Check:
     """One finding of the paper, checked.
 
     Attributes:
-        claim: what the paper says. paper_gain: the mean gain in accuracy that it gives, a share.
-        pairs: of the architectures that were scored. gain: mean over them, None without a pair.
+        claim: the finding. paper_gain: the mean gain in accuracy in the paper, a share.
+        pairs: of the architectures that were scored. gain: mean over the pairs, None without a pair.
         interval: 95 %, pairs drawn with replacement; None below `PAIRS_FOR_INTERVAL` pairs.
-        verdict: "holds" or "does not hold" where the interval leaves out zero, else why it cannot be told.
-        needed: what to run, where no pair is there.
-        notes: what else there is to know.
+        verdict: "holds" or "does not hold" if the interval excludes zero, else the reason why it is open.
+        needed: the architectures to run, if there is no pair.
+        notes: remarks for the reader.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Check:
 
 
 def checks(scores: Scores, *, resamples: int = 2000, seed: int = 0) -> list[Check]:
-    """Checks the three findings; each says where there are not enough runs for it."""
+    """Checks the three findings. A check without enough runs says so in its verdict."""
     kinds = {name: one.design for name, one in scores.items() if one.design is not None}
     found = [
         _check(scores, name, claim, gain, pair_up(kinds), needed, resamples, seed)
@@ -79,7 +79,7 @@ def checks(scores: Scores, *, resamples: int = 2000, seed: int = 0) -> list[Chec
 
 
 def compare(first: Score, second: Score) -> Pair | None:
-    """Compares two architectures on the settings that both have; None where there are none."""
+    """Compares two architectures on the settings that both have. Returns None if there are none."""
     tasks, settings = {}, 0
     for task in first.tasks:
         if task not in second.tasks:
@@ -131,7 +131,7 @@ def _sparse(kinds: dict[str, Design]) -> Iterator[tuple[str, str]]:
 
 
 def _replaced(kinds: dict[str, Design], without: Callable[[str], str], part: str) -> Iterator[tuple[str, str]]:
-    """Pairs that are equal once `without` is applied to the names in one part of the first."""
+    """Yields pairs that are equal after `without` is applied to the names in one part of the first."""
     for first, kind in kinds.items():
         changed = tuple(sorted({without(name) for name in getattr(kind, part)}))
         if changed == getattr(kind, part):
@@ -145,7 +145,7 @@ def _every_striped(scores: Scores, kinds: dict[str, Design]) -> list[str]:
     uniform = [name for name in kinds if not kinds[name].striped]
     striped = [name for name in kinds if kinds[name].striped]
     if not uniform or not striped or len({frozenset(scores[name].settings) for name in scores}) > 1:
-        return []  # nothing to compare, or scores that are means over different settings
+        return []  # nothing to compare, or scores over different settings
     best = max(uniform, key=lambda name: scores[name].score)
     above = sum(scores[name].score > scores[best].score for name in striped)
     count = f"{above} of {len(striped)} striped architectures" if above else "no striped architecture"

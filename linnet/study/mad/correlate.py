@@ -1,8 +1,8 @@
-"""Do MAD scores tell how an architecture scales? Their correlation with compute-optimal loss (004, Figure 5.1).
+"""Correlates MAD scores with compute-optimal loss: do they predict how an architecture scales (004, Figure 5.1)?
 
 found = correlate(read(folder, study_folder), compute=1e12)
-found.overall["all"].spearman           -0.83; a good score means -1, the higher the score the lower the loss
-found.tasks["fuzzy_recall"]             the same of one task
+found.overall["all"].spearman           -0.83; at -1 a higher score always means a lower loss
+found.tasks["fuzzy_recall"]             the correlation of one task
 """
 
 import math
@@ -29,12 +29,12 @@ ALL, WITHIN, BETWEEN = "all", "within families", "between families"
 
 @dataclass(frozen=True)
 class Correlation:
-    """How scores and losses go together in one group of architectures.
+    """The correlation of scores and losses in one group of architectures.
 
     Attributes:
-        architectures: how many. pearson: linear, spearman: of ranks; None where refused.
-        pearson_interval, spearman_interval: 95 % bootstrap, None where there are too few architectures.
-        refused: why there is no number.
+        architectures: their number. pearson: linear correlation. spearman: of ranks. Both None if refused.
+        pearson_interval, spearman_interval: 95 % bootstrap, None with too few architectures.
+        refused: the reason, if there is no number.
     """
 
     group: str
@@ -51,7 +51,7 @@ class Point:
     """One architecture: its score and its compute-optimal loss (nats per token, with 95 % from the fit).
 
     Attributes:
-        spread: of the score, one standard deviation over seeds. beyond: whether the law is extrapolated to there.
+        spread: one standard deviation of the score over seeds. beyond: whether the loss is extrapolated.
     """
 
     architecture: str
@@ -67,13 +67,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Correlations:
-    """All of it.
+    """All correlations of scores with losses.
 
     Attributes:
         compute: FLOPs at which the losses are those of the laws. method: of the fit.
         overall: group -> correlation of the score: "all", "within families", "between families" and each family.
         tasks: task -> correlation of that task alone, over all architectures.
-        notes: what to know when reading it.
+        notes: remarks for the reader.
         metric, legacy: of the scores. resamples, seed: of the intervals.
     """
 
@@ -94,7 +94,7 @@ class Correlations:
 
 @dataclass(frozen=True)
 class Sources:
-    """What `read` took from a MAD folder and a study: scores, runs and their training curves."""
+    """The inputs of `correlate`, from a MAD folder and a study: scores, runs and their training curves."""
 
     folder: str
     study: str
@@ -104,14 +104,14 @@ class Sources:
 
 
 def read(folder: str | Path, study: str | Path, *, metric: str = "accuracy", legacy: bool = False) -> Sources:
-    """Reads what is to be correlated; nothing is fitted.
+    """Reads scores and a study, without fitting laws.
 
     Args:
         folder: of `linnet mad run`. study: of `linnet study`, or one with a table.csv.
         metric, legacy: as in `score`.
 
     Raises:
-        ConfigError: a folder is unusable; the problems of both at once.
+        ConfigError: all problems of both folders.
     """
     from linnet.study.fit import load_study
 
@@ -141,12 +141,11 @@ def correlate(
 
     Args:
         compute: FLOPs; by default the largest to which the laws of all common architectures were fitted.
-        names: architecture of the scores -> that of the study, where the two differ.
+        names: architecture of the scores -> its name in the study, if the two differ.
         resamples: of architectures, and of the runs that the laws are fitted to; 0 for no intervals.
 
     Raises:
-        ConfigError: fewer than three architectures have a score and a law; names those that are in one of the two
-            only.
+        ConfigError: fewer than three architectures have a score and a law; lists those that only one side has.
     """
     from linnet.study.fit import fit_study
 
@@ -160,10 +159,10 @@ def correlate(
 
 
 def match(scored: Sequence[str], studied: Sequence[str], names: Mapping[str, str], folder: str, study: str) -> dict:
-    """Scored architecture -> that of the study, of those in both.
+    """Returns scored architecture -> its name in the study, for those in both.
 
     Raises:
-        ConfigError: a name in `names` that is not there, or fewer than three are common.
+        ConfigError: an unknown name in `names`, or fewer than three in common.
     """
     problems = [f"names: {n!r} has no score in {folder}; {nearest(n, scored)}" for n in names if n not in scored]
     problems += [
@@ -186,7 +185,7 @@ def _too_few(found: dict, scored: Sequence[str], studied: Sequence[str], folder:
     ):
         if only:
             problems.append(f"in {where} but not in {other}: {', '.join(only)}")
-    return [*problems, "where the two call one architecture by different names, say so: --pair SCORED=STUDIED"]
+    return [*problems, "if the two call one architecture by different names, give both: --pair SCORED=STUDIED"]
 
 
 def correlate_laws(

@@ -1,9 +1,9 @@
-"""A folder of MAD runs: what was asked of it, who works in it, and the table of its results.
+"""A folder of MAD runs: its plan, its lock, and the table of its results.
 
 <folder>/
-    plan.json     budget, specification, the models and the runs, by the names of their folders
-    runs/         one run folder each: config.yaml, metrics.jsonl, result.json
-    mad.csv       all results, a pure function of the run folders
+    plan.json     budget, specification, the models, and the names of the run folders
+    runs/         one folder per run: config.yaml, metrics.jsonl, result.json
+    mad.csv       all results, a pure function of plan.json and the run folders
     scores.csv    the scores of the architectures
 """
 
@@ -47,7 +47,7 @@ def collect(folder: Path) -> list[dict[str, Any]]:
 
 
 def designs(architectures: Mapping[str, ModelConfig], plugins: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What each name stands for: the model, and the contents of the files that its mixers come from."""
+    """Returns the record of each architecture: its model, and the digests of the files of its mixers."""
     sums = {load_plugin(one): plugin_digest(one)[:12] for one in plugins}
     return {
         name: recorded(model)
@@ -57,13 +57,13 @@ def designs(architectures: Mapping[str, ModelConfig], plugins: Sequence[str]) ->
 
 
 def check_plan(folder: Path, about: Mapping[str, Any], models: Mapping[str, dict[str, Any]]) -> None:
-    """Keeps runs of one budget and specification in one folder, and of one model under a name.
+    """Checks that a folder holds runs of this budget and specification only, and one model per name.
 
     Args:
-        about: budget and the like, which all runs of the folder share. models: as `designs` gives them.
+        about: budget and other settings that all runs of the folder share. models: as `designs` returns them.
 
     Raises:
-        ConfigError: the folder holds others, or is none; all problems at once.
+        ConfigError: all problems: the folder holds other runs, or is a file.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError([f"{folder}: is a file; choose another --out"], "MAD")
@@ -89,7 +89,7 @@ def check_plan(folder: Path, about: Mapping[str, Any], models: Mapping[str, dict
 def write_plan(
     folder: Path, about: Mapping[str, Any], models: Mapping[str, dict[str, Any]], runs: Sequence[str]
 ) -> None:
-    """Adds models and the names of runs to what was asked of a folder."""
+    """Adds models and the names of runs to the plan of a folder."""
     before = read_plan(folder)
     whole = dict(about) | {"models": before.get("models", {}) | models}
     whole["runs"] = list(dict.fromkeys([*before.get("runs", []), *runs]))
@@ -98,7 +98,7 @@ def write_plan(
 
 @contextlib.contextmanager
 def room(folder: str | Path) -> Iterator[None]:
-    """Says what to do where the disk is full."""
+    """Turns the error of a full disk into a `ConfigError` that says what to do."""
     try:
         yield
     except OSError as error:
@@ -110,7 +110,7 @@ def room(folder: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Makes the folder and holds it, so that two processes do not train the same runs."""
+    """Makes the folder and locks it, so that two processes do not train the same runs."""
     try:
         (folder / RUNS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -138,6 +138,6 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], at: str = "") -> It
 
 
 def _begun(folder: Path) -> set[str]:
-    """Architectures with a result or a checkpoint."""
+    """Returns the architectures with a result or a checkpoint."""
     every = [RunFolder(path) for path in (folder / RUNS).glob("*") if path.is_dir()]
     return {run.config["architecture"] for run in every if run.done or run.checkpoints()}

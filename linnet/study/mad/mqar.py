@@ -1,6 +1,7 @@
-"""What runs of MQAR say: accuracy by length, pairs and width, and whether HGRN2 recalls more than HGRN.
+"""Results of MQAR: accuracy by length, pairs and width, and whether HGRN2 recalls more than HGRN.
 
-Section 4.1 and Figure 4 of paper 002: the expanded state of HGRN2 recalls what HGRN, with one number a channel, cannot.
+Section 4.1 and Figure 4 of paper 002: the expanded state of HGRN2 recalls pairs that HGRN, with one number per channel,
+cannot.
 """
 
 import math
@@ -13,8 +14,8 @@ from linnet.study.mad.scores import Scores, SettingScore
 from linnet.study.mad.settings import BUDGETS, HELD_OUT, MQAR_SETTINGS, MQAR_WIDTHS
 
 TASK = "mqar"
-SOLVED = 0.99  # where training ends: accuracies above it are as good as each other
-OPEN = 0.95  # what is below it leaves room for another
+SOLVED = 0.99  # accuracy at which training ends; higher ones count as equal
+OPEN = 0.95  # below this accuracy another model can be clearly better
 HARDER = tuple((setting.task.seq_len, setting.task.num_pairs) for setting in MQAR_SETTINGS)
 _NAME = re.compile(r"mqar/(\d+)x(\d+),width=(\d+)")
 
@@ -32,13 +33,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """`first` against `second` where both have runs.
+    """Compares `first` with `second` at the settings where both have runs.
 
     Attributes:
-        verdict: "holds" where the first is nowhere below the second, and above it wherever that stays under `OPEN`;
-            "not enough runs" where a setting lacks one of the two, or some of its learning rates.
+        verdict: "holds" if the first is never below the second, and above it wherever that stays under `OPEN`;
+            "not enough runs" if a setting lacks one of the two, or some of its learning rates.
         wrong: setting -> what is wrong there. missing: settings without all runs of both.
-        close: settings that stay under `OPEN` where chance alone makes as much of a difference, at 95 %.
+        close: settings under `OPEN` where the difference is within chance, at 95 %.
     """
 
     first: str
@@ -55,7 +56,7 @@ class Comparison:
 
     @property
     def told(self) -> str:
-        """What follows the verdict in a sentence."""
+        """The rest of the sentence that begins with the verdict."""
         if self.wrong:
             return ": " + ", ".join(f"{what} at {self._at(place)}" for place, what in self.wrong.items())
         text = f" in all {len(self.accuracies)} settings"
@@ -77,14 +78,14 @@ def is_mqar(scores: Scores) -> bool:
 
 
 def settings_of(scores: Scores, architecture: str) -> dict[Place, SettingScore]:
-    """The settings that an architecture has, by width, then from easy to hard."""
+    """Returns the settings that an architecture has, by width, then from easy to hard."""
     one = scores[architecture].tasks.get(TASK)
     found = {place_of(setting.name): setting for setting in one.settings.values()} if one is not None else {}
     return dict(sorted(found.items()))
 
 
 def place_of(name: str) -> Place:
-    """Reads the name of a setting. Raises ValueError where it is none of MQAR."""
+    """Reads the name of a setting. Raises ValueError if it is not one of MQAR."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} is not a setting of MQAR such as mqar/64x4,width=64")
@@ -93,7 +94,7 @@ def place_of(name: str) -> Place:
 
 
 def compare(scores: Scores, first: str = "hgrn2", second: str = "hgrn") -> Comparison:
-    """Checks the bar: see `Comparison.verdict`. Where both pass `SOLVED` they count as equal."""
+    """Checks paper 002's claim, as `Comparison.verdict` says. Accuracies that both pass `SOLVED` count as equal."""
     one, two = (_whole(scores, name) if name in scores else {} for name in (first, second))
     every = [Place(width, *shape) for width in MQAR_WIDTHS for shape in HARDER]
     missing = tuple(place for place in every if place not in one or place not in two)
@@ -112,7 +113,7 @@ def compare(scores: Scores, first: str = "hgrn2", second: str = "hgrn") -> Compa
 
 
 def _chance(place: Place, one: SettingScore, two: SettingScore) -> float:
-    """The difference that 95 of 100 pairs of equal models stay below, each question being asked by itself."""
+    """Returns the difference that 95 of 100 pairs of equal models stay below, with independent questions."""
     budget = BUDGETS.get(next(iter(one.best.values())).budget)
     asked = place.pairs * (budget.held_out if budget is not None else HELD_OUT)
     mean = (one.score + two.score) / 2
@@ -120,7 +121,7 @@ def _chance(place: Place, one: SettingScore, two: SettingScore) -> float:
 
 
 def _whole(scores: Scores, architecture: str) -> dict[Place, SettingScore]:
-    """The settings of which all learning rates were tried: of fewer the best may still come."""
+    """Returns the settings whose learning rates were all tried; otherwise the best one may be missing."""
     budget = BUDGETS.get(scores[architecture].budget)
     rates = len(budget.grid) if budget is not None else 1
     found = settings_of(scores, architecture)

@@ -1,11 +1,10 @@
-"""What a bundle that is killed goes on from, exactly, in the folder of its first run.
+"""Checkpoints of bundles, from which a killed bundle resumes exactly. They are in the folder of the first run.
 
-Its checkpoint is written after an epoch, where the last one is a minute old or the bundle is asked to stop, and holds
-what `Ensemble.state` and `Watch.state` give. Batches follow from seed and epoch, so this is all there is. A bundle of
-other runs does not read it.
+A checkpoint is written after an epoch if the last one is a minute old or the bundle is asked to stop. It holds the
+states of `Ensemble` and `Watch`; batches follow from seed and epoch. A bundle of other runs ignores it.
 
-At its end the results of all its runs are written into one file, bundle.json, before each gets its own: a bundle that
-is killed among them has no run to train again.
+When a bundle ends, the results of all its runs are first written into one file, bundle.json, then into each run folder,
+so that a kill in between repeats no training.
 """
 
 import json
@@ -22,12 +21,12 @@ from linnet.runs.record import plain
 from linnet.study.mad.training import Watch
 from linnet.train.ensemble import Ensemble
 
-SECONDS = 60.0  # of training that a kill may cost
+SECONDS = 60.0  # between checkpoints: the training time that a kill may cost
 RESULTS = "bundle.json"
 
 
 class BundleCheckpoint:
-    """The checkpoint of the runs of `folders`, trained by `ensemble` and looked at by `watch`."""
+    """The checkpoint of the runs in `folders`, which `ensemble` trains and `watch` scores."""
 
     def __init__(self, folders: Sequence[RunFolder], ensemble: Ensemble, watch: Watch):
         self._folder, self._runs = folders[0].checkpoint_folder, [one.path.name for one in folders]
@@ -36,11 +35,11 @@ class BundleCheckpoint:
         self._last = time.monotonic()
 
     def load(self) -> int:
-        """Puts back what is there; the number of epochs behind it, 0 where there is nothing for these runs."""
+        """Restores the checkpoint. Returns the number of finished epochs, 0 if there is none for these runs."""
         checkpoint.clean(self._folder)
         _, tensors, meta, problems = checkpoint.latest_good(self._folder)
         for problem in problems:
-            warnings.warn(f"{problem}; the bundle goes back behind it", stacklevel=2)
+            warnings.warn(f"{problem}; the bundle resumes from an earlier epoch", stacklevel=2)
         self._foreign = bool(problems) or meta.get("runs") != self._runs
         if meta.get("runs") != self._runs:
             return 0
@@ -49,10 +48,10 @@ class BundleCheckpoint:
         return meta["epoch"]
 
     def keep(self, epoch: int, at_once: bool = False) -> None:
-        """After `epoch` epochs: writes a checkpoint if it is time. Raises `CheckpointError` where the disk is full."""
+        """Writes a checkpoint after `epoch` epochs, if one is due. Raises `CheckpointError` if the disk is full."""
         if time.monotonic() - self._last < SECONDS and not at_once:
             return
-        if self._foreign:  # of more steps, perhaps, and then it would be kept in place of this one
+        if self._foreign:  # it may have more steps, and only the one with the most is kept
             shutil.rmtree(self._folder, ignore_errors=True)
             self._foreign = False
         tensors = {"ensemble": self._ensemble.state(), "watch": self._watch.state()}
@@ -62,17 +61,17 @@ class BundleCheckpoint:
 
 
 def write_results(folders: Sequence[RunFolder], results: Sequence[Mapping[str, Any]]) -> None:
-    """Writes the results of a bundle's runs; where that is cut short, `finish` writes the rest."""
+    """Writes the results of a bundle's runs. After a kill in between, `finish` writes the rest."""
     names = [folder.path.name for folder in folders]
     write_atomic(folders[0].path / RESULTS, json.dumps(plain(dict(zip(names, results, strict=True)))) + "\n")
     finish(folders[:1])
 
 
 def finish(folders: Iterable[RunFolder]) -> None:
-    """Gives all runs of the bundles that ended in `folders` their results, and removes their checkpoints.
+    """Writes the results of the bundles that ended in `folders` to their runs, and removes their checkpoints.
 
     Raises:
-        ConfigError: results that are damaged.
+        ConfigError: damaged results.
     """
     for folder in folders:
         path = folder.path / RESULTS

@@ -1,4 +1,4 @@
-"""Scores from runs: the mean over tasks of the mean over settings of the best run, with the spread over seeds.
+"""Computes scores from runs: the mean over tasks of the mean over settings of the best run, with its spread over seeds.
 
 results = read_results(folder)
 scores = score(results)                 -> Scores, a mapping from architecture to Score
@@ -35,7 +35,7 @@ class SettingScore:
     """One architecture at one setting: the best run of each seed.
 
     Attributes:
-        score: mean over seeds. best: the chosen run of each seed. runs: how many there are of all seeds.
+        score: mean over seeds. best: the chosen run of each seed. runs: number of runs of all seeds.
     """
 
     name: str
@@ -50,8 +50,8 @@ class TaskScore:
     """One architecture on one task: the mean over its settings.
 
     Attributes:
-        spread: standard deviation over seeds, None where fewer than two seeds have all settings.
-        parameters: of the model at the first setting, the baseline where it is there.
+        spread: standard deviation over seeds, None if fewer than two seeds have all settings.
+        parameters: of the model at the first setting, which is the baseline if that was run.
     """
 
     task: str
@@ -68,9 +68,9 @@ class Score:
     Attributes:
         score: mean over `tasks`. spread: standard deviation of the scores of the seeds, None below two seeds.
         seeds: those with every setting that the architecture has.
-        parameters: at the first task's baseline. state_size: fixed state, None where not recorded.
-        comparable: whether the score can stand beside those of others; else `reasons` says why not.
-        design: the layers of the architecture; None where they are unknown.
+        parameters: at the first task's baseline. state_size: fixed state, None if not recorded.
+        comparable: whether the score can be compared with others; if not, `reasons` says why.
+        design: the layers of the architecture; None if they are unknown.
     """
 
     architecture: str
@@ -87,7 +87,7 @@ class Score:
 
     @property
     def settings(self) -> dict[str, SettingScore]:
-        """All of them, by name."""
+        """All settings, by name."""
         return {name: setting for task in self.tasks.values() for name, setting in task.settings.items()}
 
 
@@ -107,7 +107,7 @@ class Scores(Mapping):
 
     @property
     def whole(self) -> dict[str, Score]:
-        """Those with every setting that any has: a mean over fewer is no score to set beside theirs."""
+        """The scores with every setting that any architecture has. Others are means over fewer settings."""
         every = {setting for one in self.values() for setting in one.settings}
         return {name: one for name, one in self.items() if len(one.settings) == len(every)}
 
@@ -122,12 +122,12 @@ class Scores(Mapping):
 
     @property
     def tasks(self) -> list[str]:
-        """Those that any architecture has, in the order of the benchmark; others after them."""
+        """The tasks that any architecture has, in the order of the benchmark, then others."""
         found = dict.fromkeys(task for score in self.by_name.values() for task in score.tasks)
         return [task for task in MAD_TASKS if task in found] + [task for task in found if task not in MAD_TASKS]
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Rows of scores.csv: one a task, and one with task "all"."""
+        """Returns the rows of scores.csv: one per task, and one with task "all"."""
         rows = []
         for one in self.by_name.values():
             common = {"architecture": one.architecture, "seeds": len(one.seeds), "state_size": one.state_size}
@@ -144,11 +144,11 @@ def score(results: Iterable[Result], *, metric: str = "accuracy", legacy: bool =
     """Scores every architecture.
 
     At each setting and seed the run with the highest accuracy on the validation split counts, with its `metric` on the
-    test split. Runs that diverged take no part; a setting where none is left makes the score incomparable.
+    test split. Diverged runs are left out; a setting where all runs diverged makes the score incomparable.
 
     Args:
         metric: "accuracy" (of tokens) or "macro_batch".
-        legacy: select by `metric` on the test split itself, as the published implementation did.
+        legacy: whether to select by `metric` on the test split itself, as the published implementation did.
 
     Raises:
         ConfigError: an unknown metric, or runs without the numbers that it needs.
@@ -188,7 +188,7 @@ _WITHOUT = {
 
 
 def write_scores(folder: str | Path, scores: Scores) -> Path:
-    """Writes scores.csv into a folder, whole or not at all."""
+    """Writes scores.csv into a folder, atomically, and returns its path."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -250,13 +250,13 @@ def _score(name: str, runs: list[Result], tasks: dict[str, TaskScore], metric: s
 
 
 def _whole_seeds(settings: Iterable[SettingScore]) -> tuple[int, ...]:
-    """The seeds that every setting has."""
+    """Returns the seeds that every setting has."""
     found = [set(setting.best) for setting in settings]
     return tuple(sorted(set.intersection(*found)))
 
 
 def _reasons(runs: list[Result], settings: list[SettingScore], budgets: list[str]) -> list[str]:
-    """Why a score cannot stand beside others; empty where it can."""
+    """Returns why a score cannot be compared with others; [] if it can."""
     specs = {run.spec for run in runs if run.spec} or {"paper"}
     if len(budgets) != 1 or budgets[0] not in BUDGETS:
         shown = f"its runs are of several budgets ({', '.join(budgets)})" if len(budgets) > 1 else "of no known budget"
@@ -283,7 +283,7 @@ def _reasons(runs: list[Result], settings: list[SettingScore], budgets: list[str
 
 
 def _points(runs: list[Result], setting: str) -> int:
-    """Points of the grid that every seed of a setting has tried."""
+    """Returns the number of grid points that every seed of a setting has tried."""
     tried: dict[int, set] = {}
     for run in runs:
         if run.setting == setting:

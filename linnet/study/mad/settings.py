@@ -1,9 +1,9 @@
-"""The benchmark as data: which settings of which tasks, with which learning rates, and how many runs that makes.
+"""The benchmark as data: the settings of each task, the learning rates, and the runs that a budget asks for.
 
-A setting is a task at one difficulty. From the baseline of a task one variable changes at a time (004, appendix B.2):
-66 settings. Each is trained at the six points of `GRID`, and the best of the six counts.
+A setting is a task at one difficulty. From the baseline of a task one variable changes at a time (004, appendix B.2),
+which makes 66 settings. Each is trained at the six points of `GRID`, and the best of the six counts.
 
-MQAR has budgets of its own: it takes no part in the score (section 4.1 of paper 002, after Figure 2 of zoology).
+MQAR has its own budgets and is not part of the score (section 4.1 of paper 002, after Figure 2 of zoology).
 """
 
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ class Setting:
 
     Attributes:
         task: with the variables of the setting.
-        train_samples, held_out: samples to train on, and samples each to select by and to score.
+        train_samples: number of training samples. held_out: samples of the validation split and of the test split each.
         varied: the variable that differs from the baseline of the task, "" in the baseline itself.
-        width, batch_size: of the models, where the setting fixes them.
+        width, batch_size: of the models, if the setting fixes them.
     """
 
     task: Task
@@ -55,11 +55,11 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Names the setting among those of its specification: `fuzzy_recall/seq_len=256`."""
+        """The name of the setting within its specification: `fuzzy_recall/seq_len=256`."""
         return f"{self.task.name}/{self.short_name}"
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for records and for a hash of a run."""
+        """Returns the setting as plain values, for the configuration of a run."""
         return {
             "setting": self.name,
             "task": self.task.name,
@@ -76,13 +76,13 @@ class Budget:
     """How much of the benchmark to run.
 
     Attributes:
-        baselines_only: leave out the harder settings.
-        comparable: whether scores can stand beside those of a full run on the same settings.
-        max_samples: at most so many training samples, None for those of the setting.
-        held_out: samples each to select by and to score.
-        mqar: the settings are those of MQAR, not of the benchmark.
-        max_tokens: at most so many tokens in a batch, None for those of the setting.
-        caution: of a budget that is not comparable, what its scores say.
+        baselines_only: whether the harder settings are left out.
+        comparable: whether scores can be compared with those of a full run on the same settings.
+        max_samples: limit of the training samples, None for the number of the setting.
+        held_out: samples of the validation split and of the test split each.
+        mqar: whether the settings are those of MQAR, not of the benchmark.
+        max_tokens: limit of the tokens per batch, None for the batch of the setting.
+        caution: for a budget that is not comparable, what its scores mean.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Budget:
     held_out: int = HELD_OUT
     mqar: bool = False
     max_tokens: int | None = None
-    caution: str = "a smoke score says only whether a model learns at all"
+    caution: str = "a smoke score only shows whether a model learns at all"
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ BUDGETS = {
     for budget in (
         Budget(
             "smoke",
-            "does it learn at all: few samples, epochs and rates; not comparable with any other score",
+            "whether a model learns at all: few samples, epochs and rates; not comparable with other scores",
             baselines_only=True,
             comparable=False,
             grid=(GridPoint(5e-4, 0.0), GridPoint(1e-3, 0.0)),
@@ -140,7 +140,7 @@ BUDGETS = {
         Budget("full", "every setting", baselines_only=False, comparable=True),
         Budget(
             "mqar",
-            "beside the score: MQAR at two widths and four lengths, as zoology trains it",
+            "not part of the score: MQAR at two widths and four lengths, as zoology trains it",
             baselines_only=False,
             comparable=True,
             grid=tuple(GridPoint(rate, 0.1) for rate in (1e-4, 4.6e-4, 2.2e-3, 1e-2)),

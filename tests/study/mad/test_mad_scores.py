@@ -95,7 +95,7 @@ def test_what_keeps_a_score_from_being_comparable():
 
     whole = rows(["mad-gla-swiglu"])
     assert reasons(whole) == ()
-    assert "smoke score says only whether" in reasons(rows(["mad-gla-swiglu"], "smoke"))[0]
+    assert "smoke score only shows whether" in reasons(rows(["mad-gla-swiglu"], "smoke"))[0]
     assert "no known budget" in reasons([row | {"budget": ""} for row in whole])[0]
     assert "several budgets" in reasons(whole[:-1] + [whole[-1] | {"budget": "smoke"}])[0]
     assert "1 of 6 settings" in reasons([row for row in whole if row["task"] != "compression"])[0]

@@ -167,7 +167,7 @@ def test_weight_decay_may_act_on_matrices_alone(go, tmp_path):
         assert (one.decay, other.decay) == ("all", "matrices")
         assert (one.loss == other.loss) is (one.weight_decay == 0.0)
     reasons = score(list(matrices.values()))["tnl+swiglu"].reasons
-    assert reasons[0] == "a smoke score says only whether a model learns at all" and len(reasons) == 2
+    assert reasons[0] == BUDGETS["smoke"].caution and len(reasons) == 2
     of_core = [replace(one, budget="core") for one in matrices.values()]
     assert "excluded from weight decay" in score(of_core)["tnl+swiglu"].reasons[0]
     with pytest.raises(ConfigError, match="--no-weight-decay"):
