@@ -76,8 +76,10 @@ def short_name(gpu: str) -> str:
 
 def constants(command: str) -> dict[str, str]:
     """The columns that say what a row depends on."""
+    gpu = torch.cuda.is_available()
+    device = {"gpu": torch.cuda.get_device_name()} if gpu else {"cpu": provenance.cpu_name()}
     versions = {name: _version(name) for name in PACKAGES}
-    return {"gpu": torch.cuda.get_device_name(), **versions, "command": command, "commit": commit()}
+    return {**device, **versions, "command": command, "commit": commit()}
 
 
 def commit() -> str:

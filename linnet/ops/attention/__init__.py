@@ -73,7 +73,7 @@ def _restricted(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor
         return importlib.import_module("linnet.ops.attention.reference").attend_dense(q, k, v, window, cu_seqlens)
     if is_mapped(q, k, v):
         return Mapped.apply(functools.partial(_restricted_rule, window, cu_seqlens), q, k, v)
-    if backend.use_triton("attention", q.is_cuda, "flex") and _suits_flex(q, k, v):
+    if backend.use_triton("attention", q.is_cuda, "flex") and q.is_cuda and _suits_flex(q, k, v):
         if cu_seqlens is not None and backend.debugging():
             documents(cu_seqlens, 1, q.shape[1])
         return importlib.import_module("linnet.ops.attention.flex").attend_flex(q, k, v, window, cu_seqlens)
@@ -88,7 +88,12 @@ def _suits_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _suits_flex(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    known = q.is_cuda and q.dtype in _GPU_DTYPES and q.dtype == k.dtype == v.dtype and 0 not in q.shape
+    if 0 in q.shape:
+        return False
+    known = q.dtype in _GPU_DTYPES and q.dtype == k.dtype == v.dtype
+    if not known:
+        names = ", ".join(dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in (q, k, v)))
+        backend.warn_slow("attention in windows and documents", names, "give q, k and v in bfloat16 or float32")
     # Transforms that `is_mapped` leaves aside, torch.func.grad for one, have no rule for a compiled call.
     return known and not compat_torch.in_transform()
 
