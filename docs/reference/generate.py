@@ -1,6 +1,6 @@
-"""Writes docs/reference/ops.md and docs/reference/layers.md from the code.
+"""Writes docs/reference/ops.md, docs/reference/layers.md and a table of docs/training.md from the code.
 
-    python docs/reference/generate.py          # writes both pages
+    python docs/reference/generate.py          # writes them all
     python docs/reference/generate.py --check  # exit status 1 where a page differs from what the code gives
 
 What a page says comes from docstrings, from descriptions of options, and from the counts that the code makes on the
@@ -24,6 +24,7 @@ from linnet.config import Config
 from linnet.layers.base import CHANNELS, MIXERS, LayerContext
 from linnet.layers.positions import lrpe, rope
 from linnet.models import ModelConfig
+from linnet.train.identity import kinds
 
 FOLDER = Path(__file__).parent
 TOKENS, HEADS, WIDTH, MODES = 4096, 8, 64, 16
@@ -215,7 +216,18 @@ def kind(annotation) -> str:
     return names.get(annotation, "mapping" if inspect.isclass(annotation) and issubclass(annotation, Config) else "any")
 
 
-PAGES = {"ops.md": ops_page, "layers.md": layers_page}
+def training_page() -> str:
+    """docs/training.md with the table of the kinds of keys put in."""
+    before, start, rest = read(FOLDER.parent / "training.md").partition(f"{KINDS_START}\n")
+    after = rest[rest.index(KINDS_END) :]
+    lines = ["| kind | keys |", "|---|---|"]
+    lines += [f"| {kind} | {', '.join(f'`{key}`' for key in keys)} |" for kind, keys in kinds().items()]
+    return before + start + "\n".join(lines) + "\n" + after
+
+
+KINDS_START = "<!-- kinds of keys: written by docs/reference/generate.py -->"
+KINDS_END = "<!-- end of kinds -->"
+PAGES = {"ops.md": ops_page, "layers.md": layers_page, "../training.md": training_page}
 
 
 def main() -> int:

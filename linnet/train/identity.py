@@ -10,12 +10,13 @@ A default must not change without a new `FORMAT`: it would give another meaning 
 import contextlib
 import copy
 import functools
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 import linnet
 from linnet.config import ConfigError, digest, parse
@@ -24,6 +25,12 @@ from linnet.runs.folder import FORMAT
 from linnet.train import device as devices
 from linnet.train.config import TrainConfig, moved, resolve
 from linnet.train.objectives import find_objective
+
+LABELS = ("name", "architecture")
+CARRIED_OUT = ("run", "parallel", "evaluations.every")
+BY_CONTENT = ("data.source", "data.validation", "data.tokenizer.path", "plugins", "plugin_digests", "init_from")
+ROLLBACK = ("checkpoint_every", "keep_checkpoints")  # of `run`: what guard.policy rollback returns to
+ROLLBACK_GPU = ("log_every", "evaluate_every")  # of `run`: when a GPU's losses are read, and so a bad one is found
 
 DROPPED: dict[str, str] = {}
 """Keys of trainings, with dots, that a release dropped -> that release."""
@@ -124,7 +131,7 @@ def contents_of(config: TrainConfig, cache: str | Path | None = None) -> dict[st
 
 def settings(config: TrainConfig) -> dict[str, Any]:
     """The keys that the result depends on, besides those that count by content. Defaults are left out."""
-    left_out = {"name", "architecture", "run", "parallel", "plugins", "plugin_digests", "steps", "tokens", "init_from"}
+    left_out = {key for key in (*LABELS, *CARRIED_OUT, *BY_CONTENT, "steps", "tokens") if "." not in key}
     found = config.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
     found["steps"] = config.total_steps  # `tokens` is another way to say it
     data = found.setdefault("data", {})
@@ -139,11 +146,11 @@ def settings(config: TrainConfig) -> dict[str, Any]:
     if config.plugins:
         digests = config.plugin_digests or resolve(config).plugin_digests
         found["plugins"] = [[plugin.rpartition(":")[2], digests[plugin]] for plugin in config.plugins]
-    if config.guard.policy == "rollback":  # a checkpoint is what a rollback returns to
-        names = ["checkpoint_every", "keep_checkpoints"]
+    if config.guard.policy == "rollback":
+        names = list(ROLLBACK)
         with contextlib.suppress(ConfigError):  # a GPU that is not there is reported before training
-            if devices.choose(config.run.device).type == "cuda":  # where losses are read for rows alone
-                names += ["log_every", "evaluate_every"]
+            if devices.choose(config.run.device).type == "cuda":
+                names += ROLLBACK_GPU
         found["rollback"] = {name: getattr(config.run, name) for name in names}
     return found
 
@@ -156,6 +163,40 @@ def _model(config: TrainConfig) -> dict[str, Any]:
         for name in config.model.options
     }
     return found | {"options": {name: own for name, own in options.items() if own}}
+
+
+def kinds() -> dict[str, list[str]]:
+    """Every key of a training, with dots, by its kind: the table of docs/training.md."""
+    found: dict[str, list[str]] = {
+        kind: [] for kind in ("identity", "identity, by content", "run", "run; identity with rollback", "label")
+    }
+    for key in _keys(TrainConfig):
+        top = key.partition(".")[0]
+        if key in BY_CONTENT:
+            kind = "identity, by content"
+        elif top in LABELS:
+            kind = "label"
+        elif top == "run" and key.partition(".")[2] in (*ROLLBACK, *ROLLBACK_GPU):
+            kind = "run; identity with rollback"
+        else:
+            kind = "run" if top in CARRIED_OUT or key in CARRIED_OUT else "identity"
+        found[kind].append(key)
+    return found
+
+
+def _keys(cls: type[BaseModel]) -> list[str]:
+    """The keys of a configuration and of those inside it, each once."""
+    found: dict[str, None] = {}
+    for name, field in cls.model_fields.items():
+        inside = [f"{name}.{key}" for part in _configs(field.annotation) for key in _keys(part)]
+        found |= dict.fromkeys(inside or [name])
+    return list(found)
+
+
+def _configs(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [found for part in typing.get_args(annotation) for found in _configs(part)]
 
 
 def _names(config: TrainConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from linnet import provenance
-from linnet.config import ConfigError, parse, parse_yaml, read_yaml
+from linnet.config import ConfigError, override, parse, parse_yaml, read_yaml
 from linnet.data import DataConfig
 from linnet.deprecation import LinnetDeprecationWarning
 from linnet.runs import RunFolder, checkpoint
@@ -17,7 +17,7 @@ from linnet.study.fit import load_study
 from linnet.study.ladder import plan
 from linnet.train import TrainConfig, run_folder, train
 from linnet.train.config import RunConfig
-from linnet.train.identity import DROPPED, contents_of, digest_of, find, read_config
+from linnet.train.identity import DROPPED, contents_of, digest_of, find, kinds, read_config
 from linnet.train.identity import settings as settings_of
 
 OLD = Path(__file__).parents[1] / "fixtures" / "v0.1"
@@ -293,3 +293,52 @@ def test_curve_points_do_not_depend_on_log_every(settings, cache, tmp_path):
 def test_parse_of_a_yaml_that_uses_the_new_places():
     config = parse(TrainConfig, parse_yaml("model: tnl-10m\nrun: {device: cpu, loggers: [tensorboard]}"))
     assert config.run.device == "cpu" and config.run.loggers == ["tensorboard"]
+
+
+def leaves(values, prefix: str = "") -> set[str]:
+    """Dotted keys of plain values; options of layers and names of plugins are values."""
+    found = set()
+    for key, value in values.items():
+        inside = isinstance(value, dict) and key not in ("options", "plugin_digests", "parallel", "aliases")
+        found |= leaves(value, f"{prefix}{key}.") if inside else {prefix + key}
+    return found
+
+
+def test_every_key_has_one_kind_and_the_docs_say_it():
+    table = kinds()
+    keys = [key for own in table.values() for key in own]
+    assert len(keys) == len(set(keys))
+    config = parse(TrainConfig, {"model": "tnl-10m"})
+    assert leaves(config.model_dump()) - {"model.aliases", "evaluations"} <= set(keys)
+    assert {"evaluations.every", "evaluations.paths", "model.aliases.layer"} <= set(keys)  # inside of these two
+    page = (OLD.parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    for kind, own in table.items():
+        assert f"| {kind} | {', '.join(f'`{key}`' for key in own)} |" in page, "run: python docs/reference/generate.py"
+
+
+def test_kinds_are_what_the_digest_does():
+    """Another value of a key changes the digest if its kind says so."""
+    base = {"model": {"d_model": 32, "layout": "tnl+sglu"}, "data": {"source": [__file__]}}
+    others = {
+        "seq_len": 64, "batch_size": 3, "accumulation": 2, "steps": 7, "seed": 5, "precision": "bfloat16",
+        "optimizer.name": "muon", "optimizer.eps": 1e-6, "schedule.warmup": 3.0, "schedule.decay": 0.5,
+        "evaluate_tokens": 5, "curve_every": 3, "guard.spike": 2.0, "guard.policy": "skip", "data.max_bytes": 99,
+        "data.seed": 2, "data.text_key": "body", "data.validation_fraction": 0.3, "model.init_std": 0.1,
+        "run.device": "cpu", "run.compile": True, "run.recompute": "block", "run.loggers": ["tensorboard"],
+        "run.log_every": 3, "run.checkpoint_every": 5, "run.keep_checkpoints": 1, "run.evaluate_every": 2,
+        "run.peak_tflops": 1.0, "name": "mine", "architecture": "mine",
+    }  # fmt: skip
+    digests = {}
+    for policy in ("stop", "rollback"):
+        first = override(base, [f"guard.policy={policy}", "run.device=cpu"])
+        digests[policy] = {}
+        for key, value in {"": None, **others}.items():
+            config = parse(TrainConfig, override(first, [f"{key}={json.dumps(value)}"]) if key else first)
+            digests[policy][key] = digest_of(config, contents_of(config))
+    of = {key: kind for kind, own in kinds().items() for key in own}
+    for key in others:
+        changes = digests["stop"][key] != digests["stop"][""]
+        assert changes == (of[key] == "identity"), key
+        if key.startswith("run."):
+            changes = digests["rollback"][key] != digests["rollback"][""]
+            assert changes == (key in ("run.checkpoint_every", "run.keep_checkpoints")), key
