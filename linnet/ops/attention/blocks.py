@@ -1,5 +1,8 @@
 """Windows and documents by SDPA on blocks of tokens: any device, any dtype, any length, no [T, T] mask."""
 
+import sys
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -46,7 +49,6 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     return torch.cat(parts, 1)
 
 
-@torch.compiler.disable  # reads the boundaries on the host; a compiled model breaks its graph here
 def attend_documents(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor) -> Tensor:
     """Returns causal attention in which each token sees its own document only, and in it the last `window` tokens.
 
@@ -59,6 +61,17 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: T
     Raises:
         ValueError: if the boundaries do not rise from 0 to T.
     """
+    # It reads the boundaries on the host, so a compiled model breaks its graph here.
+    return (_outside_graphs() if "torch._dynamo" in sys.modules else _attend_documents)(q, k, v, window, cu_seqlens)
+
+
+@cache
+def _outside_graphs():
+    """`_attend_documents` behind `torch.compiler.disable`, which imports the compiler: a second of every process."""
+    return torch.compiler.disable(_attend_documents)
+
+
+def _attend_documents(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor) -> Tensor:
     runs: list[tuple[int, int]] = []  # (documents, their length)
     for _, start, end in documents(cu_seqlens, 1, q.shape[1]):
         if end == start:
