@@ -1,4 +1,4 @@
-"""The base of every configuration: strict, frozen, and with errors that name the key, the value and the fix.
+"""The base class of all configurations: strict and frozen, with errors that name the key, the value and the fix.
 
 A configuration class sits next to what it configures and derives from `Config`. Files and dictionaries go through
 `parse`, which reports all problems of a configuration at once.
@@ -30,7 +30,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, protected_namespaces=())
 
-    ELSEWHERE: typing.ClassVar[dict[str, str]] = {}  # keys that people try, and where it is said instead
+    ELSEWHERE: typing.ClassVar[dict[str, str]] = {}  # keys that people try -> where to write it instead
 
     @classmethod
     def extra_problems(cls, values: typing.Any) -> list[str]:
@@ -60,7 +60,7 @@ _NAMES = re.compile(r"(\w+(?:, \w+)*): (.*)")
 
 
 def _attributes(docstring: str) -> dict[str, str]:
-    """The entries under `Attributes:` of a Google-style docstring, each on one line."""
+    """Returns the entries under `Attributes:` of a Google-style docstring, each on one line."""
     _, _, section = inspect.cleandoc(docstring).partition("\nAttributes:\n")
     entries: list[list[str]] = []
     for line in section.splitlines():
@@ -78,7 +78,7 @@ def _attributes(docstring: str) -> dict[str, str]:
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration or with what it names, one line a problem.
+    """All problems of a configuration or of what it names, one per line.
 
     Attributes:
         problems: each names the key, the value and the fix.
@@ -89,7 +89,7 @@ class ConfigError(ValueError):
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__(f"{where}: {count}\n" + "\n".join(f"  - {line}" for line in self.problems))
 
-    def __reduce__(self):  # a worker's errors come back pickled; by default, with the message for problems
+    def __reduce__(self):  # workers pickle errors; by default, the message would become `problems`
         return _again, (type(self), self.problems, self.where), self.__dict__
 
 
@@ -101,10 +101,10 @@ def _again(kind: type, problems: list[str], where: str) -> ConfigError:
 
 @contextlib.contextmanager
 def gather(problems: list[str]) -> typing.Iterator[None]:
-    """Adds what a `ConfigError` inside says to `problems`, so that one error can tell all that is wrong.
+    """Adds the problems of a `ConfigError` inside to `problems`, so that one error reports all of them.
 
-    Of a file, which the error's heading would name, each line names it. (A heading without a suffix, such as "data", is
-    none, whatever lies in the folder that one is in.)
+    If the error is about a file, each line names it. (A heading without a suffix, such as "data", is not a file, even
+    if the working folder has one of that name.)
     """
     try:
         yield
@@ -113,31 +113,31 @@ def gather(problems: list[str]) -> typing.Iterator[None]:
         problems += [line if error.where in line else file + line for line in error.problems]
 
 
-FIGURES = ("altair", "vl_convert")  # draw figures: modules of the extra `study`
-FITS = ("pandas", "scipy")  # fit laws and hold tables: the others
+FIGURES = ("altair", "vl_convert")  # modules of the extra `study` that draw figures
+FITS = ("pandas", "scipy")  # the others, for tables and fits
 
 
 def not_installed(modules: typing.Iterable[str]) -> list[str]:
-    """Those that are not installed; none is imported for the answer."""
+    """Returns those that are not installed, without importing any."""
     return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
 def check_study(modules: typing.Iterable[str], where: str, otherwise: str = "") -> None:
-    """Raises ConfigError where modules of the extra `study` are not installed; `otherwise` says how to do without."""
+    """Raises ConfigError if modules of the extra `study` are missing; `otherwise` says how to do without them."""
     fix = f"install the extra `study`: {install_command('study')}{otherwise}"
     if problems := [f"{name}: not installed; {fix}" for name in not_installed(modules)]:
         raise ConfigError(problems, where)
 
 
 def unwritable(folder: str | Path) -> str | None:
-    """Why nothing can be written into a folder, None where it can be, or can be made; leaves nothing behind."""
+    """Returns why a folder cannot be written to, None if it can be, or can be created. Leaves nothing behind."""
     folder = Path(folder).absolute()
     there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     if not there.is_dir():
         return f"cannot be made, {str(there)!r} is {'a file' if there.exists() else 'a broken link'}"
     if not os.access(there, os.W_OK | os.X_OK):
         return f"cannot be written to, you may not write in {str(there)!r}"
-    try:  # root may write everywhere by its rights, and yet not in /proc
+    try:  # access rights allow root everything, which /proc refuses
         tempfile.TemporaryDirectory(prefix=".linnet-", dir=there).cleanup()
     except OSError as error:
         return f"cannot be written to, {str(there)!r} takes nothing ({error.strerror})"
@@ -145,7 +145,7 @@ def unwritable(folder: str | Path) -> str | None:
 
 
 C = typing.TypeVar("C", bound=Config)
-MOST = 50  # known names that a message lists
+MOST = 50  # upper bound of known names in a message
 
 
 def parse(cls: type[C], values: Mapping, where: str = "configuration") -> C:
@@ -158,18 +158,18 @@ def parse(cls: type[C], values: Mapping, where: str = "configuration") -> C:
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """Ends a message about an unknown name: the nearest right one, or all of them if a person would read them."""
+    """Returns the end of a message about an unknown name: the nearest known one, or all if they are few."""
     known = sorted(known)
     if not known:
-        return "there is none"
+        return "none is known"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if not close and len(name) > 3:  # a part of a long name is near it too, or nearly how it begins
+    if not close and len(name) > 3:  # also a part of a long name, or its beginning
         starts = {other[: len(name) + 1]: other for other in reversed(known)}
         close = [other for other in known if name in other]
         close += [starts[start] for start in difflib.get_close_matches(name, starts, n=1, cutoff=0.75)]
     if close:
         return f"did you mean {close[0]!r}?"
-    return f"known: {', '.join(known)}" if len(known) <= MOST else f"it is near none of {len(known):,} known names"
+    return f"known: {', '.join(known)}" if len(known) <= MOST else f"none of the {len(known):,} known names is similar"
 
 
 def read_yaml(path: str | Path) -> dict:
@@ -179,9 +179,9 @@ def read_yaml(path: str | Path) -> dict:
         with path.open(encoding="utf-8") as file:
             values = parse_yaml(file)
     except FileNotFoundError:
-        raise ConfigError([f"{path}: there is no such file"]) from None
+        raise ConfigError([f"{path}: no such file"]) from None
     except IsADirectoryError:
-        raise ConfigError([f"{path}: is a folder; give a YAML file"]) from None
+        raise ConfigError([f"{path}: a folder; give a YAML file"]) from None
     except DuplicateKeys as error:
         raise ConfigError(error.problems, str(path)) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -241,21 +241,21 @@ def override(values: dict, assignments: list[str]) -> dict:
 
 
 def _assigned(node: typing.Any, key: list[str], value: typing.Any) -> typing.Any:
-    """A value in the place of `node`'s at a key; what is no mapping (or no list, where a place is given) gives way."""
+    """Returns `node` with a value at a key; anything but a mapping (or a list, if the key is a number) is replaced."""
     if not key:
         return value
     part, *rest = key
     if isinstance(node, list) and part.isdecimal():
         place = int(part)
         if place >= len(node):
-            raise IndexError(f"the list there has {len(node)} items, and the first is 0; name one of them")
+            raise IndexError(f"the list has {len(node)} items; give 0 to {len(node) - 1}")
         return [*node[:place], _assigned(node[place], rest, value), *node[place + 1 :]]
     node = node if isinstance(node, dict) else {}
     return {**node, part: _assigned(node.get(part), rest, value)}
 
 
 def digest(values: typing.Any) -> str:
-    """A name for a resolved configuration: 12 hexadecimal digits of the SHA-256 of its canonical JSON."""
+    """Returns a name for a resolved configuration: 12 hexadecimal digits of the SHA-256 of its canonical JSON."""
     if isinstance(values, BaseModel):
         values = values.model_dump(mode="json")
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
@@ -308,7 +308,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-# What pydantic puts into the place of a key that takes several kinds: which of them did not fit.
+# What pydantic inserts into the path of a key of several types: the type that did not fit.
 _KIND = re.compile(r"(constrained-)?(int|float|str|bool)|(list|dict|tuple)\[.*")
 
 
@@ -327,14 +327,14 @@ def _explain(cls: type[BaseModel], problem: dict) -> str:
         return f"{key}.{tag}: required, but not given (given {problem['input']!r})"
     if problem["type"] == "union_tag_invalid":
         about = problem["ctx"]
-        return f"{key}.{about['discriminator'].strip(chr(39))}: {about['tag']!r} is none of {about['expected_tags']}"
+        return f"{key}.{about['discriminator'].strip(chr(39))}: {about['tag']!r} is not one of {about['expected_tags']}"
     if problem["type"] in ("model_attributes_type", "model_type"):
         return f"{key}: must be a mapping of keys to values (given {problem['input']!r})"
     cause = problem.get("ctx", {}).get("error")
     message = problem["msg"].removeprefix("Value error, ")
-    if isinstance(cause, ConfigError):  # raised by a part that is parsed on its own
+    if isinstance(cause, ConfigError):  # from a part that is parsed by itself
         message = "; ".join(cause.problems)
-    message = f"{key}: {message}" if key else message  # of several keys together: it names them itself
+    message = f"{key}: {message}" if key else message  # about several keys, which it names itself
     return message + ("" if problem["type"] == "value_error" else f" (given {problem['input']!r})")
 
 

@@ -112,7 +112,7 @@ class Shapes(Config):
 @pytest.mark.parametrize(
     ("shape", "told"),
     [
-        ({"kind": "sqare"}, "shapes.0.kind: 'sqare' is none of 'square', 'circle'"),
+        ({"kind": "sqare"}, "shapes.0.kind: 'sqare' is not one of 'square', 'circle'"),
         ({"side": 3}, "shapes.0.kind: required, but not given (given {'side': 3})"),
         ("circle", "shapes.0: must be a mapping of keys to values (given 'circle')"),
     ],

@@ -33,18 +33,18 @@ _ERRORS = {
     400: "The request is wrong; the message names the key, the value and the fix",
     401: "The API key is missing or wrong",
     403: "The Host header names another server",
-    404: "There is no such model or path",
+    404: "Unknown model or path",
     408: "The request did not arrive in time",
     413: "The request is too large",
     415: "The request is not JSON",
-    429: "The server is full; Retry-After says when to come again",
+    429: "The server is full; Retry-After says when to try again",
     500: "The engine failed",
     503: "The server is shutting down or its engine has stopped",
 }
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application of a service, which it starts and closes with itself."""
+    """Returns the application of a service; the service starts and closes with it."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -74,7 +74,7 @@ def create_app(service: Service) -> FastAPI:
         started, settings = time.monotonic(), service.settings
         with service.entry():
             body = await read_body(request, settings.max_body, settings.body_timeout)
-            # Parsing and encoding a long prompt takes a while, in which the other streams go on.
+            # Parsing and encoding a long prompt takes time; in a thread, other streams continue.
             prepared = await asyncio.to_thread(prepare, service, body)
             return prepared.answer(service, started)
 
@@ -141,14 +141,14 @@ def _responses(body: type[BaseModel] | None, *statuses: int, stream: bool = Fals
 
 
 def _body(request: type[BaseModel]) -> dict:
-    """The body is read and checked by ourselves: all problems at once, and no status 422."""
+    """Describes a body that the endpoint reads and checks itself, which reports all problems at once, without 422."""
     schema = request.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _describe(app: FastAPI, service: Service) -> None:
-    """Adds to the OpenAPI page what FastAPI cannot see: parts of bodies, the model and the limits that are here."""
+    """Adds what FastAPI cannot see to the OpenAPI page: parts of bodies, the model and the limits."""
     page, settings = app.openapi(), service.settings
     components = page.setdefault("components", {}).setdefault("schemas", {})
     for request in (CompletionRequest, ChatRequest):
@@ -175,4 +175,4 @@ def _json(value: dict) -> Response:
 
 
 async def _answer_nobody(request: Request, error: Disconnected) -> Response:
-    return Response(status_code=499)  # nobody reads it; the number is nginx's, and shows in the metrics
+    return Response(status_code=499)  # nginx's number, for the metrics; the client is gone

@@ -1,4 +1,4 @@
-"""The body of a request: read within limits of size and time; a JSON object, or an error that says what it is."""
+"""Reads the body of a request, a JSON object, within limits of size and time."""
 
 import asyncio
 import re
@@ -19,16 +19,16 @@ def too_large(most: int) -> ApiError:
 
 
 async def read_body(request: Request, most: int, timeout: float) -> bytes:
-    """The body, at most `most` bytes, arriving within `timeout` seconds.
+    """Returns the body, of at most `most` bytes, which must arrive within `timeout` seconds.
 
     Raises:
-        ApiError: 408, 413, or 415 for what does not say that it is JSON: a page in a browser can send anything else to
-            a server on its user's machine without asking.
+        ApiError: 408 (time), 413 (size), or 415 unless the content type is JSON; browsers let web pages send other
+            types to servers on the user's machine without asking.
         Disconnected: the client left.
     """
     kind = request.headers.get("content-type", "")
     if not _JSON.match(kind):
-        message = f"content-type: {kind[:_SHOWN]!r} is not read here; send JSON as application/json"
+        message = f"content-type: {kind[:_SHOWN]!r} is not supported; send JSON as application/json"
         raise ApiError(415, message, code="unsupported_media_type")
     body = bytearray()
     try:
@@ -46,7 +46,7 @@ async def read_body(request: Request, most: int, timeout: float) -> bytes:
 
 
 def parse_json(body: bytes) -> dict:
-    """The object in `body`. Raises `ApiError` for anything else: NaN, text that is not UTF-8, half surrogates."""
+    """Returns the object in `body`. Raises `ApiError` for anything else: NaN, invalid UTF-8, lone surrogates."""
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a server is told at its start: where it listens, whom it lets in, and how much it takes."""
+"""Settings of the HTTP server: its address, who may use it, and its limits."""
 
 import ipaddress
 
@@ -8,29 +8,30 @@ from linnet.config import Config
 
 
 class ServeConfig(Config):
-    """Settings of the HTTP server; those of the engine (slots, device) are the engine's.
+    """Settings of the HTTP server; the engine has its own (slots, device).
 
     Attributes:
-        allowed_hosts: names in the Host header that are answered, "*" for all. Empty: where the server listens on
-            loopback alone only loopback's names, so that a page in a browser cannot reach it under a name of its own;
-            elsewhere all.
+        host: address to listen on.
+        allowed_hosts: accepted names in the Host header, "*" for all. Empty: a server on loopback accepts only names
+            of loopback, so that a web page cannot reach it under a name of its own; other servers accept all.
         queue: choices that may wait for a slot; more are refused with 429.
+        max_prompt_tokens: upper bound of tokens per prompt.
     """
 
     host: str = Field("127.0.0.1", min_length=1)
-    port: int = Field(8000, ge=0, le=65535, description="0 takes a free one")
-    api_key: SecretStr | None = Field(None, description="what /v1 asks for as a bearer token")
+    port: int = Field(8000, ge=0, le=65535, description="port; 0 takes a free one")
+    api_key: SecretStr | None = Field(None, description="bearer token that /v1 requires")
     allowed_hosts: list[str] = []
     queue: int = Field(256, ge=0)
-    max_tokens: int = Field(16384, ge=1, description="most tokens that a completion may ask for")
+    max_tokens: int = Field(16384, ge=1, description="upper bound of max_tokens per completion")
     max_prompt_tokens: int = Field(131072, ge=1)
-    max_choices: int = Field(128, ge=1, description="most completions of one request: prompts times n")
-    max_body: int = Field(4 << 20, ge=1, description="bytes of a request")
+    max_choices: int = Field(128, ge=1, description="upper bound of completions per request: prompts times n")
+    max_body: int = Field(4 << 20, ge=1, description="upper bound of bytes per request")
     body_timeout: float = Field(30.0, gt=0, allow_inf_nan=False, description="seconds for a request to arrive")
     stream_timeout: float = Field(
-        60.0, gt=0, allow_inf_nan=False, description="seconds that a client may read nothing of a response"
+        60.0, gt=0, allow_inf_nan=False, description="seconds without reading after which a client is disconnected"
     )
-    stream_backlog: int = Field(4096, ge=1, description="tokens that a stream may be behind its client's reading")
+    stream_backlog: int = Field(4096, ge=1, description="tokens that a stream may be ahead of its client")
     grace: float = Field(30.0, ge=0, allow_inf_nan=False, description="seconds for responses to end at shutdown")
 
     @field_validator("api_key")
@@ -51,7 +52,7 @@ class ServeConfig(Config):
 
     @property
     def hosts(self) -> frozenset[str] | None:
-        """The names of `allowed_hosts` with those that are always right, None where all are."""
+        """The accepted host names, None if all are."""
         if "*" in self.allowed_hosts or not (self.loopback or self.allowed_hosts):
             return None
         return frozenset({"localhost", "127.0.0.1", "[::1]", self.host.lower(), *map(str.lower, self.allowed_hosts)})

@@ -1,4 +1,4 @@
-"""From a checked body to the engine: what /v1/completions and /v1/chat/completions ask of it."""
+"""Turns a checked body of /v1/completions or /v1/chat/completions into requests for the engine."""
 
 from linnet.config import ConfigError, parse
 from linnet.inference import Piece, Sampling
@@ -9,11 +9,11 @@ from linnet.serve.formats import ChatFormat, CompletionFormat, Format
 from linnet.serve.requests import ChatRequest, CompletionRequest, GenerationRequest
 from linnet.serve.service import Service
 
-DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it; a chat's goes on to its end
+DEFAULT_TOKENS = 16  # per completion, as in OpenAI's API; a chat runs to its end
 
 
 class Prepared:
-    """A request that is checked and encoded, which may take long: it is made in another thread.
+    """A checked and encoded request; made in another thread, since this may take long.
 
     Attributes:
         choices: token ids of the prompt and settings, for each completion.
@@ -29,7 +29,7 @@ class Prepared:
         self.generates = True
 
     def answer(self, service: Service, started: float) -> Answer:
-        """Puts the choices into the engine. Raises `ApiError` where they do not fit now."""
+        """Submits the choices to the engine. Raises `ApiError` if there is no room for them now."""
         call = service.open(self.choices if self.generates else [], self.request.stream)
         if not self.generates:
             call.running = len(self.choices)
@@ -49,7 +49,7 @@ class Prepared:
 
 
 def prepare_completion(service: Service, body: bytes) -> Prepared:
-    """Raises `ApiError` or `ConfigError` with all that is wrong with the body of /v1/completions."""
+    """Raises `ApiError` or `ConfigError` with all problems of the body of /v1/completions."""
     request = parse(CompletionRequest, parse_json(body), "request")
     check_model(service, request.model)
     _check_count(service, len(request.prompt) * request.n)
@@ -77,7 +77,7 @@ def prepare_completion(service: Service, body: bytes) -> Prepared:
 
 
 def prepare_chat(service: Service, body: bytes) -> Prepared:
-    """Raises `ApiError` or `ConfigError` with all that is wrong with the body of /v1/chat/completions."""
+    """Raises `ApiError` or `ConfigError` with all problems of the body of /v1/chat/completions."""
     request = parse(ChatRequest, parse_json(body), "request")
     check_model(service, request.model)
     _check_count(service, request.n)
@@ -104,7 +104,7 @@ def prepare_chat(service: Service, body: bytes) -> Prepared:
 
 
 def check_model(service: Service, model: str) -> None:
-    """Raises `ApiError` 404 for another model than the one that is here."""
+    """Raises `ApiError` 404 for a model that is not served here."""
     if model != service.engine.name:
         message = f"model: {model[:200]!r} is not served here; use {service.engine.name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
@@ -121,7 +121,7 @@ def _check_count(service: Service, count: int) -> None:
 
 
 def _check_engine(service: Service, prepared: Prepared) -> None:
-    """What only the engine knows, one check a prompt being enough: stops without a tokenizer, unknown tokens."""
+    """Runs the engine's own checks, once per prompt: stops without a tokenizer, unknown tokens."""
     try:
         service.engine.check(*prepared.choices[0])
     except ConfigError as error:

@@ -12,7 +12,7 @@ from linnet.config import ConfigError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {404: "not_found", 405: "method_not_allowed", 500: "internal_error"}
-_MOST_PROBLEMS, _LONGEST = 10, 400  # a body full of mistakes gets a short answer
+_MOST_PROBLEMS, _LONGEST = 10, 400  # bounds the response to a body full of mistakes
 
 
 class ApiError(Exception):
@@ -42,8 +42,10 @@ class ApiError(Exception):
 
     @classmethod
     def of_problems(cls, problems: list[str], code: str | None = None) -> "ApiError":
-        """A 400 that lists what is wrong; `param` is the key of the first problem."""
-        lines = [line.removeprefix(": ") for line in problems[:_MOST_PROBLEMS]]  # a problem of the whole has no key
+        """Returns a 400 that lists the problems; `param` is the key of the first."""
+        lines = [
+            line.removeprefix(": ") for line in problems[:_MOST_PROBLEMS]
+        ]  # a problem of the whole body has no key
         key = re.match(r"(\w+)[.:\[]", lines[0])
         lines = [line if len(line) <= _LONGEST else line[:_LONGEST] + " ..." for line in lines]
         if len(problems) > _MOST_PROBLEMS:
@@ -59,7 +61,7 @@ class ApiError(Exception):
 
 
 class Disconnected(Exception):
-    """The client is gone: nothing is answered."""
+    """The client left, so there is no response."""
 
 
 async def answer_api_error(request: Request, error: ApiError) -> Response:
@@ -71,10 +73,10 @@ async def answer_config_error(request: Request, error: ConfigError) -> Response:
 
 
 async def answer_http_exception(request: Request, error: HTTPException) -> Response:
-    """What the router itself finds: unknown paths and methods."""
+    """Answers unknown paths and methods, which the router finds."""
     headers = error.headers
     if error.status_code == 404:
-        message = f"{request.url.path[:200]}: there is no such path; GET /openapi.json lists those that are here"
+        message = f"{request.url.path[:200]}: unknown path; GET /openapi.json lists the paths of this server"
     elif error.status_code == 405:
         message = f"{request.method} {request.url.path[:200]}: use {(headers or {}).get('Allow', 'another method')}"
     else:
@@ -83,5 +85,5 @@ async def answer_http_exception(request: Request, error: HTTPException) -> Respo
 
 
 async def answer_exception(request: Request, error: Exception) -> Response:
-    """A bug of ours; the traceback goes to the server's log, not to the client."""
-    return ApiError(500, "the server failed at this request; its log says why").response()
+    """Answers an unexpected error; the traceback goes to the server's log, not to the client."""
+    return ApiError(500, "the server failed on this request; its log has the reason").response()

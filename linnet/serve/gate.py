@@ -1,4 +1,4 @@
-"""What stands before every request: which host it was meant for, its key, its size; and the count of responses."""
+"""Checks the host, key and size of every request before it is read, and counts responses."""
 
 import hmac
 import re
@@ -15,7 +15,7 @@ _PATHS = {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/
 
 
 class Gate:
-    """ASGI middleware that refuses what needs no look at the body."""
+    """ASGI middleware that refuses requests by their headers."""
 
     def __init__(self, app: ASGIApp, service: Service):
         self._app, self._service = app, service
@@ -40,7 +40,8 @@ class Gate:
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Response | None:
         host = _PORT.sub(b"", headers.get(b"host", b"")).decode("latin-1").lower()
         if self._hosts is not None and host and host not in self._hosts:
-            message = f"host: {host[:100]!r} is not a name of this server; start it with --allowed-host {host[:100]}"
+            name = host[:100]
+            message = f"host: {name!r} is not an accepted name of this server; start it with --allowed-host {name}"
             return ApiError(403, message, code="unknown_host").response()
         if self._key is not None and path.startswith("/v1"):
             kind, _, given = headers.get(b"authorization", b"").partition(b" ")

@@ -15,11 +15,11 @@ from linnet.config import Config, parse
 from linnet.inference import MOST_LOGPROBS, Sampling
 
 MOST_STOPS = 16
-_MOST_KEYS = 64  # of an object: an error each would take long to write
+_MOST_KEYS = 64  # per object; bounds the length of the error
 
 
 def _only(*values: object, fix: str) -> Any:
-    """The type of a key that asks for nothing at `values`, and for what is not there at any other."""
+    """Returns the type of a key that has no effect at `values` and is an error at others."""
 
     def check(value: object) -> object:
         if value is None or any(_same(value, known) for known in values):
@@ -39,12 +39,12 @@ def _shown(value: object) -> str:
 
 
 def _check_prompt(value: object) -> list[str | list[int]]:
-    """Text, texts, token ids or lists of token ids; a list of prompts in any case."""
+    """Returns a list of prompts from text, texts, token ids or lists of token ids."""
     fix = "give text, a list of token ids, or a list of either"
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise ValueError(f"{_shown(value)} is no prompt; {fix}")
+        raise ValueError(f"{_shown(value)} is not a prompt; {fix}")
     if not value:
         raise ValueError(f"[] holds no prompt; {fix}")
     if _all_ids(value):
@@ -63,7 +63,7 @@ def _all_ids(values: list) -> bool:
 def _check_stop(value: object) -> list[str]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise ValueError(f"{_shown(value)} is no stop; give a text or a list of texts")
+        raise ValueError(f"{_shown(value)} is not a stop; give a text or a list of texts")
     if len(stops) > MOST_STOPS or "" in stops:
         raise ValueError(f"{_shown(value)}: give at most {MOST_STOPS} texts, none of them empty")
     return stops
@@ -71,7 +71,7 @@ def _check_stop(value: object) -> list[str]:
 
 def _check_ids(value: object) -> list[int]:
     if not isinstance(value, list) or not _all_ids(value) or min(value, default=0) < 0:
-        raise ValueError(f"{_shown(value)} is no list of token ids; give whole numbers from 0 on")
+        raise ValueError(f"{_shown(value)} is not a list of token ids; give whole numbers from 0 on")
     return value
 
 
@@ -116,14 +116,14 @@ class _Object(Config):
 
 
 class StreamOptions(_Object):
-    """What a stream holds besides its text. `include_obfuscation` is taken and does nothing."""
+    """What a stream holds besides its text. `include_obfuscation` is accepted and has no effect."""
 
     include_usage: bool | None = Field(False, description="a last chunk with the counts of tokens")
     include_obfuscation: bool | None = None
 
 
 class GenerationRequest(_Object):
-    """What completions and chat completions have in common."""
+    """Keys that completions and chat completions share."""
 
     model: str
     temperature: float | None = Field(1.0, ge=0, le=100, description="0 takes the likeliest token")
@@ -147,11 +147,11 @@ class GenerationRequest(_Object):
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: are those of a stream; set stream to true, or leave them out")
+            raise ValueError("stream_options: need a stream; set stream to true, or leave them out")
         return self
 
     def sampling(self, choice: int, max_tokens: int, logprobs: int | None) -> Sampling:
-        """The engine's settings for one of `n` choices."""
+        """Returns the engine's settings for one of `n` choices."""
         return Sampling(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -196,7 +196,7 @@ def _check_content(value: object) -> str:
         return value
     if isinstance(value, list) and len(value) <= 1024:
         return "".join(parse(TextPart, part).text for part in value)
-    raise ValueError(f"{_shown(value)} is no content; give text, or a list of at most 1024 parts of type text")
+    raise ValueError(f"{_shown(value)} is not content; give text, or a list of at most 1024 parts of type text")
 
 
 class Message(_Object):
@@ -242,7 +242,7 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs: come with logprobs; set logprobs to true")
+            raise ValueError("top_logprobs: need logprobs; set logprobs to true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: differs from max_completion_tokens; give one of them")
         return self

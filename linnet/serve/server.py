@@ -1,4 +1,4 @@
-"""The application under uvicorn: its socket, its signals, and clients that do not read."""
+"""Runs the application under uvicorn: its socket, its signals, and clients that do not read."""
 
 import asyncio
 import errno
@@ -17,13 +17,13 @@ from linnet.serve.service import Service
 
 
 def bind(settings: ServeConfig) -> socket.socket:
-    """The socket to listen on, before a model is loaded in vain. Raises `ConfigError` where it cannot be had."""
+    """Binds the port before the model is loaded, so that a busy port fails fast. Raises `ConfigError` if it cannot."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, UnicodeError):
-        message = f"host: {settings.host!r} is no address of this machine; use 127.0.0.1, or 0.0.0.0 for all"
+        message = f"host: {settings.host!r} is not an address of this machine; use 127.0.0.1, or 0.0.0.0 for all"
         raise ConfigError([message], "server") from None
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -40,16 +40,16 @@ def bind(settings: ServeConfig) -> socket.socket:
 
 
 def serve(service: Service, listener: socket.socket, on_start: Callable[[], None] = lambda: None) -> None:
-    """Answers on `listener` until SIGTERM or SIGINT; then responses may end for `grace` seconds.
+    """Serves on `listener` until SIGTERM or SIGINT; running responses then get `grace` seconds to finish.
 
     Args:
-        on_start: called once requests are answered.
+        on_start: called when the server accepts requests.
     """
     Server(service, on_start).run(sockets=[listener])
 
 
 class Server(uvicorn.Server):
-    """uvicorn as it is set up here; `should_exit = True` ends it from another thread."""
+    """uvicorn with the settings of `ServeConfig`; `should_exit = True` ends it from another thread."""
 
     def __init__(self, service: Service, on_start: Callable[[], None] = lambda: None):
         settings = service.settings
@@ -63,7 +63,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            # Behind the grace period, when streams were told that they end: a little time for the last bytes.
+            # After the grace period, streams get an error event; this leaves time for its bytes.
             timeout_graceful_shutdown=int(settings.grace) + 5,
         )
         super().__init__(config)
@@ -81,9 +81,9 @@ class Server(uvicorn.Server):
 
 def _protocol(timeout: float) -> type[H11Protocol]:
     class Protocol(H11Protocol):
-        """Cuts the connection of a client that reads nothing for `timeout` seconds while there is much to read.
+        """Disconnects a client that reads nothing for `timeout` seconds while data is pending.
 
-        What is no HTTP at all is answered in the shape of the other errors too.
+        Input that is not HTTP gets an error of the same shape as all others.
         """
 
         _stalled: asyncio.TimerHandle | None = None

@@ -1,4 +1,4 @@
-"""The engine behind the HTTP server: what may enter, what runs, and how it ends."""
+"""The engine behind the HTTP server: admission of requests, running them, and shutdown."""
 
 import asyncio
 import time
@@ -22,9 +22,9 @@ class Service:
     """One engine with its worker and its limits. It starts in the event loop (`start`) and is used from there alone.
 
     Attributes:
-        live: choices in the engine or its queue; never more than `capacity`.
-        calls: what their HTTP requests wait for.
-        closing: nothing new is taken.
+        live: choices in the engine or its queue, at most `capacity`.
+        calls: the HTTP requests that wait for them.
+        closing: no new request is accepted.
     """
 
     def __init__(self, engine: Engine, settings: ServeConfig, template: ChatTemplate | None = None):
@@ -46,24 +46,24 @@ class Service:
         self.worker = Worker(self.engine)
 
     async def close(self) -> None:
-        """Ends what runs and the engine's thread."""
+        """Ends all running responses and the engine's thread."""
         self.closing = True
         self.end_calls()
         await asyncio.to_thread(self.worker.close)
 
     def end_calls(self) -> None:
-        """Ends every response with an error: the server goes."""
+        """Ends every response with an error, since the server shuts down."""
         for call in list(self.calls):
             call.stop(_closing())
 
     def check_open(self) -> None:
-        """Raises `ApiError` where nothing new is taken."""
+        """Raises `ApiError` while the server shuts down."""
         if self.closing:
             raise _closing()
         self.check_alive()
 
     def check_alive(self) -> None:
-        """Raises `ApiError` where nothing can be generated any more."""
+        """Raises `ApiError` if the engine has stopped."""
         if self.worker is None or not self.worker.alive:
             raise ApiError(503, "the engine has stopped; restart the server", code="engine_stopped")
 
@@ -79,7 +79,7 @@ class Service:
             self._entering -= 1
 
     def open(self, prompts: list[tuple[np.ndarray, Sampling]], stream: bool) -> Call:
-        """Puts the choices of one HTTP request into the engine. Raises `ApiError` where they do not fit now."""
+        """Submits the choices of one HTTP request to the engine. Raises `ApiError` if there is no room for them now."""
         self.check_open()
         self._check_room(len(prompts), own_entry=1)
         call = Call(self.worker.cancel, self.settings.stream_backlog if stream else None)
@@ -95,7 +95,7 @@ class Service:
         return call
 
     def leave(self, call: Call) -> None:
-        """The response of `call` is over: what still runs is cancelled."""
+        """Ends `call`, and cancels its choices that still run."""
         call.stop(Disconnected())
         self.calls.discard(call)
 
@@ -109,7 +109,7 @@ class Service:
             key: what the prompt is called in messages.
 
         Raises:
-            ApiError: lists all that is wrong.
+            ApiError: lists all problems.
         """
         settings, engine, problems = self.settings, self.engine, []
         ids = encode(prompt, engine.tokenizer, engine.vocab, problems)
@@ -119,7 +119,7 @@ class Service:
             raise ApiError.of_problems([key + problem.removeprefix("prompt") for problem in problems])
         if max_tokens is not None and max_tokens > settings.max_tokens:
             problems.append(
-                f"max_tokens: {max_tokens} is more than the {settings.max_tokens} that this server gives; ask for "
+                f"max_tokens: {max_tokens} exceeds this server's limit of {settings.max_tokens}; ask for "
                 "less, or raise --max-tokens"
             )
         most = min(default or settings.max_tokens, settings.max_tokens)
@@ -129,11 +129,11 @@ class Service:
             most = min(most, engine.limit - len(ids))
             if len(ids) <= longest and not problems and (max_tokens or 0) > engine.limit - len(ids):
                 problems.append(
-                    f"max_tokens: {max_tokens} behind the {len(ids)} tokens of the prompt pass the context of "
+                    f"max_tokens: {max_tokens} after a prompt of {len(ids)} tokens exceed the context of "
                     f"{engine.limit}; ask for at most {engine.limit - len(ids)}"
                 )
         if len(ids) > longest:
-            problems.append(f"{key}: {len(ids)} tokens are more than the {longest} that this server reads; shorten it")
+            problems.append(f"{key}: {len(ids)} tokens exceed this server's limit of {longest}; shorten it")
         if problems:
             raise ApiError.of_problems(problems, code="context_length_exceeded")
         return ids, most if max_tokens is None else max_tokens
@@ -143,10 +143,10 @@ class Service:
 
     def _check_room(self, count: int, own_entry: int = 0) -> None:
         if count > self.capacity:
-            message = f"n: {count} completions are more than this server holds at once; ask for {self.capacity} or less"
+            message = f"n: {count} completions exceed the capacity of this server; ask for {self.capacity} or less"
             raise ApiError(400, message, param="n", code="invalid_value")
         if self.live + self._entering - own_entry + count > self.capacity:
-            message = f"{self.live} completions run or wait, as many as this server takes; try again later"
+            message = f"{self.live} completions run or wait, the capacity of this server; try again later"
             wait = max(1, min(60, self.live // self.engine.slots))
             raise ApiError(429, message, code="server_busy", headers={"Retry-After": str(wait)})
 

