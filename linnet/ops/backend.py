@@ -6,8 +6,10 @@ A missing Triton or GPU is never an import error: `triton` is chosen only for CU
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import warnings
+from types import ModuleType
 
 import torch
 
@@ -62,6 +64,11 @@ def use_triton(op: str, is_cuda: bool, module: str = "triton") -> bool:
     return there
 
 
+def choose_form(op: str, x: torch.Tensor, chunked: ModuleType) -> ModuleType:
+    """Returns `linnet.ops.<op>.triton` if it serves a call on the device of x, else `chunked`."""
+    return importlib.import_module(f"linnet.ops.{op}.triton") if use_triton(op, x.is_cuda) else chunked
+
+
 @functools.cache  # asked on every call of an op
 def has_triton(op: str, module: str = "triton") -> bool:
     """Whether Triton is installed and `linnet.ops.<op>.<module>` exists."""
@@ -79,6 +86,14 @@ class SlowPathWarning(UserWarning):
 def warn_slow(op: str, reason: str, fix: str) -> None:
     """Warns, once for each op and reason, that a call misses the kernels of the op."""
     warnings.warn(f"{op}: {reason} misses the fast kernels and runs slower; {fix}", SlowPathWarning, stacklevel=2)
+
+
+def is_wide(op: str, *tensors: torch.Tensor) -> bool:
+    """Whether a tensor is float64, which no Triton kernel takes; warns if so."""
+    if all(x.dtype != torch.float64 for x in tensors):
+        return False
+    warn_slow(op, "float64", "give float32 or bfloat16 tensors")
+    return True
 
 
 def takes_kernels(op: str, dtypes: tuple[torch.dtype, ...], widths: tuple[int, ...] = ()) -> bool:

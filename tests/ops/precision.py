@@ -4,7 +4,8 @@ Not element by element: where terms of both signs cancel, an element of a sum is
 and in which order and with which instructions they are added up depends on the processor.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +36,16 @@ def relative_error(actual: Tensor, expected: Tensor, least: float = 1e-30) -> fl
         return float("inf")
     actual, expected = actual[finite].double(), expected[finite].double()
     return ((actual - expected).norm() / expected.norm().clamp(min=least)).item()
+
+
+@contextlib.contextmanager
+def launching(kernel: str | None) -> Iterator[None]:
+    """Asserts that the block starts a kernel whose name begins so ("lightning.sweep_kernel"); None: no kernel."""
+    from linnet.ops import launching  # needs Triton
+
+    with launching.record() as kernels:
+        yield
+    assert any(name.startswith(kernel) for name in kernels) if kernel is not None else not kernels, kernels
 
 
 def assert_near(

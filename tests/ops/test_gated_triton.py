@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 import torch
-from precision import TOLERANCE, assert_near, poison, widen
+from precision import TOLERANCE, assert_near, launching, poison, widen
 
 from linnet.ops import debug, forget_gate, forget_gated_attention, gated_linear_attention, use_backend
 from linnet.ops.gated import chunked
@@ -70,8 +70,10 @@ def assert_agrees(*call, without=(), **options):
         gradients = (gradients[0], None)
     expected = exact_results(inputs, gradients)
     poison(expected, inputs[0].dtype)
-    o, final = triton.forward(triton.Call(*inputs), gradients[1] is not None)
-    dq, dk, dv, dgate, dbound, dinitial = triton.backward(triton.Call(*inputs), *gradients)
+    with launching("gated.prepare_kernel"):
+        o, final = triton.forward(triton.Call(*inputs), gradients[1] is not None)
+    with launching("gated.gradients_kernel"):
+        dq, dk, dv, dgate, dbound, dinitial = triton.backward(triton.Call(*inputs), *gradients)
     found = [o, final, dq, dk, dgate, dbound, dv, dinitial]
     assert [x is None for x in found] == [x is None for x in expected]
     assert_near(found, expected, TOLERANCE[inputs[0].dtype])
@@ -155,7 +157,8 @@ def test_long_sequence():
 def test_what_has_no_kernel_is_chunked(K, V, dtype, forget):
     (q, k, gate, bound, v, state, *_), _ = make(2, 100, K, V, dtype=dtype, forget=forget)
     options = {"initial_state": state, "output_final_state": True}
-    o, final = run(q, k, gate, bound, v, **options)
+    with launching(None):
+        o, final = run(q, k, gate, bound, v, **options)
     with use_backend("chunked"):
         expected = run(q, k, gate, bound, v, **options)
     assert torch.equal(o, expected[0]) and torch.equal(final, expected[1])

@@ -197,7 +197,7 @@ def test_bad_arguments(message):
 @pytest.mark.parametrize("offsets", [[0, 20, 10, 37], [1, 37], [0, 36], [0, 38]])
 def test_bad_offsets(offsets):
     call = detached(make(B=1, state=False))
-    with pytest.raises(ValueError, match=r"cu_seqlens.* 37"):
+    with pytest.raises(ValueError, match="cu_seqlens"):
         lightning_attention(**call, cu_seqlens=torch.tensor(offsets, dtype=torch.int32))
     with pytest.raises(ValueError, match="int64.*int32"):
         lightning_attention(**call, cu_seqlens=torch.tensor([0, 37]))

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from precision import TOLERANCE, assert_near, poison, widen
+from precision import TOLERANCE, assert_near, launching, poison, widen
 
 from linnet.ops import debug, lightning_attention, use_backend
 from linnet.ops.lightning import chunked
@@ -31,7 +31,7 @@ def make(B, T, K, V, *, decay="slow", state=True, offsets=None, dtype=torch.bflo
     return (q, k, v, rates, states[0], cuts, 0.7), (do, states[1])
 
 
-def assert_agrees(*call, **options):
+def assert_agrees(*call, kernel="lightning.", **options):
     """o, the final state, dq, dk, dv and the gradient of the initial state, where there is one."""
     from linnet.ops.lightning.triton import lightning_backward, lightning_forward
 
@@ -39,7 +39,8 @@ def assert_agrees(*call, **options):
     exact = widen(inputs)
     expected = [*chunked.lightning_forward(*exact), *chunked.lightning_backward(*exact, *widen(gradients))]
     poison(expected, inputs[2].dtype)
-    found = [*lightning_forward(*inputs), *lightning_backward(*inputs, *gradients)]
+    with launching(kernel):
+        found = [*lightning_forward(*inputs), *lightning_backward(*inputs, *gradients)]
     if found[-1] is None:  # no state, and no gradient of one
         del found[-1], expected[-1]
     assert_near(found, expected, TOLERANCE[inputs[0].dtype])
@@ -123,13 +124,9 @@ def test_hopper_configurations(columns, stages, K, V, segments, monkeypatch):
 
     monkeypatch.setattr(triton, "choose_hopper_tiles", choose)
     monkeypatch.setattr(triton, "_count_segments", lambda *_: segments)
-    used = []
-    prepare = triton._prepare_hopper
-    monkeypatch.setattr(triton, "_prepare_hopper", lambda *call: used.append(1) or prepare(*call))
     triton._plan.cache_clear()
     for B, T, decay, state in ((2, 704, "mixed", True), (1, 64, "extreme", True), (1, 256, "none", False)):
-        assert_agrees(B, T, K, V, decay=decay, state=state)
-    assert used
+        assert_agrees(B, T, K, V, decay=decay, state=state, kernel="lightning.hopper_kernel")
     triton._plan.cache_clear()
 
 
@@ -139,7 +136,7 @@ def test_few_heads_of_64():
     from linnet.ops.lightning.triton import choose_hopper_tiles
 
     assert choose_hopper_tiles(64, 64, 60, 132, 1)[0] == 32
-    assert_agrees(30, 704, 64, 64, decay="mixed")
+    assert_agrees(30, 704, 64, 64, decay="mixed", kernel="lightning.narrow_kernel")
 
 
 @gpu
@@ -176,7 +173,7 @@ def test_fewer_chunks_of_wide_heads_are_in_flight_where_shared_memory_is_small(w
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_hopper_decays(decay, width):
-    assert_agrees(3, 4096, width, width, decay=decay)
+    assert_agrees(3, 4096, width, width, decay=decay, kernel="lightning.hopper_kernel")
 
 
 @gpu
@@ -188,7 +185,7 @@ def test_long_sequence(width):
 @gpu
 @pytest.mark.parametrize("K, V, dtype", [(3, 5, torch.bfloat16), (64, 264, torch.float32), (16, 16, torch.float64)])
 def test_what_has_no_kernel_is_chunked(K, V, dtype):
-    assert_agrees(1, 100, K, V, dtype=dtype)
+    assert_agrees(1, 100, K, V, dtype=dtype, kernel=None)
 
 
 @gpu

@@ -4,11 +4,11 @@ import importlib.util
 
 import pytest
 import torch
-from precision import TOLERANCE, assert_near, poison, widen
+from precision import TOLERANCE, assert_near, launching, poison, widen
 
 from linnet.ops import ModalFilter, filtered_attention, long_convolution, use_backend
 from linnet.ops.longconv import whole
-from linnet.ops.longconv.transpose import transpose
+from linnet.ops.longconv.chunked import transpose
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -34,7 +34,8 @@ def assert_agrees(*sizes, **options):
     inputs, dy = make(*sizes, **options)
     expected = run(whole, widen(inputs), dy.double())
     poison(expected, dy.dtype)
-    found = run(triton, inputs, dy)
+    with launching("longconv."):
+        found = run(triton, inputs, dy)
     assert [x.dtype for x in found] == [x.dtype for x in (inputs[0], *inputs)]
     assert_near(found, expected, TOLERANCE[dy.dtype])
     assert all(torch.equal(a, b) for a, b in zip(found, run(triton, inputs, dy), strict=True))

@@ -4,15 +4,16 @@ import importlib
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from linnet.ops import backend
-from linnet.ops.activation.log_sigmoid import log_sigmoid
-from linnet.ops.activation.reference import ACTIVATIONS, gated_activation_reference
 from linnet.ops.compat_torch import is_plain
 from linnet.ops.fast_path import find_apply
 from linnet.ops.vmap_rules import Mapped, is_mapped, lead
 
 __all__ = ["ACTIVATIONS", "gated_activation", "log_sigmoid"]
+
+ACTIVATIONS = {"none": lambda x: x, "silu": F.silu, "sigmoid": F.sigmoid, "gelu": F.gelu, "relu": F.relu}
 
 
 def gated_activation(gate: Tensor, x: Tensor, activation: str = "none") -> Tensor:
@@ -38,13 +39,13 @@ def gated_activation(gate: Tensor, x: Tensor, activation: str = "none") -> Tenso
     if is_plain((gate, x)) and backend.use_triton("activation", x.is_cuda):
         kernels = importlib.import_module("linnet.ops.activation.triton")
         if kernels.supports(gate, x, activation):
-            return _apply(gate, x, activation)
+            return _apply_activation(gate, x, activation)
     if is_mapped(gate, x) and backend.use_triton("activation", x.is_cuda):
-        return Mapped.apply(_rule, gate, x, activation)
-    return gated_activation_reference(gate, x, activation)
+        return Mapped.apply(_activation_rule, gate, x, activation)
+    return ACTIVATIONS[activation](gate) * x
 
 
-def _rule(size, dims, gate, x, activation):
+def _activation_rule(size, dims, gate, x, activation):
     return gated_activation(lead(gate, dims[0], size), lead(x, dims[1], size), activation), 0
 
 
@@ -63,4 +64,40 @@ class _GatedActivation(torch.autograd.Function):
         return *kernels.gated_backward(*ctx.saved_tensors, dy, activation), None
 
 
-_apply = find_apply(_GatedActivation)
+_apply_activation = find_apply(_GatedActivation)
+
+
+def log_sigmoid(x: Tensor, divisor: float = 1.0) -> Tensor:
+    """log(sigmoid(x)) / divisor in float32 (float64 stays), whatever the dtype of x.
+
+    On a GPU in eager mode one kernel does it and one its backward, which keep nothing but x; elsewhere, and for a
+    compiler, it is a composition of PyTorch's functions.
+    """
+    known = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.numel() > 0
+    if known and is_plain((x,)) and backend.use_triton("activation", x.is_cuda):
+        return _apply_log_sigmoid(x, float(divisor))
+    if known and is_mapped(x) and backend.use_triton("activation", x.is_cuda):
+        return Mapped.apply(_log_sigmoid_rule, x, divisor)
+    return F.logsigmoid(x if x.dtype == torch.float64 else x.float()) / divisor
+
+
+def _log_sigmoid_rule(size, dims, x, divisor):
+    return log_sigmoid(lead(x, dims[0], size), divisor), 0
+
+
+class _LogSigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, divisor):
+        kernels = importlib.import_module("linnet.ops.activation.triton")
+        ctx.save_for_backward(x)
+        ctx.constants = kernels, divisor
+        return kernels.log_sigmoid_forward(x, divisor)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        kernels, divisor = ctx.constants
+        return kernels.log_sigmoid_backward(*ctx.saved_tensors, dy, divisor), None
+
+
+_apply_log_sigmoid = find_apply(_LogSigmoid)

@@ -4,13 +4,13 @@ import importlib
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend, compat_torch
 from linnet.ops.arguments import check_devices
 from linnet.ops.chunks import exact
 from linnet.ops.cross_entropy import chunked
-from linnet.ops.cross_entropy.reference import cross_entropy_reference
 from linnet.ops.vmap_rules import run_each
 
 __all__ = ["cross_entropy_reference", "is_whole", "linear_cross_entropy"]
@@ -126,3 +126,14 @@ def cross_entropy_flops(
 ) -> int:
     """2 D V a token for the logits, and as many for the gradient of x and for that of W."""
     return (1 + x_gradient + weight_gradient) * 2 * x_shape[0] * weight_shape[0] * weight_shape[1]
+
+
+def cross_entropy_reference(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """Returns the sum of -log softmax(logits)[target] over targets but `ignore_index`, float32 (float64 for float64).
+
+    The definition: all logits at once. It also runs where they are few, under transforms, and on sharded weights.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), targets.flatten(), ignore_index=ignore_index, reduction="sum"
+    )

@@ -1,7 +1,5 @@
 """Gated linear attention: linear attention with data-dependent decays, one per channel of the key (002, 003)."""
 
-import importlib
-
 from torch import Tensor
 
 from linnet.ops import backend
@@ -72,14 +70,10 @@ def gated_linear_attention(
     return o, final_state if output_final_state else None
 
 
-def _form(q: Tensor):
-    return importlib.import_module("linnet.ops.gated.triton") if backend.use_triton("gated", q.is_cuda) else chunked
-
-
 gated = register_matrix_state(
     "gated",
-    lambda q, *arguments: _form(q).gated_forward(q, *arguments),
-    lambda q, *arguments: _form(q).gated_backward(q, *arguments),
+    lambda q, *arguments: backend.choose_form("gated", q, chunked).gated_forward(q, *arguments),
+    lambda q, *arguments: backend.choose_form("gated", q, chunked).gated_backward(q, *arguments),
     by_heads=lambda arguments, in_dims: False,
     gate_axes=(0, 2),
     flops=forward_flops,

@@ -30,14 +30,7 @@ CHUNK = 64  # a power of two
 
 
 def gated_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    return_final_state: bool = True,
+    q, k, v, log_decay, initial_state, cu_seqlens, scale, return_final_state=True
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, H, V] and the final state [N, H, K, V] or None; arguments as `gated_linear_attention`."""
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -49,17 +42,7 @@ def gated_forward(
     return o, state.mT.contiguous() if return_final_state else None
 
 
-def gated_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    do: Tensor,
-    dfinal: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def gated_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, log_decay and the initial state (given or not), from those of o and of the final state."""
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_decay)]
     state = start_states(initial_state, q, k, v, cu_seqlens).mT.contiguous()

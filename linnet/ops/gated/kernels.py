@@ -1,21 +1,195 @@
-"""Gated linear attention in two kernels, chunks alone and then chunk after chunk; see `linnet.ops.gated.triton`."""
+"""The Triton kernels of gated linear attention; `linnet.ops.gated.triton` says what they compute and launches them.
+
+First what they share (where a chunk is, its gate, sums of log-decays over tokens), then chunks alone, the sweep over
+chunks, and the gradients. Tiles are [C, K] or [C, V], those of gradients transposed, [channels, tokens]: then what a
+product of one warp gives is an operand of the next as it is. Decays are exponents of 2. A chunk has a slot, the same in
+all scratch memory, where tiles are contiguous: chunk c of sequence n has slot n ceil(T / C) + c; that of a document
+which begins at row b has slot floor(b / C) + n + c, so that slots are known without a look at the other documents; some
+stay empty.
+"""
 
 import triton
 import triton.language as tl
 
-from linnet.ops.device import load_masked, span, store_masked
-from linnet.ops.gated.tiles import (
-    any_strong,
-    choose_after,
-    choose_from_halves,
-    choose_until,
-    exp2,
-    is_between,
-    load_bound,
-    locate,
-    read_gate,
-    sum_tokens,
-)
+from linnet.ops.device import LOG2_E, load_masked, span, store_masked
+
+# 2 to it is 0 in float32: a decay to less is a decay to 0, and -inf becomes a number that can be summed.
+FLOOR = tl.constexpr(-160.0)
+
+
+@triton.jit
+def locate(slot, offsets, T, N, C: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """The row of [B*T] where the chunk of a slot begins, and its tokens (at most 0 for an empty slot)."""
+    if DOCUMENTS:
+        n, beyond = slot * 0, slot * 0 + N
+        while beyond - n > 1:  # the last document whose first slot is not after this one
+            middle = (n + beyond) // 2
+            later = tl.load(offsets + middle) // C + middle > slot
+            beyond = tl.where(later, middle, beyond)
+            n = tl.where(later, n, middle)
+        begin = tl.load(offsets + n)
+        row = begin + (slot - begin // C - n) * C
+        left = tl.minimum(tl.load(offsets + n + 1), T) - row
+        if row < 0:
+            left = left * 0
+    else:
+        chunks = tl.cdiv(T, C)
+        n = slot // chunks
+        row = slot % chunks * C
+        left = T - row
+        row = n.to(tl.int64) * T + row
+    return row.to(tl.int64), left
+
+
+@triton.jit
+def any_strong(strong, begin, tiles, GROUP: tl.constexpr):
+    """Whether one of GROUP chunks is strong."""
+    at = begin + tl.arange(0, GROUP)
+    return tl.max(tl.load(strong + at, mask=at < tiles, other=0)) > 0
+
+
+@triton.jit
+def to_operand(x, OPERAND: tl.constexpr):
+    """x in the dtype of operands. To bfloat16 two numbers at a time: one by one it takes as long as exponentials."""
+    if OPERAND == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    return x.to(OPERAND)
+
+
+@triton.jit
+def sum_tokens(choice, x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """choice [C, C] of 0, 1 and -1 @ x [C, K]: sums over tokens, to 2^-17 of the largest term for bfloat16."""
+    if OPERAND == tl.bfloat16:
+        high = to_operand(x, OPERAND)
+        low = to_operand(x - high.to(tl.float32), OPERAND)
+        return tl.dot(choice.to(tl.bfloat16), low, tl.dot(choice.to(tl.bfloat16), high))
+    return tl.dot(choice.to(tl.float32), x, input_precision=PRECISION)
+
+
+@triton.jit
+def sum_transposed(x, choice, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """x [K, C] @ choice [C, C]: as `sum_tokens`, of a transposed tile with the choices transposed."""
+    if OPERAND == tl.bfloat16:
+        high = to_operand(x, OPERAND)
+        low = to_operand(x - high.to(tl.float32), OPERAND)
+        return tl.dot(high, choice.to(tl.bfloat16), tl.dot(low, choice.to(tl.bfloat16)))
+    return tl.dot(x, choice.to(tl.float32), input_precision=PRECISION)
+
+
+@triton.jit
+def lay_out(x, one, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """A transposed tile [K, C] in float32, laid out as the results of products.
+
+    A product with the identity, `one`, does what no function asks for: left to itself the compiler evaluates the gate
+    anew in each of the layouts in which its parts are used.
+    """
+    if OPERAND == tl.bfloat16:
+        if x.dtype == tl.bfloat16:
+            return tl.dot(x, one)
+        return sum_transposed(x.to(tl.float32), one, OPERAND, PRECISION)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def choose_from_halves(r, u, level):
+    """For tokens r, chooses the tokens u between r and where the halves, of 2^level tokens, of its block meet."""
+    same = r >> (level + 1) == u >> (level + 1)
+    after = (r >> level & 1 == 1) & (u >> level & 1 == 1) & (u <= r)
+    before = (r >> level & 1 == 0) & (u >> level & 1 == 0) & (u > r)
+    return tl.where(same & (after | before), 1.0, 0.0)
+
+
+@triton.jit
+def choose_until(r, u):
+    """For tokens r, chooses the tokens u up to r."""
+    return tl.where(u <= r, 1.0, 0.0)
+
+
+@triton.jit
+def choose_after(r, u):
+    """For tokens r, chooses the tokens u after r."""
+    return tl.where(u > r, 1.0, 0.0)
+
+
+@triton.jit
+def is_between(late, early, level):
+    """Whether tokens lie in the late and the early half, of 2^level tokens, of one block."""
+    return (late >> (level + 1) == early >> (level + 1)) & (late >> level & 1 == 1) & (early >> level & 1 == 0)
+
+
+@triton.jit
+def exp2(x, OPERAND: tl.constexpr):
+    """2^x. For bfloat16 in one instruction, which takes what is below 2^-126 for 0, as do the two below."""
+    if OPERAND == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.exp2(x)
+
+
+@triton.jit
+def log2(x, OPERAND: tl.constexpr):
+    """The logarithm to base 2."""
+    if OPERAND == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.log2(x)
+
+
+@triton.jit
+def invert(x, OPERAND: tl.constexpr):
+    """1 / x."""
+    if OPERAND == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return 1 / x
+
+
+@triton.jit
+def open_gate(x, lower, OPERAND: tl.constexpr):
+    """u, 1 + lower u and 1 / (1 + u) with u = exp(-x): f = (1 + lower u) / (1 + u), 1 - f = (1 - lower) u / (1 + u)."""
+    u = exp2(tl.minimum(-x * LOG2_E, 125.0), OPERAND)
+    return u, 1 + lower * u, invert(1 + u, OPERAND)
+
+
+@triton.jit
+def read_gate(
+    k, gate, lower, at, mask, FORGET: tl.constexpr, MASKED: tl.constexpr, one, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """k and the log-decay of a tile, in float32; with `one` as in `lay_out`, of a transposed tile."""
+    x = load_masked(gate, at, mask, MASKED)
+    if not FORGET:
+        x = tl.maximum(x.to(tl.float32) * LOG2_E, FLOOR)
+    if one is not None:
+        x = lay_out(x, one, OPERAND, PRECISION)
+    x = x.to(tl.float32)
+    if FORGET:
+        u, top, share = open_gate(x, lower, OPERAND)
+        key = (1 - lower) * u * share
+        decay = log2(top * share, OPERAND)
+        if MASKED:
+            key = tl.where(mask, key, 0.0)
+            decay = tl.where(mask, decay, 0.0)
+    else:
+        key = load_masked(k, at, mask, MASKED)
+        if one is not None:
+            key = lay_out(key, one, OPERAND, PRECISION)
+        key, decay = key.to(tl.float32), x
+    return key, tl.maximum(decay, FLOOR)
+
+
+@triton.jit
+def load_bound(bound, h, i, K: tl.constexpr, BOUNDED: tl.constexpr):
+    """The lower bounds of channels i as a row, or 0."""
+    if BOUNDED:
+        return tl.load(bound + h * K + i, mask=i < K, other=0.0).to(tl.float32)[None, :]
+    else:
+        return 0.0
 
 
 @triton.jit
@@ -246,3 +420,190 @@ def _sweep(
         if ((g + 1) * per >= chunks) & ((g * per < chunks) | (g == 0)):
             to = leave + nh.to(tl.int64) * (K * V) + i[None, :] * V + j[:, None]
             tl.store(to, state, mask=state_mask)
+
+
+@triton.jit
+def pairs_kernel(
+    do, v, dscores, same, offsets, T, N, H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a chunk's scores: of queries [C] with the keys before them [C], and with their own [C]."""
+    pid = tl.program_id(0)
+    slot, h = pid // H, pid % H
+    row, left = locate(slot, offsets, T, N, C, DOCUMENTS)
+    if left <= 0:
+        return
+    do += (row * H + h) * V
+    v += (row * H + h) * V
+    r = tl.arange(0, C)
+    pairs = tl.zeros([C, C], tl.float32)
+    for block in tl.range(0, V, BV):
+        j = block + tl.arange(0, BV)
+        mask = (r < left)[:, None] & (j < V)[None, :]
+        at = r[:, None] * (H * V) + j[None, :]
+        tv = load_masked(v, at, mask, not EVEN or V % BV != 0).to(OPERAND)
+        tdo = load_masked(do, at, mask, not EVEN or V % BV != 0).to(OPERAND)
+        pairs = tl.dot(tdo, tl.trans(tv), pairs, input_precision=PRECISION)
+    tile = pid.to(tl.int64)
+    tl.store(same + tile * C + r, tl.sum(tl.where(r[:, None] == r[None, :], pairs, 0.0), 1))
+    pairs = tl.where(r[:, None] > r[None, :], pairs, 0.0)
+    tl.store(dscores + tile * (C * C) + r[:, None] * C + r[None, :], pairs.to(OPERAND))
+
+
+@triton.jit
+def gradients_kernel(
+    q, k, gate, bound, v, do, entries, exits, dscores, same, strong, choices, dq, dk, dgate, dbound, offsets, scale,
+    T, N, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    FORGET: tl.constexpr, BOUNDED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    BLOCKS: tl.constexpr = (K + BK - 1) // BK
+    tile = pid // BLOCKS
+    slot, h = tile // H, tile % H
+    row, left = locate(slot, offsets, T, N, C, DOCUMENTS)
+    tile = tile.to(tl.int64)
+    first = pid % BLOCKS * BK
+    if left <= 0:
+        if BOUNDED:
+            i = first + tl.arange(0, BK)
+            tl.store(dbound + tile * K + i, tl.zeros([BK], tl.float32), mask=i < K)
+        return
+    if tl.load(strong + tile) > 0:
+        return
+    _gradients(
+        q, k, gate, bound, v, do, entries, exits, dscores, same, choices, dq, dk, dgate, dbound, scale, row, left, h,
+        tile, first, H, K, V, C, BK, BV, FORGET, BOUNDED, EVEN, OPERAND, PRECISION, STAGES, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def gradients_strong_kernel(
+    q, k, gate, bound, v, do, entries, exits, dscores, same, strong, choices, dq, dk, dgate, dbound, offsets, scale,
+    T, N, tiles, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, B: tl.constexpr, BV: tl.constexpr,
+    FORGET: tl.constexpr, BOUNDED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0) * GROUP
+    if any_strong(strong, begin, tiles, GROUP):
+        for step in tl.range(0, GROUP):
+            tile = begin + step
+            if tl.load(strong + tile, mask=tile < tiles, other=0) > 0:
+                slot, h = tile // H, tile % H
+                row, left = locate(slot, offsets, T, N, C, DOCUMENTS)
+                for start in tl.range(0, K, B):
+                    _gradients(
+                        q, k, gate, bound, v, do, entries, exits, dscores, same, choices, dq, dk, dgate, dbound, scale,
+                        row, left, h, tile.to(tl.int64), start, H, K, V, C, B, BV, FORGET, BOUNDED, EVEN, OPERAND,
+                        PRECISION, 1, True,
+                    )  # fmt: skip
+
+
+@triton.jit
+def _gradients(
+    q, k, gate, bound, v, do, entries, exits, dscores, same, choices, dq, dk, dgate, dbound, scale, row, left, h, tile,
+    start, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    FORGET: tl.constexpr, BOUNDED: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The gradients of BK channels from `start` of a chunk."""
+    base = (row * H + h) * K
+    q += base
+    gate += base
+    dq += base
+    dgate += base
+    if not FORGET:
+        k += base
+        dk += base
+    v += (row * H + h) * V
+    do += (row * H + h) * V
+    entries += tile * (K * V)
+    exits += tile * (K * V)
+    dscores += tile * (C * C)
+    r, i = tl.arange(0, C), start + tl.arange(0, BK)
+    from_entry = tl.zeros([BK, C], tl.float32)
+    to_exit = tl.zeros([BK, C], tl.float32)
+    through = tl.zeros([BK], tl.float32)
+    for block in tl.range(0, V, BV, num_stages=STAGES):
+        j = block + tl.arange(0, BV)
+        value_mask = (r < left)[:, None] & (j < V)[None, :]
+        value_at = r[:, None] * (H * V) + j[None, :]
+        tv = load_masked(v, value_at, value_mask, not EVEN or V % BV != 0).to(OPERAND)
+        tdo = load_masked(do, value_at, value_mask, not EVEN or V % BV != 0).to(OPERAND)
+        state_mask = (j < V)[:, None] & (i < K)[None, :]
+        entered = load_masked(entries, j[:, None] * K + i[None, :], state_mask, V % BV != 0 or K % BK != 0)
+        left_over = load_masked(exits, j[:, None] * K + i[None, :], state_mask, V % BV != 0 or K % BK != 0)
+        from_entry = tl.dot(tl.trans(entered), tl.trans(tdo), from_entry, input_precision=PRECISION)
+        to_exit = tl.dot(tl.trans(left_over), tl.trans(tv), to_exit, input_precision=PRECISION)
+        through += tl.sum(entered.to(tl.float32) * left_over.to(tl.float32), 0)
+
+    MASKED: tl.constexpr = not EVEN or K % BK != 0
+    mask = (i < K)[:, None] & (r < left)[None, :]
+    at = i[:, None] + r[None, :] * (H * K)
+    rows, columns = r[:, None], r[None, :]
+    choices += rows * C + columns
+    one = tl.load(choices)
+    lower = 0.0
+    if BOUNDED:
+        lower = tl.load(bound + h * K + i, mask=i < K, other=0.0).to(tl.float32)[:, None]
+    tq = lay_out(load_masked(q, at, mask, MASKED), one, OPERAND, PRECISION) * scale
+    tk, decay = read_gate(k, gate, lower, at, mask, FORGET, MASKED, one, OPERAND, PRECISION)
+    first = tl.sum(tl.where((r < C // 2)[None, :], decay, 0.0), 1)
+    second = tl.sum(tl.where((r < C // 2)[None, :], 0.0, decay), 1)
+    through *= exp2(first + second, OPERAND)
+
+    # The gradients of the scores, [query, key] and [key, query].
+    dpairs = tl.load(dscores + r[:, None] * C + r[None, :])
+    transposed = tl.load(dscores + r[None, :] * C + r[:, None])
+    # `inside` are the terms q dq - k dk of the pairs in the chunk. Both gradients of a pair are products of the same
+    # rounded factors, so that what cancels in their sums cancels in full; q_t k_t, which no decay touches, is left out.
+    if EXACT:
+        from_entry *= exp2(sum_transposed(decay, tl.load(choices + C * C), OPERAND, PRECISION), OPERAND)
+        to_exit *= exp2(sum_transposed(decay, choose_after(columns, rows), OPERAND, PRECISION), OPERAND)
+        gq = tl.zeros([BK, C], tl.float32)
+        gk = tl.zeros([BK, C], tl.float32)
+        inside = tl.zeros([BK, C], tl.float32)
+        LEVELS: tl.constexpr = C.bit_length() - 1
+        for level in tl.range(0, LEVELS + tl.minimum(left, 0)):
+            halves = choose_from_halves(columns, rows, level)
+            apart = exp2(sum_transposed(decay, halves, OPERAND, PRECISION), OPERAND)
+            half_q, half_k = to_operand(tq * apart, OPERAND), to_operand(tk * apart, OPERAND)
+            late = tl.where(is_between(columns, rows, level), transposed, 0.0).to(OPERAND)
+            early = tl.where(is_between(rows, columns, level), dpairs, 0.0).to(OPERAND)
+            late_q = tl.dot(half_k, late, input_precision=PRECISION)
+            early_k = tl.dot(half_q, early, input_precision=PRECISION)
+            inside += half_q.to(tl.float32) * late_q - half_k.to(tl.float32) * early_k
+            gq += late_q * apart
+            gk += early_k * apart
+    else:
+        around = sum_transposed(decay, tl.load(choices + C * C), OPERAND, PRECISION) - first[:, None]
+        ahead, behind = exp2(around, OPERAND), exp2(-around, OPERAND)
+        mid_q, mid_k = to_operand(tq * ahead, OPERAND), to_operand(tk * behind, OPERAND)
+        gq = tl.dot(mid_k, transposed, input_precision=PRECISION)
+        gk = tl.dot(mid_q, dpairs, input_precision=PRECISION)
+        inside = mid_q.to(tl.float32) * gq - mid_k.to(tl.float32) * gk
+        gq *= ahead
+        gk *= behind
+        from_entry *= ahead * exp2(first, OPERAND)[:, None]
+        to_exit *= behind * exp2(second, OPERAND)[:, None]
+
+    # Through step t pass: pairs in the chunk, queries from t on that read the entry state, keys before t that the exit
+    # state holds, and the entry state as far as the exit state holds it. None is the difference of larger terms.
+    ddecay = sum_transposed(inside + tq * from_entry, tl.load(choices + 2 * C * C), OPERAND, PRECISION)
+    ddecay += sum_transposed(tk * to_exit, tl.load(choices + 3 * C * C), OPERAND, PRECISION)
+    ddecay += through[:, None]
+    own = tl.load(same + tile * C + r)[None, :]
+    gq = (gq + from_entry + own * tk) * scale
+    gk += to_exit + own * tq
+    store_masked(dq, at, gq, mask, MASKED)
+    if FORGET:
+        # The gate anew, rather than in registers all the way.
+        u, top, share = open_gate(lay_out(load_masked(gate, at, mask, MASKED), one, OPERAND, PRECISION), lower, OPERAND)
+        ddecay *= invert(top, OPERAND)
+        if BOUNDED:
+            part = tl.sum(tl.where(mask, u * (ddecay - gk * share), 0.0), 1)
+            tl.store(dbound + tile * K + i, part, mask=i < K)
+        ddecay = tk * (ddecay - gk * share)
+    else:
+        store_masked(dk, at, gk, mask, MASKED)
+    store_masked(dgate, at, ddecay, mask, MASKED)

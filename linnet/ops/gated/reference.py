@@ -7,15 +7,7 @@ from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.documents import count_states, documents
 
 
-def gated_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def gated_reference(q, k, v, log_decay, initial_state, cu_seqlens, scale) -> tuple[Tensor, Tensor]:
     """Paper 002, eq. 3, with the state after the last token (arguments and results as `gated_linear_attention`).
 
     For each head, with a_t = exp(log_decay_t), one decay a channel of the key:

@@ -11,9 +11,7 @@ from linnet.ops.launching import launch
 from linnet.ops.stepping import as_heads, choose_columns
 
 
-def step(
-    q: Tensor, k: Tensor | None, v: Tensor, gate: Tensor, lower_bound: Tensor | None, state: Tensor, scale: float
-) -> Tensor:
+def step(q, k, v, gate, lower_bound, state, scale) -> Tensor:
     """As `gated_step`, `gate` being its log-decay, or without k as `forget_gated_step`, `gate` being its logits x.
 
     q, k, gate [B, H, K], v [B, H, V], lower_bound [H, K], the state [B, H, K, V] float32, contiguous.
@@ -34,17 +32,7 @@ def step(
     return o
 
 
-def pending_step(
-    q: Tensor,
-    x: Tensor,
-    v: Tensor,
-    state: Tensor,
-    gates: Tensor,
-    values: Tensor,
-    pending: Tensor,
-    lower_bound: Tensor | None,
-    scale: float,
-) -> Tensor:
+def pending_step(q, x, v, state, gates, values, pending, lower_bound, scale) -> Tensor:
     """As `forget_gated_pending_step`; state, gates and values contiguous, the state float32."""
     (B, H, K), V = q.shape, v.shape[2]
     q, x, v = as_heads(q), as_heads(x), as_heads(v)

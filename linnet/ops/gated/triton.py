@@ -26,8 +26,14 @@ from torch import Tensor
 from linnet.ops import backend
 from linnet.ops.documents import count_states, documents
 from linnet.ops.gated import chunked
-from linnet.ops.gated.gradient_kernel import gradients_kernel, gradients_strong_kernel, pairs_kernel
-from linnet.ops.gated.kernels import prepare_kernel, prepare_strong_kernel, sweep_kernel
+from linnet.ops.gated.kernels import (
+    gradients_kernel,
+    gradients_strong_kernel,
+    pairs_kernel,
+    prepare_kernel,
+    prepare_strong_kernel,
+    sweep_kernel,
+)
 from linnet.ops.launching import choose_operands, count_processors, has_little_shared_memory, launch, pad
 
 
@@ -68,14 +74,7 @@ def choose_tiles(K: int, V: int, dtype: torch.dtype) -> Tiles:
 
 
 def gated_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    return_final_state: bool = True,
+    q, k, v, log_decay, initial_state, cu_seqlens, scale, return_final_state=True
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, H, V] and the final state [N, H, K, V], None if not requested; arguments as `gated_linear_attention`."""
     if not supports("gated_linear_attention", q, k, v):
@@ -83,17 +82,7 @@ def gated_forward(
     return forward(Call(q, k, log_decay, None, v, initial_state, cu_seqlens, scale), return_final_state)
 
 
-def gated_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    do: Tensor,
-    dfinal: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def gated_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, log_decay and the initial state if there is one, from those of o and of the final state."""
     if not supports("gated_linear_attention", q, k, v, do):
         return chunked.gated_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)

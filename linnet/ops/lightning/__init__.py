@@ -1,7 +1,5 @@
 """Lightning Attention: linear attention with one constant decay per head, or none (papers 001 and 000)."""
 
-import importlib
-
 from torch import Tensor
 
 from linnet.ops import backend
@@ -67,14 +65,6 @@ def lightning_attention(
     return o, final_state if output_final_state else None
 
 
-def _form(q: Tensor):
-    return (
-        importlib.import_module("linnet.ops.lightning.triton")
-        if backend.use_triton("lightning", q.is_cuda)
-        else chunked
-    )
-
-
 def _flops(q_shape, k_shape, v_shape, *_, **__) -> int:
     """2 C (K + V) + 4 K V per token and head: scores, scores with v, the state's update and use."""
     (B, T, H, K), V = q_shape, v_shape[-1]
@@ -91,8 +81,8 @@ def _backward_flops(q_shape, k_shape, v_shape, *_, **__) -> int:
 # scores is computed, and so counted. Decays that differ by model fold into the heads.
 lightning = register_matrix_state(
     "lightning",
-    lambda q, *arguments: _form(q).lightning_forward(q, *arguments),
-    lambda q, *arguments: _form(q).lightning_backward(q, *arguments),
+    lambda q, *arguments: backend.choose_form("lightning", q, chunked).lightning_forward(q, *arguments),
+    lambda q, *arguments: backend.choose_form("lightning", q, chunked).lightning_backward(q, *arguments),
     by_heads=lambda arguments, in_dims: in_dims[3] is not None,
     learns_gate=False,
     gate_axes=(None, 0),

@@ -25,14 +25,7 @@ CHUNK = 64
 
 
 def lightning_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    return_final_state: bool = True,
+    q, k, v, log_decay, initial_state, cu_seqlens, scale, return_final_state=True
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, H, V] and the final state [N, H, K, V] or None; arguments as `lightning_attention`."""
     B, T, H, _ = q.shape
@@ -45,17 +38,7 @@ def lightning_forward(
     return o, final if return_final_state else None
 
 
-def lightning_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    do: Tensor,
-    dfinal: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and of the initial state (given or not), from those of o and of the final state."""
     B, T, H, _ = q.shape
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))

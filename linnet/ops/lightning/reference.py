@@ -7,15 +7,7 @@ from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.documents import count_states, documents
 
 
-def lightning_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def lightning_reference(q, k, v, log_decay, initial_state, cu_seqlens, scale) -> tuple[Tensor, Tensor]:
     """Paper 001, eq. 17, with the state after the last token (arguments and results as `lightning_attention`).
 
     For each head, with decay lambda = exp(log_decay):

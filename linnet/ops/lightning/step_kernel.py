@@ -11,25 +11,12 @@ from linnet.ops.launching import launch
 from linnet.ops.stepping import as_heads, choose_columns
 
 
-def step(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None, scale: float, activation: str = "none"
-) -> Tensor:
+def step(q, k, v, state, log_decay, scale, activation="none") -> Tensor:
     """As `lightning_step`: q, k [B, H, K], v [B, H, V], the state [B, H, K, V] float32, contiguous."""
     return _run(step_kernel, q, k, v, (state,), (), log_decay, scale, activation)
 
 
-def pending_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    pending: Tensor,
-    log_decay: Tensor | None,
-    scale: float,
-    activation: str = "none",
-) -> Tensor:
+def pending_step(q, k, v, state, keys, values, pending, log_decay, scale, activation="none") -> Tensor:
     """As `lightning_pending_step`; state, keys and values contiguous, the state float32."""
     room = keys.shape[2]
     sizes = room, triton.next_power_of_2(room + 1)

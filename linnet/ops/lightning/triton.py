@@ -15,7 +15,7 @@ Where heads are few, a sequence is cut into segments: one launch sums each segme
 sweep of a segment starts from the decayed sum of the summaries before it.
 
 On a Hopper GPU the usual shapes (bfloat16, widths of 64, 128 or 256, whole chunks, no documents) run in the kernels of
-`linnet.ops.lightning.hopper` and `hopper_narrow`. float64, mixed dtypes and widths that are no multiple of 8 or above
+`linnet.ops.lightning.hopper`. float64, mixed dtypes and widths that are no multiple of 8 or above
 256 run in the chunked form.
 """
 
@@ -41,8 +41,7 @@ from linnet.ops.lightning import chunked
 from linnet.ops.lightning.kernels import summarise_kernel, sweep_kernel
 
 try:
-    from linnet.ops.lightning.hopper import hopper_kernel
-    from linnet.ops.lightning.hopper_narrow import narrow_kernel
+    from linnet.ops.lightning.hopper import hopper_kernel, narrow_kernel
 except ImportError:  # a Triton without Gluon
     hopper_kernel = narrow_kernel = None
 
@@ -81,14 +80,7 @@ def choose_tiles(inner: int, outer: int, dtype: torch.dtype, wide: bool = False)
 
 
 def lightning_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    return_final_state: bool = True,
+    q, k, v, log_decay, initial_state, cu_seqlens, scale, return_final_state=True
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, H, V] and the final state [N, H, K, V], None if not requested; arguments as `lightning_attention`."""
     plan = _find_plan(q, k, v, None, log_decay, cu_seqlens, initial_state is not None, False, return_final_state)
@@ -101,17 +93,7 @@ def lightning_forward(
     return o, final
 
 
-def lightning_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    do: Tensor,
-    dfinal: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and of the initial state if there is one, from those of o and of the final state."""
     has_state = initial_state is not None
     plan = _find_plan(q, k, v, do, log_decay, cu_seqlens, has_state, dfinal is not None, has_state)
@@ -262,6 +244,8 @@ def _plan(
         forms.append(Form(outer, inner, True, False, last_entry, leave))
     segments = _count_segments(shape, forms)
     hopper = _suits_hopper(shape, forms)
+    if dtype == torch.bfloat16 and _has_hopper_kernels(device) and (odd := [D for D in (inner, outer) if _is_odd(D)]):
+        backend.warn_slow("lightning_attention", f"a head width of {odd[0]}", "use 64, 128 or 256 on a Hopper GPU")
     prepare = _prepare_hopper if hopper else _prepare_sweeps
     summarise = _prepare_summary(shape, forms, segments, hopper) if segments > 1 else None
     groups = [forms] if inner == outer else [[form] for form in forms]
@@ -333,6 +317,11 @@ def _suits_hopper(shape: Shape, forms: list[Form]) -> bool:
     widths = all(width in (64, 128, 256) for form in forms for width in (form.inner, form.outer))
     even = not shape.documents and shape.length % HOPPER_CHUNK == 0 and not shape.wide
     return widths and even and shape.dtype == torch.bfloat16 and _has_hopper_kernels(shape.device)
+
+
+def _is_odd(width: int) -> bool:
+    """Whether the kernels pad a width that those for Hopper GPUs do not take; narrow heads have tiles of their own."""
+    return width > 32 and width not in (64, 128, 256)
 
 
 def _has_hopper_kernels(device: torch.device) -> bool:

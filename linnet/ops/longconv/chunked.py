@@ -5,13 +5,15 @@ lines [M F, P B, T], time innermost. A Toeplitz product costs 2 T^2 a channel on
 lines (P B) share the matrix of a filter. FFTs take, beside the lines, three spectra of 8 bytes a token and channel.
 """
 
+import importlib
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from linnet.ops import backend
 from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import documents
-from linnet.ops.longconv.transpose import from_lines, to_lines
 
 # Forward and backward on one CPU core, Toeplitz against FFT, in ms: 27, 107 (T = 128, 1024 lines of 16 filters);
 # 91, 112 (T = 128, 128 lines of 128 filters); 23, 14 (32 lines); 207, 94 (T = 256, 64 lines). On an H200 in bfloat16
@@ -104,3 +106,21 @@ def _spectrum(x: Tensor, size: int) -> Tensor:
 
 def _back(spectrum: Tensor, length: int) -> Tensor:
     return torch.fft.irfft(spectrum, fft_size(length))[..., :length]
+
+
+def transpose(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[M, A, C] -> [M, C, A] in `dtype`, contiguous, by a kernel: PyTorch's strided copy is many times slower."""
+    if torch.float64 in (x.dtype, dtype) or not backend.use_triton("longconv", x.is_cuda, "transpose_kernel"):
+        return x.mT.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    return importlib.import_module("linnet.ops.longconv.transpose_kernel").transpose(x, dtype)
+
+
+def to_lines(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[M, B, T, F, P] -> [M F, P B, T]."""
+    models, batch, length, filters, shared = x.shape
+    return transpose(x.reshape(models, batch * length, filters * shared), dtype).view(models * filters, -1, length)
+
+
+def from_lines(lines: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The inverse, to [M, B, T, F, P] of `shape`."""
+    return transpose(lines.reshape(shape[0], shape[3] * shape[4], -1), dtype).view(shape)

@@ -9,8 +9,6 @@ formed: y_t = sum_{s <= t} h_{t-s} (q_t k_s) v_s. In chunks of C tokens, with th
 and because the lambda do not depend on the input, S at all chunks is one product with a Toeplitz matrix of chunks.
 """
 
-import importlib
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -83,10 +81,6 @@ def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> 
     return y.permute(1, 2, 3, 0, 4).reshape(batch, count * size, *q.shape[2:])[:, :length].to(q.dtype)
 
 
-def _form(q: Tensor):
-    return importlib.import_module("linnet.ops.longconv.triton") if backend.use_triton(OP, q.is_cuda) else whole
-
-
 # FLOPs of all pairs, 2 per multiply-add: two products forward; backward the scores, their gradients, and three more.
 
 
@@ -105,8 +99,8 @@ def _backward_flops(q_shape, *_, **__) -> int:
 attend = register(
     "filtered_attention",
     "Tensor q, Tensor k, Tensor v, Tensor filters",
-    lambda q, *arguments: _form(q).attend_forward(q, *arguments),
-    lambda q, *arguments: _form(q).attend_backward(q, *arguments),
+    lambda q, *arguments: backend.choose_form(OP, q, whole).attend_forward(q, *arguments),
+    lambda q, *arguments: backend.choose_form(OP, q, whole).attend_backward(q, *arguments),
     outputs=1,
     learned=range(4),
     shapes=lambda q, *_: empty_like(q),

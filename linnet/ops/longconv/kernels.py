@@ -39,6 +39,7 @@ def forward_kernel(
     q, k, v, filters, y, T, PER, H: tl.constexpr, D: tl.constexpr, PD: tl.constexpr, BT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """y; of dy, v and k in the places of q, k and v: dq."""
     i, head, row, values = _place(T, PER, filters, H, BT)
     q_ = _load(q, row, head, i * BT, T, H, D, PD, BT, OPERAND)
     total = tl.zeros([BT, PD], tl.float32)
@@ -51,26 +52,6 @@ def forward_kernel(
         )
         total = tl.dot(scores.to(OPERAND), v_, total, input_precision=PRECISION)
     _store(y, total, row, head, i * BT, T, H, D, PD, BT)
-
-
-@triton.jit
-def query_kernel(
-    k, v, dy, filters, dq, T, PER, H: tl.constexpr, D: tl.constexpr, PD: tl.constexpr, BT: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dq: the forward of dy, v, k."""
-    i, head, row, values = _place(T, PER, filters, H, BT)
-    dy_ = _load(dy, row, head, i * BT, T, H, D, PD, BT, OPERAND)
-    total = tl.zeros([BT, PD], tl.float32)
-    lags = tl.arange(0, BT)[:, None] - tl.arange(0, BT)[None, :]
-    for j in tl.range(0, i + 1):
-        k_ = _load(k, row, head, j * BT, T, H, D, PD, BT, OPERAND)
-        v_ = _load(v, row, head, j * BT, T, H, D, PD, BT, OPERAND)
-        scores = tl.dot(dy_, tl.trans(v_), input_precision=PRECISION) * tl.load(values + (i - j) * BT + lags).to(
-            tl.float32
-        )
-        total = tl.dot(scores.to(OPERAND), k_, total, input_precision=PRECISION)
-    _store(dq, total, row, head, i * BT, T, H, D, PD, BT)
 
 
 @triton.jit

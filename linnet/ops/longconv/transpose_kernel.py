@@ -16,8 +16,7 @@ def transpose(x: Tensor, dtype: torch.dtype) -> Tensor:
     """[M, A, C] -> [M, C, A] in `dtype`."""
     x = align(x)
     y = torch.empty(x.shape[0], x.shape[2], x.shape[1], dtype=dtype, device=x.device)
-    with torch.cuda.device_of(x):
-        _plan(x.shape, x.dtype, dtype, x.device)(x, y)
+    _plan(x.shape, x.dtype, dtype, x.device)(x, y)
     return y
 
 

@@ -11,11 +11,11 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
-from linnet.ops.chunks import state_dtype
+from linnet.ops import backend
 from linnet.ops.launching import Launcher, align, choose_operands, count_processors, pad
 from linnet.ops.longconv import whole
 from linnet.ops.longconv.chunked import sum_diagonals
-from linnet.ops.longconv.kernels import filter_kernel, forward_kernel, key_kernel, query_kernel
+from linnet.ops.longconv.kernels import filter_kernel, forward_kernel, key_kernel
 
 TILE = 64  # tokens
 
@@ -26,8 +26,7 @@ def attend_forward(q: Tensor, k: Tensor, v: Tensor, filters: Tensor) -> Tensor:
         return whole.attend_forward(q, k, v, filters)
     q, k, v = (align(x) for x in (q, k, v))
     y = torch.empty_like(q)
-    with torch.cuda.device_of(q):
-        _plan(forward_kernel, *_key(q, filters))(q, k, v, _surround(filters), y)
+    _plan(forward_kernel, *_key(q, filters))(q, k, v, _surround(filters), y)
     return y
 
 
@@ -40,10 +39,9 @@ def attend_backward(q: Tensor, k: Tensor, v: Tensor, filters: Tensor, dy: Tensor
     key = _key(q, filters)
     (models, heads, length), tiles, groups = filters.shape, triton.cdiv(q.shape[1], TILE), count_groups(*key)
     sums = q.new_empty(models * heads, groups, tiles, TILE, TILE, dtype=torch.float32)
-    with torch.cuda.device_of(q):
-        _plan(query_kernel, *key)(k, v, dy, values, dq)
-        _plan(key_kernel, *key)(q, k, v, dy, values, dk, dv)
-        _plan(filter_kernel, *key)(q, k, v, dy, sums)
+    _plan(forward_kernel, *key)(dy, v, k, values, dq)
+    _plan(key_kernel, *key)(q, k, v, dy, values, dk, dv)
+    _plan(filter_kernel, *key)(q, k, v, dy, sums)
     sums = sums.sum(1).flatten(0, 1)
     lags = sum_diagonals(sums, torch.float32).view(-1, tiles, TILE)
     before = sum_diagonals(sums.mT, torch.float32).view(-1, tiles, TILE)
@@ -57,7 +55,7 @@ def _surround(filters: Tensor) -> Tensor:
 
 
 def _supports(q: Tensor, k: Tensor, v: Tensor, filters: Tensor) -> bool:
-    return q.dtype == k.dtype == v.dtype and state_dtype(q, filters) == torch.float32
+    return backend.takes_kernels("filtered_attention", (q.dtype, k.dtype, v.dtype)) and filters.dtype != torch.float64
 
 
 def _key(q: Tensor, filters: Tensor) -> tuple:

@@ -1,7 +1,5 @@
 """The modal convolution: a learned Toeplitz matrix per channel, in modes (TPE; papers 003 and 000)."""
 
-import importlib
-
 from torch import Tensor
 
 from linnet.ops import backend
@@ -59,10 +57,6 @@ def modal_convolution(
     return y, final_state if output_final_state else None
 
 
-def _form(x: Tensor):
-    return importlib.import_module("linnet.ops.modal.triton") if backend.use_triton("modal", x.is_cuda) else chunked
-
-
 def _shapes(x, log_decay, weight, initial_state, cu_seqlens):
     states = (count_states(cu_seqlens, x.shape[0]), *log_decay.shape)
     return empty_like(x), x.new_empty(states, dtype=state_dtype(x, log_decay, weight))
@@ -92,8 +86,8 @@ def _backward_flops(x_shape, log_decay_shape, *_, **__) -> int:
 modal = register(
     "modal",
     "Tensor x, Tensor log_decay, Tensor weight, Tensor? initial_state, Tensor? cu_seqlens",
-    lambda x, *arguments: _form(x).modal_forward(x, *arguments),
-    lambda x, *arguments: _form(x).modal_backward(x, *arguments),
+    lambda x, *arguments: backend.choose_form("modal", x, chunked).modal_forward(x, *arguments),
+    lambda x, *arguments: backend.choose_form("modal", x, chunked).modal_backward(x, *arguments),
     outputs=2,
     learned=range(4),
     shapes=_shapes,

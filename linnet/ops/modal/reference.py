@@ -7,9 +7,7 @@ from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import count_states, documents
 
 
-def modal_reference(
-    x: Tensor, log_decay: Tensor, weight: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def modal_reference(x, log_decay, weight, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
     """u_t = exp(log_decay) u_{t-1} + x_t, y_t = sum_m weight u_t (TPE, papers 003 and 000, A.1.4).
 
     Shapes as in `modal_convolution`.

@@ -27,40 +27,28 @@ MOST_MODES = 64
 LEARNT = 32
 
 
-def modal_forward(
-    x: Tensor, log_decay: Tensor, weight: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def modal_forward(x, log_decay, weight, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
     """y [B, T, D] and the final modes; arguments as in `modal_convolution`."""
     if not _supports(x, log_decay, weight):
         return chunked.modal_forward(x, log_decay, weight, initial_state, cu_seqlens)
     x, log_decay, weight = x.contiguous(), log_decay.contiguous(), weight.contiguous()
     y, final = torch.empty_like(x), _empty_state(x, log_decay, cu_seqlens)
-    with torch.cuda.device_of(x):
-        call = Call(x, log_decay, weight, cu_seqlens)
-        launch_all(call.sweep(x, y, initial_state, final, reverse=False))
+    call = Call(x, log_decay, weight, cu_seqlens)
+    launch_all(call.sweep(x, y, initial_state, final, reverse=False))
     return y, final
 
 
-def modal_backward(
-    x: Tensor,
-    log_decay: Tensor,
-    weight: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dy: Tensor,
-    dfinal: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def modal_backward(x, log_decay, weight, initial_state, cu_seqlens, dy, dfinal) -> tuple[Tensor, ...]:
     """Gradients to x, log_decay, weight and the initial state."""
     if not _supports(x, log_decay, weight):
         return chunked.modal_backward(x, log_decay, weight, initial_state, cu_seqlens, dy, dfinal)
     x, log_decay, weight, dy = x.contiguous(), log_decay.contiguous(), weight.contiguous(), dy.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
     dx, dinitial = torch.empty_like(x), _empty_state(x, log_decay, cu_seqlens)
-    with torch.cuda.device_of(x):
-        call = Call(x, log_decay, weight, cu_seqlens)
-        launches, dlog_decay, dweight = call.learn(x, dy, initial_state, dfinal)
-        launch_all([*call.sweep(dy, dx, dfinal, dinitial, reverse=True), *launches])
-        dlog_decay, dweight = dlog_decay.sum((0, 1)), dweight.sum((0, 1))
+    call = Call(x, log_decay, weight, cu_seqlens)
+    launches, dlog_decay, dweight = call.learn(x, dy, initial_state, dfinal)
+    launch_all([*call.sweep(dy, dx, dfinal, dinitial, reverse=True), *launches])
+    dlog_decay, dweight = dlog_decay.sum((0, 1)), dweight.sum((0, 1))
     return dx, dlog_decay.to(log_decay.dtype), dweight.to(weight.dtype), dinitial
 
 
@@ -125,7 +113,10 @@ def count_segments(states: int, tokens: int, channels: int, modes: int, device: 
 
 
 def _supports(x: Tensor, log_decay: Tensor, weight: Tensor) -> bool:
-    return log_decay.shape[1] <= MOST_MODES and all(y.dtype != torch.float64 for y in (x, log_decay, weight))
+    if log_decay.shape[1] > MOST_MODES:
+        backend.warn_slow("modal_convolution", f"{log_decay.shape[1]} modes per channel", f"use at most {MOST_MODES}")
+        return False
+    return not backend.is_wide("modal_convolution", x, log_decay, weight)
 
 
 def _empty_state(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -4,11 +4,12 @@ import importlib
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from linnet.ops import backend
+from linnet.ops.activation import ACTIVATIONS
 from linnet.ops.compat_torch import is_plain
 from linnet.ops.fast_path import find_apply
-from linnet.ops.norm.reference import rms_norm_reference
 from linnet.ops.vmap_rules import Mapped, is_mapped, lead
 
 __all__ = ["rms_norm"]
@@ -112,3 +113,24 @@ class _RmsNorm(torch.autograd.Function):
 
 
 _apply = find_apply(_RmsNorm)
+
+
+def rms_norm_reference(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    gate: Tensor | None = None,
+    gate_activation: str = "none",
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y = (h / rms(h) * weight) act(gate) and h = x + residual (or x); arguments as `rms_norm`."""
+    h = x if residual is None else x + residual
+    if weight is None or weight.dtype == h.dtype:
+        y = F.rms_norm(h, h.shape[-1:], weight, eps)
+    else:  # PyTorch warns of it that it is not fused
+        both = torch.promote_types(h.dtype, weight.dtype)
+        y = F.rms_norm(h.to(both), h.shape[-1:], weight.to(both), eps)
+    if gate is not None:
+        y = y * ACTIVATIONS[gate_activation](gate)
+    return y.to(h.dtype if dtype is None else dtype), h

@@ -1,7 +1,5 @@
 """The diagonal recurrence, real and complex (HGRN v1, in paper 002)."""
 
-import importlib
-
 from torch import Tensor
 
 from linnet.ops import backend
@@ -57,10 +55,6 @@ def diagonal_scan(
     return h, final_state if output_final_state else None
 
 
-def _form(x: Tensor):
-    return importlib.import_module("linnet.ops.scan.triton") if backend.use_triton("scan", x.is_cuda) else chunked
-
-
 def _shapes(x, log_decay, theta, initial_state, cu_seqlens):
     states = (count_states(cu_seqlens, x.shape[0]), *x.shape[2:])
     return empty_like(x), x.new_empty(states, dtype=state_dtype(x, log_decay))
@@ -92,8 +86,8 @@ def _backward_flops(x_shape, log_decay_shape, theta_shape, *_, **__) -> int:
 scan = register(
     "scan",
     "Tensor x, Tensor log_decay, Tensor? theta, Tensor? initial_state, Tensor? cu_seqlens",
-    lambda x, *arguments: _form(x).scan_forward(x, *arguments),
-    lambda x, *arguments: _form(x).scan_backward(x, *arguments),
+    lambda x, *arguments: backend.choose_form("scan", x, chunked).scan_forward(x, *arguments),
+    lambda x, *arguments: backend.choose_form("scan", x, chunked).scan_backward(x, *arguments),
     outputs=2,
     learned=range(4),
     kept=(0,),

@@ -11,7 +11,8 @@ it is not EMPTY needs no fence; and a tile waits only for tiles with smaller tic
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from linnet.ops.device import LOG2_E
+
 EMPTY = tl.constexpr(-1)
 HEAD = tl.constexpr(16)  # words before the first summary
 ONE_ZERO = tl.constexpr(0x3F800000)  # the pair (1.0, 0.0), packed

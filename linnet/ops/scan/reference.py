@@ -7,13 +7,7 @@ from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import count_states, documents
 
 
-def scan_reference(
-    x: Tensor,
-    log_decay: Tensor,
-    theta: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def scan_reference(x, log_decay, theta, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
     """h_t = exp(log_decay_t + i theta) h_{t-1} + x_t (HGRN, as in paper 002, eq. 1). Shapes as in `diagonal_scan`."""
     dtype = state_dtype(x, log_decay)
     batch, length, channels = log_decay.shape

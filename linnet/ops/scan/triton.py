@@ -48,11 +48,9 @@ def choose_tiles(sequences: int, channels: int, is_complex: bool, backward: bool
     return Tiles(8, 16, 64, group) if backward else Tiles(4, 32, 64, group)
 
 
-def scan_forward(
-    x: Tensor, log_decay: Tensor, theta: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def scan_forward(x, log_decay, theta, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
     """h like x, and the final state; arguments as in `diagonal_scan`."""
-    if torch.float64 in (x.dtype, log_decay.dtype):
+    if not _supports(x, log_decay):
         return chunked.scan_forward(x, log_decay, theta, initial_state, cu_seqlens)
     _check_offsets(log_decay, cu_seqlens)
     x, log_decay, theta, initial_state = (align(y) for y in (x, log_decay, theta, initial_state))
@@ -63,18 +61,9 @@ def scan_forward(
     return h, final
 
 
-def scan_backward(
-    x: Tensor,
-    log_decay: Tensor,
-    theta: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    h: Tensor,
-    dh: Tensor,
-    dfinal: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def scan_backward(x, log_decay, theta, initial_state, cu_seqlens, h, dh, dfinal) -> tuple[Tensor, ...]:
     """Gradients to x, log_decay, theta (empty without it) and the initial state; `h` is the forward's output."""
-    if torch.float64 in (x.dtype, log_decay.dtype):
+    if not _supports(x, log_decay):
         return chunked.scan_backward(x, log_decay, theta, initial_state, cu_seqlens, h, dh, dfinal)
     log_decay, theta, initial_state = (align(y) for y in (log_decay, theta, initial_state))
     h, dh, dfinal = (align(y) for y in (h, dh, dfinal))
@@ -89,6 +78,10 @@ def scan_backward(
     )  # fmt: skip
     dtheta = dinitial.new_empty(0) if theta is None else turns.sum((0, 1)).to(theta.dtype)
     return dx, dlog_decay, dtheta, dinitial
+
+
+def _supports(x: Tensor, log_decay: Tensor) -> bool:
+    return not backend.is_wide("diagonal_scan", x, log_decay)
 
 
 class Plan(NamedTuple):

@@ -1,7 +1,5 @@
 """The selective scan: the recurrence of Mamba (paper 004, C.4), with decays and writes that depend on the token."""
 
-import importlib
-
 from torch import Tensor
 
 from linnet.ops import backend
@@ -73,10 +71,6 @@ def selective_scan(
 # states from which the backward runs the recurrence again.
 
 
-def _form(x: Tensor):
-    return importlib.import_module(f"linnet.ops.{OP}.triton") if backend.use_triton(OP, x.is_cuda) else chunked
-
-
 def _shapes(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens):
     shape = Shape.of(x, A, cu_seqlens)
     final = x.new_empty((shape.sequences, *A.shape[1:]), dtype=state_dtype(x, delta, A, B, C))
@@ -108,8 +102,8 @@ selective = register(
     "selective",
     "Tensor x, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? delta_bias, Tensor? initial_state, "
     "Tensor? cu_seqlens",
-    lambda x, *arguments: _form(x).selective_forward(x, *arguments),
-    lambda x, *arguments: _form(x).selective_backward(x, *arguments),
+    lambda x, *arguments: backend.choose_form(OP, x, chunked).selective_forward(x, *arguments),
+    lambda x, *arguments: backend.choose_form(OP, x, chunked).selective_backward(x, *arguments),
     outputs=3,
     learned=range(8),
     kept=(2,),

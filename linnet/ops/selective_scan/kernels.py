@@ -9,7 +9,7 @@ R chunks of L tokens are kept for the backward.
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from linnet.ops.device import LOG2_E
 
 
 @triton.jit

@@ -8,17 +8,7 @@ from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import count_states, documents
 
 
-def selective_reference(
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    delta_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def selective_reference(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens) -> tuple[Tensor, Tensor]:
     """s_t = exp(delta_t A) s_{t-1} + delta_t B_t x_t,  y_t = C_t s_t + D x_t (Mamba, as paper 004 recalls it).
 
     Shapes as in `selective_scan`.

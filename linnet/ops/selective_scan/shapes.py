@@ -2,8 +2,9 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
+
+from linnet.ops import backend
 
 MOST_STATES = 64  # of a channel, in the kernels
 
@@ -41,4 +42,8 @@ def tokens_between(states: int) -> int:
 
 
 def runs_in_kernels(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> bool:
-    return A.shape[2] <= MOST_STATES and all(y.dtype != torch.float64 for y in (x, delta, A, B, C))
+    """Whether the Triton kernels take a call; warns if not."""
+    if A.shape[2] > MOST_STATES:
+        backend.warn_slow("selective_scan", f"{A.shape[2]} states per channel", f"use at most {MOST_STATES}")
+        return False
+    return not backend.is_wide("selective_scan", x, delta, A, B, C)

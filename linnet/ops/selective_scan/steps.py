@@ -7,18 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linnet.ops.device import LOG2_E
 from linnet.ops.launching import Launcher, align
 
 ROWS, CHANNELS = 64, 128  # of a program
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def make_steps(delta: Tensor, bias: Tensor) -> Tensor:
     """softplus(delta + bias) of [R, T, D] in float32, with bias [M, D] for R / M rows each."""
     delta, bias = align(delta), align(bias)
     steps = torch.empty_like(delta, dtype=torch.float32)
-    with torch.cuda.device_of(delta):
-        _plan(steps_kernel, delta.shape, *_dtypes(delta, bias))(delta, bias, steps)
+    _plan(steps_kernel, delta.shape, *_dtypes(delta, bias))(delta, bias, steps)
     return steps
 
 
@@ -29,8 +28,7 @@ def pass_steps(delta: Tensor, bias: Tensor, dsteps: Tensor) -> tuple[Tensor, Ten
     ddelta = torch.empty_like(delta)
     blocks = triton.cdiv(delta.numel() // bias.numel(), ROWS)
     sums = delta.new_empty(models, blocks, channels, dtype=torch.float32)
-    with torch.cuda.device_of(delta):
-        _plan(gradients_kernel, delta.shape, *_dtypes(delta, bias))(delta, bias, dsteps, ddelta, sums)
+    _plan(gradients_kernel, delta.shape, *_dtypes(delta, bias))(delta, bias, dsteps, ddelta, sums)
     return ddelta, sums.sum(1).to(bias.dtype)
 
 

@@ -93,15 +93,14 @@ def selective_forward(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlen
         return chunked.selective_forward(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens)
     if delta_bias is not None:
         delta = make_steps(delta, delta_bias)
-    with torch.cuda.device_of(x):
-        call = Call(x, delta, A, B, C, D, initial_state, cu_seqlens, backward=False)
-        shape = call.shape
-        y, final = torch.empty_like(call.inputs[0]), call.empty(shape.sequences, shape.channels, shape.states)
-        starts = call.empty(*shape.starts())
-        sums = call.summarise(call.inputs[0], call.inputs[3])
-        call.plan("forward", initial_state is not None)(
-            *call.inputs, call.skip, y, call.initial_state, final, starts, *sums, call.cu_seqlens
-        )
+    call = Call(x, delta, A, B, C, D, initial_state, cu_seqlens, backward=False)
+    shape = call.shape
+    y, final = torch.empty_like(call.inputs[0]), call.empty(shape.sequences, shape.channels, shape.states)
+    starts = call.empty(*shape.starts())
+    sums = call.summarise(call.inputs[0], call.inputs[3])
+    call.plan("forward", initial_state is not None)(
+        *call.inputs, call.skip, y, call.initial_state, final, starts, *sums, call.cu_seqlens
+    )
     return y, final, starts
 
 
@@ -115,25 +114,24 @@ def selective_backward(
             x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens, starts, dy, dfinal
         )
     steps = delta if delta_bias is None else make_steps(delta, delta_bias)
-    with torch.cuda.device_of(x):
-        call = Call(x, steps, A, B, C, D, None, cu_seqlens, backward=True)
-        s, segments, dy, dfinal = call.shape, call.segments, align(dy), align(dfinal)
-        blocks = triton.cdiv(s.channels, call.tile.channels)
-        dx, ddelta = torch.empty_like(call.inputs[0]), torch.empty_like(call.inputs[1])
-        dinitial = call.empty(s.sequences, s.channels, s.states)
-        dA = call.empty(s.sequences * segments, s.states, s.channels)
-        dB, dC = (call.empty(blocks, *B.shape) for _ in range(2))
-        dskip = None if D is None else call.empty(s.sequences * segments, s.channels)
-        held = call.empty(
-            blocks * s.sequences * segments if call.tile.every > 1 else 0,
-            call.tile.every,
-            call.tile.channels * s.states,
-        )
-        sums = call.summarise(dy, call.inputs[4])
-        call.plan("backward", dfinal is not None)(
-            *call.inputs, call.skip, dy, align(starts), dfinal, dinitial, dx, ddelta, dA, dB, dC, dskip, *sums, held,
-            call.cu_seqlens,
-        )  # fmt: skip
+    call = Call(x, steps, A, B, C, D, None, cu_seqlens, backward=True)
+    s, segments, dy, dfinal = call.shape, call.segments, align(dy), align(dfinal)
+    blocks = triton.cdiv(s.channels, call.tile.channels)
+    dx, ddelta = torch.empty_like(call.inputs[0]), torch.empty_like(call.inputs[1])
+    dinitial = call.empty(s.sequences, s.channels, s.states)
+    dA = call.empty(s.sequences * segments, s.states, s.channels)
+    dB, dC = (call.empty(blocks, *B.shape) for _ in range(2))
+    dskip = None if D is None else call.empty(s.sequences * segments, s.channels)
+    held = call.empty(
+        blocks * s.sequences * segments if call.tile.every > 1 else 0,
+        call.tile.every,
+        call.tile.channels * s.states,
+    )
+    sums = call.summarise(dy, call.inputs[4])
+    call.plan("backward", dfinal is not None)(
+        *call.inputs, call.skip, dy, align(starts), dfinal, dinitial, dx, ddelta, dA, dB, dC, dskip, *sums, held,
+        call.cu_seqlens,
+    )  # fmt: skip
     of_model = (A.shape[0], -1)
     dA = dA.unflatten(0, of_model).sum(1).mT.to(A.dtype).contiguous()
     dB, dC = (parts.sum(0).to(y.dtype) for parts, y in ((dB, B), (dC, C)))

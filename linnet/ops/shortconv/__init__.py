@@ -1,7 +1,5 @@
 """The short convolution: a few taps per channel on the tokens before, and an activation (Mamba, Hyena)."""
 
-import importlib
-
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -64,16 +62,12 @@ def short_convolution(
     return convolve.call(x, weight[None], *(None if y is None else y[None] for y in (bias, offset)), silu)
 
 
-def _form(x: Tensor):
-    return importlib.import_module("linnet.ops.shortconv.triton") if backend.use_triton(OP, x.is_cuda) else chunked
-
-
 # The registered op has an axis of models, for vmap: weight [M, D, W], bias and offset [M, D], each for R / M rows.
 convolve = register(
     "short_convolution",
     "Tensor x, Tensor weight, Tensor? bias, Tensor? offset, bool silu",
-    lambda x, *arguments: _form(x).forward(x, *arguments),
-    lambda x, *arguments: _form(x).backward(x, *arguments),
+    lambda x, *arguments: backend.choose_form(OP, x, chunked).forward(x, *arguments),
+    lambda x, *arguments: backend.choose_form(OP, x, chunked).backward(x, *arguments),
     outputs=1,
     learned=range(4),
     shapes=lambda x, *_: empty_like(x),

@@ -7,7 +7,7 @@ taps of one model.
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from linnet.ops.device import LOG2_E
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from linnet.ops import backend
 from linnet.ops.launching import Launcher, align
 from linnet.ops.shortconv import chunked
 from linnet.ops.shortconv.kernels import backward_kernel, forward_kernel
@@ -50,7 +51,10 @@ def backward(
 
 
 def _supports(x: Tensor, weight: Tensor) -> bool:
-    return torch.float64 not in (x.dtype, weight.dtype) and weight.shape[2] <= MOST_TAPS
+    if weight.shape[2] > MOST_TAPS:
+        backend.warn_slow("short_convolution", f"{weight.shape[2]} taps", f"use at most {MOST_TAPS}")
+        return False
+    return not backend.is_wide("short_convolution", x, weight)
 
 
 def _key(*inputs: Tensor | None) -> tuple:
