@@ -1,4 +1,4 @@
-"""A step as one CUDA graph: the host starts one thing where it started hundreds."""
+"""A step as one CUDA graph: the host launches one graph instead of hundreds of kernels."""
 
 import warnings
 from collections.abc import Callable
@@ -8,18 +8,18 @@ from torch import Tensor
 
 from linnet.ops import compat_torch
 
-WARM_UP = 3  # calls of a shape that run as they are: kernels are compiled and libraries get their memory
+WARM_UP = 3  # calls of a shape before its capture, which compile kernels and let libraries allocate memory
 
 
 class Captured:
-    """A function of tensors that a GPU replays as one graph, for each set of shapes after the first calls of it.
+    """A function of tensors that a GPU replays as one graph. Each set of shapes is captured after its first calls.
 
-    Replaying is what a call does, in the same kernels and so with the same results. The function gives a tensor, has
-    all its state in tensors that it changes in place, and reads no values of them. Where it cannot be captured, a
-    warning says why, and all calls run as they are; where memory runs out, that is raised.
+    A replay runs the same kernels as the call, with the same results. The function returns a tensor, keeps its state in
+    tensors that it changes in place, and reads no values of them. If it cannot be captured, a warning gives the reason,
+    and all calls run without a graph. If memory runs out, the error is raised.
 
     Attributes:
-        graphs: how many shapes are replayed.
+        graphs: number of shapes that are replayed.
         failed: whether a capture failed.
     """
 
@@ -61,7 +61,7 @@ class Captured:
         return output.clone()
 
     def _run_aside(self, *inputs: Tensor) -> Tensor:
-        # On the stream of the capture, as what libraries keep for a stream has to be there before it.
+        # On the stream of the capture: libraries must have allocated what they keep per stream before it.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -72,10 +72,10 @@ class Captured:
     def _capture(self, inputs: tuple[Tensor, ...]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor]:
         places = tuple(x.clone() for x in inputs)
         graph = torch.cuda.CUDAGraph()
-        # Graphs never run at once and keep nothing between two calls, so they share their memory.
-        # The outer context is for a capture that fails: `torch.cuda.graph` then leaves its stream the current one.
-        # "thread_local", as for decoding: by default a capture fails of what any thread of the process does meanwhile,
-        # such as one that takes memory for the next batch. The function's backward has to stay in this thread.
+        # Graphs never run at the same time and keep nothing between two calls, so they share their memory.
+        # The outer context is for a failed capture, after which `torch.cuda.graph` leaves its stream the current one.
+        # "thread_local", as in decoding: by default an allocation of any other thread, for the next batch say, would
+        # fail the capture. The function's backward must stay in this thread.
         current = torch.cuda.current_stream(self._device)
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         with torch.cuda.stream(current), capture:
@@ -85,8 +85,10 @@ class Captured:
 
 
 def find_out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
-    """The error, or one during whose handling it came, that says that memory ran out: the end of a capture in which it
-    did may fail as well, and hide it."""
+    """Returns the out-of-memory error among an error and its contexts, None if there is none.
+
+    When memory runs out during a capture, the end of the capture can fail as well and hide the first error.
+    """
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__context__
     return error

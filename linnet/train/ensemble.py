@@ -1,14 +1,14 @@
-"""Many small models of one shape trained together: the parameters stacked, one batched call where there were many.
+"""Trains many small models of one shape together, with stacked parameters and one batched call per step.
 
-A small model leaves most of a GPU idle and spends its time in launching. An ensemble stacks the parameters of its
-members, maps their forward and loss over the stack with `torch.vmap` (every op of Linnet has a rule for it), and takes
-one ordinary backward of all losses. Members share nothing but the call: each has its own learning rate, weight decay,
-and data if wanted, and equals the same model trained alone, up to rounding.
+A small model leaves most of a GPU idle and spends its time in launching kernels. An ensemble stacks the parameters of
+its members, maps forward and loss over the stack with `torch.vmap` (every op of Linnet has a rule for it), and takes
+one ordinary backward of all losses. Members share only the call: each has its own learning rate and weight decay, and
+its own data if wanted, and equals the same model trained alone, up to rounding.
 
-A member whose loss is no longer finite is masked: its parameters stay, the others go on.
+A member whose loss is no longer finite is masked: its parameters stay, the others continue.
 
-Nothing of a step is decided on the host, the learning rate and the masks included, so on a GPU it is one CUDA graph.
-Where a layer has no rule for vmap (it reads values, say), members run one after another, with the same results.
+The host decides nothing in a step, learning rates and masks included, so on a GPU a step is one CUDA graph. If a layer
+has no rule for vmap (because it reads values), members run one after another, with the same results.
 AdamW: I. Loshchilov and F. Hutter, arXiv:1711.05101; cosine to zero, no warm-up (paper 004, appendix B).
 """
 
@@ -39,13 +39,13 @@ EPS = 1e-8
 
 @dataclass(frozen=True)
 class Score:
-    """How well one member answers the targets of a split.
+    """The score of one member on a split.
 
     Attributes:
-        loss: nats a target.
-        accuracy: share of targets answered right.
-        macro_batch: of each batch the mean over classes of their accuracy (classes that are answered but never asked
-            count 0), and of batches the mean by their rows: what the published implementation of MAD calls accuracy.
+        loss: nats per target.
+        accuracy: share of targets that are predicted.
+        macro_batch: per batch the mean accuracy over classes (classes that are predicted but never a target count 0),
+            averaged over batches by their rows. The published implementation of MAD calls this accuracy.
     """
 
     loss: float
@@ -58,8 +58,8 @@ class Ensemble:
 
     Attributes:
         alive: bool [M] on the device, False from the first loss that was not finite.
-        vectorised: False once a layer turned out to have no rule for vmap.
-        compiled: False once `torch.compile` turned out not to take the models.
+        vectorised: False after a layer without a rule for vmap was met.
+        compiled: False after `torch.compile` failed.
     """
 
     def __init__(
@@ -79,23 +79,23 @@ class Ensemble:
         no_decay: Collection[str] = (),
         loss: Callable[[nn.Module], Loss] = attrgetter("loss"),
     ):
-        """Takes copies of the models' weights.
+        """Copies the weights of the models.
 
         Args:
             models: each gives logits when called.
             learning_rates, weight_decays: one for each; the decay acts on every parameter outside `no_decay`.
             steps: of the whole run, over which the learning rates go to zero.
             precision: bfloat16 is autocast; parameters and AdamW's moments are float32 in both.
-            compile: with `torch.compile`, for batches of the size of the first; smaller ones run as they are.
-            capture: a step as one CUDA graph, on a GPU.
+            compile: whether batches of the size of the first go through `torch.compile`; smaller ones never do.
+            capture: whether a step is one CUDA graph, on a GPU.
             vectorised: False runs members one after another.
-            betas: of AdamW. constant: learning rates stay as they are, in place of the cosine.
+            betas: of AdamW. constant: whether learning rates are constant, instead of a cosine to zero.
             no_decay: names of the parameters of a model that are excluded from weight decay.
             loss: gives the loss of a model, (tokens, targets) -> (sum in nats, number of targets), as `Objective.loss`
                 does; by default the model's own.
 
         Raises:
-            ValueError: no models, models of different shapes, or not as many rates and decays as models.
+            ValueError: no models, models of different shapes, or another number of rates or decays than of models.
         """
         if not models or not len(models) == len(learning_rates) == len(weight_decays):
             raise ValueError(
@@ -125,7 +125,7 @@ class Ensemble:
         self._compiled_losses, self._compiled_update = self._map_losses, _adamw
         self._batch_shape: torch.Size | None = None
         if compile:
-            torch.compiler.reset()  # PyTorch compiles a function a few times only, those of earlier ensembles included
+            torch.compiler.reset()  # PyTorch limits how often it compiles a function, earlier ensembles included
             self._compiled_losses, self._compiled_update = map(torch.compile, (self._map_losses, _adamw))
         capture = capture and self.device.type == "cuda"
         self._advance = Captured(self._step, self.device) if capture else self._step
@@ -137,7 +137,7 @@ class Ensemble:
             tokens, targets: int64 [B, T], the same for all, or [M, B, T].
 
         Returns:
-            The losses before the update, nats a target, [M] on the device. Nothing is waited for.
+            The losses before the update, nats per target, [M] on the device, without waiting for them.
         """
         losses = self._advance(tokens, targets)
         self.step_number += 1
@@ -145,11 +145,11 @@ class Ensemble:
 
     @property
     def captured(self) -> bool:
-        """Whether some step is a CUDA graph by now."""
+        """Whether a step has been captured as a CUDA graph."""
         return isinstance(self._advance, Captured) and self._advance.graphs > 0 and not self._advance.failed
 
     def state(self) -> dict[str, Tensor]:
-        """All that steps change but `step_number`, by name, on the device: not copies."""
+        """Returns the tensors that steps change, by name, on the device and without copies."""
         return {
             "parameters": self._values,
             "first_moments": self._first,
@@ -161,10 +161,10 @@ class Ensemble:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on from the `state` of an ensemble of the same models. Waits.
+        """Restores the `state` of an ensemble of the same models. Waits for the device.
 
         Raises:
-            ValueError: a state of other names or shapes.
+            ValueError: the names or shapes of the state differ.
         """
         own = self.state()
         if {name: x.shape for name, x in state.items()} != {name: x.shape for name, x in own.items()}:
@@ -174,17 +174,17 @@ class Ensemble:
         self.step_number = int(self._steps_made)
 
     def diverged_at(self) -> list[int | None]:
-        """Of each member the step whose loss was the first not to be finite, None for those that live. Waits."""
+        """Returns for each member the first step whose loss was not finite, None if it is alive. Waits."""
         lives, last = self.alive.tolist(), self._last_step.tolist()
         return [None if living else step + 1 for living, step in zip(lives, last, strict=True)]
 
     def member(self, index: int) -> dict[str, Tensor]:
-        """The parameters of one member, by the names that they have in its model."""
+        """Returns copies of the parameters of one member, by their names in its model."""
         return {name.removeprefix("model."): p[index].detach().clone() for name, p in self._parameters.items()}
 
     @torch.no_grad()
     def score(self, tokens: Tensor, targets: Tensor, batch_size: int) -> list[Score]:
-        """Loss and accuracies of each member on a split: int64 [N, T] for all, or [M, N, T]."""
+        """Returns loss and accuracies of each member on a split: int64 [N, T] for all, or [M, N, T]."""
         rows = tokens.shape[-2]
         nll = torch.zeros(self.size, dtype=torch.float64, device=self.device)
         right, asked, macro = torch.zeros_like(nll), torch.zeros_like(nll), torch.zeros_like(nll)
@@ -195,8 +195,8 @@ class Ensemble:
                 logits = self._run(lambda inputs=inputs: self._map(lambda call, x: call(x), inputs)).float()
             answers = answers.expand(logits.shape[:-1])
             kept = answers != IGNORE
-            told = F.cross_entropy(logits.flatten(0, -2), answers.flatten(), ignore_index=IGNORE, reduction="none")
-            nll += told.view(self.size, -1).double().sum(1)
+            losses = F.cross_entropy(logits.flatten(0, -2), answers.flatten(), ignore_index=IGNORE, reduction="none")
+            nll += losses.view(self.size, -1).double().sum(1)
             given = logits.argmax(-1)
             right += ((given == answers) & kept).flatten(1).sum(1)
             asked += kept.flatten(1).sum(1)
@@ -226,11 +226,11 @@ class Ensemble:
         self._mask_places = [value for name, value in places if name.endswith("dropout_position.value")]
 
     def _spread(self, flags: Sequence[bool]) -> Tensor:
-        """A flag a parameter as one a number, [P]."""
+        """Repeats one flag per parameter tensor for each of its numbers, [P]."""
         return torch.tensor(flags).repeat_interleave(torch.tensor(self._widths)).to(self.device)
 
     def _step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """A whole step on the device; what it changes, it changes in place."""
+        """Makes one step on the device, in place."""
         for place in self._mask_places:
             place[..., 1] = self._steps_made
         losses, gradients = self._compiled_or(self._differentiate_compiled, self._differentiate, tokens, targets)
@@ -254,7 +254,7 @@ class Ensemble:
         return losses
 
     def _compiled_or(self, compiled: Callable, plain: Callable, *arguments):
-        """What the compiled function gives, or, from its first failure on, the plain one."""
+        """Calls the compiled function; from its first failure on, the plain one."""
         if self.compiled:
             try:
                 return compiled(*arguments)
@@ -262,7 +262,7 @@ class Ensemble:
                 raise
             except Exception as error:  # of Dynamo, of Inductor, of Triton
                 reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-                warnings.warn(f"torch.compile does not take the models, so they run without it: {reason}", stacklevel=5)
+                warnings.warn(f"torch.compile failed, so the models run without it: {reason}", stacklevel=5)
                 self.compiled = False
         return plain(*arguments)
 
@@ -280,7 +280,7 @@ class Ensemble:
 
     def _gradients(self, losses: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         leaves, told = list(self._parameters.values()), losses if losses.ndim == 1 else losses[:, 0]
-        # In this thread: a capture watches over its own thread, and handing over to another one takes time.
+        # In this thread: a capture records only its own thread, and a change of threads takes time.
         with torch.autograd.set_multithreading_enabled(False):
             return told.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
 
@@ -291,7 +291,7 @@ class Ensemble:
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if self._autocast else contextlib.nullcontext()
 
     def _run(self, function: Callable[[], Tensor]) -> Tensor:
-        """Calls under autocast; where vmap does not go through a layer, once more without it, and so from then on."""
+        """Calls under autocast. If a layer has no rule for vmap, calls again without vmap, now and from then on."""
         with self._context():
             if not self.vectorised:
                 return function()
@@ -303,12 +303,12 @@ class Ensemble:
                 if "vmap" not in str(error) and "functorch" not in str(error):
                     raise
                 reason = str(error).strip().splitlines()[0]
-                warnings.warn(f"vmap does not go through a layer, so members run one by one: {reason}", stacklevel=4)
+                warnings.warn(f"a layer has no rule for vmap, so members run one by one: {reason}", stacklevel=4)
                 self.vectorised = False
                 return function()
 
     def _map(self, function: Callable[..., Tensor], *data: Tensor) -> Tensor:
-        """`function(call, *data)` of every member, stacked; data of three dimensions has one slice for each."""
+        """Returns `function(call, *data)` of all members, stacked; data with three dimensions have one slice each."""
 
         def one(parameters, buffers, *own):
             state = {**parameters, **buffers, **self._shared}
@@ -336,8 +336,12 @@ def _adamw(
     step: Tensor,
     betas: tuple[float, float],
 ) -> None:
-    """Step number `step` (the first is 1) of AdamW on all members, [M, P] each, with `rates` [M, 1], `decays` [M, 1] or
-    [M, P]; where `moves` is False, the values stay."""
+    """Makes step number `step` (the first is 1) of AdamW on all members, in place.
+
+    Args:
+        values, first, second, gradient: [M, P]. rates: [M, 1]. decays: [M, 1] or [M, P].
+        moves: bool, broadcast to [M, P]; values stay where it is False.
+    """
     first.lerp_(gradient, 1 - betas[0])
     second.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
     scale = second.sqrt().div_((1 - betas[1] ** step).sqrt()).add_(EPS)
@@ -366,12 +370,12 @@ def _mean_loss(call: Callable, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def cosine(step: int, steps: int) -> float:
-    """Share of the learning rate at update `step` (0 is the first) of `steps`: from 1 towards 0 along half a cosine."""
+    """Returns the factor of the learning rate at update `step` (the first is 0) of `steps`: a cosine from 1 to 0."""
     return 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def _macro(given: Tensor, answers: Tensor, kept: Tensor, classes: int) -> Tensor:
-    """Mean accuracy over the classes that are asked for or answered: int64 [M, B, T] and a mask -> float64 [M]."""
+    """Returns the mean accuracy over classes that are targets or predictions: int64 [M, B, T] -> float64 [M]."""
     given, answers, kept = given.flatten(1), answers.flatten(1).clamp(min=0), kept.flatten(1).double()
     zeros = torch.zeros(len(given), classes, dtype=torch.float64, device=given.device)
     right = zeros.scatter_add(1, answers, kept * (given == answers))

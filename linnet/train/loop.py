@@ -1,8 +1,8 @@
-"""From a configuration to a finished run folder.
+"""Trains from a configuration to a finished run folder.
 
-The record is metrics.jsonl; terminal, TensorBoard and Weights & Biases are views of its rows. A run that was killed is
-started again by the same call: it takes the last good checkpoint, forgets the rows behind it, and goes on with exactly
-the batches, random numbers and optimizer state it would have had: on the CPU every loss is the same bit for bit.
+The record is metrics.jsonl; terminal, TensorBoard and Weights & Biases are views of its rows. The same call resumes a
+killed run: it loads the last good checkpoint, drops the rows after it, and continues with the batches, random numbers
+and optimizer state of an uninterrupted run. On the CPU every later loss is the same, bit for bit.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from linnet.train.stop import Stop, graceful_stop
 
 
 def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Progress | None = None) -> RunFolder:
-    """Trains one model, or goes on where an earlier call was stopped; returns at once if the run is done.
+    """Trains one model, or resumes where an earlier call was stopped. Returns at once if the run is done.
 
     Args:
         config: what to train.
@@ -122,7 +122,7 @@ class Run:
             self.finish(status)
 
     def start(self) -> None:
-        """Takes the last good checkpoint, or starts anew where there is none; all damaged is an error."""
+        """Loads the last good checkpoint, or starts at step 0 if there are no checkpoints."""
         torch.manual_seed(self.config.seed)  # not before: how often set-up draws depends on what is cached
         self.folder.clean()
         for name, text in self.objective.files().items():
@@ -177,7 +177,7 @@ class Run:
             self.write({"event": "execution_changed", "step": step, "changed": changed})
 
     def loop(self, stop: Stop) -> str:
-        """All steps; "done" or "diverged"."""
+        """Makes all steps. Returns "done" or "diverged"."""
         config, run, session = self.config, self.config.run, self.session
         if config.guard.policy == "rollback" and session.step == 0:
             self.save()  # something to go back to
@@ -218,7 +218,7 @@ class Run:
         return "done"
 
     def handle(self, trouble: Trouble) -> bool:
-        """Records a bad batch and does what the policy says; False where the run ends."""
+        """Records a bad batch and applies the policy. Returns False if the run ends."""
         event = {"event": trouble.kind, "action": trouble.action, "step": self.session.step + 1}
         event |= {"position": trouble.position, "loss": trouble.loss, "grad_norm": trouble.grad_norm}
         if trouble.median is not None:
@@ -231,7 +231,7 @@ class Run:
         return trouble.action != "stop"
 
     def roll_back(self, trouble: Trouble) -> dict:
-        """Back to the last checkpoint; to the one before it, if the last one was of no help."""
+        """Returns to the last checkpoint, or to the one before it if that one led to trouble again."""
         folder = self.folder.checkpoint_folder
         path, tensors, meta, _ = checkpoint.latest_good(folder)
         if path == self.returned_to and len(self.folder.checkpoints()) > 1:
@@ -248,7 +248,7 @@ class Run:
         return {"to_step": self.session.step, "left_out": left_out}
 
     def finish_evaluations(self, stop: Stop) -> None:
-        """Those at the end, behind the last checkpoint."""
+        """Makes the evaluations of the last step, after its checkpoint is written."""
         if self.saved_step != self.session.step:
             self.save()
         self.make_evaluations(stop)
@@ -335,7 +335,7 @@ class Run:
         self.progress({"event": "scoring", "step": self.session.step, "done": done, "total": total})
 
     def make_evaluations(self, stop: Stop) -> None:
-        """Makes the evaluations of this step that the record does not have, until a stop is asked for."""
+        """Makes the evaluations of this step that the record lacks, until a stop is requested."""
         for name in self.evaluations.due(self.session.step, self.steps):
             if name in self.evaluated or stop.signal is not None:
                 continue
@@ -346,7 +346,7 @@ class Run:
             self.evaluated.add(name)
 
     def last_evaluations(self) -> dict[str, dict]:
-        """The metrics of each evaluation of the last step that did not fail."""
+        """Returns the metrics of each evaluation of the last step that did not fail."""
         rows = [row for row in self.folder.metrics() if row["step"] == self.session.step and "metrics" in row]
         return {row["evaluation"]: row["metrics"] for row in rows}
 

@@ -1,8 +1,8 @@
-"""Recomputation: trades a second forward pass for the memory of its activations.
+"""Recomputation: saves the memory of activations by computing them again in the backward pass.
 
-`block` keeps only the input of each block. `selective` also keeps what is dear to compute again and small to keep: the
-outputs of matrix products, of attention and of Linnet's own ops, known by their names; norms, gates and the rest are
-computed again. Both give the gradients that `none` gives.
+`block` keeps only the input of each block. `selective` also keeps the outputs of matrix products, of attention and of
+Linnet's own ops, which are expensive to compute and small to keep; norms, gates and the rest are computed again. Both
+give the gradients of `none`.
 """
 
 from functools import partial
@@ -42,6 +42,6 @@ def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def is_kept(op: compat_torch.OpOverload) -> bool:
-    """Whether `selective` keeps the outputs of an op."""
+    """Returns whether `selective` keeps the outputs of an op."""
     name = op.name().split(".")[0]
     return name.startswith("linnet::") or name in _KEPT
