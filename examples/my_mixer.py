@@ -21,16 +21,21 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.config import Config
-from linnet.layers.base import LayerContext, Mixer, TensorSpec, register_mixer
+from linnet.layers.base import LayerConfig, LayerContext, Mixer, TensorSpec, register_mixer
 from linnet.ops import gated_linear_attention, gated_step
 
 
-class MyMixerConfig(Config):
+class MyMixerConfig(LayerConfig):
     """Options of the layer. Every field can be set in a study: `options: {my_mixer: {temperature: 8}}`."""
 
     num_heads: int = Field(4, ge=1)
     temperature: float = Field(16.0, gt=0, description="tau: larger is slower forgetting")
+
+    def check(self, context: LayerContext):
+        """What is wrong with options that fit one by one, found before any layer is built."""
+        if context.d_model % self.num_heads:
+            return [f"num_heads: {self.num_heads} does not divide the width {context.d_model}; use a divisor"]
+        return []
 
 
 @register_mixer("my_mixer", MyMixerConfig)  # the name that layouts, tables and figures use
@@ -40,8 +45,6 @@ class MyMixer(Mixer):
     def __init__(self, config: MyMixerConfig, context: LayerContext):
         super().__init__()
         d_model, heads = context.d_model, config.num_heads
-        if d_model % heads:
-            raise ValueError(f"my_mixer.num_heads: {heads} does not divide the width {d_model}; use a divisor")
         self.heads, self.head_dim, self.temperature = heads, d_model // heads, config.temperature
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
         self.decay = nn.Linear(d_model, heads, bias=False)

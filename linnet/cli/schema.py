@@ -67,7 +67,17 @@ def build_schema(kind: str) -> dict[str, Any]:
         model = definitions[ModelConfig.__name__]
         model.pop("required", None)  # a recipe gives what is missing
         recipe = {"type": "string", "description": "name of a recipe whose keys the others change"}
-        model["properties"] |= {"recipe": recipe, "options": model["properties"]["options"] | options}
+        number = {"type": "integer", "minimum": 1, "description": "the layout is repeated and cut at so many blocks"}
+        alias = definitions["Alias"]["properties"]
+        alias["options"] = alias["options"] | options
+        blocks = {"type": "array", "items": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Alias"}]}}
+        layout = {"anyOf": [{"type": "string"}, blocks], "description": model["properties"]["layout"]["description"]}
+        model["properties"] |= {
+            "recipe": recipe,
+            "num_layers": number,
+            "layout": layout,
+            "options": model["properties"]["options"] | options,
+        }
         as_name = {"type": "string", "description": "name of a recipe"}
         described = {"description": train["properties"]["model"]["description"]}
         train["properties"]["model"] = described | {"anyOf": [as_name, {"$ref": f"#/$defs/{ModelConfig.__name__}"}]}

@@ -195,11 +195,16 @@ def _one_layout(values: dict[str, Any]) -> dict[str, Any]:
     number, layout = values.pop("num_layers"), values.get("layout")
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"num_layers: {number!r} is not a number of blocks; give a whole number of at least 1")
-    known = _aliases(aliases)
+    known = as_aliases(aliases)
     if not isinstance(layout, str) or known is None or check_aliases(known):
         return values  # the fields' own checks speak
-    if len(parse_stack(layout, known).blocks) != number:
+    pattern = parse_stack(layout, known)
+    if len(pattern.blocks) != number:
         values["layout"], values["aliases"] = repeated(layout, number, known)
+        left = parse_stack(values["layout"], as_aliases(values["aliases"])).names
+        options = values.get("options") or {}
+        if isinstance(options, Mapping):  # those of layers that the cut took away go with them
+            values["options"] = {name: options[name] for name in options if name in left or name not in pattern.names}
     return values
 
 
@@ -220,7 +225,11 @@ def repeated(layout: str, num_layers: int, aliases: Mapping[str, str | Alias] | 
 
 def _complete(values: dict[str, Any]) -> dict[str, Any]:
     """Fills `options` with the defaults of every layer of the layout; leaves what is wrong to `check`."""
-    layout, options, aliases = values.get("layout"), values.get("options") or {}, _aliases(values.get("aliases") or {})
+    layout, options, aliases = (
+        values.get("layout"),
+        values.get("options") or {},
+        as_aliases(values.get("aliases") or {}),
+    )
     if not isinstance(layout, str) or not isinstance(options, Mapping) or aliases is None:
         return values
     try:
@@ -237,7 +246,7 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "options": complete | {name: given for name, given in options.items() if name not in complete}}
 
 
-def _aliases(values: Any) -> dict[str, str | Alias] | None:
+def as_aliases(values: Any) -> dict[str, str | Alias] | None:
     """Aliases from plain values; None if they are not aliases, which the field reports."""
     try:
         return {

@@ -10,7 +10,7 @@ from linnet.layers.base import CHANNELS, MIXERS, load_plugin
 from linnet.models import ModelConfig, family
 from linnet.models.layout import parse_stack, written
 from linnet.models.recipes.registry import default_heads
-from linnet.models.stack import AliasField, repeated
+from linnet.models.stack import AliasField, as_aliases, repeated
 
 
 def _size(value: Any) -> Any:
@@ -213,7 +213,11 @@ def make_model(architecture: Architecture, size: Size, vocab_size: int) -> Model
     if not architecture.options:
         return model
     values = model.model_dump()
+    cut_away = set() if architecture.layout is None else set(parse_stack(*_pattern(architecture)).names)
+    cut_away -= set(values["options"])
     for layer, options in architecture.options.items():
+        if layer in cut_away:  # the pattern has it, but not at this depth
+            continue
         values["options"][layer] = values["options"].get(layer, {}) | options
     return ModelConfig.model_validate(values)
 
@@ -224,13 +228,13 @@ def _from_layout(architecture: Architecture, size: Size, vocab_size: int) -> Mod
         raise ValueError(f"a layout needs a shape, not the published size {size.recipe!r}; write [d_model, num_layers]")
     pattern, aliases = _pattern(architecture)
     options: dict[str, dict[str, Any]] = {}
-    for name in sorted(parse_stack(pattern, aliases).names):
+    layout, aliases = repeated(pattern, size.num_layers, aliases)
+    for name in sorted(parse_stack(layout, as_aliases(aliases)).names):
         fields = (MIXERS.get(name) or CHANNELS[name]).Config.model_fields
         if "num_heads" in fields:
             options[name] = {"num_heads": size.num_heads or default_heads(size.d_model)}
         if "inner" in fields and size.inner:
             options.setdefault(name, {})["inner"] = size.inner
-    layout, aliases = repeated(pattern, size.num_layers, aliases)
     return ModelConfig(d_model=size.d_model, layout=layout, aliases=aliases, vocab_size=vocab_size, options=options)
 
 
@@ -238,7 +242,8 @@ def _pattern(architecture: Architecture) -> tuple[str, dict[str, Any]]:
     """The layout of an architecture as a string, and its aliases."""
     if isinstance(architecture.layout, str):
         return architecture.layout, architecture.aliases
-    return written(architecture.layout, architecture.aliases)
+    layout, aliases = written(architecture.layout, architecture.aliases)
+    return layout, as_aliases(aliases)
 
 
 def load_plugins(plugins: list[str], problems: list[str]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 import linnet
 from linnet.config import ConfigError, digest, parse
+from linnet.models import upgrade
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.folder import FORMAT
 from linnet.train import device as devices
@@ -212,7 +213,7 @@ def read_config(folder: RunFolder) -> TrainConfig:
     Raises:
         ConfigError: a key no longer exists, a plugin changed, or a value is refused; the message names it.
     """
-    values = moved(folder.config, warn=False)
+    values = _present(folder.config)
     try:
         return TrainConfig.model_validate(values)
     except ValidationError as error:
@@ -220,6 +221,13 @@ def read_config(folder: RunFolder) -> TrainConfig:
         if unknown:
             raise ConfigError(_dropped(folder, unknown), "run folder") from None
         return parse(TrainConfig, values, f"{folder.path}/config.yaml")  # raises, with all problems
+
+
+def _present(values: Mapping[str, Any]) -> dict:
+    """The settings of a folder of any format with today's keys, without a warning."""
+    values = moved(values, warn=False)
+    model = values.get("model")
+    return {**values, "model": upgrade(model)} if isinstance(model, Mapping) else values
 
 
 def _check_unedited(folder: RunFolder, config: TrainConfig) -> None:
@@ -273,7 +281,7 @@ def _read(path: Path, size: int, modified: int) -> dict | None:
 
 def _known(values: Mapping[str, Any]) -> tuple[dict, list[tuple]]:
     """Values without the keys that no longer exist, and these."""
-    values = moved(values, warn=False)
+    values = _present(values)
     try:
         TrainConfig.model_validate(values)
     except ValidationError as error:

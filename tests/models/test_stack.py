@@ -117,7 +117,8 @@ def test_a_cut_keeps_the_options_of_the_blocks_that_stay():
 
 def test_a_longer_pattern_is_cut_with_a_warning():
     with pytest.warns(UserWarning, match=r"3 blocks.*num_layers: 2"):
-        assert model(layout="gla gla hgrn", num_layers=2, options={}).num_layers == 2
+        cut = model(layout="gla gla hgrn", num_layers=2, options={"hgrn": {"complex": True}})
+    assert cut.num_layers == 2 and cut.options.keys() == {"gla"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(layout="gla x3", num_layers=2, options={})

@@ -79,6 +79,9 @@ class TextObjective(RunObjective):
             Batches(data.train, config.seq_len, config.batch_size, config.seed)
         with gather(problems):
             validation_batches(data.validation, config.seq_len, config.batch_size)
+        longest = config.model.num_positions
+        if longest is not None and config.seq_len > longest:
+            problems.append(f"seq_len: {config.seq_len} is above model.num_positions: {longest}; raise the second")
         try:
             check_vocabulary(config.model.vocab_size, data.vocab_size)
         except ValueError as error:
