@@ -24,6 +24,7 @@ lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports --no-logo
+	$(VENV)/bin/mypy
 
 bench: $(VENV)/.demo
 	$(VENV)/bin/python benchmarks/cpu_attention.py

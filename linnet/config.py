@@ -94,7 +94,7 @@ class ConfigError(ValueError):
 
 
 def _again(kind: type, problems: list[str], where: str) -> ConfigError:
-    error = kind.__new__(kind)
+    error = ConfigError.__new__(kind)
     ConfigError.__init__(error, problems, where)
     return error
 
@@ -317,9 +317,10 @@ def _explain(cls: type[BaseModel], problem: dict) -> str:
     key = ".".join(str(part) for part in problem["loc"] if not _KIND.fullmatch(str(part)))
     if problem["type"] == "extra_forbidden":
         classes = _models_at(cls, parents)
-        told = next((c.ELSEWHERE[last] for c in classes if last in getattr(c, "ELSEWHERE", ())), None)
-        told = told or nearest(str(last), {name for c in classes for name in c.model_fields})
-        return f"{key}: unknown key (value {problem['input']!r}); {told}"
+        places = [getattr(c, "ELSEWHERE", {}) for c in classes]
+        fix = next((one[last] for one in places if last in one), None)
+        fix = fix or nearest(str(last), {name for c in classes for name in c.model_fields})
+        return f"{key}: unknown key (value {problem['input']!r}); {fix}"
     if problem["type"] == "missing":
         return f"{key}: required, but not given"
     if problem["type"] == "union_tag_not_found":
