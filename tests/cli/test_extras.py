@@ -1,5 +1,7 @@
 """Without an extra, verbs that need it say which it is, instead of what could not be imported."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +11,47 @@ import pytest
 from linnet.install import install_command
 
 ROOT = Path(__file__).parents[2]
-WITHOUT = (
-    "import sys; sys.modules.update(dict.fromkeys(sys.argv.pop(1).split(','))); from linnet.cli import main; main()"
-)
+FORKS = """
+import json, os, sys, tempfile
+import linnet.models, linnet.train  # once for all cases
+from linnet.cli import main
+
+for line in sys.stdin:
+    folder, absent, arguments = json.loads(line)
+    files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+    pid = os.fork()
+    if pid == 0:
+        for number, file in enumerate(files, 1):
+            os.dup2(file.fileno(), number)
+        os.chdir(folder)
+        sys.modules.update(dict.fromkeys(absent.split(",")))
+        sys.argv[1:] = arguments.split()
+        main()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    texts = [file.seek(0) or file.read() for file in files]
+    print(json.dumps([code, *texts]), flush=True)
+"""
 
 
-def run(folder, absent, arguments):
-    command = [sys.executable, "-c", WITHOUT, absent, *arguments.split()]
-    environment = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=300)
+@pytest.fixture(scope="module")
+def forks():
+    """A process that has imported Linnet and torch, and forks for each command: the extras are absent in the fork."""
+    environment = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", FORKS], env=environment, **pipes) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def run(forks):
+    """run(folder, absent modules, arguments) -> exit code, stdout, stderr of the command."""
+
+    def call(folder, absent, arguments):
+        print(json.dumps([str(folder), absent, arguments]), file=forks.stdin, flush=True)
+        return json.loads(forks.stdout.readline())
+
+    return call
 
 
 STUDY = "pandas,scipy,altair,vl_convert"
@@ -38,15 +72,15 @@ NAMED = f"pandas: not installed; install the extra `study`: {install_command('st
         ("lm_eval", "evaluate tasks run x", install_command("eval")),
     ],
 )
-def test_an_extra_that_is_not_installed_is_named(tmp_path, absent, arguments, fix):
+def test_an_extra_that_is_not_installed_is_named(run, tmp_path, absent, arguments, fix):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("model: tnl-10m\n")
-    done = run(tmp_path, absent, arguments)
-    assert done.returncode == 2 and fix in done.stderr and "Traceback" not in done.stderr, done.stderr
+    code, _, shown = run(tmp_path, absent, arguments)
+    assert code == 2 and fix in shown and "Traceback" not in shown, shown
 
 
-def test_what_was_measured_is_shown_and_kept_without_what_draws_it(tmp_path):
+def test_what_was_measured_is_shown_and_kept_without_what_draws_it(run, tmp_path):
     small = "mad-mamba --device cpu --prompt 8 --new 3 --repeats 1 --batch 1 --batch 2 --out speed"
-    done = run(tmp_path, STUDY, f"bench generate {small}")
-    assert done.returncode == 0 and "altair: " in done.stderr, done.stderr
-    assert "tokens/s" in done.stdout and (tmp_path / "speed" / "generate.csv").read_text().count("mad-mamba") >= 2
+    code, printed, shown = run(tmp_path, STUDY, f"bench generate {small}")
+    assert code == 0 and "altair: " in shown, shown
+    assert "tokens/s" in printed and (tmp_path / "speed" / "generate.csv").read_text().count("mad-mamba") >= 2

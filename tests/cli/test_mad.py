@@ -114,10 +114,11 @@ def test_samples_of_the_docs():
         assert all(line.strip() in printed for line in shown.splitlines()), command
 
 
-def test_help_needs_no_torch_nor_does_what_only_reads_records():
+def test_help_and_reading_records_need_no_torch_and_models_no_compiler():
     code = "import sys, linnet.cli; assert not {'torch', 'numpy'} & set(sys.modules)\n"
     code += "import linnet.evaluate.compare, linnet.report.compare, linnet.report.mad, linnet.report.page\n"
-    code += "assert 'torch' not in sys.modules"
+    code += "assert 'torch' not in sys.modules\n"
+    code += "import linnet.models, linnet.train; assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -1,7 +1,6 @@
 """Windows and documents by SDPA on blocks of tokens: any device, any dtype, any length, no [T, T] mask."""
 
 import sys
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -62,13 +61,15 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: T
         ValueError: if the boundaries do not rise from 0 to T.
     """
     # It reads the boundaries on the host, so a compiled model breaks its graph here.
-    return (_outside_graphs() if "torch._dynamo" in sys.modules else _attend_documents)(q, k, v, window, cu_seqlens)
+    # `disable` imports the compiler, a second of processor time, so it waits for a process that compiles.
+    if "torch._dynamo" not in sys.modules:
+        return _attend_documents(q, k, v, window, cu_seqlens)
+    if not _OUTSIDE_GRAPHS:
+        _OUTSIDE_GRAPHS.append(torch.compiler.disable(_attend_documents))
+    return _OUTSIDE_GRAPHS[0](q, k, v, window, cu_seqlens)
 
 
-@cache
-def _outside_graphs():
-    """`_attend_documents` behind `torch.compiler.disable`, which imports the compiler: a second of every process."""
-    return torch.compiler.disable(_attend_documents)
+_OUTSIDE_GRAPHS: list = []
 
 
 def _attend_documents(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor) -> Tensor:

@@ -2,14 +2,16 @@
 
 A design is read from a model's configuration, never guessed from a name. Where only a table of results is left, its
 column `layers` names the layers; a table without it has names that are recipes or layouts, or the design is unknown.
+
+Layers and recipes are imported where they are first needed, so that the commands that print help import no torch.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from linnet.layers.base import CHANNELS, MIXERS
-from linnet.models import RECIPES, ModelConfig, get_recipe, parse_layout
+if TYPE_CHECKING:
+    from linnet.models import ModelConfig
 
 ATTENTION = "attention"
 # Variants of a mixer that paper 004 puts into one family. Other mixers are families of their own.
@@ -31,6 +33,8 @@ class Design:
     @classmethod
     def of(cls, layers: Iterable[str]) -> "Design":
         """Returns the design with these layers. A name that is not registered is a mixer from a file."""
+        from linnet.layers.base import CHANNELS, MIXERS
+
         names = sorted({name for name in layers if not getattr(MIXERS.get(name), "before_layers", False)})
         channels = tuple(name for name in names if name in CHANNELS and name not in MIXERS)
         return cls(tuple(name for name in names if name not in channels), channels)
@@ -51,7 +55,7 @@ class Design:
         return "+".join(sorted({FAMILY.get(mixer, mixer) for mixer in self.base}))
 
 
-def design_of(model: ModelConfig) -> Design:
+def design_of(model: "ModelConfig") -> Design:
     """Returns the design of a model."""
     return Design.of(name for block in model.blocks for name in (block.mixer, block.channel) if name)
 
@@ -66,6 +70,8 @@ def layers_of(record: Mapping[str, Any]) -> tuple[str, ...]:
 
 def named_design(name: str) -> Design | None:
     """Returns the design of a recipe or a layout; None for another name."""
+    from linnet.models import RECIPES, get_recipe, parse_layout
+
     if name in RECIPES:
         return design_of(get_recipe(name))
     try:
