@@ -39,6 +39,7 @@ from linnet.ops.launching import (
 )
 from linnet.ops.lightning import chunked
 from linnet.ops.lightning.kernels import summarise_kernel, sweep_kernel
+from linnet.ops.registration import empty_state
 
 try:
     from linnet.ops.lightning.hopper import hopper_kernel, narrow_kernel
@@ -88,7 +89,7 @@ def lightning_forward(
         return chunked.lightning_forward(q, k, v, log_decay, initial_state, cu_seqlens, scale, return_final_state)
     q, k, v, initial_state = align(q), align(k), align(v), align(initial_state)
     o = torch.empty_like(v)
-    final = _empty_state(q, v, cu_seqlens) if return_final_state else None
+    final = empty_state(q, k, v, cu_seqlens) if return_final_state else None
     _run(plan, (q, k, v, o), [(k, v)], initial_state, None, final, log_decay, cu_seqlens, scale)
     return o, final
 
@@ -101,7 +102,7 @@ def lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do,
         return chunked.lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfinal)
     q, k, v, do, initial_state, dfinal = align(q), align(k), align(v), align(do), align(initial_state), align(dfinal)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dinitial = _empty_state(q, v, cu_seqlens) if has_state else None
+    dinitial = empty_state(q, k, v, cu_seqlens) if has_state else None
     sweeps = (do, v, k, dq, v, do, q, dk, k, q, do, dv)
     _run(plan, sweeps, [(k, v), (q, do)], initial_state, dfinal, dinitial, log_decay, cu_seqlens, scale)
     return dq, dk, dv, dinitial
@@ -132,29 +133,14 @@ class Form(NamedTuple):
     leave: bool
 
 
-def _empty_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    shape = (count_states(cu_seqlens, q.shape[0]), *q.shape[2:], v.shape[-1])
-    return q.new_empty(shape, dtype=torch.float32)
-
-
-def _run(
-    plan: "Plan",
-    sweeps: tuple[Tensor, ...],
-    summaries: list[tuple[Tensor, Tensor]],
-    entry: Tensor | None,
-    last_entry: Tensor | None,
-    leave: Tensor | None,
-    rates: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> None:
+def _run(plan, sweeps, summaries, entry, last_entry, leave, rates, cu_seqlens, scale) -> None:
     """Fills what the sweeps write: in one launch where all states are square, and before it the segments' summaries.
 
     Args:
         sweeps: a, b, c and out of out = LA(a, b, c), four tensors for each sweep.
         summaries: for each direction the two whose products sum a segment up, in the order that states have.
         entry, last_entry: the states (None for zero) that the first sweep and the reversed ones start from.
-        leave: what the last sweep leaves, if wanted.
+        leave: takes the state after the last sweep, if requested.
     """
     rates, cu_seqlens = align(rates), align(cu_seqlens)
     sums = None
@@ -173,7 +159,7 @@ def _run(
     elif len(sweeps) == 4:
         plan.launches[0](*sweeps, *_NONE, entry, None, leave, sums, rates, cu_seqlens, scale)
     else:
-        # Of two pointers of which a sweep takes one, neither may be absent if the other is not.
+        # `entry` and `last_entry` must both be None or both be tensors; a dummy stands for the missing one.
         if (entry is None) != (last_entry is None):
             entry, last_entry = (_blank(sweeps[0].device) if x is None else x for x in (entry, last_entry))
         plan.launches[0](*sweeps, entry, last_entry, leave, sums, rates, cu_seqlens, scale)
@@ -191,17 +177,7 @@ class Plan(NamedTuple):
     launches: list[Launcher]
 
 
-def _find_plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor | None,
-    rates: Tensor | None,
-    cu_seqlens: Tensor | None,
-    entry: bool,
-    last_entry: bool,
-    leave: bool,
-) -> Plan | None:
+def _find_plan(q, k, v, do, rates, cu_seqlens, entry, last_entry, leave) -> Plan | None:
     """None for what the kernels do not take: float64, mixed dtypes, widths that are no multiple of 8 or above 256."""
     if backend.debugging():
         documents(cu_seqlens, *q.shape[:2])
@@ -213,18 +189,7 @@ def _find_plan(
 
 
 @functools.lru_cache(1024)
-def _plan(
-    sizes: torch.Size,
-    outer: int,
-    dtypes: tuple[torch.dtype, ...],
-    rates: torch.dtype | None,
-    documents: bool,
-    states: int,
-    device: torch.device,
-    entry: bool,
-    last_entry: bool,
-    leave: bool,
-) -> Plan | None:
+def _plan(sizes, outer, dtypes, rates, documents, states, device, entry, last_entry, leave) -> Plan | None:
     B, T, H, inner = sizes
     dtype = dtypes[0]
     if not backend.takes_kernels("lightning_attention", dtypes, (inner, outer)):
@@ -270,7 +235,7 @@ def _count_segments(shape: Shape, forms: list[Form]) -> int:
 
 @functools.cache
 def _blank(device: torch.device) -> Tensor:
-    """In the place of a state that is not there."""
+    """A dummy for a state that does not exist."""
     return torch.zeros(1, device=device)
 
 

@@ -116,13 +116,7 @@ _apply = find_apply(_RmsNorm)
 
 
 def rms_norm_reference(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    gate: Tensor | None = None,
-    gate_activation: str = "none",
-    residual: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    x, weight, eps, gate=None, gate_activation="none", residual=None, dtype=None
 ) -> tuple[Tensor, Tensor]:
     """y = (h / rms(h) * weight) act(gate) and h = x + residual (or x); arguments as `rms_norm`."""
     h = x if residual is None else x + residual

@@ -43,15 +43,7 @@ def choose_walk(elements: int, bytes_each: int, shared: int) -> tuple[int, int]:
     return walkers, max(1, min(3, 1 + shared // (walkers * elements * bytes_each)))
 
 
-def norm_forward(
-    x: Tensor,
-    weight: Tensor | None,
-    gate: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    gate_activation: str,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def norm_forward(x, weight, gate, residual, eps, gate_activation, dtype) -> tuple[Tensor, Tensor]:
     """y in `dtype` and h = x + residual (x itself without one). A weight [G, D] has a gain for each of G equal
     parts of the rows."""
     x, weight, gate, residual = map(align, (x, weight, gate, residual))
@@ -64,15 +56,7 @@ def norm_forward(
 
 
 def norm_backward(
-    h: Tensor,
-    weight: Tensor | None,
-    gate: Tensor | None,
-    dy: Tensor,
-    dh: Tensor | None,
-    eps: float,
-    gate_activation: str,
-    needs_weight: bool = True,
-    narrow: torch.dtype | None = None,
+    h, weight, gate, dy, dh, eps, gate_activation, needs_weight=True, narrow=None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Gradients of h, weight and gate from those of y and (with a residual) of h as an output; and that of h in the
     dtype `narrow` as well, if it is another."""

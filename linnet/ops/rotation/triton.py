@@ -41,15 +41,7 @@ def rotate_forward(x: Tensor, positions: Tensor, theta: Tensor, doubling: bool, 
     return y
 
 
-def rotate_backward(
-    x: Tensor | None,
-    positions: Tensor,
-    theta: Tensor,
-    dy: Tensor,
-    doubling: bool,
-    activation: str,
-    needs_theta: bool,
-) -> tuple[Tensor, Tensor | None]:
+def rotate_backward(x, positions, theta, dy, doubling, activation, needs_theta) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and theta from that of the result. x may be None without an activation or `needs_theta`."""
     dy, positions, theta = align(dy), _align_places(positions), align(theta)
     heads, width = dy.shape[-2:]

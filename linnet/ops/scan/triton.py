@@ -93,16 +93,7 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def _plan(
-    backward: bool,
-    dtype: torch.dtype,
-    shape: torch.Size,
-    decay_dtype: torch.dtype,
-    theta_dtype: torch.dtype | None,
-    has_documents: bool,
-    device: torch.device,
-    given: tuple[bool, ...],
-) -> Plan:
+def _plan(backward, dtype, shape, decay_dtype, theta_dtype, has_documents, device, given) -> Plan:
     B, T, D = shape
     is_complex = theta_dtype is not None
     tiles = choose_tiles(B, D, is_complex, backward)
