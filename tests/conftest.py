@@ -7,10 +7,13 @@ import signal
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
-from hypothesis import settings
+# Read when numpy and torch are imported, here and in processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 torch.set_num_threads(1)
 gc.disable()  # while modules are imported and tests collected: what they make stays anyway
