@@ -1,6 +1,6 @@
 """The run folder: configuration, records and checkpoints of one training; read and written by everything above.
 
-What holds tensors imports torch when it is first used, so that records are read without it.
+`load_model` and `save_model` import torch on first use, so that records can be read without it.
 """
 
 import importlib

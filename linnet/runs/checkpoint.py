@@ -1,11 +1,11 @@
 """Checkpoints: safetensors and JSON, written atomically, verified by SHA-256 when read. Nothing is unpickled.
 
     checkpoints/step-00000100/
-        model.safetensors, optimizer.safetensors, ...   one file a group of tensors
+        model.safetensors, optimizer.safetensors, ...   one file per group of tensors
         state.json                                      step, plain values, the SHA-256 of the other files and of itself
 
-A folder of that name is always whole: it is written under another name, forced to the disk and then renamed. What is
-nevertheless damaged later (a bad disk, a bad copy) is noticed on load, named, and set aside as `step-00000100.bad`.
+A folder of that name is always complete: it is written under another name, synced to the disk and then renamed. Later
+damage (a bad disk, a bad copy) is detected on load, named, and the checkpoint is set aside as `step-00000100.bad`.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _FORMAT = 1
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that cannot be written, or is not what was written."""
+    """A checkpoint cannot be written, or its files differ from what was written."""
 
     def __init__(self, problems: list[str]):
         super().__init__(problems, "checkpoint")
@@ -45,7 +45,7 @@ def save(folder: Path, step: int, tensors: Tensors, meta: dict, keep: int | None
         meta: values that JSON holds exactly.
 
     Raises:
-        CheckpointError: the disk is full or fails; what was in `folder` before is untouched.
+        CheckpointError: the disk is full or fails; earlier checkpoints in `folder` are untouched.
     """
     target = folder / f"step-{step:08d}"
     temporary = folder / f".{target.name}.{os.getpid()}.tmp"
@@ -96,7 +96,7 @@ def load(path: Path, groups: list[str] | None = None) -> tuple[Tensors, dict]:
 
 
 def listed(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first; unfinished and damaged ones that were set aside are left out."""
+    """Returns the checkpoints in `folder`, oldest first, without unfinished ones and those set aside as damaged."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
@@ -118,7 +118,7 @@ def content(folder: Path) -> str | None:
 
 
 def latest_good(folder: Path) -> tuple[Path | None, Tensors, dict, list[str]]:
-    """The newest checkpoint that verifies: (path, tensors, meta, problems); path is None where there is none.
+    """Returns the newest checkpoint that verifies: (path, tensors, meta, problems); path is None if there is none.
 
     `problems` names each newer checkpoint that does not verify, and why.
     """
@@ -132,7 +132,7 @@ def latest_good(folder: Path) -> tuple[Path | None, Tensors, dict, list[str]]:
 
 
 def clean(folder: Path) -> None:
-    """Removes what killed writers left. Only for the process that holds the run's lock."""
+    """Removes unfinished checkpoints of killed processes. Only for the process that holds the run's lock."""
     if folder.is_dir():
         for path in folder.glob(".step-*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
@@ -176,7 +176,7 @@ def _read_state(path: Path) -> dict:
     except FileNotFoundError:
         raise CheckpointError([f"{file}: the file is missing"]) from None
     except (ValueError, KeyError, AttributeError, TypeError):
-        raise CheckpointError([f"{file}: is damaged (not the JSON that was written)"]) from None
+        raise CheckpointError([f"{file}: is damaged: its JSON cannot be read"]) from None
     if _own_sum(state) != expected:
         raise CheckpointError([f"{file}: the contents changed since they were written (SHA-256 differs)"])
     if state["format"] != _FORMAT:
@@ -195,7 +195,7 @@ def _sha256(path: Path) -> str:
 
 def _cannot_write(target: Path, tensors: Tensors, error: Exception) -> str:
     previous = [path for path in listed(target.parent) if path != target]
-    kept = f"the checkpoint before it is whole: {previous[-1]}" if previous else "there is no earlier checkpoint"
+    kept = f"the checkpoint before it is intact: {previous[-1]}" if previous else "there is no earlier checkpoint"
     if getattr(error, "errno", None) in FULL or re.search(r"os error (28|27|122)\b", str(error)):
         size = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
         return (

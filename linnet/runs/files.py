@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Writing files atomically."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Writes text so that a reader, or a machine that stops at any moment, sees the old file or the new one."""
+    """Writes text so that a reader sees the old file or the new one, even if the machine stops in between."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -32,7 +32,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Waits until the names in a folder are on the disk, where the system can say so (Windows cannot)."""
+    """Waits until the names in a folder are on the disk. Does nothing on Windows, which cannot sync folders."""
     if os.name == "nt":
         return
     sync_file(path)

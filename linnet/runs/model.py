@@ -1,7 +1,7 @@
 """A trained model from its folder, to generate with or to export.
 
-Two kinds of folder hold one: a run (its last good checkpoint counts), and a model folder, which is what is left of a
-run without its history, and what `linnet convert` writes:
+Two kinds of folder hold one: a run (its last good checkpoint counts), and a model folder, which is a run without its
+history, as `linnet convert` writes it:
 
     config.yaml          the model's configuration under `model`, as in a run's; `plugins` where its mixers need them;
                          `prompt_start` where token ids stand in front of each prompt
@@ -33,7 +33,7 @@ TOKENIZER, WEIGHTS = "tokenizer.json", "model.safetensors"
 
 
 class DamagedCheckpoint(UserWarning):
-    """Newer checkpoints of a run are damaged, so that an older one is used."""
+    """Newer checkpoints of a run are damaged, so an older one is used."""
 
 
 class Loaded(NamedTuple):
@@ -57,11 +57,11 @@ def load_model(
 
     Args:
         device: where to put it; None is the CPU.
-        dtype: of its parameters, but where it is lower than float32, those of `full_precision` are float32; None leaves
-            all as they are stored. Fixed tables (decays, RoPE) stay float32.
+        dtype: of its parameters; None keeps the stored one. Below float32, the parameters of `full_precision` stay
+            float32, as fixed tables (decays, RoPE) do.
 
     Raises:
-        ConfigError: the folder holds no model, or names everything in it that does not fit together.
+        ConfigError: the folder holds no model, or its parts do not fit together; all problems are listed.
     """
     loaded = load_checkpoint(path, device, dtype)
     return loaded.model, loaded.tokenizer
@@ -70,7 +70,7 @@ def load_model(
 def load_checkpoint(
     path: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Loaded:
-    """As `load_model`, with the step of training that the weights are of."""
+    """Loads as `load_model` does, with the training step of the weights."""
     folder = RunFolder.open(path)
     config = read_config(folder)
     tokenizer = read_tokenizer(folder)
@@ -88,7 +88,9 @@ def read_config(folder: RunFolder) -> ModelConfig:
     """
     values = folder.config
     if "model" not in values:
-        raise ConfigError([f"{folder.path}/config.yaml: has no `model`, so this is no run of one model"], "model")
+        raise ConfigError(
+            [f"{folder.path}/config.yaml: has no key `model`, so this folder does not hold one model"], "model"
+        )
     for plugin in values.get("plugins", []):
         load_plugin(plugin)
     changed = [plugin for plugin, known in values.get("plugin_digests", {}).items() if plugin_digest(plugin) != known]
@@ -108,7 +110,9 @@ def read_tokenizer(folder: RunFolder) -> Tokenizer | None:
         tokenizer = load_tokenizer(folder.path / TOKENIZER)
         start = folder.config.get("prompt_start", [])
         if not isinstance(start, list) or any(type(x) is not int or not 0 <= x < tokenizer.vocab_size for x in start):
-            message = f"prompt_start: {start!r} is no list of tokens; use numbers from 0 to {tokenizer.vocab_size - 1}"
+            message = (
+                f"prompt_start: {start!r} is not a list of tokens; use numbers from 0 to {tokenizer.vocab_size - 1}"
+            )
             raise ConfigError([message], f"{folder.path}/config.yaml")
         tokenizer.prompt_start = tuple(start)
         return tokenizer
@@ -176,7 +180,7 @@ def full_precision(model: nn.Module) -> set[str]:
 
 
 def mismatches(own: Mapping[str, tuple], given: Mapping[str, tuple]) -> list[str]:
-    """What keeps tensors of shapes `given` from being the weights of a model whose tensors have shapes `own`."""
+    """Returns why tensors of shapes `given` cannot be the weights of a model whose tensors have shapes `own`."""
     problems = [f"{name}: is not in the checkpoint" for name in own if name not in given]
     problems += [f"{name}: is not in the model" for name in given if name not in own]
     problems += [

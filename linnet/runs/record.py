@@ -1,9 +1,9 @@
-"""metrics.jsonl: one JSON object a line, appended while a run trains.
+"""metrics.jsonl: one JSON object per line, appended while a run trains.
 
 Training rows, validation rows (`validation_loss`), evaluations (`evaluation`) and events (`event`; one is that of an
-evaluation that failed) share the file, in the order in which they happened. A checkpoint remembers how many rows there
-were, so that a run resumed from it goes on behind exactly those rows: none is written twice, and a line torn by a kill
-is dropped.
+evaluation that failed) share the file, in the order in which they happened. A checkpoint records how many rows there
+were, so that a resumed run appends after exactly those rows: no row is written twice, and a line torn by a kill is
+dropped.
 """
 
 import errno
@@ -18,7 +18,7 @@ from linnet.runs.files import write_atomic
 
 
 class Record:
-    """The open metrics.jsonl of a run that trains.
+    """The open metrics.jsonl of a training run.
 
     Attributes:
         rows: number of rows in the file.
@@ -36,7 +36,7 @@ class Record:
         self._file = open(path, "ab", buffering=0)
 
     def write(self, row: Mapping) -> None:
-        """Appends one row and hands it to the system at once, so that a killed process loses no row.
+        """Appends one row and passes it to the system at once, so that a killed process loses no row.
 
         Raises:
             ConfigError: the disk is full or fails. What was written stays; the torn line goes when the run is resumed.
@@ -61,8 +61,10 @@ class Record:
         return ConfigError([message], "record")
 
     def roll_back(self, keep: int) -> None:
-        """Forgets all rows behind the first `keep` but the events, which tell how the run came to go back; evaluations
-        that failed are none of these, and will be made again."""
+        """Drops the rows after the first `keep`, except events, which say why the run went back.
+
+        Failed evaluations are dropped too: they are made again.
+        """
         events = [row for row in read_rows(self.path)[keep:] if "event" in row and "evaluation" not in row]
         self._file.close()
         self.__init__(self.path, keep)
@@ -74,7 +76,7 @@ class Record:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """All whole rows of a metrics.jsonl; a torn last line (a run that is being written, or was killed) is left out."""
+    """Returns all complete rows of a metrics.jsonl, without a torn last line of a run that writes or was killed."""
     return [json.loads(line) for line in _whole_lines(path)]
 
 

@@ -1,11 +1,11 @@
-"""Wall time of a run, and the part of it that was training."""
+"""Wall time of a run, and the part of it spent on training."""
 
 import time
 from contextlib import contextmanager
 
 
 class Clock:
-    """Seconds of a run over all calls that worked on it; pauses (validations, checkpoints) are not training."""
+    """Counts the seconds of a run over all its calls; pauses (validations, checkpoints) do not count as training."""
 
     def __init__(self):
         self._before = self._pauses = self._lap = 0.0
@@ -21,7 +21,7 @@ class Clock:
         return self.total() - self._pauses
 
     def lap(self) -> float:
-        """Training seconds since the last lap."""
+        """Returns the training seconds since the last lap."""
         before, self._lap = self._lap, self.training()
         return max(self._lap - before, 1e-9)
 

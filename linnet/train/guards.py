@@ -1,4 +1,4 @@
-"""Guards: notices a loss that is not finite or that spikes, and says what is to be done about it."""
+"""Guards: detects a loss that is not finite or that spikes, and decides what to do about it."""
 
 import math
 from collections import deque
@@ -11,18 +11,18 @@ from linnet.config import Config
 
 
 class GuardConfig(Config):
-    """What counts as trouble and what follows.
+    """Which batches are bad, and what happens then.
 
     Attributes:
         policy: `stop` ends the run with status `diverged`; `skip` leaves the update of the batch out; `rollback` goes
             back to the last checkpoint and leaves the offending batches out from then on.
         spike: a loss above `spike` times the running median of the last `window` losses is a spike; null: only a loss
-            or a gradient that is not finite is trouble.
-        margin: ... and at least so many nats above it (a loss near zero may double without harm).
-        window: losses in the running median; none is called a spike before half of them are there.
+            or a gradient that is not finite is bad.
+        margin: a spike is also at least this many nats above the median, since a loss near zero may double harmlessly.
+        window: losses in the running median; spikes are detected once half of them are there.
         skip_batches: batches that a rollback leaves out: the offending one and those right before it, because the
             update that broke the weights is often the one before the loss that shows it.
-        limit: after so many rollbacks, or skipped batches in a row, the run stops as `diverged`.
+        limit: after this many rollbacks, or skipped batches in a row, the run stops as `diverged`.
     """
 
     policy: Literal["stop", "skip", "rollback"] = "stop"
@@ -35,7 +35,7 @@ class GuardConfig(Config):
 
 @dataclass(frozen=True)
 class Trouble:
-    """One offending batch: what was seen, where in the data, and what follows (`stop`, `skip` or `rollback`)."""
+    """One bad batch: what was seen, its position in the data, and the action that follows."""
 
     kind: Literal["non-finite", "spike"]
     action: Literal["stop", "skip", "rollback"]
@@ -46,7 +46,7 @@ class Trouble:
 
 
 class Guard:
-    """Watches losses in order. Its state is plain values, so that a checkpoint can hold it.
+    """Watches losses in order. Its state is plain values, which a checkpoint stores as JSON.
 
     Attributes:
         skipped: positions in the data order that are left out.
@@ -60,7 +60,11 @@ class Guard:
         self._losses: deque[float] = deque(maxlen=config.window)
 
     def watch(self, loss: float, grad_norm: float, position: int) -> Trouble | None:
-        """Judges the batch at `position`: loss in nats a token. A good loss enters the running median."""
+        """Returns the trouble of the batch at `position`, None if it is good. A good loss joins the running median.
+
+        Args:
+            loss: nats per target.
+        """
         median, kind = None, None
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             kind = "non-finite"
@@ -78,7 +82,7 @@ class Guard:
         return Trouble(kind, action, position, loss, grad_norm, median)
 
     def leave_out(self, trouble: Trouble, since: int) -> list[int]:
-        """After a rollback to data position `since`: the positions to leave out from now on."""
+        """Marks the positions to leave out after a rollback to data position `since`, and returns them."""
         first = max(since, trouble.position - self.config.skip_batches + 1)
         positions = [p for p in range(first, trouble.position + 1) if p not in self.skipped]
         self.skipped.update(positions)
@@ -88,7 +92,7 @@ class Guard:
         return {"skipped": sorted(self.skipped), "events": self.events, "losses": list(self._losses)}
 
     def load(self, state: dict, rollback: bool = False) -> None:
-        """Takes a saved state; on a rollback what was learned since (positions to leave out, events) is kept."""
+        """Restores a saved state. A rollback keeps the positions to leave out and the events since then."""
         self._losses = deque(state["losses"], maxlen=self.config.window)
         if not rollback:
             self.skipped, self.events = set(state["skipped"]), state["events"]

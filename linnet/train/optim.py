@@ -1,7 +1,7 @@
 """Optimizers: AdamW for everything, or Muon for the hidden matrices and AdamW for the rest.
 
 Weight decay goes to hidden matrices and an untied head: the weights of `nn.Linear`. Embeddings (tied ones too), gains,
-biases and the layers' own parameters (decays, LRPE angles, TPE coefficients) are not decayed: for them zero is no
+biases and the layers' own parameters (decays, LRPE angles, TPE coefficients) are not decayed: for them zero is not a
 neutral value.
 
 AdamW: I. Loshchilov and F. Hutter, arXiv:1711.05101. Muon: K. Jordan, kellerjordan.github.io/posts/muon; its update is
@@ -21,7 +21,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Config):
-    """Which optimizer.
+    """The optimizer and its settings.
 
     Attributes:
         name: `adamw`, or `muon` (hidden matrices by Muon, the rest by AdamW).
@@ -29,7 +29,7 @@ class OptimizerConfig(Config):
         betas, eps: of AdamW.
         weight_decay: decoupled, times the learning rate; on the weights of linear layers.
         momentum: of Muon (Nesterov).
-        clip: largest norm of the whole gradient; null leaves gradients as they are.
+        clip: largest norm of the whole gradient; null: no clipping.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -78,7 +78,7 @@ class Optimizer:
         self._all = list(self.parameters.values())
 
     def step(self, factor: float) -> None:
-        """One update with `factor` times the peak learning rate; the gradients are given back."""
+        """Updates the weights with `factor` times the peak learning rate and frees the gradients."""
         rate = factor * self.config.learning_rate
         for group in self._groups:
             group["lr"] = rate
@@ -91,7 +91,7 @@ class Optimizer:
             parameter.grad = None
 
     def gradient_norm(self) -> Tensor:
-        """Norm of the whole gradient, a scalar on the parameters' device."""
+        """Returns the norm of the whole gradient, a scalar on the parameters' device."""
         gradients = [p.grad for p in self._all if p.grad is not None]
         return torch.linalg.vector_norm(torch.stack(compat_torch.foreach_norm(gradients)))
 
@@ -109,7 +109,7 @@ class Optimizer:
         compat_torch.foreach_multiply_([p.grad for p in self._all if p.grad is not None], scale)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole state: `<parameter>.<what>` -> tensor."""
+        """Returns the whole state: `<parameter>.<what>` -> tensor."""
         states = [part.state for part in self._parts]
         return {
             f"{name}.{key}": value
@@ -119,7 +119,7 @@ class Optimizer:
         }
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Takes a state from `tensors()`. Raises `ConfigError` where it is another optimizer's or model's."""
+        """Restores a state of `tensors()`. Raises `ConfigError` if it belongs to another optimizer or model."""
         found: dict[str, dict[str, Tensor]] = {}
         for full, value in tensors.items():
             name, _, key = full.rpartition(".")
@@ -139,7 +139,7 @@ class Optimizer:
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters as (hidden matrices, other decayed matrices, the rest), each once, in the model's order.
+    """Returns the parameters as (hidden matrices, other decayed matrices, the rest), each once, in the model's order.
 
     Hidden matrices are the weights of linear layers inside `model.backbone`.
     """

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request that is granted between two steps."""
+"""Ctrl-C and SIGTERM as a request to stop between two steps."""
 
 import contextlib
 import signal
@@ -7,12 +7,16 @@ from collections.abc import Iterator
 
 
 class Stop:
-    """Whether somebody asked to stop, and how the process then ends."""
+    """Whether a signal asked to stop.
+
+    Attributes:
+        signal: its number, None before one arrives.
+    """
 
     signal: int | None = None
 
     def end(self) -> None:
-        """Raises what the signal stands for: KeyboardInterrupt, or SystemExit with the usual code of SIGTERM."""
+        """Raises KeyboardInterrupt for SIGINT, SystemExit with the usual exit code for SIGTERM."""
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + signal.SIGTERM)
@@ -20,7 +24,7 @@ class Stop:
 
 @contextlib.contextmanager
 def graceful_stop() -> Iterator[Stop]:
-    """The first SIGINT or SIGTERM only sets `stop.signal`, the second acts at once. For the main thread only."""
+    """Yields a `Stop` that the first SIGINT or SIGTERM sets; the second acts at once. Only in the main thread."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -37,7 +37,7 @@ class Found:
         shown: those that figures show.
         chance: of the metrics that are shares from 0 to 1, more of which is better: what guessing gives. Of others less
             is better.
-        questions: how many a share is of, where it is one of answers.
+        questions: number of answers that a share is of, if it is one.
     """
 
     metrics: dict[str, float]
@@ -186,11 +186,11 @@ class NeedleEvaluation(NeedleConfig):
     @classmethod
     def _is_there(cls, haystack: str | None) -> str | None:
         if haystack is not None and not Path(haystack).is_file():
-            raise ValueError(f"{haystack!r} is no file; give a text file, or null for text made up")
+            raise ValueError(f"{haystack!r} is not a file; give a text file, or null for generated text")
         return haystack
 
     def check(self, seq_len: int, sources: Sequence[str] | str) -> None:
-        """Nothing shows without a tokenizer."""
+        """Nothing can be checked without a tokenizer."""
 
     def prepare(self, subject: Subject) -> Measure:
         """Raises ConfigError for lengths that do not hold needle and question, and a haystack that is not text."""
@@ -283,7 +283,7 @@ class TaskEvaluation(Config):
     @classmethod
     def _is_there(cls, include: str | None) -> str | None:
         if include is not None and not Path(include).is_dir():
-            raise ValueError(f"{include!r} is no folder; name one with the YAML files of tasks")
+            raise ValueError(f"{include!r} is not a folder; name one with the YAML files of tasks")
         return include
 
     @model_validator(mode="after")
@@ -327,7 +327,7 @@ class TaskEvaluation(Config):
             averages = [r for r in results if suite is not None and r.task == suite.name]
             first: dict[str, str] = {}
             for r in averages or (results if suite is None else counting(suite, results)):
-                if r.better == "lower" or (r.task, r.metric) in guessed:  # of the others nobody knows the range
+                if r.better == "lower" or (r.task, r.metric) in guessed:  # the range of the others is unknown
                     first.setdefault(r.task, names[r.task, r.metric])
             asked = {r.task: r.n for r in results if r.task in tasks}.values()
             return Found(metrics, tuple(first.values()), chance, sum(asked) if averages else min(asked))
