@@ -28,7 +28,7 @@ from linnet.ops import gated_linear_attention, gated_step
 class MyMixerConfig(LayerConfig):
     """Options of the layer. Every field can be set in a study: `options: {my_mixer: {temperature: 8}}`."""
 
-    num_heads: int = Field(4, ge=1)
+    num_heads: int = Field(4, ge=1, description="heads; must divide d_model")
     temperature: float = Field(16.0, gt=0, description="tau: larger is slower forgetting")
 
     def check(self, context: LayerContext):

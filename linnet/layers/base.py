@@ -143,7 +143,7 @@ class Mixer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no step, so it trains but does not generate")
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
-        """What the layer carries between tokens: tensors whose first dimension is the batch.
+        """Returns what the layer carries between tokens: tensors whose first dimension is the batch.
 
         A KV cache depends on `context_length`, a recurrence does not. A state that does is filled from its start: the
         state for a shorter context is the corner of the one for a longer context. So caches can grow, and a step on the
@@ -173,12 +173,12 @@ class Mixer(nn.Module):
     def flops_paper(self, seq_len: int) -> float:
         """Forward FLOPs of one sequence as paper 000, Table 1, counts them (ideal GLU, leading terms).
 
-        The default counts two FLOPs a weight and token, which is right for a layer with no term of its own.
+        The default counts two FLOPs per weight and token, which is right for a layer without terms of its own.
         """
         return 2.0 * seq_len * sum(p.numel() for p in self.parameters() if p.ndim == 2)
 
     def flops(self, seq_len: int) -> float:
-        """Forward FLOPs of one sequence that no matrix product or registered op counts by itself."""
+        """Returns the forward FLOPs of one sequence that neither a matrix product nor a registered op counts."""
         return 0.0
 
     def tp_plan(self) -> dict[str, str]:
@@ -261,7 +261,7 @@ def load_plugin(spec: str) -> str:
         spec: `path/to/file.py:ClassName`.
 
     Raises:
-        ConfigError: the file or the class is not there, does not import, or is no registered mixer.
+        ConfigError: the file or the class is missing, does not import, or is not a registered mixer.
     """
     path_text, colon, class_name = spec.rpartition(":")
     path = Path(path_text)
@@ -269,7 +269,7 @@ def load_plugin(spec: str) -> str:
         raise ConfigError([f"mixer {spec!r}: write path/to/file.py:ClassName"], "plugins")
     if not path.is_file():
         fix = "give its path" if path.is_absolute() else f"give its path (relative ones start in {Path.cwd()})"
-        raise ConfigError([f"mixer {spec!r}: there is no file {path}; {fix}"], "plugins")
+        raise ConfigError([f"mixer {spec!r}: the file {path} does not exist; {fix}"], "plugins")
     module_name = f"linnet_plugin_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     module = sys.modules.get(module_name)
     if module is None:

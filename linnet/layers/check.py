@@ -1,6 +1,6 @@
-"""A mixer from outside the package, held to the contract of `Mixer` before any work.
+"""Tests a mixer from outside the package against the contract of `Mixer`, before any work.
 
-The package's own mixers are held to more by tests/layers/test_mixers.py; nobody else has tested a file of a user's.
+tests/layers/test_mixers.py tests the package's own mixers more thoroughly.
 """
 
 import functools
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from linnet.config import Config, ConfigError, gather, parse
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, find_mixer, load_plugin
 
-# A mixer may want whole chunks of tokens, so there are 64; the cut is at a prime, where no chunk begins.
+# 64 tokens, since a mixer may need whole chunks; the cut is at a prime, so that no chunk begins there.
 BATCH, TOKENS, CUT, STEPS = 2, 64, 37, 8
-WIDTH = 64  # of the layer that is tried first: a wide one takes long, the longer where other work keeps the cores busy
-# Of the largest output: more than what rounding in float32 does, and less than mistakes, which are about as large as y.
+WIDTH = 64  # of the layer that is tried first: a wide one takes long, above all on a busy machine
+# Relative to the largest output: above rounding errors in float32, and below mistakes, which are about as large as y.
 TOLERANCE = 1e-3
 
 
@@ -29,7 +29,7 @@ def check_mixers(plugins: Iterable[str], options: Mapping[str, Mapping], d_model
         plugins: as `load_plugin` takes them. options: layer -> options, for all layers of the layout.
 
     Raises:
-        ConfigError: all that is wrong with any of them.
+        ConfigError: the problems of all of them.
     """
     problems: list[str] = []
     for spec in dict.fromkeys(plugins):
@@ -43,22 +43,22 @@ def check_mixers(plugins: Iterable[str], options: Mapping[str, Mapping], d_model
 def check_mixer(spec: str, options: Mapping[str, Any], d_model: int, norm: str = "rmsnorm") -> None:
     """Runs one layer of a plugin on a few random tokens on the CPU: is it causal, and do its forms agree?
 
-    In eval mode, and in float64 or else, where it cannot, in float32. The generators of torch are left as they are.
+    Runs in eval mode and in float64, or in float32 if float64 fails. Leaves the generators of torch as they are.
 
     Args:
         spec: `path/to/file.py:ClassName`. options: of its Config, for the width `d_model`.
 
     Raises:
-        ConfigError: all that is wrong, one line a problem, which names the fix.
+        ConfigError: one line per problem, with the fix.
     """
     cls = find_mixer(load_plugin(spec))
     config = parse(cls.Config, options)
     problems: list[str] = []
     if not issubclass(cls, Mixer):
-        problems = [f"is no linnet.layers.Mixer; write class {cls.__name__}(Mixer)"]
+        problems = [f"is not a linnet.layers.Mixer; write class {cls.__name__}(Mixer)"]
     else:
         with torch.random.fork_rng(devices=[]):
-            # Options may not fit another width, and constants in a file another precision: the last says what is wrong.
+            # Options may not fit another width, nor constants another precision: the last attempt is the one reported.
             for width, dtype in dict.fromkeys(
                 [(min(d_model, WIDTH), torch.float64), (d_model, torch.float64), (d_model, torch.float32)]
             ):
@@ -73,7 +73,7 @@ def check_mixer(spec: str, options: Mapping[str, Any], d_model: int, norm: str =
 
 
 def _problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: torch.dtype) -> list[str]:
-    """What is wrong in one precision; nothing that only repeats what is told already."""
+    """The problems in one precision, without those that follow from an earlier one."""
     problems: list[str] = []
     has_spec = cls.state_spec is not Mixer.state_spec
     if not has_spec:
@@ -103,7 +103,7 @@ def _problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: to
 
 
 def _costs(cls: type[Mixer], config: Config, context: LayerContext) -> None:
-    """FLOPs are counted where nothing has memory, in the precision of training."""
+    """Counts FLOPs on the device meta, in the precision of training."""
     with torch.device("meta"):
         mixer = _build(cls, config, context)
     x = torch.empty(1, TOKENS, context.d_model, device="meta")
@@ -123,7 +123,7 @@ def _causal(mixer: Mixer, x: Tensor, y: Tensor) -> None:
 
 
 def _carried(mixer: Mixer, x: Tensor, y: Tensor) -> None:
-    """The state after one piece of the tokens goes on in the next."""
+    """Tests that the state after one piece of the tokens continues in the next."""
     first, state = _prefill(mixer, x)
     if changed := _differing(first, y[:, :CUT], y):
         _refuse(
@@ -209,7 +209,7 @@ def _without_gradients(call: Callable, *args: Any) -> Any:
 
 @torch.no_grad()
 def _fill_zeros(mixer: nn.Module) -> None:
-    """Zeros that training would change, of a last projection say, would hide all that comes before them."""
+    """Fills weights that start at zero, such as those of a last projection, which would hide everything before them."""
     for parameter in mixer.parameters():
         parameter.masked_scatter_(parameter == 0, 0.1 * torch.randn_like(parameter))
 
@@ -233,14 +233,14 @@ def _build(cls: type[Mixer], config: Config, context: LayerContext) -> Mixer:
 
 
 def _ask(call: Callable[[], Any], cls: type[Mixer], what: str) -> Any:
-    """What a call into a user's class gives; an error comes with the last line of the user's file on its way."""
+    """Returns what a call into a user's class returns; adds the last line of the user's file to an error."""
     try:
         return call()
     except Exception as error:
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
         lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         at = f" in line {lines[-1].lineno} (`{lines[-1].line}`)" if lines else ""
-        problem = f"{what} raised {type(error).__name__}{at}: {' '.join(str(error).split())}; mend it"
+        problem = f"{what} raised {type(error).__name__}{at}: {' '.join(str(error).split())}; fix this line"
         raise ConfigError([problem], "plugins") from error
 
 

@@ -1,4 +1,4 @@
-"""What the three Hyena mixers share: projections with a short convolution, learned long filters, and their cost."""
+"""Parts of the three Hyena mixers: projections with a short convolution, learned long filters, and their cost."""
 
 import math
 
@@ -35,7 +35,7 @@ class ShortProjection(nn.Module):
 
 
 def _is_bare(layer: nn.Module, kind: type) -> bool:
-    """Whether a layer is nothing but its weights: no hooks, as of tensor parallelism, and no layer put in its place."""
+    """Whether the weights of a layer can stand for it: it has no hooks (as of tensor parallelism), and no subclass."""
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
     return type(layer) is kind and not any(hooks)
 

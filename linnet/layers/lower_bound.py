@@ -31,9 +31,9 @@ class LowerBounds(nn.Module):
         return share[1 : index + 1].sum(dim=0) if form == "inclusive" else share[:index].sum(dim=0)
 
     def constant(self, index: int, form: Literal["inclusive", "exclusive"]) -> Tensor:
-        """As `forward`, for decoding: kept until gamma changes, since a token would compute the same in every layer.
+        """As `forward`, for decoding: cached until gamma changes, since every token would compute the same numbers.
 
-        A write through `gamma.data` is not seen; and a CUDA graph goes on reading what was kept before its capture.
+        A write through `gamma.data` is not noticed, and a CUDA graph keeps reading the tensor from before its capture.
         """
         if torch.is_grad_enabled() or not is_plain((self.gamma,)) or self.gamma.is_inference():
             return self.forward(index, form)
@@ -44,6 +44,6 @@ class LowerBounds(nn.Module):
         if (index, form) not in kept:
             beta = self.forward(index, form)
             if self.gamma.is_cuda and torch.cuda.is_current_stream_capturing():
-                return beta  # it lives, and gets its values, in the graph alone
+                return beta  # it exists, and gets its values, in the graph only
             kept[index, form] = beta
         return kept[index, form]

@@ -76,5 +76,5 @@ def add_and_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, 
 
 
 def norm_and_keep(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """norm(x) and x, for what else reads x: its gradient is then added in the norm's pass, for all but LayerNorm."""
+    """norm(x) and x, for other readers of x: the norm's pass then adds their gradient, for all but LayerNorm."""
     return norm(x, keep=True) if isinstance(norm, SRMSNorm) else (norm(x), x)

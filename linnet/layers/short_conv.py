@@ -9,7 +9,7 @@ from linnet.ops import short_convolution
 
 
 class ShortConv(nn.Module):
-    """y_t = act(sum_j w_j x_{t - (width - 1) + j} (+ b)), each channel with weights of its own; act is none or SiLU.
+    """y_t = act(sum_j w_j x_{t - (width - 1) + j} (+ b)), with separate weights per channel; act is none or SiLU.
 
     Its state [N, width - 1, channels] is its last inputs, oldest first; zeros before the first token.
     """
@@ -27,8 +27,8 @@ class ShortConv(nn.Module):
         """x [B, T, channels] -> y of the same shape, and the state after the last token (None if none was given).
 
         Args:
-            state: after the token before the first, one a sequence or document; None for zeros.
-            cu_seqlens: int32 [N+1] with B = 1: document boundaries, where nothing is seen of what was before.
+            state: after the token before the first, one per sequence or document; None for zeros.
+            cu_seqlens: int32 [N+1] with B = 1: document boundaries; a document does not see the tokens before it.
         """
         if cu_seqlens is not None:
             y, state = self._documents(x, state, cu_seqlens)
@@ -51,7 +51,7 @@ class ShortConv(nn.Module):
         return F.silu(y) if self.silu else y
 
     def _last(self, x: Tensor) -> Tensor:
-        """What the newest token adds, with the bias."""
+        """The contribution of the newest token, with the bias."""
         weight = self.weight[:, -1]
         return x * weight if self.bias is None else torch.addcmul(self.bias, x, weight)
 
@@ -69,7 +69,7 @@ class ShortConv(nn.Module):
             y = torch.addcmul(y, torch.where(inside, seen, past), self.weight[:, before - lag])
         if state is None:
             return y, None
-        # What a document leaves: its last tokens, and where it is shorter than that, the end of what it was given.
+        # The final state of a document: its last tokens, after the end of its initial state if it is shorter.
         start, end = cu_seqlens[:-1, None].to(index.dtype), cu_seqlens[1:, None].to(index.dtype)
         place = end - before + torch.arange(before, device=x.device)
         kept = (place - start + before).clamp(0, before - 1)

@@ -15,7 +15,7 @@ from linnet.models.config import ModelConfig
 from linnet.ops.cross_entropy import cross_entropy_reference, is_whole, linear_cross_entropy
 from linnet.ops.matvec import linear
 
-IGNORE = -100  # a target that does not count
+IGNORE = -100  # a target that is not scored
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -57,21 +57,21 @@ class CausalLM(nn.Module):
         return self.logits(x), states
 
     def prefill(self, tokens: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
-        """`forward` from states on where only what comes next matters: logits [B, vocab] of the last token alone."""
+        """`forward` from states on, with the logits [B, vocab] of the last token only."""
         x, states = self.backbone(self.embed(tokens), states)
         return self.logits(x[:, -1]), states
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> ModelState:
         """States before the first token. Only layers with a KV cache use `context_length` (its capacity in tokens).
 
-        `dtype` None is what the layers say, but float64 for a model in float64.
+        `dtype` None is the dtype that the layers specify, and float64 for a model in float64.
         """
         if dtype is None and self.embedding.weight.dtype == torch.float64:
             dtype = torch.float64
         return self.backbone.init_state(batch, context_length, device, dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """What the backbone reads: int64 [...] -> [..., D]."""
+        """Returns the input of the backbone: int64 [...] -> [..., D]."""
         x = self.embedding(tokens)
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
@@ -87,7 +87,7 @@ class CausalLM(nn.Module):
         return 2.0 * seq_len * self.config.d_model * self.config.vocab_size
 
     def logits(self, x: Tensor) -> Tensor:
-        """What the backbone gives, as scores of the next token: [..., D] -> [..., vocab]."""
+        """Returns the scores of the next token from the output of the backbone: [..., D] -> [..., vocab]."""
         return linear(x, self.embedding.weight) if self.head is None else self.head(x)
 
 
@@ -101,7 +101,7 @@ def build_model(config: ModelConfig, seed: int = 0, device: torch.device | str |
 
 
 def draw_weights(build: Callable[[], M], config: ModelConfig, seed: int, device: torch.device | str | None = None) -> M:
-    """What `build` makes, with its weights drawn as `build_model` says."""
+    """Returns the model that `build` makes, with weights drawn as `build_model` says."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build()
@@ -138,7 +138,7 @@ def empty(build: Callable[[], M], device: torch.device | str = "cpu") -> M:
 
 
 class _NoDraws(TorchFunctionMode):
-    """Leaves tensors as they are where they would be initialised or filled with random numbers."""
+    """Skips the initialisation of tensors."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (torch.Tensor.uniform_, torch.Tensor.normal_):

@@ -1,4 +1,4 @@
-"""What a model costs, asked of its layers: parameters, FLOPs in two conventions, state bytes. Nothing is allocated.
+"""Parameters, FLOPs in two conventions and state bytes of a model, from its layers. Allocates nothing.
 
 `flops_exact` sums the FLOP formulas of every matrix product and registered op with the real widths (2 per multiply-add,
 full tiles, attention without the causal discount, no element-wise work), forward and backward; the model says what its

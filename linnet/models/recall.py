@@ -1,4 +1,4 @@
-"""A causal language model for tasks that ask at few positions: its loss computes the logits of those alone.
+"""A causal language model for tasks with few targets per row: its loss computes logits at those positions only.
 
 MQAR (`linnet.data.synthetic.mqar`) has 8,192 tokens and asks at 64 of 512 positions. The logits of all positions would
 be most of the work of a small model, and seven eighths of them would be thrown away.

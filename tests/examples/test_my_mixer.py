@@ -96,11 +96,15 @@ def test_a_study_takes_it_by_its_file(tmp_path):
 def test_what_the_docs_show_of_it_is_so(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "docs" / "mixers.md").read_text(), re.MULTILINE | re.DOTALL)
-    agrees, costs, hf = (code for language, code in blocks if language == "python")
+    drops, agrees, costs, hf = (code for language, code in blocks if language == "python")
     assert "load_plugin(" in hf  # of a folder that is not there
     names = {}
+    exec(drops, {})
     exec(agrees, names)
     exec(costs, names)
     assert capsys.readouterr().out.split()
-    (file,) = (text for language, text in blocks if language == "yaml")
+    layout, file = (text for language, text in blocks if language == "yaml")
+    stack = parse(TrainConfig, yaml.safe_load(layout)).model
+    windows = [stack.layer_options("attention", spec).window for spec in stack.blocks]
+    assert windows == [64, 64, 64, 0] * 2 and [spec.mixer for spec in stack.stack.before] == ["tpe"]
     assert parse(TrainConfig, yaml.safe_load(file)).model.layout == "my_mixer+swiglu x6"

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from linnet.config import ConfigError, parse
-from linnet.layers.base import LayerContext, Mixer, register_mixer
+from linnet.config import Config, ConfigError, parse
+from linnet.layers.base import MIXERS, LayerContext, Mixer, register_mixer
 from linnet.models import (
     LayerSpec,
     ModelConfig,
-    StackConfig,
     build_model,
     check,
     count_parameters,
@@ -195,8 +194,11 @@ def test_the_constructor_of_a_layer_gives_what_its_check_says():
         assert str(caught.value) == key
 
 
-def test_a_layer_without_a_check_says_it_when_it_is_built():
-    @register_mixer("stubborn_test_layer", StackConfig.__mro__[1])
+def test_a_layer_without_a_check_says_it_when_it_is_built(monkeypatch):
+    monkeypatch.setitem(MIXERS, "stubborn_test_layer", Mixer)  # the registry is as before once the test is over
+    del MIXERS["stubborn_test_layer"]
+
+    @register_mixer("stubborn_test_layer", Config)
     class Stubborn(Mixer):
         def __init__(self, config, context: LayerContext):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Gated linear units: y = (act(x W_gate) * (x W_up)) W_down, without biases.
+"""Gated linear units: y = (act(x W_gate) * (x W_up)) W_down, without biases unless the model has `bias: all`.
 
 `swiglu` is SiLU-gated (Shazeer 2020, arXiv:2002.05202), `sglu` has no activation (paper 001, equation 12), and `glu`
 takes the activation as an option.

@@ -22,7 +22,7 @@ from linnet.ops import lightning_attention, lightning_step
 class Cosformer2Config(GatedOutputConfig):
     """Options of `cosformer2`."""
 
-    norm: NormKind = Field("rmsnorm", description="norm of the output in each head")
+    norm: NormKind = Field("rmsnorm", description="norm of the output, over the full width")
     num_heads: int = Field(8, ge=1, description="heads; must divide d_model")
     gate_input: Literal["normed", "residual"] = Field("normed", description="paper 000, A.1.4: residual")
     lrpe_shared_heads: bool = Field(False, description="one set of frequencies for all heads")

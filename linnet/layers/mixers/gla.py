@@ -83,7 +83,7 @@ class Gla(Mixer):
         return {"matrix": TensorSpec((batch, self.num_heads, self.key_dim, self.value_dim))}
 
     def flops_paper(self, seq_len: int) -> float:
-        """Not in paper 000: its convention, two FLOPs a weight and 8 n d_k a value channel for the recurrence."""
+        """Not in paper 000: its convention, two FLOPs per weight and 8 n d_k per value channel for the recurrence."""
         return super().flops_paper(seq_len) + 8.0 * seq_len * self.d_model * self.key_dim
 
     def tp_plan(self) -> dict[str, str]:

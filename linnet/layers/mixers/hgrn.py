@@ -29,7 +29,7 @@ class HgrnConfig(LayerConfig):
 
 @register_mixer("hgrn", HgrnConfig)
 class Hgrn(Mixer):
-    """x [B, T, D] -> [B, T, D]; the state is one number a channel, complex or real."""
+    """x [B, T, D] -> [B, T, D]; the state is one number per channel, complex or real."""
 
     full_precision = ("theta",)
 

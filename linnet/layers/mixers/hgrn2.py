@@ -26,12 +26,13 @@ class Hgrn2Config(LayerConfig):
     """Options of `hgrn2`."""
 
     num_heads: int = Field(8, ge=1, description="paper 002 calls d_model / num_heads the expansion, 128 by default")
-    norm: NormKind = Field("srmsnorm", description="norm of the output in each head")
+    norm: NormKind = Field("srmsnorm", description="norm of the output, over the full width")
     norm_eps: float | None = Field(None, gt=0, description="null is the norm's own")
     output_activation: Literal["silu", "sigmoid", "none"] = Field("silu", description="of the output gate")
     value_activation: Literal["none", "silu"] = Field("none", description="of the values")
     lower_bound: Literal["inclusive", "exclusive", "none"] = Field(
-        "inclusive", description="of the decay, which rises with the layers; none leaves it at 0"
+        "inclusive",
+        description="learned bound of the forget gate, which rises with the layers; none leaves it at 0",
     )
 
     def check(self, context: LayerContext) -> list[str]:

@@ -1,7 +1,7 @@
 """Hyena (Poli et al. 2023, arXiv:2302.10866; paper 004, section 3.2 and appendix B.3.1), order 2, with a modal filter.
 
-q, k, v = short convolutions of linear projections; y = (q * (h conv (k * v))) W_o, with a learned filter h a channel as
-long as the sequence (`linnet.layers.hyena.LongFilter`), whose h_0 holds the paper's skip term beta.
+q, k, v = short convolutions of linear projections; y = (q * (h conv (k * v))) W_o, with one learned filter h per
+channel, as long as the sequence (`linnet.layers.hyena.LongFilter`), whose h_0 holds the paper's skip term beta.
 
 Paper: leaves the filter's form open, and its published implementation makes it of a small network of sines that has no
 finite state. Here: modes, whose number is the state size that the paper counts, so that it decodes with constant state
@@ -31,10 +31,10 @@ class HyenaConfig(HyenaFilterConfig):
 
 
 class HyenaMixer(Mixer):
-    """The frame of all three: q, k, v; something convolved with long filters; an output projection.
+    """The frame of all three: q, k, v; a convolution with long filters; an output projection.
 
-    A subclass gives `signal(k, v)`, what is convolved, [..., C]; and `read(y, q, x)`, from the convolved y [..., C] to
-    the output. `C` is `conv_channels`, over which the filters are spread evenly.
+    A subclass implements `signal(k, v)`, the input of the convolution, [..., C]; and `read(y, q, x)`, from its output y
+    [..., C] to the output of the mixer. `C` is `conv_channels`, over which the filters are spread evenly.
     """
 
     def __init__(self, config: HyenaFilterConfig, d_model: int, channels: int, filters: int, conv_channels: int):
@@ -67,11 +67,11 @@ class HyenaMixer(Mixer):
         return self.read(y, q, x), state
 
     def signal(self, k: Tensor, v: Tensor) -> Tensor:
-        """What is convolved, from keys and values: [..., channels of the filter's input]."""
+        """Returns the input of the convolution, from keys and values: [..., channels of the filter's input]."""
         raise NotImplementedError
 
     def read(self, y: Tensor, q: Tensor, x: Tensor) -> Tensor:
-        """The mixer's output [..., D] from the convolution, the queries and the mixer's input."""
+        """Returns the mixer's output [..., D] from the convolution, the queries and the mixer's input."""
         raise NotImplementedError
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
@@ -80,7 +80,7 @@ class HyenaMixer(Mixer):
         return spec | {"modes": self.filter.state_spec(batch, self.conv_channels)}
 
     def flops(self, seq_len: int) -> float:
-        """The short convolutions, 2 a weight and token: no matrix product and no registered op."""
+        """The short convolutions, 2 per weight and token: neither a matrix product nor a registered op."""
         return 2.0 * seq_len * 3 * self.channels * self.config.conv_width
 
     def tp_plan(self) -> dict[str, str]:
@@ -91,7 +91,7 @@ class HyenaMixer(Mixer):
 
 @register_mixer("hyena", HyenaConfig)
 class Hyena(HyenaMixer):
-    """x [B, T, D] -> [B, T, D], with one filter a channel."""
+    """x [B, T, D] -> [B, T, D], with one filter per channel."""
 
     def __init__(self, config: HyenaConfig, context: LayerContext):
         d_model = context.d_model

@@ -1,12 +1,13 @@
-"""Hyena experts (paper 004, section 3.2): small Hyena mixers, of which a router lets a few speak for each token.
+"""Hyena experts (paper 004, section 3.2): small Hyena mixers, of which a router selects a few per token.
 
 E experts of width w: each is a `hyena` of w channels without an output projection, y_e. With the softmax s_t over the k
 largest of x_t W_g (`linnet.layers.routing`), the output is (sum_e s_te y_te) W_o, W_o from w to D.
 
-"Only a subset of the total state is used to compose the output at each time step" (paper): an expert that is silent now
-must still hear, because later tokens will ask what it has heard. So all experts convolve in the parallel form, where
-masking k of E outputs is cheaper than gathering them; a decoding step writes all states and reads, weighs and gates the
-chosen ones only. (The published implementation gives all experts weight; see `linnet.layers.routing`.)
+"Only a subset of the total state is used to compose the output at each time step" (paper): an expert that is not
+selected now must still read the token, because later tokens may select it. So all experts convolve in the parallel
+form, where masking E - k of E outputs is cheaper than gathering k; a decoding step writes all states, and reads, weighs
+and gates those of the selected experts only. (The published implementation gives all experts weight; see
+`linnet.layers.routing`.)
 """
 
 import torch
@@ -51,7 +52,7 @@ class HyenaExpertsConfig(HyenaFilterConfig):
 
 @register_mixer("hyena_experts", HyenaExpertsConfig)
 class HyenaExperts(Routed, HyenaMixer):
-    """x [B, T, D] -> [B, T, D]; all experts hear every token, the chosen ones speak."""
+    """x [B, T, D] -> [B, T, D]; all experts read every token, the selected ones contribute to the output."""
 
     def __init__(self, config: HyenaExpertsConfig, context: LayerContext):
         d_model, experts = context.d_model, config.num_experts
@@ -66,7 +67,7 @@ class HyenaExperts(Routed, HyenaMixer):
         self.out_proj.ends_residual = True
 
     def route(self, x: Tensor) -> Routing:
-        """Which experts each token of x [..., D] hears, and how much of each; `.load()` is their load."""
+        """The experts of each token of x [..., D] with their weights; `.load()` is their load."""
         return top_k_routing(self.router(x), self.config.num_active)
 
     def signal(self, k: Tensor, v: Tensor) -> Tensor:

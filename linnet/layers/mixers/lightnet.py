@@ -22,7 +22,7 @@ from linnet.ops import additive_attention, additive_step
 class LightnetConfig(GatedOutputConfig):
     """Options of `lightnet`."""
 
-    norm: NormKind = Field("rmsnorm", description="norm of the output in each head")
+    norm: NormKind = Field("rmsnorm", description="norm of the output, over the full width")
     num_heads: int = Field(8, ge=1, description="heads; must divide d_model")
     lrpe: bool = Field(True, description="False is an ablation of paper 003, section 5.3")
     lrpe_shared_heads: bool = Field(False, description="one set of frequencies for all heads")

@@ -2,10 +2,10 @@
 
 [x, z] = u W_in; x = silu(conv4(x)), a causal convolution of each channel; (dt, B, C) = x W_x;
 delta = softplus(W_dt dt + b_dt), A = -exp(A_log); s_t = exp(delta A) s_{t-1} + delta B x, y = C s_t + D x;
-out = (y * silu(z)) W_out. No bias but b_dt, neither in the projections nor, by default, in the convolution.
+out = (y * silu(z)) W_out. By default b_dt is the only bias: the projections and the convolution have none.
 
-Only the three large projections and W_x are linear layers, which a model draws anew: W_dt and b_dt keep their own
-initialisation, b_dt = softplus^-1(exp(U(ln 1e-3, ln 1e-1))), without which all channels would forget at one rate.
+Only the three large projections and W_x are linear layers, whose weights the model draws. W_dt and b_dt keep their own
+initialisation, b_dt = softplus^-1(exp(U(ln 1e-3, ln 1e-1))); without it all channels would forget at one rate.
 """
 
 import math
@@ -26,7 +26,7 @@ class MambaConfig(LayerConfig):
     """Options of `mamba`."""
 
     expand: int = Field(2, ge=1, description="channels of the recurrence over the model width")
-    state: int = Field(16, ge=1, description="states a channel (MAD: 4)")
+    state: int = Field(16, ge=1, description="states per channel (MAD: 4)")
     dt_rank: int = Field(0, ge=0, description="rank of the projection to delta; 0 is d_model / 16, rounded up")
     conv_width: int = Field(4, ge=2, description="tokens that the convolution sees")
     conv_bias: bool = Field(False, description="a bias after the convolution, as in the models of the Mamba paper")
@@ -99,7 +99,7 @@ class Mamba(Mixer):
         return 2.0 * seq_len * width * (3 * self.d_model + 3 + (rank + 2 * state) + rank + state)
 
     def flops(self, seq_len: int) -> float:
-        """The convolution, 2 a weight and token: no matrix product and no registered op."""
+        """The convolution, 2 per weight and token: neither a matrix product nor a registered op."""
         return 2.0 * seq_len * self.conv.weight.numel()
 
     def tp_plan(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Multi-head Hyena (Massaroli et al. 2023, arXiv:2310.18780; paper 004, section 3.2), with a modal filter a head.
+"""Multi-head Hyena (Massaroli et al. 2023, arXiv:2310.18780; paper 004, section 3.2), with one modal filter per head.
 
 q, k, v as in `hyena`, in H heads of width m: z_t = k_t (x) v_t, Z = h conv z with one filter for the m^2 products of a
 head, y_t = q_t Z_t, the output projection of all heads. It is linear attention whose decay is a learned filter, and in
@@ -29,7 +29,7 @@ class MhHyenaConfig(HyenaFilterConfig):
 
 @register_mixer("mh_hyena", MhHyenaConfig)
 class MhHyena(HyenaMixer):
-    """x [B, T, D] -> [B, T, D], with one filter a head."""
+    """x [B, T, D] -> [B, T, D], with one filter per head."""
 
     def __init__(self, config: MhHyenaConfig, context: LayerContext):
         d_model, heads = context.d_model, config.num_heads

@@ -153,7 +153,7 @@ def activate(x: Tensor, kind: str) -> Tensor:
 def decay_rates(config: TnlConfig, layer_index: int, num_layers: int) -> np.ndarray:
     """Rates s_h >= 0 of the decay exp(-s_h) for each head of a layer, float32 [H].
 
-    Of NumPy: on the device "meta", arithmetic of tensors would import torch's compiler, which takes a second.
+    Computed by NumPy: on the device "meta", tensor arithmetic would import torch's compiler, which takes a second.
     """
     heads = config.num_heads
     match config.slopes:

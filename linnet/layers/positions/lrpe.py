@@ -17,7 +17,7 @@ from linnet.ops.rotation import rotate
 class Lrpe(nn.Module):
     """Learned frequencies theta [H, d_h] (complex) or [H, d_h / 2] (real).
 
-    `shared_heads` False: theta = 10000^(-2i/D) over the whole model width, so the first head turns fastest (the
+    `shared_heads` False: theta = 10000^(-2i/D) over the whole model width, so the first head rotates fastest (the
     released TransNormerLLM); True: one theta [1, .] with exponents -2i/d_h for all heads.
     """
 

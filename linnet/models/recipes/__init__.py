@@ -1,4 +1,4 @@
-"""Named models. One file a family, with the paper, its sizes and every departure; importing registers all of them."""
+"""Named models. One file per family, with the paper, its sizes and every departure; importing registers all of them."""
 
 from linnet.models.recipes import cosformer2, gla, hgrn, lightnet, llama, mad, mamba, tnl
 from linnet.models.recipes.registry import FAMILIES, RECIPES, family, get_recipe

@@ -2,12 +2,12 @@
 
 Ten are uniform (five token mixers, each with SwiGLU or experts, twice), Mamba fills its four layers alone, and ten are
 striped: a block of another mixer (or two layers of Mamba), then a block of attention. `mad-hyena-swiglu` is uniform,
-`mad-hyena-attention-swiglu` striped. RMSNorm, untied embeddings, no positions but attention's RoPE.
+`mad-hyena-attention-swiglu` striped. RMSNorm, untied embeddings, attention's RoPE is the only position encoding.
 
-State: 2,048 numbers a block (1,024 a layer of Mamba), 4,096 a model without attention: Hyena 128 channels of 16 modes,
-multi-head Hyena 16 heads of 8 x 8 with 2 modes, Hyena experts 8 of 16 channels with 16 modes, GLA 8 heads of 16 x 16,
-Mamba 256 channels of 4 states. Departures: the head has no bias, as everywhere here; SwiGLU is 512 wide, as the paper
-says (the published implementation: 352). Its parameter counts otherwise follow from the layers.
+State: 2,048 numbers per block (1,024 per layer of Mamba), 4,096 per model without attention: Hyena 128 channels of 16
+modes, multi-head Hyena 16 heads of 8 x 8 with 2 modes, Hyena experts 8 of 16 channels with 16 modes, GLA 8 heads of 16
+x 16, Mamba 256 channels of 4 states. Departures: the head has no bias, as everywhere here; SwiGLU is 512 wide, as the
+paper says (the published implementation: 352). Its parameter counts otherwise follow from the layers.
 """
 
 from linnet.layers.base import MIXERS
@@ -17,7 +17,7 @@ from linnet.models.recipes.registry import register_recipe
 
 WIDTH = 128
 
-# What the paper gives for each layer; `mad_model` takes it for the layers that a layout names.
+# Options of the paper for each layer; `mad_model` uses those of the layers that a layout names.
 OPTIONS: dict[str, dict] = {
     "attention": {"num_heads": 16},
     "gla": {"num_heads": 8},

@@ -108,7 +108,7 @@ def _fixed(layer) -> tuple[list[TensorSpec], bool]:
 
 
 def _before(config: ModelConfig) -> list[TensorSpec]:
-    """Fixed states of the mixers that stand before the layers, whose size is no part of `total`."""
+    """Fixed states of the mixers that stand before the layers, whose size does not count towards `total`."""
     mixers = meta_model(config.model_dump_json()).backbone.mixers_before()
     return [spec for _, mixer in mixers for spec in _fixed(mixer)[0] if spec.size]
 
