@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from linnet.ops import use_backend
-from linnet.ops.attention import attend_window, causal_attention
+from linnet.ops.attention import attend_window, causal_attention, flex
 from linnet.ops.attention.flex import block_mask, first_visible
 
 DOCUMENTS = [0, 1, 60, 60, 160, 260, 301]
@@ -105,6 +105,17 @@ def test_blocks_for_flex_attention(window, bounds):
         o = flex_attention(q, k, v, block_mask=mask)
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~right, float("-inf"))
     torch.testing.assert_close(o, scores.softmax(-1) @ v, rtol=1e-4, atol=1e-5)
+
+
+def test_masks_are_kept_as_long_as_the_boundaries_stay():
+    bounds, device = offsets([0, 100, 384]), torch.device("cpu")
+    mask = flex._mask(384, 0, bounds, device)
+    assert flex._mask(384, 0, bounds, device) is mask
+    assert flex._mask(384, 0, offsets([0, 100, 384]), device) is not mask
+    assert flex._mask(384, 50, bounds, device) is not mask
+    bounds[1] = 200
+    assert not torch.equal(flex._mask(384, 0, bounds, device).to_dense(), mask.to_dense())
+    assert flex._mask(384, 50, None, device) is flex._mask(384, 50, None, device)
 
 
 @pytest.mark.parametrize(

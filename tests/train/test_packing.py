@@ -22,6 +22,8 @@ OWN = [name for name, kind in MIXERS.items() if kind.__module__.startswith("linn
 MODELS = {name: {"layout": f"({name}+swiglu) x2"} for name in OWN} | {
     "attention, window": {"layout": "(attention+swiglu) x2", "options": {"attention": {"window": 3}}},
     "attention, grouped": {"layout": "(attention+swiglu) x2", "options": {"attention": {"num_kv_heads": 1}}},
+    "sinusoidal positions": {"layout": "(tnl+sglu) x2", "positions": "sinusoidal"},
+    "learned positions": {"layout": "(tnl+sglu) x2", "positions": "learned", "num_positions": 16},
     "tpe": {"layout": "tpe (cosformer2+sglu) x2"},
     "tnl, rotations": {"layout": "(tnl+sglu) x2", "options": {"tnl": {"lrpe": "all_layers"}}},
     "hybrid": {"layout": "mamba+moe attention+swiglu", "options": {"moe": {"num_experts": 4}}},

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.weak import WeakTensorKeyDictionary
 
 BLOCK = 128  # tokens of a block of the mask; rows are padded to a multiple, which also limits how many shapes compile
 NARROWEST = 16  # flex attention has no kernels for narrower heads
@@ -22,11 +23,35 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor
     padding = (0, max(0, NARROWEST - width), 0, 0, 0, -length % BLOCK)
     if any(padding):
         q, k, v = (F.pad(x, padding) for x in (q, k, v))
-    mask = block_mask(first_visible(q.shape[1], window, cu_seqlens, q.device))
+    mask = _mask(q.shape[1], window, cu_seqlens, q.device)
     call = flex_attention if torch.compiler.is_compiling() else _compiled(q.shape, k.shape, q.dtype, q.device)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o = call(q, k, v, block_mask=mask, scale=width**-0.5, enable_gqa=q.shape[1] != k.shape[1])
     return o.transpose(1, 2)[:, :length, :, :width]
+
+
+def _mask(length: int, window: int, cu_seqlens: Tensor | None, device: torch.device) -> BlockMask:
+    """Returns the mask of a call. It takes some seventy small kernels, so it is kept for the layers that follow."""
+    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return block_mask(first_visible(length, window, cu_seqlens, device))  # what a CUDA graph makes stays in it
+    if cu_seqlens is None:
+        return _window_mask(length, window, device)
+    version, masks = _masks.get(cu_seqlens, (None, {}))
+    if version != cu_seqlens._version:
+        version, masks = _masks[cu_seqlens] = (cu_seqlens._version, {})
+    if (length, window) not in masks:
+        with torch.inference_mode(False):
+            masks[length, window] = block_mask(first_visible(length, window, cu_seqlens, device))
+    return masks[length, window]
+
+
+_masks = WeakTensorKeyDictionary()  # boundaries -> (their version, {(length, window): mask}), as long as they live
+
+
+@functools.lru_cache(16)
+def _window_mask(length: int, window: int, device: torch.device) -> BlockMask:
+    with torch.inference_mode(False):
+        return block_mask(first_visible(length, window, None, device))
 
 
 def first_visible(length: int, window: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
