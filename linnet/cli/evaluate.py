@@ -332,7 +332,7 @@ def demo(
 ) -> None:
     """Train two small models on needles, evaluate both in every way, and compare them: in about 100 s on two cores.
 
-    It needs no network. What is trained already is not trained again.
+    It needs no network. A second call reuses trained models.
 
     [bold]linnet evaluate demo[/]
     """

@@ -52,7 +52,7 @@ def translate(args: list[str], commands: Iterable[str]) -> list[list[str]]:
 
 
 def _scan(args: list[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Values by option, and what is no option."""
+    """Returns values by option, and the words that are not options."""
     given: dict[str, list[str]] = {}
     places: list[str] = []
     rest = iter(args)

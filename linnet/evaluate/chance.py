@@ -1,4 +1,4 @@
-"""What guessing gives: without it nobody knows whether a share of right answers is any good."""
+"""The value that guessing gives, against which a share of right answers is judged."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from linnet.evaluate.results import Result
 from linnet.evaluate.suites import Suite, averages, counting
 
 PICKED = ("acc", "acc_norm", "acc_bytes")  # of one answer among several
-FOUND = ("exact_match", "em", "f1", "acc")  # of an answer that is free, which nobody guesses
+FOUND = ("exact_match", "em", "f1", "acc")  # of free answers, which cannot be guessed
 
 
 def chances(

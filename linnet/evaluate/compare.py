@@ -76,7 +76,7 @@ class Comparison:
         left_out: items that some model has and another has not.
         numbers: by model, in the order of the runs.
         differences: of all pairs; empty where the metric is not tested. `untested` says why, or is "".
-        chance: what guessing gives, of a share of right answers; None where nobody guesses, or the record does not say.
+        chance: value by guessing, for a share of right answers; None if guessing has no meaning or is not recorded.
     """
 
     kind: str

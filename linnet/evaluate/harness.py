@@ -116,7 +116,7 @@ class LinnetLM(TemplateLM):
         return found
 
     def _counter(self, total: int) -> Callable[[int], None]:
-        """Adds up what `progress` is told."""
+        """Counts requests for `progress`."""
         done = 0
 
         def count(more: int) -> None:

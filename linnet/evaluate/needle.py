@@ -284,7 +284,7 @@ def _rivals(answers: Sequence[str], generator: np.random.Generator) -> tuple[str
 
 
 def _like(answer: str, generator: np.random.Generator) -> str:
-    """As many digits (the first of several is no 0), or as many capitals."""
+    """As many digits (the first of several is not 0), or as many capitals."""
     letters = list("0123456789" if answer.isdigit() else "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
     first = letters[1:] if answer.isdigit() and len(answer) > 1 else letters
     return "".join([generator.choice(first), *generator.choice(letters, len(answer) - 1)])

@@ -43,7 +43,7 @@ _COLUMNS = ("task", "metric", "id", "score", "weight")
 
 
 class OtherFormatError(ConfigError):
-    """A JSON file that is no evaluation of this format."""
+    """A JSON file that is not an evaluation of this format."""
 
 
 class Item(NamedTuple):
@@ -148,7 +148,7 @@ def read_evaluation(path: str | Path) -> Evaluation:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict) or values.get("format") != FORMAT:
-            message = f"{path}: is no evaluation of format {FORMAT}; delete it, or evaluate again"
+            message = f"{path}: not an evaluation of format {FORMAT}; delete it, or evaluate again"
             raise OtherFormatError([message], "evaluations")
         items: dict[tuple[str, str], list[Item]] = {}
         with open(path.with_name(values["items"]), encoding="utf-8", newline="") as file:

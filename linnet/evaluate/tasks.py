@@ -2,7 +2,7 @@
 
 A task is a YAML file that says where its questions are and how they are asked. In a folder of one's own, `dataset_path:
 json` with `data_files` names JSONL files, relative to the YAML file; those are checked line by line before any work is
-done, and need no network. What the harness's own tasks ask comes from Hugging Face's hub, or from its cache.
+done, and need no network. Questions of the harness's own tasks come from Hugging Face's hub or its cache.
 """
 
 import contextlib
@@ -49,11 +49,13 @@ def find_tasks(
         replaced: tasks that are made here instead of by the harness.
 
     Raises:
-        ConfigError: all files in `include` that are no YAML; all names that are unknown, and all that is wrong with
+        ConfigError: all files in `include` that are not YAML; all unknown names, and all problems of
             the questions there; or data that cannot be loaded.
     """
     if include is not None and not Path(include).is_dir():
-        raise ConfigError([f"include: {str(include)!r} is no folder; name one with the YAML files of tasks"], "tasks")
+        raise ConfigError(
+            [f"include: {str(include)!r} is not a folder; name one with the YAML files of tasks"], "tasks"
+        )
     if include is not None and (problems := list(_broken(Path(include)))):
         raise ConfigError(problems, "tasks")
     replaced = replaced or {}
@@ -95,7 +97,7 @@ def run_tasks(lm: LinnetLM, tasks: Mapping[str, Task], limit: int | None = None)
         limit: first questions of each task that are asked; None asks all.
 
     Raises:
-        ConfigError: a request that is too long, where the model is told to refuse it.
+        ConfigError: a request is too long, and `too_long` is refuse.
     """
     with _quiet():
         loaded = {"tasks": dict(tasks), "groups": {}, "group_map": {}}
@@ -137,13 +139,13 @@ def _result(task: str, shown: str, value: float, samples: list[dict], metric: st
 
 
 def _broken(folder: Path) -> Iterator[str]:
-    """What is no YAML in a folder of tasks: the harness would pass over it and ask a task of its own of that name."""
+    """Files of a folder that are not YAML, which the harness would skip to ask its own task of that name."""
     for path in sorted(folder.rglob("*.yaml")):
         try:
             with path.open(encoding="utf-8") as file:
                 yaml.compose(file)  # not loaded: tags such as !function are the harness's
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            yield f"{path}: is no YAML: {' '.join(str(error).split())}"
+            yield f"{path}: not YAML: {' '.join(str(error).split())}"
 
 
 def _leaves(index: Mapping[str, Any], name: str, replaced: Mapping[str, Any]) -> Iterator[str]:

@@ -76,7 +76,7 @@ def _rows(name: str, path: Path, problems: list[str]) -> Iterator[tuple[str, dic
         if isinstance(row, dict):
             yield f"{path}:{number}", row
         else:
-            problems.append(f"{path}:{number}: is no object; write one a line")
+            problems.append(f"{path}:{number}: not a JSON object; write one object per line")
     if not count:
         problems.append(f"{name}: {path} is empty; write a question a line")
 
@@ -113,12 +113,14 @@ def _check_choice(config: Mapping[str, Any], row: dict) -> list[str]:
     if choices is None:
         return []
     if not isinstance(choices, list) or len(choices) < 2:
-        return [f"choices {choices!r} are no list of at least two"]
+        return [f"choices {choices!r} are not a list of at least two"]
     problems = []
     for one in answer if isinstance(answer, list) else [answer]:
         if isinstance(one, int) and not isinstance(one, bool):
             if not 0 <= one < len(choices):
-                problems.append(f"answer {one} is no index of its {len(choices)} choices; use 0 to {len(choices) - 1}")
+                problems.append(
+                    f"answer {one} is not an index of its {len(choices)} choices; use 0 to {len(choices) - 1}"
+                )
         elif one not in choices:
             problems.append(f"answer {one!r} is neither an index nor one of the choices {choices!r}")
     return problems

@@ -61,7 +61,7 @@ def first_token(tokenizer: Tokenizer) -> int:
 def read_texts(
     paths: list[str], tokenizer: Tokenizer, text_key: str = "text", most_bytes: int | None = None
 ) -> list[Document]:
-    """The documents of files: a text file is one, JSONL has one a line, Parquet one a row; folders and globs as well.
+    """Reads the documents of files, folders and globs: a text file is one, JSONL has one per line, Parquet per row.
 
     Args:
         most_bytes: of the text, from its beginning on; the last document may be cut. None takes all.
@@ -78,7 +78,7 @@ def read_texts(
                 text = text[: int(room)]
             room -= len(text)
             name = str(file.path) if file.kind == "text" else f"{file.path}:{number}"
-            # What is cut inside a character loses it.
+            # A character that is cut is lost.
             documents.append(Document.of_text(name, text.decode(errors="ignore"), tokenizer))
             if not room:
                 break

@@ -1,7 +1,7 @@
 """The requests of OpenAI's API: every key, its range, and what is not there here.
 
 A null is the same as no key at all, as OpenAI has it. What this server cannot do is taken at the value that asks for
-nothing and refused at any other, so that nobody gets another answer than the one asked for. Keys that are not OpenAI's
+nothing and refused at any other, so that no response differs from the request. Keys that are not OpenAI's
 (top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, return_token_ids) have the names that other servers of
 open models use.
 """

@@ -21,14 +21,14 @@ COMMON_STARTS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜be
 class ChatTemplate:
     """A Jinja template as Hugging Face's tokenizers have it, run in a sandbox.
 
-    Special tokens in the template are tokens; those that are spelled out in a message are text, so that nobody can end
-    their turn and speak as another.
+    Special tokens in the template are tokens; those spelled out in a message are text, so that a user cannot end their
+    turn and speak as another.
 
     Attributes:
         turn_ends: special tokens that stand behind an assistant's turn, which end a completion.
 
     Raises:
-        ConfigError: it is no template, or fails at a plain conversation.
+        ConfigError: it is not a template, or fails on a plain conversation.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, where: str = FILE):

@@ -6,7 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from linnet.cli import app
+from linnet.config import Config, ConfigError, parse
 from linnet.data import ByteTokenizer
+from linnet.deprecation import LinnetDeprecationWarning
 from linnet.evaluate.results import read_evaluations
 from linnet.models import build_model, family
 from linnet.runs.model import save_model
@@ -41,7 +43,8 @@ def test_several_kinds_at_once(run):
     ):
         assert command in old.stderr
         kind = command.split()[2]
-        assert json.loads(call(*command.split()[1:]).stdout)[kind] == found[kind]
+        new = json.loads(call(*command.split()[1:]).stdout)[kind]
+        assert all(new[key] == found[kind][key] for key in ("asked", "results", "detail"))
 
 
 def test_recall_alone(run):
@@ -83,3 +86,16 @@ def test_the_demo(tmp_path):
 def test_what_was_an_error_is_one(run, arguments, keys):
     result = call("evaluate", *arguments)
     assert result.exit_code == 2 and keys_of(result) == keys, result.output
+
+
+def test_the_old_name_of_extra_problems():
+    class Old(Config):
+        steps: int
+
+        @classmethod
+        def beside(cls, values):
+            return ["rate: also wrong"]
+
+    with pytest.warns(LinnetDeprecationWarning, match="extra_problems"), pytest.raises(ConfigError) as error:
+        parse(Old, {"steps": "x"})
+    assert error.value.problems[-1] == "rate: also wrong"
