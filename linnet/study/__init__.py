@@ -1,14 +1,14 @@
-"""Many runs, one question: ladders of models, executors that train them, and the fits of what they found.
+"""Studies: plan a ladder of models, train it with an executor, and fit scaling laws to the results.
 
     config.py     StudyConfig: architectures x budgets x sizes
-    ladder.py     plan(config): the runs, their exact FLOPs, what was dropped and why
-    timing.py     how long the plan will take on this machine
+    ladder.py     plan(config): the runs, their exact FLOPs, the dropped points and the reasons
+    timing.py     estimates how long a plan takes on this machine
     executors.py  inline, a pool of processes, Ray: one interface
-    runner.py     run_study(config): plan, train what is missing, collect
+    runner.py     run_study(config): plan, train the missing runs, collect
     collect.py    collect(folder): the run folders as one table
     fit/          scaling laws from that table
 
-Names are imported when they are first used, so that `linnet.study.fit` needs no torch.
+Names are imported on first use, so that `linnet.study.fit` works without torch.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Architectures and sizes of a study, and the models that they make together."""
+"""Architectures and sizes of a study, and the model of each pair."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
@@ -14,7 +14,7 @@ from linnet.models.stack import AliasField, as_aliases, repeated
 
 
 def _size(value: Any) -> Any:
-    """`[64, 3]`, `[64, 3, 4]` and `70m` are short for the mapping."""
+    """Expands the short forms `[64, 3]`, `[64, 3, 4]` and `70m` to a mapping."""
     if isinstance(value, str):
         return {"recipe": value}
     if isinstance(value, list) and 2 <= len(value) <= 3:
@@ -23,7 +23,7 @@ def _size(value: Any) -> Any:
 
 
 def _sizes(value: Any) -> Any:
-    """`{widths: [...], layers: [...]}` is short for every pair of the two."""
+    """Expands `{widths: [...], layers: [...]}` to one size per pair."""
     if (
         isinstance(value, dict)
         and set(value) == {"widths", "layers"}
@@ -34,22 +34,22 @@ def _sizes(value: Any) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    """A number is one value for all sizes."""
+    """Expands a number to a rule that gives this number at every width."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return {"value": value, "exponent": 0.0, "maximum": value} if number else value
 
 
 class Size(Config):
-    """A rung of the ladder: a shape, or the published size `recipe` (`70m` means the recipe `<family>-70m`).
+    """A size of the ladder: a shape, or a published size `recipe` (`70m` means the recipe `<family>-70m`).
 
     Short forms in YAML: `[d_model, num_layers]`, `[d_model, num_layers, num_heads]`, `70m`.
 
     Attributes:
         d_model: width.
-        num_layers: blocks; a pattern of blocks repeats until it has so many.
-        num_heads: heads; default: as the family has them at this width.
-        inner: inner width of the channel mixers; default: as the family has it.
-        recipe: a published size of the family, such as `70m`, in place of a shape.
+        num_layers: number of blocks. A layout pattern is repeated and cut at this number.
+        num_heads: number of heads; default: the family's number at this width.
+        inner: inner width of the channel mixers; default: the family's.
+        recipe: a published size of the family, such as `70m`, instead of a shape.
     """
 
     d_model: int | None = Field(None, gt=0)
@@ -62,18 +62,18 @@ class Size(Config):
     def _one_form(self):
         shape = (self.d_model, self.num_layers, self.num_heads, self.inner)
         if self.recipe is None and (self.d_model is None or self.num_layers is None):
-            raise ValueError("a size needs d_model and num_layers, or the name of a published size such as 70m")
+            raise ValueError("a size needs `d_model` and `num_layers`, or the name of a published size such as 70m")
         if self.recipe is not None and any(part is not None for part in shape):
-            raise ValueError(f"a size is a shape or a recipe, not both (recipe {self.recipe!r}); drop one")
+            raise ValueError(f"recipe: {self.recipe!r} is given with a shape; a size is one of the two: remove one")
         return self
 
     @property
     def label(self) -> str:
-        """Short name in tables: `64x3`, or `70m`."""
+        """The name in tables: `64x3`, or `70m`."""
         return self.recipe or f"{self.d_model}x{self.num_layers}"
 
 
-# `json_schema_input_type` gives the short forms to `linnet schema`.
+# With `json_schema_input_type`, the output of `linnet schema` accepts the short forms too.
 _OneSize = Annotated[Size, BeforeValidator(_size, json_schema_input_type=Size | str | list[int])]
 Sizes = Annotated[
     list[_OneSize],
@@ -83,13 +83,13 @@ Sizes = Annotated[
 
 
 class ByWidth(Config):
-    """A number that follows the model's width: value * (d_model / width) ** exponent, at most `maximum`.
+    """A number that depends on the model's width: value * (d_model / width) ** exponent, at most `maximum`.
 
     Attributes:
         value: the number at `width`.
-        width: the width d_model that `value` belongs to.
-        exponent: of d_model / width.
-        maximum: upper bound at small widths.
+        width: the d_model that `value` belongs to.
+        exponent: power of d_model / width.
+        maximum: upper bound, reached at small widths.
     """
 
     value: float = Field(gt=0)
@@ -98,15 +98,15 @@ class ByWidth(Config):
     maximum: float = Field(float("inf"), gt=0)
 
     def at(self, d_model: int) -> float:
-        """The number at this width, rounded to 4 digits so that configurations read well."""
+        """Returns the number at a width, rounded to 4 digits to keep configurations readable."""
         return float(f"{min(self.maximum, self.value * (d_model / self.width) ** self.exponent):.4g}")
 
 
 class LearningRate(ByWidth):
-    """Peak learning rate by width. A bare number in YAML is one rate for all sizes.
+    """Peak learning rate by width. A plain number in YAML is the rate of all sizes.
 
-    The default, 3e-3 at width 64 falling as 1 / width, keeps small models of every family near their best rate, so
-    that the ladder compares sizes rather than learning rates.
+    The default is 3e-3 at width 64 and falls as 1 / width. It keeps small models of every family near their best rate,
+    so that the ladder compares sizes and not learning rates.
     """
 
     value: float = Field(3e-3, gt=0)
@@ -116,10 +116,11 @@ class LearningRate(ByWidth):
 
 
 class InitStd(ByWidth):
-    """Standard deviation of the first weights by width. A bare number in YAML is one for all sizes.
+    """Standard deviation of the initial weights by width. A plain number in YAML is the value for all sizes.
 
-    The published 0.02 belongs to widths from 512 up; a laptop's widths of 16 to 100 start too small with it and learn
-    late, so the default keeps 0.02 at 512 and follows 1 / sqrt(width) (docs/negative-results.md has the numbers).
+    The published 0.02 is for widths of 512 and more. Models of width 16 to 100 start with too small weights at 0.02
+    and learn late. The default is 0.02 at width 512 and follows 1 / sqrt(width) (docs/negative-results.md has the
+    numbers).
     """
 
     value: float = Field(0.02, gt=0)
@@ -132,16 +133,16 @@ Std = Annotated[InitStd, BeforeValidator(_constant, json_schema_input_type=InitS
 
 
 class Architecture(Config):
-    """One line of the comparison. `tnl` in YAML is short for `{name: tnl}`, the family of that name.
+    """One architecture of the comparison. `tnl` in YAML is short for `{name: tnl}`, the family of that name.
 
     Attributes:
         name: label in tables and figures.
-        family: a model family (`linnet.models.recipes.FAMILIES`) or an outside mixer's name; default `name`.
-        layout: in place of a family: a pattern of blocks, repeated and cut at the size's `num_layers`
-            (`tnl+sglu tnl+sglu attention+swiglu`), or a list of blocks.
-        aliases: short names for blocks in the layout, with options of their own (see `linnet.models.ModelConfig`).
-        options: options of the layers by layer name.
-        sizes, seq_len, batch_size, learning_rate: in place of the study's.
+        family: a model family (`linnet.models.recipes.FAMILIES`) or the name of a plugin's mixer; default: `name`.
+        layout: a pattern of blocks instead of a family (`tnl+sglu tnl+sglu attention+swiglu`), or a list of blocks. It
+            is repeated and cut at the `num_layers` of the size.
+        aliases: short names for blocks in the layout, with their own options (see `linnet.models.ModelConfig`).
+        options: layer name -> options of these layers.
+        sizes, seq_len, batch_size, learning_rate: override the values of the study.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -157,9 +158,11 @@ class Architecture(Config):
     @model_validator(mode="after")
     def _one_form(self):
         if self.family is not None and self.layout is not None:
-            raise ValueError(f"architecture {self.name!r} has a family and a layout; drop one")
+            raise ValueError(f"architecture {self.name!r} has a family and a layout, but can have only one; remove one")
         if self.aliases and self.layout is None:
-            raise ValueError(f"architecture {self.name!r} has aliases without a layout that uses them; drop them")
+            raise ValueError(
+                f"architecture {self.name!r} has aliases, but no layout that uses them; remove them or add a layout"
+            )
         return self
 
 
@@ -173,7 +176,7 @@ def make_rungs(
     vocab_size: int,
     problems: list[str],
 ) -> list[Rung]:
-    """Returns the models of every architecture at every size; adds what is wrong with others to `problems`."""
+    """Returns the models of every architecture at every size. Appends the reasons for invalid ones to `problems`."""
     rungs, wrong = [], []
     for architecture in architectures:
         for size in architecture.sizes or sizes:
@@ -188,7 +191,7 @@ def make_rungs(
 
 
 def _by_architecture(wrong: list[tuple[str, str, str]]) -> list[str]:
-    """Lines of (architecture, size, problem): a problem of several sizes is one line."""
+    """Formats (architecture, size, problem) as lines. A problem that several sizes share becomes one line."""
     sizes: dict[tuple[str, str], list[str]] = {}
     for architecture, size, line in wrong:
         sizes.setdefault((architecture, line), []).append(size)
@@ -196,10 +199,10 @@ def _by_architecture(wrong: list[tuple[str, str, str]]) -> list[str]:
 
 
 def make_model(architecture: Architecture, size: Size, vocab_size: int) -> ModelConfig:
-    """The model of an architecture at a size.
+    """Returns the model of an architecture at a size.
 
     Raises:
-        ValueError: an unknown family, recipe or layer, or a shape that the layers refuse (`ConfigError` among them).
+        ValueError: unknown family, recipe or layer, or a shape that a layer refuses. Includes `ConfigError`.
     """
     if architecture.layout is not None:
         model = _from_layout(architecture, size, vocab_size)
@@ -216,16 +219,16 @@ def make_model(architecture: Architecture, size: Size, vocab_size: int) -> Model
     cut_away = set() if architecture.layout is None else set(parse_stack(*_pattern(architecture)).names)
     cut_away -= set(values["options"])
     for layer, options in architecture.options.items():
-        if layer in cut_away:  # the pattern has it, but not at this depth
+        if layer in cut_away:  # the pattern contains this layer, but only beyond this depth
             continue
         values["options"][layer] = values["options"].get(layer, {}) | options
     return ModelConfig.model_validate(values)
 
 
 def _from_layout(architecture: Architecture, size: Size, vocab_size: int) -> ModelConfig:
-    """The pattern of an architecture, repeated and cut at the size's number of layers (paper 004, section 3)."""
+    """Returns the pattern of an architecture, repeated and cut at `size.num_layers` (paper 004, section 3)."""
     if size.recipe is not None:
-        raise ValueError(f"a layout needs a shape, not the published size {size.recipe!r}; write [d_model, num_layers]")
+        raise ValueError(f"size {size.recipe!r} has no shape, which a layout needs; write [d_model, num_layers]")
     pattern, aliases = _pattern(architecture)
     options: dict[str, dict[str, Any]] = {}
     layout, aliases = repeated(pattern, size.num_layers, aliases)
@@ -239,7 +242,7 @@ def _from_layout(architecture: Architecture, size: Size, vocab_size: int) -> Mod
 
 
 def _pattern(architecture: Architecture) -> tuple[str, dict[str, Any]]:
-    """The layout of an architecture as a string, and its aliases."""
+    """Returns the layout of an architecture as a string, and its aliases."""
     if isinstance(architecture.layout, str):
         return architecture.layout, architecture.aliases
     layout, aliases = written(architecture.layout, architecture.aliases)
@@ -247,7 +250,7 @@ def _pattern(architecture: Architecture) -> tuple[str, dict[str, Any]]:
 
 
 def load_plugins(plugins: list[str], problems: list[str]) -> dict[str, str]:
-    """Imports plugins and returns mixer name -> plugin; adds what is wrong with others to `problems`."""
+    """Imports plugins and returns mixer name -> plugin. Appends the problems of other plugins to `problems`."""
     found = {}
     for spec in plugins:
         try:
@@ -258,7 +261,7 @@ def load_plugins(plugins: list[str], problems: list[str]) -> dict[str, str]:
 
 
 def _lines(error: ValueError) -> list[str]:
-    """The problems in an error of a model's configuration, one line each."""
+    """Returns the problems in an error about a model's configuration, one line each."""
     if isinstance(error, ConfigError):
         return error.problems
     if isinstance(error, ValidationError):

@@ -1,4 +1,4 @@
-"""The run folders of a study as one table, table.csv: what fits and reports read. A pure function of the folder."""
+"""Collects the run folders of a study into table.csv, which fits and reports read. Depends on the folder alone."""
 
 import csv
 import io
@@ -33,13 +33,13 @@ _FROM_RESULT = ("tokens", "flops", "flops_paper", "loss", "bits_per_byte", "stat
 
 
 def collect(folder: str | Path) -> list[dict[str, Any]]:
-    """One row for each run of the plan that has begun, by architecture, budget and size; writes table.csv atomically.
+    """Returns one row per started run of the plan, by architecture, budget and size, and writes table.csv atomically.
 
-    `status` is `done`, `diverged`, `failed` (error.txt in the run folder says why) or `unfinished`; only `done` rows
-    are sure to have a loss. `path` is relative to the study folder.
+    `status` is `done`, `diverged`, `failed` (error.txt in the run folder has the reason) or `unfinished`. Only `done`
+    rows always have a loss. `path` is relative to the study folder.
 
     Raises:
-        ConfigError: `folder` is no study folder, or a result file is damaged.
+        ConfigError: `folder` is not a study folder, or a result file is damaged.
     """
     folder = Path(folder)
     rows, problems = [], []
@@ -70,17 +70,17 @@ def collect(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def read_plan(folder: Path) -> list[dict[str, Any]]:
-    """The runs that the study planned, as it wrote them to plan.json. Raises ConfigError where there is none."""
+    """Returns the planned runs from plan.json. Raises ConfigError if the file is missing or damaged."""
     try:
         return json.loads((folder / PLAN).read_text(encoding="utf-8"))["runs"]
     except FileNotFoundError:
-        raise ConfigError([f"{folder}: is not a study folder (it has no {PLAN}); linnet study makes one"]) from None
+        raise ConfigError([f"{folder}: not a study folder (it has no {PLAN}); run linnet study first"]) from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError([f"{folder / PLAN}: is damaged ({error}); delete it and run linnet study again"]) from None
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:
-    """Rows as CSV text in full precision; what is not known or not finite is empty."""
+    """Returns rows as CSV text in full precision. Values that are None or not finite become empty cells."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()

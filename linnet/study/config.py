@@ -1,8 +1,8 @@
-"""What a study is: architectures x compute budgets x sizes, one question asked of many runs.
+"""The configuration of a study: architectures x compute budgets x sizes.
 
-The ladder is an IsoFLOP design (Hoffmann et al. 2022, approach 2): within a budget every run spends the same training
-FLOPs (the exact count, `linnet.models.costs.flops_exact`) on a model of another size, so that the loss over the size
-has a minimum. With `tokens` in place of `budgets` every size sees the same number of tokens instead, as in paper 000,
+The ladder is an IsoFLOP design (Hoffmann et al. 2022, approach 2). All runs of one budget spend the same training FLOPs
+(the exact count, `linnet.models.costs.flops_exact`) on models of different sizes, so the loss as a function of the size
+has a minimum. With `tokens` instead of `budgets`, every size trains on the same number of tokens, as in paper 000,
 section 3.3, and the optimum is read from the envelope of the training curves.
 """
 
@@ -31,11 +31,11 @@ def _named(value: Any) -> Any:
 
 
 class Bounds(Config):
-    """Lowest and highest tokens per non-embedding parameter that are worth a run.
+    """Range of tokens per non-embedding parameter in which points of the ladder are trained.
 
     Attributes:
-        low: points with fewer are dropped.
-        high: points with more are dropped.
+        low: the ladder drops points with fewer tokens per parameter.
+        high: the ladder drops points with more tokens per parameter.
     """
 
     low: float = Field(0.0, ge=0)
@@ -44,7 +44,7 @@ class Bounds(Config):
     @model_validator(mode="after")
     def _ordered(self):
         if self.low >= self.high:
-            raise ValueError(f"low {self.low:g} must be below high {self.high:g}")
+            raise ValueError(f"low: {self.low:g} must be below high: {self.high:g}")
         return self
 
 
@@ -59,23 +59,23 @@ class StudyConfig(Config):
     """A ladder of runs and how to train them.
 
     Attributes:
-        name: of the study and of its folder.
+        name: name of the study and of its folder.
         architectures: family names, or mappings (see `Architecture`).
-        budgets: training FLOPs per run, counted exactly; in place of `tokens`.
-        tokens: training tokens per run; in place of `budgets`.
+        budgets: training FLOPs per run, counted exactly. Give either `budgets` or `tokens`.
+        tokens: training tokens per run. Give either `tokens` or `budgets`.
         sizes: shapes (see `Size`), or `{widths: [...], layers: [...]}` for every pair.
         seq_len: tokens per sequence.
         batch_size: sequences per step, one number or one per budget.
-        learning_rate: a number, or how it falls with width (see `LearningRate`).
-        init_std: the same for the scale of the first weights (see `InitStd`).
-        data: the text and its tokenizer, as in a training.
-        train: further settings of `linnet.train.TrainConfig`, the same for all runs (optimizer, schedule, ...).
-        seeds: every point is run once for each.
-        minimum_steps: points with fewer optimizer steps are dropped: they would measure the warm-up.
+        learning_rate: a number, or a rule by width (see `LearningRate`).
+        init_std: standard deviation of the initial weights: a number, or a rule by width (see `InitStd`).
+        data: the text and its tokenizer, as in a training configuration.
+        train: other settings of `linnet.train.TrainConfig`, the same for all runs (optimizer, schedule, ...).
+        seeds: every point is trained once per seed.
+        minimum_steps: points with fewer optimizer steps are dropped, because they would measure the warm-up.
         tokens_per_param: `[low, high]`; points outside are dropped, so that the sizes follow the budget.
-        curve_points: points of a training curve that each run records.
-        plugins: outside mixers, `path/to/file.py:Class`.
-        executor: where runs are trained, and how many at a time.
+        curve_points: number of points in the training curve that each run records.
+        plugins: mixers from outside Linnet, `path/to/file.py:Class`.
+        executor: where runs are trained, and how many at the same time.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -100,7 +100,10 @@ class StudyConfig(Config):
 
     @classmethod
     def extra_problems(cls, values: Any) -> list[str]:
-        """Unknown families and shapes that the layers refuse, which planning tells once all keys are right."""
+        """Returns the problems of architectures, sizes and plugins, for a configuration that has wrong keys elsewhere.
+
+        Without wrong keys, planning reports the same problems.
+        """
         if not isinstance(values, dict):
             return []
         part = {key: values[key] for key in ("architectures", "sizes", "plugins") if key in values}
@@ -113,7 +116,7 @@ class StudyConfig(Config):
         make_rungs(config.architectures, config.sizes, config.init_std, 256, problems)
         return problems
 
-    # Fields are validated in the order above, so a check can look at what stands before it.
+    # Pydantic validates fields in the order above, so a validator can read the fields before its own.
 
     @field_validator("architectures")
     @classmethod
@@ -121,7 +124,7 @@ class StudyConfig(Config):
         names = [architecture.name for architecture in architectures]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"{', '.join(twice)} comes twice; give one of them another `name`")
+            raise ValueError(f"{', '.join(twice)} occurs twice; names must differ: give one of them another `name`")
         return architectures
 
     @field_validator("budgets", "tokens", "seeds")
@@ -129,15 +132,15 @@ class StudyConfig(Config):
     def _distinct(cls, values: list) -> list:
         twice = sorted({value for value in values if values.count(value) > 1})
         if twice:
-            raise ValueError(f"{', '.join(f'{value:g}' for value in twice)} comes twice; drop one")
+            raise ValueError(f"{', '.join(f'{value:g}' for value in twice)} occurs twice; remove one")
         return values
 
     @field_validator("tokens")
     @classmethod
     def _one_kind(cls, tokens: list[float], info: ValidationInfo) -> list[float]:
         if "budgets" in info.data and bool(tokens) == bool(info.data["budgets"]):
-            given = "both are given; drop one" if tokens else "neither is given"
-            raise ValueError(f"a study has `budgets` (training FLOPs of a run) or `tokens` (of a run), but {given}")
+            given = "both are given; remove one" if tokens else "neither is given; add one"
+            raise ValueError(f"a study needs `budgets` (training FLOPs per run) or `tokens` (per run), but {given}")
         return tokens
 
     @field_validator("sizes")
@@ -145,7 +148,7 @@ class StudyConfig(Config):
     def _sizes_for_all(cls, sizes: list[Size] | None, info: ValidationInfo) -> list[Size] | None:
         without = [a.name for a in info.data.get("architectures", []) if a.sizes is None]
         if sizes is None and without:
-            raise ValueError(f"{', '.join(without)} has no sizes; give some, for example [[32, 2], [64, 3]]")
+            raise ValueError(f"{', '.join(without)} has no sizes; add `sizes`, for example [[32, 2], [64, 3]]")
         return sizes
 
     @field_validator("batch_size")
@@ -154,10 +157,10 @@ class StudyConfig(Config):
         targets = info.data.get("budgets") or info.data.get("tokens")
         if isinstance(batch_size, list) and targets and len(batch_size) != len(targets):
             count = f"{len(batch_size)} numbers for {len(targets)} budgets"
-            raise ValueError(f"{count}; give one for each, or one number for all")
+            raise ValueError(f"{count}; give one number per budget, or one number for all")
         return batch_size
 
     @property
     def targets(self) -> list[float]:
-        """The budgets, or the token counts where the study is by tokens."""
+        """The budgets in FLOPs, or the token counts if the study sets `tokens`."""
         return self.budgets or self.tokens

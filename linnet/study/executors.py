@@ -1,11 +1,11 @@
-"""Where runs are trained: in this process, in a pool of local processes, or on a Ray cluster. One interface.
+"""Executors: train runs in this process, in a pool of local processes, or on a Ray cluster, behind one interface.
 
-An executor takes jobs and a function `work(job)` and yields an `Outcome` for each job as it ends (and None now and
-then, so that whoever waits can refresh a display). What is true of a run is on disk (`linnet.runs`): an executor holds
-no state worth keeping, and stopping it loses at most the steps since the last checkpoint of each running run.
+An executor takes jobs and a function `work(job)`. It yields one `Outcome` per job when the job ends, and None from time
+to time, so that the caller can refresh a display. The state of a run is on disk (`linnet.runs`), not in the executor:
+stopping an executor loses at most the steps since the last checkpoint of each running run.
 
-A job whose process dies, or that raises, is tried again `retries` times; then its outcome is `failed` and the rest goes
-on. Bad configurations and exhausted memory would fail again in the same way, so these are not retried.
+If a job raises or its process dies, the executor tries it again up to `retries` times. Then the outcome is `failed` and
+the other jobs continue. Wrong configurations and exhausted memory are not retried: they would fail in the same way.
 """
 
 import os
@@ -26,8 +26,8 @@ from pydantic import Field
 from linnet.config import Config, ConfigError
 from linnet.install import install_command
 
-TICK = 0.5  # seconds between two looks at what runs
-GRACE = 60.0  # seconds that a worker has to end its step and save a checkpoint after it was asked to stop
+TICK = 0.5  # longest wait in seconds for an outcome before an executor yields None
+GRACE = 60.0  # seconds in which a worker must finish its step and save a checkpoint after a request to stop
 
 
 class ExecutorConfig(Config):
@@ -35,11 +35,11 @@ class ExecutorConfig(Config):
 
     Attributes:
         kind: inline: this process, one run after another; local: a pool of processes; ray: a Ray cluster.
-        workers: runs at the same time; default one a GPU, or one a CPU core where there is no GPU.
-        threads: CPU threads of a worker; default cores / workers.
-        throughput: training FLOP/s of one worker, for the ETA; default: measured on this machine before the start.
-        address: of a Ray cluster (`auto` or `ray://...`); default: a Ray started on this machine.
-        retries: how often a run whose process died or that failed is tried again before it is recorded as failed.
+        workers: number of runs trained at the same time; default: one per GPU, or one per CPU core without a GPU.
+        threads: CPU threads per worker; default: cores / workers.
+        throughput: training FLOP/s of one worker, for the time estimate; default: measured on this machine.
+        address: address of a Ray cluster (`auto` or `ray://...`); default: start Ray on this machine.
+        retries: how many times a failed run, or a run whose process died, is tried again before it counts as failed.
     """
 
     kind: Literal["inline", "local", "ray"] = "local"
@@ -52,7 +52,7 @@ class ExecutorConfig(Config):
 
 @dataclass(frozen=True)
 class Job:
-    """One run to train: `payload` is plain data that `work` understands; `label` names it in messages."""
+    """One run to train: `payload` is plain data for `work`; `label` is the name in messages."""
 
     run: str
     payload: dict[str, Any]
@@ -61,7 +61,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: `status` as `work` returned it, or `failed` with the error's text."""
+    """How a job ended: the `status` that `work` returned, or `failed` with the text of the error.
+
+    `final` is False if another attempt may succeed.
+    """
 
     job: Job
     status: str
@@ -81,7 +84,7 @@ class Executor(Protocol):
 
 
 def make_executor(config: ExecutorConfig) -> Executor:
-    """The executor that a study asks for. Raises `ConfigError` where Ray is asked for and not installed."""
+    """Returns the executor of a configuration. Raises `ConfigError` if Ray is missing or cannot be reached."""
     if config.kind == "inline":
         return Inline(config.retries)
     if config.kind == "local":
@@ -90,14 +93,14 @@ def make_executor(config: ExecutorConfig) -> Executor:
 
 
 def worker_slots(config: ExecutorConfig) -> int:
-    """Runs at the same time on this machine: as configured, or one a GPU, or one a CPU core."""
+    """Returns the number of runs at the same time on this machine: `workers`, or else one per GPU or CPU core."""
     if config.kind == "inline":
         return 1
     return config.workers or len(_visible_gpus()) or cpu_cores()
 
 
 class Inline:
-    """Runs one job after another in this process: the simplest to debug."""
+    """Runs one job after another in this process. Use it to debug."""
 
     workers = 1
 
@@ -114,9 +117,9 @@ class Inline:
 
 
 class LocalPool:
-    """A pool of spawned processes; each trains many runs, so torch is imported once a worker and not once a run.
+    """A pool of spawned processes. Each worker trains many runs, so torch is imported once per worker.
 
-    Workers end by themselves when this process is gone, whatever killed it, and so give up the locks on their runs.
+    A worker ends when this process ends for any reason, including a kill, and so releases the lock on its run.
     """
 
     def __init__(self, workers: int, threads: int = 1, retries: int = 2, devices: Sequence[str] = ()):
@@ -141,7 +144,7 @@ class LocalPool:
                     else:
                         waiting.appendleft((job, number + 1))
                 yield None
-        finally:  # also where the caller stops listening (Ctrl-C)
+        finally:  # also runs if the caller stops iterating (Ctrl-C)
             for slot in slots:
                 slot.ask_to_end()
             deadline = time.monotonic() + GRACE
@@ -153,21 +156,21 @@ class LocalPool:
 
 
 class Ray:
-    """Runs jobs as Ray tasks (extra `cluster`). The study folder must be on storage that every machine sees.
+    """Runs jobs as Ray tasks (extra `cluster`). The study folder must be on storage that all machines share.
 
-    Ray places the tasks and survives the loss of a machine: a lost task is tried again like a dead process.
-    A task takes `threads` CPUs, and one GPU where the cluster has any.
+    Ray places the tasks. If a machine is lost, its tasks are tried again, as after the death of a local process.
+    A task takes `threads` CPUs, and one GPU if the cluster has GPUs.
     """
 
     def __init__(self, workers: int | None, threads: int, retries: int = 2, address: str | None = None):
         try:
             import ray
         except ImportError:
-            message = f"executor.kind: 'ray' needs the package ray; install it: {install_command('cluster')}"
+            message = f"executor.kind: 'ray' needs the package ray, which is missing; run {install_command('cluster')}"
             raise ConfigError([message], "study") from None
         self.ray, self.retries, self.threads = ray, retries, threads
         if not ray.is_initialized():
-            # without an address a Ray is started here, with a worker's threads for each of `workers` runs
+            # Without an address, Ray starts on this machine with enough CPUs for `workers` runs.
             cpus = None if address or workers is None else workers * threads
             try:
                 _reach(address)
@@ -181,7 +184,7 @@ class Ray:
                 )
             except (OSError, ValueError) as error:
                 reason = str(error).splitlines()[0]
-                problem = f"executor.address: no Ray cluster at {address!r} ({reason}); start one with ray start --head"
+                problem = f"executor.address: no Ray cluster at {address!r} ({reason}); start one: ray start --head"
                 raise ConfigError([problem], "study") from None
         resources = ray.cluster_resources()
         self.gpus = 1 if resources.get("GPU", 0) >= 1 else 0
@@ -193,7 +196,7 @@ class Ray:
 
         @ray.remote(num_cpus=threads, num_gpus=self.gpus, max_retries=0)
         def task(job: Job) -> Outcome:
-            os.chdir(here)  # relative paths of data and plugins mean the same there
+            os.chdir(here)  # so that relative paths of data and plugins resolve as in this process
             prepare_worker(threads, None, watch=False)
             return attempt(work, job)
 
@@ -222,19 +225,19 @@ class Ray:
 
 
 def _reach(address: str | None) -> None:
-    """Raises OSError where nothing listens at host:port: Ray would try for minutes, then end this process."""
+    """Raises OSError if nothing listens at host:port. Ray itself would retry for minutes and then end this process."""
     host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def worker_threads(config: ExecutorConfig) -> int:
-    """CPU threads of a worker: as configured, or its share of the cores of this machine."""
+    """Returns the CPU threads per worker: `threads`, or an equal share of the cores of this machine."""
     return config.threads or max(1, cpu_cores() // worker_slots(config))
 
 
 def attempt(work: Work, job: Job) -> Outcome:
-    """Runs a job once; an error becomes an outcome, and `final` says that trying again would not help."""
+    """Runs a job once and returns its outcome. An error gives status `failed`, `final` if a retry would not help."""
     start = time.perf_counter()
     try:
         status, error, final = work(job), "", True
@@ -247,7 +250,7 @@ def attempt(work: Work, job: Job) -> Outcome:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory ran out, on a GPU or on the CPU."""
+    """Returns whether an exception means that GPU or CPU memory ran out."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     text = str(error).lower()
@@ -255,17 +258,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def cpu_cores() -> int:
-    """CPU cores that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare_worker(threads: int, device: str | None, watch: bool = True) -> None:
-    """Sets up a worker process: its share of the cores, its GPU, its end when the parent is gone, its signals."""
+    """Sets up a worker process: CPU threads, GPU and, if `watch`, signals and the end when the parent process ends."""
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device
     _share_cores(threads)
     if watch:
-        # Ctrl-C goes to all processes of the terminal's group; here the parent alone hears it, and asks with SIGTERM
+        # The terminal sends Ctrl-C to its whole process group. Workers leave the group, so that only the parent
+        # receives it; the parent then stops them with SIGTERM.
         if hasattr(os, "setpgrp"):
             os.setpgrp()
         signal.signal(signal.SIGTERM, _stop)
@@ -273,7 +277,7 @@ def prepare_worker(threads: int, device: str | None, watch: bool = True) -> None
 
 
 class _Worker:
-    """One process and the job that it runs; started when first needed, and again after it died."""
+    """One process and its current job. The process starts with the first job, and again after it died."""
 
     def __init__(self, threads: int, device: str | None):
         self.arguments = (threads, device)
@@ -287,11 +291,11 @@ class _Worker:
             self.pipe, theirs = context.Pipe()
             self.process = context.Process(target=_serve, args=(theirs, *self.arguments), daemon=True)
             self.process.start()
-            theirs.close()  # so that the pipe ends when the process does
+            theirs.close()  # so that the pipe closes when the process ends
         try:
             self.pipe.send((work, job))
         except BrokenPipeError:
-            pass  # it died while idle; receive says so
+            pass  # the process died while idle; `receive` reports it
 
     def receive(self) -> Outcome:
         job, self.job = self.job, None
@@ -307,7 +311,10 @@ class _Worker:
             return Outcome(job, "failed", text, time.perf_counter() - self.started, final=False)
 
     def ask_to_end(self) -> None:
-        """An idle worker ends with its pipe; a busy one is told with SIGTERM and leaves a run that can be resumed."""
+        """Asks the process to end: closes the pipe of an idle worker, or sends SIGTERM to a busy one.
+
+        A busy worker saves a checkpoint, so its run can be resumed.
+        """
         if self.process is not None and self.job is not None:
             self.process.terminate()
         elif self.process is not None:
@@ -322,7 +329,7 @@ class _Worker:
 
 
 def _serve(pipe: connection.Connection, threads: int, device: str | None) -> None:
-    """The life of a worker: one job after another, until the pipe closes."""
+    """Main loop of a worker process: runs one job after another until the pipe closes."""
     try:
         prepare_worker(threads, device)
         while True:
@@ -334,7 +341,7 @@ def _serve(pipe: connection.Connection, threads: int, device: str | None) -> Non
 
 
 def _share_cores(threads: int) -> None:
-    """Limits torch: by what it reads when it is imported, and by a call where the work has imported it already."""
+    """Limits the threads of torch: by the variable that it reads on import, and by a call if it is imported already."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(threads)
@@ -345,7 +352,7 @@ def _stop(signum, frame) -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this process once its parent is gone, however that ended; for a daemon thread of a worker."""
+    """Waits until the parent process has ended for any reason, then ends this process. Runs in a daemon thread."""
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
@@ -353,7 +360,7 @@ def end_with_parent() -> None:
 
 
 def _visible_gpus() -> list[str]:
-    """Names for CUDA_VISIBLE_DEVICES of the GPUs that this process sees."""
+    """Returns the GPUs that this process sees, as values for CUDA_VISIBLE_DEVICES."""
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,6 +1,6 @@
-"""Planning: from a study's configuration to the runs that it needs, with their exact FLOPs.
+"""Plans a study: turns its configuration into runs with exact FLOPs.
 
-Everything that is wrong is found here, before any work, and reported at once.
+Planning checks the whole configuration before any work and reports all problems together.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ from linnet.train.objective import Data
 from linnet.train.objectives import find_objective
 
 SET_BY_THE_LADDER = {
-    "name": "the ladder names its runs",
+    "name": "the study names its runs",
     "architecture": "set `architectures`",
     "model": "set `architectures` and `sizes`",
     "data": "set `data` of the study",
@@ -43,9 +43,9 @@ class PlannedRun:
     """One run of a ladder.
 
     Attributes:
-        run: name of its folder.
-        budget: training FLOPs that it is meant to spend; `flops` is what its whole steps come to.
-        size: label of the rung, `64x3`.
+        run: name of the run folder.
+        budget: planned training FLOPs. `flops` are the FLOPs of the whole number of steps.
+        size: label of the size, `64x3`.
     """
 
     run: str
@@ -64,13 +64,13 @@ class PlannedRun:
     train: TrainConfig = field(repr=False)
 
     def record(self) -> dict[str, Any]:
-        """Everything but the training configuration, for plan.json."""
+        """Returns everything except the training configuration, for plan.json."""
         return {key: value for key, value in self.__dict__.items() if key != "train"}
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A point of the grid that is not run, and why."""
+    """A point of the grid that is not trained, and the reason."""
 
     architecture: str
     target: float
@@ -80,7 +80,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a study, largest first (so that the last ones to end are small)."""
+    """The runs of a study, largest first, so that the last runs to end are small."""
 
     config: StudyConfig
     runs: tuple[PlannedRun, ...]
@@ -91,21 +91,21 @@ class Plan:
         return sum(run.flops for run in self.runs)
 
     def notes(self) -> list[str]:
-        """What a reader of the plan should know: dropped points, groups too small for an optimum."""
+        """Returns notes for the reader of the plan: dropped points, and budgets with too few sizes for an optimum."""
         lines = []
         reasons: dict[str, list[str]] = {}
         for point in self.dropped:
             reasons.setdefault(point.reason, []).append(f"{point.architecture} {point.target:.3g} {point.size}")
         for reason, points in reasons.items():
             shown = ", ".join(points[:4]) + (f" and {len(points) - 4} more" if len(points) > 4 else "")
-            lines.append(f"{len(points)} points dropped, {reason}: {shown}")
+            lines.append(f"{len(points)} points dropped ({reason}): {shown}")
         if self.config.budgets:
             groups: dict[tuple[str, float], set[int]] = {}
             for run in self.runs:
                 groups.setdefault((run.architecture, run.budget), set()).add(run.params_non_embedding)
             small = [f"{name} {budget:.3g}" for (name, budget), sizes in groups.items() if len(sizes) < 4]
             if small:
-                lines.append(f"fewer than 4 sizes, too few to find an optimum: {', '.join(small)}")
+                lines.append(f"fewer than 4 sizes, too few to find an optimum, at: {', '.join(small)}")
         return lines
 
 
@@ -117,18 +117,20 @@ def plan(
     root: str | Path | None = None,
     where: str = "study",
 ) -> Plan:
-    """The runs of a study.
+    """Returns the runs of a study.
 
     Args:
         config: the study.
-        check_data: whether the files that `data` and evaluations name must be there, as they must to run it.
-        cache: folder of prepared corpora; with it, text that is not there yet is looked through, if `check_data`.
-        root: folder of the study's runs; those that are there are planned under the names that they have.
-        where: what to call the configuration in messages.
+        check_data: whether to require the files that `data` and evaluations name. Training the study needs them.
+        cache: folder of prepared corpora. If given and `check_data`, also reads text that is not prepared yet, to
+            check it.
+        root: folder of the study's runs. Runs that are in it already keep their names.
+        where: name of the configuration in messages.
 
     Raises:
-        ConfigError: all that is wrong with architectures, sizes, plugins, data and training settings; nothing to run.
-            What of evaluations only a tokenizer tells that is yet to be trained is for `run_study`.
+        ConfigError: lists all problems of architectures, sizes, plugins, data and training settings; or no point is
+            left to train. If the tokenizer is still to be trained, `run_study` reports the problems of evaluations
+            that depend on it.
     """
     problems: list[str] = []
     plugins = load_plugins(config.plugins, problems)
@@ -148,11 +150,12 @@ def plan(
     ]
     train = moved(config.train, prefix="train.")
     train = {key: value for key, value in train.items() if key not in SET_BY_THE_LADDER}
-    if "log_every" in config.train:  # where 0.1.0 had it, and where its rows were what fits read
+    if "log_every" in config.train:  # in 0.1.0, `log_every` also set the rows that fits read
         train["curve_every"] = config.train["log_every"]
     if rungs:
-        told = "\n".join(problems)  # of a tokenizer that cannot be read, say, which a model asks for too
-        try:  # the settings are the same for all runs, so one shows what is wrong with them
+        # Problems found so far, so that none is reported twice: the model needs the tokenizer too, for example.
+        told = "\n".join(problems)
+        try:  # all runs share these settings, so checking one run is enough
             smallest = min(_batch_size(config, a, i) for a, _, _ in rungs for i in range(len(config.targets)))
             first = parse(TrainConfig, _train_values(config, train, *rungs[0], smallest, steps=1, seed=0, plugins=[]))
             if check_data:
@@ -185,16 +188,18 @@ def plan(
         raise ConfigError(list(dict.fromkeys(problems)), where)
     if not runs:
         reasons = dict.fromkeys(f"{p.architecture} {p.size} at {p.target:.3g}: {p.reason}" for p in dropped)
-        raise ConfigError(["no point of the ladder is worth a run", *reasons], where)
+        raise ConfigError(["no point of the ladder is left to train; every point is dropped", *reasons], where)
     runs.sort(key=lambda run: (-run.flops, -run.params_non_embedding, run.architecture, run.seed))
     return Plan(config, tuple(runs), tuple(dropped))
 
 
 def evaluation_problems(train: TrainConfig, lengths: Iterable[int], data: Data | None = None) -> list[str]:
-    """Returns the problems of the evaluations of runs like this one, as far as they show with or without the data.
+    """Returns the problems of the evaluations of runs with these settings.
 
     Args:
-        lengths: tokens per training sequence, of all runs.
+        train: settings of one run; the runs differ in `seq_len` only.
+        lengths: tokens per training sequence of all runs.
+        data: the prepared data, or None. Without data, only the problems that do not depend on them are found.
     """
     problems: list[str] = []
     for seq_len in lengths:
@@ -204,7 +209,7 @@ def evaluation_problems(train: TrainConfig, lengths: Iterable[int], data: Data |
 
 
 def _point(config: StudyConfig, architecture: Architecture, model: ModelConfig, index: int, target: float):
-    """(why the point is not worth a run or "", its numbers)."""
+    """Returns the reason why a point is dropped (or "") and the numbers of the point."""
     seq_len, batch_size = architecture.seq_len or config.seq_len, _batch_size(config, architecture, index)
     per_step = flops_exact(model, seq_len, batch_size)
     total, non_embedding = count_parameters(model)
@@ -236,7 +241,7 @@ def _batch_size(config: StudyConfig, architecture: Architecture, index: int) -> 
 
 
 def _train_values(config, train, architecture, size, model, batch_size, steps, seed, plugins) -> dict[str, Any]:
-    """The settings of one run, as `TrainConfig` takes them."""
+    """Returns the settings of one run in the form of `TrainConfig`."""
     rate = (architecture.learning_rate or config.learning_rate).at(model.d_model)
     optimizer, run = train.get("optimizer", {}), train.get("run", {})
     every = max(1, steps // config.curve_points)
@@ -257,7 +262,7 @@ def _train_values(config, train, architecture, size, model, batch_size, steps, s
 
 
 def _vocab_size(data: DataConfig, problems: list[str]) -> int:
-    """Tokens of the study's tokenizer, before any text is read."""
+    """Returns the vocabulary size of the study's tokenizer without reading any text."""
     try:
         return given_vocabulary(data.tokenizer)
     except ConfigError as error:

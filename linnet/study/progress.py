@@ -1,4 +1,4 @@
-"""What a person sees while a study runs: one bar with the time left, and a line for each run that ended."""
+"""The display of a running study: one bar with the time left, and one line per finished run."""
 
 import json
 import time
@@ -9,11 +9,14 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from linnet.study.ladder import PlannedRun
 
-POLL = 2.0  # seconds between two looks at the records of running runs
+POLL = 2.0  # seconds between two reads of the records of running runs
 
 
 class StudyProgress:
-    """Counts work in predicted seconds where there is a prediction, else in FLOPs; the pace is the one observed."""
+    """Shows the progress of a study.
+
+    Work is counted in predicted seconds, or in FLOPs without a prediction. The time left follows the observed pace.
+    """
 
     def __init__(
         self, runs: list[PlannedRun], folder: Path, seconds: dict[str, float] | None, workers: int, console: Console
@@ -26,7 +29,7 @@ class StudyProgress:
         self.finished: set[str] = set()
         self.partial: dict[str, float] = {}
         self.started = self.polled = time.monotonic()
-        self.before = 0.0  # work that was done already, by runs that go on
+        self.before = 0.0  # work of resumed runs that was done before the start
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -48,7 +51,7 @@ class StudyProgress:
         self.bar.stop()
 
     def line(self, name: str, text: str) -> None:
-        """A run ended: prints `text` with its place in the count and the time left."""
+        """Records that a run ended: prints `text` with the number of finished runs and the time left."""
         self.finished.add(name)
         self.partial.pop(name, None)
         self._look()
@@ -60,13 +63,13 @@ class StudyProgress:
         self._refresh()
 
     def tick(self) -> None:
-        """Moves the bar on, where there is one."""
+        """Updates the bar, on a terminal."""
         if self.console.is_terminal and time.monotonic() - self.polled > POLL:
             self._look()
             self._refresh()
 
     def _look(self) -> None:
-        """Finds out how far the running runs are."""
+        """Reads the progress of the running runs from their records."""
         self.polled = time.monotonic()
         for name, run in self.runs.items():
             if name not in self.finished and (self.folder / name).is_dir():
@@ -91,7 +94,7 @@ class StudyProgress:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words that a person reads: `40 s`, `7 min`, `3.5 h`, `12 days`."""
+    """Formats seconds for people: `40 s`, `7 min`, `3.5 h`, `12 days`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 90 * 60:
@@ -102,7 +105,7 @@ def duration(seconds: float) -> str:
 
 
 def count(number: float) -> str:
-    """A count in short form: `812`, `52.1k`, `3.2M`, `362B`."""
+    """Formats a count in short form: `812`, `52.1k`, `3.2M`, `362B`."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
@@ -110,7 +113,7 @@ def count(number: float) -> str:
 
 
 def _flops_so_far(metrics: Path) -> float:
-    """The FLOPs of the last whole row of a record, 0 where there is none."""
+    """Returns the FLOPs in the last complete row of a record, or 0 without one."""
     try:
         with metrics.open("rb") as file:
             file.seek(0, 2)

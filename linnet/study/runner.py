@@ -1,12 +1,12 @@
-"""A study from configuration to table: plan, train what is missing, collect.
+"""Runs a study from its configuration to its table: plans, trains the missing runs, collects.
 
     <out>/<name>/
         study.yaml     the configuration
-        plan.json      the runs that it needs
-        runs/          one folder a run (linnet.runs); a result.json there means done
-        table.csv      what they came to (linnet.study.collect)
+        plan.json      the planned runs
+        runs/          one folder per run (linnet.runs); a run with a result.json is done
+        table.csv      the results of the runs (linnet.study.collect)
 
-Nothing else is remembered: run the same study again and only what is missing is trained, from its last checkpoint.
+A study keeps no other state. If it runs again, it trains only the missing runs, each from its last checkpoint.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ from linnet.train import TrainConfig, run_folder, train
 from linnet.train.objective import Data
 from linnet.train.objectives import find_objective
 
-CACHE = "cache"  # folder of prepared corpora, in that of studies
-LOCK_PATIENCE = 60.0  # seconds to wait for a run that workers of a killed study still hold
+CACHE = "cache"  # folder of prepared corpora, inside the folder of studies
+LOCK_PATIENCE = 60.0  # seconds to wait for a run that a worker of a killed study still locks
 
 
 @dataclass(frozen=True)
 class StudyResult:
-    """What a study came to: its folder, the rows of its table, and the rows among them that failed or diverged."""
+    """The result of a study: its folder, and the rows of its table. `broken` lists the rows that are not done."""
 
     folder: Path
     rows: list[dict[str, Any]]
@@ -58,19 +58,22 @@ def run_study(
     seconds: dict[str, float] | None = None,
     console: Console | None = None,
 ) -> StudyResult:
-    """Trains the runs of a study that are not done yet and collects all into its table.
+    """Trains the runs of a study that are not done yet and collects all runs into its table.
 
     Args:
         config: the study.
-        out: folder of studies; this one gets `out/<name>`.
+        out: folder of studies; this study uses `out/<name>`.
         cache: folder of prepared corpora; default: `out/cache`.
-        plan, seconds: from `linnet.study.plan` and `linnet.study.timing.estimate`, where the caller has them.
-        console: where progress is shown; default: nowhere.
+        plan, seconds: results of `linnet.study.plan` and `linnet.study.timing.estimate`, if the caller has them.
+        console: shows progress; default: no output.
+
+    Returns:
+        The folder of the study and the rows of its table.
 
     Raises:
-        ConfigError: the configuration, its data or an evaluation is wrong, or another process works in the folder;
-            before any run.
-        KeyboardInterrupt: stopped; finished and started runs are kept and go on next time.
+        ConfigError: the configuration, its data or an evaluation is wrong, or another process works in the folder.
+            Raised before any run starts.
+        KeyboardInterrupt: the study was stopped. Finished and started runs are kept, and the next call resumes them.
     """
     cache = Path(cache) if cache is not None else Path(out) / CACHE
     console = console or Console(quiet=True)
@@ -86,7 +89,7 @@ def run_study(
         if longest > available:
             console.print(
                 f"note: the training data have {count(available)} {objective.units}; the longest run reads them "
-                f"{longest / available:.1f} times, and repeated data count for less"
+                f"{longest / available:.1f} times, and repeated data improve the loss less than new data"
             )
         _same_data(folder, config, data.digest)
         write_atomic(folder / "study.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
@@ -94,14 +97,18 @@ def run_study(
         write_atomic(folder / PLAN, json.dumps(record, indent=1) + "\n")
         missing = [run for run in plan.runs if not RunFolder(folder / RUNS / run.run).done]
         if len(missing) < len(plan.runs):
-            console.print(f"{len(plan.runs) - len(missing)} of {len(plan.runs)} runs are done; {len(missing)} to go")
+            console.print(f"{len(plan.runs) - len(missing)} of {len(plan.runs)} runs are done; {len(missing)} remain")
         if missing:
             _train(missing, folder / RUNS, cache, config, seconds, console)
         return StudyResult(folder, collect(folder))
 
 
 def train_run(job: Job) -> str:
-    """Trains one run (in whatever process this is called) and returns its status, `done` or `diverged`."""
+    """Trains one run in the calling process and returns its status, `done` or `diverged`.
+
+    Raises:
+        LockedError: another process still locks the run after `LOCK_PATIENCE` seconds.
+    """
     config = parse(TrainConfig, job.payload["config"])
     deadline = time.monotonic() + LOCK_PATIENCE
     while True:
@@ -139,11 +146,11 @@ def _train(
                     run_folder(planned[outcome.job.run].train, root, cache).write_error(outcome.error)
                 progress.line(outcome.job.run, _line(planned[outcome.job.run], outcome, root))
     finally:
-        collect(root.parent)  # so that the table is right whatever stopped the study
+        collect(root.parent)  # in `finally`, so that the table is up to date even if the study was stopped
 
 
 def _line(run: PlannedRun, outcome: Outcome, root: Path) -> str:
-    """One run in one line: what it was, and what it came to."""
+    """Returns one line about a finished run: its settings and its result."""
     head = f"{run.architecture:<12} {run.budget:<8.3g} {run.size:<7} {count(run.params_non_embedding):>6} parameters"
     if outcome.status == "failed":
         last = outcome.error.strip().splitlines()[-1]
@@ -159,34 +166,34 @@ def _line(run: PlannedRun, outcome: Outcome, root: Path) -> str:
 
 
 def _check_data(plan: Plan, data: Data) -> None:
-    """Raises ConfigError for data that are too few for some runs, and evaluations that do not fit them."""
+    """Raises ConfigError if the data are too small for some run, or an evaluation does not fit the data."""
     runs = {run.seq_len: run.train for run in plan.runs}
     problems = [line for train in runs.values() for line in find_objective(train).data_problems(train, data)]
     first = plan.runs[0].train
-    if find_objective(first).evaluations_need_data(first):  # otherwise the plan has checked them
+    if find_objective(first).evaluations_need_data(first):  # otherwise `plan` has checked the evaluations
         problems += evaluation_problems(first, runs, data)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), "study")
 
 
 def _same_data(folder: Path, config: StudyConfig, corpus: str) -> None:
-    """Raises ConfigError where the folder has runs on other data that go by the same name."""
+    """Raises ConfigError if finished runs of the folder used the same `data` settings, but another text."""
     if not (folder / PLAN).is_file() or not (folder / "study.yaml").is_file():
         return
     try:
         before = json.loads((folder / PLAN).read_text(encoding="utf-8"))["corpus"]
     except (ValueError, KeyError, TypeError) as error:
-        problem = f"{folder / PLAN}: is damaged ({error}), and does not say what text the runs were trained on"
-        raise ConfigError([f"{problem}; if it is the same, delete that file to go on"], "study") from None
+        problem = f"{folder / PLAN}: is damaged ({error}) and does not identify the text that the runs were trained on"
+        raise ConfigError([f"{problem}; if the text is the same, delete this file and run again"], "study") from None
     same_name = read_yaml(folder / "study.yaml").get("data") == config.data.model_dump(mode="json")
     if same_name and before != corpus and any(folder.glob(f"{RUNS}/*/result.json")):
-        problem = f"data: the text is no longer what the finished runs in {folder} were trained on"
+        problem = f"data: the text has changed since the finished runs in {folder} were trained"
         raise ConfigError([f"{problem}; give the study another name, or delete that folder"], "study")
 
 
 @contextlib.contextmanager
 def _alone(folder: Path):
-    """Holds the study folder, so that two processes do not work on one study."""
+    """Locks the study folder, so that two processes cannot run one study at the same time."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(RunFolder(folder).lock())

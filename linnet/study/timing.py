@@ -1,7 +1,7 @@
-"""How long a plan will take: a few steps of a small and a larger model are timed here, the rest is a straight line.
+"""Estimates how long a plan takes, from a few timed steps of a small and a larger model of each architecture.
 
-The time of a step is a fixed cost (Python, launches) and a cost in proportion to its FLOPs; both differ between
-architectures, so each has its own line.
+The time of a step is modelled as a fixed cost (Python, kernel launches) plus a cost proportional to its FLOPs. Both
+costs differ between architectures, so each architecture has its own line.
 """
 
 import heapq
@@ -16,11 +16,11 @@ from linnet.study.ladder import Plan, PlannedRun
 from linnet.train.device import choose
 
 TIMED_STEPS = 2
-PATIENCE = 2.0  # seconds that timing one step may be expected to take
+PATIENCE = 2.0  # longest expected time in seconds of a step that is timed
 
 
 def estimate(plan: Plan) -> dict[str, float] | None:
-    """Seconds of each run, by its name; None where not even the smallest model can be timed quickly on this machine."""
+    """Returns run name -> seconds, or None if this machine cannot time even the smallest model quickly."""
     executor = plan.config.executor
     if executor.throughput is not None:
         return {run.run: run.flops / executor.throughput for run in plan.runs}
@@ -42,7 +42,7 @@ def estimate(plan: Plan) -> dict[str, float] | None:
 
 
 def wall_seconds(seconds: Sequence[float], workers: int) -> float:
-    """How long jobs of these lengths take on so many workers, started in this order."""
+    """Returns the seconds that jobs of the given lengths take on `workers` workers if they start in this order."""
     free = [0.0] * max(1, workers)
     for length in seconds:
         heapq.heappush(free, heapq.heappop(free) + length)
@@ -50,10 +50,14 @@ def wall_seconds(seconds: Sequence[float], workers: int) -> float:
 
 
 def _line(runs: list[PlannedRun]) -> tuple[float, float] | None:
-    """(seconds a step, seconds a FLOP) from the cheapest step and the dearest that does not take long."""
+    """Returns (seconds per step, seconds per FLOP) of the line through two timed steps.
+
+    The two are the cheapest step and the most expensive one that is expected to take less than `PATIENCE`. Returns None
+    if even the cheapest step takes too long.
+    """
     shapes = {run.flops / run.steps: run for run in sorted(runs, key=lambda run: run.flops / run.steps)}
     costs = list(shapes)
-    speed = 2e9 if choose("auto").type == "cpu" else 1e13  # FLOP/s that any machine reaches
+    speed = 2e9 if choose("auto").type == "cpu" else 1e13  # FLOP/s that every machine reaches
     if costs[0] / speed > 10 * PATIENCE:
         return None
     first = _seconds_per_step(shapes[costs[0]])
@@ -66,7 +70,7 @@ def _line(runs: list[PlannedRun]) -> tuple[float, float] | None:
 
 
 def _seconds_per_step(run: PlannedRun) -> float:
-    """The fastest of a few steps (forward, backward, AdamW) of a run's model, on random tokens."""
+    """Returns the seconds of the fastest of a few steps (forward, backward, AdamW) of a model on random tokens."""
     device = choose("auto")
     config: ModelConfig = run.train.model
     model = build_model(config, device=device)
