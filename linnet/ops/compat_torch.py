@@ -4,6 +4,7 @@ No other file of Linnet may name one (`tests/ops/test_compat.py` looks for them)
 exists, is slower by more than a small kernel takes, or incomplete; each comment says which.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 
 import torch
@@ -59,6 +60,11 @@ def is_plain(arguments: Iterable[object]) -> bool:
         elif kind not in _OTHERS:
             return False
     return True
+
+
+def compiler_is_imported() -> bool:
+    """Whether this process has imported torch.compile's tracer, which takes a second of processor time."""
+    return "torch._dynamo" in sys.modules
 
 
 def in_one_vmap(tensors: Iterable[Tensor | None]) -> bool:

@@ -146,7 +146,7 @@ def test_rows_have_a_number_of_their_own(settings, cache, tmp_path, parts):
     assert numbers[0] == numbers[1]
     assert all(0.5 < auxiliary < 1.2 for _, auxiliary in numbers[0])  # two layers of 0.3 times 1 (even) to 4
     assert all("auxiliary_loss" not in row for row in found[2])
-    assert numbers[0][0][0] == pytest.approx(numbers[2][0][0], rel=1e-3) and numbers[0][-1] != numbers[2][-1]
+    assert numbers[0][0][0] == pytest.approx(numbers[2][0][0], rel=5e-3) and numbers[0][-1] != numbers[2][-1]
 
 
 def test_accumulation_weighs_micro_batches_by_their_targets(settings, cache, tmp_path):

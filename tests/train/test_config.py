@@ -116,6 +116,4 @@ def test_a_plugin_is_loaded_before_the_layout_and_part_of_the_run(tmp_path):
 
 def test_missing_plugins_are_all_named(tmp_path):
     found = problems({"plugins": ["a.py:A", "b"], "model": MODEL})
-    assert (
-        len(found) == 1 and "there is no file a.py" in found[0] and "'b': write path/to/file.py:ClassName" in found[0]
-    )
+    assert len(found) == 1 and "'a.py:A'" in found[0] and "'b'" in found[0]

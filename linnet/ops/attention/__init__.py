@@ -76,7 +76,9 @@ def _restricted(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor
     if backend.use_triton("attention", q.is_cuda, "flex") and q.is_cuda and _suits_flex(q, k, v):
         if cu_seqlens is not None and backend.debugging():
             documents(cu_seqlens, 1, q.shape[1])
-        return importlib.import_module("linnet.ops.attention.flex").attend_flex(q, k, v, window, cu_seqlens)
+        from linnet.ops.attention.flex import attend_flex  # a compiler traces an import statement, not import_module
+
+        return attend_flex(q, k, v, window, cu_seqlens)
     if cu_seqlens is not None:
         return attend_documents(q, k, v, window, cu_seqlens)
     return attend_window(q, k, v, window)

@@ -1,11 +1,10 @@
 """Windows and documents by SDPA on blocks of tokens: any device, any dtype, any length, no [T, T] mask."""
 
-import sys
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from linnet.ops.compat_torch import compiler_is_imported
 from linnet.ops.documents import documents
 
 # Queries per block. A block of b queries reads b + window keys, so a small b computes fewer scores that the mask drops,
@@ -62,7 +61,7 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: T
     """
     # It reads the boundaries on the host, so a compiled model breaks its graph here.
     # `disable` imports the compiler, a second of processor time, so it waits for a process that compiles.
-    if "torch._dynamo" not in sys.modules:
+    if not compiler_is_imported():
         return _attend_documents(q, k, v, window, cu_seqlens)
     if not _OUTSIDE_GRAPHS:
         _OUTSIDE_GRAPHS.append(torch.compiler.disable(_attend_documents))
