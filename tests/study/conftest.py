@@ -1,4 +1,4 @@
-"""A text and a study small enough to train in a test."""
+"""A text and a study that are small enough to train in a test."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """A file of 40 kB of words that a model can learn something from."""
+    """A text file of 40 kB with words that repeat, so that a model can learn from it."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(60)]
     lines = [" ".join(rng.choices(words, k=8)) for _ in range(1000)]
@@ -18,7 +18,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def tiny(text):
-    """Settings of a study of four runs of a few dozen steps."""
+    """Settings of a study with four runs of a few dozen steps."""
     return {
         "name": "tiny",
         "architectures": ["llama", "tnl"],

@@ -1,4 +1,4 @@
-"""Patterns of a study: repeated, cut, with options per block."""
+"""Layout patterns of a study: repeating, cutting, options per block."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The table of a study: one row a run whatever became of it, written whole."""
+"""The table of a study: one row per started run with its status, written atomically."""
 
 import csv
 import json

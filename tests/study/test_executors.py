@@ -1,4 +1,4 @@
-"""Executors: every job has one outcome whatever happens to its process, and nothing outlives the study."""
+"""Executors: every job has one outcome even if its process dies, and no process outlives the study."""
 
 import contextlib
 import subprocess
@@ -54,7 +54,7 @@ def test_stopping_interrupts_the_running_job(tmp_path):
     log = Path(job.payload["log"])
     with contextlib.closing(LocalPool(1, retries=0).run([job], work)) as outcomes:
         while not (log.exists() and log.read_text()):
-            assert next(outcomes) is None  # the job ends if it is never interrupted
+            assert next(outcomes) is None  # fails if the job is never interrupted and ends normally
     assert log.read_text() == "interrupted"
 
 
@@ -78,7 +78,7 @@ def test_workers_end_when_the_study_is_killed(tmp_path):
         parent.wait()
     worker, ended = int(log.read_text()), time.monotonic()
     while _alive(worker):
-        assert time.monotonic() - ended < LONG / 2, "it sleeps to the end of its job"
+        assert time.monotonic() - ended < LONG / 2, "the worker still runs its job"
         time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""Planning: exact FLOPs, the points worth a run, and every mistake before any work."""
+"""Planning: exact FLOPs, dropped points, and all problems reported before any work."""
 
 import re
 import sys
@@ -118,7 +118,7 @@ def test_everything_wrong_is_listed_at_once(tmp_path):
         )
     problems = "\n".join(caught.value.problems)
     assert re.search("'hgrm2' .*'hgrn2'", problems)
-    assert problems.count("hgrm2 16x1, 30x2") == problems.count("'hgrm2'") == 1  # once for all sizes
+    assert problems.count("hgrm2 16x1, 30x2") == problems.count("'hgrm2'") == 1  # one line for all sizes
     assert "tnl 30x2" in problems and "num_heads" in problems
     assert "swigl" in problems
     assert "nothing.txt" in problems
@@ -133,10 +133,10 @@ def test_evaluations_are_checked_before_any_run(tmp_path):
     asked = {"evaluations": [{"kind": "text", "paths": [str(text)]}, needles]}
     with pytest.raises(ConfigError) as caught:
         plan_of(data={"source": [str(text)]}, train=asked)
-    trained_on, short = caught.value.problems  # one line each, however many runs
+    trained_on, short = caught.value.problems  # one line each for all runs
     assert trained_on.startswith("train.evaluations.0 (text): paths: ")
     assert short.startswith("train.evaluations.1 (needle): ")
-    with pytest.raises(ConfigError) as caught:  # what needs no tokenizer, where it is yet to be trained
+    with pytest.raises(ConfigError) as caught:  # the tokenizer is not trained yet
         plan_of(data={"source": [str(text)], "tokenizer": "bpe:300"}, train=asked | {"schedul": 1})
     assert [line.partition(":")[0] for line in caught.value.problems] == ["train.schedul"]
     with pytest.raises(ConfigError) as caught:

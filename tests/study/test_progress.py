@@ -1,4 +1,4 @@
-"""What a person sees while runs are trained."""
+"""The progress display of a study."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from linnet.study.progress import StudyProgress
 
 @pytest.mark.parametrize("epochs, left", [(0, "about 30 s left"), (8, "about 22 s left")])
 def test_what_was_done_before_does_not_count_for_the_pace(tmp_path, monkeypatch, epochs, left):
-    """Of four runs of 10 epochs the first is done in 10 s, of which 8 epochs of the second may be there already."""
+    """Four runs of 10 epochs. The first ends after 10 s; the second may have 8 epochs from before the start."""
     runs = [SimpleNamespace(run=name, flops=10.0) for name in "abcd"]
     (tmp_path / "b").mkdir()
     rows = [json.dumps({"epoch": epoch + 1, "flops": epoch + 1.0}) for epoch in range(epochs)]

@@ -1,4 +1,4 @@
-"""Jobs and `linnet mad run` on a Ray that was started on this machine."""
+"""Jobs and `linnet mad run` on a Ray cluster that is started on this machine."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def executor():
-    """One that has started a Ray on this machine, with room for two workers."""
+    """An executor that has started Ray on this machine with two workers."""
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))

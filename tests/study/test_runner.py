@@ -1,4 +1,4 @@
-"""A study end to end: what is planned is trained once, and the table says what it came to."""
+"""A study end to end: trains every planned run once and writes the results to the table."""
 
 import io
 import math
@@ -55,7 +55,7 @@ def test_a_study_trains_its_plan_once(tiny, tmp_path):
     again = run_study(wider, tmp_path)
     assert len(again.rows) == 8
     assert {name: stamp for name, stamp in stamps(result.folder).items() if name in before} == before
-    assert len(run_study(config, tmp_path).rows) == 4, "the table has the runs of the present plan"
+    assert len(run_study(config, tmp_path).rows) == 4, "the table must have the runs of the current plan only"
 
 
 def test_failed_and_diverged_runs_are_recorded_and_the_study_goes_on(tiny, tmp_path):

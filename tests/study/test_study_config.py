@@ -1,4 +1,4 @@
-"""The study's configuration: short forms, and everything wrong listed at once."""
+"""The study's configuration: short forms, and all problems reported together."""
 
 import re
 

@@ -1,23 +1,24 @@
-"""Scaling laws from a table of runs: L(C), N_opt(C), D_opt(C) by four methods, with intervals and refusals.
+"""Fits scaling laws L(C), N_opt(C) and D_opt(C) to a table of runs, by four methods and with intervals.
 
-Needs NumPy, SciPy and pandas only (the extra `study`); no torch.
+Needs only NumPy, SciPy and pandas (the extra `study`), not torch.
 
     table, curves, notes = load_study(folder)   a study folder; or  table, notes = load_table("runs.csv", columns={...})
     study = fit_study(table, curves)            -> StudyFit, a mapping from architecture to ArchitectureFit
     fit = study["tnl"]
-    fit.headline                                "isoflop": the method that stands for all architectures of the study
-    fit.L, fit.L_irreducible, fit.N_opt, fit.D_opt    the headline's laws (Law): .coefficient .exponent .constant
+    fit.headline                                "isoflop": the method shown in summaries, for all architectures
+    fit.L, fit.L_irreducible, fit.N_opt, fit.D_opt    laws of that method (Law): .coefficient .exponent .constant
                                                 .intervals .band .held_out .refused .text() .predict(C) .interval_at(C)
     fit.isoflop.groups                          IsoflopGroup: .C .N .loss .parabola .N_opt .L_opt .inside .refused
     fit.envelope.points                         [{"C", "loss", "N", "D", "run", "inside"}], .mode .hull_size
     fit.parametric.surface                      {"E", "A", "B", "alpha", "beta"}, .surface_intervals .objective
     fit.conventions                             exponents with and without embeddings, exact FLOPs and 6ND
-    study.crossings                             where two architectures' laws meet
-    study.to_json()                             all of it as plain values
+    study.crossings                             where the laws of two architectures meet
+    study.to_json()                             all results as plain values
 
     fit_downstream(points, chance=0.25)         -> Downstream: compute to loss to a metric, .law .transfer .predict(C)
 
-A law that cannot be known has `refused` filled and no numbers; `fit.refused` lists all reasons of an architecture.
+If the table does not support a law, its `refused` lists the reasons and its numbers are None. `fit.refused` lists the
+reasons of all laws of an architecture.
 """
 
 from linnet.study.fit.bootstrap import draw_counts

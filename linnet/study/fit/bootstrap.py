@@ -1,8 +1,8 @@
-"""Resampling: how uncertain a fit is, when the runs that were made are a sample of those that could have been.
+"""Bootstrap resampling: estimates the uncertainty of a fit, with the trained runs as a sample of all possible runs.
 
-A resample is a row of counts, how many times each row of the table was drawn, so weighted fits do a whole bootstrap in
-one batch. Checkpoints of one run are not independent: rows that share a cluster are drawn together. Where a design has
-groups (budgets), drawing inside each stratum keeps it.
+A resample is a row of counts: how many times each row of the table was drawn. So weighted fits solve all resamples in
+one batch. Checkpoints of one run are not independent, so rows of one cluster are drawn together. If a design has groups
+(budgets), drawing within each stratum keeps the number of runs per group.
 """
 
 from collections.abc import Sequence
@@ -12,18 +12,21 @@ import numpy as np
 from linnet.study.fit.law import Interval
 
 ENOUGH = 0.5
-"""Share of the resamples that must give a law; with fewer, the rest would be too good a sample to speak for all."""
+"""Share of the resamples that must give a law. With fewer, these resamples would be a biased sample."""
 
 
 def draw_counts(
     resamples: int, rows: int, seed: int = 0, clusters: Sequence | None = None, strata: Sequence | None = None
 ) -> np.ndarray:
-    """How often each row is in each resample, drawn with replacement.
+    """Draws resamples with replacement and returns how often each row is in each.
 
     Args:
-        clusters: [rows] labels; rows of one label are drawn together (default: each row alone).
-        strata: [rows] labels; as many clusters are drawn from each stratum as it has (default: one stratum). A cluster
-            lies in the stratum of its first row.
+        resamples: number of resamples.
+        rows: number of rows of the table.
+        seed: seed of the generator.
+        clusters: [rows] labels; rows of one label are drawn together (default: each row is its own cluster).
+        strata: [rows] labels; each resample draws as many clusters from a stratum as the stratum has (default: one
+            stratum). A cluster belongs to the stratum of its first row.
 
     Returns:
         Counts [resamples, rows], integers as floats.
@@ -42,21 +45,21 @@ def draw_counts(
 
 
 def is_clustered(clusters: Sequence | None) -> bool:
-    """Whether any label occurs twice."""
+    """Returns whether any label occurs twice."""
     return clusters is not None and len(set(clusters)) < len(clusters)
 
 
 def interval(draws: np.ndarray, level: float = 0.95) -> Interval:
-    """The percentile interval of a column of draws; NaN draws are left out."""
+    """Returns the percentile interval of a column of draws, without the NaN draws."""
     tail = 50 * (1 - level)
     low, high = np.nanpercentile(draws, [tail, 100 - tail])
     return float(low), float(high)
 
 
 def usable(draws: np.ndarray) -> tuple[np.ndarray, str]:
-    """Drops the resamples (rows) with a NaN. Returns the rest, none where too few are left, and the reason or ""."""
+    """Returns the resamples (rows) without NaN and "". If too few are left, returns no rows and the reason."""
     kept = draws[np.isfinite(draws).all(axis=1)]
     if len(kept) < ENOUGH * len(draws) or len(kept) < 20:
-        reason = f"only {len(kept)} of {len(draws)} resamples gave a law: there are too few runs for an interval"
+        reason = f"only {len(kept)} of {len(draws)} resamples gave a law; more runs are needed for an interval"
         return draws[:0], reason
     return kept, ""

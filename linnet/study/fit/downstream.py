@@ -1,12 +1,12 @@
-"""From compute to what a model can do, in two steps: compute -> held-out loss, loss -> metric.
+"""Predicts the metric of a task from compute in two steps: compute -> held-out loss, loss -> metric.
 
-A metric of a task says nothing while a model guesses and everything within a decade of compute, so a law of compute is
-not drawn through it. The loss follows one, and the metric follows the loss (Llama 3, arXiv:2407.21783, section 3.2.1;
-A. Bhagia et al., arXiv:2412.04403):
+A task's metric stays at chance for small models and then rises to its ceiling within about a decade of compute. So no
+law of compute is fitted to it directly. The loss follows a law of compute, and the metric follows the loss (Llama 3,
+arXiv:2407.21783, section 3.2.1; A. Bhagia et al., arXiv:2412.04403):
 
-* a share of right answers, chance + (1 - chance) / (1 + exp(steepness (L - midpoint))). Papers: floor and ceiling are
-  fitted too; here: they are what guessing gives and 1, because four numbers ask for more runs than a study has.
-* a metric of which less is better (bits per byte, a perplexity): coefficient L^exponent.
+* A share of correct answers is chance + (1 - chance) / (1 + exp(steepness (L - midpoint))). The papers also fit floor
+  and ceiling. Here the floor is chance and the ceiling is 1, because four numbers need more runs than a study has.
+* A metric that is better when lower (bits per byte, perplexity) is coefficient L^exponent.
 
 Checkpoints of one run are not independent, so resamples draw whole runs.
 """
@@ -24,28 +24,30 @@ from linnet.study.fit.law import Interval, Law, Result
 from linnet.study.fit.power import count_of, law_through, log_log
 
 FEWEST = 5
-"""Points of different loss that a step of two numbers is fitted to, so that some are left to judge it by."""
+"""Smallest number of points of different loss for a fit of two numbers, so that the fit can be checked."""
 
 FEWEST_RUNS = 3
-"""Runs at different compute that L(C) is fitted to, and runs that intervals need."""
+"""Smallest number of runs at different compute for a fit of L(C), and of runs for intervals."""
 
 ALIKE = 10**0.06
-"""Ratio of compute up to which two runs count as of one budget, as in `assign_budgets`."""
+"""Largest ratio of compute between two runs of one budget, as in `assign_budgets`."""
 
 SIGNAL = 2.0
-"""Standard errors above chance that the better half of the points must be, on average."""
+"""Number of standard errors by which the mean of the points of lower loss must exceed chance."""
 
-BAND = 41  # points of a curve that is drawn
-BEYOND = 3.0  # curves over compute reach this multiple of the largest
+BAND = 41  # points per drawn curve
+BEYOND = 3.0  # curves over compute end at this multiple of the largest compute
 
 
 @dataclass
 class HeldOutTest(Result):
-    """Fitted to the points with C <= `c_max`, how far is it from the others?
+    """Held-out test: the errors at points with C > `c_max` of a fit to the points with C <= `c_max`.
 
     Attributes:
-        mean_error, max_error: of a share in its own unit (0.01 is a point of a hundred), of others relative.
-        refused: why there is no such test; then the numbers are None.
+        c_max: largest C in FLOPs that the fit uses.
+        trained, tested: numbers of points with C <= `c_max` and above.
+        mean_error, max_error: absolute errors of a share (0.01 is one percentage point), relative errors of others.
+        refused: reasons why there is no test; the numbers are then None.
     """
 
     c_max: float | None = None
@@ -58,17 +60,19 @@ class HeldOutTest(Result):
 
 @dataclass
 class Transfer(Result):
-    """A metric as a function of the held-out loss, in nats a token.
+    """A metric as a function of the held-out loss in nats per token.
 
     Attributes:
-        chance: of a share, what guessing gives; None for a metric of which less is better.
-        first, second: midpoint (nats) and steepness (1 / nats) of a share; coefficient and exponent of others.
-        points, runs: how many there were. loss_min, loss_max: the range of their losses.
-        rms_error: of the fit on them, in the unit of the metric.
-        intervals: 95 % by name (see `parameters`), over runs.
+        chance: value of a share of correct answers by guessing; None for a metric that is better when lower.
+        first, second: midpoint (nats) and steepness (1 / nats) of a share; coefficient and exponent of other metrics.
+        points, runs: numbers of points and runs.
+        loss_min, loss_max: range of the losses of the points.
+        rms_error: root mean square error of the fit at the points, in the unit of the metric.
+        intervals: parameter name (see `parameters`) -> 95 % interval, by resampling runs.
         band: {"loss", "value", "low", "high"} over the range of the losses.
-        refused, notes: reasons why there is none; what to know when reading it.
-        draws: [resamples, 2] of first and second; not serialised.
+        refused: reasons why there is no fit.
+        notes: remarks for the reader of the fit.
+        draws: [resamples, 2] bootstrap draws of first and second; not serialised.
     """
 
     chance: float | None = None
@@ -97,7 +101,7 @@ class Transfer(Result):
 
     @property
     def formula(self) -> str:
-        """In words for people, L in nats a token; "refused" where it is."""
+        """The fit as text with L in nats per token, or "refused"."""
         if self.refused:
             return "refused"
         if self.chance is None:
@@ -106,13 +110,13 @@ class Transfer(Result):
         return f"{floor}{1 - self.chance:.4g} / (1 + exp({self.second:.4g} (L - {self.first:.4g})))"
 
     def predict(self, loss) -> np.ndarray:
-        """The metric at losses of any shape. Raises ValueError where it was refused."""
+        """Returns the metric at `loss` (any shape). Raises ValueError if the fit was refused."""
         if self.refused:
             raise ValueError(f"loss -> metric was refused: {'; '.join(self.refused)}")
         return _value(self.chance, self.first, self.second, np.asarray(loss, dtype=float))
 
     def interval_at(self, loss: float) -> Interval | None:
-        """95 % at one loss from the bootstrap draws, or None without them."""
+        """Returns the 95 % interval of the metric at one loss, or None without bootstrap draws."""
         if self.refused or self.draws is None or not len(self.draws):
             return None
         return resampling.interval(_value(self.chance, *self.draws.T, loss))
@@ -123,11 +127,14 @@ class Downstream(Result):
     """Compute -> loss -> metric of one architecture.
 
     Attributes:
-        law: L(C); `transfer`: loss -> metric.
-        curve: {"C", "value", "low", "high", "beyond"}: both together, from the smallest compute to `BEYOND` times the
-            largest; empty where either is refused.
-        rms_error: of both together on the last points of the runs that lie on the frontier, in the unit of the metric.
-        step_test: of loss -> metric alone; test: of both together, on the frontier.
+        law: L(C).
+        transfer: loss -> metric.
+        curve: {"C", "value", "low", "high", "beyond"} of both steps together, from the smallest compute to `BEYOND`
+            times the largest; empty if either step is refused. `beyond` is True at more than the largest compute.
+        rms_error: root mean square error of both steps together at the last points of the runs on the frontier, in the
+            unit of the metric.
+        step_test: held-out test of loss -> metric alone.
+        test: held-out test of both steps together, on the frontier.
     """
 
     law: Law
@@ -144,17 +151,17 @@ class Downstream(Result):
         ]
 
     def predict(self, compute) -> np.ndarray:
-        """The metric at `compute` FLOPs, of any shape. Raises ValueError where either step was refused."""
+        """Returns the metric at `compute` (FLOPs, any shape). Raises ValueError if either step was refused."""
         return self.transfer.predict(self.law.predict(compute))
 
     def interval_at(self, compute: float) -> Interval | None:
-        """95 % at `compute`: both steps vary, independently."""
+        """Returns the 95 % interval of the metric at `compute` FLOPs, with independent draws of both steps, or None."""
         law, step = self.law.draws, self.transfer.draws
         if self.refused or law is None or step is None or not len(law) or not len(step):
             return None
         rows = min(len(law), len(step))
         losses = np.exp(law[:rows, 0] + law[:rows, 1] * np.log(compute)) + law[:rows, 2]
-        # Both may come from one seed; a turn by half the draws makes the pairs independent.
+        # Both steps may use the same seed. Shifting one by half of the draws makes the pairs independent.
         other = np.roll(step[:rows], rows // 2, axis=0)
         return resampling.interval(_value(self.transfer.chance, *other.T, losses))
 
@@ -170,11 +177,12 @@ def fit_downstream(
     """Fits both steps to the points of one architecture.
 
     Args:
-        points: columns run, C (FLOPs), loss (held out, nats a token), value (of the metric), last (whether the point is
-            the last of its run), and questions (how many answers a share is of, NaN where not known).
-        chance: of a share of right answers, what guessing gives; None for a metric of which less is better.
-        law: L(C), where it is known better than from the last points; else it goes through the lowest of them.
-        bootstrap: resamples for the intervals; 0 for none.
+        points: columns run, C (FLOPs), loss (held out, nats per token), value (of the metric), last (whether the point
+            is the last of its run), and questions (number of answers behind a share, NaN if not known).
+        chance: value of a share of correct answers by guessing; None for a metric that is better when lower.
+        law: a known L(C). By default, or if it is refused, L(C) is fitted to the last points on the frontier.
+        bootstrap: number of resamples for the intervals; 0 for none.
+        seed: seed of the resampling.
     """
     points = points[np.isfinite(points[["C", "loss", "value"]]).all(axis=1)].reset_index(drop=True)
     front = frontier(points[points["last"]])
@@ -204,14 +212,14 @@ def fit_transfer(points: pd.DataFrame, chance: float | None = None, *, bootstrap
     found.loss_min, found.loss_max = float(loss.min()), float(loss.max())
     estimate = _solve(chance, loss, value, np.ones((1, len(loss))))[0]
     if not np.isfinite(estimate).all():
-        found.refused.append("no curve fits: the metric jumps between two losses; evaluate at more steps")
+        found.refused.append("no curve fits, because the metric jumps between two losses; evaluate at more steps")
         return found
     found.first, found.second = map(float, estimate)
     found.rms_error = float(np.sqrt(np.mean((found.predict(loss) - value) ** 2)))
     if chance is not None and not found.loss_min <= found.first <= found.loss_max:
-        found.notes.append("the midpoint lies outside the losses seen, so it rests on the form of the curve")
+        found.notes.append("the midpoint lies outside the observed losses, so it depends on the form of the curve")
     if bootstrap and found.runs < FEWEST_RUNS:
-        found.notes.append(f"no intervals: {count_of(found.runs, 'run')}, and they need {FEWEST_RUNS}")
+        found.notes.append(f"no intervals: {count_of(found.runs, 'run')}, but intervals need {FEWEST_RUNS}")
     elif bootstrap:
         counts = resampling.draw_counts(bootstrap, len(loss), seed, points["run"])
         draws, reason = resampling.usable(_solve(chance, loss, value, counts, estimate))
@@ -228,7 +236,10 @@ def fit_transfer(points: pd.DataFrame, chance: float | None = None, *, bootstrap
 
 
 def frontier(points: pd.DataFrame) -> pd.DataFrame:
-    """The points than which none of as little compute, or up to `ALIKE` times as much, has a lower loss, by compute."""
+    """Returns the points with the lowest loss up to their compute, in order of compute.
+
+    A point is left out if another one has a lower loss at no more than `ALIKE` times its compute.
+    """
     ordered = points.sort_values(["C", "loss"]).drop_duplicates(["C"])
     C, loss = (ordered[name].to_numpy(float) for name in ("C", "loss"))
     reach = np.searchsorted(C, ALIKE * C, side="right")
@@ -238,33 +249,33 @@ def frontier(points: pd.DataFrame) -> pd.DataFrame:
 
 def _law(front: pd.DataFrame, bootstrap: int, seed: int) -> Law:
     if len(front) < FEWEST_RUNS:
-        reason = f"{count_of(len(front), 'run')} with a loss that no cheaper run has; it needs {FEWEST_RUNS}"
+        reason = f"{count_of(len(front), 'run')} with a lower loss than all cheaper runs; L(C) needs {FEWEST_RUNS}"
         return Law("L", refused=[f"{reason}, at different compute"])
-    # Resamples of three runs are lines through two of them, which say little about the error of the third.
+    # Most resamples of three runs contain two of them. A line through two runs shows little of the error.
     drawn = bootstrap and len(front) > FEWEST_RUNS
     counts = resampling.draw_counts(bootstrap, len(front), seed + 1) if drawn else None
     law = law_through("L", front["C"], front["loss"], weights=counts)
     if bootstrap and not drawn:
-        law.notes.append(f"no intervals: {count_of(len(front), 'run')}, and they need {FEWEST_RUNS + 1}")
+        law.notes.append(f"no intervals: {count_of(len(front), 'run')}, but intervals need {FEWEST_RUNS + 1}")
     return law
 
 
 def _unfit(points: pd.DataFrame, chance: float | None) -> list[str]:
-    """Why no curve is fitted to the points."""
+    """Returns the reasons why no curve can be fitted to the points."""
     different = points["loss"].round(6).nunique()
     if different < FEWEST:
-        return [f"{count_of(different, 'point')} of different loss; it needs {FEWEST}: evaluate at more steps or runs"]
+        return [f"{count_of(different, 'point')} of different loss, not {FEWEST} or more; evaluate more steps or runs"]
     loss, value = (points[name].to_numpy(float) for name in ("loss", "value"))
     if chance is None:
         if (value <= 0).any():
-            return ["a value is not positive, so no power law goes through it"]
+            return ["a value of the metric is not positive, so no power law fits it"]
         falls = np.corrcoef(np.log(loss), np.log(value))[0, 1] > 0 if np.ptp(value) else False
         return [] if falls else ["the metric does not fall with the loss"]
     best = points.nsmallest(max(1, len(points) // 2), "loss")
     questions = best["questions"].median()
     error = np.sqrt(chance * (1 - chance) / questions) if questions > 0 else 0.0
     if not best["value"].mean() > chance + SIGNAL * error:
-        return [f"no signal: of the points the half of lowest loss is at chance ({chance:.3g}), within its error"]
+        return [f"no signal: the half of the points with the lowest loss is at chance ({chance:.3g}), within its error"]
     if not np.ptp(value) or np.corrcoef(loss, value)[0, 1] >= 0:
         return ["the metric does not grow as the loss falls"]
     return []
@@ -277,7 +288,10 @@ def _value(chance: float | None, first, second, loss):
 
 
 def _solve(chance, loss, value, weights, start=None) -> np.ndarray:
-    """Weighted least squares, a batch at once: weights [R, n] -> [R, 2]; NaN where the points do not tell."""
+    """Solves weighted least squares for a batch: weights [R, n] -> [R, 2].
+
+    Rows whose points do not determine the two numbers give NaN.
+    """
     if chance is None:
         with np.errstate(over="ignore"):
             x, y = (np.broadcast_to(np.log(part), weights.shape) for part in (loss, value))
@@ -296,13 +310,13 @@ def _solve(chance, loss, value, weights, start=None) -> np.ndarray:
     found = np.stack([theta[:, 0], np.exp(theta[:, 1])], axis=1)
     seen = np.where(weights > 0, loss, np.nan)
     narrow = np.nanmax(seen, axis=1) - np.nanmin(seen, axis=1) < 1e-9
-    step = found[:, 1] * spread > 999  # as steep as is allowed: a step between two points
+    step = found[:, 1] * spread > 999  # at the largest steepness allowed: a jump between two points
     found[narrow | step] = np.nan
     return found
 
 
 def _descend(chance, loss, value, weights, theta, spread) -> tuple[np.ndarray, np.ndarray]:
-    """Levenberg and Marquardt's method in (midpoint, log steepness), each row with a damping of its own."""
+    """Minimises by Levenberg-Marquardt steps in (midpoint, log steepness), with one damping per row."""
     low = np.array([loss.min() - 20 * spread, np.log(1e-3 / spread)])
     high = np.array([loss.max() + 20 * spread, np.log(1e3 / spread)])
 
@@ -335,12 +349,12 @@ def _descend(chance, loss, value, weights, theta, spread) -> tuple[np.ndarray, n
 
 
 def _test_step(points: pd.DataFrame, chance: float | None) -> HeldOutTest:
-    """Loss -> metric fitted at small compute, from the true losses of the points above it."""
+    """Tests loss -> metric: fits it at small compute, and predicts the other points from their observed losses."""
     return _tested(points, points, lambda below: partial(_of_loss, fit_transfer(below, chance)), chance)
 
 
 def _test_both(points: pd.DataFrame, chance: float | None) -> HeldOutTest:
-    """Both steps fitted at small compute, on the frontier above it."""
+    """Tests both steps: fits them at small compute, and predicts the points of the frontier at larger compute."""
 
     def fit(below: pd.DataFrame):
         law, step = _law(frontier(below[below["last"]]), 0, 0), fit_transfer(below, chance)
@@ -361,7 +375,7 @@ def _tested(points: pd.DataFrame, judged: pd.DataFrame, fit, chance: float | Non
     c_max = threshold(judged["C"].to_numpy(), None) if len(judged) else None
     test = HeldOutTest(c_max)
     if c_max is None:
-        test.refused.append("no points lie above the largest C that the fit may see")
+        test.refused.append("no points have a larger C than the fitted ones")
         return test
     below, above = points[points["C"] <= c_max], judged[judged["C"] > c_max]
     test.trained, test.tested = len(below), len(above)

@@ -1,8 +1,8 @@
 """The lower envelope of training curves: the lowest loss at each compute (Hoffmann et al. 2022, Approach 1).
 
-Paper 000, section 4, takes the minimal loss at each number of FLOPs from the curves of all sizes and reads N_opt and
-D_opt off the run that had it. An envelope says nothing where only one size was near: a point counts for N_opt only if
-both a smaller and a larger model have curves at this compute and are worse.
+Paper 000, section 4, takes the minimal loss at each number of FLOPs from the curves of all sizes. N_opt and D_opt are
+those of the run with this loss. Where only one size has a curve, the envelope does not show an optimum. So a point
+counts for N_opt only if both a smaller and a larger model have curves at this compute, with higher losses.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from linnet.study.fit.power import add_held_out, count_of, count_usable, finish,
 from linnet.study.fit.results import Bootstrap, EnvelopeFit
 
 WARMUP = 0.002
-"""Share of a curve's tokens dropped at its beginning: little, for a curve in warm-up lies above the others anyway."""
+"""Share of a curve's tokens that is dropped at its beginning. It is small: curves in warm-up are rarely the lowest."""
 
 
 def fit_envelope(
@@ -31,28 +31,31 @@ def fit_envelope(
     """Fits L(C), N_opt(C), D_opt(C) to the envelope of training curves.
 
     Args:
-        curves: columns run, N, D (tokens so far), C (FLOPs so far), loss, one row a record; optionally learning_rate.
-        mode: "minimum" reads all curves at `points` values of C, evenly spaced in log C and interpolated in log-log,
-            and takes the lowest (N_opt by a parabola through the lowest size and its two neighbours); "hull" takes the
-            vertices of the lower convex hull of all records in log-log.
-        warmup: records dropped at the beginning of each curve, as a share of its tokens; where there is a
-            learning_rate, also those before it first reaches its largest value.
-        smooth: odd number of records in a centred moving average of log loss against log C; 1 leaves noise as it is.
-        bootstrap: resamples of whole runs (records of one run are not independent).
+        curves: columns run, N, D (tokens so far), C (FLOPs so far), loss, one row per record; optionally learning_rate.
+        mode: "minimum" interpolates all curves in log-log at `points` values of C, evenly spaced in log C, and takes
+            the lowest (N_opt by a parabola through the lowest size and its two neighbours). "hull" takes the vertices
+            of the lower convex hull of all records in log-log.
+        points: number of values of C in mode "minimum".
+        warmup: share of a curve's tokens that is dropped at its beginning. With a learning_rate, the records before it
+            first reaches its maximum are dropped too.
+        smooth: odd number of records in a centred moving average of log loss against log C; 1 for no smoothing.
+        bootstrap: number of resamples of whole runs, because the records of one run are not independent.
+        seed: seed of the resampling.
+        hold_out: see `linnet.study.fit.heldout.threshold`.
 
     Raises:
         ValueError: unknown mode, or `smooth` or `points` out of range.
     """
     if mode not in ("minimum", "hull"):
-        raise ValueError(f"mode must be 'minimum' or 'hull', not {mode!r}")
+        raise ValueError(f"mode: {mode!r} is unknown; use 'minimum' or 'hull'")
     if smooth < 1 or smooth % 2 == 0 or points < 4:
-        raise ValueError(f"smooth must be odd and positive (given {smooth}), points at least 4 (given {points})")
+        raise ValueError(f"smooth: {smooth} must be odd and positive, and points: {points} must be at least 4")
     fit = EnvelopeFit("envelope", mode=mode)
     kept = _Curves.read(curves, warmup, smooth)
     fit.curves, fit.warmup_removed = len(kept.run), kept.removed
     if len(kept.run) < 2:
         return _refuse(
-            fit, f"{count_of(len(kept.run), 'training curve')} of two records or more; an envelope needs two"
+            fit, f"{count_of(len(kept.run), 'training curve')} with two records or more; an envelope needs two curves"
         )
     hull = _hull(kept)
     fit.hull_size = len(hull)
@@ -70,12 +73,10 @@ def fit_envelope(
     ]  # fmt: skip
     fit.runs_on_envelope = len(set(found["row"]))
     if not enough:
-        reason = (
-            f"{count_of(sizes, 'size')} on the envelope with both smaller and larger models beside; three are needed"
-        )
+        reason = f"{count_of(sizes, 'size')} on the envelope with curves of smaller and larger models; three are needed"
         fit.N_opt = Law("N_opt", points=int(inside.sum()), refused=[reason])
         fit.D_opt = Law("D_opt", points=int(inside.sum()), refused=[reason])
-        fit.notes.append("L(C) runs through the whole envelope, its ends (which better sizes could lower) included")
+        fit.notes.append("L(C) is fitted to the whole envelope, including the ends, which other sizes could lower")
     else:
         fit.notes.append(f"{count_of(int((~inside).sum()), 'point')} at the ends of the envelope left out")
     draws = None
@@ -99,7 +100,7 @@ def fit_envelope(
 
 
 class _Curves:
-    """Cleaned curves: one entry a run, of increasing compute."""
+    """Training curves after cleaning: one entry per run, in order of compute."""
 
     def __init__(self, removed: int):
         self.run, self.size, self.log_C, self.log_D, self.log_loss = [], [], [], [], []
@@ -127,7 +128,7 @@ class _Curves:
         return kept
 
     def at(self, log_C: np.ndarray) -> dict[str, np.ndarray]:
-        """log loss and log D of every run at `log_C`, [runs, points]; NaN beyond the ends of a curve."""
+        """Returns log loss and log D of every run at `log_C`, [runs, points]; NaN beyond the ends of a curve."""
         surface = {}
         for name, values in (("loss", self.log_loss), ("D", self.log_D)):
             rows = [np.interp(log_C, c, v, left=np.nan, right=np.nan) for c, v in zip(self.log_C, values, strict=True)]
@@ -137,7 +138,7 @@ class _Curves:
 
 
 def _average(x: np.ndarray, y: np.ndarray, window: int) -> np.ndarray:
-    """The value at each point of a straight line through the window around it (at the ends, through what is left)."""
+    """Returns a local linear fit: at each point, the line through the window around it (shorter at the ends)."""
     half = min(window // 2, (len(x) - 1) // 2)
     if not half:
         return y
@@ -149,16 +150,16 @@ def _average(x: np.ndarray, y: np.ndarray, window: int) -> np.ndarray:
 
 
 def _grid(kept: _Curves, points: int) -> np.ndarray:
-    """Values of log C at which at least two runs have a curve."""
+    """Returns values of log C at which at least two runs have a curve, or of the whole range if there are none."""
     starts, ends = np.sort([c[0] for c in kept.log_C]), np.sort([c[-1] for c in kept.log_C])
     low, high = starts[1], ends[-2]
     return np.linspace(low, high, points) if low < high else np.linspace(starts[0], ends[-1], points)
 
 
 def _lowest(kept: _Curves, surface: dict, chosen: np.ndarray) -> dict[str, np.ndarray]:
-    """The lowest curve among the chosen runs at each compute, with N and D interpolated between neighbouring sizes."""
+    """Returns the lowest curve of the chosen runs at each compute, with N and D interpolated between the sizes."""
     sizes = np.unique(kept.size[chosen])
-    # One row a size, the best of its runs: [sizes, points], infinite where no curve reaches.
+    # The best run of each size: [sizes, points]. Losses are infinite where the size has no curve.
     best_row = np.empty((len(sizes), surface["loss"].shape[1]), dtype=int)
     filled = np.where(np.isfinite(surface["loss"]), surface["loss"], np.inf)
     for s, size in enumerate(sizes):
@@ -184,7 +185,10 @@ def _lowest(kept: _Curves, surface: dict, chosen: np.ndarray) -> dict[str, np.nd
 
 
 def _vertex(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The minimum of the parabola through three points [3, n], the middle one lowest (itself, where all are equal)."""
+    """Returns the minimum of the parabola through three points [3, n], the middle one lowest.
+
+    If all three values are equal, returns the middle point.
+    """
     left, right = (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
     bend = np.where(right - left > 1e-15, right - left, np.inf)
     centre = np.where(np.isfinite(bend), (x[0] + x[1]) / 2, x[1])
@@ -192,14 +196,17 @@ def _vertex(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _between(at: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Straight lines through three points [3, n], at `at` [n]."""
+    """Interpolates linearly between three points [3, n] at `at` [n]."""
     lower = (y[1] - y[0]) / (x[1] - x[0])
     upper = (y[2] - y[1]) / (x[2] - x[1])
     return y[1] + np.where(at < x[1], lower, upper) * (at - x[1])
 
 
 def _hull(kept: _Curves, chosen: np.ndarray | None = None) -> np.ndarray:
-    """Vertices of the lower convex hull of the records in log-log: rows (run index, record index), loss falling."""
+    """Returns the vertices of the lower convex hull of the records in log-log, in order of falling loss.
+
+    Rows are (run index, record index).
+    """
     runs = range(len(kept.run)) if chosen is None else np.flatnonzero(chosen)
     labels = np.array([(r, i) for r in runs for i in range(len(kept.log_C[r]))])
     xy = np.array([(kept.log_C[r][i], kept.log_loss[r][i]) for r, i in labels])
@@ -208,7 +215,7 @@ def _hull(kept: _Curves, chosen: np.ndarray | None = None) -> np.ndarray:
         while len(stack) >= 2 and _turn(xy[stack[-2]], xy[stack[-1]], xy[p]) <= 0:
             stack.pop()
         stack.append(int(p))
-    # To the right of its lowest point a hull rises again, over compute that bought nothing.
+    # To the right of its lowest point the hull rises: more compute with no lower loss. This part is dropped.
     lowest = int(np.argmin(xy[stack, 1]))
     return labels[stack[: lowest + 1]]
 
@@ -218,7 +225,10 @@ def _turn(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> float:
 
 
 def _vertices(kept: _Curves, hull: np.ndarray, chosen: np.ndarray) -> dict[str, np.ndarray]:
-    """The vertices of a hull as points of the envelope; inside where smaller and larger sizes have curves there."""
+    """Returns the vertices of a hull as points of the envelope.
+
+    A point is inside if both smaller and larger sizes have curves at its compute.
+    """
     rows = hull[:, 0]
     C, D, loss = (np.array([values[r][i] for r, i in hull]) for values in (kept.log_C, kept.log_D, kept.log_loss))
     N, inside = kept.size[rows], np.zeros(len(hull), dtype=bool)
@@ -231,7 +241,7 @@ def _vertices(kept: _Curves, hull: np.ndarray, chosen: np.ndarray) -> dict[str, 
 
 
 def _resample(kept: _Curves, surface: dict, mode: str, enough: bool, resamples: int, seed: int) -> dict:
-    """Points of the envelope of resampled runs, padded with NaN to one length: C, loss, N, D as [R, m]."""
+    """Returns the envelopes of resampled runs, padded with NaN to one length: C, loss, N, D as [R, m]."""
     counts = resampling.draw_counts(resamples, len(kept.run), seed)
     found = []
     for drawn in counts > 0:
@@ -240,7 +250,7 @@ def _resample(kept: _Curves, surface: dict, mode: str, enough: bool, resamples: 
         else:
             one = _vertices(kept, _hull(kept, drawn), drawn)
         keep = one["inside"] if enough else np.ones(len(one["C"]), dtype=bool)
-        # One size tells of no law of N; such a resample is counted as giving none.
+        # One size does not determine a law of N, so such a resample counts as one without a law.
         few = enough and len(np.unique(one["best_N"][keep])) < 2
         found.append({name: one[name][keep][: 0 if few else None] for name in ("C", "loss", "N", "D")})
     width = max(2, *(len(one["C"]) for one in found))

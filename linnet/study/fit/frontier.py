@@ -1,4 +1,4 @@
-"""The method "power": the lowest loss at each compute and the law through it (paper 000, section 4)."""
+"""The method "power": fits a law to the lowest loss at each compute (paper 000, section 4)."""
 
 import numpy as np
 import pandas as pd
@@ -12,21 +12,25 @@ from linnet.study.fit.results import Bootstrap, PowerFit
 def fit_frontier(
     table: pd.DataFrame, groups: np.ndarray, *, bootstrap: int = 0, seed: int = 0, hold_out: float | None = None
 ) -> PowerFit:
-    """L(C) through the lowest loss of each group of equal compute; N_opt and D_opt from the runs that had it.
+    """Fits L(C) to the lowest loss of each group of equal compute, and N_opt and D_opt to the runs with these losses.
+
+    If the run with the lowest loss is the smallest or the largest of its group, the optimum may be outside the sizes.
+    Such a run counts for L, but not for N_opt and D_opt.
 
     Args:
-        table: columns run, N, D, C, loss. groups: [rows] label of the budget of each row (see `assign_budgets`). Where
-            budgets with several sizes hold most rows, the other rows are left out (the lowest of one says nothing);
-            else each row of label -1 stands alone.
-        hold_out: see `held_out_of`.
-
-    A run that is the smallest or the largest of its group tells of no optimum: it counts for L, not for N_opt.
+        table: columns run, N, D, C, loss.
+        groups: [rows] budget label of each row, -1 for none (see `assign_budgets`). If at least half of the rows belong
+            to budgets with several sizes, the other rows are left out, because the lowest of one row means nothing.
+            Otherwise each row of label -1 is its own group.
+        bootstrap: number of resamples; 0 for none.
+        seed: seed of the resampling.
+        hold_out: see `linnet.study.fit.heldout.threshold`.
     """
     fit = PowerFit("power")
     sizes = table.groupby(groups)["N"].transform("nunique").to_numpy()
     several = (groups >= 0) & (sizes > 1)
     if several.mean() >= 0.5 and not several.all():
-        fit.notes.append(f"{count_of(int((~several).sum()), 'row')} left out: alone at their compute")
+        fit.notes.append(f"{count_of(int((~several).sum()), 'row')} left out: no other size at the same compute")
         table, groups = table[several], groups[several]
     labels = np.where(groups < 0, groups.max(initial=-1) + 1 + np.arange(len(groups)), groups)
     _, labels = np.unique(labels, return_inverse=True)
@@ -43,9 +47,9 @@ def fit_frontier(
     fit.points = best
     grouped = int(np.sum(np.bincount(labels) > 1)) if len(labels) else 0
     if grouped:
-        fit.notes.append(f"L(C) runs through the lowest loss of each of {count_of(len(best), 'budget')}")
+        fit.notes.append(f"L(C) is fitted to the lowest loss of each of {count_of(len(best), 'budget')}")
     clustered = resampling.is_clustered(table["run"])
-    # A group of several runs is resampled inside itself; single rows are resampled among each other.
+    # If most groups have several runs, runs are resampled within their group; otherwise, over all rows.
     inside_groups = grouped >= len(best) / 2
     counts = None
     if bootstrap and len(table) > 2:
@@ -64,9 +68,9 @@ def fit_frontier(
     for name, column in (("N_opt", "N"), ("D_opt", "D")):
         if len(inner) < 3:
             found = count_of(len(inner), "budget")
-            reason = f"{found} with the lowest loss between smaller and larger sizes; three are needed"
+            reason = f"{found} with the lowest loss at a size between smaller and larger ones; three are needed"
             if alone == len(best):
-                reason = "no budget has three sizes, so none shows an optimum"
+                reason = "no budget has three sizes, so none shows an optimum; train more sizes per budget"
             setattr(fit, name, Law(name, points=len(inner), refused=[reason]))
             continue
         setattr(fit, name, law_through(name, inner["C"], inner[column], draws_C=draws["C_in"], draws=draws[column]))
@@ -77,7 +81,10 @@ def fit_frontier(
 
 
 def _draws(counts, labels, C, N, D, loss) -> dict:
-    """The lowest point of each group in each resample, [R, groups]; N and D are NaN where it is an end of its group."""
+    """Returns the lowest point of each group in each resample, arrays [R, groups].
+
+    C_in, N and D are NaN if the lowest point is the smallest or the largest size of its group.
+    """
     names = ("C", "C_in", "L", "N", "D")
     if counts is None:
         return dict.fromkeys(names)

@@ -1,7 +1,7 @@
-"""IsoFLOP parabolas: the best size at each budget, then laws through the optima (Hoffmann et al. 2022, Approach 2).
+"""IsoFLOP parabolas: find the best size at each budget, then fit laws to the optima (Hoffmann et al. 2022, Approach 2).
 
-Inside a budget the loss is a parabola in log N near its optimum. N and D are fitted apart and a + b is shown, because
-only where cost is proportional to N D must it be 1.
+At equal compute, the loss near its optimum is a parabola in log N. N_opt and D_opt are fitted separately, and a + b is
+reported: it must be 1 only if the cost is proportional to N D.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from linnet.study.fit.power import add_held_out, count_of, count_usable, finish,
 from linnet.study.fit.results import Bootstrap, IsoflopFit, IsoflopGroup
 
 SIZES = 4
-"""Different sizes a budget must have: a parabola through three leaves nothing over to judge it by."""
+"""Number of different sizes that a budget needs. A parabola always fits three sizes, which leaves nothing to check."""
 EDGE = 0.05
-"""Share of the range of log N at each end where an optimum counts as at the edge."""
+"""Share of the range of log N, at each end, in which an optimum counts as at the edge."""
 PAIRS = 8
-"""Sizes from which on a group can be resampled by drawing its rows; smaller groups are resampled by residuals."""
+"""Number of sizes from which a group is resampled by drawing its rows; smaller groups are resampled by residuals."""
 
 
 def fit_isoflop(
@@ -34,16 +34,19 @@ def fit_isoflop(
 ) -> IsoflopFit:
     """Fits a parabola of the loss in log10 N to each budget, and the three laws to the optima inside the data.
 
-    Args:
-        table: columns run, N, D, C, loss, and spent where C is not what the runs of a budget have in common (see
-            `apply_convention`). groups: [rows] label of the budget of each row, -1 for rows of no budget
-            (see `assign_budgets`). budgets: the nominal FLOPs of label i, where there are such.
-        bootstrap: resamples, stratified by budget: of the rows where every budget that counts has `PAIRS` sizes,
-            else of the residuals of the parabolas.
-        cost: "exact" places an optimum at its budget; "6nd" at 6 N D of the optimum.
+    L(C) is fitted to the minima of the parabolas. If fewer than three budgets have a minimum inside their sizes, N_opt
+    and D_opt are refused, and L(C) is fitted to the lowest observed loss of each budget.
 
-    L(C) is fitted to the parabolas' minima. Where fewer than three budgets have one inside, N_opt and D_opt are refused
-    and L(C) runs through the lowest observed loss of each budget instead.
+    Args:
+        table: columns run, N, D, C, loss, and `spent` if the runs of a budget share a compute other than C (see
+            `apply_convention`).
+        groups: [rows] budget label of each row, -1 for rows without a budget (see `assign_budgets`).
+        budgets: nominal FLOPs of each label, if known.
+        bootstrap: number of resamples, stratified by budget. Rows are resampled if every budget that counts has `PAIRS`
+            sizes; otherwise, the residuals of the parabolas are resampled.
+        seed: seed of the resampling.
+        hold_out: see `linnet.study.fit.heldout.threshold`.
+        cost: "exact" places an optimum at the compute of its budget, "6nd" at 6 N D of the optimum.
     """
     fit = IsoflopFit("isoflop", ungrouped=int((groups < 0).sum()))
     parts = {g: table[groups == g].sort_values("N", kind="stable") for g in sorted(set(groups) - {-1})}
@@ -51,14 +54,14 @@ def fit_isoflop(
     fit.groups = [_group(parts[g], None if budgets is None else float(budgets[g])) for g in order]
     parts = [parts[g] for g in order]
     if fit.ungrouped:
-        fit.notes.append(f"{count_of(fit.ungrouped, 'row')} not at any budget")
+        fit.notes.append(f"{count_of(fit.ungrouped, 'row')} left out: not at any budget")
     inside = np.array([group.inside for group in fit.groups], dtype=bool)
     enough = inside.sum() >= 3
     fit.points = [_point(group, enough, cost) for group in fit.groups]
     draws = _resample(fit, parts, inside, bootstrap, seed) if bootstrap and len(fit.groups) else None
     if not enough:
         _refuse_optimum(fit, inside)
-        fit.notes.append("L(C) runs through the lowest observed loss of each budget, since its optimum is not known")
+        fit.notes.append("L(C) is fitted to the lowest observed loss of each budget, because the optima are not known")
     fitted = [p for p in fit.points if p["fitted"]]
     C = np.array([p["C"] for p in fitted])
     draws_C = draws_N = draws_D = draws_L = None
@@ -82,8 +85,8 @@ def fit_isoflop(
 
 
 def _group(part: pd.DataFrame, budget: float | None) -> IsoflopGroup:
-    """One budget: its parabola, its optimum, and whether the optimum can be believed."""
-    # Equal compute is what was spent, however C is counted afterwards.
+    """Returns one budget with its parabola and its optimum, which is refused if the data do not support it."""
+    # The runs of a budget have equal spent compute, even if C is counted in another way.
     spent = part["spent" if "spent" in part else "C"].astype(float)
     C = float(np.exp(np.log(spent).mean()))
     columns = {name: part[name].astype(float).tolist() for name in ("N", "D", "loss")}
@@ -96,17 +99,17 @@ def _group(part: pd.DataFrame, budget: float | None) -> IsoflopGroup:
     if sizes < len(x):
         group.notes.append(f"{count_of(sizes, 'size')} in {count_of(len(x), 'run')}: some sizes are repeated")
     if sizes < SIZES:
-        group.refused.append(f"{count_of(sizes, 'size')}; a parabola that can be judged needs {SIZES}")
+        group.refused.append(f"{count_of(sizes, 'size')}; a parabola that can be checked needs {SIZES}")
         if sizes < 3:
             return group
     centre = x.mean()
     c0, c1, c2 = parabolas((x - centre)[None], y[None], np.ones((1, len(x))))[0]
     group.parabola = (float(c0 - c1 * centre + c2 * centre**2), float(c1 - 2 * c2 * centre), float(c2))
     if not c2 > 1e-12 * max(1.0, abs(c0)):
-        group.refused = group.refused or ["the losses do not curve upwards: there is no minimum between the sizes"]
+        group.refused = group.refused or ["the losses do not curve upwards, so no minimum lies between the sizes"]
         return group
     best = centre - c1 / (2 * c2)
-    # Far outside the sizes the vertex of a nearly straight line is a number without meaning, and may overflow.
+    # Far outside the sizes, the vertex of a nearly straight line has no meaning and may overflow.
     if abs(best - centre) < 10:
         group.N_opt, group.L_opt = float(10**best), float(c0 - c1**2 / (4 * c2))
         group.D_opt = float(np.exp(_log_tokens(group, np.log(group.N_opt))))
@@ -127,10 +130,13 @@ def _group(part: pd.DataFrame, budget: float | None) -> IsoflopGroup:
 
 
 def parabolas(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Weighted least squares of y = c0 + c1 x + c2 x^2, a batch: [R, n] -> [R, 3]; NaN with fewer than three x."""
+    """Solves weighted least squares of y = c0 + c1 x + c2 x^2 for a batch: [R, n] -> [R, 3].
+
+    Rows with fewer than three different x give NaN.
+    """
     powers = np.stack([np.ones_like(x), x, x**2], axis=-1)
     powers, weights = np.broadcast_to(powers, (*y.shape, 3)), np.broadcast_to(weights, y.shape)
-    # QR instead of normal equations: noise-free data come back to the last digits.
+    # QR and not normal equations, so that the parabolas of data without noise are exact to the last digits.
     root = np.sqrt(weights)[..., None]
     q, r = np.linalg.qr(powers * root)
     diagonal = np.abs(np.einsum("rii->ri", r))
@@ -142,10 +148,10 @@ def parabolas(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def _log_tokens(group: IsoflopGroup, log_N: np.ndarray) -> np.ndarray:
-    """log D of a model of log N parameters at the group's budget, by the cost of a parameter and token of its runs.
+    """Returns log D of a model with log N parameters at the budget of the group.
 
-    C / (N D) is 6 exactly where cost is 6ND; with attention, head and embeddings it drifts with N, so it is
-    interpolated (and held at the ends).
+    The cost per parameter and token, C / (N D), is 6 if the cost is 6ND. With attention, head and embeddings it changes
+    with N. So it is interpolated between the runs of the group, and constant beyond the smallest and largest size.
     """
     x, rows = np.unique(np.log(group.N), return_inverse=True)
     each = np.log(np.array(group.flops)) - np.log(group.N) - np.log(group.D)
@@ -173,7 +179,7 @@ def _refuse_optimum(fit: IsoflopFit, inside: np.ndarray) -> None:
 
 
 def _resample(fit: IsoflopFit, parts: list[pd.DataFrame], inside: np.ndarray, resamples: int, seed: int) -> dict:
-    """Log N of the optimum, its loss and the lowest loss of each group in each resample: arrays [R, G]."""
+    """Returns log N and loss of the optimum, and the lowest loss, of each group in each resample: arrays [R, G]."""
     counting = [group for group in fit.groups if group.inside] or fit.groups
     by_rows = min(len(set(group.N)) for group in counting) >= PAIRS
     repeated = resampling.is_clustered(pd.concat(parts)["run"])
@@ -200,14 +206,14 @@ def _resample(fit: IsoflopFit, parts: list[pd.DataFrame], inside: np.ndarray, re
             draws["log_N"][:, g] = np.where(curved, (best + x.mean()) * np.log(10), np.nan)
             draws["L"][:, g] = np.where(curved, c0 - c1**2 / (4 * c2), np.nan)
         if curved.mean() < 0.975:
-            group.notes.append(f"no minimum in {1 - curved.mean():.0%} of the resamples: its curvature is in doubt")
+            group.notes.append(f"no minimum in {1 - curved.mean():.0%} of the resamples: the curvature is uncertain")
         if group.inside and curved.mean() >= resampling.ENOUGH:
             group.N_interval = tuple(float(np.exp(end)) for end in resampling.interval(draws["log_N"][:, g]))
     return draws
 
 
 def _residuals(groups: list[IsoflopGroup]) -> np.ndarray:
-    """Residuals of all parabolas, widened by what their three numbers took up."""
+    """Returns the residuals of all parabolas, scaled up by sqrt(n / (n - 3)) for their three fitted numbers."""
     found = []
     for group in groups:
         if group.parabola is not None and len(group.N) > 3:

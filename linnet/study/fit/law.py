@@ -1,8 +1,8 @@
-"""A power law of compute with its intervals, its test beyond the data and the reasons where it is refused.
+"""A power law of compute, with its intervals, its held-out test and, if it is refused, the reasons.
 
-Every result of a fit has `to_json()`: dictionaries, lists, numbers and strings only (NaN and infinities become None).
-What cannot be known is not a number: a refused law has `refused` filled with reasons in plain words and its numbers are
-None. Compute C is in FLOPs, N in parameters, D in tokens, losses as in the table (nats a token in a study).
+Every result of a fit has `to_json()`, which returns only dictionaries, lists, numbers and strings (NaN and infinities
+become None). If the data do not support a law, it is refused: its `refused` lists the reasons and its numbers are None.
+Compute C is in FLOPs, N in parameters, D in tokens, and losses are as in the table (nats per token in a study).
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 PF_DAY = 8.64e19
-"""FLOPs in one PFLOP-day, the unit in which the coefficients of paper 000, Table 3 make sense."""
+"""FLOPs in one PFLOP-day. With C in this unit, the coefficients of paper 000, Table 3 give plausible losses."""
 
 Interval = tuple[float, float]
 """A 95 % percentile bootstrap interval (low, high)."""
@@ -23,15 +23,15 @@ NAMES = {"L": ("beta", "alpha", "E"), "N_opt": ("k_N", "a", "constant"), "D_opt"
 
 
 class Result:
-    """A serialisable result."""
+    """Base class of results that can be serialised."""
 
     def to_json(self) -> dict:
-        """Plain values: every public field, then the properties that a reader would otherwise have to compute."""
+        """Returns every public field and the properties listed in `computed`, as plain values."""
         return plain(self)
 
 
 def plain(value):
-    """Turns results, arrays and NumPy numbers into what `json.dumps` takes; NaN and infinities become None."""
+    """Converts results, arrays and NumPy numbers to values for `json.dumps`. NaN and infinities become None."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         shown = [f.name for f in dataclasses.fields(value) if f.repr]
         return {name: plain(getattr(value, name)) for name in [*shown, *getattr(value, "computed", ())]}
@@ -48,15 +48,15 @@ def plain(value):
 
 @dataclass
 class HeldOut(Result):
-    """How well a law fitted at C <= `c_max` predicts the losses above it.
+    """Held-out test: how well a law fitted at C <= `c_max` predicts the losses at larger C.
 
     Attributes:
-        c_max: FLOPs; rows or points above it were not seen by this fit.
-        trained, tested: numbers of rows or points below and above.
-        mean_error, max_error: of |predicted / observed - 1|, as fractions.
+        c_max: largest C in FLOPs that the fit uses.
+        trained, tested: numbers of rows or points at C <= `c_max` and above.
+        mean_error, max_error: mean and maximum of |predicted / observed - 1|, as fractions.
         rms_log_error: root mean square of log(predicted / observed).
-        points: one a tested row: {"C", "loss", "predicted", "relative_error"}.
-        refused: why there is no such test; then the numbers are None.
+        points: one entry per tested row: {"C", "loss", "predicted", "relative_error"}.
+        refused: reasons why there is no test; the numbers are then None.
     """
 
     c_max: float | None = None
@@ -75,14 +75,18 @@ class Law(Result):
 
     Attributes:
         quantity: "L", "N_opt" or "D_opt".
-        coefficient, exponent: None where refused. constant: the irreducible loss, None in a pure power law.
-        c_min, c_max: the range of C of the points fitted. points: how many. rms_log_error: of the fit on them.
-        intervals: 95 % by parameter name (see `parameters`); empty where there is no bootstrap.
-        band: {"C", "value", "low", "high"} on a grid from `c_min` to 10 `c_max`, to be drawn; low and high are None
+        coefficient, exponent: numbers of the law; None if it is refused.
+        constant: the irreducible loss; None in a pure power law.
+        c_min, c_max: range of C of the fitted points.
+        points: number of fitted points.
+        rms_log_error: root mean square of log(predicted / observed) on these points.
+        intervals: parameter name (see `parameters`) -> 95 % interval; empty without a bootstrap.
+        band: {"C", "value", "low", "high"} on a grid from `c_min` to 10 `c_max`, for figures; low and high are None
             without a bootstrap.
-        held_out: the extrapolation test (only for losses).
-        names: of coefficient, exponent and constant in `parameters` and `intervals`; `NAMES` where None.
-        refused: reasons why there is no law. notes: what to know when reading it.
+        held_out: the held-out test (only for losses).
+        names: names of coefficient, exponent and constant in `parameters` and `intervals`; None means those of `NAMES`.
+        refused: reasons why there is no law.
+        notes: remarks for the reader of the law.
         draws: [resamples, 3] bootstrap draws of (log coefficient, exponent, constant or 0); not serialised.
     """
 
@@ -106,7 +110,7 @@ class Law(Result):
 
     @property
     def parameters(self) -> dict[str, float]:
-        """By name: beta, alpha (and E) of L; k_N, a of N_opt; k_D, b of D_opt. Empty where refused."""
+        """The numbers by name: beta, alpha (and E) of L; k_N, a of N_opt; k_D, b of D_opt. Empty if refused."""
         if self.refused:
             return {}
         values = zip(self.names or NAMES[self.quantity], (self.coefficient, self.exponent, self.constant), strict=True)
@@ -114,21 +118,21 @@ class Law(Result):
 
     @property
     def exponent_interval(self) -> Interval | None:
-        """95 % of the exponent, whatever it is called here."""
+        """The 95 % interval of the exponent, or None without a bootstrap."""
         return self.intervals.get((self.names or NAMES[self.quantity])[1])
 
     @property
     def coefficient_pf_days(self) -> float | None:
-        """The coefficient for C in PF-days (paper 000's Table 3): the value of the law's power term at 1 PF-day."""
+        """The coefficient for C in PF-days (paper 000, Table 3), which is the power term of the law at 1 PF-day."""
         return None if self.refused else self.coefficient * PF_DAY**self.exponent
 
     @property
     def formula(self) -> str:
-        """The law in words for people, C in FLOPs; "refused" where it is."""
+        """The law as text with C in FLOPs, or "refused"."""
         return self.text()
 
     def text(self, unit: str = "flops") -> str:
-        """`L = 3.71 C^-0.0798`, with C in "flops" or "pf-days"."""
+        """Returns the law as text, such as `L = 3.71 C^-0.0798`, with C in "flops" or "pf-days"; or "refused"."""
         if self.refused:
             return "refused"
         coefficient = self.coefficient if unit == "flops" else self.coefficient_pf_days
@@ -136,14 +140,14 @@ class Law(Result):
         return f"{self.quantity} = {constant}{coefficient:.4g} C^{self.exponent:.4f}"
 
     def predict(self, compute) -> np.ndarray:
-        """The law at `compute` (FLOPs, any shape). Raises ValueError where the law was refused."""
+        """Returns the law's value at `compute` (FLOPs, any shape). Raises ValueError if the law was refused."""
         if self.refused:
             raise ValueError(f"{self.quantity}(C) was refused: {'; '.join(self.refused)}")
         compute = np.asarray(compute, dtype=float)
         return np.exp(np.log(self.coefficient) + self.exponent * np.log(compute)) + (self.constant or 0.0)
 
     def interval_at(self, compute: float) -> Interval | None:
-        """The 95 % interval of the law at `compute` FLOPs from the bootstrap draws, or None without them."""
+        """Returns the 95 % interval of the law's value at `compute` FLOPs, or None without bootstrap draws."""
         if self.refused or self.draws is None or not len(self.draws):
             return None
         values = np.exp(self.draws[:, 0] + self.draws[:, 1] * np.log(compute)) + self.draws[:, 2]

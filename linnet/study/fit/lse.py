@@ -1,9 +1,9 @@
-"""Fits log y = log sum_k exp(t_k), each t_k an offset plus a slope times a known variable, to many problems at once.
+"""Fits log y = log sum_k exp(t_k) to a batch of problems, where t_k is an offset plus a slope times a known variable.
 
 An irreducible term plus power laws is such a sum: L = E + beta C^alpha has t = (e, b + alpha log C), and the Chinchilla
 surface (Hoffmann et al. 2022, equation 10, with the log-sum-exp of their section D.2) has t = (e, a - alpha log N,
-b - beta log D). Starts of a grid and resamples of a bootstrap are rows of one batch, so a thousand fits cost about as
-much as ten.
+b - beta log D). The starts of a grid and the resamples of a bootstrap are rows of one batch, so a thousand fits cost
+about as much as ten.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 _CHUNK = 200_000
-"""Rows of a batch times points solved together: small enough to stay in cache."""
+"""Rows of a batch times points that are solved together. This size stays in the cache of the CPU."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """exp(theta[offset] + theta[slope] x); without a slope, a constant.
+    """The term exp(theta[offset] + theta[slope] x). Without a slope, the term is constant.
 
     Attributes:
-        offset, slope: indices into the parameters. x: [n], or [S, n] with one row a problem.
+        offset, slope: indices into the parameters.
+        x: [n], or [S, n] with one row per problem.
     """
 
     offset: int
@@ -29,7 +30,7 @@ class Term:
 
 
 def log_sum(terms: Sequence[Term], theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Log of the sum of terms and each term's share of it: theta [S, P] -> ([S, n], [K, S, n])."""
+    """Returns the log of the sum of K terms, [S, n], and each term's share of the sum, [K, S, n], for theta [S, P]."""
     t = np.stack(np.broadcast_arrays(*(_term(term, theta) for term in terms)))
     top = t.max(axis=0)
     share = np.exp(t - top)
@@ -43,7 +44,7 @@ def _term(term: Term, theta: np.ndarray) -> np.ndarray:
 
 
 def huber(residual: np.ndarray, delta: float | None) -> np.ndarray:
-    """r^2/2 up to `delta`, then delta (|r| - delta/2); r^2/2 everywhere where delta is None."""
+    """Returns the Huber loss: r^2/2 up to |r| = `delta`, then delta (|r| - delta/2). Without delta, r^2/2."""
     if delta is None:
         return 0.5 * residual**2
     inner = np.clip(residual, -delta, delta)
@@ -59,14 +60,19 @@ def solve(
     iterations: int = 300,
     tolerance: float = 1e-11,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Minimises sum_i w_i huber(log_sum_i(theta) - y_i) from every start.
+    """Minimises sum_i w_i huber(log_sum_i(theta) - y_i) from every start, by damped Gauss-Newton steps.
 
-    Damped Gauss-Newton; the Huber loss enters through weights min(1, delta / |r|), whose quadratic lies above it and
-    touches it, so an accepted step never goes up.
+    The weights min(1, delta / |r|) replace the Huber loss by a quadratic that lies above it and touches it. A step is
+    accepted only if it does not increase the objective.
 
     Args:
-        start: [S, P]. y, weights: [n] or [S, n]; weights are counts of a resample (default 1). delta: of the Huber
-            loss, None for least squares. tolerance: relative decrease of an accepted step at which a row stops.
+        terms: the K terms of the sum.
+        start: [S, P] starting parameters.
+        y: [n] or [S, n] logarithms of the observed values.
+        weights: [n] or [S, n] counts of a resample; default 1.
+        delta: threshold of the Huber loss; None for least squares.
+        iterations: largest number of steps.
+        tolerance: a row stops after three accepted steps with a relative decrease of at most this.
 
     Returns:
         theta [S, P] and the objective [S], in the order of `start`.
@@ -103,7 +109,7 @@ def _solve(terms, theta, y, weights, delta, iterations, tolerance):
         new_residual = model - y
         new_value = (weights * huber(new_residual, delta)).sum(axis=-1)
         better = new_value <= value
-        # A row stops after three accepted steps that gained nothing, or when no step, however small, goes down.
+        # A row stops after three accepted steps without gain, or if even the smallest step does not decrease `value`.
         still = better & (value - new_value <= tolerance * value)
         quiet = np.where(still, quiet + 1, 0)
         theta = np.where(better[:, None], theta - step, theta)

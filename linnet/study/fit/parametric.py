@@ -1,10 +1,10 @@
 """The Chinchilla surface L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022, Approach 3).
 
-The objective is the sum over rows of the Huber loss (delta 1e-3) of log prediction minus log loss, the prediction as a
-log-sum-exp. Besiroglu et al. (2024) showed that the published parameters came from an optimiser that stopped early:
-with the *mean* in place of the sum, SciPy's default tolerances end at alpha 0.378 where the minimum has 0.347. Here the
-sum is minimised by a damped Gauss-Newton from every start of a grid, and L-BFGS-B with exact gradients and a scaled
-objective finishes the best.
+The objective is the sum over rows of the Huber loss (delta 1e-3) of log prediction minus log loss. The log prediction
+is a log-sum-exp. Besiroglu et al. (2024) showed that the published parameters came from an optimiser that stopped
+early: with the *mean* instead of the sum, SciPy's default tolerances stop at alpha 0.378, while the minimum is at
+0.347. Here, damped Gauss-Newton steps minimise the sum from every start of a grid, and L-BFGS-B with exact gradients
+and a scaled objective refines the best results.
 """
 
 import itertools
@@ -23,16 +23,16 @@ from linnet.study.fit.results import Bootstrap, ParametricFit
 
 DELTA = 1e-3
 ROWS = 8
-"""Rows below which five parameters are refused."""
+"""Smallest number of rows to which the five parameters are fitted."""
 SCALE = 1e3
-"""Of the objective: it is about 1e-3, which default tolerances of an optimiser take for zero."""
+"""Factor of the objective, which is about 1e-3: an optimiser's default tolerances treat values so small as zero."""
 GRIDS = {
     "coarse": ((0, 10, 20), (0, 10, 20), (-1, 0, 1), (0, 0.5, 1, 1.5, 2), (0, 0.5, 1, 1.5, 2)),
     "full": ((0, 5, 10, 15, 20, 25),) * 2 + ((-1, -0.5, 0, 0.5, 1),) + ((0, 0.5, 1, 1.5, 2),) * 2,
 }
 """Starts (log A, log B, log E, alpha, beta): 675, and the 4,500 of Hoffmann et al."""
 MANY = 500
-"""Rows from which on a resample is solved from the optimum alone: the surface is then too firm to jump."""
+"""With more rows than this, a resample is solved from the optimum only: its own optimum is then always near."""
 
 
 def fit_parametric(
@@ -43,24 +43,26 @@ def fit_parametric(
     seed: int = 0,
     hold_out: float | None = None,
 ) -> ParametricFit:
-    """Fits the surface to all rows of a table, and the laws of compute that follow from it.
-
-    Args:
-        table: columns run, N, D, C, loss. Rows of one run (checkpoints) are resampled together.
-        starts: "coarse" (675) or "full" (4,500).
-        bootstrap: resamples, each solved from the optimum and three other starts (with many rows, the optimum alone).
-        hold_out: see `linnet.study.fit.heldout.threshold`.
+    """Fits the surface to all rows of a table, and derives the laws of compute from it.
 
     With C = k N D (k = 6 in Hoffmann et al.; here the geometric mean of C / (N D) over the table):
     N_opt = G (C/k)^a, D_opt = (C/k)^b / G, L = E + (A G^-alpha + B G^beta) (C/k)^-(alpha beta / (alpha + beta)), with
     a = beta / (alpha + beta), b = alpha / (alpha + beta), G = (alpha A / (beta B))^(1 / (alpha + beta)).
-    Where these N_opt and D_opt lie outside the models trained at every C, the surface stands and its laws are refused.
+    If these N_opt and D_opt lie outside the trained models at every C, the laws are refused, and the surface is kept.
+
+    Args:
+        table: columns run, N, D, C, loss. Rows of one run (checkpoints) are resampled together.
+        starts: "coarse" (675) or "full" (4,500).
+        bootstrap: number of resamples. Each is solved from the optimum and three other starts, or with many rows from
+            the optimum only.
+        seed: seed of the resampling.
+        hold_out: see `linnet.study.fit.heldout.threshold`.
 
     Raises:
         ValueError: unknown `starts`.
     """
     if starts not in GRIDS:
-        raise ValueError(f"starts must be one of {', '.join(GRIDS)}, not {starts!r}")
+        raise ValueError(f"starts: {starts!r} is unknown; use one of {', '.join(GRIDS)}")
     fit = ParametricFit("parametric", rows=len(table))
     N, D, C, loss = (table[name].to_numpy(float) for name in ("N", "D", "C", "loss"))
     if reason := _unfit(N, D):
@@ -70,7 +72,7 @@ def fit_parametric(
     fit.flops_per_nd_spread = float(ratio.max() / ratio.min())
     if fit.flops_per_nd_spread > 1.1:
         fit.notes.append(
-            f"C / (N D) runs from {ratio.min():.3g} to {ratio.max():.3g} in this table; "
+            f"C / (N D) ranges from {ratio.min():.3g} to {ratio.max():.3g} in this table; "
             f"N_opt and D_opt assume C = {fit.flops_per_nd:.3g} N D"
         )
     theta, objective, share = _best(N, D, loss, starts)
@@ -100,18 +102,18 @@ def fit_parametric(
 
 
 def surface_of(theta: np.ndarray) -> dict[str, float]:
-    """Names for (log A, log B, log E, alpha, beta)."""
+    """Converts (log A, log B, log E, alpha, beta) to a mapping with E, A, B, alpha and beta."""
     values = (np.exp(theta[2]), np.exp(theta[0]), np.exp(theta[1]), theta[3], theta[4])
     return dict(zip(("E", "A", "B", "alpha", "beta"), map(float, values), strict=True))
 
 
 def predict(theta: np.ndarray, N: np.ndarray, D: np.ndarray) -> np.ndarray:
-    """The surface at N and D, arrays of one shape [n]."""
+    """Returns the loss of the surface at N and D, arrays of one shape [n]."""
     return np.exp(log_sum(_terms(N, D), theta[None])[0][0])
 
 
 def objective_of(surface: dict[str, float], N, D, loss) -> float:
-    """The objective at given E, A, B, alpha, beta: for example those that a paper published."""
+    """Returns the objective at given E, A, B, alpha and beta, for example published ones."""
     theta = np.array([*(np.log(surface[name]) for name in "ABE"), surface["alpha"], surface["beta"]])
     N, D, loss = (np.asarray(values, dtype=float) for values in (N, D, loss))
     return _objective(theta, _terms(N, D), np.log(loss))[0] / SCALE
@@ -122,7 +124,7 @@ def _terms(N: np.ndarray, D: np.ndarray) -> list[Term]:
 
 
 def _objective(theta: np.ndarray, terms: list[Term], y: np.ndarray) -> tuple[float, np.ndarray]:
-    """The scaled objective and its exact gradient."""
+    """Returns the scaled objective and its exact gradient."""
     model, share = log_sum(terms, theta[None])
     residual = (model - y)[0]
     slope = np.clip(residual, -DELTA, DELTA)
@@ -132,9 +134,9 @@ def _objective(theta: np.ndarray, terms: list[Term], y: np.ndarray) -> tuple[flo
 
 
 def _best(N, D, loss, starts: str, near: np.ndarray | None = None) -> tuple[np.ndarray, float, tuple[int, int]]:
-    """The optimum, its objective, and (starts that reached it, starts).
+    """Returns the optimum, its objective, and (number of starts that reached it, number of starts).
 
-    `near` replaces the grid by one estimate and its neighbours, for fits to part of the same data.
+    `near` replaces the grid by an estimate and starts near it, for fits to a part of the same data.
     """
     grid = np.array(list(itertools.product(*GRIDS[starts])), dtype=float) if near is None else _around(near)
     terms, y = _terms(N, D), np.log(loss)
@@ -150,10 +152,10 @@ def _best(N, D, loss, starts: str, near: np.ndarray | None = None) -> tuple[np.n
 
 
 def _around(theta: np.ndarray) -> np.ndarray:
-    """Four starts: the estimate, and others along the directions in which the surface is soft.
+    """Returns four starts: the estimate, and three others along the directions in which the objective changes least.
 
-    A higher alpha with a higher A (so that the term keeps its size in the middle of the data) hardly changes the
-    prediction; the same holds for beta and B.
+    A higher alpha with a higher A, so that the term keeps its size in the middle of the data, hardly changes the
+    prediction. The same is true for beta and B.
     """
     moves = np.array([[0, 0, 0, 0, 0], [2, 2, 0, 0.1, 0.1], [-2, 2, 0, -0.1, 0.1], [2, -2, 0, 0.1, -0.1]])
     return theta + moves
@@ -161,13 +163,13 @@ def _around(theta: np.ndarray) -> np.ndarray:
 
 def _unfit(N: np.ndarray, D: np.ndarray) -> str:
     if len(N) < ROWS:
-        return f"{count_of(len(N), 'row')}; five parameters need at least {ROWS}"
+        return f"{count_of(len(N), 'row')}; a fit of five parameters needs at least {ROWS}"
     x, y = np.log(N), np.log(D)
     if min(x.std(), y.std()) < 1e-9 or len(np.unique(x)) < 3 or len(np.unique(y)) < 3:
         return "N and D must each take at least three values"
     if abs(np.corrcoef(x, y)[0, 1]) > 0.9995:
         return (
-            "N and D move together in all rows (one budget, or one ratio D / N), so their effects cannot be told apart"
+            "N and D are correlated in all rows (one budget, or one ratio D / N), so their effects cannot be separated"
         )
     return ""
 
@@ -179,26 +181,29 @@ def _degenerate(theta: np.ndarray, N: np.ndarray, D: np.ndarray) -> str:
     shares = log_sum(_terms(N, D), theta[None])[1][:, 0].max(axis=1)
     gone = [name for name, share in zip(("A / N^alpha", "B / D^beta", "E"), shares, strict=True) if share < 1e-3]
     if gone:
-        return f"the term {' and '.join(gone)} vanishes in the best fit: these rows do not hold the whole surface"
+        return f"{' and '.join(gone)} vanishes in the best fit, so these rows do not determine the whole surface"
     return ""
 
 
 def _extrapolated(fit: ParametricFit, N: np.ndarray, D: np.ndarray) -> str:
-    """Why the laws are refused where their whole path lies outside the hull of the (log N, log D) trained, else ""."""
+    """Returns the reason to refuse the laws if their N_opt and D_opt are nowhere among the trained models, else "".
+
+    The test is whether any (log N_opt, log D_opt) lies in the convex hull of the trained (log N, log D).
+    """
     C = np.geomspace(fit.N_opt.c_min, fit.N_opt.c_max, 41)
     best = np.log([fit.N_opt.predict(C), fit.D_opt.predict(C)]).T
     trained = np.log([N, D]).T
-    # In one unit for both: Qhull takes a long thin hull for a flat one.
+    # Both axes are scaled to unit variance, because Qhull treats a long thin hull as flat.
     centre, scale = trained.mean(axis=0), trained.std(axis=0)
     if (Delaunay((trained - centre) / scale).find_simplex((best - centre) / scale) >= 0).any():
         return ""
     more_tokens = np.diff(best).mean() > np.diff(trained).mean()
     wanted = "smaller models on more tokens" if more_tokens else "larger models on fewer tokens"
-    return f"at every C of these rows the best N and D of the surface lie outside those trained; train {wanted}"
+    return f"at every C of these rows, the best N and D of the surface lie outside the trained ones; train {wanted}"
 
 
 def _laws(theta: np.ndarray, k: float) -> dict[str, np.ndarray]:
-    """(log coefficient, exponent, constant) of L, N_opt and D_opt for each row of theta [R, 5]."""
+    """Returns (log coefficient, exponent, constant) of L, N_opt and D_opt for each row of theta [R, 5]."""
     log_A, log_B, log_E, alpha, beta = theta.T
     both = alpha + beta
     a, b = beta / both, alpha / both
@@ -216,7 +221,7 @@ def _laws(theta: np.ndarray, k: float) -> dict[str, np.ndarray]:
 def _law(quantity: str, estimate: np.ndarray, C: np.ndarray) -> Law:
     law = Law(quantity, float(np.exp(estimate[0])), float(estimate[1]), points=len(C))
     if quantity == "L":
-        # alpha and beta are taken by the surface.
+        # The names alpha and beta belong to the surface.
         law.constant, law.names = float(estimate[2]), ("k_L", "gamma", "E")
     law.c_min, law.c_max = float(C.min()), float(C.max())
     return law
@@ -235,7 +240,7 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
     thetas, objectives = solve(terms, starts, y, weights, delta=DELTA, tolerance=1e-9)
     best = objectives.reshape(resamples, len(each)).argmin(axis=1)
     thetas = thetas.reshape(resamples, len(each), 5)[np.arange(resamples), best]
-    # A resample in which a term vanished or turned round has no optimum; it is counted, not averaged in.
+    # A resample in which a term vanished or changed its direction has no optimum: it gives NaN, not a draw.
     thetas[(thetas[:, 3:] <= 1e-3).any(axis=1) | (np.abs(thetas[:, :3]) > 200).any(axis=1)] = np.nan
     kept, reason = resampling.usable(thetas)
     fit.bootstrap.usable, fit.bootstrap.note = len(kept), reason and f"no interval: {reason}"
@@ -251,19 +256,19 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
         columns["a"] = laws["N_opt"][:, 1]
     fit.deviations = {name: float(values.std(ddof=1)) for name, values in columns.items()}
     pairs = {"log A, alpha": (log_A, alpha), "log B, beta": (log_B, beta)}
-    # Without noise every resample gives the same numbers, which correlate with nothing.
+    # Without noise every resample gives the same numbers, and their correlation is not defined.
     moving = {name: pair for name, pair in pairs.items() if min(part.std() for part in pair) > 0}
     fit.correlations = {name: float(np.corrcoef(*pair)[0, 1]) for name, pair in moving.items()}
 
 
 def _held_out(table: pd.DataFrame, hold_out: float | None, theta: np.ndarray) -> HeldOut:
-    """Fits the surface to rows with C <= Cmax and predicts those above."""
+    """Fits the surface to the rows up to `threshold(C, hold_out)` and predicts the losses of the rows above."""
     N, D, C, loss = (table[name].to_numpy(float) for name in ("N", "D", "C", "loss"))
     c_max = threshold(C, hold_out)
     seen = C <= c_max if c_max is not None else np.zeros(len(C), dtype=bool)
     result = HeldOut(c_max, int(seen.sum()), int((~seen).sum()))
     if not result.tested or c_max is None:
-        result.refused.append("no rows lie above the largest C that the fit may see")
+        result.refused.append("no rows have a larger C than the fitted ones")
     elif reason := _unfit(N[seen], D[seen]):
         result.refused.append(f"below {c_max:.3g} FLOPs: {reason}")
     else:

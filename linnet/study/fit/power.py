@@ -1,7 +1,7 @@
-"""Power laws of compute, pure and with an irreducible term, by least squares of logarithms.
+"""Fits power laws of compute, with or without an irreducible term, by least squares of logarithms.
 
-Paper 000, section 4, writes every law as L(X) = beta X^alpha; its N_opt = k C^a and D_opt = k C^b (Table 3) have the
-same form. With a constant it is Henighan et al.'s and Hoffmann et al.'s L = E + beta C^alpha.
+Paper 000, section 4, writes every law as L(X) = beta X^alpha. Its N_opt = k C^a and D_opt = k C^b (Table 3) have the
+same form. Henighan et al. and Hoffmann et al. add a constant: L = E + beta C^alpha.
 """
 
 from functools import partial
@@ -21,45 +21,56 @@ def fit_power(
     """Fits values = coefficient C^exponent, or with `irreducible` values = E + coefficient C^exponent.
 
     Args:
-        C: [n] FLOPs. values: [n] losses, parameters or tokens, positive.
-        quantity: "L", "N_opt" or "D_opt"; names the law and its parameters.
-        bootstrap: resamples of the pairs for intervals. clusters: [n] labels of points drawn together.
+        C: [n] FLOPs.
+        values: [n] losses, parameters or tokens, positive.
+        quantity: "L", "N_opt" or "D_opt"; determines the names of the parameters.
+        irreducible: adds the constant E.
+        bootstrap: number of resamples of the pairs for intervals; 0 for none.
+        seed: seed of the resampling.
+        clusters: [n] labels; points of one label are drawn together.
+
+    Returns:
+        The law. If the points do not support it, its `refused` lists the reasons.
 
     Raises:
         ValueError: lengths differ, or a value is not positive and finite.
     """
     C, values = np.asarray(C, dtype=float), np.asarray(values, dtype=float)
     if C.shape != values.shape or C.ndim != 1:
-        raise ValueError(f"C {C.shape} and values {values.shape} must be vectors of one length")
+        raise ValueError(f"C has shape {C.shape} and values {values.shape}; both must be vectors of the same length")
     if not (np.isfinite(C) & (C > 0) & np.isfinite(values) & (values > 0)).all():
-        raise ValueError("C and values must be positive and finite")
+        raise ValueError("C or values contain NaN, infinite, zero or negative numbers; all must be positive and finite")
     weights = resampling.draw_counts(bootstrap, len(C), seed, clusters) if bootstrap and len(C) > 2 else None
     return law_through(quantity, C, values, irreducible=irreducible, weights=weights)
 
 
 def law_through(quantity: str, C, values, *, irreducible: bool = False, weights=None, draws_C=None, draws=None) -> Law:
-    """The law through points, with intervals from resamples given as counts or as other points.
+    """Returns the law fitted to points, with intervals from resamples.
+
+    Resamples are given either as `weights` or as `draws_C` and `draws`.
 
     Args:
-        C, values: [n].
-        weights: [R, n] counts of a pairs bootstrap.
-        draws_C, draws: [R, m] the points of each resample instead (NaN where a resample lacks one).
+        quantity: "L", "N_opt" or "D_opt".
+        C, values: [n] points.
+        irreducible: adds the constant E.
+        weights: [R, n] counts of a bootstrap of the points.
+        draws_C, draws: [R, m] points of each resample; NaN for missing points.
     """
     law = Law(quantity, points=len(C))
     C, values = np.asarray(C, dtype=float), np.asarray(values, dtype=float)
     different = len(np.unique(np.round(np.log(C), 9))) if len(C) else 0
     if different < (4 if irreducible else 2):
-        needed = "a law with a constant has three numbers and needs at least four" if irreducible else "it needs two"
+        needed = "a law with a constant has three numbers and needs at least four" if irreducible else "a law needs two"
         law.refused.append(f"{count_of(different, 'different budget')}; {needed}")
         return law
     x, y = np.log(C), np.log(values)
     estimate = (_irreducible if irreducible else log_log)(x[None], y[None], np.ones((1, len(x))))[0]
     if irreducible and not np.isfinite(estimate).all():
-        law.refused.append("the points show no irreducible loss: the fit is no better than the pure power law")
+        law.refused.append("the points show no irreducible loss: the fit is not better than the pure power law")
         return law
     _fill(law, estimate, C, values)
     if different == 2:
-        law.notes.append("a line through two budgets: nothing is left over to judge it by")
+        law.notes.append("two budgets: a line always fits two points, so the fit cannot be checked")
     if weights is not None:
         draws_C, draws, counts = np.broadcast_to(C, weights.shape), np.broadcast_to(values, weights.shape), weights
     elif draws is not None:
@@ -74,9 +85,9 @@ def law_through(quantity: str, C, values, *, irreducible: bool = False, weights=
 
 
 def log_log(x: np.ndarray, y: np.ndarray, weights: np.ndarray, _start=None) -> np.ndarray:
-    """Weighted least squares of y = intercept + slope x, a batch at once: [R, n] -> [R, 3] (intercept, slope, 0).
+    """Solves weighted least squares of y = intercept + slope x for a batch: [R, n] -> [R, 3] (intercept, slope, 0).
 
-    Rows with fewer than two different x are NaN.
+    Rows with fewer than two different x give NaN.
     """
     total = weights.sum(axis=1)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -90,9 +101,9 @@ def log_log(x: np.ndarray, y: np.ndarray, weights: np.ndarray, _start=None) -> n
 
 
 def _irreducible(x: np.ndarray, y: np.ndarray, weights: np.ndarray, start: np.ndarray | None = None) -> np.ndarray:
-    """Weighted least squares of y = log(E + exp(intercept + slope x)): [R, n] -> [R, 3] (intercept, slope, E).
+    """Solves weighted least squares of y = log(E + exp(intercept + slope x)): [R, n] -> [R, 3] (intercept, slope, E).
 
-    Rows where the constant or the power term vanishes are NaN. `start` is an estimate near which to begin.
+    Rows in which the constant or the power term vanishes give NaN. `start` is an estimate from which to start.
     """
     shift = (weights * x).sum() / weights.sum()
     floor = np.where(weights > 0, y, np.inf).min(axis=1)
@@ -125,19 +136,19 @@ def _fill(law: Law, estimate: np.ndarray, C: np.ndarray, values: np.ndarray) -> 
 
 
 def add_draws(law: Law, draws: np.ndarray) -> None:
-    """Puts draws [R, 3] (log coefficient, exponent, constant) into a law, with intervals or why there are none."""
+    """Adds draws [R, 3] (log coefficient, exponent, constant) to a law, with intervals or a note without them."""
     law.draws, reason = resampling.usable(draws)
     if reason:
         law.notes.append(f"no interval: {reason}")
         return
-    coefficient = np.exp(np.clip(law.draws[:, 0], -700, 700))  # a wild resample stays a number that JSON can hold
+    coefficient = np.exp(np.clip(law.draws[:, 0], -700, 700))  # keeps extreme resamples finite, for JSON
     columns = (coefficient, law.draws[:, 1], law.draws[:, 2])
     names = law.names or NAMES[law.quantity]
     law.intervals = {n: resampling.interval(c) for n, c in zip(names, columns, strict=True) if n in law.parameters}
 
 
 def add_band(law: Law, points: int = 41) -> None:
-    """Values and intervals of a law from its smallest C to ten times its largest, for a figure."""
+    """Adds values and intervals of a law from its smallest C to ten times its largest, for figures."""
     law.band = []
     for C in np.geomspace(law.c_min, 10 * law.c_max, points):
         low, high = law.interval_at(C) or (None, None)
@@ -145,14 +156,14 @@ def add_band(law: Law, points: int = 41) -> None:
 
 
 def count_usable(fit: MethodFit) -> None:
-    """Says how many resamples gave L(C), once for all laws that lack intervals for want of them."""
+    """Records in `fit.bootstrap` how many resamples gave L(C) and, without intervals, the reason."""
     if fit.L.draws is not None:
         fit.bootstrap.usable = len(fit.L.draws)
         fit.bootstrap.note = next((note for note in fit.L.notes if note.startswith("no interval")), "")
 
 
 def finish(fit: MethodFit) -> None:
-    """Adds what every method has once its laws stand: a + b, their cost together, extrapolation."""
+    """Adds the results that every method derives from its laws: a + b, cost ratio and extrapolation."""
     if not (fit.N_opt.refused or fit.D_opt.refused):
         fit.a_plus_b = fit.N_opt.exponent + fit.D_opt.exponent
         ends = (fit.N_opt.c_min, fit.N_opt.c_max)
@@ -165,7 +176,7 @@ def finish(fit: MethodFit) -> None:
 
 
 def add_held_out(fit: MethodFit, hold_out: float | None) -> None:
-    """Tests both loss laws on the fitted points of largest C; see `linnet.study.fit.heldout.threshold`."""
+    """Adds the held-out tests of both loss laws; see `linnet.study.fit.heldout.threshold`."""
     C = np.array([p["C"] for p in fit.points if p["fitted"]])
     loss = np.array([p["loss"] for p in fit.points if p["fitted"]])
     for law, irreducible in ((fit.L, False), (fit.L_irreducible, True)):
@@ -174,5 +185,5 @@ def add_held_out(fit: MethodFit, hold_out: float | None) -> None:
 
 
 def count_of(number: int, noun: str) -> str:
-    """1 budget, 2 budgets."""
+    """Returns a number and its noun: `1 budget`, `2 budgets`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,4 +1,4 @@
-"""What the methods return for one architecture and for a study; see law.py for what every result shares."""
+"""Results of the methods for one architecture and for a study; law.py has their common base."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,8 +12,10 @@ class Bootstrap(Result):
 
     Attributes:
         scheme: "pairs", "pairs, clustered by run", "pairs, stratified by budget", "residuals, stratified by budget".
-        resamples: asked for. usable: those that gave a law; the others are counted here and left out of the intervals.
-        seed: of the generator. note: why there are no intervals, where there are none.
+        resamples: number of resamples drawn.
+        usable: number of resamples that gave a law. The intervals use only these.
+        seed: seed of the generator.
+        note: the reason if there are no intervals.
     """
 
     scheme: str = "none"
@@ -25,21 +27,22 @@ class Bootstrap(Result):
 
 @dataclass
 class MethodFit(Result):
-    """One method on one architecture.
+    """The fit of one method to one architecture.
 
     Attributes:
         method: "power", "isoflop", "envelope" or "parametric".
-        L, L_irreducible, N_opt, D_opt: the laws; each may be refused with its own reasons while the others stand.
-        a_plus_b: exponent of N_opt plus exponent of D_opt; 1 where cost is exactly proportional to N D.
-        cost_ratio: {"C", "ratio"} with ratio = 6 N_opt D_opt / C at both ends of the data: how far two laws fitted
-            apart are from spending the budget they speak of.
-        points: what L was fitted to, one a budget (or a point of the envelope):
-            {"C", "loss", "N", "D", "run", "inside", "fitted"}; inside says whether the point counted for N_opt and
-            D_opt, fitted whether it counted for L.
-        extrapolation: {"C", "pure", "irreducible"}: both loss laws at ten times the largest C, to show what the
-            choice of form is worth.
+        L, L_irreducible, N_opt, D_opt: the laws. Each may be refused with its own reasons while the others are kept.
+        a_plus_b: exponent of N_opt plus exponent of D_opt; 1 if cost is exactly proportional to N D.
+        cost_ratio: {"C", "ratio"} with ratio = 6 N_opt D_opt / C at both ends of the data. It shows whether the two
+            laws, fitted separately, spend the budget C together.
+        points: the points that L was fitted to, one per budget (or point of the envelope):
+            {"C", "loss", "N", "D", "run", "inside", "fitted"}. `inside` is True if the point counted for N_opt and
+            D_opt, `fitted` if it counted for L.
+        extrapolation: {"C", "pure", "irreducible"}: both loss laws at ten times the largest C, to show how much the
+            prediction depends on the form.
         bootstrap: how the intervals were made.
-        refused: reasons why the whole method is refused (every law then repeats them). notes: what was done.
+        refused: reasons why the whole method is refused; every law then repeats them.
+        notes: remarks on the data and the fit.
     """
 
     method: str
@@ -59,30 +62,31 @@ class MethodFit(Result):
 
     @property
     def parameters(self) -> dict[str, float]:
-        """beta, alpha of the pure L(C); a, k_N, b, k_D; those of refused laws are absent."""
+        """beta, alpha of the pure L(C); a, k_N, b, k_D. The parameters of refused laws are absent."""
         return {**self.L.parameters, **self.N_opt.parameters, **self.D_opt.parameters}
 
     @property
     def intervals(self) -> dict[str, Interval]:
-        """95 % intervals of `parameters`, by the same names."""
+        """95 % intervals of `parameters` by the same names."""
         return {**self.L.intervals, **self.N_opt.intervals, **self.D_opt.intervals}
 
 
 @dataclass
 class IsoflopGroup(Result):
-    """The runs of one budget and the parabola through their losses: loss = p[0] + p[1] x + p[2] x^2, x = log10 N.
+    """The runs of one budget and the parabola fitted to their losses: loss = p[0] + p[1] x + p[2] x^2, x = log10 N.
 
     Attributes:
-        C: geometric mean of the compute of its runs in FLOPs; the optimum is placed there.
-        budget: as it was planned or given, None where the group was found by clustering.
-        run, N, D, flops, loss: lists, one entry a run, in order of N.
+        C: geometric mean of the compute of the runs in FLOPs, used as the compute of the optimum.
+        budget: planned or given FLOPs; None if the group was found by clustering.
+        run, N, D, flops, loss: lists with one entry per run, in order of N.
         parabola: (p0, p1, p2), or None.
-        N_opt, D_opt, L_opt: the optimum by the parabola, also where it was refused but can be computed (then it is
-            outside the data); None where there is none.
-        N_interval: 95 % of N_opt.
+        N_opt, D_opt, L_opt: optimum of the parabola, or None. A refused optimum keeps its numbers if they can be
+            computed.
+        N_interval: 95 % interval of N_opt.
         N_lowest, L_lowest, run_lowest: the observed row of lowest loss.
-        inside: True where the optimum counts for N_opt(C). refused: the reasons where not.
-        notes: doubts that are not refusals.
+        inside: True if the optimum counts for N_opt(C).
+        refused: reasons why the optimum does not count.
+        notes: doubts that do not refuse the optimum.
     """
 
     C: float
@@ -107,15 +111,16 @@ class IsoflopGroup(Result):
 
 @dataclass
 class PowerFit(MethodFit):
-    """L(C) through the lowest loss of each budget, N_opt and D_opt from the runs that had it."""
+    """L(C) fitted to the lowest loss of each budget, and N_opt and D_opt to the runs with these losses."""
 
 
 @dataclass
 class IsoflopFit(MethodFit):
-    """Optimum of a parabola in each budget (Hoffmann et al.'s Approach 2), then laws through the optima.
+    """Laws fitted to the optima of one parabola per budget (Hoffmann et al., Approach 2).
 
     Attributes:
-        groups: one a budget, in order of C. ungrouped: rows that belong to no budget.
+        groups: one group per budget, in order of C.
+        ungrouped: number of rows without a budget.
     """
 
     groups: list[IsoflopGroup] = field(default_factory=list)
@@ -124,13 +129,14 @@ class IsoflopFit(MethodFit):
 
 @dataclass
 class EnvelopeFit(MethodFit):
-    """Lower envelope of training curves (Hoffmann et al.'s Approach 1; paper 000, section 4).
+    """Laws fitted to the lower envelope of training curves (Hoffmann et al., Approach 1; paper 000, section 4).
 
     Attributes:
         mode: "minimum" (lowest curve at each of many C) or "hull" (lower convex hull in log-log).
-        hull_size: vertices of the lower convex hull of all kept points in log-log.
-        curves: runs used. runs_on_envelope: how many of them touch the envelope.
-        warmup_removed: records dropped from the beginnings of the curves.
+        hull_size: number of vertices of the lower convex hull of all kept points in log-log.
+        curves: number of runs used.
+        runs_on_envelope: number of runs that touch the envelope.
+        warmup_removed: number of records dropped at the beginnings of the curves.
     """
 
     mode: str = "minimum"
@@ -142,19 +148,24 @@ class EnvelopeFit(MethodFit):
 
 @dataclass
 class ParametricFit(MethodFit):
-    """L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al.'s Approach 3, fitted as Besiroglu et al. do).
+    """L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al., Approach 3, fitted as by Besiroglu et al.).
 
-    `parameters` are E, A, B, alpha, beta and, where its laws are not refused, the exponents
+    `parameters` are E, A, B, alpha, beta and, unless the laws are refused, the exponents
     a = beta / (alpha + beta), b = alpha / (alpha + beta).
     N_opt, D_opt and L_irreducible follow from them in closed form with C = `flops_per_nd` N D.
 
     Attributes:
-        surface: E, A, B, alpha, beta. surface_intervals, deviations: 95 % and bootstrap standard deviations of the
-            same and of a. correlations: of (log A, alpha) and (log B, beta) over the resamples.
+        surface: E, A, B, alpha, beta.
+        surface_intervals: 95 % intervals of the surface's parameters.
+        deviations: bootstrap standard deviations of the surface's parameters and of a.
+        correlations: correlations of (log A, alpha) and (log B, beta) over the resamples.
         objective: sum of the Huber losses (delta 1e-3) of log residuals.
-        starts, starts_at_optimum: optimisations tried and those that ended within 1e-6 (relative) of the best.
-        flops_per_nd: geometric mean of C / (N D) in the table; flops_per_nd_spread: largest over smallest.
-        held_out: of the surface.
+        rows: number of rows fitted.
+        starts: number of starts.
+        starts_at_optimum: number of starts that ended within 1e-6 (relative) of the best objective.
+        flops_per_nd: geometric mean of C / (N D) in the table.
+        flops_per_nd_spread: largest C / (N D) over the smallest.
+        held_out: held-out test of the surface.
     """
 
     surface: dict[str, float] = field(default_factory=dict)
@@ -180,18 +191,22 @@ class ParametricFit(MethodFit):
 
     @property
     def intervals(self) -> dict[str, Interval]:
-        """95 % intervals of `parameters`, by the same names."""
+        """95 % intervals of `parameters` by the same names."""
         named = {name: law.intervals[name] for name, law in (("a", self.N_opt), ("b", self.D_opt)) if law.intervals}
         return {**self.surface_intervals, **named}
 
 
 @dataclass
 class Convention(Result):
-    """Exponents of one method under another way of counting (no intervals).
+    """Exponents of one method under another way of counting (without intervals).
 
     Attributes:
-        count: "non-embedding" or "total". flops: "exact" or "6nd". method: the headline method.
-        alpha: exponent of L(C). a, b: of N_opt and D_opt; None where refused. refused: reasons.
+        count: "non-embedding" or "total".
+        flops: "exact" or "6nd".
+        method: the headline method.
+        alpha: exponent of L(C); None if refused.
+        a, b: exponents of N_opt and D_opt; None if refused.
+        refused: reasons why N_opt is refused.
     """
 
     count: str
@@ -205,14 +220,15 @@ class Convention(Result):
 
 @dataclass
 class ArchitectureFit(Result):
-    """All that was fitted to one architecture.
+    """All fits of one architecture.
 
     Attributes:
-        architecture: its name. rows: rows of the table used.
-        methods: by name, those asked for (power, isoflop, envelope, parametric).
-        headline: the method whose laws stand for this architecture in summaries (the same in all of a study).
-        conventions: the headline's exponents under the counts that the table allows.
-        notes: rows dropped and why.
+        architecture: name of the architecture.
+        rows: number of rows used from the table.
+        methods: method name -> fit, for the requested methods (power, isoflop, envelope, parametric).
+        headline: the method that summaries show. It is the same for all architectures of a study.
+        conventions: exponents of the headline method under each way of counting that the table allows.
+        notes: dropped rows and the reasons.
     """
 
     architecture: str
@@ -226,7 +242,7 @@ class ArchitectureFit(Result):
 
     @property
     def best(self) -> MethodFit:
-        """The headline method's fit."""
+        """The fit of the headline method."""
         return self.methods[self.headline]
 
     @property
@@ -263,7 +279,7 @@ class ArchitectureFit(Result):
 
     @property
     def refused(self) -> list[str]:
-        """Every refusal, one line each: "isoflop N_opt and D_opt: ...", "isoflop at 1e+18 FLOPs: ..."."""
+        """All refusals, one line each: "isoflop N_opt and D_opt: ...", "isoflop at 1e+18 FLOPs: ..."."""
         lines = []
         for name, fit in self.methods.items():
             what: dict[str, list[str]] = {}
@@ -287,10 +303,12 @@ class Crossing(Result):
     """Where the loss laws of two architectures meet.
 
     Attributes:
-        first, second: architectures. C: FLOPs, or None. interval: 95 %, by independent bootstrap draws of both laws.
-        lower_below, lower_above: the architecture of lower loss below and above C.
-        inside: True where C lies in the range of the data of both.
-        refused: why there is no crossing, or why it cannot be told.
+        first, second: names of the architectures.
+        C: FLOPs at the crossing, or None.
+        interval: 95 % interval of C, from independent bootstrap draws of both laws.
+        lower_below, lower_above: name of the architecture with the lower loss below and above C.
+        inside: True if C is in the range of the data of both.
+        refused: reasons why there is no crossing or no interval.
     """
 
     first: str
@@ -305,12 +323,14 @@ class Crossing(Result):
 
 @dataclass
 class StudyFit(Result, Mapping):
-    """The fits of all architectures of a table; a mapping from the architecture's name to its `ArchitectureFit`.
+    """The fits of all architectures of a table: a mapping from architecture name to `ArchitectureFit`.
 
     Attributes:
-        architectures: in the order of the table. crossings: one for each pair.
-        headline: the method that stands for all of them. count, flops: the counting convention.
-        notes: what was dropped from the table before fitting.
+        architectures: name -> fit, in the order of the table.
+        headline: the method that summaries show for all architectures.
+        count, flops: the counting convention.
+        crossings: one entry per pair of architectures.
+        notes: rows dropped from the table before fitting.
     """
 
     architectures: dict[str, ArchitectureFit]

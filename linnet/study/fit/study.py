@@ -1,4 +1,4 @@
-"""Fits every architecture of a table by every method that was asked for, and compares them."""
+"""Fits every architecture of a table by every requested method, and compares the architectures."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ from linnet.study.fit.results import ArchitectureFit, Convention, Crossing, Enve
 from linnet.study.fit.table import apply_convention, assign_budgets, curves_of
 
 METHODS = ("isoflop", "envelope", "power", "parametric")
-"""In the order in which they are preferred as headline: a parabola in a fixed budget assumes least."""
+"""Methods in order of preference as headline. The first, a parabola at a fixed budget, makes the fewest assumptions."""
 
 
 def fit_study(
@@ -40,18 +40,23 @@ def fit_study(
     """Fits the scaling laws of each architecture of a table.
 
     Args:
-        table: from `load_table` or `load_study`. curves: training curves with the same columns; where None, the table
-            itself if it holds curves.
+        table: from `load_table` or `load_study`.
+        curves: training curves with the same columns. If None, the table itself if it contains curves.
         method: "power", "isoflop", "envelope", "parametric" or "all".
-        bootstrap: resamples for the 95 % intervals; 0 for none. seed: of the resampling.
-        count: N "non-embedding" or "total". flops: C "exact" as in the table, or "6nd".
-        hold_out: fraction (below 1) of the points of largest C, or Cmax in FLOPs, of the held-out test; default 0.2.
-        budgets, tolerance: see `assign_budgets`. envelope, smooth: mode and window of `fit_envelope`; a window of None
-            is a twentieth of the shortest curve. starts: see `fit_parametric`.
-        progress: called with a line before each piece of work.
+        bootstrap: number of resamples for the 95 % intervals; 0 for none.
+        seed: seed of the resampling.
+        count: how N is counted, "non-embedding" or "total".
+        flops: how C is counted, "exact" as in the table, or "6nd".
+        hold_out: fraction (below 1) of the points, those of largest C, that the held-out test predicts; or the largest
+            C in FLOPs that its fit uses. Default: 0.2.
+        budgets, tolerance: see `assign_budgets`.
+        envelope: mode of `fit_envelope`.
+        smooth: window of `fit_envelope`; None means a twentieth of the shortest curve.
+        starts: see `fit_parametric`.
+        progress: called with one line of text before each fit.
 
     Raises:
-        ConfigError: `method` is unknown, or the counts asked for are not in the table.
+        ConfigError: `method` is unknown, or the table does not have the requested counts.
     """
     if method != "all" and method not in METHODS:
         raise ConfigError([f"method {method!r}: unknown; {nearest(method, [*METHODS, 'all'])}"], "fit")
@@ -101,7 +106,7 @@ def _fit(method: str, part: pd.DataFrame, curves, flops: str, settings: dict, op
 
 def _fit_envelope(curves, settings: dict, options: dict) -> EnvelopeFit:
     if curves is None:
-        reason = "no training curves: give a study folder, or a table with several rows a run"
+        reason = "no training curves: give a study folder, or a table with several rows per run"
         laws = {
             name: Law(name.partition("_i")[0], refused=[reason]) for name in ("L", "L_irreducible", "N_opt", "D_opt")
         }
@@ -113,9 +118,10 @@ def _fit_envelope(curves, settings: dict, options: dict) -> EnvelopeFit:
 
 
 def _headline(fits: dict[str, ArchitectureFit], methods: tuple[str, ...]) -> str:
-    """The first method that gives every architecture L and half of them N_opt, else that with the most L, then N_opt.
+    """Returns the headline method of all architectures: laws of different methods in one table are not comparable.
 
-    One for all, or laws in one table would not compare; without its L an architecture is compared with none.
+    It is the first method with L for every architecture and N_opt for at least half of them. If there is none, it is
+    the method with L for the most architectures; ties go to N_opt for the most, then to the order of `METHODS`.
     """
 
     def given(method: str) -> tuple[int, int]:
@@ -130,7 +136,7 @@ def _headline(fits: dict[str, ArchitectureFit], methods: tuple[str, ...]) -> str
 
 
 def _conventions(table, curves, done: ArchitectureFit, current: tuple[str, str], options: dict) -> list[Convention]:
-    """The exponents under each way of counting that the table allows; `current` is the one that `done` has."""
+    """Returns the exponents under each way of counting that the table allows. `current` is the way that `done` uses."""
     found, name, method = [], done.architecture, done.headline
     settings = {"bootstrap": 0, "seed": 0, "hold_out": None}
     has_total = table["N_total"][table["architecture"] == name].notna().all()
@@ -138,7 +144,7 @@ def _conventions(table, curves, done: ArchitectureFit, current: tuple[str, str],
         for flops in ("exact", "6nd"):
             part, own = _counted(table, curves, name, count, flops)
             if flops != current[1] and np.allclose(part["spent"], 6 * part["N"] * part["D"], rtol=1e-6):
-                continue  # the two are one in this table
+                continue  # exact FLOPs are 6ND in this table
             if (count, flops) == current:
                 fit = done.best
             else:
@@ -150,10 +156,10 @@ def _conventions(table, curves, done: ArchitectureFit, current: tuple[str, str],
 
 
 def crossing(first: ArchitectureFit, second: ArchitectureFit) -> Crossing:
-    """The compute at which the loss laws of two architectures meet, with an interval from their bootstrap draws.
+    """Returns the compute at which the loss laws of two architectures meet, with an interval from bootstrap draws.
 
-    The pure laws cross at C = (beta_1 / beta_2)^(1 / (alpha_2 - alpha_1)); laws with a constant are solved numerically
-    within a thousand times the range of the data. A crossing outside the data of both is told, and told to be outside.
+    Pure laws cross at C = (beta_1 / beta_2)^(1 / (alpha_2 - alpha_1)). Laws with a constant are solved numerically
+    within a thousand times the range of the data. A crossing outside the data of both is reported with `inside` False.
     """
     result = Crossing(first.architecture, second.architecture)
     one, two = first.L, second.L
@@ -178,7 +184,7 @@ def crossing(first: ArchitectureFit, second: ArchitectureFit) -> Crossing:
     result.inside = bool(max(one.c_min, two.c_min) <= C <= min(one.c_max, two.c_max))
     if one.intervals and two.intervals:
         rows = min(len(one.draws), len(two.draws))
-        # Both may come from one seed; a turn by half the draws makes the pairs independent.
+        # Both laws may use the same seed. Shifting one by half of the draws makes the pairs independent.
         other = np.roll(two.draws[:rows], rows // 2, axis=0)
         met = [_meet(a, b, reach) for a, b in zip(one.draws[:rows], other, strict=True)]
         found = np.array([value for value in met if value is not None])
@@ -209,6 +215,6 @@ def _meet(one, two, reach: tuple[float, float]) -> float | None:
     turns = np.flatnonzero(signs[1:] * signs[:-1] < 0)
     if not len(turns):
         return None
-    # Two laws with constants can meet twice; the meeting nearest the data is the one to tell of.
+    # Two laws with constants can meet twice. The crossing nearest the data is returned.
     turn = min(turns, key=lambda i: abs(i - len(grid) / 2))
     return float(np.exp(brentq(gap, grid[turn], grid[turn + 1])))

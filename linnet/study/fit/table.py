@@ -1,7 +1,7 @@
-"""Reads tables of runs: any CSV whose columns can be named, or a study folder with its training curves.
+"""Reads tables of runs: a CSV with known or named columns, or a study folder with its training curves.
 
-All problems of a file are reported at once, each with its lines: a law fitted to a table with one bad row is wrong in a
-way nobody sees.
+All problems of a file are reported together with their line numbers, because one bad row in a table can make a fitted
+law wrong without any visible sign.
 """
 
 import csv
@@ -27,28 +27,29 @@ ALIASES = {
     "budget": ("budget",),
     "status": ("status",),
 }
-"""Names under which each canonical column is found without being told, whatever their case and spacing."""
+"""Canonical name -> column names that are recognised, in any case and spacing."""
 
 NUMBERS = ("N", "N_total", "D", "C", "loss", "budget")
 SHOWN = 30
-"""Problems of one file that are listed; a further count stands for the rest."""
+"""Largest number of problems of one file that are listed. A count stands for the others."""
 
 
 def parse_columns(assignments: list[str]) -> dict[str, str]:
-    """Reads `N=Model Size,C=Training FLOP` (also in several parts) into {"N": "Model Size", ...}.
+    """Parses `N=Model Size,C=Training FLOP` (one or several strings) to {"N": "Model Size", ...}.
 
-    Raises `ConfigError` for anything that is not NAME=COLUMN with a known NAME.
+    Raises:
+        ConfigError: a part is not NAME=COLUMN, or its NAME is unknown or given twice.
     """
     found, problems = {}, []
     for part in (part for assignment in assignments for part in assignment.split(",") if part.strip()):
         name, equals, column = part.partition("=")
         name, column = name.strip(), column.strip()
         if not equals or not column:
-            problems.append(f"--columns {part!r}: write NAME=COLUMN, for example loss=final_loss")
+            problems.append(f"--columns {part!r}: not NAME=COLUMN; write for example loss=final_loss")
         elif name not in ALIASES:
             problems.append(f"--columns {part!r}: unknown name {name!r}; {nearest(name, ALIASES)}")
         elif name in found:
-            problems.append(f"--columns {part!r}: {name} is already {found[name]!r}")
+            problems.append(f"--columns {part!r}: {name} is already set to {found[name]!r}; remove one")
         else:
             found[name] = column
     if problems:
@@ -60,15 +61,16 @@ def load_table(path: str | Path, columns: dict[str, str] | None = None) -> tuple
     """Reads a CSV of runs.
 
     Args:
-        columns: canonical name -> column of the file, for names that are not found by themselves (see `ALIASES`).
+        path: the file.
+        columns: canonical name -> column of the file, for columns with other names than those in `ALIASES`.
 
     Returns:
-        A table with columns run, architecture, N, D, C, loss, line (of the file), N_total and budget (NaN where the
-        file has none), and the file's other columns; and notes on what was dropped or derived. With D absent,
-        D = C / (6 N); with C absent, C = 6 N D. Rows with a status that is not "done" (diverged, say) are dropped.
+        A table with columns run, architecture, N, D, C, loss, line (of the file), N_total and budget (NaN if the file
+        has none), and the other columns of the file; and notes on dropped rows and derived columns. Without a column D,
+        D = C / (6 N); without C, C = 6 N D. Rows with a status other than "done" (for example, diverged) are dropped.
 
     Raises:
-        ConfigError: listing every problem: no such file, not a CSV, missing columns, cells that are not numbers, NaN,
+        ConfigError: lists every problem: no such file, not a CSV, missing columns, cells that are not numbers, NaN,
             zero or negative values, duplicate rows.
     """
     path = Path(path)
@@ -76,7 +78,7 @@ def load_table(path: str | Path, columns: dict[str, str] | None = None) -> tuple
     found, problems = _find_columns(list(raw.columns), columns or {})
     if problems:
         raise ConfigError(problems, str(path))
-    # A column that bears a canonical name but was mapped to nothing would stand in the way of the one that was.
+    # Drop columns that have a canonical name without being chosen for it: they would collide with the chosen ones.
     table = raw.drop(columns=[name for name in raw if name in ALIASES and name not in found.values()])
     table = table.rename(columns={column: name for name, column in found.items()})
     table["line"] = raw.index
@@ -87,7 +89,7 @@ def load_table(path: str | Path, columns: dict[str, str] | None = None) -> tuple
             notes.append(f"{_rows(len(rows))} left out: {status.strip()} ({_lines(rows['line'])})")
         table = table[~stopped].copy()
         if table.empty:
-            raise ConfigError(["no run is done; each has another status: " + "; ".join(notes)], str(path))
+            raise ConfigError(["status: no run is done, so no row is left; " + "; ".join(notes)], str(path))
     problems = _numbers(table, found)
     if not problems:
         _derive(table, notes)
@@ -105,16 +107,20 @@ def load_study(
 ) -> tuple[pd.DataFrame, pd.DataFrame | None, list[str]]:
     """Reads a study folder: its table.csv and the training curves of its runs (metrics.jsonl).
 
+    Args:
+        path: the study folder.
+        columns: see `load_table`.
+
     Returns:
-        The table and notes of `load_table`, and between them the curves: columns run, architecture, N, N_total, D, C,
-        loss (training loss), learning_rate, one row a record; None where no run has any.
+        The table, the curves and the notes. The curves have columns run, architecture, N, N_total, D, C, loss (training
+        loss) and learning_rate, one row per record; None if no run has a curve.
 
     Raises:
         ConfigError: no such folder, no table.csv in it, or what `load_table` raises.
     """
     path = Path(path)
     if not (path / "table.csv").is_file():
-        fix = "collect it with `linnet study`, or give a CSV" if path.is_dir() else "there is no such file or folder"
+        fix = "run `linnet study` to write it, or give a CSV" if path.is_dir() else "there is no such file or folder"
         raise ConfigError([f"{path}: no table.csv there; {fix}"], "study")
     table, notes = load_table(path / "table.csv", columns)
     parts, without, broken = [], 0, 0
@@ -129,12 +135,12 @@ def load_study(
     if without:
         notes.append(f"{_rows(without)} without a training curve (no metrics.jsonl in the run folder)")
     if broken:
-        notes.append(f"{broken} unreadable lines of metrics.jsonl left out")
+        notes.append(f"{broken} unreadable lines of metrics.jsonl left out: not JSON, or not numbers")
     return table, pd.concat(parts, ignore_index=True) if parts else None, notes
 
 
 def curves_of(table: pd.DataFrame) -> pd.DataFrame | None:
-    """The table itself where it holds training curves (some run has four rows or more), else None."""
+    """Returns the table itself if it contains training curves (some run has four rows or more), else None."""
     sizes = table.groupby(["architecture", "run"]).size()
     return table if (sizes >= 4).any() else None
 
@@ -142,9 +148,10 @@ def curves_of(table: pd.DataFrame) -> pd.DataFrame | None:
 def filter_table(
     table: pd.DataFrame, max_loss: float | None = None, min_tokens_per_param: float | None = None
 ) -> tuple[pd.DataFrame, list[str]]:
-    """Drops rows with a higher loss or fewer tokens a parameter, and says how many.
+    """Drops rows with a higher loss or fewer tokens per parameter. Returns the other rows, and notes with the counts.
 
-    Raises `ConfigError` where none is left.
+    Raises:
+        ConfigError: no row is left.
     """
     notes, kept = [], pd.Series(True, index=table.index)
     if max_loss is not None:
@@ -153,7 +160,7 @@ def filter_table(
         kept &= ~high
     if min_tokens_per_param is not None:
         few = table["D"] / table["N"] < min_tokens_per_param
-        notes.append(f"{_rows(int(few.sum()))} left out: fewer than {min_tokens_per_param:g} tokens a parameter")
+        notes.append(f"{_rows(int(few.sum()))} left out: fewer than {min_tokens_per_param:g} tokens per parameter")
         kept &= ~few
     if not kept.any():
         raise ConfigError([f"no row is left of {len(table)}: {'; '.join(notes)}"], "filters")
@@ -161,15 +168,18 @@ def filter_table(
 
 
 def apply_convention(table: pd.DataFrame, count: str, flops: str) -> pd.DataFrame:
-    """The table as counted: N with or without embeddings, C exact or 6 N D.
+    """Returns the table with N counted with or without embeddings, and C exact or as 6 N D.
 
-    The C that a group of equal compute was made by stays in column `spent`.
+    The column `spent` keeps the exact C, which runs of one budget have in common.
 
     Raises:
-        ConfigError: total counts are asked for and missing. ValueError: unknown convention.
+        ConfigError: total counts are requested, but missing in the table.
+        ValueError: unknown convention.
     """
     if count not in ("non-embedding", "total") or flops not in ("exact", "6nd"):
-        raise ValueError(f"count must be non-embedding or total, flops exact or 6nd; given {count!r}, {flops!r}")
+        raise ValueError(
+            f"count: {count!r} must be 'non-embedding' or 'total', and flops: {flops!r} must be 'exact' or '6nd'"
+        )
     counted = table.copy()
     counted["spent"] = table["C"]
     if count == "total":
@@ -185,16 +195,19 @@ def apply_convention(table: pd.DataFrame, count: str, flops: str) -> pd.DataFram
 def assign_budgets(
     table: pd.DataFrame, budgets: list[float] | None = None, tolerance: float = 0.06
 ) -> tuple[np.ndarray, list[float] | None]:
-    """Which rows were trained with equal compute.
+    """Groups the rows that were trained with equal compute.
 
-    By `budgets` where given (the nearest, within `tolerance` of log10 C); by the column budget where every row has one;
-    else by clustering: repeatedly the C with most rows within `tolerance` of it.
+    If `budgets` are given, each row belongs to the nearest one, within `tolerance` of log10 C. Otherwise, the column
+    `budget` decides if every row has one. Otherwise, rows are clustered: each cluster is centred at the C with the most
+    remaining rows within `tolerance` of it.
 
     Args:
-        table: columns C or spent, and budget.
+        table: columns C or spent, and optionally budget.
+        budgets: nominal budgets in FLOPs.
+        tolerance: largest distance to a budget in log10 C.
 
     Returns:
-        A label for each row (-1: none), and the nominal budget of each label where there are such.
+        One label per row (-1: no budget), and the nominal budget of each label, or None if the rows were clustered.
     """
     log_C = np.log10(table["spent" if "spent" in table else "C"].to_numpy(float))
     if budgets:
@@ -216,7 +229,7 @@ def _cluster(log_C: np.ndarray, tolerance: float) -> np.ndarray:
         centre = min(np.flatnonzero(sizes == sizes.max()), key=lambda row: distance[row])
         members = near[centre] & free
         free &= ~members
-        # A few rows beside a much larger group are its stragglers, not a budget of their own.
+        # A few rows near a cluster with more than three times as many are outliers of it, not a separate budget.
         beside = [size for other, size in found if abs(log_C[centre] - other) < 3 * tolerance]
         if members.sum() >= max(beside, default=0) / 3:
             labels[members] = len(found)
@@ -225,7 +238,7 @@ def _cluster(log_C: np.ndarray, tolerance: float) -> np.ndarray:
 
 
 def _read(path: Path) -> pd.DataFrame:
-    """All cells as text; the index is the line of the file."""
+    """Reads all cells as text. The index is the line number in the file."""
     if path.is_dir():
         raise ConfigError([f"{path}: a folder, not a CSV"], "table")
     try:
@@ -235,7 +248,7 @@ def _read(path: Path) -> pd.DataFrame:
     except (UnicodeDecodeError, OSError) as error:
         raise ConfigError([f"cannot be read as UTF-8 text: {error}"], str(path)) from None
     if "\0" in text:
-        raise ConfigError(["holds NUL bytes: a binary file, not a CSV"], str(path))
+        raise ConfigError(["contains NUL bytes, so it is a binary file; give a CSV"], str(path))
     header = text.partition("\n")[0]
     separator = max(",;\t", key=header.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
@@ -249,16 +262,16 @@ def _read(path: Path) -> pd.DataFrame:
     body = [(number, row) for number, row in rows[1:] if any(cell.strip() for cell in row)]
     ragged = [number for number, row in body if len(row) != len(names)]
     if ragged:
-        problems.append(f"{_lines(ragged)}: not {len(names)} cells, as the header has")
+        problems.append(f"{_lines(ragged)}: the number of cells is not {len(names)}, as in the header")
     if not body:
-        problems.append("has a header but no rows")
+        problems.append("has a header but no rows; add one row per run")
     if problems:
         raise ConfigError(problems, str(path))
     return pd.DataFrame([row for _, row in body], columns=names, index=[number for number, _ in body], dtype=object)
 
 
 def _find_columns(names: list[str], given: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Canonical name -> column of the file, and what is wrong."""
+    """Returns canonical name -> column of the file, and problems."""
     found, problems = {}, []
     plain = {_plain(name): name for name in reversed(names)}
     for name, column in given.items():
@@ -286,12 +299,12 @@ def _find_columns(names: list[str], given: dict[str, str]) -> tuple[dict[str, st
 
 
 def _plain(name: str) -> str:
-    # Case tells N from n nowhere in practice; spaces, dashes and underscores are habits.
+    # Tables do not use both N and n, and they write spaces, dashes and underscores alike.
     return re.sub(r"[\s_\-]+", "_", name.strip()).lower()
 
 
 def _numbers(table: pd.DataFrame, found: dict[str, str]) -> list[str]:
-    """Turns the columns of numbers into floats in place; returns what is wrong, by column, with lines."""
+    """Converts the columns of numbers to floats in place. Returns the problems of each column with line numbers."""
     problems = []
     for name in NUMBERS:
         if name not in table:
@@ -305,9 +318,9 @@ def _numbers(table: pd.DataFrame, found: dict[str, str]) -> list[str]:
         label = name if found[name] == name else f"{found[name]} ({name})"
         wrong = {
             "not a number": values.isna() & ~blank,
-            "missing or NaN (drop the row, or say why in a column status)": blank & (not optional),
+            "missing or NaN (drop the row, or give the reason in a column `status`)": blank & (not optional),
             "infinite": np.isinf(values),
-            "zero or negative, must be positive": values <= 0,
+            "zero or negative, but must be positive": values <= 0,
         }
         for reason, rows in wrong.items():
             if rows.any():
@@ -334,7 +347,7 @@ def _duplicates(table: pd.DataFrame) -> list[str]:
 
 
 def _records(path: Path) -> tuple[list[dict], int]:
-    """Points of one run's training curve with finite numbers, and the number of unreadable lines."""
+    """Returns the points of one run's training curve with finite numbers, and the number of unreadable lines."""
     if not path.is_file():
         return [], 0
     rows, records, bad = [], [], 0

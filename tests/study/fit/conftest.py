@@ -1,4 +1,4 @@
-"""Runs without noise from a known surface, so that every method can be asked for numbers that are known."""
+"""Runs without noise from a known surface, so that the expected result of every method is known."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ SPREAD = np.linspace(-1, 1, 9)
 
 @dataclass(frozen=True)
 class Surface:
-    """L = E + A / N^alpha + B / D^beta with C = 6 N D."""
+    """The surface L = E + A / N^alpha + B / D^beta with C = 6 N D."""
 
     E: float = 1.7
     A: float = 400.0
@@ -31,7 +31,7 @@ class Surface:
         return G * (C / 6) ** self.a
 
     def ladder(self, budgets, spread=SPREAD, architecture="tnl") -> pd.DataFrame:
-        """Sizes around the optimum of each budget, at exp(spread) times it."""
+        """Returns runs of each budget with sizes at exp(spread) times the optimum."""
         rows = []
         for C in budgets:
             for step in np.exp(spread):
@@ -42,7 +42,7 @@ class Surface:
         return pd.DataFrame(rows)
 
     def curves(self, sizes, ratios=(0.2, 1000), points=120) -> pd.DataFrame:
-        """One training curve a size, from ratios[0] to ratios[1] tokens a parameter."""
+        """Returns one training curve per size, from ratios[0] to ratios[1] tokens per parameter."""
         parts = []
         for N in sizes:
             D = np.geomspace(ratios[0] * N, ratios[1] * N, points)
@@ -58,7 +58,7 @@ def surface() -> Surface:
 
 @pytest.fixture(scope="session")
 def chinchilla(real_data):
-    """The 240 digitised Chinchilla points: the five of highest loss left out."""
+    """240 of the digitised Chinchilla points, without the five of highest loss."""
     from linnet.study.fit import filter_table, load_table
 
     path = real_data / "chinchilla" / "svg_extracted_data.csv"

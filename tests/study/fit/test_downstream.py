@@ -1,6 +1,7 @@
-"""Compute to loss to metric: known curves come back, and what the points do not tell is refused."""
+"""Compute to loss to metric: fits recover known curves, and refuse what the points do not determine."""
 
 import json
+import re
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,7 @@ from linnet.study.fit.power import fit_power
 
 
 def ladder(metric, runs: int = 8, noise: float = 0.0, seed: int = 0, questions: float = np.nan) -> pd.DataFrame:
-    """Runs of a known law, each with three checkpoints before the last, whose loss is above the law."""
+    """Returns runs of a known law. Each has three checkpoints before the last, with losses above the law."""
     generator, rows = np.random.default_rng(seed), []
     for run, C in enumerate(np.geomspace(1e15, 1e18, runs)):
         for share in (0.25, 0.5, 0.75, 1.0):
@@ -64,14 +65,14 @@ def test_intervals_cover_the_truth_and_count_runs_rather_than_checkpoints():
     once = fit_transfer(points, 0.1, bootstrap=400).intervals["midpoint"]
     copies = pd.concat([points.assign(loss=points["loss"] + shift * 1e-5) for shift in range(6)])
     many = fit_transfer(copies, 0.1, bootstrap=400).intervals["midpoint"]
-    assert np.diff(many)[0] == pytest.approx(np.diff(once)[0], rel=0.15), "copies of checkpoints are no news"
+    assert np.diff(many)[0] == pytest.approx(np.diff(once)[0], rel=0.15), "copies of checkpoints narrow it"
 
 
 def test_held_out_errors_are_those_of_a_fit_to_less_compute():
     points = ladder(share, noise=0.02, seed=3)
     found = fit_downstream(points, 0.1, bootstrap=0)
     last = points[points["last"]].sort_values("C")
-    c_max = last["C"].iloc[-3]  # a fifth of eight runs are two
+    c_max = last["C"].iloc[-3]  # a fifth of eight runs is two
     assert found.test.c_max == c_max and found.test.tested == 2
     below, above = points[points["C"] <= c_max], last[last["C"] > c_max]
     front = below[below["last"]]
@@ -90,8 +91,8 @@ def test_what_the_points_do_not_tell_is_refused():
 
     points = ladder(share)
     told = refused(points.iloc[:4], 0.1)
-    assert "loss -> metric: 4 points of different loss; it needs 5" in told
-    assert "compute -> loss: 1 run with a loss that no cheaper run has; it needs 3" in told
+    assert re.search("loss -> metric: 4 points .* 5 ", told)
+    assert re.search("compute -> loss: 1 run .* 3, ", told)
     guessing = ladder(lambda loss: 0.25, noise=0.02, questions=400.0)
     assert "is at chance (0.25), within its error" in refused(guessing, 0.25)
     assert "is at chance (0)" in refused(ladder(lambda loss: 0.0), 0.0)
@@ -104,7 +105,7 @@ def test_what_the_points_do_not_tell_is_refused():
 def test_too_few_runs_give_no_intervals_and_a_midpoint_beyond_the_data_is_told():
     points = ladder(share)
     found = fit_transfer(points[points["run"].isin(("r0", "r7"))], 0.1, bootstrap=50)
-    assert not found.refused and not found.intervals and "2 runs, and they need 3" in found.notes[0]
+    assert not found.refused and not found.intervals and re.search("2 runs, .* 3", found.notes[0])
     early = fit_transfer(points[points["loss"] > 2.6], 0.1)
     assert early.first == pytest.approx(2.4, rel=1e-3) and "midpoint lies outside" in early.notes[0]
 

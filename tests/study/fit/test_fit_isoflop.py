@@ -8,7 +8,7 @@ BUDGETS = np.geomspace(1e18, 1e22, 5)
 
 
 def parabolic(optima, *, sizes=7, a=0.5, low=0.3, high=3.0, curvature=0.3):
-    """Losses that are parabolas in log10 N with a minimum at N = C^a times `optima` (one a budget)."""
+    """Returns runs whose losses are parabolas in log10 N with a minimum at N = C^a times `optima` (one per budget)."""
     rows = []
     for C, factor in zip(BUDGETS, optima, strict=False):
         for N in C**a * np.geomspace(low, high, sizes):
@@ -42,7 +42,7 @@ def test_a_true_surface_is_recovered_up_to_its_asymmetry(surface):
 
 def test_cost_that_is_not_6nd_shows_in_a_plus_b():
     table = parabolic([1.0] * 5)
-    # A cost a token of 6 N (1 + N^-0.1 ...) as embeddings and attention make it: C / (N D) falls as N^-0.1.
+    # The cost per token is 6 N (1 + N^-0.1 ...), as with embeddings and attention: C / (N D) falls as N^-0.1.
     table["D"] = table["C"] / (6 * table["N"] ** 0.9 * 1e1)
     found = fit(table)
     assert found.D_opt.exponent == pytest.approx(1 - 0.9 * 0.5, abs=1e-6)
@@ -59,7 +59,7 @@ def test_an_optimum_outside_the_sizes_is_refused(factor, words):
     found = fit(parabolic([1.0, 1.0, 1.0, 1.0, factor]))
     group = found.groups[-1]
     assert words in group.refused[0] and "outside the sizes" in group.refused[0] and not group.inside
-    # Four budgets are left, and the law is the same.
+    # The other four budgets give the same law.
     assert found.N_opt.exponent == pytest.approx(0.5, abs=1e-6) and found.N_opt.points == 4
     assert [point["fitted"] for point in found.points] == [True] * 4 + [False]
 
@@ -72,7 +72,7 @@ def test_an_optimum_at_the_edge_is_refused():
 def test_wrong_curvature_is_refused():
     table = pd.concat([parabolic([1.0] * 4), parabolic([1.0] * 5, curvature=-0.3).iloc[-7:]])
     refused = fit(table).groups[-1].refused
-    assert refused == ["the losses do not curve upwards: there is no minimum between the sizes"]
+    assert len(refused) == 1 and "do not curve upwards" in refused[0]
 
 
 def test_a_straight_line_has_no_minimum():
@@ -101,7 +101,7 @@ def test_fewer_than_three_optima_refuse_sizes_but_not_the_loss():
     found = fit(table, bootstrap=50)
     assert "2 budgets of 5 with an optimum inside" in found.N_opt.refused[0]
     assert found.N_opt.parameters == {} and "a" not in found.parameters
-    # L(C) stands, through the lowest observed losses, and says so.
+    # L(C) is fitted to the lowest observed losses, with a note.
     lowest = table.groupby("C")["loss"].min()
     expected = np.polyfit(np.log(lowest.index), np.log(lowest), 1)
     assert found.L.exponent == pytest.approx(expected[0]) and found.L.intervals

@@ -44,7 +44,7 @@ def test_a_pure_law_has_no_constant_to_find():
 
 def test_too_few_budgets():
     assert "needs two" in fit_power([1e20], [2.0]).refused[0]
-    assert "nothing is left over" in fit_power([1e20, 1e21], [2.0, 1.9]).notes[0]
+    assert "two budgets" in fit_power([1e20, 1e21], [2.0, 1.9]).notes[0]
     assert "at least four" in fit_power(C[:3], C[:3] ** -0.1, irreducible=True).refused[0]
 
 
@@ -71,7 +71,7 @@ def test_bootstrap_of_pairs_covers_the_truth_and_repeats():
     band = laws[0].band
     assert band[0]["C"] == pytest.approx(C[0]) and band[-1]["C"] == pytest.approx(10 * C[-1])
     assert all(point["low"] < point["value"] < point["high"] for point in band)
-    # An extrapolation is less sure than the middle of the data.
+    # The interval of an extrapolation is wider than in the middle of the data.
     widths = [np.log(point["high"] / point["low"]) for point in band]
     assert widths[-1] > min(widths) * 1.5
 
@@ -108,13 +108,13 @@ def test_frontier_of_lone_rows_gives_the_loss_and_refuses_the_size(tmp_path):
     path.write_text("N,C,loss\n" + "".join(f"{1e8},{c:.17g},{y:.17g}\n" for c, y in zip(C, loss, strict=True)))
     fit = fit_frontier(load_table(path)[0], np.arange(len(C)))
     assert fit.L.exponent == pytest.approx(-0.05, abs=1e-6)
-    assert fit.N_opt.refused == ["no budget has three sizes, so none shows an optimum"]
+    assert len(fit.N_opt.refused) == 1 and "no budget has three sizes" in fit.N_opt.refused[0]
 
 
 def test_frontier_refuses_sizes_at_the_ends(surface):
     table = surface.ladder(np.geomspace(1e18, 1e22, 5), np.linspace(0.2, 1, 5))
     fit = fit_frontier(table, np.repeat(np.arange(5), 5))
-    assert "0 budgets with the lowest loss between" in fit.N_opt.refused[0] and not fit.L.refused
+    assert "0 budgets" in fit.N_opt.refused[0] and not fit.L.refused
     assert not any(point["inside"] for point in fit.points)
 
 

@@ -13,7 +13,7 @@ BUDGETS = np.geomspace(1e18, 1e21, 4)
 
 @pytest.fixture
 def ladder(surface):
-    """Two architectures: one with optima inside its sizes, one whose sizes are all too small."""
+    """Two architectures: one with optima inside its sizes, and one with sizes that are all too small."""
     small = surface.ladder(BUDGETS, np.linspace(-2, -0.4, 6), architecture="hgrn2")
     small["loss"] *= 1.02
     return pd.concat([surface.ladder(BUDGETS), small], ignore_index=True)
@@ -26,8 +26,8 @@ def test_every_architecture_by_every_method(ladder, surface):
     tnl, hgrn2 = study["tnl"], study["hgrn2"]
     assert list(tnl.methods) == ["isoflop", "envelope", "power", "parametric"] and "tnl: isoflop" in lines
     assert tnl.N_opt is tnl.isoflop.N_opt and tnl.parametric.surface["alpha"] == pytest.approx(surface.alpha, rel=1e-6)
-    assert tnl.refused == ["envelope: no training curves: give a study folder, or a table with several rows a run"]
-    # What is refused is told, budget by budget, and the loss still has its law.
+    assert len(tnl.refused) == 1 and tnl.refused[0].startswith("envelope: no training curves")
+    # Refusals name each budget, and the loss still has its law.
     assert any("train larger models here" in line for line in hgrn2.refused)
     assert any(line.startswith("isoflop N_opt and D_opt: 0 budgets of 4") for line in hgrn2.refused)
     assert not hgrn2.L.refused and hgrn2.N_opt.refused
@@ -40,7 +40,7 @@ def test_every_fit_has_a_held_out_test(ladder):
     for fit in study.values():
         for name, method in fit.methods.items():
             if name != "envelope":
-                # That of a surface is its own: it stands where its laws of compute are refused.
+                # A surface has its own test, which remains even if its laws of compute are refused.
                 test = method.held_out if name == "parametric" else method.L.held_out
                 assert test.mean_error is not None, (fit.architecture, name)
                 assert test.tested >= 1
@@ -48,7 +48,7 @@ def test_every_fit_has_a_held_out_test(ladder):
 
 def test_conventions_move_the_exponents(surface):
     table = surface.ladder(BUDGETS, np.linspace(-0.4, 0.4, 7))
-    # Embeddings weigh much at small sizes; the table's C is exact for the total.
+    # Embeddings are a large part of small models; C in the table is 6ND of the total count.
     table["N_total"] = table["N"] + 3000 * table["N"] ** (1 / 2)
     table["D"] = table["C"] / (6 * table["N_total"])
     table["loss"] = surface.loss(table["N"], table["D"])
@@ -77,7 +77,7 @@ def test_one_method_is_its_own_headline(ladder):
 
 
 def gives(*laws: bool) -> MethodFit:
-    """A method that gives L, N_opt and D_opt, or refuses them."""
+    """Returns the fit of a method that gives L, N_opt and D_opt, or refuses them."""
     kept = [Law(name, refused=[] if given else ["no"]) for name, given in zip(("L", "N_opt"), laws, strict=True)]
     return MethodFit("any", L=kept[0], N_opt=kept[1])
 
@@ -85,7 +85,7 @@ def gives(*laws: bool) -> MethodFit:
 @pytest.mark.parametrize(
     "found, headline",
     [
-        # architecture by architecture: does the method give (L, N_opt)?
+        # for each architecture: does the method give (L, N_opt)?
         ({"isoflop": [(1, 0), (1, 0)], "parametric": [(1, 1), (0, 0)]}, "isoflop"),
         ({"isoflop": [(1, 0), (1, 0), (1, 0)], "parametric": [(1, 1), (1, 0), (1, 0)]}, "parametric"),
         ({"isoflop": [(1, 0), (0, 0)], "parametric": [(0, 0), (1, 1)]}, "parametric"),

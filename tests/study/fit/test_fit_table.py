@@ -1,4 +1,5 @@
 import json
+import re
 
 import numpy as np
 import pandas as pd
@@ -67,15 +68,17 @@ def test_a_mapping_wins_over_a_column_of_that_name(write):
 def test_all_bad_cells_are_listed_with_their_lines(write):
     rows = ["a,tnl,1e6,2e7,1e14,3", "b,tnl,x,2e7,1e14,nan", "c,tnl,1e6,-5,0,2.9", "d,tnl,1e6,,inf,-1", "e,t,1,1,1,NaN"]
     found = problems_of(write(HEADER + "\n".join(rows)))
-    assert found == [
-        "N: not a number in line 3 (given 'x')",
-        "D: missing or NaN (drop the row, or say why in a column status) in line 5",
-        "D: zero or negative, must be positive in line 4 (given '-5')",
-        "C: infinite in line 5 (given 'inf')",
-        "C: zero or negative, must be positive in line 4 (given '0')",
-        "loss: missing or NaN (drop the row, or say why in a column status) in lines 3, 6",
-        "loss: zero or negative, must be positive in line 5 (given '-1')",
+    expected = [
+        "N: not a number.* line 3 .*'x'",
+        "D: missing or NaN.* line 5",
+        "D: .* positive in line 4 .*'-5'",
+        "C: infinite in line 5 .*'inf'",
+        "C: .* positive in line 4 .*'0'",
+        "loss: missing or NaN.* lines 3, 6",
+        "loss: .* positive in line 5 .*'-1'",
     ]
+    assert len(found) == len(expected)
+    assert all(re.match(words, line) for words, line in zip(expected, found, strict=True)), found
 
 
 def test_duplicates_are_listed(write):
