@@ -85,9 +85,10 @@ def constants(command: str) -> dict[str, str]:
 def commit() -> str:
     """The commit of the code that is measured, with `-dirty` behind it if tracked files differ from it.
 
-    A copy of the code without its git history is told by LINNET_COMMIT. Rows from before 0.2.0 have no commit.
+    LINNET_COMMIT, if it is set, names the commit of a copy whose git history is missing or another. Rows from before 0.2.0
+    have no commit.
     """
-    found = provenance.commit() or os.environ.get("LINNET_COMMIT", "")
+    found = os.environ.get("LINNET_COMMIT") or provenance.commit()
     if not found:
         sys.exit("commit: this copy of Linnet has no git history; set LINNET_COMMIT to the commit that is measured")
     return found

@@ -60,7 +60,7 @@ def test_a_longer_neighbour_changes_no_bit(device):
     together = engine.generate([prompt(length) for length in lengths], sampling)
     for one, other in zip(alone, together, strict=True):
         assert one.tokens == other.tokens
-        tolerance = 0.0 if device == "cpu" else 1e-4
+        tolerance = 0.0 if device == "cpu" else 1e-3
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0.0, atol=tolerance)
 
 
