@@ -1,8 +1,9 @@
 """What makes two configurations the same training, and the folder that this training has.
 
 A run's digest covers every key that its result depends on, with defaults left out, so that a key that a release adds
-renames no run. Text, tokenizers, plugins and `init_from` count by their content, not by their path. Left out are `run`
-and `parallel`, which say how a training is carried out, and the labels `name` and `architecture`.
+renames no run. A model counts by its blocks, not by how its layout is written. Text, tokenizers, plugins and
+`init_from` count by their content, not by their path. Left out are `run` and `parallel`, which say how a training is
+carried out, and the labels `name` and `architecture`.
 
 A default must not change without a new `FORMAT`: it would give another meaning to digests that leave it out.
 """
@@ -10,6 +11,7 @@ A default must not change without a new `FORMAT`: it would give another meaning 
 import contextlib
 import copy
 import functools
+import itertools
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 import linnet
 from linnet.config import ConfigError, digest, parse
 from linnet.models import upgrade
+from linnet.models.layout import LayerSpec
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.folder import FORMAT
 from linnet.train import device as devices
@@ -157,13 +160,22 @@ def settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def _model(config: TrainConfig) -> dict[str, Any]:
-    """The model without defaults, also those of its layers' options."""
-    found = config.model.model_dump(mode="json", exclude_defaults=True)
-    options = {
-        name: config.model.layer_options(name).model_dump(mode="json", exclude_defaults=True)
-        for name in config.model.options
-    }
-    return found | {"options": {name: own for name, own in options.items() if own}}
+    """The model without defaults. Layers count by block, however layout, aliases and options write them."""
+    model, stack = config.model, config.model.stack
+
+    def block(spec: LayerSpec) -> dict[str, Any]:
+        options = {
+            name: model.layer_options(name, spec).model_dump(mode="json", exclude_defaults=True) for name in spec.names
+        }
+        own = {name: given for name, given in options.items() if given}
+        return {"mixer": spec.mixer, "channel": spec.channel, "options": own}
+
+    specs = {id(spec): spec for spec in (*stack.before, *stack.blocks)}  # repeated blocks are one object
+    blocks = {key: block(spec) for key, spec in specs.items()}
+    runs = itertools.groupby(blocks[id(spec)] for spec in stack.blocks)
+    found = model.model_dump(mode="json", exclude={"layout", "aliases", "options"}, exclude_defaults=True)
+    found["before"] = [blocks[id(spec)] for spec in stack.before]
+    return found | {"blocks": [[one, len(list(equal))] for one, equal in runs]}
 
 
 def kinds() -> dict[str, list[str]]:

@@ -165,7 +165,7 @@ def test_digests_do_not_change_between_releases(tmp_path):
     assert found == DIGESTS
 
 
-DIGESTS = {"tnl": "474310199a58", "hybrid": "e79c7c77c69c", "rollback": "32f515d6c90b"}
+DIGESTS = {"tnl": "612c2ade6865", "hybrid": "1aad2fc8cbc9", "rollback": "0ec03644599e"}
 
 
 def test_what_does_not_change_the_result_does_not_change_the_digest(settings):
@@ -186,10 +186,36 @@ def test_what_does_not_change_the_result_does_not_change_the_digest(settings):
         assert digest_of(other, contents_of(other)) != key, change
 
 
+def test_a_model_counts_by_its_blocks():
+    """However the layout is written, equal blocks are one training; another option of one block is another."""
+    layer, wide = "attention+swiglu", {"attention": {"num_heads": 4, "window": 8}}
+
+    def key(**model):
+        config = parse(TrainConfig, {"model": {"d_model": 16, **model}, "data": {"source": [__file__]}})
+        return digest_of(config, {})
+
+    same = [
+        {"layout": f"{layer} x2", "options": wide},
+        {"layout": f"({layer}) x2", "options": wide},
+        {"layout": [layer, layer], "options": wide},
+        {"layout": layer, "num_layers": 2, "options": wide},
+        {"layout": "L x2", "aliases": {"L": layer, "unused": "tnl+sglu"}, "options": wide},
+        {"layout": "L x2", "aliases": {"L": {"layer": layer, "options": wide}}},
+        {"layout": f"L {layer}", "aliases": {"L": {"layer": layer, "options": wide}}, "options": wide},
+    ]
+    assert len({key(**model) for model in same}) == 1
+    first_only = {"layout": f"L {layer}", "aliases": {"L": {"layer": layer, "options": wide}}}
+    second_only = {"layout": f"{layer} L", "aliases": first_only["aliases"]}
+    both = {key(**first_only), key(**second_only), key(**same[0])}
+    tpe = {key(layout=f"tpe {layer} x2", options=wide | {"tpe": {"num_modes": n}}) for n in (4, 8)}
+    assert len(both | tpe) == 5
+
+
 def test_defaults_that_are_written_out_are_left_out(settings):
     one = settings()
     assert settings_of(parse(TrainConfig, one.model_dump(mode="json"))) == settings_of(one)
-    layer = settings_of(one)["model"]["options"]["tnl"]
+    ((block, _),) = settings_of(one)["model"]["blocks"]
+    layer = block["options"]["tnl"]
     assert layer.keys() < one.model.options["tnl"].keys()  # those that differ from the layer's defaults
     assert "guard" not in settings_of(one) and "run" not in settings_of(one)
 
