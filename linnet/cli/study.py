@@ -165,6 +165,7 @@ def _settings(config, mixer, architectures, budgets, workers, assignments, cache
     from linnet.data.problems import text_problems
     from linnet.layers.base import load_plugin
     from linnet.study.config import StudyConfig
+    from linnet.train.config import set_wins
 
     if config is None and mixer is None:
         raise ConfigError(
@@ -199,6 +200,10 @@ def _settings(config, mixer, architectures, budgets, workers, assignments, cache
                 values["budgets"].append(float(part))
             except ValueError:
                 problems.append(f"--budgets {part!r}: not a number of FLOPs; write 1e11,3e11,1e12")
+    if isinstance(train := values.get("train"), dict):
+        values["train"] = set_wins(
+            train, [one.removeprefix("train.") for one in assignments if one.startswith("train.")]
+        )
     with gather(problems):
         values = override(values, assignments)
     if workers is not None and isinstance(values.setdefault("executor", {}), dict):

@@ -150,6 +150,7 @@ def _settings(
     from linnet.layers.check import check_mixers
     from linnet.models import family
     from linnet.train import TrainConfig
+    from linnet.train.config import moved, set_wins
 
     if config is None and model is None and mixer is None:
         message = "CONFIG: give a training file, --model NAME (linnet models lists them) or --mixer FILE.py:Class"
@@ -185,7 +186,7 @@ def _settings(
     if assignments and isinstance(values.get("model"), str):
         values["model"] = {"recipe": values["model"]}  # so that --set model.vocab_size=... changes the recipe
     with gather(problems):
-        values = override(values, assignments)
+        values = override(set_wins(moved(values), assignments), assignments)
     found: list[str] = []
     with gather(found):
         settings = parse(TrainConfig, values, "train")

@@ -267,6 +267,15 @@ def moved(values: Any, warn: bool = True, prefix: str = "") -> Any:
     return rest | {"run": run | {new: values[old] for old, new in found.items()}}
 
 
+def set_wins(values: Mapping, assignments: list[str]) -> dict:
+    """Settings of a file without the keys under `run` that `--set` gives in their places of 0.1.0."""
+    run = values.get("run")
+    if not isinstance(run, Mapping):
+        return dict(values)
+    given = {MOVED.get(assignment.partition("=")[0].partition(".")[0]) for assignment in assignments}
+    return {**values, "run": {key: value for key, value in run.items() if key not in given}}
+
+
 def _user_level() -> int:
     """Stack level, seen from the caller, of the innermost frame outside Linnet and pydantic."""
     level, frame = 1, sys._getframe(1)

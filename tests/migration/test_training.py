@@ -4,6 +4,8 @@ import warnings
 
 import pytest
 
+from linnet.cli.study import _settings as study_settings
+from linnet.cli.train import _settings as train_settings
 from linnet.config import ConfigError, override, parse, parse_yaml
 from linnet.deprecation import LinnetDeprecationWarning
 from linnet.study import StudyConfig
@@ -53,6 +55,27 @@ def test_top_level_keys_in_set():
     with pytest.warns(LinnetDeprecationWarning) as caught:
         run = parse(TrainConfig, values).run
     assert len(caught) == 2 and (run.log_every, run.device, run.compile) == (7, "cpu", True)
+
+
+@pytest.mark.parametrize(
+    ("written", "given"), [("run: {log_every: 2}", "log_every=7"), ("log_every: 2", "run.log_every=7")]
+)
+def test_set_wins_over_the_file_whichever_place_each_names(tmp_path, written, given):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {MODEL}\n{written}")
+    with pytest.warns(LinnetDeprecationWarning, match=r"run\.log_every"):
+        config = train_settings(file, None, None, None, None, [given, "run.compile=true"], tmp_path)
+    assert (config.run.log_every, config.run.compile) == (7, True)
+
+
+def test_set_of_an_old_place_wins_over_a_study(tmp_path):
+    file = tmp_path / "study.yaml"
+    file.write_text(
+        "name: one\narchitectures: [tnl]\nsizes: [[32, 2], [64, 3]]\nbudgets: [1e9]\n"
+        "train: {run: {log_every: 2, device: cpu}}"
+    )
+    config = study_settings(file, None, None, None, None, ["train.log_every=7"], tmp_path)
+    assert config.train == {"run": {"device": "cpu"}, "log_every": 7}
 
 
 def test_python_keywords_and_attributes():
