@@ -1,6 +1,6 @@
-"""One model, one score.
+"""Evaluation of one model.
 
-`score` is imported when it is first used, so that what was measured is read without torch.
+`score` is imported when it is first used, so that records of evaluations can be read without importing torch.
 """
 
 __all__ = ["Score", "score"]

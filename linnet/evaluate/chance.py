@@ -1,4 +1,4 @@
-"""The value that guessing gives, against which a share of right answers is judged."""
+"""The value of a metric that guessing gives: the baseline for a share of right answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,18 +9,20 @@ from lm_eval.api.task import Task
 from linnet.evaluate.results import Result
 from linnet.evaluate.suites import Suite, averages, counting
 
-PICKED = ("acc", "acc_norm", "acc_bytes")  # of one answer among several
-FOUND = ("exact_match", "em", "f1", "acc")  # of free answers, which cannot be guessed
+PICKED = ("acc", "acc_norm", "acc_bytes")  # metrics of questions with choices
+FOUND = ("exact_match", "em", "f1", "acc")  # metrics of generated answers, which cannot be guessed
 
 
 def chances(
     tasks: Mapping[str, Task], results: Sequence[Result], suite: Suite | None = None, limit: int | None = None
 ) -> dict[tuple[str, str], float]:
-    """(task, metric) -> the value that guessing gives, of each result that is a share of right answers.
+    """Returns (task, metric) -> the value that guessing gives, for each result that is a share of right answers.
 
     Args:
-        tasks: that were asked, with their questions. results: of them, and the averages of `suite`.
-        limit: first questions of each task that were asked; None is all.
+        tasks: the tasks that were asked, with their questions.
+        results: the results of the tasks, and the averages of `suite`.
+        suite: the suite of the tasks; None if they were asked by name.
+        limit: only the first `limit` questions of each task were asked; None means all of them.
     """
     found = {}
     for name, task in tasks.items():
@@ -29,7 +31,7 @@ def chances(
             shares = [1 / len(task.doc_to_choice(doc)) for doc in islice(task.eval_docs, limit)]
             found |= {(name, metric): sum(shares) / len(shares) for metric in own if metric in PICKED}
         else:
-            guess = getattr(task, "guess", None)  # of SCROLLS, some of whose questions have choices
+            guess = getattr(task, "guess", None)  # tasks of SCROLLS have it, since some of their questions have choices
             shares = [guess(doc) for doc in islice(task.eval_docs, limit)] if guess is not None else [0.0]
             free = sum(shares) / len(shares)
             found |= {(name, metric): free for metric in own if metric.partition(",")[0] in FOUND}

@@ -1,15 +1,16 @@
 """Several models on the same items: intervals, paired differences, and tests.
 
-Results are put side by side where they were asked for alike (`asked`, but for what is a model's own way of reading:
-`OWN_WAYS`), over the items that all of them have. Intervals are percentiles of a bootstrap over items (documents,
-questions, cells of a needle grid), with the same drawings for all models, so that a difference between two of them is
-paired. The test of a difference exchanges the two models' scores of single items at random (a paired permutation test:
-R. A. Fisher, "The Design of Experiments", 1935, section 21); all signs are gone through where there are few items.
-The p-values of one call are adjusted together (S. Holm, Scand. J. Statist. 6, 1979): the chance that any of the
-differences called real is not is then at most the level.
+Two results are compared if they have the same settings (`asked`, except for the keys in `OWN_WAYS`, which may differ
+between models). A comparison uses the items that all models have. Intervals are percentiles of a bootstrap over items
+(documents, questions, cells of a needle grid). All models share the same resamples, so that differences are paired.
+The test of a difference is a paired permutation test: it swaps the two models' scores of single items at random
+(R. A. Fisher, "The Design of Experiments", 1935, section 21). With few items it enumerates all swaps. Holm's method
+adjusts the p-values of one call together (S. Holm, Scand. J. Statist. 6, 1979), which bounds the probability of any
+false positive among them by the level.
 
-One metric of a task is tested: the first that has items, of those that the record says count (`detail["shown"]`) where
-it does. The others, mostly the same scores in other units, are shown.
+Only one metric per task is tested: the first that has items. If the record lists the metrics that count
+(`detail["shown"]`), only these are candidates. The other metrics are shown without a test, since most of them are the
+same scores in other units.
 """
 
 import itertools
@@ -25,16 +26,21 @@ from linnet.evaluate.results import Evaluation, Result
 from linnet.runs.record import plain
 
 OWN_WAYS = ("precision", "method", "window", "stride", "context", "too_long")  # may differ between compared models
-RESAMPLES = 2000  # of the bootstrap
-FLIPS = 9999  # random exchanges of a test
-EXACT = 13  # items that differ, up to which all exchanges are gone through: 2 ** 13
-BLOCK = 2**24  # most numbers that are drawn at once
+RESAMPLES = 2000  # bootstrap resamples
+FLIPS = 9999  # random permutations per test
+EXACT = 13  # up to this many differing items, a test enumerates all 2 ** 13 permutations
+BLOCK = 2**24  # upper bound of random numbers drawn at once
 LEVEL = 0.95
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A model's evaluation under the name that it goes by in a comparison: the model's own, and its ways of reading."""
+    """One evaluation in a comparison.
+
+    Attributes:
+        name: the name in the comparison: the model's name, with the settings in `OWN_WAYS` that tell its entries apart.
+        model: the model's name.
+    """
 
     name: str
     model: str
@@ -43,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Number:
-    """One model's result, over the common items, with its interval (None for one item or none)."""
+    """One model's result over the common items, with its interval (None if there are fewer than two items)."""
 
     name: str
     value: float
@@ -55,8 +61,9 @@ class Difference:
     """`first` minus `second` over common items.
 
     Attributes:
-        interval: of the difference, by the paired bootstrap.
-        p: of the permutation test. adjusted: the same after Holm, over all tests of one call.
+        interval: interval of the difference, by the paired bootstrap.
+        p: p-value of the permutation test.
+        adjusted: the p-value after Holm's adjustment over all tests of one call.
     """
 
     first: str
@@ -72,11 +79,12 @@ class Comparison:
     """One metric of one task.
 
     Attributes:
-        n: common items; 0 where the result has none (a mean over tasks).
-        left_out: items that some model has and another has not.
-        numbers: by model, in the order of the runs.
-        differences: of all pairs; empty where the metric is not tested. `untested` says why, or is "".
-        chance: value by guessing, for a share of right answers; None if guessing has no meaning or is not recorded.
+        n: number of common items; 0 if the result has no items (a mean over tasks).
+        left_out: number of items that at least one model has and at least one model lacks.
+        numbers: one per model, in the order of the runs.
+        differences: one per pair of models; empty if the metric is not tested.
+        untested: why the metric is not tested, or "".
+        chance: the value that guessing gives; None for metrics that cannot be guessed, or if it is not recorded.
     """
 
     kind: str
@@ -92,29 +100,31 @@ class Comparison:
     chance: float | None = None
 
     def guesses(self, number: Number) -> bool:
-        """Whether a model is not shown to do better than guessing: its interval, else its value, is not above it."""
+        """Whether a model is not above guessing: the lower end of its interval (or its value) is not above chance."""
         low = number.value if number.interval is None else number.interval[0]
         return self.chance is not None and not low > self.chance
 
     @property
     def leaders(self) -> tuple[str, ...]:
-        """The names of the models with the best value: several where they are level, none where no value is finite."""
+        """The names of the models with the best value: several if they tie, none if no value is finite."""
         values = [number.value for number in self.numbers if math.isfinite(number.value)]
         best = (max if self.better == "higher" else min)(values, default=None)
         return tuple(number.name for number in self.numbers if number.value == best)
 
     @property
     def best(self) -> str | None:
-        """The name of the model with the best value; None where several are level."""
+        """The name of the model with the best value; None if several tie."""
         return self.leaders[0] if len(self.leaders) == 1 else None
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Evaluations of several models that were asked for alike.
+    """Evaluations of several models with the same settings.
 
     Attributes:
-        asked: what they have in common. entries: in the order of the runs. lacking: names without this evaluation.
+        asked: the common settings.
+        entries: one or more per model, in the order of the runs.
+        lacking: names of the models without this evaluation.
     """
 
     kind: str
@@ -124,11 +134,11 @@ class Shared:
 
 
 def shared(evaluations: dict[str, Sequence[Evaluation]]) -> list[Shared]:
-    """Which evaluations belong together, those of most models first.
+    """Groups evaluations that have the same settings; groups with the most models come first.
 
     Args:
-        evaluations: by the name of the model. Of several that differ in `OWN_WAYS` or the step alone, the last step
-            counts; where ways differ at one step, each is an entry of its own, named after its ways.
+        evaluations: the evaluations of each model, by its name. If some differ only in the training step, the latest
+            step is used. If some differ only in `OWN_WAYS`, each becomes an entry with the settings in its name.
     """
     groups: dict[tuple[str, str], list[Entry]] = {}
     for name, found in evaluations.items():
@@ -149,7 +159,7 @@ def shared(evaluations: dict[str, Sequence[Evaluation]]) -> list[Shared]:
 
 
 def compare(groups: Sequence[Shared], seed: int = 0) -> list[Comparison]:
-    """All metrics of all tasks that at least one entry has, with tests where at least two have items."""
+    """Returns every metric of every task that at least one entry has, with tests if at least two entries have items."""
     found = [comparison for group in groups for comparison in _of_group(group, seed)]
     tests = [difference for comparison in found for difference in comparison.differences]
     adjusted = iter(holm([difference.p for difference in tests]))
@@ -157,7 +167,7 @@ def compare(groups: Sequence[Shared], seed: int = 0) -> list[Comparison]:
 
 
 def guessing(evaluation: Evaluation) -> dict[tuple[str, str], float]:
-    """(task, metric) -> what guessing gives, of the results that are shares of right answers."""
+    """Returns (task, metric) -> the value that guessing gives, for results that are shares of right answers."""
     if evaluation.kind == "needle":
         guessed = 1 / (RIVALS + 1) if evaluation.asked.get("scoring") == "choice" else 0.0
         return {(result.task, "accuracy"): guessed for result in evaluation.results}
@@ -170,12 +180,12 @@ def guessing(evaluation: Evaluation) -> dict[tuple[str, str], float]:
 
 
 def common(asked: dict) -> dict:
-    """The settings that must agree for two evaluations to be compared."""
+    """Returns the settings that must agree for two evaluations to be compared."""
     return {name: value for name, value in asked.items() if name not in OWN_WAYS}
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """p-values adjusted for their number by Holm's step-down method, in the order given."""
+    """Returns the p-values adjusted by Holm's step-down method, in the given order."""
     order = sorted(range(len(p)), key=lambda place: p[place])
     adjusted, highest = [0.0] * len(p), 0.0
     for rank, place in enumerate(order):
@@ -185,13 +195,17 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def permutation_p(differences: np.ndarray, seed: int = 0) -> float:
-    """Two-sided p-value of the sum of paired differences, float64 [n], when the sign of each is chance.
+    """Returns the two-sided p-value of the sum of paired differences under random signs.
+
+    Args:
+        differences: float64 [n].
+        seed: seed of the random signs.
 
     Raises:
-        ValueError: a difference that is not finite, of which no sum is as large as any other.
+        ValueError: a difference is not finite.
     """
     if not np.isfinite(differences).all():
-        raise ValueError("differences: some are not finite, so there is no test of them; leave those items out")
+        raise ValueError("differences: some are not finite; the test needs finite numbers; leave those items out")
     differences = differences[differences != 0]
     if not len(differences):
         return 1.0
@@ -210,10 +224,11 @@ def permutation_p(differences: np.ndarray, seed: int = 0) -> float:
 
 
 def bootstrap_means(scores: np.ndarray, weights: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Weighted means of `RESAMPLES` drawings of as many items with replacement, the same ones for every model.
+    """Returns weighted means over `RESAMPLES` bootstrap resamples of the items, the same resamples for every model.
 
     Args:
         scores, weights: float64 [models, items].
+        seed: seed of the resampling.
 
     Returns:
         float64 [RESAMPLES, models].
@@ -232,7 +247,7 @@ def bootstrap_means(scores: np.ndarray, weights: np.ndarray, seed: int = 0) -> n
 
 
 def _named(name: str, evaluation: Evaluation, same: list[Evaluation]) -> str:
-    """The model's name, with the ways in which this evaluation is not like the model's others."""
+    """Returns the model's name, with the settings that tell this evaluation from the model's others."""
     if len(same) == 1:
         return name
     ways = [way for way in OWN_WAYS if len({str(other.asked.get(way)) for other in same}) > 1]
@@ -271,7 +286,7 @@ def _of_metric(group: Shared, by_name: dict[str, Result], asks: bool, seed: int)
         return Comparison(*about, 0, len(everything), numbers, untested="they have no item in common")
     table = np.array([[one[id_] for id_ in ids] for one in scores])  # [models, items, score and weight]
     values, weights = table[..., 0], table[..., 1]
-    finite = bool(np.isfinite(values).all())  # not so of a model that gives NaN
+    finite = bool(np.isfinite(values).all())  # a model may give NaN
     change = _exp if first.average == "exp" else np.asarray
     means = change((values * weights).sum(1) / weights.sum(1))
     drawn = change(bootstrap_means(values, weights, seed)) if finite and len(ids) > 1 else None
@@ -283,9 +298,9 @@ def _of_metric(group: Shared, by_name: dict[str, Result], asks: bool, seed: int)
         if not finite:
             untested = "some of their scores are not finite"
         elif drawn is None:
-            untested = "one item alone"
+            untested = "there is only one item"
         elif not np.allclose(weights, weights[0], rtol=1e-9, atol=0):
-            untested = "the items do not weigh the same for all models (another text, or another tokenizer)"
+            untested = "the weights of the items differ between the models (different text or tokenizer)"
         else:
             parts = values * weights / weights.sum(1, keepdims=True)
             for i, j in itertools.combinations(range(len(names)), 2):
@@ -297,7 +312,7 @@ def _of_metric(group: Shared, by_name: dict[str, Result], asks: bool, seed: int)
 
 
 def _exp(means: np.ndarray) -> np.ndarray:
-    """As `Result.of_items` makes perplexities: none is infinite."""
+    """Returns perplexities with the upper bound that `Result.of_items` uses, so that all are finite."""
     return np.exp(np.minimum(means, 700.0))
 
 

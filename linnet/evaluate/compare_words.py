@@ -1,4 +1,4 @@
-"""Comparisons in words: what an evaluation is called, how numbers read, and what to know before reading them."""
+"""Text of comparisons: titles of evaluations, formats of numbers, and notes on how to read them."""
 
 import math
 import shlex
@@ -8,7 +8,7 @@ from linnet.evaluate.compare import Comparison, Shared, common
 from linnet.evaluate.results import Evaluation
 
 REAL = 0.05  # adjusted p-values below this are called differences
-FEWEST = 1 + math.ceil(math.log2(1 / REAL))  # items with which a permutation test can reach it: 2 ways of 2 ** items
+FEWEST = 1 + math.ceil(math.log2(1 / REAL))  # with fewer items the least p-value, 2 / 2 ** items, is above REAL
 _NEEDLE_OPTIONS = {"samples": 1, "scoring": "match", "haystack": None, "digits": 5}
 
 
@@ -18,7 +18,7 @@ def needle_name(asked: dict) -> str:
 
 
 def title(group: Shared) -> str:
-    """An evaluation by its kind and what tells it from others of the kind."""
+    """Returns the kind of an evaluation, with the settings that tell it from others of its kind."""
     asked = group.asked
     if group.kind == "text":
         return f"text: {', '.join(asked['text'])}"
@@ -31,7 +31,7 @@ def title(group: Shared) -> str:
 
 
 def command(evaluation: Evaluation, run: str) -> str:
-    """What makes this evaluation of another run."""
+    """Returns the command that evaluates `run` with the settings of `evaluation`."""
     asked, kind = common(evaluation.asked), evaluation.kind
     name = kind if kind in ("text", "needle", "recall", "tasks") else "suite"
     words = ["linnet", "evaluate", name, run]
@@ -54,7 +54,7 @@ def command(evaluation: Evaluation, run: str) -> str:
 
 
 def shown(value: float) -> str:
-    """Four digits behind the point, or four in all where the value is large."""
+    """Returns a value with four decimals, fewer for large values, and a dash for values that are not finite."""
     if not math.isfinite(value):
         return "–"
     text = f"{value:.4f}" if abs(value) < 100 else f"{value:,.1f}" if abs(value) < 1e6 else f"{value:.4g}"
@@ -62,12 +62,12 @@ def shown(value: float) -> str:
 
 
 def between(interval: tuple[float, float] | None) -> str:
-    """An interval, to stand behind a value; nothing where there is none."""
+    """Returns an interval in parentheses, to append to a value; "" for None."""
     return "" if interval is None else f" ({shown(interval[0])} to {shown(interval[1])})"
 
 
 def notes(group: Shared, comparisons: Sequence[Comparison]) -> list[str]:
-    """Ways of reading that differ between the models, items that not all have, and what could not be tested."""
+    """Returns notes on settings that differ between models, on too few items, and on metrics that are not tested."""
     found = []
     for way in ("method", "window", "context", "precision"):
         values = {entry.name: entry.evaluation.asked.get(way) for entry in group.entries}
@@ -75,13 +75,13 @@ def notes(group: Shared, comparisons: Sequence[Comparison]) -> list[str]:
             found.append(f"The {way} differs: {', '.join(f'{name} {value}' for name, value in values.items())}.")
     steps = {entry.name: entry.evaluation.model.get("step") for entry in group.entries}
     if len({entry.evaluation.model.get("tokenizer") for entry in group.entries}) > 1 and group.kind == "needle":
-        found.append("The tokenizers differ, so prompts of as many tokens are not the same texts.")
+        found.append("The tokenizers differ, so prompts with the same number of tokens hold different texts.")
     if len({step for step in steps.values() if step is not None}) > 1:
-        found.append(f"Steps of training: {', '.join(f'{name} {step}' for name, step in steps.items())}.")
+        found.append(f"The training steps differ: {', '.join(f'{name} {step}' for name, step in steps.items())}.")
     few = {(one.task, one.n) for one in comparisons if one.differences and one.n < FEWEST}
     found += [
-        f"{task}: no difference can be shown with {n} item{'s' if n > 1 else ''}; it takes {FEWEST} at least, "
-        "more where several differences are tested."
+        f"{task}: {n} item{'s' if n > 1 else ''} cannot show a difference; a test needs at least {FEWEST}, "
+        "and more if several differences are tested."
         for task, n in sorted(few)
     ]
     reasons = {(one.task, one.untested) for one in comparisons if one.untested}

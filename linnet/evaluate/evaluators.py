@@ -86,7 +86,7 @@ class NeedleEvaluator(Evaluator):
     def check_model(self, session: Session) -> None:
         from linnet.evaluate.needle import items
 
-        config = self._config()  # a needle and a question that fit the shortest prompt fit all
+        config = self._config()  # if the needle and the question fit the shortest prompt, they fit all prompts
         next(items(config.model_copy(update={"lengths": config.lengths[:1], "samples": 1}), session.tokenizer))
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
@@ -166,12 +166,12 @@ class Questions:
     """Which questions of a task are asked, and how.
 
     Attributes:
-        include: a folder with tasks of one's own, which come before the harness's.
+        include: a folder of your own tasks, which replace the harness's tasks of the same names.
         shots: examples before each question; None leaves it to the suite or task.
-        limit: first questions of each task; None is all.
-        context: tokens of a question and its answer that the model may see; None is all, or the training length if
-            the state grows with the context.
-        too_long: what happens to longer ones: "refuse" or "cut"; None leaves it to the suite.
+        limit: ask only the first `limit` questions of each task; None asks all.
+        context: tokens of a question and its answer that the model may see; None means all, or the training length
+            if the state grows with the context.
+        too_long: what happens to longer questions: "refuse" or "cut"; None leaves it to the suite.
     """
 
     include: Path | None = None
@@ -183,11 +183,11 @@ class Questions:
 
 @dataclass
 class TaskEvaluator(Evaluator):
-    """Asks tasks through lm-evaluation-harness (`linnet.evaluate.tasks`), by their names or those of a suite.
+    """Asks tasks, or the tasks of a suite, through lm-evaluation-harness (`linnet.evaluate.tasks`).
 
     Attributes:
-        names: of tasks; empty for a suite.
-        suite: the name of a suite (`linnet.evaluate.suites`), None for tasks.
+        names: names of tasks; empty for a suite.
+        suite: the name of a suite (`linnet.evaluate.suites`); None for tasks.
     """
 
     names: tuple[str, ...] = ()
@@ -202,7 +202,7 @@ class TaskEvaluator(Evaluator):
 
     def check(self) -> None:
         if not_installed(["lm_eval"]):
-            message = f"suites and tasks need lm-evaluation-harness; install it: {install_command('eval')}"
+            message = f"lm_eval: not installed; tasks and suites need it; install it: {install_command('eval')}"
             raise ConfigError([message], "evaluate")
         from linnet.evaluate.suites import find_suite, load_suite
         from linnet.evaluate.tasks import find_tasks
@@ -248,10 +248,10 @@ class TaskEvaluator(Evaluator):
         return Evaluation(self.kind, session.about, settings, results, detail)
 
     def _context(self, session: Session) -> tuple[int | None, str]:
-        """Returns how many tokens the model may see, None for all, and what happens to longer questions.
+        """Returns how many tokens the model may see (None for all), and what happens to longer questions.
 
         Raises:
-            ConfigError: the training length is needed, and the folder does not say it.
+            ConfigError: the training length is needed, but the folder does not hold it.
         """
         from linnet.evaluate.text import natural_method
 
@@ -259,6 +259,6 @@ class TaskEvaluator(Evaluator):
         if longest is None and (cut or natural_method(session.model.config) == "windowed"):
             longest = session.training_length
             if longest is None:
-                message = f"context: {session.path} does not say how long training sequences were; give --context N"
+                message = f"context: {session.path} does not hold the training length; give --context N"
                 raise ConfigError([message], "evaluate")
         return longest, self.questions.too_long or ("cut" if cut else "refuse")

@@ -1,8 +1,8 @@
-"""A model of Linnet's as a model of lm-evaluation-harness (extra `eval`).
+"""Adapter that runs a Linnet model in lm-evaluation-harness (extra `eval`).
 
-The adapter works on the native model: answers that share a question read it once (`linnet.evaluate.likelihood`), texts
-are scored by the carried state, and generation goes through the engine. What the harness's own adapter for transformers
-gives on the exported model it gives too.
+The adapter works on the native model. Answers to the same question share one reading of it
+(`linnet.evaluate.likelihood`), texts are scored with the carried state, and the engine generates. The results equal
+those of the harness's adapter for transformers on the exported model.
 """
 
 import logging
@@ -20,8 +20,8 @@ from linnet.evaluate.likelihood import log_likelihoods
 from linnet.evaluate.text import Document, first_token, score_text
 from linnet.inference import Engine, Sampling
 
-LONGEST = 256  # tokens to generate where a task does not say
-AT_ONCE = 64  # prompts that the engine is given to go on with, between two reports of progress
+LONGEST = 256  # tokens to generate if a task sets no limit
+AT_ONCE = 64  # prompts that the engine continues between two reports of progress
 MESSAGES = logging.getLogger(__name__)
 
 
@@ -30,10 +30,10 @@ class LinnetLM(TemplateLM):
 
     Attributes:
         max_length: tokens of context and continuation that the model may see; None for all.
-        too_long: what happens to what is longer. cut: a context loses its beginning, with a warning, and texts are
-            scored in windows of this length, as the harness does it. refuse: `ConfigError` before anything is scored.
-        cuts: how many contexts and texts were cut so far.
-        progress: called with how many requests of how many have been answered.
+        too_long: what happens to longer requests. cut: a context loses its beginning, with a warning, and texts are
+            scored in windows of this length, as in the harness. refuse: raise `ConfigError` before scoring anything.
+        cuts: number of contexts and texts that were cut so far.
+        progress: called with the number of answered requests and the number of all requests.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LinnetLM(TemplateLM):
     ):
         super().__init__()
         if engine.tokenizer is None:
-            raise ValueError("the engine has no tokenizer; give one of a folder with tokenizer.json")
+            raise ValueError("engine: has no tokenizer; load the engine from a folder with tokenizer.json")
         self.engine, self.max_length, self.too_long, self.cuts = engine, max_length, too_long, 0
         self.progress = progress or (lambda done, total: None)
         self.encoder: Tokenizer = engine.tokenizer
@@ -56,12 +56,12 @@ class LinnetLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text or an answer without a question."""
+        """The token that precedes a text, or an answer without a question."""
         return first_token(self.encoder)
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's cache of requests."""
+        """The tokenizer's key in the harness's cache of requests."""
         return f"linnet-{self.encoder.name}-{self.encoder.digest}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -82,7 +82,7 @@ class LinnetLM(TemplateLM):
         return [tuple(one) for one in found]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of whole texts, their first token after the end of a document."""
+        """Returns the log-likelihoods of whole texts; an end-of-document token precedes each text."""
         texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
         self._refuse([len(tokens) for tokens in texts])
         found, count = [], self._counter(len(texts))
@@ -101,7 +101,7 @@ class LinnetLM(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continuations up to the first of a request's stops, without it."""
+        """Returns continuations up to the first stop string of each request, without the stop string."""
         prompts = [self.tok_encode(request.args[0]) or [self.eot_token_id] for request in requests]
         settings = [_sampling(request.args[1]) for request in requests]
         self._refuse([len(p) + s.max_tokens - 1 for p, s in zip(prompts, settings, strict=True)])
@@ -116,7 +116,7 @@ class LinnetLM(TemplateLM):
         return found
 
     def _counter(self, total: int) -> Callable[[int], None]:
-        """Counts requests for `progress`."""
+        """Returns a function that adds to the number of answered requests and reports it to `progress`."""
         done = 0
 
         def count(more: int) -> None:
@@ -127,18 +127,18 @@ class LinnetLM(TemplateLM):
         return count
 
     def _refuse(self, lengths: list[int]) -> None:
-        """Raises ConfigError where requests are too long and not to be cut."""
+        """Raises ConfigError if requests are too long and must not be cut."""
         if self.max_length is None or self.too_long == "cut":
             return
         if longer := [length for length in lengths if length > self.max_length]:
             message = (
-                f"context: {len(longer)} of {len(lengths)} requests are longer than {self.max_length} tokens, the "
-                f"longest {max(longer)}; allow more (context), or have them cut (too-long)"
+                f"context: {len(longer)} of {len(lengths)} requests exceed {self.max_length} tokens (the longest has "
+                f"{max(longer)}); raise context, or set too-long to cut"
             )
             raise ConfigError([message], "evaluate")
 
     def _cut(self, pairs: list[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """Contexts without their beginnings where they are too long together with what follows them."""
+        """Drops the beginning of each context that is too long together with its continuation."""
         if self.max_length is None:
             return pairs
         kept, longest, before = [], 0, self.cuts
@@ -149,14 +149,14 @@ class LinnetLM(TemplateLM):
             kept.append((context[-room:], continuation))
         if self.cuts > before:
             MESSAGES.warning(
-                "%d of %d contexts are cut at their beginning, the longest of %d tokens: max_length is %d",
+                "cut the beginning of %d of %d contexts (the longest has %d tokens): max_length is %d",
                 self.cuts - before, len(pairs), longest, self.max_length,
             )  # fmt: skip
         return kept
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
-    """What a task asks of generation; greedy unless it says do_sample or a temperature above 0."""
+    """Returns the sampling settings of a task: greedy unless it sets a temperature above 0 and allows sampling."""
     until = options.get("until") or []
     until = [until] if isinstance(until, str) else list(until)
     temperature = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0

@@ -1,7 +1,7 @@
-"""Log-likelihoods of continuations, with a context that several of them share read once.
+"""Log-likelihoods of continuations; a context that several continuations share is read once.
 
-A question with four answers costs a harness that scores whole rows four readings of the question. Here the context is
-read once, its state (or its cache, for attention) is copied for every answer, and only the answers are read four times.
+A harness that scores whole rows reads a question with four answers four times. Here the model reads the context once,
+copies its state (or its cache, for attention) for every answer, and then reads only the answers.
 """
 
 import contextlib
@@ -16,19 +16,24 @@ from linnet.evaluate.mode import evaluating
 from linnet.models import CausalLM
 from linnet.models.causal_lm import IGNORE
 
-TOKENS = 2**15  # most tokens, padding included, that are read at once
-LOGITS = 2**26  # most logits at once
+TOKENS = 2**15  # upper bound of tokens per batch, padding included
+LOGITS = 2**26  # upper bound of logits at once
 
 
 class Likelihood(NamedTuple):
-    """Of one continuation: the sum of its tokens' log-probabilities in nats, and whether each is the likeliest."""
+    """Score of one continuation.
+
+    Attributes:
+        nats: sum of its tokens' log-probabilities, in nats.
+        greedy: whether each of its tokens is the likeliest one.
+    """
 
     nats: float
     greedy: bool
 
 
 class _Group(NamedTuple):
-    """Continuations (their places in the answer, and their tokens) of one context."""
+    """Continuations of one context: their tokens, and their positions in the list of requests."""
 
     context: np.ndarray
     places: list[int]
@@ -43,14 +48,15 @@ def log_likelihoods(
     autocast: contextlib.AbstractContextManager | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Likelihood]:
-    """The log-likelihood of each continuation after its context, in the order of the requests.
+    """Returns the log-likelihood of each continuation after its context, in the order of the requests.
 
     Args:
-        requests: (context, continuation), token ids, each of at least one token.
-        progress: called with the number of requests that a step has answered.
+        requests: pairs (context, continuation) of token ids, each with at least one token.
+        autocast: precision of the forward pass; None is that of the parameters.
+        progress: called after each batch with the number of requests that it answered.
 
     Raises:
-        ValueError: a context or continuation without a token.
+        ValueError: a context or a continuation has no token.
     """
     groups: dict[bytes, _Group] = {}
     for place, (context, continuation) in enumerate(requests):
@@ -58,7 +64,7 @@ def log_likelihoods(
         if not len(context) or not len(continuation):
             raise ValueError(
                 f"request {place}: {len(context)} tokens of context and {len(continuation)} to score; give at least "
-                "one of each (the end-of-document token where there is no context)"
+                "one of each; if there is no context, use the end-of-document token"
             )
         group = groups.setdefault(context.tobytes(), _Group(context, [], []))
         group.places.append(place)
@@ -74,7 +80,7 @@ def log_likelihoods(
 
 
 def _batches(groups: list[_Group], of_one_length: bool = False) -> Iterator[list[_Group]]:
-    """Groups that are read together, the longest first: contexts of one length where a state must be made of them."""
+    """Yields groups that are read together, the longest first; with `of_one_length`, their contexts have one length."""
     groups = sorted(groups, key=lambda g: (-len(g.context), -max(map(len, g.continuations))))
     batch: list[_Group] = []
     rows = width = 0
@@ -91,9 +97,9 @@ def _batches(groups: list[_Group], of_one_length: bool = False) -> Iterator[list
 
 
 def _pad(batch: list[_Group], with_context: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs [rows, T] and targets [rows, T], int64, with -100 where nothing is scored; padding is on the right.
+    """Returns inputs and targets, int64 [rows, T], padded on the right; targets that are not scored are -100.
 
-    Without the context, a row begins with its last token, which the state has not seen.
+    If `with_context` is False, a row begins with the last token of the context, which the state has not read.
     """
     rows = []
     for group in batch:
@@ -108,7 +114,7 @@ def _pad(batch: list[_Group], with_context: bool) -> tuple[np.ndarray, np.ndarra
 
 
 def _read(model: CausalLM, batch: list[_Group]) -> dict:
-    """The states after the contexts but their last token, each as often as its context has continuations."""
+    """Returns the states after all but the last token of each context, one copy per continuation of the context."""
     parameter = next(model.parameters())
     contexts = torch.from_numpy(np.stack([group.context for group in batch])).to(parameter.device)
     counts = torch.tensor([len(group.places) for group in batch], device=parameter.device)
@@ -130,7 +136,10 @@ def _score(
     states: dict | None,
     found: list[Likelihood | None],
 ) -> int:
-    """Fills in what the rows of `batch` come to, and counts them. Logits are made for the scored tokens alone."""
+    """Writes the scores of the rows of `batch` into `found` and returns their number.
+
+    Only the scored tokens get logits.
+    """
     device = next(model.parameters()).device
     inputs, targets = (torch.from_numpy(x).to(device) for x in padded)
     x, _ = model.backbone(model.embed(inputs), states)
@@ -139,8 +148,8 @@ def _score(
     wrong = torch.zeros(len(targets), dtype=torch.int64, device=device)
     size = max(1, LOGITS // model.config.vocab_size)
     for r, c in zip(row.split(size), column.split(size), strict=True):
-        told, likeliest = _compare(model.logits(x[r, c]), targets[r, c])
-        nats.index_add_(0, r, told)
+        logs, likeliest = _compare(model.logits(x[r, c]), targets[r, c])
+        nats.index_add_(0, r, logs)
         wrong.index_add_(0, r, (~likeliest).long())
     places = [place for group in batch for place in group.places]
     for place, sum_, misses in zip(places, nats.tolist(), wrong.tolist(), strict=True):
@@ -149,6 +158,6 @@ def _score(
 
 
 def _compare(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of targets, float64 [n], and whether each is the likeliest token."""
+    """Returns the log-probabilities of targets, float64 [n], and whether each is the likeliest token, bool [n]."""
     logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return logs.gather(-1, targets[:, None])[:, 0].double(), logs.argmax(-1) == targets

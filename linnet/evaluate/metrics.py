@@ -1,8 +1,8 @@
 """The metrics of SCROLLS (U. Shaham et al., arXiv:2201.03533), computed here: ROUGE, F1 and exact match.
 
-The benchmark's own script is fetched from the network when it is used. Here ROUGE is the `rouge-score` package's (extra
-`eval`), without stemming, and F1 and exact match compare answers after SQuAD's normalisation. A prediction is held
-against each of its references, and the best counts. All numbers are from 0 to 1; papers print a hundred times that.
+The benchmark's own script is downloaded at each use. Here ROUGE comes from the package `rouge-score` (extra `eval`),
+without stemming. F1 and exact match compare answers after SQuAD's normalisation. A prediction is compared with each of
+its references, and the best value counts. All numbers lie between 0 and 1; papers print them in per cent.
 """
 
 import re
@@ -19,32 +19,32 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(answer: str) -> str:
-    """An answer as SQuAD compares it: lower case, no ASCII punctuation, no articles, single spaces."""
+    """Returns an answer in SQuAD's normal form: lower case, no ASCII punctuation, no articles, single spaces."""
     bare = answer.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
 def exact_match(prediction: str, references: Sequence[str]) -> float:
-    """1 where the prediction is one of the references after `normalise`, else 0."""
+    """Returns 1 if the prediction equals one of the references after `normalise`, else 0."""
     return float(normalise(prediction) in map(normalise, references))
 
 
 def f1(prediction: str, references: Sequence[str]) -> float:
-    """The best F1 of the words of prediction and reference after `normalise`; a word counts as often as it stands.
+    """Returns the best F1 of the words of prediction and reference after `normalise`; repeated words count repeatedly.
 
-    Where no word is common it is 0, of two empty answers too (SQuAD 1.1, as the benchmark has it).
+    F1 is 0 if no word is common, also for two empty answers (SQuAD 1.1, as in the benchmark).
     """
     return max(_f1(normalise(prediction).split(), normalise(reference).split()) for reference in references)
 
 
 def rouge(prediction: str, references: Sequence[str]) -> dict[str, float]:
-    """ROUGE-1, -2 and -L: the F-measure against each reference, the best of each."""
+    """Returns ROUGE-1, -2 and -L by name: for each, the best F-measure over the references."""
     scores = [_scorer().score(reference, prediction) for reference in references]
     return {name: max(score[name].fmeasure for score in scores) for name in ROUGES}
 
 
 def geometric_mean(scores: dict[str, float]) -> float:
-    """SCROLLS' one number of ROUGE-1, -2 and -L (of their means over documents, not of one document's)."""
+    """Returns the geometric mean of ROUGE-1, -2 and -L, which SCROLLS reports; pass their means over documents."""
     product = 1.0
     for name in ROUGES:
         product *= scores[name]

@@ -1,4 +1,4 @@
-"""Evaluation mode for a while."""
+"""A context manager that puts a model into evaluation mode."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts a model into evaluation mode and back into the one it was in, whatever happens."""
+    """Puts a model into evaluation mode, and restores its former mode at the end, also after an error."""
     training = model.training
     model.eval()
     try:

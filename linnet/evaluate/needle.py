@@ -1,11 +1,12 @@
 """Needle in a haystack: facts hidden in a long text, and questions about them at its end.
 
-Paper 000 has two modes: in the easy one the text holds a question with its answer, and the prompt ends with the same
-question again; in the standard one it holds the answer alone, as a statement. The variants ask for more, after RULER
-(C.-P. Hsieh et al., arXiv:2404.06654): several keys of which one is asked (multikey), several values of one key
-(multivalue), several keys asked at once (multiquery), and a chain of variables (tracking).
+Paper 000 has two modes. In the easy mode the text contains a question with its answer, and the prompt ends with the
+same question. In the standard mode the text contains only the answer, as a statement. The other variants are harder
+and follow RULER (C.-P. Hsieh et al., arXiv:2404.06654): several keys with a question about one of them (multikey),
+several values of one key (multivalue), a question about several keys (multiquery), a chain of variables (tracking),
+and the most common words of a list (words).
 
-The haystack is text of this module's own, or any text file. Everything follows from the seed.
+The haystack is generated text or any text file. The seed determines everything.
 """
 
 import re
@@ -24,7 +25,7 @@ from linnet.evaluate.needle_scores import RIVALS
 from linnet.evaluate.ruler import common_words
 from linnet.inference import Engine, Sampling
 
-VALUES = 4  # values, keys asked for or links of a chain in the variants that have several
+VALUES = 4  # number of values, keys or links of a chain in the variants that have several
 
 _WHERE = "harbour station library orchard workshop museum garden bakery mill lighthouse theatre stable".split()
 _WHO = "the keeper, a traveller, my neighbour, the old clerk, a sailor, the gardener, her cousin, a student".split(", ")
@@ -34,26 +35,25 @@ _KIND = "amber cobalt crimson ivory jade olive pearl russet scarlet silver teal 
 _THING = "anchor barrel compass drum engine feather goblet hammer kettle lantern mirror quill ribbon saddle".split()
 
 
-# A sentence, or where none ends within 300 characters, words or a piece of a word up to there: a text without full
-# stops would else be one sentence, which no prompt has room for.
+# A sentence. If none ends within 300 characters, the match ends after a word, or inside a word longer than that.
+# Without this bound, a text without full stops would be a single sentence that does not fit into any prompt.
 _SENTENCE = re.compile(r".{1,299}?[.!?](?: |$)|.{1,300}(?: |$)|.{1,300}")
 
 
 class NeedleConfig(Config):
-    """What is asked, and where it is hidden.
+    """Settings of a needle grid.
 
     Attributes:
-        variant: single hides one fact and asks for it; the others are those of RULER, of which `words` asks for the
-            most common words of a list.
-        mode: of `variant="single"`: whether the question stands in the text beside its answer.
-        lengths: tokens of a prompt, from the haystack's first to the question's last.
-        depths: where in the haystack the needle lies, from 0 (its beginning) to 1 (just before the question).
-        samples: prompts of each cell, each with a needle of its own.
-        scoring: match asks the model to go on and looks for the answer; choice compares its likelihood with those of
-            `RIVALS` other answers, of which one in ten is right by chance.
-        haystack: a text file to hide in; None makes text up.
-        digits: of the numbers that are hidden; fewer for models too small to copy five.
-        seed: of the hidden facts, the haystack and the places of needles.
+        mode: for `variant="single"`: easy hides the question with its answer, standard hides only the answer.
+        variant: single hides one fact and asks for it; the others are the variants of RULER.
+        lengths: tokens per prompt, from the first token of the haystack to the last token of the question.
+        depths: positions of the needle in the haystack, from 0 (its beginning) to 1 (just before the question).
+        samples: prompts per cell, each with another needle.
+        scoring: match generates a continuation and looks for the answer in it. choice compares the likelihood of the
+            answer with those of `RIVALS` wrong answers, so that guessing is right in one case of ten.
+        haystack: path of a text file that serves as the haystack; None generates text.
+        digits: digits of the hidden numbers; use fewer for models that are too small to copy five.
+        seed: seed of the hidden facts, the haystack and the positions of needles.
     """
 
     mode: Literal["easy", "standard"] = "easy"
@@ -73,7 +73,7 @@ class NeedleConfig(Config):
 
 @dataclass(frozen=True)
 class Item:
-    """One prompt: its tokens, what a right completion holds, and wrong answers to choose from."""
+    """One prompt: its tokens, the answers that a right completion contains, and the wrong answers."""
 
     prompt: np.ndarray
     answers: tuple[str, ...]
@@ -82,27 +82,27 @@ class Item:
 
 @dataclass(frozen=True)
 class Question:
-    """What is hidden, and what is asked about it."""
+    """The hidden facts, and the question about them."""
 
-    needles: tuple[str, ...]  # the first goes to the asked depth, the others anywhere
-    asked: str  # ends the prompt; the answer follows at once
+    needles: tuple[str, ...]  # the first lies at the requested depth, the others at random depths
+    asked: str  # the end of the prompt, which the answer continues
     answers: tuple[str, ...]
 
 
 def items(config: NeedleConfig, tokenizer: Tokenizer) -> Iterator[tuple[int, int, Item]]:
-    """The prompts of a grid as (place of the depth, place of the length, item).
+    """Yields the prompts of a grid as (index of the depth, index of the length, item).
 
     Raises:
-        ConfigError: a length that does not hold its needles and question, or a haystack that is empty or unreadable.
+        ConfigError: a length is too short for the needles and the question, or the haystack is empty or unreadable.
     """
     sentences = _haystack(config, tokenizer)
-    start = np.asarray(tokenizer.prompt_start, dtype=np.int64)  # of a converted model
+    start = np.asarray(tokenizer.prompt_start, dtype=np.int64)  # not empty for some converted models
     for column, length in enumerate(config.lengths):
         room = length - len(start)
         for row, depth in enumerate(config.depths):
             for sample in range(config.samples):
                 generator = np.random.default_rng([config.seed, length, row, sample])
-                if config.variant == "words":  # of a list; the depth only draws another one
+                if config.variant == "words":  # has no needle; each depth draws another list
                     item = Item(*common_words(room, RIVALS, generator, tokenizer))
                 else:
                     question = draw_question(config, generator)
@@ -111,17 +111,19 @@ def items(config: NeedleConfig, tokenizer: Tokenizer) -> Iterator[tuple[int, int
 
 
 def run_needle(engine: Engine, config: NeedleConfig, progress=None) -> np.ndarray:
-    """The share of answers found in each cell, float64 [depths, lengths].
+    """Returns the share of answers found in each cell, float64 [depths, lengths].
 
     Args:
-        progress: called with the number of prompts that a step has answered.
+        engine: the model to ask.
+        config: the grid.
+        progress: called after each batch with the number of prompts in it.
 
     Raises:
-        ConfigError: as `items`; a model without a tokenizer; a prompt beyond what an attention model's cache holds.
+        ConfigError: as for `items`; the model has no tokenizer; or a prompt exceeds the cache of an attention model.
     """
     tokenizer = engine.tokenizer
     if tokenizer is None:
-        raise ConfigError(["tokenizer: the model has none, so no text can be asked; put tokenizer.json beside it"])
+        raise ConfigError(["tokenizer: the model has none, but prompts are text; put tokenizer.json into its folder"])
     asked = list(items(config, tokenizer))
     _check_limit(engine, asked)
     total = np.zeros((len(config.depths), len(config.lengths)))
@@ -137,7 +139,7 @@ def run_needle(engine: Engine, config: NeedleConfig, progress=None) -> np.ndarra
 
 
 def _match(engine: Engine, batch: list[Item]) -> list[float]:
-    """The share of the answers that stand in what the model goes on with."""
+    """Returns, for each item, the share of its answers that the model's continuation contains."""
     settings = []
     for item in batch:
         longest = len(engine.tokenizer.encode(" " + ", ".join(item.answers) + "."))
@@ -148,13 +150,13 @@ def _match(engine: Engine, batch: list[Item]) -> list[float]:
 
 
 def share_found(text: str, answers: Sequence[str]) -> float:
-    """The share of answers that stand in a text as words of their own: 123 does not stand in 41234."""
+    """Returns the share of answers that a text contains as whole words: 41234 does not contain 123."""
     words = set(re.findall(r"\w+", text))
     return sum(answer in words for answer in answers) / len(answers)
 
 
 def _choose(engine: Engine, batch: list[Item]) -> list[float]:
-    """1 where the right answer is likelier than each rival."""
+    """Returns, for each item, 1 if the right answer is likelier than every wrong one, else 0."""
     requests = []
     for item in batch:
         for answer in (", ".join(item.answers), *item.rivals):
@@ -167,14 +169,14 @@ def _check_limit(engine: Engine, asked: Sequence[tuple[int, int, Item]]) -> None
     longest = max(len(item.prompt) for _, _, item in asked)
     if engine.limit is not None and longest >= engine.limit:
         raise ConfigError(
-            [f"lengths: a prompt has {longest} tokens, but the model's cache holds {engine.limit}; shorten them, or "
-             "give the engine a longer context_length"],
+            [f"lengths: a prompt has {longest} tokens, but the model's cache holds {engine.limit}; use shorter "
+             "lengths, or an engine with a longer context_length"],
             "needle",
         )  # fmt: skip
 
 
 def draw_question(config: NeedleConfig, generator: np.random.Generator) -> Question:
-    """A question of the configuration's variant, and mode, about things and numbers drawn at random."""
+    """Draws a question of the configured variant and mode, about random things and numbers."""
     kinds = [f"{kind} {thing}" for kind in _KIND for thing in _THING]
     keys = [kinds[i] for i in generator.permutation(len(kinds))[:VALUES]]
     low = 10 ** (config.digits - 1)
@@ -208,7 +210,7 @@ def draw_question(config: NeedleConfig, generator: np.random.Generator) -> Quest
 
 
 def _haystack(config: NeedleConfig, tokenizer: Tokenizer) -> list[tuple[str, int]]:
-    """Sentences, each with its number of tokens behind another."""
+    """Returns the sentences of the haystack, each with the number of tokens that it adds to a text."""
     if config.haystack is None:
         generator = np.random.default_rng(config.seed)
         texts = [draw_sentence(generator).rstrip() for _ in range(400)]
@@ -224,12 +226,12 @@ def _haystack(config: NeedleConfig, tokenizer: Tokenizer) -> list[tuple[str, int
 
 
 def _count(text: str, tokenizer: Tokenizer) -> int:
-    """Tokens of a text that stands behind another."""
+    """Returns the number of tokens that a text adds when it follows another one."""
     return len(tokenizer.encode(f" {text}"))
 
 
 def draw_sentence(generator: np.random.Generator) -> str:
-    """A sentence of haystack, with the space behind it."""
+    """Draws a sentence for a haystack, with a trailing space."""
     who, did, where, when = (_pick(words, generator) for words in (_WHO, _DID, _WHERE, _WHEN))
     return f"{who[0].upper()}{who[1:]} {did} the {where} {when}. "
 
@@ -246,14 +248,14 @@ def _hide(
     generator: np.random.Generator,
     tokenizer: Tokenizer,
 ) -> Item:
-    """A prompt of at most `length` tokens, shorter by less than a sentence (the file is repeated where it is short).
+    """Returns a prompt of at most `length` tokens that is less than one sentence shorter; a short haystack is repeated.
 
-    The prompt is made as text and tokenised whole: sentences that were tokenised alone, with the space behind them,
-    are not what a tokenizer makes of running text, and a model would see words that it never met.
+    The tokenizer gets the prompt as one text. If it got one sentence at a time, it would give other tokens than for
+    running text, and the model would see tokens that it did not see in training.
     """
     room = length - sum(_count(text, tokenizer) for text in (*question.needles, question.asked))
     if room < 0:
-        message = f"lengths: {length} tokens do not hold the needles and the question ({length - room}); give more"
+        message = f"lengths: {length} is too short for the needles and the question; give {length - room} or more"
         raise ConfigError([message], "needle")
     hay, first = [], int(generator.integers(len(sentences)))
     while True:
@@ -262,7 +264,7 @@ def _hide(
             break
         hay.append(text)
         room -= size
-    others = generator.random(len(question.needles) - 1)  # where the needles lie that are not asked for, or not first
+    others = generator.random(len(question.needles) - 1)  # depths of all needles but the first
     rivals = _rivals(question.answers, generator)
     while True:
         places = [round(depth * len(hay)), *sorted((others * (len(hay) + 1)).astype(int).tolist())]
@@ -272,11 +274,11 @@ def _hide(
         prompt = np.asarray(tokenizer.encode(" ".join([*parts, question.asked])), dtype=np.int64)
         if len(prompt) <= length or not hay:
             return Item(prompt, question.answers, rivals)
-        hay.pop()  # a tokenizer that makes more of the whole than of its parts
+        hay.pop()  # the whole text has more tokens than its parts together
 
 
 def _rivals(answers: Sequence[str], generator: np.random.Generator) -> tuple[str, ...]:
-    """`RIVALS` other answers of the same form and length, no two alike: so one in ten is right by chance."""
+    """Returns `RIVALS` different wrong answers of the same form and length, so that one answer in ten is right."""
     found: dict[str, None] = {", ".join(answers): None}
     while len(found) <= RIVALS:
         found[", ".join(_like(answer, generator) for answer in answers)] = None
@@ -284,7 +286,7 @@ def _rivals(answers: Sequence[str], generator: np.random.Generator) -> tuple[str
 
 
 def _like(answer: str, generator: np.random.Generator) -> str:
-    """As many digits (the first of several is not 0), or as many capitals."""
+    """Draws as many digits as the answer has (the first of several is not 0), or as many capital letters."""
     letters = list("0123456789" if answer.isdigit() else "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
     first = letters[1:] if answer.isdigit() and len(answer) > 1 else letters
     return "".join([generator.choice(first), *generator.choice(letters, len(answer) - 1)])

@@ -1,11 +1,11 @@
-"""Text from which a small model learns to find needles: a question with its answer, hidden, and asked again.
+"""Training text from which a small model learns to find needles: hidden questions with answers, and the same again.
 
-The words are those of `linnet.evaluate.needle` in its easy mode, the questions are drawn anew. Recall is learned
-suddenly, after a plateau that long texts make longer (most of what they hold says nothing about it), so begin with one
-question and few sentences of haystack, go on with several questions, of which the right one must be looked up, and
-then with longer texts: a curriculum of trainings, each from the weights of the one before (`init_from`). With one
-question alone, a model learns to copy the last number that it saw, which is another text's where texts follow one
-another in a sequence.
+The sentences are those of the easy mode of `linnet.evaluate.needle`, with new questions. A model learns recall
+suddenly, after a plateau. Long texts make the plateau longer, since most of their tokens do not depend on recall. A
+curriculum of trainings avoids this, each starting from the weights of the previous one (`init_from`): first one
+question and few sentences of haystack, then several questions, then longer texts. Several questions are needed
+because with one question the model learns to copy the last number that it read, and if several texts share a sequence,
+this number may belong to another text.
 """
 
 import json
@@ -17,20 +17,23 @@ import numpy as np
 from linnet.evaluate.needle import NeedleConfig, draw_question, draw_sentence
 from linnet.runs.files import write_atomic
 
-SHORT = 0.3  # share of documents with at most two sentences of haystack, so that what was learned is kept
+SHORT = 0.3  # share of documents with at most two sentences of haystack, so that the model does not forget short texts
 
 
 def lessons(
     count: int, sentences: int, *, keys: int = 1, hidden: int = 1, digits: int = 2, seed: int = 0
 ) -> Iterator[str]:
-    """Documents: questions with their answers among sentences of haystack, and some of them again at the end.
+    """Yields documents: questions with answers among sentences of haystack, and some of the questions again at the end.
+
+    All numbers are drawn uniformly.
 
     Args:
-        count: how many documents.
-        sentences: most sentences of haystack in a document; any number up to it is as likely.
-        keys: most questions in a document; one or more are as likely, and as many or one more are asked again.
-        hidden: most times that each stands in the haystack; once or more are as likely.
-        digits: of the answers.
+        count: number of documents.
+        sentences: upper bound of haystack sentences per document.
+        keys: upper bound of different questions per document; the end repeats 1 to `keys` + 1 of them.
+        hidden: upper bound of copies of each question in the haystack.
+        digits: digits of the answers.
+        seed: seed of all draws.
     """
     generator = np.random.default_rng(seed)
     config = NeedleConfig(digits=digits)
@@ -38,7 +41,7 @@ def lessons(
         known: dict[str, str] = {}
         for _ in range(int(generator.integers(1, keys + 1))):
             question = draw_question(config, generator)
-            known.setdefault(question.asked, question.needles[0])  # no thing has two numbers
+            known.setdefault(question.asked, question.needles[0])  # one number per thing
         needles = list(known.values())
         parts = [f"{needle} " for needle in needles for _ in range(int(generator.integers(1, hidden + 1)))]
         most = min(sentences, 2) if generator.random() < SHORT else sentences
@@ -49,7 +52,7 @@ def lessons(
 
 
 def write_lessons(path: str | Path, count: int, sentences: int, **options) -> Path:
-    """Writes `lessons` as JSONL with the key `text`, whole or not at all; a file that is there is left as it is."""
+    """Writes `lessons` as JSONL with the key `text`, in one atomic step; an existing file is kept unchanged."""
     path = Path(path)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

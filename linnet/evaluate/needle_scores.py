@@ -1,8 +1,8 @@
-"""The four numbers that paper 000 makes of a needle-in-a-haystack grid (appendix B.1), by depth and length.
+"""The four metrics of paper 000 for a needle-in-a-haystack grid of depths and lengths (appendix B.1).
 
-The paper does not say its weights' ratios, its threshold, or how the penalty and the weights go together, so all are
-parameters here, and `sensitivity` shows what they change. The defaults: weights that grow by 1 % a step of depth and of
-length, a threshold of one half, and the penalty of a length multiplied into its column's weighted mean.
+The paper does not state the ratios of its weights, its threshold, or how penalties and weights combine. Ratios and
+threshold are parameters here, and `sensitivity` shows their effect. By default the weights grow by 1 % per step of
+depth and per step of length, the threshold is one half, and the penalty of a length multiplies its column.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-RATIOS = (1.0, 1.01, 1.05, 1.2)  # that `sensitivity` tries
+RATIOS = (1.0, 1.01, 1.05, 1.2)  # values that `sensitivity` tries
 THRESHOLDS = (0.25, 0.5, 1.0)
-RIVALS = 9  # wrong answers beside the right one where answers are chosen
+RIVALS = 9  # wrong answers per question with `scoring: choice`
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class NeedleScores:
 
     Attributes:
         at_length: mean over depths at each length.
-        up_to_length: mean over all depths and all lengths up to each.
-        weighted: mean over the grid, deeper and longer cells counting more.
-        score: the weighted mean with each length's column multiplied by its penalty.
-        penalties: of each length (`penalty`).
+        up_to_length: for each length, the mean over all depths and all lengths up to it.
+        weighted: weighted mean over the grid; deeper and longer cells count more.
+        score: the NIAH score: the weighted mean with each length's column multiplied by its penalty.
+        penalties: the penalty of each length (`penalty`).
     """
 
     at_length: tuple[float, ...]
@@ -41,23 +41,23 @@ class NeedleScores:
 def needle_scores(
     accuracy: ArrayLike, *, depth_ratio: float = 1.01, length_ratio: float = 1.01, threshold: float = 0.5
 ) -> NeedleScores:
-    """The scores of a grid.
+    """Returns the scores of a grid.
 
     Args:
-        accuracy: [depths, lengths], each from 0 to 1; depths from the beginning of the text on, lengths ascending.
-        depth_ratio, length_ratio: of the weight of a step to that of the one before it.
-        threshold: a cell of at least this accuracy counts as found where penalties are concerned.
+        accuracy: [depths, lengths], each from 0 to 1; depths start at the beginning of the text, lengths ascend.
+        depth_ratio, length_ratio: weight of a depth (length) relative to the one before it.
+        threshold: for penalties, a cell of at least this accuracy counts as found.
 
     Raises:
-        ValueError: no grid, an accuracy outside 0..1 or not a number, or a ratio that is not positive.
+        ValueError: the array is not a grid, an accuracy is NaN or outside 0..1, or a ratio is not positive.
     """
     grid = np.asarray(accuracy, dtype=np.float64)
     if grid.ndim != 2 or not grid.size:
         raise ValueError(f"accuracy: has shape {list(grid.shape)}; give [depths, lengths], at least one of each")
     if not ((grid >= 0) & (grid <= 1)).all():
-        raise ValueError("accuracy: a cell is outside 0..1; give the share of right answers")
+        raise ValueError("accuracy: a cell is outside 0..1; give shares of right answers")
     if not (0 < depth_ratio < np.inf and 0 < length_ratio < np.inf):
-        raise ValueError(f"depth_ratio {depth_ratio}, length_ratio {length_ratio}: give positive numbers")
+        raise ValueError(f"depth_ratio {depth_ratio}, length_ratio {length_ratio}: not positive; give positive numbers")
     depths, lengths = grid.shape
     weights = np.outer(_powers(depth_ratio, depths), _powers(length_ratio, lengths))
     weights /= weights.sum()
@@ -73,9 +73,10 @@ def needle_scores(
 
 
 def penalty(found: ArrayLike) -> float:
-    """Of one length: 1 if every depth is found, 0 if none is, else 2^((1 - n) / 2) for n runs of found and not found.
+    """Returns the penalty of one length: 1 if every depth is found, 0 if none is found, else 2^((1 - n) / 2).
 
-    A model that finds needles here and there pays more than one that finds them down to some depth.
+    n is the number of runs of consecutive found or not found depths. A model that finds needles at scattered depths
+    gets a lower score than one that finds all of them down to some depth.
     """
     found = np.asarray(found, dtype=bool)
     if found.all() or not found.any():
@@ -85,11 +86,12 @@ def penalty(found: ArrayLike) -> float:
 
 
 def reach(accuracy: ArrayLike, lengths: Sequence[int], threshold: float = 0.5) -> int | None:
-    """Where recall ends: the longest length up to which at least this share is found at every length; None for none.
+    """Returns where recall ends: the longest length up to which every length reaches the threshold; None if none does.
 
     Args:
         accuracy: [depths, lengths].
         lengths: tokens of each column, ascending.
+        threshold: least mean over depths.
     """
     enough = np.asarray(accuracy, dtype=np.float64).mean(0) >= threshold
     columns = len(enough) if enough.all() else int(enough.argmin())
@@ -97,7 +99,7 @@ def reach(accuracy: ArrayLike, lengths: Sequence[int], threshold: float = 0.5) -
 
 
 def sensitivity(accuracy: ArrayLike) -> list[dict]:
-    """`weighted` and `score` for each of `RATIOS` (of depth and length alike) and of `THRESHOLDS`."""
+    """Returns `weighted` and `score` for each of `RATIOS` (for depth and length) and each of `THRESHOLDS`."""
     rows = []
     for ratio in RATIOS:
         for threshold in THRESHOLDS:
@@ -107,6 +109,6 @@ def sensitivity(accuracy: ArrayLike) -> list[dict]:
 
 
 def _powers(ratio: float, count: int) -> np.ndarray:
-    """1, ratio, ratio^2, ..., over the largest, so that none overflows."""
+    """Returns 1, ratio, ratio^2, ..., divided by the largest of them, so that none overflows."""
     powers = np.arange(count) * np.log(ratio)
     return np.exp(powers - powers.max())

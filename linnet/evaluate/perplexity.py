@@ -19,8 +19,8 @@ class Score:
 
     Attributes:
         loss: mean negative log-likelihood in nats per token.
-        bits_per_byte: sum of negative log-likelihoods in bits over the bytes that the scored tokens stand for.
-        tokens: how many were scored.
+        bits_per_byte: sum of negative log-likelihoods in bits, divided by the bytes of the scored tokens' text.
+        tokens: number of scored tokens.
     """
 
     loss: float
@@ -44,10 +44,10 @@ def score(
 
     Args:
         model: runs on the device of its parameters.
-        batches: (tokens, targets), int64 [B, T], and what else `loss` takes; targets of -100 do not count.
-        byte_lengths: bytes of each token, int [vocab], or the mean over the text where single tokens have none.
-        autocast: precision of the forward pass.
-        loss: batch -> (sum of nll in nats, count); default: `model.loss`.
+        batches: (tokens, targets), int64 [B, T], and further arguments of `loss`; targets of -100 are not scored.
+        byte_lengths: bytes per token, int [vocab], or their mean over the text if single tokens have no length.
+        autocast: precision of the forward pass; None is that of the parameters.
+        loss: batch -> (sum of negative log-likelihoods in nats, count); None is `model.loss`.
 
     Raises:
         ValueError: there is no target to score.

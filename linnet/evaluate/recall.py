@@ -1,14 +1,16 @@
-"""Recall probes: MQAR and tasks of MAD for a language model as it is, without training on them.
+"""Recall probes: MQAR and tasks of MAD for a trained language model, without training on them.
 
-The tasks of `linnet.data.synthetic` are made of ids that mean nothing. Here the ids of each sequence become tokens of
-the model's own vocabulary, drawn anew for each, so that only the sequence itself says what belongs together. Asked are
-the tasks whose rule a sequence shows: MQAR (section 4.1 of paper 002), and in-context, noisy and fuzzy recall and
-selective copying of MAD (paper 004). Departures: a sequence of selective copying comes after one with its answers,
-since nothing else says what is to be done, and each answer follows the one before it. Left out are memorization, whose
-facts only training can give, and compression, which needs a decoder of its own.
+The ids in the tasks of `linnet.data.synthetic` have no meaning. Here each sequence maps its ids to random tokens of
+the model's vocabulary, so that only the sequence itself tells which tokens belong together. The probes are the tasks
+whose rule a sequence shows: MQAR (section 4.1 of paper 002), and in-context recall, noisy recall, fuzzy recall and
+selective copying of MAD (paper 004). They differ from the papers in one task: a sequence of selective copying follows
+an example with answers, because nothing else shows the rule, and the input contains each answer before the next one is
+asked. Two tasks are missing: memorization, since a model learns its facts only by training, and compression, which
+needs its own decoder.
 
-Two accuracies: of the likeliest of all tokens, and of the likeliest among the values that stand in the sequence (data
-tokens, for copying). The second is at least a chance that is known: one in the number of different values.
+There are two accuracies: that of the likeliest of all tokens, and that of the likeliest among the values in the
+sequence (the data tokens, for copying). Guessing has a known value of the second: one in the number of different
+values.
 """
 
 import contextlib
@@ -30,19 +32,19 @@ from linnet.models import CausalLM
 
 Probe = Literal["mqar", "in_context_recall", "noisy_recall", "fuzzy_recall", "selective_copying"]
 PROBES: tuple[Probe, ...] = ("mqar", "in_context_recall", "noisy_recall", "fuzzy_recall", "selective_copying")
-TOKENS = 2**15  # read at once
+TOKENS = 2**15  # tokens per batch
 
 
 class RecallConfig(Config):
-    """What is asked.
+    """Settings of the probes.
 
     Attributes:
         tasks: names of the probes.
-        lengths: tokens of a sequence.
-        pairs: of keys and values in a sequence of MQAR; keys, and values, that other recall tasks draw from; tokens to
-            copy. Lengths that do not hold so many are left out.
-        samples: sequences of each length and number of pairs.
-        seed: of the sequences and of the tokens that stand for their ids.
+        lengths: tokens per sequence.
+        pairs: for MQAR, key-value pairs per sequence; for the other recall tasks, the number of keys and of values to
+            draw from; for copying, tokens to copy. Lengths that are too short for a number of pairs are skipped.
+        samples: sequences per length and number of pairs.
+        seed: seed of the sequences and of the tokens that replace their ids.
     """
 
     tasks: Annotated[list[Probe], Field(min_length=1)] = list(PROBES)
@@ -54,10 +56,12 @@ class RecallConfig(Config):
 
 @dataclass(frozen=True)
 class Cell:
-    """Accuracies of one task, length and number of pairs; `chance` is that of `choice` by guessing.
+    """Accuracies of one task, length and number of pairs.
 
     Attributes:
-        accuracies, choices: of each sequence, float64 [samples].
+        accuracies: of each sequence, among all tokens, float64 [samples].
+        choices: of each sequence, among the values, float64 [samples].
+        chance: the value of `choices` that guessing gives.
     """
 
     task: str
@@ -73,7 +77,12 @@ class Cell:
 
 
 class Asked(NamedTuple):
-    """Sequences as tokens: inputs and targets int64 [N, T], and which tokens are values, bool [N, vocabulary]."""
+    """Sequences of tokens.
+
+    Attributes:
+        inputs, targets: int64 [N, T]; targets that are not asked are -100.
+        values: which tokens are values of the sequence, bool [N, vocabulary].
+    """
 
     inputs: np.ndarray
     targets: np.ndarray
@@ -81,7 +90,7 @@ class Asked(NamedTuple):
 
 
 def words_of(tokenizer: Tokenizer | None, vocab_size: int) -> np.ndarray:
-    """Ids of tokens that stand for visible text of whole characters, int64; without a tokenizer, all ids but 0."""
+    """Returns ids of tokens that are visible text of whole characters, int64; without a tokenizer, all ids but 0."""
     if tokenizer is None:
         return np.arange(1, vocab_size)
     found = []
@@ -93,10 +102,10 @@ def words_of(tokenizer: Tokenizer | None, vocab_size: int) -> np.ndarray:
 
 
 def cells(config: RecallConfig) -> Iterator[tuple[str, int, int, Task]]:
-    """The tasks to ask, with name, length and pairs; those that do not fit are left out.
+    """Yields (name, length, pairs, task); tasks that do not fit into their length are skipped.
 
     Raises:
-        ConfigError: none fits.
+        ConfigError: no task fits.
     """
     fitting = 0
     for name in config.tasks:
@@ -108,20 +117,20 @@ def cells(config: RecallConfig) -> Iterator[tuple[str, int, int, Task]]:
                     yield name, length, pairs, task
     if not fitting:
         message = (
-            f"lengths: none of {config.lengths} holds any of {config.pairs} pairs; give longer ones, or fewer pairs"
+            f"lengths: all of {config.lengths} are too short for {config.pairs} pairs; give longer ones, or fewer pairs"
         )
         raise ConfigError([message], "recall")
 
 
 def check_recall(config: RecallConfig, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-    """Raises ConfigError where no cell fits the lengths and the vocabulary; asks no model."""
+    """Raises ConfigError if no cell fits the lengths and the vocabulary; does not run a model."""
     words = words_of(tokenizer, vocab_size)
     if all(ask(task, 1, words, vocab_size) is None for *_, task in list(cells(config))):
         raise _too_few(words, config)
 
 
 def _too_few(words: np.ndarray, config: RecallConfig) -> ConfigError:
-    few = f"the model has {len(words)} tokens of visible text, too few for any of {config.pairs} pairs"
+    few = f"the model has {len(words)} tokens of visible text, which is too few for {config.pairs} pairs"
     return ConfigError([f"pairs: {few}; give fewer"], "recall")
 
 
@@ -134,11 +143,14 @@ def run_recall(
     autocast: contextlib.AbstractContextManager | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Cell]:
-    """Asks all cells that fit the lengths and the vocabulary.
+    """Returns the accuracies of all cells that fit the lengths and the vocabulary.
 
     Args:
-        tokenizer: where there is one, only tokens of visible text are used, after what stands before a document.
-        progress: called with the number of sequences that a step has read.
+        model: the model to ask, on the device of its parameters.
+        tokenizer: if there is one, sequences use only tokens of visible text and begin with the document's first token.
+        config: the probes.
+        autocast: precision of the forward pass; None is that of the parameters.
+        progress: called after each batch with the number of sequences in it.
 
     Raises:
         ConfigError: no cell fits.
@@ -156,7 +168,10 @@ def run_recall(
 
 
 def to_results(found: list[Cell]) -> tuple[Result, ...]:
-    """Of the record of an evaluation: an item a sequence, all cells of a task together; first what comparisons test."""
+    """Returns the results of the record: per task one item per sequence, with all cells together.
+
+    The metric `choice` comes first, since a comparison tests the first metric of a task.
+    """
     results = []
     for task in dict.fromkeys(cell.task for cell in found):
         for metric, of in (("choice", "choices"), ("accuracy", "accuracies")):
@@ -192,11 +207,11 @@ def ask(task: Task, samples: int, words: np.ndarray, vocab_size: int, seed: int 
 
 
 def _task(name: str, length: int, pairs: int) -> Task | None:
-    """A task of that length and number of pairs, None where it does not hold them."""
+    """Returns a task of that length and number of pairs; None if the length is too short."""
     settings = {"seq_len": length, "vocab_size": 2 * pairs}
     if name == "mqar":
         settings |= {"num_pairs": pairs, "vocab_size": max(Mqar().vocab_size, 2 * length)}
-    elif name == "selective_copying":  # two of half the length
+    elif name == "selective_copying":  # an example and a question, each of half the length
         settings |= {"seq_len": length // 2, "tokens_to_copy": pairs, "spec": "mad-lab", "vocab_size": 2 * pairs + 2}
     try:
         return find_task(name).model_validate(settings)
@@ -205,7 +220,10 @@ def _task(name: str, length: int, pairs: int) -> Task | None:
 
 
 def _demonstrate(inputs: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of rows as one, the first answered; in both an answer stands right after the place that asks for it."""
+    """Joins pairs of rows into one: an example with answers, then a question.
+
+    In both halves the input after each asked position is its answer.
+    """
     inputs, targets = inputs.copy(), targets.copy()
     count = int((targets[0] != IGNORE).sum())
     inputs[:, -count + 1 :] = targets[:, -count:-1]
@@ -217,7 +235,7 @@ def _demonstrate(inputs: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, n
 def _answer(
     model: CausalLM, asked: Asked, first: int | None, progress: Callable[[int], None] | None
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """For each sequence the shares of right answers, float64 [N] twice, and the chance of the second."""
+    """Returns both shares of right answers per sequence, float64 [N] each, and the value of the second by guessing."""
     device = next(model.parameters()).device
     size = max(1, TOKENS // asked.inputs.shape[1])
     shares = []

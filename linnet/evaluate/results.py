@@ -2,8 +2,8 @@
 
 Each evaluation is two files in `RUN/evaluations`, whose name begins with its kind ("text", "needle", a suite, ...):
 
-    KIND-DIGEST.json    what `Evaluation.to_dict` gives; the digest is of `asked` and of the checkpoint's step
-    KIND-DIGEST.csv     a row an item of each result: task,metric,id,score,weight
+    KIND-DIGEST.json    the output of `Evaluation.to_dict`; the digest is of `asked` and of the checkpoint's step
+    KIND-DIGEST.csv     one row per item of each result: task,metric,id,score,weight
 
     {"format": 1, "kind": "csr",
      "model": {"run", "architecture", "params_total", "params_non_embedding", "tokenizer",   # None where not known
@@ -14,8 +14,9 @@ Each evaluation is two files in `RUN/evaluations`, whose name begins with its ki
      "items": "csr-1a2b3c4d5e6f.csv",
      "detail": {...}}                                                                        # more of that kind
 
-`value` is the weighted mean of the items' scores (`"mean"`), or its exponential (`"exp"`, of perplexities), or no mean
-of items at all (null, then there are none). Results of two models can be paired where task, metric and ids agree.
+`average` relates `value` to the items. "mean": `value` is the weighted mean of their scores. "exp": it is the
+exponential of that mean (perplexities). null: there are no items. Items of two models can be paired if task, metric
+and id agree.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from linnet.runs import RunFolder
 from linnet.runs.files import write_atomic
 from linnet.runs.record import plain
 
-if TYPE_CHECKING:  # what was measured is read without torch
+if TYPE_CHECKING:  # records are read without torch
     from linnet.runs.model import Loaded
 
 FOLDER = "evaluations"
@@ -47,7 +48,7 @@ class OtherFormatError(ConfigError):
 
 
 class Item(NamedTuple):
-    """The score of one question, document or cell; `weight` is what it counts in the mean (bytes, words, 1)."""
+    """The score of one question, document or cell, and its weight in the mean (bytes, words or 1)."""
 
     id: str
     score: float
@@ -56,11 +57,12 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """A number, and the items that it is the average of.
+    """A number, and the items of which it is the average.
 
     Attributes:
-        average: "mean": of the scores, weighted; "exp": its exponential; None: of no items, which then are empty.
-        n: how many items there were, for a result that does not keep them.
+        average: "mean": `value` is the weighted mean of the scores. "exp": it is the exponential of this mean. None:
+            `items` is empty.
+        n: number of items, also for a result that does not keep them.
     """
 
     task: str
@@ -80,24 +82,24 @@ class Result:
         better: Literal["higher", "lower"] = "higher",
         average: Literal["mean", "exp"] = "mean",
     ) -> "Result":
-        """The average of items. Raises ValueError where they weigh nothing together."""
+        """Returns the average of items. Raises ValueError if the sum of their weights is 0."""
         items = tuple(items)
         weight = math.fsum(item.weight for item in items)
         if not weight:
-            raise ValueError(f"{task}, {metric}: there are no items that weigh anything")
+            raise ValueError(f"{task}, {metric}: the weights of the items sum to 0; give items with weights above 0")
         mean = math.fsum(item.score * item.weight for item in items) / weight
         return cls(task, metric, math.exp(min(mean, 700.0)) if average == "exp" else mean, items, better, average,
                    len(items))  # fmt: skip
 
     def to_dict(self) -> dict:
-        """Without the items."""
+        """Returns all fields but the items."""
         names = ("task", "metric", "value", "n", "better", "average")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was asked of which model, and what came of it; see the top of this module."""
+    """The record of an evaluation; the top of this module describes its fields."""
 
     kind: str
     model: dict[str, Any]
@@ -107,23 +109,23 @@ class Evaluation:
 
     @property
     def name(self) -> str:
-        """Of its files, without their endings."""
+        """The name of its files, without suffix."""
         return f"{self.kind}-{digest({'asked': plain(self.asked), 'step': self.model.get('step')})}"
 
     def to_dict(self) -> dict:
-        """What the JSON file holds."""
+        """Returns the content of the JSON file."""
         values = {"format": FORMAT, "kind": self.kind, "model": self.model, "asked": self.asked}
         values |= {"results": [result.to_dict() for result in self.results]}
         return plain(values | {"items": f"{self.name}.csv", "detail": self.detail})
 
     def save(self, run: str | Path) -> Path:
-        """Writes both files into `RUN/evaluations`, whole or not at all, over those of the same name.
+        """Writes both files into `RUN/evaluations`, each in one atomic step; files of the same name are replaced.
 
         Returns:
-            the JSON file.
+            the path of the JSON file.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: a file cannot be written.
         """
         folder = Path(run) / FOLDER
         folder.mkdir(exist_ok=True)
@@ -133,22 +135,23 @@ class Evaluation:
         for result in self.results:
             writer.writerows((result.task, result.metric, *item) for item in result.items)
         write_atomic(folder / f"{self.name}.csv", table.getvalue())
-        path = folder / f"{self.name}.json"  # last: where it is, the items are
+        path = folder / f"{self.name}.json"  # written last, so that its items exist
         write_atomic(path, json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
         return path
 
 
 def read_evaluation(path: str | Path) -> Evaluation:
-    """An evaluation from its JSON file, with its items.
+    """Reads an evaluation from its JSON file, with its items.
 
     Raises:
-        ConfigError: a file that is not there, or is damaged. OtherFormatError: one that is not of this format.
+        ConfigError: a file is missing or damaged.
+        OtherFormatError: the file is not an evaluation of this format.
     """
     path = Path(path)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict) or values.get("format") != FORMAT:
-            message = f"{path}: not an evaluation of format {FORMAT}; delete it, or evaluate again"
+            message = f"{path}: not an evaluation of format {FORMAT}; delete the file, or evaluate again"
             raise OtherFormatError([message], "evaluations")
         items: dict[tuple[str, str], list[Item]] = {}
         with open(path.with_name(values["items"]), encoding="utf-8", newline="") as file:
@@ -166,18 +169,19 @@ def read_evaluation(path: str | Path) -> Evaluation:
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
-        message = f"{path}: cannot be read ({type(error).__name__}: {error}); delete it, or evaluate again"
+        message = f"{path}: cannot be read ({type(error).__name__}: {error}); delete the file, or evaluate again"
         raise ConfigError([message], "evaluations") from None
 
 
 def read_evaluations(run: str | Path, problems: list[str] | None = None) -> list[Evaluation]:
-    """All evaluations of a run or model folder, by name; those of other formats are left out.
+    """Returns all evaluations of a run or model folder, in the order of their names; other formats are skipped.
 
     Args:
-        problems: takes what is wrong with damaged files, which then are left out.
+        run: the folder.
+        problems: if given, damaged files are skipped, and their problems are appended to this list.
 
     Raises:
-        ConfigError: all files that are damaged, where `problems` is None.
+        ConfigError: files are damaged and `problems` is None; all of them are named.
     """
     found, damaged = [], []
     for path in sorted((Path(run) / FOLDER).glob("*.json")):
@@ -191,18 +195,21 @@ def read_evaluations(run: str | Path, problems: list[str] | None = None) -> list
 
 
 def describe_model(folder: RunFolder, loaded: "Loaded") -> dict[str, Any]:
-    """Which model was evaluated: `model` of the record. A model folder has no step, tokens and FLOPs."""
+    """Returns `model` of the record, which describes the evaluated model.
+
+    Step, tokens and FLOPs are None for a model folder.
+    """
     from linnet.models import count_parameters
 
     total, outside = count_parameters(loaded.model.config)
     result = {}
-    with contextlib.suppress(ConfigError):  # not done, or a model folder
+    with contextlib.suppress(ConfigError):  # an unfinished run or a model folder has no result
         result = folder.result()
     step = loaded.step
     tokens = flops = None
     if step is not None:
         counted = [row for row in folder.metrics() if row.get("step") and {"tokens", "flops"} <= row.keys()]
-        if counted:  # both grow with the steps alone
+        if counted:  # both are proportional to the step
             tokens, flops = (counted[-1][name] / counted[-1]["step"] * step for name in ("tokens", "flops"))
             tokens = round(tokens)
     return {

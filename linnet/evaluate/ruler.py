@@ -1,11 +1,11 @@
-"""Common words, after RULER (C.-P. Hsieh et al., arXiv:2404.06654, section 3): which words of a list come most often?
+"""Common words, after RULER (C.-P. Hsieh et al., arXiv:2404.06654, section 3): which words are most common in a list?
 
     bavo luki nesa bavo dotu bavo ...   Question: Which 10 words ... Answer: They are
 
-As in RULER, ten words stand 30 times each and the others 3 times each, in any order; others are added until the length
-is reached, so a longer list is a harder one. Departures: words are made up from syllables, so that no list of English
-words is needed, and are not numbered; there is no example before the list; and lists too short for half of them to be
-common have fewer or rarer common words (`TIERS`).
+As in RULER, ten words occur 30 times each and the others 3 times each, in random order. Other words fill the list up to
+the length, so a longer list is harder. Differences from RULER: the words are made of syllables, which needs no list of
+English words; they are not numbered; there is no example before the list; and a list in which ten common words would
+take more than half of the length has fewer or less frequent common words (`TIERS`).
 """
 
 import numpy as np
@@ -13,7 +13,8 @@ import numpy as np
 from linnet.config import ConfigError
 from linnet.data import Tokenizer
 
-TIERS = ((10, 30, 3), (10, 10, 1), (5, 10, 1), (2, 10, 1), (1, 5, 1))  # words, how often they stand, and the others
+# Number of common words, occurrences of each common word, occurrences of each other word.
+TIERS = ((10, 30, 3), (10, 10, 1), (5, 10, 1), (2, 10, 1), (1, 5, 1))
 _SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
 _INTRODUCTION = "A list of words, of which some come more often than others:"
 
@@ -21,13 +22,16 @@ _INTRODUCTION = "A list of words, of which some come more often than others:"
 def common_words(
     length: int, rivals: int, generator: np.random.Generator, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
-    """A prompt of at most `length` tokens, the common words that it asks for, and wrong answers of other words.
+    """Returns a prompt of at most `length` tokens, the common words that it asks for, and wrong answers.
 
     Args:
-        rivals: how many wrong answers.
+        length: upper bound of the prompt's tokens.
+        rivals: number of wrong answers.
+        generator: source of all draws.
+        tokenizer: the tokenizer of the model.
 
     Raises:
-        ConfigError: the length does not hold a list.
+        ConfigError: the length is too short for a list.
     """
     ids = generator.permutation(len(_SYLLABLES) ** 2)
     words = [_SYLLABLES[i // len(_SYLLABLES)] + _SYLLABLES[i % len(_SYLLABLES)] for i in ids]
@@ -50,11 +54,14 @@ def common_words(
             continue
         order = generator.permutation(len(listed))
         text = " ".join([_INTRODUCTION, *(listed[i] for i in order), question])
-        prompt = np.asarray(tokenizer.encode(text), dtype=np.int64)  # as running text, not word by word
+        prompt = np.asarray(
+            tokenizer.encode(text), dtype=np.int64
+        )  # tokens of running text differ from those of single words
         wrong = tuple(", ".join(generator.choice(others, number, replace=False)) for _ in range(rivals))
         return prompt, tuple(words[:number]), wrong
     least = length - room + 2 * taken
-    raise ConfigError([f"lengths: {length} tokens do not hold a list of common words ({least}); give more"], "needle")
+    message = f"lengths: {length} is too short for a list of common words; give about {least} or more"
+    raise ConfigError([message], "needle")
 
 
 def _question(number: int) -> str:

@@ -1,6 +1,7 @@
-"""A model that is evaluated, and the steps around every evaluation: check all, load once, ask, keep the record.
+"""The steps around every evaluation: check all settings, load the model once, evaluate, save the record.
 
-session = prepare("runs/tnl-10m-1a2b3c4d5e6f", [TextEvaluator(("books/*.txt",)), NeedleEvaluator(config)])
+evaluators = [TextEvaluator(("books/*.txt",)), NeedleEvaluator(settings)]
+session = prepare("runs/tnl-10m-1a2b3c4d5e6f", evaluators)
 for evaluator in evaluators:
     evaluator.run(session).save(session.path)
 """
@@ -16,7 +17,7 @@ from linnet.config import ConfigError, gather
 from linnet.evaluate.results import Evaluation, describe_model
 from linnet.runs import RunFolder
 
-if TYPE_CHECKING:  # torch takes seconds to import; options are checked without it
+if TYPE_CHECKING:  # options are checked without torch, which takes seconds to import
     import torch
 
     from linnet.data import Tokenizer
@@ -30,10 +31,10 @@ class Session:
 
     Attributes:
         path: the run or model folder.
-        about: what `linnet.evaluate.results.describe_model` returns.
-        training_length: tokens per training sequence, None if the folder does not say.
-        precision: of weights and products: float32, bfloat16 or float64.
-        superseded: whether the folder has newer checkpoints, which are damaged.
+        about: the output of `linnet.evaluate.results.describe_model`.
+        training_length: tokens per training sequence; None if the folder does not hold it.
+        precision: number format of weights and products: float32, bfloat16 or float64.
+        superseded: whether the folder has newer checkpoints that are damaged.
     """
 
     path: Path
@@ -60,20 +61,20 @@ class Session:
 
 
 class Meter(Protocol):
-    """Counts what is done."""
+    """Counts finished items."""
 
     def __call__(self, more: int) -> None:
         """Counts `more` items as done."""
 
     def reach(self, done: int, total: int) -> None:
-        """Sets how many of how many are done."""
+        """Sets the number of finished items and the number of all items."""
 
 
 class Progress(Protocol):
-    """Shows how far an evaluation is."""
+    """Shows the progress of an evaluation."""
 
     def __call__(self, unit: str, total: int | None) -> AbstractContextManager[Meter]:
-        """Opens a meter for `total` units ("tokens"), None if that is not known yet."""
+        """Opens a meter for `total` units such as "tokens"; None if the total is not known yet."""
 
 
 class _NoMeter:
@@ -92,7 +93,7 @@ def no_progress(unit: str, total: int | None) -> AbstractContextManager[Meter]:
 class Evaluator(ABC):
     """One kind of evaluation with its settings."""
 
-    needs_text: ClassVar[bool] = True  # whether the model must have a tokenizer
+    needs_text: ClassVar[bool] = True  # whether the evaluation requires a tokenizer
 
     @property
     @abstractmethod
@@ -101,15 +102,15 @@ class Evaluator(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises ConfigError with everything that is wrong before a model is loaded."""
+        """Raises ConfigError with all problems that can be found without the model."""
 
     def check_model(self, session: Session) -> None:
-        """Raises ConfigError with everything that does not suit the model."""
+        """Raises ConfigError with all settings that do not fit the model."""
         return None
 
     @abstractmethod
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        """Evaluates the model and returns the record, which is not written yet."""
+        """Evaluates the model and returns the record; does not write it."""
 
 
 def prepare(
@@ -119,14 +120,18 @@ def prepare(
     precision: str = "float32",
     problems: Sequence[str] = (),
 ) -> Session:
-    """Checks all evaluators, loads the model, and checks them against it.
+    """Checks all evaluators, loads the model, and checks the evaluators against it.
 
     Args:
-        problems: that the caller found, to be reported with the others.
+        path: the run or model folder.
+        evaluators: the evaluations to run.
+        device: device of the model; None is the CPU.
+        precision: number format of weights and products.
+        problems: problems that the caller found; they are reported with the others.
 
     Raises:
-        ConfigError: all problems of the run folder and of the evaluators that show without the model; else all that
-            show with it.
+        ConfigError: all problems of the run folder and the evaluators that need no model; if there are none, all
+            problems that need the model.
     """
     problems = list(problems)
     with gather(problems):
@@ -134,7 +139,7 @@ def prepare(
     for evaluator in evaluators:
         with gather(problems):
             evaluator.check()
-    if problems:  # several suites may lack the same data; the line that says so comes once, after what they lack
+    if problems:  # several suites may report the same line about the source of data; only its last occurrence stays
         raise ConfigError(list(dict.fromkeys(reversed(problems)))[::-1], "evaluate")
     session = open_session(path, device, precision, any(evaluator.needs_text for evaluator in evaluators))
     for evaluator in evaluators:
@@ -151,10 +156,13 @@ def open_session(
     """Loads the model of a run or model folder.
 
     Args:
-        device: None is the CPU.
+        path: the folder.
+        device: device of the model; None is the CPU.
+        precision: number format of weights and products.
+        needs_text: whether a tokenizer is required.
 
     Raises:
-        ConfigError: the folder holds no model, or `needs_text` and it has no tokenizer.
+        ConfigError: the folder holds no model, or it has no tokenizer although `needs_text` is True.
     """
     import torch
 
@@ -164,7 +172,7 @@ def open_session(
     folder = RunFolder.open(path)
     loaded = load_checkpoint(path, device, getattr(torch, precision))
     if loaded.tokenizer is None and needs_text:
-        message = f"{path}: has no tokenizer.json, so no text can be read; put one there"
+        message = f"{path}: has no tokenizer.json, which texts and prompts need; put one into the folder"
         raise ConfigError([message], "evaluate")
     newest = max(map(checkpoint.step_of, folder.checkpoints()), default=0)
     return Session(

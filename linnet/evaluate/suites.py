@@ -1,10 +1,10 @@
-"""The suites of papers 000 and 001: which tasks, which metric of each, how many examples, and averages over them.
+"""The suites of papers 000 and 001: their tasks, the metrics that count, the number of examples, and the averages.
 
 * csr: commonsense reasoning without examples, seven tasks in 000 (Table 4) and 001 (Table 2).
-* perplexity: WikiText-2 by word and LAMBADA by its last word (000, Table 4, which does not say by what its are).
-* scrolls: seven tasks over long texts without examples, greedy, contexts cut to the length of training (000, section
-  3.4 and Tables 8 to 10; 001, Table 3). The average is that of the thirteen numbers which the papers print.
-* mmlu, ceval: five examples (001, Table 2). C-Eval's answers are public for its validation part alone.
+* perplexity: WikiText-2 per word and LAMBADA on its last word (000, Table 4, which does not state its unit).
+* scrolls: seven tasks over long texts without examples, with greedy decoding and contexts cut to the training length
+  (000, section 3.4 and Tables 8 to 10; 001, Table 3). The average is over the thirteen numbers that the papers print.
+* mmlu, ceval: five examples (001, Table 2). C-Eval publishes the answers of its validation split only.
 """
 
 import math
@@ -20,23 +20,23 @@ from linnet.evaluate.results import Result
 from linnet.evaluate.suites_scrolls import scrolls_tasks
 from linnet.evaluate.tasks import find_tasks, run_tasks
 
-# Below 7B these say little: in 000's Table 4 every BoolQ of a smaller model is under the share of its most frequent
-# answer (62.2 %), and up to 410M no WinoGrande (of two answers) or ARC-challenge (of four) is more than 2.5 points
-# above guessing. The papers keep them; leaving them out is ours.
+# These tasks carry little signal below 7B. In Table 4 of paper 000, every BoolQ score of a smaller model is below the
+# share of the most frequent answer (62.2 %), and up to 410M no score of WinoGrande (two choices) or ARC-challenge (four
+# choices) is more than 2.5 points above guessing. The papers keep these tasks; Linnet adds an average without them.
 WITHOUT_SIGNAL = ("boolq", "winogrande", "arc_challenge")
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite.
+    """A suite of tasks.
 
     Attributes:
         tasks: names of tasks or groups of the harness, each with the metrics that count.
+        folders: folders of the harness that contain the tasks.
         shots: examples before each question; None leaves it to the tasks.
-        cut: contexts are cut to the length of training, as the papers did it; else they are refused.
-        averages: name -> tasks left out of it. Of the metrics that count, each as much as the others.
-        by_question: of a group of tasks (MMLU): the average over its questions comes first, then over its tasks.
-        folders: of the harness, where its tasks are.
+        cut: whether contexts are cut to the training length, as in the papers; otherwise long ones are an error.
+        averages: name of an average -> tasks left out of it. All metrics that count have equal weight.
+        by_question: for a group of tasks (MMLU): report the average over questions first, then the one over tasks.
     """
 
     name: str
@@ -64,7 +64,7 @@ _ALL = (
         ("super_glue", "piqa", "hellaswag", "winogrande", "arc", "openbookqa"),
         averages={
             "average": (),
-            "average_without_boolq": ("boolq",),  # the six of papers 002 and 003
+            "average_without_boolq": ("boolq",),  # the six tasks of papers 002 and 003
             "average_with_signal": WITHOUT_SIGNAL,
         },
     ),
@@ -95,21 +95,23 @@ SUITES = {suite.name: suite for suite in _ALL}
 
 
 def find_suite(name: str) -> Suite:
-    """The suite of that name. Raises `ConfigError` with the nearest right one."""
+    """Returns the suite of that name. Raises `ConfigError` with the nearest known name."""
     if name not in SUITES:
         raise ConfigError([f"suite: {name!r} is unknown; {nearest(name, SUITES)}"], "evaluate")
     return SUITES[name]
 
 
 def load_suite(suite: Suite, shots: int | None = None, include: str | Path | None = None) -> dict[str, Task]:
-    """The tasks of a suite with their data.
+    """Returns the tasks of a suite by name, with their data.
 
     Args:
-        shots: examples before each question instead of the suite's own.
-        include: a folder whose tasks replace the harness's of the same names; of SCROLLS, one with its zip files.
+        suite: the suite.
+        shots: examples before each question; None is the suite's own number.
+        include: a folder whose tasks replace the harness's tasks of the same names; for SCROLLS, a folder with its
+            zip files.
 
     Raises:
-        ConfigError: data that cannot be loaded.
+        ConfigError: data cannot be loaded.
     """
     replaced = scrolls_tasks(include) if suite.name == "scrolls" else None
     shots = suite.shots if shots is None else shots
@@ -117,13 +119,13 @@ def load_suite(suite: Suite, shots: int | None = None, include: str | Path | Non
 
 
 def run_suite(lm: LinnetLM, suite: Suite, tasks: dict[str, Task], limit: int | None = None) -> tuple[Result, ...]:
-    """Asks the tasks of a suite: the averages come first, under the suite's name, then every metric of every task."""
+    """Asks the tasks of a suite and returns its averages (with the suite's name as task), then all metrics."""
     results = run_tasks(lm, tasks, limit)
     return (*averages(suite, results), *results)
 
 
 def counting(suite: Suite, results: Sequence[Result]) -> list[Result]:
-    """The results that the suite's papers print, in their order."""
+    """Returns the results that the papers print, in the papers' order."""
     if suite.by_question:
         (metrics,) = suite.tasks.values()
         return [one for one in results if one.metric in metrics and one.task != suite.name]
@@ -133,7 +135,7 @@ def counting(suite: Suite, results: Sequence[Result]) -> list[Result]:
 
 
 def averages(suite: Suite, results: Sequence[Result]) -> list[Result]:
-    """The suite's averages. Numbers that are missing or not finite (a task that failed) are dropped, as in 000."""
+    """Returns the suite's averages. As in paper 000, they skip values that are missing or not finite."""
     numbers = [one for one in counting(suite, results) if math.isfinite(one.value)]
     if not numbers:
         return []

@@ -1,12 +1,12 @@
 """SCROLLS' seven tasks for lm-evaluation-harness, scored here (U. Shaham et al., arXiv:2201.03533; extra `eval`).
 
-The harness's own tasks fetch a script from the network to score answers and need a part of transformers that release 5
-no longer has. These ask the same prompts of the same validation data, and score each answer at once with
-`linnet.evaluate.metrics`, from 0 to 1; the score of a task is the mean.
+The harness's own tasks download a script that scores answers, and they need a part of transformers that release 5
+removed. The tasks of this module use the same prompts and the same validation data. They score each answer between 0
+and 1 with `linnet.evaluate.metrics`; the score of a task is the mean.
 
-Summaries, and answers to QMSum, Qasper and NarrativeQA, are generated up to the end of the line. QuALITY and
-ContractNLI choose the answer that is likeliest by its length in characters; questions of Qasper that are answered by
-yes or no alone choose between the two.
+Summaries and answers to QMSum, Qasper and NarrativeQA are generated up to the end of the line. QuALITY and ContractNLI
+choose the answer with the highest log-likelihood per character. Questions of Qasper whose references are all yes or no
+choose between these two words.
 """
 
 import json
@@ -24,22 +24,28 @@ from lm_eval.api.task import ConfigurableTask, Task
 
 from linnet.evaluate.metrics import ROUGES, f1, normalise, rouge
 
-REPOSITORY = "tau/scrolls"  # on Hugging Face's hub: a zip file for each data set
+REPOSITORY = "tau/scrolls"  # on the Hugging Face Hub: one zip file per data set
 _RELATIONS = ["Not mentioned", "Entailment", "Contradiction"]
 _OPTIONS = ("(A)", "(B)", "(C)", "(D)")
 
 
 def scrolls_tasks(folder: str | Path | None = None) -> dict[str, Callable[[], Task]]:
-    """Makers of the seven tasks by their names in the harness.
+    """Returns functions that make the seven tasks, by their names in the harness.
 
     Args:
-        folder: where the zip files of the data sets may be (qasper.zip, ...); those that are not come from the hub.
+        folder: a folder with zip files of the data sets (qasper.zip, ...); missing ones come from the hub.
     """
     return {name: partial(_Asked, config=_config(name, kind, folder)) for name, kind in _KINDS.items()}
 
 
 class _Kind(NamedTuple):
-    """`data` is the name of the data set; `read` makes the question of one document and its references."""
+    """One task.
+
+    Attributes:
+        data: name of the data set.
+        read: (text of a document, its references) -> {"prompt", "choices"}.
+        metrics: names of its metrics.
+    """
 
     data: str
     read: Callable[[str, list[str]], dict]
@@ -68,10 +74,10 @@ def _config(name: str, kind: _Kind, folder: str | Path | None) -> dict:
 
 
 class _Asked(ConfigurableTask):
-    """Documents with choices are asked by likelihood, the others by generation."""
+    """A task that scores choices by likelihood; for documents without choices it generates the answer."""
 
     def guess(self, doc: dict) -> float:
-        """What guessing scores: one in the number of choices, 0 where the answer is free."""
+        """Returns the score that guessing gives: 1 / number of choices, or 0 for a generated answer."""
         return 1 / len(doc["choices"]) if doc["choices"] else 0.0
 
     def construct_requests(self, doc: dict, ctx: str, **kwargs) -> list[Instance] | Instance:
@@ -85,7 +91,7 @@ class _Asked(ConfigurableTask):
 
 
 def _documents(kind: _Kind, path: str | Path) -> list[dict]:
-    """The validation part of a data set; rows of one id are one question with several references."""
+    """Returns the validation split of a data set; rows with the same id are one question with several references."""
     outputs: dict[str, list[str]] = {}
     inputs: dict[str, str] = {}
     with zipfile.ZipFile(path) as archive, archive.open(f"{kind.data}/validation.jsonl") as lines:
@@ -122,7 +128,7 @@ def _qasper(text: str, outputs: list[str]) -> dict:
 
 
 def _quality(text: str, outputs: list[str]) -> dict:
-    """The four answers stand between the question and the story."""
+    """Reads a document of QuALITY, whose four choices lie between the question and the story."""
     question, _, rest = text.partition("\n\n")
     end = rest.find("\n\n", rest.find("(D)"))
     listed, story = rest[:end], rest[end:].strip()

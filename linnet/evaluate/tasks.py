@@ -1,8 +1,8 @@
-"""Tasks of lm-evaluation-harness for our models: the harness's own by name, and folders of one's own (extra `eval`).
+"""Tasks of lm-evaluation-harness: the harness's own tasks, and tasks in your own folders (extra `eval`).
 
-A task is a YAML file that says where its questions are and how they are asked. In a folder of one's own, `dataset_path:
-json` with `data_files` names JSONL files, relative to the YAML file; those are checked line by line before any work is
-done, and need no network. Questions of the harness's own tasks come from Hugging Face's hub or its cache.
+A task is a YAML file that defines where its questions are and how they are asked. In your own folder, `dataset_path:
+json` with `data_files` names JSONL files, relative to the YAML file. These files are checked line by line before the
+evaluation starts, and need no network. Questions of the harness's tasks come from the Hugging Face Hub or its cache.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from linnet.evaluate.harness import LinnetLM
 from linnet.evaluate.results import Item, Result
 from linnet.evaluate.tasks_data import check_task, local_files
 
-OWN = Path(lm_eval.__file__).parent / "tasks"  # the harness's
-SEED = 1234  # of the examples before a question, as the harness has it
+OWN = Path(lm_eval.__file__).parent / "tasks"  # the harness's tasks
+SEED = 1234  # seed of the examples before a question; the harness's default
 _PERPLEXITIES = {"word_perplexity": 1.0, "byte_perplexity": 1.0, "bits_per_byte": math.log(2)}
 
 
@@ -40,21 +40,22 @@ def find_tasks(
     folders: Iterable[str] | None = None,
     replaced: Mapping[str, Callable[[], Task]] | None = None,
 ) -> dict[str, Task]:
-    """The tasks of these names with their data, ready to be asked; groups and tags stand for their tasks.
+    """Returns tasks by name, with their data, ready to be asked; groups and tags are replaced by their tasks.
 
     Args:
-        include: a folder of tasks of one's own, which come before the harness's.
-        shots: examples before each question, where a task does not itself insist on none; None leaves it to the task.
-        folders: of the harness's tasks, in which to look; None is all of them, which takes seconds.
-        replaced: tasks that are made here instead of by the harness.
+        names: names of tasks, groups or tags.
+        include: a folder of your own tasks, which replace the harness's tasks of the same names.
+        shots: examples before each question, except for tasks that fix 0 examples; None leaves it to the task.
+        folders: the harness's task folders to search; None searches all, which takes seconds.
+        replaced: name -> function that makes the task instead of the harness.
 
     Raises:
-        ConfigError: all files in `include` that are not YAML; all unknown names, and all problems of
-            the questions there; or data that cannot be loaded.
+        ConfigError: `include` holds files that are not YAML; names are unknown; local questions have problems; or data
+            cannot be loaded.
     """
     if include is not None and not Path(include).is_dir():
         raise ConfigError(
-            [f"include: {str(include)!r} is not a folder; name one with the YAML files of tasks"], "tasks"
+            [f"include: {str(include)!r} is not a folder; name a folder with YAML files of tasks"], "tasks"
         )
     if include is not None and (problems := list(_broken(Path(include)))):
         raise ConfigError(problems, "tasks")
@@ -76,10 +77,10 @@ def find_tasks(
         for leaf in leaves:
             try:
                 found[leaf] = _load(manager, leaf, overrides.get(leaf), replaced.get(leaf))
-            except Exception as error:  # whatever a loader of data raises
+            except Exception as error:  # loaders of data raise many kinds of errors
                 why = f"({type(error).__name__}: {' '.join(str(error).split())})"
                 failed.setdefault(f"{_source(manager, leaf)} cannot be loaded {why}", []).append(leaf)
-                if not offline:  # each may have taken minutes of trying
+                if not offline:  # every further task could spend minutes on retries
                     break
     if failed:
         raise ConfigError([*(f"{_shorten(names)}: {why}" for why, names in failed.items()), _where_from()], "tasks")
@@ -91,13 +92,15 @@ def find_tasks(
 
 
 def run_tasks(lm: LinnetLM, tasks: Mapping[str, Task], limit: int | None = None) -> tuple[Result, ...]:
-    """Asks tasks. Every metric of each is one result, with the score of every question.
+    """Asks tasks and returns one result per metric of each task, with the score of every question.
 
     Args:
-        limit: first questions of each task that are asked; None asks all.
+        lm: the model.
+        tasks: the tasks by name.
+        limit: ask only the first `limit` questions of each task; None asks all.
 
     Raises:
-        ConfigError: a request is too long, and `too_long` is refuse.
+        ConfigError: a request is too long, and `lm.too_long` is "refuse".
     """
     with _quiet():
         loaded = {"tasks": dict(tasks), "groups": {}, "group_map": {}}
@@ -116,13 +119,13 @@ def run_tasks(lm: LinnetLM, tasks: Mapping[str, Task], limit: int | None = None)
 
 
 def _result(task: str, shown: str, value: float, samples: list[dict], metric: str, higher: bool) -> Result:
-    """One metric of one task. Its items are kept where their average is the value that the harness gives."""
+    """Returns the result of one metric of one task; it has items if their average equals the harness's value."""
     better = "higher" if higher else "lower"
     ids = [f"{one['doc_id']}:{one['doc_hash'][:8]}" for one in samples]
     scores = [one[metric] for one in samples]
     items, average = [], "mean"
     if all(isinstance(score, bool | int | float) for score in scores):
-        sign = -1.0 if metric == "perplexity" else 1.0  # of log-likelihoods
+        sign = -1.0 if metric == "perplexity" else 1.0  # scores of perplexity are log-likelihoods
         average = "exp" if metric == "perplexity" else "mean"
         items = [Item(id, sign * float(score)) for id, score in zip(ids, scores, strict=True)]
     elif metric in _PERPLEXITIES:  # (log-likelihood, words or bytes)
@@ -139,17 +142,20 @@ def _result(task: str, shown: str, value: float, samples: list[dict], metric: st
 
 
 def _broken(folder: Path) -> Iterator[str]:
-    """Files of a folder that are not YAML, which the harness would skip to ask its own task of that name."""
+    """Yields a problem for each file of a folder that is not YAML.
+
+    The harness would skip such a file and use its own task of that name instead.
+    """
     for path in sorted(folder.rglob("*.yaml")):
         try:
             with path.open(encoding="utf-8") as file:
-                yaml.compose(file)  # not loaded: tags such as !function are the harness's
+                yaml.compose(file)  # does not resolve tags such as !function, which only the harness knows
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            yield f"{path}: not YAML: {' '.join(str(error).split())}"
+            yield f"{path}: not valid YAML ({' '.join(str(error).split())}); fix the file or remove it"
 
 
 def _leaves(index: Mapping[str, Any], name: str, replaced: Mapping[str, Any]) -> Iterator[str]:
-    """The tasks that a task, group or tag stands for."""
+    """Yields the tasks of a task, group or tag."""
     entry = index.get(name)
     if name in replaced or entry is None or entry.kind.name in ("TASK", "PY_TASK"):
         yield name
@@ -161,7 +167,7 @@ def _leaves(index: Mapping[str, Any], name: str, replaced: Mapping[str, Any]) ->
 
 
 def _check_own(manager: TaskManager, leaves: list[str]) -> dict[str, dict]:
-    """Checks the local files of tasks, and gives what their configurations must say so that they are found."""
+    """Checks the local files of tasks and returns, for each task, the configuration keys with absolute paths."""
     problems, overrides = [], {}
     for leaf in leaves:
         entry = manager.task_index[leaf]
@@ -195,16 +201,18 @@ def _shorten(names: list[str]) -> str:
 def _where_from() -> str:
     hub = huggingface_hub.constants
     return (
-        f"such data come from {hub.ENDPOINT}, or from its cache, {hub.HF_HOME}: run this once where there is a "
-        "network, copy that folder here and set HF_HOME to it; or ask questions of your own with --include"
+        f"the data come from {hub.ENDPOINT} or its cache, {hub.HF_HOME}; run this command once on a machine with "
+        "network access, copy its cache folder to this machine and set HF_HOME to it; or use your own tasks with "
+        "--include"
     )
 
 
 @contextlib.contextmanager
 def _offline_where_unreachable() -> Iterator[bool]:
-    """Takes the hub's data from its cache at once where there is no way to the hub, instead of trying for minutes.
+    """Puts the hub's libraries into offline mode if the hub cannot be reached; otherwise they retry for minutes.
 
-    Gives whether that is so.
+    Yields:
+        whether the libraries are in offline mode.
     """
     hub, places = huggingface_hub.constants, [(huggingface_hub.constants, "HF_HUB_OFFLINE")]
     places.append((datasets.config, "HF_HUB_OFFLINE"))
@@ -221,7 +229,7 @@ def _offline_where_unreachable() -> Iterator[bool]:
 
 def _reachable(address: str) -> bool:
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return True  # only the proxy knows
+        return True  # cannot be tested without the proxy
     parts = urlsplit(address)
     try:
         socket.create_connection((parts.hostname, parts.port or 443), timeout=5).close()
@@ -232,11 +240,11 @@ def _reachable(address: str) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the data's bars and the harness's remarks: what goes wrong is raised."""
+    """Silences progress bars and the harness's log messages below errors."""
     logger, bars = logging.getLogger("lm_eval"), datasets.are_progress_bars_disabled()
     level, bar = logger.level, lm_eval.api.task.tqdm
     logger.setLevel(logging.ERROR)
-    lm_eval.api.task.tqdm = lambda rows, **_: rows  # of building requests, which no option leaves out
+    lm_eval.api.task.tqdm = lambda rows, **_: rows  # no option of the harness disables this bar
     datasets.disable_progress_bars()
     try:
         yield

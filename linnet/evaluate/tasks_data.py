@@ -1,4 +1,4 @@
-"""The questions of a local task: JSONL files beside its YAML file, checked line by line before any work is done."""
+"""Checks of local tasks: every line of their JSONL files, before the evaluation starts."""
 
 import ast
 import json
@@ -9,16 +9,16 @@ from typing import Any
 from jinja2 import Environment, TemplateError, meta
 from lm_eval.utils import apply_template
 
-MOST = 50  # problems that are written out; the others are counted
+MOST = 50  # upper bound of listed problems; the others are counted
 _TEMPLATES = ("doc_to_text", "doc_to_choice", "doc_to_target")
 
 
 def local_files(config: Mapping[str, Any], folder: Path) -> dict[str, list[Path]] | None:
-    """The JSONL files of each split of a task, or None where its data are not local JSON.
+    """Returns the JSONL files of each split of a task, or None if its data are not local JSON files.
 
     Args:
-        config: of the task, as its YAML file has it.
-        folder: where that file is; relative paths start there.
+        config: content of the task's YAML file.
+        folder: folder of that file; relative paths start there.
     """
     files = (config.get("dataset_kwargs") or {}).get("data_files")
     if config.get("dataset_path") != "json" or not files:
@@ -34,10 +34,15 @@ def local_files(config: Mapping[str, Any], folder: Path) -> dict[str, list[Path]
 
 
 def check_task(name: str, config: Mapping[str, Any], files: Mapping[str, list[Path]]) -> list[str]:
-    """What is wrong with the questions of a task, each with its file and line.
+    """Returns the problems of a task's questions, each with its file and line.
 
-    Fields are those that the task's templates name. A task that turns its rows into others first (`process_docs`) is
-    checked for JSON alone, and answers are where no function of the task makes them.
+    Every row needs the fields that the task's templates name. If the task transforms its rows (`process_docs`), only
+    the JSON syntax is checked. Answers and choices are checked unless a function of the task makes them.
+
+    Args:
+        name: name of the task.
+        config: content of its YAML file.
+        files: its files by split, from `local_files`.
     """
     problems: list[str] = []
     fields = set() if "process_docs" in config else _fields(config)
@@ -48,12 +53,12 @@ def check_task(name: str, config: Mapping[str, Any], files: Mapping[str, list[Pa
             for where, row in _rows(name, path, problems):
                 missing = [field for field in sorted(fields) if row.get(field) is None]
                 if missing:
-                    given = ", ".join(map(repr, row)) or "nothing"
-                    problems.append(f"{where}: has no {', '.join(map(repr, missing))}; it has {given}")
+                    given = ", ".join(map(repr, row)) or "no fields"
+                    problems.append(f"{where}: lacks {', '.join(map(repr, missing))}, which it needs; it has {given}")
                 elif choosing:
                     problems += [f"{where}: {problem}" for problem in _check_choice(config, row)]
     if len(problems) > MOST:
-        problems[MOST:] = [f"{name}: and {len(problems) - MOST} more"]
+        problems[MOST:] = [f"{name}: {len(problems) - MOST} more problems"]
     return problems
 
 
@@ -71,18 +76,21 @@ def _rows(name: str, path: Path, problems: list[str]) -> Iterator[tuple[str, dic
         try:
             row = json.loads(line)
         except ValueError as error:
-            problems.append(f"{path}:{number}: is not JSON ({error}); write one object a line")
+            problems.append(f"{path}:{number}: not JSON ({error}); write one object per line")
             continue
         if isinstance(row, dict):
             yield f"{path}:{number}", row
         else:
             problems.append(f"{path}:{number}: not a JSON object; write one object per line")
     if not count:
-        problems.append(f"{name}: {path} is empty; write a question a line")
+        problems.append(f"{name}: {path} is empty; write one question per line")
 
 
 def _fields(config: Mapping[str, Any]) -> set[str]:
-    """What the templates need of every row. A template that asks whether something is there needs nothing."""
+    """Returns the fields that the templates need in every row.
+
+    A template that uses "defined" or "default" needs none, since it handles missing fields.
+    """
     environment, found = Environment(), set()
     for key in _TEMPLATES:
         given = config.get(key)
@@ -96,24 +104,24 @@ def _fields(config: Mapping[str, Any]) -> set[str]:
             try:
                 names = meta.find_undeclared_variables(environment.parse(template))
             except TemplateError:
-                continue  # the harness says so
+                continue  # the harness reports it
             if "defined" not in template and "default" not in template:
                 found |= names
     return found
 
 
 def _check_choice(config: Mapping[str, Any], row: dict) -> list[str]:
-    """What is wrong with the choices and the answer of one question."""
+    """Returns the problems of the choices and the answer of one question."""
     try:
         choices, answer = (_value(config.get(key), row) for key in ("doc_to_choice", "doc_to_target"))
-    except Exception as error:  # whatever a template does with this row
-        return [f"choices or answer cannot be made of it ({type(error).__name__}: {error})"]
+    except Exception as error:  # templates can raise any error
+        return [f"the templates of choices and answer fail on this row ({type(error).__name__}: {error}); fix them"]
     if isinstance(choices, dict):
         choices = list(choices.values())
     if choices is None:
         return []
     if not isinstance(choices, list) or len(choices) < 2:
-        return [f"choices {choices!r} are not a list of at least two"]
+        return [f"choices {choices!r}: not a list of at least two; give two or more"]
     problems = []
     for one in answer if isinstance(answer, list) else [answer]:
         if isinstance(one, int) and not isinstance(one, bool):
@@ -127,18 +135,18 @@ def _check_choice(config: Mapping[str, Any], row: dict) -> list[str]:
 
 
 def _is_function(template: Any) -> bool:
-    """Whether it stands for a function of a Python file, which the harness writes as a path until it is called."""
+    """Whether a template is a function in a Python file, which the harness represents by an absolute path."""
     return isinstance(template, str) and Path(template).is_absolute() and "{" not in template
 
 
 def _value(template: Any, row: dict) -> Any:
-    """A template's value for a row, as the harness makes it: a field, a list as it is, or text that is rendered."""
+    """Returns a template's value for a row, as the harness does: a field, an unchanged list, or rendered text."""
     if not isinstance(template, str):
         return template if isinstance(template, int | list) else None
     if template in row:
         return row[template]
     text = apply_template(template, row)
-    if text.isdigit():  # of a template alone: a field with digits is text, "12" one of the choices "12" and "29"
+    if text.isdigit():  # only rendered text becomes an index; a field with digits may be a choice, such as "12"
         return int(text)
     if text.startswith(("[", "{")):
         try:

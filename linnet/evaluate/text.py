@@ -1,15 +1,15 @@
 """Perplexity of texts of any length, by document and by the length of the context.
 
-Two ways to score a document longer than what a model was trained on:
+There are two ways to score a document that is longer than the training sequences:
 
-* carried: the model reads it from its first to its last token, in chunks, from state to state, so that every token is
-  predicted from all that came before. What a linear model does for free; attention keeps its whole cache.
-* windowed: windows of `window` tokens start every `stride` tokens, and each scores the tokens that the one before it
-  did not reach (the recipe of transformers' documentation on perplexity). What attention needs beyond its trained
-  length; the context of a token is between `window - stride` and `window - 1` tokens.
+* carried: the model reads the document in chunks and carries its state from chunk to chunk, so that it predicts every
+  token from all tokens before it. A linear model needs constant memory for this; attention keeps its whole cache.
+* windowed: windows of `window` tokens start every `stride` tokens, and each scores the tokens that the previous one did
+  not reach (the recipe in the documentation of transformers on perplexity). Attention needs this beyond its training
+  length. The context of a token has between `window - stride` and `window - 1` tokens.
 
-A document begins with the end-of-document token, so that its first token is scored too. In training it stands behind
-each document, and none before the first: a model of a single document has never read it.
+An end-of-document token precedes each document, so that its first token is scored too. In training this token follows
+each document and does not precede the first one. A model trained on a single document has therefore never read it.
 """
 
 import contextlib
@@ -33,13 +33,19 @@ from linnet.models import CausalLM, ModelConfig
 from linnet.models.costs import meta_model
 
 Method = Literal["carried", "windowed"]
-RESAMPLES = 2000  # of the bootstrap
-ROWS = 2**24  # most logits of windows at once
+RESAMPLES = 2000  # bootstrap resamples
+ROWS = 2**24  # upper bound of logits per batch of windows
 
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids int64 [n], of which the first is context alone, and the words and bytes that the others stand for."""
+    """A tokenized document.
+
+    Attributes:
+        name: the file, and for JSONL and Parquet the row.
+        tokens: ids, int64 [n]; the first is context and is not scored.
+        words, bytes: length of the text.
+    """
 
     name: str
     tokens: np.ndarray
@@ -48,26 +54,29 @@ class Document:
 
     @classmethod
     def of_text(cls, name: str, text: str, tokenizer: Tokenizer) -> "Document":
-        """A text after `first_token`. Words are what white space separates; bytes are UTF-8."""
+        """Tokenizes a text after `first_token`. White space separates words; bytes are those of UTF-8."""
         tokens = np.concatenate([[first_token(tokenizer)], tokenizer.encode(text)])
         return cls(name, tokens, len(text.split()), len(text.encode()))
 
 
 def first_token(tokenizer: Tokenizer) -> int:
-    """What stands before a document: the end of the one before it, or what a converted model begins with instead."""
+    """Returns the token that precedes a document: end-of-document, or the start token of a converted model."""
     return (tokenizer.end_of_document, *tokenizer.prompt_start)[-1]
 
 
 def read_texts(
     paths: list[str], tokenizer: Tokenizer, text_key: str = "text", most_bytes: int | None = None
 ) -> list[Document]:
-    """Reads the documents of files, folders and globs: a text file is one, JSONL has one per line, Parquet per row.
+    """Reads documents: one per text file, one per line of JSONL, one per row of Parquet.
 
     Args:
-        most_bytes: of the text, from its beginning on; the last document may be cut. None takes all.
+        paths: files, folders or globs.
+        tokenizer: the tokenizer of the model.
+        text_key: key (JSONL) or column (Parquet) of the text.
+        most_bytes: read only the first `most_bytes` bytes of text; the last document may be cut. None reads all.
 
     Raises:
-        ConfigError: what cannot be found or read (of what is wanted), or holds no text.
+        ConfigError: a file is not found or cannot be read, or there is no text.
     """
     problems: list[str] = []
     files = find_files(paths, "text", problems, skipped=[])
@@ -78,11 +87,11 @@ def read_texts(
                 text = text[: int(room)]
             room -= len(text)
             name = str(file.path) if file.kind == "text" else f"{file.path}:{number}"
-            # A character that is cut is lost.
+            # Ignoring errors drops a character that was cut.
             documents.append(Document.of_text(name, text.decode(errors="ignore"), tokenizer))
             if not room:
                 break
-        if not room:  # what comes behind may be far more than is wanted
+        if not room:  # the remaining files may be large
             break
     if not documents and not problems:
         problems.append(f"text: {', '.join(map(repr, paths))} holds no text; name files with some")
@@ -93,7 +102,12 @@ def read_texts(
 
 @dataclass(frozen=True)
 class DocumentScore:
-    """Sum of the negative log-likelihoods of a document's tokens in nats, and what it is to be divided by."""
+    """Score of one document.
+
+    Attributes:
+        nats: sum of the negative log-likelihoods of its tokens, in nats.
+        tokens, words, bytes: its length in units of each metric.
+    """
 
     name: str
     nats: float
@@ -117,9 +131,10 @@ class TextScore:
     """How well a model predicts texts.
 
     Attributes:
-        method: "carried", or "windowed" with `window` and `stride` in tokens (None where carried).
-        documents: each document by itself.
-        contexts: the loss by the number of tokens before the predicted one, in powers of two.
+        method: "carried" or "windowed".
+        window, stride: in tokens; None for "carried".
+        documents: one score per document.
+        contexts: mean loss by the number of tokens before the predicted one, in bins between powers of two.
     """
 
     method: Method
@@ -133,7 +148,7 @@ class TextScore:
 
     @property
     def loss(self) -> float:
-        """Nats a token."""
+        """Mean negative log-likelihood in nats per token."""
         return self._total("nats") / self._total("tokens")
 
     @property
@@ -154,13 +169,13 @@ class TextScore:
         return self._total("nats") / math.log(2) / self._total("bytes")
 
     def interval(self, level: float = 0.95, seed: int = 0) -> tuple[float, float] | None:
-        """Bootstrap interval of `bits_per_byte` over documents (percentiles); None for one document alone."""
+        """Returns the bootstrap interval of `bits_per_byte` over documents (percentiles); None for one document."""
         if len(self.documents) < 2:
             return None
         return tuple(np.quantile(resampled(self.documents, seed), [(1 - level) / 2, (1 + level) / 2]).tolist())
 
     def results(self) -> tuple[Result, ...]:
-        """Of the record of an evaluation: an item a document, weighed by its bytes, tokens or words."""
+        """Returns the results of the record: one item per document, weighted by its bytes, tokens or words."""
 
         def over(metric: str, of: str, unit: float = 1.0, average: Literal["mean", "exp"] = "mean") -> Result:
             weighed = [(document, getattr(document, of)) for document in self.documents]
@@ -174,7 +189,7 @@ class TextScore:
         return tuple(found)
 
     def to_dict(self) -> dict:
-        """All of it, for JSON."""
+        """Returns all numbers as plain values for JSON."""
         numbers = ("loss", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
         totals = {of: self._total(of) for of in ("tokens", "words", "bytes")}
         return {
@@ -186,7 +201,7 @@ class TextScore:
 
 
 def resampled(documents: Sequence[DocumentScore], seed: int = 0) -> np.ndarray:
-    """Bits per byte of `RESAMPLES` drawings of as many documents with replacement, float64 [RESAMPLES]."""
+    """Returns bits per byte of `RESAMPLES` bootstrap resamples of the documents, float64 [RESAMPLES]."""
     counts = np.array([(document.nats / math.log(2), document.bytes) for document in documents])
     rows = np.random.default_rng(seed).integers(len(counts), size=(RESAMPLES, len(counts)))
     bits, size = counts[rows].sum(1).T
@@ -194,7 +209,7 @@ def resampled(documents: Sequence[DocumentScore], seed: int = 0) -> np.ndarray:
 
 
 def natural_method(config: ModelConfig) -> Method:
-    """Carried where the state does not grow with the context, else windowed."""
+    """Returns "carried" if the state does not grow with the context, else "windowed"."""
     return "windowed" if meta_model(config.model_dump_json()).backbone.state_grows else "carried"
 
 
@@ -213,13 +228,16 @@ def score_text(
     """Scores documents, in the dtype of the model's parameters or under `autocast`.
 
     Args:
-        documents: each of at least two tokens; shorter ones are left out.
-        window, stride: of `method="windowed"`, in tokens; stride None is half a window.
-        chunk: tokens read at once by `method="carried"`; the result does not depend on it, up to rounding.
-        progress: called with the number of tokens that a step has scored.
+        model: the model, on the device of its parameters.
+        documents: documents of at least two tokens; shorter ones are skipped.
+        method: "carried" or "windowed".
+        window, stride: for "windowed", in tokens; a stride of None is half a window.
+        chunk: for "carried", tokens per forward pass; it changes the result only by rounding.
+        autocast: precision of the forward pass; None is that of the parameters.
+        progress: called after each forward pass with the number of tokens that it scored.
 
     Raises:
-        ValueError: there is nothing to score, or window, stride or chunk are out of range.
+        ValueError: there is nothing to score, or window, stride or chunk is out of range.
     """
     stride = window // 2 if stride is None else stride
     if window < 2 or not 1 <= stride < window or chunk < 1:
@@ -248,7 +266,7 @@ def score_text(
 
 
 def _carried(model: CausalLM, tokens: np.ndarray, chunk: int, scored: Callable[[int], None]) -> np.ndarray:
-    """Losses in nats, float64 [n - 1], of all tokens but the first, each from all before it."""
+    """Returns losses in nats, float64 [n - 1], of all tokens but the first, each predicted from all before it."""
     parameter = next(model.parameters())
     ids = torch.from_numpy(tokens).to(parameter.device)
     dtype = torch.float64 if parameter.dtype == torch.float64 else None
@@ -265,7 +283,7 @@ def _carried(model: CausalLM, tokens: np.ndarray, chunk: int, scored: Callable[[
 def _windowed(
     model: CausalLM, tokens: np.ndarray, window: int, stride: int, scored: Callable[[int], None]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Losses float64 [n - 1] of all tokens but the first, and how many tokens the model saw before each."""
+    """Returns losses in nats, float64 [n - 1], of all tokens but the first, and the context length of each."""
     ids = torch.from_numpy(tokens).to(next(model.parameters()).device)
     losses, contexts = np.empty(len(tokens) - 1), np.empty(len(tokens) - 1, dtype=np.int64)
     for begins, end_of_last in _windows(
@@ -275,7 +293,7 @@ def _windowed(
         rows = torch.stack([ids[begin : begin + length] for begin in begins])
         found = _losses(model(rows[:, :-1])[0], rows[:, 1:]).cpu().numpy()
         for begin, row in zip(begins, found, strict=True):
-            first = max(end_of_last, 1)  # the first token that no window before this one has scored
+            first = max(end_of_last, 1)  # the first token that no earlier window scored
             losses[first - 1 : begin + length - 1] = row[first - begin - 1 :]
             contexts[first - 1 : begin + length - 1] = np.arange(first - begin, length)
             scored(begin + length - first)
@@ -284,7 +302,7 @@ def _windowed(
 
 
 def _windows(count: int, window: int, stride: int, batch: int) -> Iterator[tuple[list[int], int]]:
-    """Starts of windows of one length, at most `batch` at once, and where the window before them ended."""
+    """Yields starts of up to `batch` windows of one length, and the end of the window before them."""
     begins = list(range(0, max(count - window, 0) + 1, stride))
     ended = 0
     for i in range(0, len(begins), batch):
@@ -296,7 +314,7 @@ def _windows(count: int, window: int, stride: int, batch: int) -> Iterator[tuple
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihoods in nats, float64 of the shape of `targets`; logits narrower than float32 are widened."""
+    """Returns negative log-likelihoods in nats, float64 with the shape of `targets`, computed in at least float32."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape).double()
 

@@ -29,7 +29,7 @@ def test_of_several_questions_each_has_one_answer():
         assert len({key for key, _ in found}) == len(set(found)) <= 3
         kinds.add(len(set(found)))
         last = found[-1]
-        assert found.count(last) >= 2, "what is asked last was told before"
+        assert found.count(last) >= 2, "the text does not contain the fact that the last question asks for"
     assert kinds == {1, 2, 3}
 
 

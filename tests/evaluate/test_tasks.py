@@ -149,7 +149,7 @@ def test_all_that_is_wrong_is_told_at_once_with_its_line(tmp_path):
     for part, problem in zip(expected, error.value.problems, strict=True):
         assert re.search(part, problem)
     write(tmp_path, "many", [{}] * 80)
-    with pytest.raises(ConfigError, match="many: .* 30 "):
+    with pytest.raises(ConfigError, match="many: .*30 "):
         find_tasks(["many"], tmp_path)
 
 
