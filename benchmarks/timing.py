@@ -85,8 +85,8 @@ def constants(command: str) -> dict[str, str]:
 def commit() -> str:
     """The commit of the code that is measured, with `-dirty` behind it if tracked files differ from it.
 
-    LINNET_COMMIT, if it is set, names the commit of a copy whose git history is missing or another. Rows from before 0.2.0
-    have no commit.
+    LINNET_COMMIT, if it is set, names the commit of a copy whose git history is missing or another. Rows from before
+    0.2.0 have no commit.
     """
     found = os.environ.get("LINNET_COMMIT") or provenance.commit()
     if not found:
