@@ -8,7 +8,7 @@ from precision import assert_near
 from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.ops import backend
-from linnet.ops.additive import additive_attention, additive_step, chunked, factors
+from linnet.ops.additive import additive_attention, additive_step, chunked
 
 INF = float("inf")
 
@@ -104,7 +104,7 @@ def test_any_shape(B, T, H, K, V, theta, state, causal, spread, masked, chunk, s
         patch.setattr(chunked, "CHUNK", chunk)
         patch.setattr(chunked, "SEGMENT_CPU", segment)
         if halves:
-            patch.setattr(factors, "FLOOR", {torch.float64: INF})
+            patch.setattr(chunked, "FLOOR", {torch.float64: INF})
         assert_same(everything(call), everything(call, "reference"))
 
 
@@ -358,7 +358,7 @@ def test_extreme_logits_in_float32(shape, form, monkeypatch):
     }[shape]  # fmt: skip
     call["k"] = (call["k"].detach() + added).float().double().requires_grad_()
     if form == "halves":
-        monkeypatch.setattr(factors, "FLOOR", {torch.float32: INF, torch.float64: INF})
+        monkeypatch.setattr(chunked, "FLOOR", {torch.float32: INF, torch.float64: INF})
     exact = everything(call, "reference")
     single = {
         name: x.detach().float().requires_grad_() if isinstance(x, torch.Tensor) else x for name, x in call.items()

@@ -171,10 +171,10 @@ def test_segments(segments, offsets, theta, monkeypatch):
 @pytest.fixture
 def few_heads(monkeypatch):
     """Lets the kernels for Hopper GPUs, which other GPUs do without, run where heads are few, on whole sequences."""
-    from linnet.ops.additive import hopper_launch
+    from linnet.ops.additive import hopper
 
-    monkeypatch.setattr(hopper_launch, "LEAST", {False: 0.0, True: 0.0})
-    monkeypatch.setattr("linnet.ops.additive.parts.count", lambda *_: 1)
+    monkeypatch.setattr(hopper, "LEAST", {False: 0.0, True: 0.0})
+    monkeypatch.setattr("linnet.ops.additive.hopper.count_parts", lambda *_: 1)
     return monkeypatch
 
 
@@ -182,7 +182,7 @@ def few_heads(monkeypatch):
 @pytest.mark.parametrize("K, V, columns", [(64, 64, 64), (128, 128, 64), (128, 128, 128), (64, 128, 64), (128, 64, 64)])
 @pytest.mark.parametrize("kind", ["plain", "wide", "rising", "falling", "jump", "masked"])
 def test_hopper(K, V, columns, kind, few_heads):
-    few_heads.setattr("linnet.ops.additive.hopper_launch.choose_columns", lambda *_: columns)
+    few_heads.setattr("linnet.ops.additive.hopper.choose_columns", lambda *_: columns)
     for T in (128, 384):  # where a jump is between chunks
         for state, final in ((True, "Sz"), (False, "S"), (False, "")):
             assert_agrees(2, T, K, V, kind=kind, state=state, final=final)
@@ -208,7 +208,7 @@ def test_hopper_turned(V, kind, few_heads):
 @gpu
 @pytest.mark.parametrize("columns", [64, 128])
 def test_hopper_turned_columns_and_scales(columns, few_heads):
-    few_heads.setattr("linnet.ops.additive.hopper_launch.choose_columns", lambda *_: columns)
+    few_heads.setattr("linnet.ops.additive.hopper.choose_columns", lambda *_: columns)
     for scale in (0.0, -3.0):
         assert_agrees(2, 384, 128, 128, theta=True, scale=scale)
     assert_agrees(2, 512, 128, 128, theta=True, kind="climbing")
@@ -218,7 +218,7 @@ def test_hopper_turned_columns_and_scales(columns, few_heads):
 @gpu
 @pytest.mark.parametrize("segments", [2, 3, 8])
 def test_hopper_segments(segments, few_heads):
-    few_heads.setattr("linnet.ops.additive.hopper_launch.count_segments", lambda _: segments)
+    few_heads.setattr("linnet.ops.additive.hopper.count_segments", lambda _: segments)
     for K, V in ((128, 128), (64, 64), (128, 64)):
         for state in (True, False):
             assert_agrees(2, 1024, K, V, state=state)
@@ -230,7 +230,7 @@ def test_hopper_segments(segments, few_heads):
 @pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("theta", [False, True])
 def test_hopper_parts(count, theta, few_heads):
-    few_heads.setattr("linnet.ops.additive.parts.count", lambda *_: count)
+    few_heads.setattr("linnet.ops.additive.hopper.count_parts", lambda *_: count)
     T = 128 * count
     for kind in ("plain", "jump", "climbing", "masked"):
         for state, final in ((True, "Sz"), (False, "S"), (True, "")):
@@ -243,21 +243,21 @@ def test_hopper_parts(count, theta, few_heads):
 @gpu
 @pytest.mark.parametrize("theta", [False, True])
 def test_long_sequences_of_few_heads(theta, monkeypatch):
-    monkeypatch.setattr("linnet.ops.additive.parts.WORTH", 0)
+    monkeypatch.setattr("linnet.ops.additive.hopper.WORTH", 0)
     assert_agrees(1, 65_536, 128, 128, theta=theta, H=1, state=False)
     assert_agrees(1, 9 * 1024, 128, 128, theta=theta, H=12, final="")
 
 
 def test_how_many_parts(monkeypatch):
     """Of a GPU with 132 multiprocessors: for whole rounds of programs, few parts, and none of less than 8 chunks."""
-    from linnet.ops.additive import parts
+    from linnet.ops.additive import hopper
     from linnet.ops.additive.launch import Call
 
     def count(B, T, H):
         x = torch.empty(1, device="meta").expand(B, T, H, 128)
-        return parts.count(Call(x, x, x, None, None, None, 1.0, x), 64)
+        return hopper.count_parts(Call(x, x, x, None, None, None, 1.0, x), 64)
 
-    monkeypatch.setattr(parts, "count_processors", lambda _: 132)
+    monkeypatch.setattr(hopper, "count_processors", lambda _: 132)
     assert [count(1, 65_536, H) for H in (8, 16, 32, 33, 34)] == [16, 8, 4, 4, 1]
     assert count(1, 131_072, 4) == 32 and count(1, 2**19, 1) == 128 and count(2, 32_768, 8) == 8
     assert count(1, 32_704, 16) == 1  # short
@@ -338,14 +338,14 @@ def test_debug_looks_at_offsets():
 @pytest.mark.parametrize("state", [False, True])
 def test_kernels_for_hopper_get_as_many_arguments_as_they_take(theta, state, monkeypatch):
     """Triton's interpreter does not run them, so that without a GPU this is all that is known of a launch."""
-    from linnet.ops.additive import hopper_launch
+    from linnet.ops.additive import hopper
     from linnet.ops.additive.launch import Call
 
     (*inputs, S, z, scale, _, cuts), gradients = make(2, 128, 128, 128, theta=theta, state=state, device="cpu")
     call, started = Call.of(*inputs, cuts, scale), []
-    monkeypatch.setattr(hopper_launch, "launch_all", started.extend)
-    _, *end = hopper_launch.forward(call, S, z, state)
-    hopper_launch.backward(call, *gradients, S, z, end[0], call.theta)
+    monkeypatch.setattr(hopper, "launch_all", started.extend)
+    _, *end = hopper.forward(call, S, z, state)
+    hopper.backward(call, *gradients, S, z, end[0], call.theta)
     assert len(started) == 4
     for kernel, _, tensors, numbers, constants, _ in started:
         assert len(tensors) + len(numbers) + len(constants) == len(kernel.arg_names), kernel
@@ -356,7 +356,7 @@ def test_kernels_for_hopper_get_as_many_arguments_as_they_take(theta, state, mon
 @pytest.mark.parametrize("state", [False, True])
 def test_parts_are_put_together(theta, positions, kind, final, state, monkeypatch):
     """With sweeps in the chunked form in place of the kernels, which run on no CPU."""
-    from linnet.ops.additive import hopper_launch
+    from linnet.ops.additive import hopper
     from linnet.ops.additive.launch import Call
 
     entries = []
@@ -396,8 +396,8 @@ def test_parts_are_put_together(theta, positions, kind, final, state, monkeypatc
             leave[1].copy_(dz - call.dot(entries[0][0], dS))
 
     for name, function in dict(_values=values, _queries=queries, _keys=keys, launch_all=list).items():
-        monkeypatch.setattr(hopper_launch, name, function)
-    monkeypatch.setattr("linnet.ops.additive.parts.count", lambda *_: 3)
+        monkeypatch.setattr(hopper, name, function)
+    monkeypatch.setattr("linnet.ops.additive.hopper.count_parts", lambda *_: 3)
     inputs, gradients = make(2, 192, 4, 3, kind=kind, theta=theta, positions=positions, state=state, final=final,
                              dtype=torch.float64, device="cpu")  # fmt: skip
     *call, S, z, scale, _, cuts = inputs
@@ -405,8 +405,8 @@ def test_parts_are_put_together(theta, positions, kind, final, state, monkeypatc
     expected = [o, *end, *chunked.backward(*gradients, *inputs[:7], end[0], *inputs[7:])]
     call = Call.of(*call, cuts, scale)._replace(theta=call[3], blank=o.new_empty(1))  # in float64
     if theta:
-        o, *end = hopper_launch.forward(call, S, z, True)
-    *grads, dS, dz = hopper_launch.backward(call, *gradients, S, z, end[0], call.theta)
+        o, *end = hopper.forward(call, S, z, True)
+    *grads, dS, dz = hopper.backward(call, *gradients, S, z, end[0], call.theta)
     if state:
         dz += call.dot(S, dS)
     else:

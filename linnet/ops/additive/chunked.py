@@ -1,20 +1,39 @@
 """Additive decay attention, chunked: dense matrix products in PyTorch, on any device, with a hand-written backward.
 
-With the factors of `factors.py` (a for queries, b for keys, a token and channel) a chunk is ordinary linear attention,
+With factors (a for queries, b for keys, a token and channel) a chunk is ordinary linear attention,
 
     O = tril((Q a) b^T) V + (Q a) (enter S)         S <- keep S + leave (b^T V)
 
 where S is normalised by exp(-z) at the chunk's boundaries, and LRPE turns Q a and b. The sequence goes by in segments
 of a few chunks, so that temporaries stay small (memory is linear in T) and in the cache. The backward repeats the sweep
 over the states alone and then goes through the segments in reverse.
+
+Without causality keys are the softmax over the sequence, and one pass is enough:
+
+    k = softmax_t(u),  S = k^T V,  O = Q S      (paper 003, section 4.1; the last token equals that of the causal form)
+
+How the weights exp(u_s - z_t) of the running softmax are split into a query factor and a key factor.
+
+The decays telescope: between token s and token t >= s they multiply to exp(z_s - z_t), so the weight of s at t is
+exp(u_s - z_t) <= 1, a product of something of t and something of s, and a chunk is a plain matrix product.
+
+In linear space, with one reference per chunk and channel, r = max(largest logit of the chunk, z before the chunk):
+
+    P_t = exp(z_t - r) = exp(z_before - r) + cumsum_t exp(u - r)          exp(u_s - z_t) = exp(u_s - r) / P_t
+
+This costs one exponential and one division an element, and it is exact to rounding as long as P_t does not come near
+the smallest number: a key factor that underflows then belongs to a weight below FLOOR / 1e-38 (float32: 1e-12).
+
+Where a channel grows by more than that inside a chunk (early logits 60 below a later one) the chunk is halved again and
+again instead: for rows in a right half and columns in the left half before it, with r = z at the end of the left half,
+exp(u_s - r) <= 1 and exp(r - z_t) <= 1, so nothing can overflow for any input, and what underflows is truly that small.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from linnet.ops.additive import whole
-from linnet.ops.additive.factors import Factors, factorise, fold_keys
-from linnet.ops.additive.turn import Turn
 from linnet.ops.chunks import multiply_add, state_dtype
 from linnet.ops.documents import count_states, documents
 
@@ -35,7 +54,7 @@ def forward(
             if causal:
                 out, S[rows], z[rows] = _segment(*part, S[rows], z[rows])
             else:
-                out, S[rows], z[rows] = whole.forward(*part)
+                out, S[rows], z[rows] = _non_causal(*part)
             _store(o, out if scale == 1.0 else out * scale, begin, stop)
     return o, S, z
 
@@ -74,7 +93,7 @@ def backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, 
             if causal:
                 *grads, D[rows], decline[rows] = _segment_backward(do_, *part, S_in, z_in, D[rows], decline[rows])
             else:
-                grads = whole.backward(do_, D[rows], decline[rows], *part, S_end[rows].to(S.dtype))
+                grads = _non_causal_backward(do_, D[rows], decline[rows], *part, S_end[rows].to(S.dtype))
                 D[rows], decline[rows] = 0.0, 0.0
             for out, grad in zip((dq, dk, dv), grads, strict=False):
                 _store(out, grad, begin, stop)
@@ -139,7 +158,7 @@ def _segment_backward(do, q, u, v, turn, S, z, D, decline):
     return dq, du, dv, None if dangle is None else dangle.add_(dangle_k), D, decline
 
 
-def _scores(q, queries, keys, f: Factors, turn: Turn):
+def _scores(q, queries, keys, f: "Factors", turn: "Turn"):
     """[B, H, n, C, C]: query . key with the weights of a running softmax, zero above the diagonal."""
     if f.blocks is None:
         return torch.matmul(queries, keys.mT).tril_()
@@ -211,3 +230,208 @@ def _cut(x, begin, stop, chunk, dtype, fill=0.0):
 
 def _store(out, x, begin, stop):
     out[:, begin:stop] = x.flatten(2, 3)[:, :, : stop - begin].transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The rotation of a run of tokens [B, H, n, C, K]; without tables (no theta) everything passes unchanged.
+
+    cos, sin: [1 or B, H, n, C, K]; positions: [1 or B, 1, n, C, 1].
+    A `view` picks tokens out of tables and tensors alike (the rows or columns of a block).
+    """
+
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    positions: Tensor | None = None
+
+    @staticmethod
+    def of(theta: Tensor | None, positions: Tensor, dtype: torch.dtype) -> "Turn":
+        """For positions [1 or B, n, C] and theta [H, K]. Angles are formed in float64: t theta needs the digits."""
+        if theta is None:
+            return Turn()
+        positions = positions[:, None, :, :, None]
+        angle = positions.double() * theta.double()[:, None, None]
+        return Turn(angle.cos().to(dtype), angle.sin().to(dtype), positions.to(dtype))
+
+    def apply(self, x: Tensor, view=lambda x: x) -> Tensor:
+        if self.cos is None:
+            return x
+        both = x.new_empty(*x.shape[:-1], 2 * x.shape[-1])
+        for half, table in zip(both.chunk(2, -1), (self.cos, self.sin), strict=True):
+            torch.mul(x, view(table), out=half)
+        return both
+
+    def transpose(self, x: Tensor, grad: Tensor, view=lambda x: x) -> tuple[Tensor, Tensor | None]:
+        """From the gradient to `apply(x)`: those to x and to x's angles (None without tables)."""
+        if self.cos is None:
+            return grad, None
+        cos, sin = view(self.cos), view(self.sin)
+        first, second = grad.chunk(2, -1)
+        angle = (second * cos).addcmul_(first, sin, value=-1).mul_(x)
+        return (first * cos).addcmul_(second, sin), angle
+
+    def twice(self, x: Tensor) -> Tensor:
+        """A factor per channel [..., K], made to multiply rows of the state: [..., K or 2K, 1]."""
+        return (x if self.cos is None else torch.cat([x, x], -1))[..., None]
+
+    def once(self, x: Tensor) -> Tensor:
+        """The transpose of doubling: [..., K or 2K] -> [..., K]."""
+        return x if self.cos is None else x.unflatten(-1, (2, -1)).sum(-2)
+
+    def theta_gradient(self, angle: Tensor) -> Tensor:
+        return (angle * self.positions).sum((0, 2, 3))
+
+
+# Smallest P_t of the linear form.
+FLOOR = {torch.float32: 1e-26, torch.float64: 1e-200}
+
+
+@dataclass
+class Block:
+    """Pairs of tokens with weight `row` x `column`, each [B, H, n, m, size, K].
+
+    `halves`: of each 2 x size tokens the right half are the rows, the left half the columns.
+    Otherwise rows and columns are the same tokens (size 1: the diagonal).
+    """
+
+    size: int
+    halves: bool
+    row: Tensor
+    column: Tensor
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[..., C, F] -> [..., m, size, F]: a view on the row tokens."""
+        return x.unflatten(-2, (-1, 2, self.size))[..., 1, :, :] if self.halves else x.unflatten(-2, (-1, self.size))
+
+    def columns(self, x: Tensor) -> Tensor:
+        return x.unflatten(-2, (-1, 2, self.size))[..., 0, :, :] if self.halves else x.unflatten(-2, (-1, self.size))
+
+    def pairs(self, matrix: Tensor) -> Tensor:
+        """[..., C, C] -> [..., m, size, size]: a view on the entries of these pairs."""
+        parts = 2 if self.halves else 1
+        grid = matrix.unflatten(-1, (-1, parts, self.size)).unflatten(-4, (-1, parts, self.size))
+        grid = grid[..., parts - 1, :, :, 0, :]
+        return grid.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+@dataclass
+class Factors:
+    """Weights of a run of n chunks of C tokens, with S normalised (by exp(-z)) at the chunk boundaries.
+
+    query, key [B, H, n, C, K]: a token's factors against the state that enters and the one that leaves its chunk,
+    enter, leave [B, H, n, K]: what completes them: the weight of the entering state at t is query_t x enter, the weight
+    of token s in the leaving state is key_s x leave,
+    keep [B, H, n, K]: weight of the entering state in the leaving one,
+    z [B, H, K]: log-sum after the last token,
+    blocks: None if query x key is also the weight inside a chunk, else where that weight is to be had.
+    """
+
+    query: Tensor
+    key: Tensor
+    enter: Tensor
+    leave: Tensor
+    keep: Tensor
+    z: Tensor
+    blocks: list[Block] | None
+
+
+def factorise(u: Tensor, z: Tensor) -> Factors:
+    """Factors for logits u [B, H, n, C, K] that follow a log-sum z [B, H, K]; C is a power of two.
+
+    The linear form is taken when a look at the values allows it. Only on the CPU: a GPU would have to wait for the
+    answer, so there it is always halves.
+    """
+    key, mass, peak, before, after = _linear(u, z)
+    keep = (before - _finite(after)).exp_()
+    reference = torch.maximum(peak, before)
+    enter = (before - _finite(reference)).exp_()
+    if u.device.type == "cpu":
+        shift = (peak - _finite(reference)).exp_()
+        mass = torch.addcmul(enter[..., None, :], mass, shift[..., None, :])
+        smallest = float(mass.amin())
+        if smallest >= FLOOR[u.dtype] or _only_masked_below(FLOOR[u.dtype], mass, u, before):
+            query = mass.reciprocal_()
+            if smallest == 0.0:
+                query.masked_fill_(query == torch.inf, 0.0)
+            key *= shift[..., None, :]
+            leave = (reference - _finite(after)).exp_()
+            return Factors(query, key, enter, leave, keep, after[:, :, -1], None)
+    z_t = torch.cat([before[..., None, :], u], -2).logcumsumexp(-2)[..., 1:, :]
+    one = torch.ones_like(enter)
+    query = (before[..., None, :] - _finite(z_t)).exp_()
+    key = (u - _finite(after)[..., None, :]).exp_()
+    return Factors(query, key, one, one, keep, after[:, :, -1], _halves(u, z_t))
+
+
+def fold_keys(u: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The part of `factorise` that the state alone needs: key, leave, keep, z."""
+    key, _, peak, before, after = _linear(u, z)
+    return key, (peak - _finite(after)).exp_(), (before - _finite(after)).exp_(), after[:, :, -1]
+
+
+def _linear(u, z):
+    peak = u.amax(-2)
+    key = (u - _finite(peak)[..., None, :]).exp_()
+    mass = key.cumsum(-2)
+    total = peak + mass[..., -1, :].log()
+    # A loop over chunks: torch.logcumsumexp goes element by element on the CPU and takes ten times longer.
+    edges = [z]
+    for part in total.unbind(2):
+        edges.append(torch.logaddexp(edges[-1], part))
+    edges = torch.stack(edges, 2)
+    return key, mass, peak, edges[:, :, :-1], edges[:, :, 1:]
+
+
+def _only_masked_below(floor, mass, u, before) -> bool:
+    nothing_yet = ((u > -torch.inf).cumsum(-2) == 0) & (before == -torch.inf)[..., None, :]
+    return bool((nothing_yet | (mass >= floor)).all())
+
+
+def _halves(u, z_t) -> list[Block]:
+    diagonal = (u - _finite(z_t)).exp_().unflatten(-2, (-1, 1))
+    blocks = [Block(1, False, torch.ones_like(diagonal), diagonal)]
+    size = u.shape[-2] // 2
+    while size:
+        z_left, z_right = z_t.unflatten(-2, (-1, 2, size)).unbind(-3)
+        end = z_left[..., -1:, :]
+        column = u.unflatten(-2, (-1, 2, size))[..., 0, :, :]
+        blocks.append(Block(size, True, (end - _finite(z_right)).exp_(), (column - _finite(end)).exp_()))
+        size //= 2
+    return blocks
+
+
+def _finite(x: Tensor) -> Tensor:
+    """x with 0 for -inf: subtracted from -inf, that leaves the weight exp(-inf) = 0 of what is not there."""
+    return x.masked_fill(x == -torch.inf, 0.0)
+
+
+def _non_causal(q: Tensor, u: Tensor, v: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+    """o, S, z for [B, H, 1, T, .] tensors: the whole sequence is one chunk."""
+    key, z = _softmax(u)
+    S = torch.matmul(turn.apply(key).mT, v)
+    return torch.matmul(turn.apply(q), S), S[:, :, 0], z[:, :, 0]
+
+
+def _non_causal_backward(
+    do: Tensor, D: Tensor, decline: Tensor, q: Tensor, u: Tensor, v: Tensor, turn: Turn, S: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients to q, u, v and the angles; D is the gradient to S with z held, `decline` minus the one to z."""
+    key, _ = _softmax(u)
+    queries, keys, S = turn.apply(q), turn.apply(key), S[:, :, None]
+    from_o = torch.matmul(queries.mT, do)
+    D = D[:, :, None] + from_o
+    dq, dangle = turn.transpose(q, torch.matmul(do, S.mT))
+    dkey, dangle_k = turn.transpose(key, torch.matmul(v, D.mT))
+    # z normalises S, so it also takes what o gives to S.
+    decline = decline[:, :, None] + turn.once((from_o * S).sum(-1))
+    du = key * (dkey - decline[..., None, :])
+    return dq, du, torch.matmul(keys, D), None if dangle is None else dangle + dangle_k
+
+
+def _softmax(u: Tensor) -> tuple[Tensor, Tensor]:
+    peak = u.amax(-2)
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)
+    key = (u - peak[..., None, :]).exp_()
+    mass = key.sum(-2)
+    z = peak + mass.log()
+    return key * mass.masked_fill(mass == 0, 1.0).reciprocal()[..., None, :], z

@@ -7,9 +7,16 @@ import triton
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.additive.kernels import edges_kernel, link_kernel, values_kernel
-from linnet.ops.additive.key_kernels import keys_kernel
-from linnet.ops.additive.whole_kernels import combine_kernel, sum_products_kernel, use_keys_kernel, use_values_kernel
+from linnet.ops.additive.kernels import (
+    combine_kernel,
+    edges_kernel,
+    keys_kernel,
+    link_kernel,
+    sum_products_kernel,
+    use_keys_kernel,
+    use_values_kernel,
+    values_kernel,
+)
 from linnet.ops.documents import count_states, documents
 from linnet.ops.launching import align, choose_operands, count_processors, pad
 
@@ -52,7 +59,7 @@ class Call(NamedTuple):
     cu_seqlens: Tensor | None
     scale: float
     blank: Tensor  # stands for tensors that a kernel does not read
-    parts: int = 1  # into which sequences were cut, each a sequence of the batch now: `linnet.ops.additive.parts`
+    parts: int = 1  # into which sequences were cut, each a sequence of the batch now: `linnet.ops.additive.hopper`
 
     @classmethod
     def of(cls, q, k, v, theta, positions, cu_seqlens, scale) -> "Call":

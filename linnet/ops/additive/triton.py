@@ -18,7 +18,7 @@ log-sum), and the sweep of a segment starts from the summaries before it.
 Where the sum of a channel grows by more than e^97 inside a chunk of at most 64 tokens (padding with -1e4 and not -inf),
 the chunk's tokens before lose that channel: their outputs there go to 0. All else is exact to rounding.
 
-On a Hopper GPU the usual shapes (`linnet.ops.additive.hopper_launch.suits`) run in kernels of their own, which sweep
+On a Hopper GPU the usual shapes (`linnet.ops.additive.hopper.suits`) run in kernels of their own, which sweep
 long sequences of few heads in `parts`. float64, mixed dtypes and widths that are no multiple of 8 or above 256 (doubled
 or not) run in the chunked form.
 """
@@ -26,7 +26,7 @@ or not) run in the chunked form.
 import torch
 from torch import Tensor
 
-from linnet.ops.additive import chunked, hopper_launch
+from linnet.ops.additive import chunked, hopper
 from linnet.ops.additive.launch import Call
 from linnet.ops.launching import align
 
@@ -52,8 +52,8 @@ def forward(
         return chunked.forward(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens)
     call = Call.of(q, k, v, theta, positions, cu_seqlens, scale)
     with torch.cuda.device_of(q):
-        if hopper_launch.suits(call, causal):
-            return hopper_launch.forward(call, S, z, wants_final) if causal else hopper_launch.forward_whole(call)
+        if hopper.suits(call, causal):
+            return hopper.forward(call, S, z, wants_final) if causal else hopper.forward_whole(call)
         o = torch.empty_like(call.v)
         if not causal:
             return o, *_forward_whole(call, o)
@@ -98,7 +98,7 @@ def backward(
     with torch.cuda.device_of(q):
         if not causal:
             return _backward_whole(call, do, dS, dz, S_end, z, theta)
-        sweep = hopper_launch.backward if hopper_launch.suits(call, backward=True) else _backward_causal
+        sweep = hopper.backward if hopper.suits(call, backward=True) else _backward_causal
         *gradients, dS_start, dz_start = sweep(call, do, dS, dz, S, z, S_end, theta)
         if S is not None:
             dz_start += call.dot(S, dS_start)

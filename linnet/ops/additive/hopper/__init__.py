@@ -3,25 +3,38 @@
 They want bfloat16, widths of 64 or 128 (with LRPE: causal, keys of 128), sequences of whole chunks, no documents, and
 (but for forwards without LRPE) heads enough to fill the GPU, or long sequences, which are cut into parts.
 `linnet.ops.additive.triton` says what they compute.
+
+Where heads are few, sequences are cut into parts, which the kernels take for sequences. They sweep twice. The first
+time every part starts from zero, which tells what it leaves, the second time from what those before it (or, in a reversed
+sweep, after it) have left together. With the parts' own states S_j and log-sums z_j, their shares D_j in the gradients
+of the states before them, and log-sums Z at the boundaries, there are at these
+
+    S_b = sum_{j < b} exp(z_j - Z_b) S_j        D_b = sum_{j >= b} exp(Z_b - Z_j) D_j
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 import triton
 from torch import Tensor
 
-from linnet.ops.additive import parts
 from linnet.ops.additive.launch import Call
 from linnet.ops.launching import Launch, align, count_processors, launch, launch_all
 
 try:
-    from linnet.ops.additive.hopper import hopper_values_kernel
-    from linnet.ops.additive.hopper_keys import hopper_keys_kernel, hopper_queries_kernel
-    from linnet.ops.additive.hopper_turned import hopper_turned_kernel
-    from linnet.ops.additive.hopper_turned_keys import hopper_turned_keys_kernel
-    from linnet.ops.additive.hopper_turned_queries import hopper_turned_queries_kernel
-    from linnet.ops.additive.hopper_whole import hopper_product_kernel, hopper_sums_kernel
+    from linnet.ops.additive.hopper.kernels import (
+        hopper_keys_kernel,
+        hopper_product_kernel,
+        hopper_queries_kernel,
+        hopper_sums_kernel,
+        hopper_values_kernel,
+    )
+    from linnet.ops.additive.hopper.rotated_kernels import (
+        hopper_turned_kernel,
+        hopper_turned_keys_kernel,
+        hopper_turned_queries_kernel,
+    )
 except ImportError:  # a Triton without Gluon
     hopper_values_kernel = None
 
@@ -55,7 +68,7 @@ def suits(call: Call, causal: bool = True, backward: bool = False) -> bool:
     if turned and call.scale == 0.0:  # by which the final state's gradient is divided
         return False
     many = B * H >= LEAST[turned] * count_processors(q.device)
-    return not (backward or turned) or many or parts.count(call, CHUNK) > 1
+    return not (backward or turned) or many or count_parts(call, CHUNK) > 1
 
 
 def forward(
@@ -63,8 +76,8 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """o and the final state, or None and None."""
     o = torch.empty_like(call.v)
-    if call.theta is not None and (count := parts.count(call, CHUNK)) > 1:
-        part = parts.cut(call, count)
+    if call.theta is not None and (count := count_parts(call, CHUNK)) > 1:
+        part = cut_parts(call, count)
         states, ends = _carry(part, o, S, z)
         launch_all([_values(part, part.v, o, (_before(states), _before(ends)), NOTHING)])
         return o, *((states[:, -1].contiguous(), ends[:, -1].contiguous()) if wants_final else NOTHING)
@@ -84,7 +97,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients to q, k, v, theta and the initial state, if there is one, but for what that itself gives to z."""
     dq, dk, dv = gradients = [torch.empty_like(x) for x in (call.q, call.k, call.v)]
-    call = parts.cut(call, parts.count(call, CHUNK))
+    call = cut_parts(call, count_parts(call, CHUNK))
     B, T, H, K = call.q.shape
     edges, dtheta = call.blank.new_empty(B, T // CHUNK + 1, H, 2, K), call.empty_slopes(1)
     if call.parts == 1:
@@ -103,7 +116,7 @@ def backward(
         _keys(call, do, dq, dk, NOTHING, None, shares, edges, dtheta[1]),
     ])  # fmt: skip
     last = None if dS is None else (dS, call.dot(dS, S_end) - dz)
-    D, falls = parts.carry_back((shares[0], -shares[1]), last, ends, call.parts)
+    D, falls = carry_back((shares[0], -shares[1]), last, ends, call.parts)
     dS, S_end = _after(D), _after(states)
     dz = call.dot(dS, S_end) - _after(falls)
     launch_all([
@@ -161,10 +174,10 @@ def _sum(call: Call, segments: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _carry(part: Call, scratch: Tensor, S: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`parts.carry`, from a sweep that starts from zero and writes what it has for o to `scratch`."""
+    """`carry`, from a sweep that starts from zero and writes what it has for o to `scratch`."""
     sums = part.empty_state()
     launch_all([_values(part, part.v, scratch, NOTHING, sums)])
-    return parts.carry(sums, (S, z), part.parts)
+    return carry(sums, (S, z), part.parts)
 
 
 def _before(x: Tensor) -> Tensor:
@@ -241,3 +254,85 @@ def _sizes(call: Call) -> tuple[int, ...]:
 def _columns(call: Call) -> int:
     B, _, H, K = call.q.shape
     return choose_columns(K, call.v.shape[3], B * H, count_processors(call.q.device))
+
+
+# Chunks of a part at least; and tokens of all heads from which on the more launches are worth it.
+PART, WORTH = 8, 2**19
+
+
+def count_parts(call: Call, chunk: int) -> int:
+    """Parts, all of one length, that fill the GPU best; 1 where heads are many or no such number is worth it."""
+    B, T, H, _ = call.q.shape
+    processors = count_processors(call.q.device)
+    if 4 * B * H > processors or B * T * H < WORTH:
+        return 1
+    return _choose(B * H, T // chunk, processors)
+
+
+@functools.lru_cache(1024)
+def _choose(heads: int, chunks: int, processors: int) -> int:
+    most = min(2 * processors // heads, chunks // PART)
+    fitting = [G for G in range(1, most + 1) if chunks % G == 0]
+    # Their time: rounds of programs of all columns on all multiprocessors, by the length of a part.
+    best = min(fitting, key=lambda G: (-(-heads * G // processors) / G, G), default=1)
+    return best if best > 2 else 1
+
+
+def cut_parts(call: Call, parts: int) -> Call:
+    """The call with every part as a sequence."""
+
+    def split(x: Tensor) -> Tensor:
+        return x.view(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:])
+
+    positions = None if call.positions is None else split(call.positions)
+    return call._replace(q=split(call.q), k=split(call.k), v=split(call.v), positions=positions, parts=parts)
+
+
+def carry(sums: tuple[Tensor, Tensor], first: tuple[Tensor | None, Tensor | None], parts: int) -> tuple[Tensor, Tensor]:
+    """States [B, G + 1, H, K or 2 K, V] and log-sums [B, G + 1, H, K] before each of G parts and after the last one.
+
+    Args:
+        sums: those of the parts [B G, H, ...] from zero.
+        first: the initial ones [B, H, ...], or None.
+    """
+    S, z = (_lead(x, y, parts) for x, y in zip(sums, first, strict=True))
+    if first[1] is None:
+        z[:, 0] = -torch.inf
+    ends = torch.logcumsumexp(z, 1)
+    # [B, boundary, j, H, K]. Where no key has come yet, -inf less -inf, there is nothing of any part.
+    weights = (z[:, None] - ends[:, :, None]).exp().nan_to_num(0.0)
+    return _weigh(weights.masked_fill_(_ahead(parts, z.device), 0.0), S), ends
+
+
+def carry_back(
+    shares: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor] | None, ends: Tensor, parts: int
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the states that `carry` gives, with log-sums held, and what a rise of those takes from the loss.
+
+    Args:
+        shares: what the parts [B G, H, ...] add to both where each begins.
+        last: both after the last part [B, H, ...], or None.
+        ends: the log-sums that `carry` gives.
+    """
+    D, fall = (_lead(x, y, parts).roll(-1, 1) for x, y in zip(shares, last or (None, None), strict=True))
+    weights = (ends[:, :, None] - ends[:, None]).exp().nan_to_num(0.0)
+    weights.masked_fill_(_ahead(parts, ends.device).transpose(1, 2), 0.0)
+    return _weigh(weights, D), (weights * fall[:, None]).sum(2)
+
+
+def _lead(x: Tensor, first: Tensor | None, parts: int) -> Tensor:
+    """Of parts [B G, ...]: [B, 1 + G, ...] with `first`, or zero, in front."""
+    x = x.view(-1, parts, *x.shape[1:])
+    first = torch.zeros_like(x[:, :1]) if first is None else first[:, None]
+    return torch.cat([first, x], 1)
+
+
+def _ahead(parts: int, device: torch.device) -> Tensor:
+    """[1, boundary, j, 1, 1]: whether j, in the order of `_lead`, comes after the boundary."""
+    return torch.ones(parts + 1, parts + 1, dtype=torch.bool, device=device).triu_(1)[None, :, :, None, None]
+
+
+def _weigh(weights: Tensor, states: Tensor) -> Tensor:
+    """sum_j weights [B, b, j, H, K] states [B, j, H, K or 2 K, V], as [B, b, H, K or 2 K, V]."""
+    turned = states.unflatten(3, (-1, weights.shape[-1]))
+    return torch.einsum("bijhk,bjhckv->bihckv", weights, turned).flatten(3, 4)
