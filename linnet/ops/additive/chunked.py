@@ -1,32 +1,28 @@
 """Additive decay attention, chunked: dense matrix products in PyTorch, on any device, with a hand-written backward.
 
-With factors (a for queries, b for keys, a token and channel) a chunk is ordinary linear attention,
+The decays telescope: between token s and token t >= s they multiply to exp(z_s - z_t). The weight of s at t is then
+exp(u_s - z_t) <= 1, the product of a factor a of t and a factor b of s, and a chunk is ordinary linear attention,
 
-    O = tril((Q a) b^T) V + (Q a) (enter S)         S <- keep S + leave (b^T V)
+    O = tril((Q a) b^T) V + (Q a) (initial S)         S <- decay S + final (b^T V)
 
-where S is normalised by exp(-z) at the chunk's boundaries, and LRPE turns Q a and b. The sequence goes by in segments
-of a few chunks, so that temporaries stay small (memory is linear in T) and in the cache. The backward repeats the sweep
-over the states alone and then goes through the segments in reverse.
+where S is normalised by exp(-z) at the boundaries of chunks, and LRPE rotates Q a and b. The sequence is walked in
+segments of a few chunks, so that temporaries stay small (memory is linear in T) and in the cache. The backward repeats
+the sweep over the states alone and then goes through the segments in reverse.
+
+The factors are in linear space, with one reference per chunk and channel, r = max(largest logit of the chunk, z before
+the chunk):
+
+    P_t = exp(z_t - r) = exp(z_before - r) + cumsum_t exp(u - r)          exp(u_s - z_t) = exp(u_s - r) / P_t
+
+This costs one exponential and one division per element. It is exact to rounding unless P_t comes near the smallest
+number: a key factor that underflows belongs to a weight below 1e-38 / FLOOR (float32: 1e-12). Where a channel grows by
+more than that inside a chunk (early logits 60 below a later one) the chunk is halved repeatedly instead: for rows in a
+right half and columns in the left half before it, with r = z at the end of the left half, exp(u_s - r) <= 1 and
+exp(r - z_t) <= 1, so nothing overflows for any input, and what underflows is truly that small.
 
 Without causality keys are the softmax over the sequence, and one pass is enough:
 
     k = softmax_t(u),  S = k^T V,  O = Q S      (paper 003, section 4.1; the last token equals that of the causal form)
-
-How the weights exp(u_s - z_t) of the running softmax are split into a query factor and a key factor.
-
-The decays telescope: between token s and token t >= s they multiply to exp(z_s - z_t), so the weight of s at t is
-exp(u_s - z_t) <= 1, a product of something of t and something of s, and a chunk is a plain matrix product.
-
-In linear space, with one reference per chunk and channel, r = max(largest logit of the chunk, z before the chunk):
-
-    P_t = exp(z_t - r) = exp(z_before - r) + cumsum_t exp(u - r)          exp(u_s - z_t) = exp(u_s - r) / P_t
-
-This costs one exponential and one division an element, and it is exact to rounding as long as P_t does not come near
-the smallest number: a key factor that underflows then belongs to a weight below FLOOR / 1e-38 (float32: 1e-12).
-
-Where a channel grows by more than that inside a chunk (early logits 60 below a later one) the chunk is halved again and
-again instead: for rows in a right half and columns in the left half before it, with r = z at the end of the left half,
-exp(u_s - r) <= 1 and exp(r - z_t) <= 1, so nothing can overflow for any input, and what underflows is truly that small.
 """
 
 from dataclasses import dataclass
@@ -43,18 +39,18 @@ SEGMENT_CPU, SEGMENT_GPU = 2**19, 2**26
 
 
 def forward(
-    q, k, v, theta, positions, S, z, scale, causal, cu_seqlens, wants_final=True
+    q, k, v, theta, positions, S, z, scale, causal, cu_seqlens, return_final=True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o [B, T, H, V] and S, z after the last token, wanted or not; arguments as in `additive_attention`."""
     S, z = _first_state(q, k, v, theta, S, z, cu_seqlens)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     for rows, start, end in documents(cu_seqlens, q.shape[0], q.shape[1]):
         for begin, stop, chunk in _segments(q, v, theta, start, end, causal):
-            part = _load(q, k, v, theta, positions, start, begin, stop, chunk, S.dtype)
+            segment = _load(q, k, v, theta, positions, start, begin, stop, chunk, S.dtype)
             if causal:
-                out, S[rows], z[rows] = _segment(*part, S[rows], z[rows])
+                out, S[rows], z[rows] = _segment(*segment, S[rows], z[rows])
             else:
-                out, S[rows], z[rows] = _non_causal(*part)
+                out, S[rows], z[rows] = _non_causal(*segment)
             _store(o, out if scale == 1.0 else out * scale, begin, stop)
     return o, S, z
 
@@ -68,114 +64,116 @@ def backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, 
     S, z = _first_state(q, k, v, theta, S, z if causal else None, cu_seqlens)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dtheta = S.new_zeros(theta.shape if theta is not None else 0)
-    once = Turn(cos=theta).once
+    once = Rotation(cos=theta).once
     # At a boundary: the gradient to S with z held, and minus the gradient to z, by which S was divided.
     if dS is None:
-        D, decline = torch.zeros_like(S), torch.zeros_like(z)
+        D, delta = torch.zeros_like(S), torch.zeros_like(z)
     else:
         D = dS.to(S.dtype, copy=True, memory_format=torch.contiguous_format)
-        decline = once((S_end.to(S.dtype) * D).sum(-1))
+        delta = once((S_end.to(S.dtype) * D).sum(-1))
     if dz is not None:
-        decline -= dz.to(S.dtype)
+        delta -= dz.to(S.dtype)
     for rows, start, end in documents(cu_seqlens, q.shape[0], q.shape[1]):
         segments = _segments(q, v, theta, start, end, causal)
         checkpoints = [(S[rows], z[rows])]
         for begin, stop, chunk in segments[:-1]:
-            _, u, v_, turn = _load(None, k, v, theta, positions, start, begin, stop, chunk, S.dtype)
-            key, leave, keep, z_next = fold_keys(u, checkpoints[-1][1])
-            new = turn.twice(leave) * torch.matmul(turn.apply(key).mT, v_)
-            checkpoints.append((_sweep(new, turn.twice(keep), checkpoints[-1][0])[1], z_next))
+            _, u, v_, rotation = _load(None, k, v, theta, positions, start, begin, stop, chunk, S.dtype)
+            key, final, decay, z_next = fold_keys(u, checkpoints[-1][1])
+            new = rotation.twice(final) * torch.matmul(rotation.apply(key).mT, v_)
+            checkpoints.append((_sweep(new, rotation.twice(decay), checkpoints[-1][0])[1], z_next))
         for (begin, stop, chunk), (S_in, z_in) in zip(reversed(segments), reversed(checkpoints), strict=False):
-            part = _load(q, k, v, theta, positions, start, begin, stop, chunk, S.dtype)
+            segment = _load(q, k, v, theta, positions, start, begin, stop, chunk, S.dtype)
             do_ = _cut(do, begin, stop, chunk, S.dtype)
             if scale != 1.0:
                 do_ = do_ * scale
             if causal:
-                *grads, D[rows], decline[rows] = _segment_backward(do_, *part, S_in, z_in, D[rows], decline[rows])
+                *grads, D[rows], delta[rows] = _segment_backward(do_, *segment, S_in, z_in, D[rows], delta[rows])
             else:
-                grads = _non_causal_backward(do_, D[rows], decline[rows], *part, S_end[rows].to(S.dtype))
-                D[rows], decline[rows] = 0.0, 0.0
+                grads = _non_causal_backward(do_, D[rows], delta[rows], *segment, S_end[rows].to(S.dtype))
+                D[rows], delta[rows] = 0.0, 0.0
             for out, grad in zip((dq, dk, dv), grads, strict=False):
                 _store(out, grad, begin, stop)
             if theta is not None:
-                dtheta += part[3].theta_gradient(grads[3])
-    return dq, dk, dv, dtheta if theta is None else dtheta.to(theta.dtype), D, once((S * D).sum(-1)) - decline
+                dtheta += segment[3].theta_gradient(grads[3])
+    return dq, dk, dv, dtheta if theta is None else dtheta.to(theta.dtype), D, once((S * D).sum(-1)) - delta
 
 
-def _segment(q, u, v, turn, S, z):
+def _segment(q, u, v, rotation, S, z):
     f = factorise(u, z)
-    keys, queries = turn.apply(f.key), turn.apply(q * f.query)
-    entering, S = _sweep(turn.twice(f.leave) * torch.matmul(keys.mT, v), turn.twice(f.keep), S)
-    o = torch.matmul(_scores(q, queries, keys, f, turn), v)
-    multiply_add(o, queries, turn.twice(f.enter) * entering)
+    keys, queries = rotation.apply(f.key), rotation.apply(q * f.query)
+    initial_states, S = _sweep(rotation.twice(f.final) * torch.matmul(keys.mT, v), rotation.twice(f.decay), S)
+    o = torch.matmul(_scores(q, queries, keys, f, rotation), v)
+    multiply_add(o, queries, rotation.twice(f.initial) * initial_states)
     return o, S, f.z
 
 
-def _segment_backward(do, q, u, v, turn, S, z, D, decline):
+def _segment_backward(do, q, u, v, rotation, S, z, D, delta):
     f = factorise(u, z)
     q_hat = q * f.query
-    keys, queries = turn.apply(f.key), turn.apply(q_hat)
-    enter, leave, keep = turn.twice(f.enter), turn.twice(f.leave), turn.twice(f.keep)
-    entering, _ = _sweep(leave * torch.matmul(keys.mT, v), keep, S)
-    D_after, D = _sweep(enter * torch.matmul(queries.mT, do), keep, D, reverse=True)
-    D_after *= leave
+    keys, queries = rotation.apply(f.key), rotation.apply(q_hat)
+    initial, final, decay = rotation.twice(f.initial), rotation.twice(f.final), rotation.twice(f.decay)
+    initial_states, _ = _sweep(final * torch.matmul(keys.mT, v), decay, S)
+    D_after, D = _sweep(initial * torch.matmul(queries.mT, do), decay, D, reverse=True)
+    D_after *= final
 
-    scores, dscores = _scores(q, queries, keys, f, turn), torch.matmul(do, v.mT).tril_()
+    scores, dscores = _scores(q, queries, keys, f, rotation), torch.matmul(do, v.mT).tril_()
     dv = torch.matmul(scores.mT, do)
     multiply_add(dv, keys, D_after)
-    dqueries = torch.matmul(do, (entering * enter).mT)
+    dqueries = torch.matmul(do, (initial_states * initial).mT)
     dkeys = torch.matmul(v, D_after.mT)
     if f.blocks is None:
         multiply_add(dqueries, dscores, keys)
         multiply_add(dkeys, dscores.mT, queries)
-    dq, dangle = turn.transpose(q_hat, dqueries)
-    du, dangle_k = turn.transpose(f.key, dkeys)
+    dq, dangle = rotation.transpose(q_hat, dqueries)
+    du, dangle_k = rotation.transpose(f.key, dkeys)
     dq.mul_(f.query)
     du = du * f.key if f.blocks is not None else du
     for block in f.blocks or ():
         pairs, row_q = block.pairs(dscores), block.rows(q) * block.row
-        grad, angle = turn.transpose(row_q, torch.matmul(pairs, turn.apply(block.column, block.columns)), block.rows)
+        grad, angle = rotation.transpose(
+            row_q, torch.matmul(pairs, rotation.apply(block.column, block.columns)), block.rows
+        )
         block.rows(dq).add_(grad * block.row)
-        grad_k = torch.matmul(pairs.mT, turn.apply(row_q, block.rows))
-        grad_k, angle_k = turn.transpose(block.column, grad_k, block.columns)
+        grad_k = torch.matmul(pairs.mT, rotation.apply(row_q, block.rows))
+        grad_k, angle_k = rotation.transpose(block.column, grad_k, block.columns)
         block.columns(du).add_(grad_k * block.column)
         if angle is not None:
             block.rows(dangle).add_(angle)
             block.columns(dangle_k).add_(angle_k)
 
-    # z_t divides o_t channel by channel, so its gradient is -q_t dq_t; it spreads over u_s with weight exp(u_s - z_t).
-    fall = q * dq
-    weighted = f.query * fall
-    after, decline = _sweep(f.enter * weighted.sum(-2), f.keep, decline, reverse=True)
-    outside = (f.leave * after)[..., None, :]
+    # exp(z_t) divides o_t per channel, so the gradient of z_t is -q_t dq_t; that of u_s gets exp(u_s - z_t) of it.
+    q_dq = q * dq
+    weighted = f.query * q_dq
+    after, delta = _sweep(f.initial * weighted.sum(-2), f.decay, delta, reverse=True)
+    outside = (f.final * after)[..., None, :]
     if f.blocks is None:
         later = torch.ones(q.shape[-2], q.shape[-2], dtype=q.dtype, device=q.device).triu_()
         du = du.sub_(torch.matmul(later, weighted)).sub_(outside).mul_(f.key)
     else:
         du.addcmul_(f.key, outside, value=-1)
         for block in f.blocks:
-            block.columns(du).addcmul_(block.column, (block.row * block.rows(fall)).sum(-2, keepdim=True), value=-1)
-    return dq, du, dv, None if dangle is None else dangle.add_(dangle_k), D, decline
+            block.columns(du).addcmul_(block.column, (block.row * block.rows(q_dq)).sum(-2, keepdim=True), value=-1)
+    return dq, du, dv, None if dangle is None else dangle.add_(dangle_k), D, delta
 
 
-def _scores(q, queries, keys, f: "Factors", turn: "Turn"):
+def _scores(q, queries, keys, f: "Factors", rotation: "Rotation"):
     """[B, H, n, C, C]: query . key with the weights of a running softmax, zero above the diagonal."""
     if f.blocks is None:
         return torch.matmul(queries, keys.mT).tril_()
     scores = q.new_zeros(*q.shape[:-1], q.shape[-2])
     for block in f.blocks:
-        row = turn.apply(block.rows(q) * block.row, block.rows)
-        block.pairs(scores).copy_(torch.matmul(row, turn.apply(block.column, block.columns).mT))
+        row = rotation.apply(block.rows(q) * block.row, block.rows)
+        block.pairs(scores).copy_(torch.matmul(row, rotation.apply(block.column, block.columns).mT))
     return scores
 
 
-def _sweep(new, keep, x, reverse=False):
-    """x <- keep_i x + new_i over the chunks (dim 2). Returns x before each chunk took part, stacked, and the last x."""
+def _sweep(new, decay, x, reverse=False):
+    """x <- decay_i x + new_i over the chunks (dim 2). Returns x before each chunk, stacked, and the last x."""
     met, end = torch.empty_like(new), torch.empty_like(new[:, :, 0])
     chunks = range(new.shape[2] - 1, -1, -1) if reverse else range(new.shape[2])
     met[:, :, chunks[0]] = x
     for i, following in zip(chunks, [*(met[:, :, j] for j in chunks[1:]), end], strict=True):
-        torch.addcmul(new[:, :, i], keep[:, :, i], met[:, :, i], out=following)
+        torch.addcmul(new[:, :, i], decay[:, :, i], met[:, :, i], out=following)
     return met, end
 
 
@@ -202,8 +200,8 @@ def _segments(q, v, theta, start, end, causal):
 
 
 def _load(q, k, v, theta, positions, start, begin, stop, chunk, dtype):
-    """q, u, v as [B, H, n, C, .] in the dtype of the state, filled up with masked tokens, and their turn."""
-    # q None: only the state is wanted.
+    """q, u, v as [B, H, n, C, .] in the dtype of the state, filled up with masked tokens, and their rotation."""
+    # q is None where only the state is needed.
     q = None if q is None else _cut(q, begin, stop, chunk, dtype)
     u = _cut(k, begin, stop, chunk, dtype, -torch.inf)
     count = u.shape[2] * chunk
@@ -212,19 +210,19 @@ def _load(q, k, v, theta, positions, start, begin, stop, chunk, dtype):
     else:
         at = positions.new_zeros(positions.shape[0], count)
         at[:, : stop - begin] = positions[:, begin:stop]
-    turn = Turn.of(theta, at.unflatten(1, (-1, chunk)), dtype)
-    return q, u, _cut(v, begin, stop, chunk, dtype), turn
+    rotation = Rotation.of(theta, at.unflatten(1, (-1, chunk)), dtype)
+    return q, u, _cut(v, begin, stop, chunk, dtype), rotation
 
 
 def _cut(x, begin, stop, chunk, dtype, fill=0.0):
     """x[:, begin:stop] of [B, T, H, F] as contiguous [B, H, n, C, F]."""
-    piece = x[:, begin:stop].transpose(1, 2)
+    rows = x[:, begin:stop].transpose(1, 2)
     missing = -(stop - begin) % chunk
     if missing:
-        full = piece.new_full((*piece.shape[:2], stop - begin + missing, piece.shape[3]), fill, dtype=dtype)
-        full[:, :, : stop - begin] = piece
+        full = rows.new_full((*rows.shape[:2], stop - begin + missing, rows.shape[3]), fill, dtype=dtype)
+        full[:, :, : stop - begin] = rows
     else:
-        full = piece.to(dtype).contiguous()
+        full = rows.to(dtype).contiguous()
     return full.unflatten(2, (-1, chunk))
 
 
@@ -233,7 +231,7 @@ def _store(out, x, begin, stop):
 
 
 @dataclass(frozen=True)
-class Turn:
+class Rotation:
     """The rotation of a run of tokens [B, H, n, C, K]; without tables (no theta) everything passes unchanged.
 
     cos, sin: [1 or B, H, n, C, K]; positions: [1 or B, 1, n, C, 1].
@@ -245,13 +243,13 @@ class Turn:
     positions: Tensor | None = None
 
     @staticmethod
-    def of(theta: Tensor | None, positions: Tensor, dtype: torch.dtype) -> "Turn":
+    def of(theta: Tensor | None, positions: Tensor, dtype: torch.dtype) -> "Rotation":
         """For positions [1 or B, n, C] and theta [H, K]. Angles are formed in float64: t theta needs the digits."""
         if theta is None:
-            return Turn()
+            return Rotation()
         positions = positions[:, None, :, :, None]
         angle = positions.double() * theta.double()[:, None, None]
-        return Turn(angle.cos().to(dtype), angle.sin().to(dtype), positions.to(dtype))
+        return Rotation(angle.cos().to(dtype), angle.sin().to(dtype), positions.to(dtype))
 
     def apply(self, x: Tensor, view=lambda x: x) -> Tensor:
         if self.cos is None:
@@ -308,9 +306,9 @@ class Block:
 
     def pairs(self, matrix: Tensor) -> Tensor:
         """[..., C, C] -> [..., m, size, size]: a view on the entries of these pairs."""
-        parts = 2 if self.halves else 1
-        grid = matrix.unflatten(-1, (-1, parts, self.size)).unflatten(-4, (-1, parts, self.size))
-        grid = grid[..., parts - 1, :, :, 0, :]
+        count = 2 if self.halves else 1
+        grid = matrix.unflatten(-1, (-1, count, self.size)).unflatten(-4, (-1, count, self.size))
+        grid = grid[..., count - 1, :, :, 0, :]
         return grid.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
@@ -318,19 +316,19 @@ class Block:
 class Factors:
     """Weights of a run of n chunks of C tokens, with S normalised (by exp(-z)) at the chunk boundaries.
 
-    query, key [B, H, n, C, K]: a token's factors against the state that enters and the one that leaves its chunk,
-    enter, leave [B, H, n, K]: what completes them: the weight of the entering state at t is query_t x enter, the weight
-    of token s in the leaving state is key_s x leave,
-    keep [B, H, n, K]: weight of the entering state in the leaving one,
+    query, key [B, H, n, C, K]: factors of a token towards the state before its chunk and the state after it.
+    initial, final [B, H, n, K]: complete them: the state before the chunk has weight query_t x initial at token t, and
+        token s has weight key_s x final in the state after the chunk.
+    decay [B, H, n, K]: weight of the state before the chunk in the state after it.
     z [B, H, K]: log-sum after the last token,
     blocks: None if query x key is also the weight inside a chunk, else where that weight is to be had.
     """
 
     query: Tensor
     key: Tensor
-    enter: Tensor
-    leave: Tensor
-    keep: Tensor
+    initial: Tensor
+    final: Tensor
+    decay: Tensor
     z: Tensor
     blocks: list[Block] | None
 
@@ -341,30 +339,30 @@ def factorise(u: Tensor, z: Tensor) -> Factors:
     The linear form is taken when a look at the values allows it. Only on the CPU: a GPU would have to wait for the
     answer, so there it is always halves.
     """
-    key, mass, peak, before, after = _linear(u, z)
-    keep = (before - _finite(after)).exp_()
+    key, denominator, peak, before, after = _linear(u, z)
+    decay = (before - _finite(after)).exp_()
     reference = torch.maximum(peak, before)
-    enter = (before - _finite(reference)).exp_()
+    initial = (before - _finite(reference)).exp_()
     if u.device.type == "cpu":
         shift = (peak - _finite(reference)).exp_()
-        mass = torch.addcmul(enter[..., None, :], mass, shift[..., None, :])
-        smallest = float(mass.amin())
-        if smallest >= FLOOR[u.dtype] or _only_masked_below(FLOOR[u.dtype], mass, u, before):
-            query = mass.reciprocal_()
+        denominator = torch.addcmul(initial[..., None, :], denominator, shift[..., None, :])
+        smallest = float(denominator.amin())
+        if smallest >= FLOOR[u.dtype] or _only_masked_below(FLOOR[u.dtype], denominator, u, before):
+            query = denominator.reciprocal_()
             if smallest == 0.0:
                 query.masked_fill_(query == torch.inf, 0.0)
             key *= shift[..., None, :]
-            leave = (reference - _finite(after)).exp_()
-            return Factors(query, key, enter, leave, keep, after[:, :, -1], None)
+            final = (reference - _finite(after)).exp_()
+            return Factors(query, key, initial, final, decay, after[:, :, -1], None)
     z_t = torch.cat([before[..., None, :], u], -2).logcumsumexp(-2)[..., 1:, :]
-    one = torch.ones_like(enter)
+    one = torch.ones_like(initial)
     query = (before[..., None, :] - _finite(z_t)).exp_()
     key = (u - _finite(after)[..., None, :]).exp_()
-    return Factors(query, key, one, one, keep, after[:, :, -1], _halves(u, z_t))
+    return Factors(query, key, one, one, decay, after[:, :, -1], _halves(u, z_t))
 
 
 def fold_keys(u: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The part of `factorise` that the state alone needs: key, leave, keep, z."""
+    """The part of `factorise` that the state alone needs: key, final, decay, z."""
     key, _, peak, before, after = _linear(u, z)
     return key, (peak - _finite(after)).exp_(), (before - _finite(after)).exp_(), after[:, :, -1]
 
@@ -372,19 +370,19 @@ def fold_keys(u: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _linear(u, z):
     peak = u.amax(-2)
     key = (u - _finite(peak)[..., None, :]).exp_()
-    mass = key.cumsum(-2)
-    total = peak + mass[..., -1, :].log()
+    denominator = key.cumsum(-2)
+    total = peak + denominator[..., -1, :].log()
     # A loop over chunks: torch.logcumsumexp goes element by element on the CPU and takes ten times longer.
-    edges = [z]
-    for part in total.unbind(2):
-        edges.append(torch.logaddexp(edges[-1], part))
-    edges = torch.stack(edges, 2)
-    return key, mass, peak, edges[:, :, :-1], edges[:, :, 1:]
+    boundaries = [z]
+    for chunk in total.unbind(2):
+        boundaries.append(torch.logaddexp(boundaries[-1], chunk))
+    boundaries = torch.stack(boundaries, 2)
+    return key, denominator, peak, boundaries[:, :, :-1], boundaries[:, :, 1:]
 
 
-def _only_masked_below(floor, mass, u, before) -> bool:
+def _only_masked_below(floor, denominator, u, before) -> bool:
     nothing_yet = ((u > -torch.inf).cumsum(-2) == 0) & (before == -torch.inf)[..., None, :]
-    return bool((nothing_yet | (mass >= floor)).all())
+    return bool((nothing_yet | (denominator >= floor)).all())
 
 
 def _halves(u, z_t) -> list[Block]:
@@ -405,26 +403,26 @@ def _finite(x: Tensor) -> Tensor:
     return x.masked_fill(x == -torch.inf, 0.0)
 
 
-def _non_causal(q: Tensor, u: Tensor, v: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+def _non_causal(q: Tensor, u: Tensor, v: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
     """o, S, z for [B, H, 1, T, .] tensors: the whole sequence is one chunk."""
     key, z = _softmax(u)
-    S = torch.matmul(turn.apply(key).mT, v)
-    return torch.matmul(turn.apply(q), S), S[:, :, 0], z[:, :, 0]
+    S = torch.matmul(rotation.apply(key).mT, v)
+    return torch.matmul(rotation.apply(q), S), S[:, :, 0], z[:, :, 0]
 
 
 def _non_causal_backward(
-    do: Tensor, D: Tensor, decline: Tensor, q: Tensor, u: Tensor, v: Tensor, turn: Turn, S: Tensor
+    do: Tensor, D: Tensor, delta: Tensor, q: Tensor, u: Tensor, v: Tensor, rotation: Rotation, S: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients to q, u, v and the angles; D is the gradient to S with z held, `decline` minus the one to z."""
+    """Gradients to q, u, v and the angles; D is the gradient to S with z held, `delta` minus the one to z."""
     key, _ = _softmax(u)
-    queries, keys, S = turn.apply(q), turn.apply(key), S[:, :, None]
+    queries, keys, S = rotation.apply(q), rotation.apply(key), S[:, :, None]
     from_o = torch.matmul(queries.mT, do)
     D = D[:, :, None] + from_o
-    dq, dangle = turn.transpose(q, torch.matmul(do, S.mT))
-    dkey, dangle_k = turn.transpose(key, torch.matmul(v, D.mT))
+    dq, dangle = rotation.transpose(q, torch.matmul(do, S.mT))
+    dkey, dangle_k = rotation.transpose(key, torch.matmul(v, D.mT))
     # z normalises S, so it also takes what o gives to S.
-    decline = decline[:, :, None] + turn.once((from_o * S).sum(-1))
-    du = key * (dkey - decline[..., None, :])
+    delta = delta[:, :, None] + rotation.once((from_o * S).sum(-1))
+    du = key * (dkey - delta[..., None, :])
     return dq, du, torch.matmul(keys, D), None if dangle is None else dangle + dangle_k
 
 
@@ -432,6 +430,6 @@ def _softmax(u: Tensor) -> tuple[Tensor, Tensor]:
     peak = u.amax(-2)
     peak = peak.masked_fill(peak == -torch.inf, 0.0)
     key = (u - peak[..., None, :]).exp_()
-    mass = key.sum(-2)
-    z = peak + mass.log()
-    return key * mass.masked_fill(mass == 0, 1.0).reciprocal()[..., None, :], z
+    denominator = key.sum(-2)
+    z = peak + denominator.log()
+    return key * denominator.masked_fill(denominator == 0, 1.0).reciprocal()[..., None, :], z

@@ -40,7 +40,7 @@ def reference(
             at = torch.arange(end - start, device=q.device).expand(batch, -1)
         else:
             at = positions[:, start:end]
-        run = _causal if causal else _whole
+        run = _causal if causal else _non_causal
         o, S_end, z_end = run(q[:, start:end] * scale, k[:, start:end], v[:, start:end], theta, at, S[rows], z[rows])
         outputs.append(o)
         finals.append((S_end, z_end))
@@ -76,15 +76,15 @@ def _causal(q, u, v, theta, positions, S, z):
     return torch.stack(outputs, 1) if outputs else v, S, z
 
 
-def _whole(q, u, v, theta, positions, S, z):
+def _non_causal(q, u, v, theta, positions, S, z):
     if q.shape[1] == 0:
         return v, S, z
     peak = u.detach().amax(1, keepdim=True)
     peak = peak.masked_fill(peak == -torch.inf, 0.0)
     weight = (u - peak).exp()
-    mass = weight.sum(1, keepdim=True)
-    empty = mass == 0
-    mass = mass.masked_fill(empty, 1.0)
-    S = torch.einsum("bthk,bthv->bhkv", rotate(weight / mass, theta, positions), v)
-    z = (peak + mass.log()).masked_fill(empty, -torch.inf)[:, 0]
+    denominator = weight.sum(1, keepdim=True)
+    empty = denominator == 0
+    denominator = denominator.masked_fill(empty, 1.0)
+    S = torch.einsum("bthk,bthv->bhkv", rotate(weight / denominator, theta, positions), v)
+    z = (peak + denominator.log()).masked_fill(empty, -torch.inf)[:, 0]
     return torch.einsum("bthk,bhkv->bthv", rotate(q, theta, positions), S), S, z

@@ -48,8 +48,8 @@ def additive_step(
     z_next = torch.logaddexp(z, logit)
     key = (logit - z_next.masked_fill(z_next == -torch.inf, 0.0)).exp()
     z.copy_(z_next)
-    keep = 1 - key if theta is None else (1 - key).repeat(1, 1, 2)
-    S.mul_(keep[..., None]).add_(rotate(key, theta, positions)[..., None] * v.to(S.dtype)[..., None, :])
+    decay = 1 - key if theta is None else (1 - key).repeat(1, 1, 2)
+    S.mul_(decay[..., None]).add_(rotate(key, theta, positions)[..., None] * v.to(S.dtype)[..., None, :])
     with exact(q):
         o = torch.matmul((rotate(q.to(S.dtype), theta, positions) * scale)[..., None, :], S)
     return o.squeeze(-2).to(v.dtype)

@@ -1,6 +1,6 @@
 """One token of additive decay attention in one launch: every element of the state is read once and written once.
 
-A program owns a head, since whatever reads its running log-sum must have done so before it is overwritten; it walks the
+A program owns a head, because all of it must have read the running log-sum before that is overwritten. It walks the
 columns of S in blocks.
 """
 
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linnet.ops.launching import launch
 from linnet.ops.stepping import PROGRAMS, as_heads, choose_columns
 
 TURNS = tl.constexpr(1 / (2 * math.pi))
@@ -28,12 +29,8 @@ def step(q: Tensor, k: Tensor, v: Tensor, S: Tensor, z: Tensor, theta: Tensor | 
     even = rows == K and columns * blocks == V
     if theta is not None:
         theta, positions = theta.contiguous(), positions.contiguous()
-    with torch.cuda.device_of(S):
-        step_kernel[(B * H,)](
-            q, k, v, S, z, o, theta, positions, scale,
-            q.stride(0), k.stride(0), v.stride(0), H, K, V, rows, columns, even, theta is not None,
-            num_warps=warps,
-        )  # fmt: skip
+    sizes = (q.stride(0), k.stride(0), v.stride(0), H, K, V, rows, columns, even, theta is not None)
+    launch(step_kernel, B * H, (q, k, v, S, z, o, theta, positions), (scale,), sizes, num_warps=warps)
     return o
 
 
@@ -74,23 +71,23 @@ def _store_tile(S, tile, i, j, K: tl.constexpr, V: tl.constexpr, EVEN: tl.conste
 def step_kernel(
     q, k, v, S, z, o, theta, positions, scale, q_stride, k_stride, v_stride,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     b, h = head // H, head % H
     i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    S += head * (K * V * (1 + TURNED))
-    # Every tile is asked for before the work on the one before it, the first before that on the key.
+    S += head * (K * V * (1 + ROTATED))
+    # Every tile is requested before the work on the one before it, the first one before the work on the key.
     tile = _load_tile(S, i, j, K, V, EVEN)
-    if TURNED:
+    if ROTATED:
         tile_sine = _load_tile(S + K * V, i, j, K, V, EVEN)
     logit = _load_row(k + b * k_stride + h * K, i, K, EVEN).to(tl.float32)
     query = _load_row(q + b * q_stride + h * K, i, K, EVEN).to(tl.float32) * scale
     before = _load_row(z + head * K, i, K, EVEN)
     after = _logaddexp(before, logit)
     key = tl.exp(logit - tl.where(after == float("-inf"), 0.0, after))
-    keep = 1.0 - key
-    if TURNED:
+    decay = 1.0 - key
+    if ROTATED:
         # In turns and float64: t theta in float32 is off by 0.01 radian near t = 131,072.
         turns = tl.load(positions + b).to(tl.float64) * _load_row(theta + h * K, i, K, EVEN).to(tl.float64) * TURNS
         angle = (turns - tl.floor(turns)).to(tl.float32) * 6.283185307179586
@@ -99,12 +96,12 @@ def step_kernel(
         key, query = key * cosine, query * cosine
     for _ in tl.range(0, (V + COLUMNS - 1) // COLUMNS):
         value = tl.load(v + b * v_stride + h * V + j, mask=j < V, other=0.0).to(tl.float32)[None, :]
-        updated = tile * keep[:, None] + key[:, None] * value
+        updated = tile * decay[:, None] + key[:, None] * value
         tile = _load_tile(S, i, j + COLUMNS, K, V, EVEN)
         _store_tile(S, updated, i, j, K, V, EVEN)
         out = tl.sum(updated * query[:, None], 0)
-        if TURNED:
-            updated = tile_sine * keep[:, None] + key_sine[:, None] * value
+        if ROTATED:
+            updated = tile_sine * decay[:, None] + key_sine[:, None] * value
             tile_sine = _load_tile(S + K * V, i, j + COLUMNS, K, V, EVEN)
             _store_tile(S + K * V, updated, i, j, K, V, EVEN)
             out += tl.sum(updated * query_sine[:, None], 0)
