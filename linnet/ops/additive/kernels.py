@@ -1,25 +1,32 @@
-"""The Triton kernels of causal additive decay attention; `linnet.ops.additive.triton` says what they compute.
+"""The Triton kernels of additive decay attention; `linnet.ops.additive.triton` says what they compute.
 
-Every kernel walks chunks of C tokens. In a chunk the running softmax is a product of something of t and something of s,
+Causal: kernels walk chunks of C tokens. In a chunk the running softmax is a product of a factor of t and one of s,
 
-    exp(u_s - z_t) = key_s / mass_t,   key_s = exp(u_s - r),   mass_t = exp(z_t - r) = mass before + sum_{s <= t} key_s
+    exp(u_s - z_t) = key_s / denominator_t,
+    key_s = exp(u_s - r),   denominator_t = exp(z_t - r) = denominator before the chunk + sum_{s <= t} key_s
 
-with one reference r a channel, the largest logit so far. All are scaled by 2^SHIFT, and masses bounded by TINY, so that
-a channel may grow by e^97 inside a chunk before a weight is lost, and nothing becomes infinite if it grows by more.
-States are relative to r as well.
+with one reference r per channel, the largest logit so far. All are scaled by 2^SHIFT, and denominators bounded by TINY,
+so that a channel may grow by e^97 inside a chunk before a weight is lost, and nothing becomes infinite if it grows by
+more. States are relative to r as well.
 
-`edges_kernel` finds references and masses first, in a pass over k alone: they would be two reductions over tokens in
-every chunk of every sweep. `edges` [rows, H, 2, K] holds r and the mass before of each chunk, then of a segment's end.
+`boundaries_kernel` finds references and denominators first, in a pass over k alone: they would be two reductions over
+tokens in every chunk of every sweep. `boundaries` [rows, H, 2, K] holds r and the denominator before each chunk, then
+those at the end of a segment. `delta` is minus the gradient of the log-sum z: what the normalisation takes from the
+gradient of each logit. `q_dq` are the products q dq that it sums.
 
-K and V are the widths, PK and PV these padded to powers of two, BC the columns of a program.
+Without causality: k = softmax_t(u), S = k^T v, o = q S. Sums over the sequence are taken in segments (those of k^T v by
+the summaries of `values_kernel`), joined by `combine_kernel`, and used in one more pass: `use_values_kernel` for o and
+dv, `use_keys_kernel` for dq and the gradient of the logits.
+
+K and V are the widths, PK and PV these padded to powers of two, BC the columns of a program. ROTATE: LRPE doubles the
+rows of the state; its second half, of sines, is `state2`.
 """
 
 import triton
 import triton.language as tl
 
-from linnet.ops.device import cosine_sine
+from linnet.ops.device import LOG2_E, cosine_sine, load_tile, span, store_masked
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 SHIFT = tl.constexpr(60.0)
 ONE = tl.constexpr(2.0**60)  # 2^SHIFT
@@ -28,95 +35,92 @@ NOTHING = tl.constexpr(-1e30)  # the reference before the first token
 
 
 @triton.jit
-def span(offsets, n, T, DOCUMENTS: tl.constexpr):
-    """First row of [B*T] and length of a sequence or document."""
-    if DOCUMENTS:
-        begin = tl.minimum(tl.maximum(tl.load(offsets + n), 0), T).to(tl.int64)
-        end = tl.maximum(tl.minimum(tl.load(offsets + n + 1), T), begin).to(tl.int64)
-    else:
-        begin = n.to(tl.int64) * T
-        end = begin + T
-    return begin, (end - begin).to(tl.int32)
-
-
-@triton.jit
-def load_tile(pointer, offsets, rows, columns, left, other, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-              EVEN: tl.constexpr):  # fmt: skip
-    if EVEN:
-        if PADDED:
-            tile = tl.load(pointer + offsets, mask=(columns < WIDTH)[None, :], other=other)
-        else:
-            tile = tl.load(pointer + offsets)
-    else:
-        if PADDED:
-            tile = tl.load(pointer + offsets, mask=(rows < left)[:, None] & (columns < WIDTH)[None, :], other=other)
-        else:
-            tile = tl.load(pointer + offsets, mask=(rows < left)[:, None], other=other)
-    return tile
-
-
-@triton.jit
 def start(z, mask):
-    """Reference and mass of a state normalised by exp(-z)."""
+    """Reference and denominator of a state normalised by exp(-z)."""
     z = tl.load(z, mask=mask, other=-float("inf"))
     return tl.maximum(z, NOTHING), tl.where(z > NOTHING, ONE, 0.0)
 
 
 @triton.jit
-def weigh(z, reference, mass, mask):
-    """(reference, mass) with a summary of log-sum z beside it: the new ones, and the factors of the two states."""
+def weigh(z, reference, denominator, mask):
+    """Joins a summary of log-sum z to (reference, denominator): the new ones, and the factors of the two states."""
     z = tl.load(z, mask=mask, other=-float("inf"))
     top = tl.maximum(reference, z)
-    keep = tl.exp2((reference - top) * LOG2_E)
+    decay = tl.exp2((reference - top) * LOG2_E)
     take = tl.exp2((z - top) * LOG2_E + SHIFT)
-    return top, mass * keep + take, keep, take
+    return top, denominator * decay + take, decay, take
 
 
 @triton.jit
-def invert(mass):
-    """1 / mass in the range of float32, 0 for none."""
-    return tl.where(mass > 0, 1.0 / tl.where(mass > 0, mass, 1.0), 0.0)
+def invert(denominator):
+    """1 / denominator in the range of float32, 0 for none."""
+    return tl.where(denominator > 0, 1.0 / tl.where(denominator > 0, denominator, 1.0), 0.0)
 
 
 @triton.jit
-def invert_tile(mass, EXACT: tl.constexpr):
-    mass = tl.maximum(mass, TINY)
+def invert_tile(denominator, EXACT: tl.constexpr):
+    denominator = tl.maximum(denominator, TINY)
     if EXACT:
-        return 1.0 / mass
-    root = tl.rsqrt(mass)
+        return 1.0 / denominator
+    root = tl.rsqrt(denominator)
     return root * root
 
 
 @triton.jit
-def log_sum(reference, mass):
-    return tl.where(mass > 0, reference + (tl.log2(tl.where(mass > 0, mass, 1.0)) - SHIFT) * LN_2, -float("inf"))
+def log_sum(reference, denominator):
+    return tl.where(
+        denominator > 0,
+        reference + (tl.log2(tl.where(denominator > 0, denominator, 1.0)) - SHIFT) * LN_2,
+        -float("inf"),
+    )
 
 
 @triton.jit
-def segment_ratio(edge, first, last, H: tl.constexpr, K: tl.constexpr, mask):
-    """exp(z before - z after) of a segment, from its first and last row of edges."""
+def segment_ratio(boundary, first, last, H: tl.constexpr, K: tl.constexpr, mask):
+    """exp(z before - z after) of a segment, from its first and last row of boundaries."""
     r0, m0 = (
-        tl.load(edge + first * (2 * H * K), mask=mask, other=0.0),
-        tl.load(edge + first * (2 * H * K) + K, mask=mask, other=0.0),
+        tl.load(boundary + first * (2 * H * K), mask=mask, other=0.0),
+        tl.load(boundary + first * (2 * H * K) + K, mask=mask, other=0.0),
     )
     r1, m1 = (
-        tl.load(edge + last * (2 * H * K), mask=mask, other=0.0),
-        tl.load(edge + last * (2 * H * K) + K, mask=mask, other=0.0),
+        tl.load(boundary + last * (2 * H * K), mask=mask, other=0.0),
+        tl.load(boundary + last * (2 * H * K) + K, mask=mask, other=0.0),
     )
     return m0 * invert(m1) * tl.exp2((r0 - r1) * LOG2_E)
 
 
 @triton.jit
-def edges_kernel(
-    k, edges, ends, entry_z, offsets, T, N, G, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
-    HAS_ENTRY: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Writes `edges`: of the whole sequence, or (SPLIT) of each segment from zero, with its log-sum in `ends`."""
+def locate(N, H: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr):
+    """Block of columns, sequence and head, and segment of a program, of which there are N H G for each block."""
     pid = tl.program_id(0)
-    BLOCKS: tl.constexpr = (K + BC - 1) // BC
+    BLOCKS: tl.constexpr = (WIDTH + BC - 1) // BC
     block = pid % BLOCKS
     nh = (pid // BLOCKS) % (N * H)
     g = pid // (BLOCKS * N * H)
+    return block, nh, g
+
+
+@triton.jit
+def load_angles(
+    positions, begin, chunk, t, left, frequency, C: tl.constexpr, HAS_POSITIONS: tl.constexpr, FAST: tl.constexpr
+):  # fmt: skip
+    """Positions of a chunk's tokens, and their cosines and sines [C, K]."""
+    if HAS_POSITIONS:
+        position = tl.load(positions + begin + chunk * C + t, mask=t < left, other=0).to(tl.float32)
+    else:
+        position = (chunk * C + t).to(tl.float32)
+    cos, sin = cosine_sine(position[:, None], frequency, FAST)
+    return position, cos, sin
+
+
+@triton.jit
+def boundaries_kernel(
+    k, boundaries, ends, initial_z, offsets, T, N, G, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+    BC: tl.constexpr, HAS_INITIAL: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Writes `boundaries`: of the whole sequence, or (SPLIT) of each segment from zero, with its log-sum in `ends`."""
+    block, nh, g = locate(N, H, K, BC)
     n, h = nh // H, nh % H
     begin, length = span(offsets, n, T, DOCUMENTS)
     chunks = tl.cdiv(length, C)
@@ -125,32 +129,32 @@ def edges_kernel(
     t, i = tl.arange(0, C), block * BC + tl.arange(0, BC)
     k += (begin * H + h) * K
     keys = t[:, None] * (H * K) + i[None, :]
-    edge = edges + ((begin // C + n * (1 + G) + g) * (2 * H) + 2 * h) * K + i
+    boundary = boundaries + ((begin // C + n * (1 + G) + g) * (2 * H) + 2 * h) * K + i
     reference = tl.full([BC], NOTHING, tl.float32)
-    mass = tl.zeros([BC], tl.float32)
-    if HAS_ENTRY and not SPLIT:
-        reference, mass = start(entry_z + nh.to(tl.int64) * K + i, i < K)
+    denominator = tl.zeros([BC], tl.float32)
+    if HAS_INITIAL and not SPLIT:
+        reference, denominator = start(initial_z + nh.to(tl.int64) * K + i, i < K)
     for chunk in tl.range(first, last, num_stages=STAGES):
         move = begin * 0 + chunk * C * H
         tk = load_tile(k + move * K, keys, t, i, length - chunk * C, -float("inf"), K, K % BC != 0, EVEN).to(tl.float32)
         top = tl.maximum(reference, tl.max(tk, 0))
-        mass *= tl.exp2((reference - top) * LOG2_E)
-        tl.store(edge + chunk * (2 * H * K), top, mask=i < K)
-        tl.store(edge + chunk * (2 * H * K) + K, mass, mask=i < K)
-        mass += tl.sum(tl.exp2((tk - top[None, :]) * LOG2_E + SHIFT), 0)
+        denominator *= tl.exp2((reference - top) * LOG2_E)
+        tl.store(boundary + chunk * (2 * H * K), top, mask=i < K)
+        tl.store(boundary + chunk * (2 * H * K) + K, denominator, mask=i < K)
+        denominator += tl.sum(tl.exp2((tk - top[None, :]) * LOG2_E + SHIFT), 0)
         reference = top
-    tl.store(edge + last * (2 * H * K), reference, mask=i < K)
-    tl.store(edge + last * (2 * H * K) + K, mass, mask=i < K)
+    tl.store(boundary + last * (2 * H * K), reference, mask=i < K)
+    tl.store(boundary + last * (2 * H * K) + K, denominator, mask=i < K)
     if SPLIT:
-        tl.store(ends + (nh.to(tl.int64) * G + g) * K + i, log_sum(reference, mass), mask=i < K)
+        tl.store(ends + (nh.to(tl.int64) * G + g) * K + i, log_sum(reference, denominator), mask=i < K)
 
 
 @triton.jit
 def link_kernel(
-    edges, ends, entry_z, offsets, T, N, G, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, PK: tl.constexpr,
-    R: tl.constexpr, HAS_ENTRY: tl.constexpr, DOCUMENTS: tl.constexpr,
+    boundaries, ends, initial_z, offsets, T, N, G, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, PK: tl.constexpr,
+    R: tl.constexpr, HAS_INITIAL: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds what comes before a segment to its `edges`."""
+    """Adds what comes before a segment to its `boundaries`."""
     nh = tl.program_id(0) % (N * H)
     g = tl.program_id(0) // (N * H)
     n, h = nh // H, nh % H
@@ -160,40 +164,40 @@ def link_kernel(
     first, last = tl.minimum(g * per, chunks), tl.minimum((g + 1) * per, chunks)
     i = tl.arange(0, PK)
     reference = tl.full([PK], NOTHING, tl.float32)
-    mass = tl.zeros([PK], tl.float32)
-    if HAS_ENTRY:
-        reference, mass = start(entry_z + nh.to(tl.int64) * K + i, i < K)
+    denominator = tl.zeros([PK], tl.float32)
+    if HAS_INITIAL:
+        reference, denominator = start(initial_z + nh.to(tl.int64) * K + i, i < K)
     for before in tl.range(0, g):
-        reference, mass, _, _ = weigh(ends + (nh.to(tl.int64) * G + before) * K + i, reference, mass, i < K)
-    edge = edges + ((begin // C + n * (1 + G) + g) * (2 * H) + 2 * h) * K + i[None, :]
+        reference, denominator, _, _ = weigh(
+            ends + (nh.to(tl.int64) * G + before) * K + i, reference, denominator, i < K
+        )
+    boundary = boundaries + ((begin // C + n * (1 + G) + g) * (2 * H) + 2 * h) * K + i[None, :]
     for row in tl.range(first, last + 1, R):
         rows = row + tl.arange(0, R)
         mask = (rows <= last)[:, None] & (i < K)[None, :]
-        at = edge + rows[:, None] * (2 * H * K)
-        old, old_mass = tl.load(at, mask=mask, other=0.0), tl.load(at + K, mask=mask, other=0.0)
+        at = boundary + rows[:, None] * (2 * H * K)
+        old, old_denominator = tl.load(at, mask=mask, other=0.0), tl.load(at + K, mask=mask, other=0.0)
         top = tl.maximum(old, reference[None, :])
-        mixed = old_mass * tl.exp2((old - top) * LOG2_E) + mass[None, :] * tl.exp2((reference[None, :] - top) * LOG2_E)
+        mixed = old_denominator * tl.exp2((old - top) * LOG2_E) + denominator[None, :] * tl.exp2(
+            (reference[None, :] - top) * LOG2_E
+        )
         tl.store(at, top, mask=mask)
         tl.store(at + K, mixed, mask=mask)
 
 
 @triton.jit
 def values_kernel(
-    q, k, c, o, dq, entry, entry_z, leave, leave_z, sums, sums_z, edges, theta, positions, offsets,
+    q, k, c, o, dq, initial, initial_z, final, final_z, sums, sums_z, boundaries, theta, positions, offsets,
     scale, T, N, G, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PK: tl.constexpr,
-    BC: tl.constexpr, REVERSE: tl.constexpr, SUMMARY: tl.constexpr, TURN: tl.constexpr, PLACED: tl.constexpr,
-    HAS_ENTRY: tl.constexpr, HAS_LEAVE: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+    BC: tl.constexpr, REVERSE: tl.constexpr, SUMMARY: tl.constexpr, ROTATE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    SPLIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """o from c = v, or (REVERSE) dv from c = do. A program has BC columns of V of one head.
 
     SUMMARY: only the state of a segment from zero, for what follows in the order of the sweep.
     """
-    pid = tl.program_id(0)
-    BLOCKS: tl.constexpr = (V + BC - 1) // BC
-    block = pid % BLOCKS
-    nh = (pid // BLOCKS) % (N * H)
-    g = pid // (BLOCKS * N * H)
+    block, nh, g = locate(N, H, V, BC)
     if SUMMARY and REVERSE:
         g += 1  # nothing comes before the first segment
     n, h = nh // H, nh % H
@@ -204,7 +208,7 @@ def values_kernel(
 
     t, i, j = tl.arange(0, C), tl.arange(0, PK), block * BC + tl.arange(0, BC)
     wide, narrow = i < K, j < V
-    ROWS: tl.constexpr = 2 * K if TURN else K
+    ROWS: tl.constexpr = 2 * K if ROTATE else K
     q += (begin * H + h) * K
     k += (begin * H + h) * K
     dq += (begin * H + h) * K
@@ -214,56 +218,56 @@ def values_kernel(
     values = t[:, None] * (H * V) + j[None, :]
     straight = i[:, None] * V + j[None, :]  # a state in memory
     both = wide[:, None] & narrow[None, :]
-    entry += nh.to(tl.int64) * (ROWS * V)
+    initial += nh.to(tl.int64) * (ROWS * V)
     sums += nh.to(tl.int64) * (G * ROWS * V)
-    edge = edges + ((begin // C + n * (1 + G)) * (2 * H) + 2 * h) * K + i
-    if TURN:
+    boundary = boundaries + ((begin // C + n * (1 + G)) * (2 * H) + 2 * h) * K + i
+    if ROTATE:
         frequency = tl.load(theta + h * K + i, mask=wide, other=0.0)[None, :]
 
     state = tl.zeros([BC, PK], tl.float32)
-    if TURN:
+    if ROTATE:
         state2 = tl.zeros([BC, PK], tl.float32)
     reference = tl.full([PK], NOTHING, tl.float32)
-    mass = tl.zeros([PK], tl.float32)
-    falls = tl.zeros([PK], tl.float32)
+    denominator = tl.zeros([PK], tl.float32)
+    deltas = tl.zeros([PK], tl.float32)
     if not SUMMARY:
-        if HAS_ENTRY:
-            state += tl.trans(tl.load(entry + straight, mask=both, other=0.0))
-            if TURN:
-                state2 += tl.trans(tl.load(entry + K * V + straight, mask=both, other=0.0))
+        if HAS_INITIAL:
+            state += tl.trans(tl.load(initial + straight, mask=both, other=0.0))
+            if ROTATE:
+                state2 += tl.trans(tl.load(initial + K * V + straight, mask=both, other=0.0))
     if REVERSE:
         if SPLIT and not SUMMARY:
             for later in tl.range(G - 1, g, -1):
                 ratio = segment_ratio(
-                    edge, tl.minimum(later * per, chunks) + later, tl.minimum((later + 1) * per, chunks) + later,
+                    boundary, tl.minimum(later * per, chunks) + later, tl.minimum((later + 1) * per, chunks) + later,
                     H, K, wide,
                 )  # fmt: skip
                 summary = sums + later * (ROWS * V) + straight
                 state = state * ratio[None, :] + tl.trans(tl.load(summary, mask=both, other=0.0))
-                if TURN:
+                if ROTATE:
                     state2 = state2 * ratio[None, :] + tl.trans(tl.load(summary + K * V, mask=both, other=0.0))
-        reference = tl.load(edge + (last + g) * (2 * H * K), mask=wide, other=0.0)
-        mass = tl.load(edge + (last + g) * (2 * H * K) + K, mask=wide, other=0.0)
-        state *= invert(mass)[None, :]
-        if TURN:
-            state2 *= invert(mass)[None, :]
+        reference = tl.load(boundary + (last + g) * (2 * H * K), mask=wide, other=0.0)
+        denominator = tl.load(boundary + (last + g) * (2 * H * K) + K, mask=wide, other=0.0)
+        state *= invert(denominator)[None, :]
+        if ROTATE:
+            state2 *= invert(denominator)[None, :]
     else:
-        if HAS_ENTRY and not SUMMARY:
-            reference, mass = start(entry_z + nh.to(tl.int64) * K + i, wide)
-            state *= mass[None, :]
-            if TURN:
-                state2 *= mass[None, :]
+        if HAS_INITIAL and not SUMMARY:
+            reference, denominator = start(initial_z + nh.to(tl.int64) * K + i, wide)
+            state *= denominator[None, :]
+            if ROTATE:
+                state2 *= denominator[None, :]
         if SPLIT and not SUMMARY:
             for before in tl.range(0, g):
                 at = sums_z + (nh.to(tl.int64) * G + before) * K + i
-                reference, mass, keep, take = weigh(at, reference, mass, wide)
+                reference, denominator, decay, take = weigh(at, reference, denominator, wide)
                 summary = sums + before * (ROWS * V) + straight
-                state = state * keep[None, :] + tl.trans(tl.load(summary, mask=both, other=0.0)) * take[None, :]
-                if TURN:
-                    state2 = state2 * keep[None, :]
+                state = state * decay[None, :] + tl.trans(tl.load(summary, mask=both, other=0.0)) * take[None, :]
+                if ROTATE:
+                    state2 = state2 * decay[None, :]
                     state2 += tl.trans(tl.load(summary + K * V, mask=both, other=0.0)) * take[None, :]
 
-    edge_row = edge + g * (2 * H * K)
+    boundary_row = boundary + g * (2 * H * K)
     earlier = (t[None, :] <= t[:, None]).to(OPERAND)
     inside = t[:, None] >= t[None, :]
     for x in tl.range(first, last, num_stages=STAGES):
@@ -275,75 +279,66 @@ def values_kernel(
         left = length - chunk * C
         tk = load_tile(k + move * K, keys, t, i, left, -float("inf"), K, PK != K, EVEN).to(tl.float32)
         tc = load_tile(c + move * V, values, t, j, left, 0.0, V, V % BC != 0, EVEN).to(OPERAND)
-        top = tl.load(edge_row + chunk * (2 * H * K), mask=wide, other=0.0)
+        top = tl.load(boundary_row + chunk * (2 * H * K), mask=wide, other=0.0)
         if REVERSE:
-            keep = tl.exp2((top - reference) * LOG2_E)
+            decay = tl.exp2((top - reference) * LOG2_E)
         else:
-            keep = tl.exp2((reference - top) * LOG2_E)
+            decay = tl.exp2((reference - top) * LOG2_E)
         reference = top
         key = tl.exp2((tk - top[None, :]) * LOG2_E + SHIFT)
         tk = key.to(OPERAND)
-        if TURN:
-            if PLACED:
-                place = tl.load(positions + begin + chunk * C + t, mask=t < left, other=0).to(tl.float32)
-            else:
-                place = (chunk * C + t).to(tl.float32)
-            cos, sin = cosine_sine(place[:, None], frequency, FAST)
+        if ROTATE:
+            position, cos, sin = load_angles(positions, begin, chunk, t, left, frequency, C, HAS_POSITIONS, FAST)
             tk1, tk2 = (key * cos).to(OPERAND), (key * sin).to(OPERAND)
         else:
             tk1 = tk
-        state *= keep[None, :]
-        if TURN:
-            state2 *= keep[None, :]
+        state *= decay[None, :]
+        if ROTATE:
+            state2 *= decay[None, :]
         if REVERSE or not SUMMARY:
             tq = load_tile(q + move * K, keys, t, i, left, 0.0, K, PK != K, EVEN).to(tl.float32)
-            mass = tl.load(edge_row + chunk * (2 * H * K) + K, mask=wide, other=0.0)
-            masses = tl.dot(earlier, tk, input_precision=PRECISION) + mass[None, :]
-            tq *= invert_tile(masses, PRECISION != "tf32")
+            denominator = tl.load(boundary_row + chunk * (2 * H * K) + K, mask=wide, other=0.0)
+            denominators = tl.dot(earlier, tk, input_precision=PRECISION) + denominator[None, :]
+            tq *= invert_tile(denominators, PRECISION != "tf32")
             if REVERSE:
                 if SUMMARY:
-                    slope = load_tile(dq + move * K, keys, t, i, left, 0.0, K, PK != K, EVEN).to(tl.float32)
-                    falls = falls * keep + tl.sum(tq * slope, 0)
+                    q_dq = load_tile(dq + move * K, keys, t, i, left, 0.0, K, PK != K, EVEN).to(tl.float32)
+                    deltas = deltas * decay + tl.sum(tq * q_dq, 0)
                 tq *= scale
-            if TURN:
+            if ROTATE:
                 tq1, tq2 = (tq * cos).to(OPERAND), (tq * sin).to(OPERAND)
             else:
                 tq1 = tq.to(OPERAND)
         if not SUMMARY:
             scores = tl.dot(tq1, tl.trans(tk1), input_precision=PRECISION)
-            if TURN:
+            if ROTATE:
                 scores = tl.dot(tq2, tl.trans(tk2), scores, input_precision=PRECISION)
             scores = tl.where(inside, scores, 0.0).to(OPERAND)
             if REVERSE:
                 out = tl.dot(state.to(OPERAND), tl.trans(tk1), input_precision=PRECISION)
-                if TURN:
+                if ROTATE:
                     out = tl.dot(state2.to(OPERAND), tl.trans(tk2), out, input_precision=PRECISION)
                 out = tl.dot(tl.trans(tc), scores, out, input_precision=PRECISION)
                 out = tl.trans(out)
             else:
                 out = tl.dot(tq1, tl.trans(state.to(OPERAND)), input_precision=PRECISION)
-                if TURN:
+                if ROTATE:
                     out = tl.dot(tq2, tl.trans(state2.to(OPERAND)), out, input_precision=PRECISION)
                 out = tl.dot(scores, tc, out, input_precision=PRECISION) * scale
-            to = o + move * V + values
-            out = out.to(o.dtype.element_ty)
-            if EVEN and V % BC == 0:
-                tl.store(to, out)
-            else:
-                tl.store(to, out, mask=(t < left)[:, None] & narrow[None, :])
+            store_masked(o + move * V, values, out, (t < left)[:, None] & narrow[None, :], not EVEN or V % BC != 0)
         if REVERSE:
             state = tl.dot(tl.trans(tc), tq1, state, input_precision=PRECISION)
-            if TURN:
+            if ROTATE:
                 state2 = tl.dot(tl.trans(tc), tq2, state2, input_precision=PRECISION)
         else:
             state = tl.dot(tl.trans(tc), tk1, state, input_precision=PRECISION)
-            if TURN:
+            if ROTATE:
                 state2 = tl.dot(tl.trans(tc), tk2, state2, input_precision=PRECISION)
 
-    if HAS_LEAVE:
+    if HAS_FINAL:
         # By the program of the last chunk; for an empty document by the first. A summary's goes to its segment.
-        to = leave + nh.to(tl.int64) * (ROWS * V)
-        to_z = leave_z + nh.to(tl.int64) * K
+        to = final + nh.to(tl.int64) * (ROWS * V)
+        to_z = final_z + nh.to(tl.int64) * K
         mine = (last == chunks) & ((first < last) | (g == 0))
         if SUMMARY:
             to = sums + g * (ROWS * V)
@@ -351,38 +346,34 @@ def values_kernel(
             mine = g >= 0
         if mine:
             row = first if REVERSE else last
-            reference = tl.load(edge_row + row * (2 * H * K), mask=wide, other=0.0)
-            mass = tl.load(edge_row + row * (2 * H * K) + K, mask=wide, other=0.0)
+            reference = tl.load(boundary_row + row * (2 * H * K), mask=wide, other=0.0)
+            denominator = tl.load(boundary_row + row * (2 * H * K) + K, mask=wide, other=0.0)
             if REVERSE:
-                factor = mass
-                tl.store(to_z + i, falls * factor, mask=wide & (block == 0))
+                factor = denominator
+                tl.store(to_z + i, deltas * factor, mask=wide & (block == 0))
             else:
-                factor = invert(mass)
-                tl.store(to_z + i, log_sum(reference, mass), mask=wide & (block == 0))
+                factor = invert(denominator)
+                tl.store(to_z + i, log_sum(reference, denominator), mask=wide & (block == 0))
             tl.store(to + straight, tl.trans(state * factor[None, :]), mask=both)
-            if TURN:
+            if ROTATE:
                 tl.store(to + K * V + straight, tl.trans(state2 * factor[None, :]), mask=both)
 
 
 @triton.jit
 def keys_kernel(
-    q, k, again, v, do, dq, out, entry, entry_z, end, leave, leave_z, sums, sums_z, edges, theta, dtheta, positions,
-    offsets, scale, T, N, G, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PV: tl.constexpr,
-    BC: tl.constexpr, REVERSE: tl.constexpr, TURN: tl.constexpr, PLACED: tl.constexpr,
-    HAS_ENTRY: tl.constexpr, HAS_LEAVE: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+    q, k, again, v, do, dq, out, initial, initial_z, end, final, final_z, sums, sums_z, boundaries, theta, dtheta,
+    positions, offsets, scale, T, N, G, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    PV: tl.constexpr, BC: tl.constexpr, REVERSE: tl.constexpr, ROTATE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    SPLIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """out = dq, with `entry` the initial state. A program has BC channels of one head.
+    """out = dq, with `initial` the initial state. A program has BC channels of one head; its state is transposed.
 
-    REVERSE: out is the gradient of k, `entry` and `entry_z` are the gradients of the final state `end`, and `leave` and
-    `leave_z` those of the initial one, but for what the initial S itself gives to its z. `sums` are then those of
+    REVERSE: out is the gradient of k. `initial` and `initial_z` are then the gradients of the final state `end`,
+    `final` and `final_z` those of the initial one, without what the initial S itself adds to its z; `sums` are those of
     reversed summaries.
     """
-    pid = tl.program_id(0)
-    BLOCKS: tl.constexpr = (K + BC - 1) // BC
-    block = pid % BLOCKS
-    nh = (pid // BLOCKS) % (N * H)
-    g = pid // (BLOCKS * N * H)
+    block, nh, g = locate(N, H, K, BC)
     n, h = nh // H, nh % H
     begin, length = span(offsets, n, T, DOCUMENTS)
     chunks = tl.cdiv(length, C)
@@ -391,7 +382,7 @@ def keys_kernel(
 
     t, i, j = tl.arange(0, C), block * BC + tl.arange(0, BC), tl.arange(0, PV)
     narrow, wide = i < K, j < V
-    ROWS: tl.constexpr = 2 * K if TURN else K
+    ROWS: tl.constexpr = 2 * K if ROTATE else K
     q += (begin * H + h) * K
     k += (begin * H + h) * K
     again += (begin * H + h) * K
@@ -403,59 +394,59 @@ def keys_kernel(
     values = t[:, None] * (H * V) + j[None, :]
     straight = i[None, :] * V + j[:, None]  # a state in memory, transposed
     both = wide[:, None] & narrow[None, :]
-    entry += nh.to(tl.int64) * (ROWS * V)
+    initial += nh.to(tl.int64) * (ROWS * V)
     end += nh.to(tl.int64) * (ROWS * V)
     sums += nh.to(tl.int64) * (G * ROWS * V)
     sums_z += nh.to(tl.int64) * (G * K) + i
-    edge = edges + ((begin // C + n * (1 + G)) * (2 * H) + 2 * h) * K + i
-    if TURN:
+    boundary = boundaries + ((begin // C + n * (1 + G)) * (2 * H) + 2 * h) * K + i
+    if ROTATE:
         frequency = tl.load(theta + h * K + i, mask=narrow, other=0.0)[None, :]
-        slopes = tl.zeros([BC], tl.float32)
+        angle_sums = tl.zeros([BC], tl.float32)
         state2 = tl.zeros([PV, BC], tl.float32)
 
     state = tl.zeros([PV, BC], tl.float32)
     reference = tl.full([BC], NOTHING, tl.float32)
-    mass = tl.zeros([BC], tl.float32)
-    fall = tl.zeros([BC], tl.float32)
-    if HAS_ENTRY:
-        state += tl.load(entry + straight, mask=both, other=0.0)
-        if TURN:
-            state2 += tl.load(entry + K * V + straight, mask=both, other=0.0)
+    denominator = tl.zeros([BC], tl.float32)
+    delta = tl.zeros([BC], tl.float32)
+    if HAS_INITIAL:
+        state += tl.load(initial + straight, mask=both, other=0.0)
+        if ROTATE:
+            state2 += tl.load(initial + K * V + straight, mask=both, other=0.0)
         if REVERSE:
-            fall += tl.sum(state * tl.load(end + straight, mask=both, other=0.0), 0)
-            if TURN:
-                fall += tl.sum(state2 * tl.load(end + K * V + straight, mask=both, other=0.0), 0)
-            fall -= tl.load(entry_z + nh.to(tl.int64) * K + i, mask=narrow, other=0.0)
+            delta += tl.sum(state * tl.load(end + straight, mask=both, other=0.0), 0)
+            if ROTATE:
+                delta += tl.sum(state2 * tl.load(end + K * V + straight, mask=both, other=0.0), 0)
+            delta -= tl.load(initial_z + nh.to(tl.int64) * K + i, mask=narrow, other=0.0)
         else:
-            reference, mass = start(entry_z + nh.to(tl.int64) * K + i, narrow)
-            state *= mass[None, :]
-            if TURN:
-                state2 *= mass[None, :]
+            reference, denominator = start(initial_z + nh.to(tl.int64) * K + i, narrow)
+            state *= denominator[None, :]
+            if ROTATE:
+                state2 *= denominator[None, :]
     if REVERSE:
         if SPLIT:
             for later in tl.range(G - 1, g, -1):
                 ratio = segment_ratio(
-                    edge, tl.minimum(later * per, chunks) + later, tl.minimum((later + 1) * per, chunks) + later,
+                    boundary, tl.minimum(later * per, chunks) + later, tl.minimum((later + 1) * per, chunks) + later,
                     H, K, narrow,
                 )  # fmt: skip
                 summary = sums + later * (ROWS * V) + straight
                 state = state * ratio[None, :] + tl.load(summary, mask=both, other=0.0)
-                if TURN:
+                if ROTATE:
                     state2 = state2 * ratio[None, :] + tl.load(summary + K * V, mask=both, other=0.0)
-                fall = fall * ratio + tl.load(sums_z + later * K, mask=narrow, other=0.0)
-        reference = tl.load(edge + (last + g) * (2 * H * K), mask=narrow, other=0.0)
-        mass = tl.load(edge + (last + g) * (2 * H * K) + K, mask=narrow, other=0.0)
-        state *= invert(mass)[None, :]
-        fall *= invert(mass)
-        if TURN:
-            state2 *= invert(mass)[None, :]
+                delta = delta * ratio + tl.load(sums_z + later * K, mask=narrow, other=0.0)
+        reference = tl.load(boundary + (last + g) * (2 * H * K), mask=narrow, other=0.0)
+        denominator = tl.load(boundary + (last + g) * (2 * H * K) + K, mask=narrow, other=0.0)
+        state *= invert(denominator)[None, :]
+        delta *= invert(denominator)
+        if ROTATE:
+            state2 *= invert(denominator)[None, :]
     elif SPLIT:
         for before in tl.range(0, g):
-            reference, mass, keep, take = weigh(sums_z + before * K, reference, mass, narrow)
+            reference, denominator, decay, take = weigh(sums_z + before * K, reference, denominator, narrow)
             summary = sums + before * (ROWS * V) + straight
-            state = state * keep[None, :] + tl.load(summary, mask=both, other=0.0) * take[None, :]
-            if TURN:
-                state2 = state2 * keep[None, :]
+            state = state * decay[None, :] + tl.load(summary, mask=both, other=0.0) * take[None, :]
+            if ROTATE:
+                state2 = state2 * decay[None, :]
                 state2 += tl.load(summary + K * V, mask=both, other=0.0) * take[None, :]
 
     earlier = (t[:, None] >= t[None, :]).to(OPERAND)
@@ -468,116 +459,105 @@ def keys_kernel(
             chunk = x
         move = begin * 0 + chunk * C * H
         left = length - chunk * C
-        at = edge + (chunk + g) * (2 * H * K)
+        at = boundary + (chunk + g) * (2 * H * K)
         tk = load_tile(k + move * K, keys, t, i, left, -float("inf"), K, K % BC != 0, EVEN).to(tl.float32)
         tv = load_tile(v + move * V, values, t, j, left, 0.0, V, PV != V, EVEN).to(OPERAND)
         tdo = load_tile(do + move * V, values, t, j, left, 0.0, V, PV != V, EVEN).to(OPERAND)
         top = tl.load(at, mask=narrow, other=0.0)
         if REVERSE:
-            keep = tl.exp2((top - reference) * LOG2_E)
+            decay = tl.exp2((top - reference) * LOG2_E)
         else:
-            keep = tl.exp2((reference - top) * LOG2_E)
-        mass = tl.load(at + K, mask=narrow, other=0.0)
+            decay = tl.exp2((reference - top) * LOG2_E)
+        denominator = tl.load(at + K, mask=narrow, other=0.0)
         reference = top
         key = tl.exp2((tk - top[None, :]) * LOG2_E + SHIFT)
         tk = key.to(OPERAND)
-        inverse = invert_tile(tl.dot(earlier, tk, input_precision=PRECISION) + mass[None, :], PRECISION != "tf32")
-        if TURN:
-            if PLACED:
-                place = tl.load(positions + begin + chunk * C + t, mask=t < left, other=0).to(tl.float32)
-            else:
-                place = (chunk * C + t).to(tl.float32)
-            cos, sin = cosine_sine(place[:, None], frequency, FAST)
-        if REVERSE or TURN:
+        inverse = invert_tile(
+            tl.dot(earlier, tk, input_precision=PRECISION) + denominator[None, :], PRECISION != "tf32"
+        )
+        if ROTATE:
+            position, cos, sin = load_angles(positions, begin, chunk, t, left, frequency, C, HAS_POSITIONS, FAST)
+        if REVERSE or ROTATE:
             query = load_tile(q + move * K, keys, t, i, left, 0.0, K, K % BC != 0, EVEN).to(tl.float32) * inverse
-        state *= keep[None, :]
-        if TURN:
-            state2 *= keep[None, :]
+        state *= decay[None, :]
+        if ROTATE:
+            state2 *= decay[None, :]
         if REVERSE:
-            slope = load_tile(dq + move * K, keys, t, i, left, 0.0, K, K % BC != 0, EVEN).to(tl.float32)
-            slope *= query
-            fall *= keep
+            q_dq = load_tile(dq + move * K, keys, t, i, left, 0.0, K, K % BC != 0, EVEN).to(tl.float32)
+            q_dq *= query
+            delta *= decay
             query *= scale
             scores = tl.dot(tv, tl.trans(tdo), input_precision=PRECISION)
             scores = tl.where(inside, scores, 0.0).to(OPERAND)
-            if TURN:
+            if ROTATE:
                 tx, tx2 = (query * cos).to(OPERAND), (query * sin).to(OPERAND)
             else:
                 tx = query.to(OPERAND)
             grad = tl.dot(tv, state.to(OPERAND), input_precision=PRECISION)
             grad = tl.dot(scores, tx, grad, input_precision=PRECISION)
             state = tl.dot(tl.trans(tdo), tx, state, input_precision=PRECISION)
-            if TURN:
+            if ROTATE:
                 grad2 = tl.dot(tv, state2.to(OPERAND), input_precision=PRECISION)
                 grad2 = tl.dot(scores, tx2, grad2, input_precision=PRECISION)
                 state2 = tl.dot(tl.trans(tdo), tx2, state2, input_precision=PRECISION)
-                slopes += tl.sum(key * (grad2 * cos - grad * sin) * place[:, None], 0)
+                angle_sums += tl.sum(key * (grad2 * cos - grad * sin) * position[:, None], 0)
                 grad = grad * cos + grad2 * sin
-            grad = tl.dot(later, (-slope).to(OPERAND), grad, input_precision=PRECISION)
+            grad = tl.dot(later, (-q_dq).to(OPERAND), grad, input_precision=PRECISION)
             # `again` is k: the tile of one load would lie unswizzled in shared memory, for its two layouts.
             tk = load_tile(again + move * K, keys, t, i, left, -float("inf"), K, K % BC != 0, EVEN).to(tl.float32)
             key = tl.exp2((tk - top[None, :]) * LOG2_E + SHIFT)
-            grad = key * (grad - fall[None, :])
-            fall += tl.sum(slope, 0)
+            grad = key * (grad - delta[None, :])
+            delta += tl.sum(q_dq, 0)
         else:
             scores = tl.dot(tdo, tl.trans(tv), input_precision=PRECISION)
             scores = tl.where(inside, scores, 0.0).to(OPERAND)
-            if TURN:
+            if ROTATE:
                 tx, tx2 = (key * cos).to(OPERAND), (key * sin).to(OPERAND)
             else:
                 tx = tk
             grad = tl.dot(tdo, state.to(OPERAND), input_precision=PRECISION)
             grad = tl.dot(scores, tx, grad, input_precision=PRECISION)
             state = tl.dot(tl.trans(tv), tx, state, input_precision=PRECISION)
-            if TURN:
+            if ROTATE:
                 grad2 = tl.dot(tdo, state2.to(OPERAND), input_precision=PRECISION)
                 grad2 = tl.dot(scores, tx2, grad2, input_precision=PRECISION)
                 state2 = tl.dot(tl.trans(tv), tx2, state2, input_precision=PRECISION)
-                slopes += tl.sum(query * (grad2 * cos - grad * sin) * (place[:, None] * scale), 0)
+                angle_sums += tl.sum(query * (grad2 * cos - grad * sin) * (position[:, None] * scale), 0)
                 grad = grad * cos + grad2 * sin
             grad = grad * inverse * scale
-        to = out + move * K + keys
-        grad = grad.to(out.dtype.element_ty)
-        if EVEN and K % BC == 0:
-            tl.store(to, grad)
-        else:
-            tl.store(to, grad, mask=(t < left)[:, None] & narrow[None, :])
+        store_masked(out + move * K, keys, grad, (t < left)[:, None] & narrow[None, :], not EVEN or K % BC != 0)
 
-    if TURN:
-        tl.store(dtheta + (nh.to(tl.int64) * G + g) * K + i, slopes, mask=narrow)
+    if ROTATE:
+        tl.store(dtheta + (nh.to(tl.int64) * G + g) * K + i, angle_sums, mask=narrow)
     if REVERSE:
-        if HAS_LEAVE and g == 0:
-            mass = tl.load(edge + K, mask=narrow, other=0.0)
-            to = leave + nh.to(tl.int64) * (ROWS * V) + straight
-            tl.store(to, state * mass[None, :], mask=both)
-            if TURN:
-                tl.store(to + K * V, state2 * mass[None, :], mask=both)
-            tl.store(leave_z + nh.to(tl.int64) * K + i, -fall * mass, mask=narrow)
+        if HAS_FINAL and g == 0:
+            denominator = tl.load(boundary + K, mask=narrow, other=0.0)
+            to = final + nh.to(tl.int64) * (ROWS * V) + straight
+            tl.store(to, state * denominator[None, :], mask=both)
+            if ROTATE:
+                tl.store(to + K * V, state2 * denominator[None, :], mask=both)
+            tl.store(final_z + nh.to(tl.int64) * K + i, -delta * denominator, mask=narrow)
 
 
 @triton.jit
 def sum_products_kernel(
     q, do, sums, theta, positions, offsets, scale, T, N, G, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, PK: tl.constexpr, BC: tl.constexpr, TURN: tl.constexpr, PLACED: tl.constexpr,
+    C: tl.constexpr, PK: tl.constexpr, BC: tl.constexpr, ROTATE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """sums [N, H, G, K or 2K, V] = scale q^T do of each segment, in BC columns of V a program."""
-    pid = tl.program_id(0)
-    BLOCKS: tl.constexpr = (V + BC - 1) // BC
-    block = pid % BLOCKS
-    nh = (pid // BLOCKS) % (N * H)
-    g = pid // (BLOCKS * N * H)
+    """sums [N, H, G, K or 2K, V] = scale q^T do of each segment, in BC columns of V per program."""
+    block, nh, g = locate(N, H, V, BC)
     n, h = nh // H, nh % H
     begin, length = span(offsets, n, T, DOCUMENTS)
     chunks = tl.cdiv(length, C)
     per = tl.cdiv(chunks, G)
     t, i, j = tl.arange(0, C), tl.arange(0, PK), block * BC + tl.arange(0, BC)
-    ROWS: tl.constexpr = 2 * K if TURN else K
+    ROWS: tl.constexpr = 2 * K if ROTATE else K
     q += (begin * H + h) * K
     do += (begin * H + h) * V
     state = tl.zeros([PK, BC], tl.float32)
-    if TURN:
+    if ROTATE:
         state2 = tl.zeros([PK, BC], tl.float32)
         frequency = tl.load(theta + h * K + i, mask=i < K, other=0.0)[None, :]
     for chunk in tl.range(g * per, tl.minimum((g + 1) * per, chunks), num_stages=STAGES):
@@ -586,12 +566,8 @@ def sum_products_kernel(
         tq = load_tile(q + move * K, t[:, None] * (H * K) + i[None, :], t, i, left, 0.0, K, PK != K, EVEN)
         tc = load_tile(do + move * V, t[:, None] * (H * V) + j[None, :], t, j, left, 0.0, V, V % BC != 0, EVEN)
         tc = tc.to(OPERAND)
-        if TURN:
-            if PLACED:
-                place = tl.load(positions + begin + chunk * C + t, mask=t < left, other=0).to(tl.float32)
-            else:
-                place = (chunk * C + t).to(tl.float32)
-            cos, sin = cosine_sine(place[:, None], frequency, FAST)
+        if ROTATE:
+            position, cos, sin = load_angles(positions, begin, chunk, t, left, frequency, C, HAS_POSITIONS, FAST)
             query = tq.to(tl.float32)
             tq = query * cos
             state2 = tl.dot(tl.trans((query * sin).to(OPERAND)), tc, state2, input_precision=PRECISION)
@@ -599,16 +575,16 @@ def sum_products_kernel(
     to = sums + (nh.to(tl.int64) * G + g) * (ROWS * V) + i[:, None] * V + j[None, :]
     mask = (i < K)[:, None] & (j < V)[None, :]
     tl.store(to, state * scale, mask=mask)
-    if TURN:
+    if ROTATE:
         tl.store(to + K * V, state2 * scale, mask=mask)
 
 
 @triton.jit
 def combine_kernel(
     sums, sums_z, S, z, dS, dz, out, out_z, G, K: tl.constexpr, V: tl.constexpr, BR: tl.constexpr, PV: tl.constexpr,
-    TURN: tl.constexpr, BACKWARD: tl.constexpr, HAS_ENTRY: tl.constexpr,
+    ROTATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_INITIAL: tl.constexpr,
 ):  # fmt: skip
-    """From segments' sums the whole one, for BR channels a program.
+    """Joins the sums of segments, for BR channels per program.
 
     Forward: S and log-sum z of all, into out and out_z. BACKWARD: out is the gradient to S (dS and what o gives), out_z
     what the normalisation takes from the gradient of each logit.
@@ -616,78 +592,74 @@ def combine_kernel(
     BLOCKS: tl.constexpr = (K + BR - 1) // BR
     nh = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i, j = (tl.program_id(0) % BLOCKS) * BR + tl.arange(0, BR), tl.arange(0, PV)
-    ROWS: tl.constexpr = 2 * K if TURN else K
+    ROWS: tl.constexpr = 2 * K if ROTATE else K
     channel = i < K
     mask = channel[:, None] & (j < V)[None, :]
-    place = i[:, None] * V + j[None, :]
+    position = i[:, None] * V + j[None, :]
     sums += nh * G * (ROWS * V)
     sums_z += nh * G * K
     total = tl.zeros([BR, PV], tl.float32)
     total2 = tl.zeros([BR, PV], tl.float32)
     peak = tl.full([BR], NOTHING, tl.float32)
-    mass = tl.zeros([BR], tl.float32)
-    if BACKWARD and HAS_ENTRY:
-        total += tl.load(dS + nh * (ROWS * V) + place, mask=mask, other=0.0)
-        if TURN:
-            total2 += tl.load(dS + nh * (ROWS * V) + K * V + place, mask=mask, other=0.0)
+    denominator = tl.zeros([BR], tl.float32)
+    if BACKWARD and HAS_INITIAL:
+        total += tl.load(dS + nh * (ROWS * V) + position, mask=mask, other=0.0)
+        if ROTATE:
+            total2 += tl.load(dS + nh * (ROWS * V) + K * V + position, mask=mask, other=0.0)
     if not BACKWARD:
         for g in tl.range(0, G):
             peak = tl.maximum(peak, tl.load(sums_z + g * K + i, mask=channel, other=-float("inf")))
         for g in tl.range(0, G):
-            mass += tl.exp2((tl.load(sums_z + g * K + i, mask=channel, other=-float("inf")) - peak) * LOG2_E)
-    factor = tl.where(mass > 0, 1.0 / tl.where(mass > 0, mass, 1.0), 0.0)
+            denominator += tl.exp2((tl.load(sums_z + g * K + i, mask=channel, other=-float("inf")) - peak) * LOG2_E)
+    factor = tl.where(denominator > 0, 1.0 / tl.where(denominator > 0, denominator, 1.0), 0.0)
     for g in tl.range(0, G):
-        one = tl.load(sums + g * (ROWS * V) + place, mask=mask, other=0.0)
-        if TURN:
-            two = tl.load(sums + g * (ROWS * V) + K * V + place, mask=mask, other=0.0)
+        one = tl.load(sums + g * (ROWS * V) + position, mask=mask, other=0.0)
+        if ROTATE:
+            two = tl.load(sums + g * (ROWS * V) + K * V + position, mask=mask, other=0.0)
         if not BACKWARD:
             weight = tl.load(sums_z + g * K + i, mask=channel, other=-float("inf"))
             weight = tl.exp2((weight - peak) * LOG2_E) * factor
             one *= weight[:, None]
-            if TURN:
+            if ROTATE:
                 two *= weight[:, None]
         total += one
-        if TURN:
+        if ROTATE:
             total2 += two
-    tl.store(out + nh * (ROWS * V) + place, total, mask=mask)
-    if TURN:
-        tl.store(out + nh * (ROWS * V) + K * V + place, total2, mask=mask)
+    tl.store(out + nh * (ROWS * V) + position, total, mask=mask)
+    if ROTATE:
+        tl.store(out + nh * (ROWS * V) + K * V + position, total2, mask=mask)
     if BACKWARD:
-        value = tl.sum(total * tl.load(S + nh * (ROWS * V) + place, mask=mask, other=0.0), 1)
-        if TURN:
-            value += tl.sum(total2 * tl.load(S + nh * (ROWS * V) + K * V + place, mask=mask, other=0.0), 1)
-        if HAS_ENTRY:
+        value = tl.sum(total * tl.load(S + nh * (ROWS * V) + position, mask=mask, other=0.0), 1)
+        if ROTATE:
+            value += tl.sum(total2 * tl.load(S + nh * (ROWS * V) + K * V + position, mask=mask, other=0.0), 1)
+        if HAS_INITIAL:
             value -= tl.load(dz + nh * K + i, mask=channel, other=0.0)
     else:
-        value = tl.where(mass > 0, peak + tl.log(tl.where(mass > 0, mass, 1.0)), -float("inf"))
+        value = tl.where(denominator > 0, peak + tl.log(tl.where(denominator > 0, denominator, 1.0)), -float("inf"))
     tl.store(out_z + nh * K + i, value, mask=channel)
 
 
 @triton.jit
 def use_values_kernel(
     q, k, o, S, z, theta, positions, offsets, scale, T, N, G, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, PK: tl.constexpr, BC: tl.constexpr, SOFTMAX: tl.constexpr, TURN: tl.constexpr,
-    PLACED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, FAST: tl.constexpr,
+    C: tl.constexpr, PK: tl.constexpr, BC: tl.constexpr, SOFTMAX: tl.constexpr, ROTATE: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """o = scale q S, or (SOFTMAX) dv = softmax(k) S with S the gradient to the state. BC columns of V a program."""
-    pid = tl.program_id(0)
-    BLOCKS: tl.constexpr = (V + BC - 1) // BC
-    block = pid % BLOCKS
-    nh = (pid // BLOCKS) % (N * H)
-    g = pid // (BLOCKS * N * H)
+    """o = scale q S, or (SOFTMAX) dv = softmax(k) S with S the gradient to the state. BC columns of V per program."""
+    block, nh, g = locate(N, H, V, BC)
     n, h = nh // H, nh % H
     begin, length = span(offsets, n, T, DOCUMENTS)
     chunks = tl.cdiv(length, C)
     per = tl.cdiv(chunks, G)
     t, i, j = tl.arange(0, C), tl.arange(0, PK), block * BC + tl.arange(0, BC)
-    ROWS: tl.constexpr = 2 * K if TURN else K
+    ROWS: tl.constexpr = 2 * K if ROTATE else K
     x = (k if SOFTMAX else q) + (begin * H + h) * K
     o += (begin * H + h) * V
     mask = (i < K)[:, None] & (j < V)[None, :]
     S += nh.to(tl.int64) * (ROWS * V) + i[:, None] * V + j[None, :]
     state = tl.load(S, mask=mask, other=0.0).to(OPERAND)
-    if TURN:
+    if ROTATE:
         state2 = tl.load(S + K * V, mask=mask, other=0.0).to(OPERAND)
         frequency = tl.load(theta + h * K + i, mask=i < K, other=0.0)[None, :]
     if SOFTMAX:
@@ -699,48 +671,36 @@ def use_values_kernel(
                        K, PK != K, EVEN)  # fmt: skip
         if SOFTMAX:
             tx = tl.exp2((tx.to(tl.float32) - shift[None, :]) * LOG2_E)
-        if TURN:
-            if PLACED:
-                place = tl.load(positions + begin + chunk * C + t, mask=t < left, other=0).to(tl.float32)
-            else:
-                place = (chunk * C + t).to(tl.float32)
-            cos, sin = cosine_sine(place[:, None], frequency, FAST)
+        if ROTATE:
+            position, cos, sin = load_angles(positions, begin, chunk, t, left, frequency, C, HAS_POSITIONS, FAST)
             both = tx.to(tl.float32)
             out = tl.dot((both * cos).to(OPERAND), state, input_precision=PRECISION)
             out = tl.dot((both * sin).to(OPERAND), state2, out, input_precision=PRECISION)
         else:
             out = tl.dot(tx.to(OPERAND), state, input_precision=PRECISION)
-        out = (out * scale).to(o.dtype.element_ty)
-        to = o + move * V + t[:, None] * (H * V) + j[None, :]
-        if EVEN and V % BC == 0:
-            tl.store(to, out)
-        else:
-            tl.store(to, out, mask=(t < left)[:, None] & (j < V)[None, :])
+        to = o + move * V + t[:, None] * (H * V)
+        store_masked(to, j[None, :], out * scale, (t < left)[:, None] & (j < V)[None, :], not EVEN or V % BC != 0)
 
 
 @triton.jit
 def use_keys_kernel(
-    x, k, out, S, z, decline, theta, dtheta, positions, offsets, scale, T, N, G, H: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, C: tl.constexpr, PV: tl.constexpr, BC: tl.constexpr, SOFTMAX: tl.constexpr, TURN: tl.constexpr,
-    PLACED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, FAST: tl.constexpr,
+    x, k, out, S, z, delta, theta, dtheta, positions, offsets, scale, T, N, G, H: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr, PV: tl.constexpr, BC: tl.constexpr, SOFTMAX: tl.constexpr, ROTATE: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """dq = scale x S^T from x = do; or (SOFTMAX) the gradient of k from x = v, S the gradient to the state.
 
-    BC columns of K a program. `k` is q where dq is wanted: the gradient to the angles needs it.
+    BC columns of K per program. For dq, `k` is q, which the gradient of the angles needs.
     """
-    pid = tl.program_id(0)
-    BLOCKS: tl.constexpr = (K + BC - 1) // BC
-    block = pid % BLOCKS
-    nh = (pid // BLOCKS) % (N * H)
-    g = pid // (BLOCKS * N * H)
+    block, nh, g = locate(N, H, K, BC)
     n, h = nh // H, nh % H
     begin, length = span(offsets, n, T, DOCUMENTS)
     chunks = tl.cdiv(length, C)
     per = tl.cdiv(chunks, G)
     t, i, j = tl.arange(0, C), block * BC + tl.arange(0, BC), tl.arange(0, PV)
     narrow, wide = i < K, j < V
-    ROWS: tl.constexpr = 2 * K if TURN else K
+    ROWS: tl.constexpr = 2 * K if ROTATE else K
     x += (begin * H + h) * V
     k += (begin * H + h) * K
     out += (begin * H + h) * K
@@ -748,41 +708,32 @@ def use_keys_kernel(
     mask = narrow[:, None] & wide[None, :]
     S += nh.to(tl.int64) * (ROWS * V) + i[:, None] * V + j[None, :]
     state = tl.load(S, mask=mask, other=0.0).to(OPERAND)
-    if TURN:
+    if ROTATE:
         state2 = tl.load(S + K * V, mask=mask, other=0.0).to(OPERAND)
         frequency = tl.load(theta + h * K + i, mask=narrow, other=0.0)[None, :]
-        slopes = tl.zeros([BC], tl.float32)
+        angle_sums = tl.zeros([BC], tl.float32)
     if SOFTMAX:
         shift = tl.maximum(tl.load(z + nh.to(tl.int64) * K + i, mask=narrow, other=0.0), NOTHING)
-        fall = tl.load(decline + nh.to(tl.int64) * K + i, mask=narrow, other=0.0)
+        delta = tl.load(delta + nh.to(tl.int64) * K + i, mask=narrow, other=0.0)
     for chunk in tl.range(g * per, tl.minimum((g + 1) * per, chunks), num_stages=STAGES):
         move = begin * 0 + chunk * C * H
         left = length - chunk * C
         tx = load_tile(x + move * V, t[:, None] * (H * V) + j[None, :], t, j, left, 0.0, V, PV != V, EVEN).to(OPERAND)
         grad = tl.dot(tx, tl.trans(state), input_precision=PRECISION)
-        if SOFTMAX or TURN:
+        if SOFTMAX or ROTATE:
             key = load_tile(k + move * K, keys, t, i, left, -float("inf") if SOFTMAX else 0.0, K, K % BC != 0, EVEN)
             key = key.to(tl.float32)
             if SOFTMAX:
                 key = tl.exp2((key - shift[None, :]) * LOG2_E)
-        if TURN:
-            if PLACED:
-                place = tl.load(positions + begin + chunk * C + t, mask=t < left, other=0).to(tl.float32)
-            else:
-                place = (chunk * C + t).to(tl.float32)
-            cos, sin = cosine_sine(place[:, None], frequency, FAST)
+        if ROTATE:
+            position, cos, sin = load_angles(positions, begin, chunk, t, left, frequency, C, HAS_POSITIONS, FAST)
             grad2 = tl.dot(tx, tl.trans(state2), input_precision=PRECISION)
-            slopes += tl.sum(key * (grad2 * cos - grad * sin) * (place[:, None] * scale), 0)
+            angle_sums += tl.sum(key * (grad2 * cos - grad * sin) * (position[:, None] * scale), 0)
             grad = grad * cos + grad2 * sin
         if SOFTMAX:
-            grad = key * (grad - fall[None, :])
+            grad = key * (grad - delta[None, :])
         else:
             grad *= scale
-        to = out + move * K + keys
-        grad = grad.to(out.dtype.element_ty)
-        if EVEN and K % BC == 0:
-            tl.store(to, grad)
-        else:
-            tl.store(to, grad, mask=(t < left)[:, None] & narrow[None, :])
-    if TURN:
-        tl.store(dtheta + (nh.to(tl.int64) * G + g) * K + i, slopes, mask=narrow)
+        store_masked(out + move * K, keys, grad, (t < left)[:, None] & narrow[None, :], not EVEN or K % BC != 0)
+    if ROTATE:
+        tl.store(dtheta + (nh.to(tl.int64) * G + g) * K + i, angle_sums, mask=narrow)

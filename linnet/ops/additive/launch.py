@@ -8,8 +8,8 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.additive.kernels import (
+    boundaries_kernel,
     combine_kernel,
-    edges_kernel,
     keys_kernel,
     link_kernel,
     sum_products_kernel,
@@ -18,11 +18,11 @@ from linnet.ops.additive.kernels import (
     values_kernel,
 )
 from linnet.ops.documents import count_states, documents
-from linnet.ops.launching import align, choose_operands, count_processors, pad
+from linnet.ops.launching import align, choose_operands, count_processors, launch, pad
 
 
 class Tiles(NamedTuple):
-    """How a sweep is cut: tokens a chunk, columns of the state a program, warps, chunks in flight."""
+    """How a sweep is cut: tokens per chunk, columns of the state per program, warps, chunks in flight."""
 
     chunk: int
     columns: int
@@ -30,26 +30,30 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# Programs that a multiprocessor holds at a time, by their registers.
+# Programs that a multiprocessor holds at a time, limited by registers.
 RESIDENT = 2
+NOTHING = (None, None)
 
 
 def choose_tiles(widest: int, outer: int, dtype: torch.dtype, kind: str) -> Tiles:
-    """Tiles for a state whose larger padded size is `widest`, of which programs own columns of the size `outer`.
+    """Tiles for a state whose larger padded size is `widest`, where programs own columns of the size `outer`.
 
-    kind: "o", "dq", "dk" or "dv" (of which the last three need one chunk, since they share `edges`), and without
+    kind: "o", "dq", "dk" or "dv" (the last three take one chunk size, since they share `boundaries`), and without
     causality "sum", "use" and "use keys".
     """
     if dtype != torch.bfloat16:
         return Tiles(32, min(outer, 32), 4, 1)
     if widest > 128:
         return Tiles(64, 32, 4, 2) if kind in ("dq", "dk") else Tiles(64, min(outer, 64), 8, 2)
-    # The gradient of k has the most tiles at hand: with 64 columns one program alone fits into a multiprocessor.
+    # The gradient of k needs the most tiles: with 64 columns a multiprocessor holds only one program.
     return Tiles(64, min(outer, 32 if kind == "dk" else 64), 4, 2)
 
 
 class Call(NamedTuple):
-    """The tensors of a call, contiguous and aligned (a kernel for other addresses rounds otherwise)."""
+    """The tensors of a call, contiguous and aligned (kernels for other addresses round differently), and its launches.
+
+    Tensors that a kernel does not read are replaced by `blank`.
+    """
 
     q: Tensor
     k: Tensor
@@ -58,8 +62,8 @@ class Call(NamedTuple):
     positions: Tensor | None
     cu_seqlens: Tensor | None
     scale: float
-    blank: Tensor  # stands for tensors that a kernel does not read
-    parts: int = 1  # into which sequences were cut, each a sequence of the batch now: `linnet.ops.additive.hopper`
+    blank: Tensor
+    segments: int = 1  # into which `linnet.ops.additive.hopper` cut sequences, each a sequence of the batch now
 
     @classmethod
     def of(cls, q, k, v, theta, positions, cu_seqlens, scale) -> "Call":
@@ -85,7 +89,10 @@ class Call(NamedTuple):
         return choose_tiles(max(rows, columns), outer, self.q.dtype, kind)
 
     def count_segments(self, kind: str, fill: int = RESIDENT, least: int = 16) -> int:
-        """As many as give each processor `fill` programs, but of `least` chunks on average. Documents are cut alike."""
+        """Segments that give each processor `fill` programs, of at least `least` chunks on average.
+
+        Every document is cut into as many.
+        """
         B, T, H, K = self.q.shape
         tiles = self.tiles(kind)
         blocks = triton.cdiv(self.v.shape[3] if kind != "dq" else K, tiles.columns)
@@ -93,154 +100,161 @@ class Call(NamedTuple):
         return max(1, min(places // (self.states * H * blocks), B * T // self.states // (least * tiles.chunk)))
 
     def empty_state(self, *segments: int) -> tuple[Tensor, Tensor]:
+        """S [N, H, segments, K or 2K, V] and z [N, H, segments, K], uninitialised."""
         shape = (self.states, self.q.shape[2], *segments)
-        rows, columns = self.state_shape
         new = self.blank.new_empty
-        return new(*shape, rows, columns), new(*shape, self.q.shape[3])
+        return new(*shape, *self.state_shape), new(*shape, self.q.shape[3])
 
-    def edges(self, kind: str, segments: int, z: Tensor | None) -> tuple[Tensor, Tensor]:
-        """References and masses of the chunks, and (in segments, which `link` has to join) log-sums [N, H, G, K]."""
-        B, T, H, K = self.q.shape
-        chunk = self.tiles(kind).chunk
-        edges = self.blank.new_empty(B * T // chunk + self.states * (1 + segments), H, 2, K)
-        ends = self.blank.new_empty(self.states, H, segments, K) if segments > 1 else self.blank
-        columns = min(64, pad(K))
-        edges_kernel[(triton.cdiv(K, columns) * self.states * H * segments,)](
-            self.k, edges, ends, self._pick(z), self._pick(self.cu_seqlens), T, self.states, segments, H, K, chunk,
-            columns, z is not None, self.cu_seqlens is not None, self.cu_seqlens is None and T % chunk == 0,
-            segments > 1, 3, num_warps=1,
-        )  # fmt: skip
-        return edges, ends
-
-    def link(self, kind: str, segments: int, edges: Tensor, ends: Tensor, z: Tensor | None) -> None:
-        T, H, K = self.q.shape[1:]
-        link_kernel[(self.states * H * segments,)](
-            edges, ends, self._pick(z), self._pick(self.cu_seqlens), T, self.states, segments, H, K,
-            self.tiles(kind).chunk, pad(K), 16, z is not None, self.cu_seqlens is not None,
-        )  # fmt: skip
-
-    def empty_slopes(self, segments: int) -> Tensor:
+    def empty_dtheta(self, segments: int) -> Tensor:
+        """Shares of programs in the gradient of theta, from dq and from the gradient of k."""
         if self.theta is None:
             return self.blank.expand(2, 1)
         return self.blank.new_empty(2, self.states * self.q.shape[2] * segments * self.q.shape[3])
 
-    def sum_slopes(self, slopes: Tensor, segments: int, theta: Tensor | None) -> Tensor:
-        """The gradient to theta from its shares [2, N, H, G, K]; empty without theta."""
+    def sum_dtheta(self, shares: Tensor, segments: int, theta: Tensor | None) -> Tensor:
+        """The gradient of theta from its shares [2, N, H, G, K]; empty without theta."""
         if theta is None:
             return self.blank.new_empty(0)
         H, K = self.q.shape[2:]
-        return slopes.view(2, self.states, H, segments, K).sum((0, 1, 3)).to(theta.dtype)
+        return shares.view(2, self.states, H, segments, K).sum((0, 1, 3)).to(theta.dtype)
 
     def dot(self, x: Tensor, y: Tensor) -> Tensor:
         """[N, H, K]: of two states, the sums of their products over columns and, with LRPE, over cosine and sine."""
         products = (x * y).sum(-1)
         return products if self.theta is None else products.unflatten(-1, (2, -1)).sum(-2)
 
-    def summarise(
-        self, segments: int, kind: str, do=None, dq=None, edges=None, every: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """S [N, H, G, K or 2K, V] and z (or what z's gradient gets) [N, H, G, K] of segments from zero.
+    def boundaries(self, kind: str, segments: int, z: Tensor | None) -> tuple[Tensor, Tensor]:
+        """References and denominators of chunks, and of several segments, which `link` joins, log-sums [N, H, G, K]."""
+        B, T, H, K = self.q.shape
+        chunk = self.tiles(kind).chunk
+        boundaries = self.blank.new_empty(B * T // chunk + self.states * (1 + segments), H, 2, K)
+        ends = self.blank.new_empty(self.states, H, segments, K) if segments > 1 else self.blank
+        columns = min(64, pad(K))
+        constants = (K, chunk, columns, z is not None, *self._rows(chunk), segments > 1, 3)
+        tensors = (self.k, boundaries, ends, z, self.cu_seqlens)
+        self._launch(boundaries_kernel, K, columns, segments, tensors, (), constants, num_warps=1)
+        return boundaries, ends
 
-        The last segment, in the order of the sweep, is left out unless asked for.
+    def link(self, kind: str, segments: int, boundaries: Tensor, ends: Tensor, z: Tensor | None) -> None:
+        """Adds to the boundaries of each segment what comes before it."""
+        K = self.q.shape[3]
+        constants = (K, self.tiles(kind).chunk, pad(K), 16, z is not None, self.cu_seqlens is not None)
+        self._launch(link_kernel, 1, 1, segments, (boundaries, ends, z, self.cu_seqlens), (), constants)
+
+    def summarise(
+        self, segments: int, kind: str, do=None, dq=None, boundaries=None, every: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """S [N, H, G, K or 2K, V] and z (or its gradient's share) [N, H, G, K] of segments from zero.
+
+        Leaves out the last segment, in the order of the sweep, unless `every`.
         """
         sums = self.empty_state(segments)
         count = segments if every else segments - 1
-        self.values(kind, segments, do=do, dq=dq, edges=edges, leave=sums, sums=sums, count=count, summary=True)
+        self.values(
+            kind, segments, do=do, dq=dq, boundaries=boundaries, final=sums, sums=sums, count=count, summary=True
+        )
         return sums
 
     def values(
-        self, kind, segments, *, do=None, dq=None, out=None, edges=None, entry=(None, None), leave=(None, None),
+        self, kind, segments, *, do=None, dq=None, out=None, boundaries=None, initial=NOTHING, final=NOTHING,
         sums=None, count=None, summary=False,
     ) -> None:  # fmt: skip
-        """Launches `values_kernel`: o, or dv, or summaries in either order."""
-        B, T, H, K = self.q.shape
-        V = self.v.shape[3]
-        reverse = kind == "dv"
+        """Launches `values_kernel`: o, or dv, or summaries in either order, of all or `count` segments."""
+        K, V = self.q.shape[3], self.v.shape[3]
         chunk, columns, warps, stages = self.tiles(kind)
         if kind == "dq":  # its summaries, cut as its chunks are
             columns = self.tiles("dv").columns
-        blocks = triton.cdiv(V, columns)
-        pick = self._pick
-        sums = sums or (None, None)
-        values_kernel[(blocks * self.states * H * (segments if count is None else count),)](
-            self.q, self.k, do if reverse else self.v, pick(out), pick(dq), pick(entry[0]), pick(entry[1]),
-            pick(leave[0]), pick(leave[1]), pick(sums[0]), pick(sums[1]), pick(edges), pick(self.theta),
-            pick(self.positions), pick(self.cu_seqlens), self.scale, T, self.states, segments, H, K, V, chunk, pad(K),
-            columns, reverse, summary, self.theta is not None, self.positions is not None, entry[0] is not None,
-            leave[0] is not None, self.cu_seqlens is not None, self.cu_seqlens is None and T % chunk == 0,
-            segments > 1, *choose_operands(self.q.dtype), stages, self.q.is_cuda, num_warps=warps,
+        tensors = (
+            self.q, self.k, do if kind == "dv" else self.v, out, dq, *initial, *final, *(sums or NOTHING), boundaries,
+            self.theta, self.positions, self.cu_seqlens,
         )  # fmt: skip
+        constants = (
+            K, V, chunk, pad(K), columns, kind == "dv", summary, *self._rotates, initial[0] is not None,
+            final[0] is not None, *self._rows(chunk), segments > 1, *self._products(stages),
+        )  # fmt: skip
+        self._launch(
+            values_kernel, V, columns, segments, tensors, (self.scale,), constants, count=count, num_warps=warps
+        )
 
     def keys(
-        self, kind, segments, do, dq, out, edges, dtheta, *, entry=(None, None), end=None, leave=(None, None), sums=None
+        self, kind, segments, do, dq, out, boundaries, dtheta, *, initial=NOTHING, end=None, final=NOTHING, sums=None
     ) -> None:
         """Launches `keys_kernel`: dq, or the gradient of k."""
-        B, T, H, K = self.q.shape
-        V = self.v.shape[3]
-        chunk, columns, warps, stages = self.tiles(kind)
-        pick = self._pick
-        sums = sums or (None, None)
-        keys_kernel[(triton.cdiv(K, columns) * self.states * H * segments,)](
-            self.q, self.k, self.k, self.v, do, dq, out, pick(entry[0]), pick(entry[1]), pick(end), pick(leave[0]),
-            pick(leave[1]), pick(sums[0]), pick(sums[1]), edges, pick(self.theta), dtheta, pick(self.positions),
-            pick(self.cu_seqlens), self.scale, T, self.states, segments, H, K, V, chunk, pad(V), columns,
-            kind == "dk", self.theta is not None, self.positions is not None, entry[0] is not None,
-            leave[0] is not None, self.cu_seqlens is not None, self.cu_seqlens is None and T % chunk == 0,
-            segments > 1, *choose_operands(self.q.dtype), stages, self.q.is_cuda, num_warps=warps,
-        )  # fmt: skip
-
-    def combine(self, segments: int, sums: tuple[Tensor, Tensor | None], S=None, entry=None) -> tuple[Tensor, Tensor]:
-        """Without `S`: state and log-sum of the sequence. With it: the gradient to S, and what z takes from logits'."""
         K, V = self.q.shape[3], self.v.shape[3]
-        out, out_z = self.empty_state()
-        pick, (dS, dz) = self._pick, entry or (None, None)
-        rows = 16
-        combine_kernel[(triton.cdiv(K, rows) * self.states * self.q.shape[2],)](
-            sums[0], pick(sums[1]), pick(S), self.blank, pick(dS), pick(dz), out, out_z, segments, K, V, rows, pad(V),
-            self.theta is not None, S is not None, dS is not None,
+        chunk, columns, warps, stages = self.tiles(kind)
+        tensors = (
+            self.q, self.k, self.k, self.v, do, dq, out, *initial, end, *final, *(sums or NOTHING), boundaries,
+            self.theta, dtheta, self.positions, self.cu_seqlens,
         )  # fmt: skip
-        return out, out_z
+        constants = (
+            K, V, chunk, pad(V), columns, kind == "dk", *self._rotates, initial[0] is not None, final[0] is not None,
+            *self._rows(chunk), segments > 1, *self._products(stages),
+        )  # fmt: skip
+        self._launch(keys_kernel, K, columns, segments, tensors, (self.scale,), constants, num_warps=warps)
+
+    def combine(
+        self, segments: int, sums: tuple[Tensor, Tensor | None], S=None, gradients=NOTHING
+    ) -> tuple[Tensor, Tensor]:
+        """Without `S`: state and log-sum of the sequence. With it: the gradient of S, and delta."""
+        K, V = self.q.shape[3], self.v.shape[3]
+        out = self.empty_state()
+        flags = (self.theta is not None, S is not None, gradients[0] is not None)
+        tensors = (*sums, S, None, *gradients, *out)
+        programs = triton.cdiv(K, 16) * self.states * self.q.shape[2]
+        launch(combine_kernel, programs, self._pick(tensors), (), (segments, K, V, 16, pad(V), *flags))
+        return out
 
     def sum_products(self, segments: int, do: Tensor) -> Tensor:
         """[N, H, G, K or 2K, V]: scale q^T do of each segment."""
-        B, T, H, K = self.q.shape
-        V = self.v.shape[3]
+        K, V = self.q.shape[3], self.v.shape[3]
         chunk, columns, warps, stages = self.tiles("sum")
         sums, _ = self.empty_state(segments)
-        sum_products_kernel[(triton.cdiv(V, columns) * self.states * H * segments,)](
-            self.q, do, sums, self._pick(self.theta), self._pick(self.positions), self._pick(self.cu_seqlens),
-            self.scale, T, self.states, segments, H, K, V, chunk, pad(K), columns, *self._flags(chunk), stages,
-            self.q.is_cuda, num_warps=warps,
-        )  # fmt: skip
+        tensors = (self.q, do, sums, self.theta, self.positions, self.cu_seqlens)
+        constants = (K, V, chunk, pad(K), columns, *self._rotates, *self._rows(chunk), *self._products(stages))
+        self._launch(sum_products_kernel, V, columns, segments, tensors, (self.scale,), constants, num_warps=warps)
         return sums
 
     def use_values(self, segments: int, out: Tensor, S: Tensor, z: Tensor | None) -> None:
         """o = scale q S, or with z: out = softmax(k) S."""
-        B, T, H, K = self.q.shape
-        V = self.v.shape[3]
+        K, V = self.q.shape[3], self.v.shape[3]
         chunk, columns, warps, stages = self.tiles("use")
-        use_values_kernel[(triton.cdiv(V, columns) * self.states * H * segments,)](
-            self.q, self.k, out, S, self._pick(z), self._pick(self.theta), self._pick(self.positions),
-            self._pick(self.cu_seqlens), self.scale if z is None else 1.0, T, self.states, segments, H, K, V, chunk,
-            pad(K), columns, z is not None, *self._flags(chunk), stages, self.q.is_cuda, num_warps=warps,
-        )  # fmt: skip
+        tensors = (self.q, self.k, out, S, z, self.theta, self.positions, self.cu_seqlens)
+        constants = (K, V, chunk, pad(K), columns, z is not None, *self._rotates, *self._rows(chunk))
+        constants += self._products(stages)
+        numbers = (self.scale if z is None else 1.0,)
+        self._launch(use_values_kernel, V, columns, segments, tensors, numbers, constants, num_warps=warps)
 
-    def use_keys(self, segments: int, x: Tensor, out: Tensor, S: Tensor, z, decline, dtheta: Tensor) -> None:
+    def use_keys(self, segments: int, x: Tensor, out: Tensor, S: Tensor, z, delta, dtheta: Tensor) -> None:
         """out = scale x S^T, x = do; or with z, x = v and S its gradient: the gradient of k."""
-        B, T, H, K = self.q.shape
-        V = self.v.shape[3]
+        K, V = self.q.shape[3], self.v.shape[3]
         chunk, columns, warps, stages = self.tiles("use keys")
-        use_keys_kernel[(triton.cdiv(K, columns) * self.states * H * segments,)](
-            x, self.q if z is None else self.k, out, S, self._pick(z), self._pick(decline), self._pick(self.theta),
-            dtheta, self._pick(self.positions), self._pick(self.cu_seqlens), self.scale if z is None else 1.0, T,
-            self.states, segments, H, K, V, chunk, pad(V), columns, z is not None, *self._flags(chunk), stages,
-            self.q.is_cuda, num_warps=warps,
-        )  # fmt: skip
+        k = self.q if z is None else self.k
+        tensors = (x, k, out, S, z, delta, self.theta, dtheta, self.positions, self.cu_seqlens)
+        constants = (K, V, chunk, pad(V), columns, z is not None, *self._rotates, *self._rows(chunk))
+        constants += self._products(stages)
+        numbers = (self.scale if z is None else 1.0,)
+        self._launch(use_keys_kernel, K, columns, segments, tensors, numbers, constants, num_warps=warps)
 
-    def _flags(self, chunk: int) -> tuple:
-        even = self.cu_seqlens is None and self.q.shape[1] % chunk == 0
-        turns = (self.theta is not None, self.positions is not None)
-        return *turns, self.cu_seqlens is not None, even, *choose_operands(self.q.dtype)
+    def _launch(
+        self, kernel, width: int, columns: int, segments: int, tensors: tuple, numbers: tuple, constants: tuple,
+        count: int | None = None, **options: int,
+    ) -> None:  # fmt: skip
+        """Starts a program for each block of columns of `width`, each head, and each segment or `count` of them."""
+        T, H = self.q.shape[1:3]
+        programs = triton.cdiv(width, columns) * self.states * H * (segments if count is None else count)
+        launch(kernel, programs, self._pick(tensors), numbers, (T, self.states, segments, H, *constants), **options)
 
-    def _pick(self, x: Tensor | None) -> Tensor:
-        return self.blank if x is None else align(x)
+    @property
+    def _rotates(self) -> tuple[bool, bool]:
+        return self.theta is not None, self.positions is not None
+
+    def _rows(self, chunk: int) -> tuple[bool, bool]:
+        """Whether there are documents, and whether all chunks are full."""
+        return self.cu_seqlens is not None, self.cu_seqlens is None and self.q.shape[1] % chunk == 0
+
+    def _products(self, stages: int) -> tuple:
+        """Operands and precision, chunks in flight, and whether angles are taken by the hardware's functions."""
+        return *choose_operands(self.q.dtype), stages, self.q.is_cuda
+
+    def _pick(self, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+        return tuple([self.blank if x is None else align(x) for x in tensors])

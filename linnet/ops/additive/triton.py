@@ -9,8 +9,8 @@ keys x_s = exp(u_s), queries y_t = q_t exp(-z_t) (both relative to a reference t
     dv = reversed LA(x, y, do)               du = x (reversed LA(v, do, y) - sum_{t >= s} y_t dq_t)
 
 A program owns one head of one sequence (or document) and a block of columns, and walks the chunks with the state in
-registers. The sweep for dq leaves the references and masses of the chunks for the reversed ones. LRPE is applied to the
-tiles, so that the doubled keys are never in memory.
+registers. The sweep for dq leaves the references and denominators of the chunks for the reversed ones. LRPE is applied
+to the tiles, so that the doubled keys are never in memory.
 
 Where heads are few, a sequence is cut into segments: one launch sums each segment up (its state from zero, and its
 log-sum), and the sweep of a segment starts from the summaries before it.
@@ -18,16 +18,15 @@ log-sum), and the sweep of a segment starts from the summaries before it.
 Where the sum of a channel grows by more than e^97 inside a chunk of at most 64 tokens (padding with -1e4 and not -inf),
 the chunk's tokens before lose that channel: their outputs there go to 0. All else is exact to rounding.
 
-On a Hopper GPU the usual shapes (`linnet.ops.additive.hopper.suits`) run in kernels of their own, which sweep
-long sequences of few heads in `parts`. float64, mixed dtypes and widths that are no multiple of 8 or above 256 (doubled
-or not) run in the chunked form.
+On a Hopper GPU the usual shapes (`linnet.ops.additive.hopper.suits`) run in kernels of their own. float64, mixed dtypes
+and widths that are not a multiple of 8, or above 256 with LRPE's doubling, run in the chunked form.
 """
 
 import torch
 from torch import Tensor
 
 from linnet.ops.additive import chunked, hopper
-from linnet.ops.additive.launch import Call
+from linnet.ops.additive.launch import NOTHING, Call
 from linnet.ops.launching import align
 
 
@@ -42,30 +41,24 @@ def forward(
     scale: float,
     causal: bool,
     cu_seqlens: Tensor | None,
-    wants_final: bool = True,
+    return_final: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """o [B, T, H, V] and S, z after the last token; arguments as in `additive_attention`, the state as two tensors.
 
-    A final state that is not wanted is None, but not without causality.
+    A causal call without `return_final` gives None for S and z.
     """
     if not _supports(q, k, v, theta):
         return chunked.forward(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens)
     call = Call.of(q, k, v, theta, positions, cu_seqlens, scale)
-    with torch.cuda.device_of(q):
-        if hopper.suits(call, causal):
-            return hopper.forward(call, S, z, wants_final) if causal else hopper.forward_whole(call)
-        o = torch.empty_like(call.v)
-        if not causal:
-            return o, *_forward_whole(call, o)
-        segments = call.count_segments("o")
-        leave = call.empty_state() if wants_final else (None, None)
-        edges, ends = call.edges("o", segments, z)
-        sums = None
-        if segments > 1:
-            sums = call.summarise(segments, "o", edges=edges)
-            call.link("o", segments, edges, ends, z)
-        call.values("o", segments, out=o, edges=edges, entry=(S, z), leave=leave, sums=sums)
-    return o, *leave
+    if hopper.suits(call, causal):
+        return hopper.forward(call, S, z, return_final) if causal else hopper.forward_non_causal(call)
+    if not causal:
+        return _forward_non_causal(call)
+    o, segments = torch.empty_like(call.v), call.count_segments("o")
+    final = call.empty_state() if return_final else NOTHING
+    boundaries, sums = _boundaries(call, "o", segments, z)
+    call.values("o", segments, out=o, boundaries=boundaries, initial=(S, z), final=final, sums=sums)
+    return o, *final
 
 
 def backward(
@@ -95,54 +88,61 @@ def backward(
     do = align(do)
     if (dS is None) != (dz is None):
         dS, dz = (torch.zeros_like(y) if x is None else x for x, y in ((dS, S_end), (dz, S_end[:, :, : k.shape[3], 0])))
-    with torch.cuda.device_of(q):
-        if not causal:
-            return _backward_whole(call, do, dS, dz, S_end, z, theta)
-        sweep = hopper.backward if hopper.suits(call, backward=True) else _backward_causal
-        *gradients, dS_start, dz_start = sweep(call, do, dS, dz, S, z, S_end, theta)
-        if S is not None:
-            dz_start += call.dot(S, dS_start)
-        return *gradients, dS_start, dz_start
+    if not causal:
+        return _backward_non_causal(call, do, dS, dz, S_end, z, theta)
+    sweep = hopper.backward if hopper.suits(call, backward=True) else _backward_causal
+    *gradients, dS_start, dz_start = sweep(call, do, dS, dz, S, z, S_end, theta)
+    if S is not None:
+        dz_start += call.dot(S, dS_start)
+    return *gradients, dS_start, dz_start
+
+
+def _boundaries(call: Call, kind: str, segments: int, z: Tensor | None) -> tuple[Tensor, tuple | None]:
+    """References and denominators of all chunks, and states of the segments, if there are several."""
+    boundaries, ends = call.boundaries(kind, segments, z)
+    if segments == 1:
+        return boundaries, None
+    sums = call.summarise(segments, kind, boundaries=boundaries)
+    call.link(kind, segments, boundaries, ends, z)
+    return boundaries, sums
 
 
 def _backward_causal(call: Call, do: Tensor, dS, dz, S, z, S_end, theta) -> tuple[Tensor, ...]:
-    """Gradients to q, k, v, theta and the initial state, but for what the state itself gives to z."""
+    """Gradients of q, k, v, theta and the initial state, without what the state itself adds to that of z."""
     segments = call.count_segments("dq")
     dq, dk, dv = (torch.empty_like(x) for x in (call.q, call.k, call.v))
-    leave = (None, None) if S is None else call.empty_state()
-    dtheta = call.empty_slopes(segments)
-    edges, ends = call.edges("dq", segments, z)
-    sums = None
+    final = NOTHING if S is None else call.empty_state()
+    dtheta = call.empty_dtheta(segments)
+    boundaries, sums = _boundaries(call, "dq", segments, z)
+    call.keys("dq", segments, do, dq, dq, boundaries, dtheta[0], initial=(S, z), sums=sums)
     if segments > 1:
-        sums = call.summarise(segments, "dq", edges=edges)
-        call.link("dq", segments, edges, ends, z)
-    call.keys("dq", segments, do, dq, dq, edges, dtheta[0], entry=(S, z), sums=sums)
-    if segments > 1:
-        sums = call.summarise(segments, "dv", do, dq, edges)
-    call.keys("dk", segments, do, dq, dk, edges, dtheta[1], entry=(dS, dz), end=S_end, leave=leave, sums=sums)
-    call.values("dv", segments, do=do, out=dv, edges=edges, entry=(dS, dz), sums=sums)
-    return dq, dk, dv, call.sum_slopes(dtheta, segments, theta), *leave
+        sums = call.summarise(segments, "dv", do, dq, boundaries)
+    last = {"initial": (dS, dz), "sums": sums}
+    call.keys("dk", segments, do, dq, dk, boundaries, dtheta[1], end=S_end, final=final, **last)
+    call.values("dv", segments, do=do, out=dv, boundaries=boundaries, **last)
+    return dq, dk, dv, call.sum_dtheta(dtheta, segments, theta), *final
 
 
-def _forward_whole(call: Call, o: Tensor) -> tuple[Tensor, Tensor]:
+def _forward_non_causal(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     segments = call.count_segments("o", 4, 4)
-    edges, _ = call.edges("o", segments, None)
-    S, z = call.combine(segments, call.summarise(segments, "o", edges=edges, every=True))
+    boundaries, _ = call.boundaries("o", segments, None)
+    S, z = call.combine(segments, call.summarise(segments, "o", boundaries=boundaries, every=True))
+    o = torch.empty_like(call.v)
     call.use_values(call.count_segments("use", 8, 4), o, S, None)
-    return S, z
+    return o, S, z
 
 
-def _backward_whole(call: Call, do: Tensor, dS, dz, S: Tensor, z: Tensor, theta) -> tuple[Tensor, ...]:
+def _backward_non_causal(call: Call, do: Tensor, dS, dz, S: Tensor, z: Tensor, theta) -> tuple[Tensor, ...]:
     dq, dk, dv = (torch.empty_like(x) for x in (call.q, call.k, call.v))
     segments = call.count_segments("sum", 4, 4)
     S = align(S)
-    D, decline = call.combine(segments, (call.sum_products(segments, do), None), S, (dS, dz))
+    D, delta = call.combine(segments, (call.sum_products(segments, do), None), S, (dS, dz))
     segments = call.count_segments("use", 8, 4)
-    dtheta = call.empty_slopes(segments)
+    dtheta = call.empty_dtheta(segments)
     call.use_keys(segments, do, dq, S, None, None, dtheta[0])
-    call.use_keys(segments, call.v, dk, D, z, decline, dtheta[1])
+    call.use_keys(segments, call.v, dk, D, z, delta, dtheta[1])
     call.use_values(segments, dv, D, z)
-    return dq, dk, dv, call.sum_slopes(dtheta, segments, theta), None, None
+    return dq, dk, dv, call.sum_dtheta(dtheta, segments, theta), None, None
 
 
 def _supports(q: Tensor, k: Tensor, v: Tensor, theta: Tensor | None, *more: Tensor) -> bool:

@@ -1,4 +1,15 @@
-"""The sweeps of `linnet.ops.additive.hopper` that own columns of V, with LRPE: o and dv (see `hopper_turning`)."""
+"""The Gluon sweeps of `linnet.ops.additive.hopper.kernels` with LRPE (see `rotation`): o and dv, dq, the gradient of k.
+
+Warps of a program have different work: some rotate keys and queries, some multiply, and for dq and the gradient of k
+some load what is not rotated and make the scores, which need no state. They meet at barriers: `full` once a slot of
+shared memory is written, `empty` once it was read, `loaded` once a descriptor brought it. A program walks several
+heads, one after another, so that descriptors are made once; positions continue over the G segments of a sequence.
+
+The functions of a program take what they share as named tuples, which cost nothing: their members are what the compiled
+code would have as single arguments. The kernels themselves take single arguments, since `Launcher` passes addresses.
+"""
+
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,16 +22,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from linnet.ops.additive.hopper.kernels import LN_2, LOG2_E, NOTHING, TINY, _invert, _start
+from linnet.ops.additive.hopper.kernels import LN_2, LOG2_E, NOTHING, TINY, _invert, _product_layout, _start
 from linnet.ops.additive.hopper.rotation import (
+    _angles_of_quarter,
     _begin_angles,
-    _both_factors,
+    _boundary_pointers,
     _channels,
     _chunk_angles,
     _copy,
+    _decays_of_rows,
     _describe,
     _fetch,
-    _fetch_sides,
+    _fetch_boundaries,
     _four,
     _hand,
     _highest,
@@ -28,177 +41,198 @@ from linnet.ops.additive.hopper.rotation import (
     _invert_fast,
     _move,
     _ordered,
-    _part_turns,
     _power,
     _put_rates,
     _quarters,
     _rates,
+    _rotate,
     _rows_layout,
     _scaled,
     _score,
-    _sides,
     _stack,
     _sums,
     _tails,
     _take,
     _take_both,
+    _take_boundaries,
     _take_rates,
-    _take_sides,
+    _times,
     _token,
-    _turn,
     _widen,
+)
+
+# Known when a kernel is compiled. BC: the columns of V of a program that makes o or dv.
+Sizes = namedtuple("Sizes", "H K V C BC REVERSE HAS_POSITIONS HAS_INITIAL HAS_FINAL")
+# The first row of a program's sweep and its position, rows from one chunk to the next, the program's sequence, head and
+# block of columns or channels, and the chunks of the sweep.
+Place = namedtuple("Place", "row position hop n h block chunks")
+# Global memory beside the sequences, and the scale.
+Pointers = namedtuple("Pointers", "initial initial_z end final final_z boundaries theta dtheta positions scale")
+# Shared memory, two slots each: raw tiles, rotated ones, and (`out`) weights, then the output.
+ValueBuffers = namedtuple(
+    "ValueBuffers", "raw_q raw_k keys queries columns out decays rates boundaries loaded loaded_columns full empty"
+)
+# The same for dq and the gradient of k. `handed*` are tiles that `_hand` stores for `_take`: of dq what divides it, of
+# the gradient of k what is subtracted from it, and the keys.
+KeyBuffers = namedtuple(
+    "KeyBuffers",
+    "q k dq v do handed_keys rotated handed decays rates boundaries out weights loaded_k loaded full empty",
 )
 
 
 @gluon.jit
-def _rotate_both(key, query, cos, sin):
-    kc, ks = (key * cos).to(gl.bfloat16), (key * sin).to(gl.bfloat16)
-    return kc, ks, (query * cos).to(gl.bfloat16), (query * sin).to(gl.bfloat16)
+def _two_barriers():
+    return gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
-def _turn_part_for_values(
-    from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, loaded, empty, positions, row, place, hop, h, x, chunks,
-    reference, mass, PART: gl.constexpr, FIRST: gl.constexpr, K: gl.constexpr, C: gl.constexpr, REVERSE: gl.constexpr,
-    PLACED: gl.constexpr,
+def _begin(initial_z, at, HAS_INITIAL: gl.constexpr):
+    """Reference and denominator of channels before the sweep."""
+    reference = gl.full_like(at.to(gl.float32), NOTHING)
+    denominator = gl.full_like(at.to(gl.float32), 0.0)
+    if HAS_INITIAL:
+        reference, denominator = _start(gl.load(initial_z + at))
+    return reference, denominator
+
+
+# o and dv: programs own columns of V.
+
+
+@gluon.jit
+def _rotate_part_for_values(
+    from_q, from_k, shared, positions, row, position, place, x, reference, denominator, PART: gl.constexpr,
+    FIRST: gl.constexpr, sizes,
 ):  # fmt: skip
-    """Keys and queries of 32 channels of chunk x; returns reference and mass after it."""
-    ROWS: gl.constexpr = _rows_layout(C)
+    """Keys and queries of 32 channels of chunk x; returns reference and denominator after it."""
+    ROWS: gl.constexpr = _rows_layout(sizes.C)
     CHANNEL: gl.constexpr = gl.SliceLayout(1, ROWS)
     HALF: gl.constexpr = PART // 2
     slot = x & 1
-    tk = raw_k.index(HALF)
-    tq = raw_q.index(HALF)
-    rates = _take_rates(turns, PART)
-    angles = _begin_angles(place, rates, _rows_layout(8))
+    tk = shared.raw_k.index(HALF)
+    tq = shared.raw_q.index(HALF)
+    loaded = shared.loaded.index(HALF)
+    rates = _take_rates(shared.rates, PART)
+    angles = _begin_angles(position, rates, _rows_layout(8))
     if PART % 2 == 0:
-        mbarrier.wait(loaded.index(HALF), x & 1)
+        mbarrier.wait(loaded, x & 1)
     key = tk.slice(PART % 2 * 32, 32, dim=1).permute((1, 0)).load(ROWS)
-    if REVERSE:
-        now, before = _take_sides(sides, slot, PART, CHANNEL)
-        keep = _power(now - reference)
+    if sizes.REVERSE:
+        now, before = _take_boundaries(shared.boundaries, slot, PART, CHANNEL)
+        decay = _power(now - reference)
     else:
         now = _move(reference, gl.convert_layout(_highest(key), CHANNEL, assert_trivial=True))
-        keep = _power(reference - now)
-        before = mass * keep
+        decay = _power(reference - now)
+        before = denominator * decay
     key = _power(_widen(key) * LOG2_E - now[:, None])
-    sums, mass = _sums(key, gl.maximum(before, TINY), 1.0)
+    sums, denominator = _sums(key, gl.maximum(before, TINY), 1.0)
     query = _widen(tq.slice(PART % 2 * 32, 32, dim=1).permute((1, 0)).load(ROWS)) * _invert_fast(sums)
     if PART % 2 == 1:
-        at = h * K + HALF * 64
-        mbarrier.expect(loaded.index(HALF), 4 * C * 64, pred=x + 1 < chunks)
-        _copy(from_k, row + hop, at, loaded.index(HALF), tk, x + 1 < chunks)
-        _copy(from_q, row + hop, at, loaded.index(HALF), tq, x + 1 < chunks)
+        at = place.h * sizes.K + HALF * 64
+        more = x + 1 < place.chunks
+        mbarrier.expect(loaded, 4 * sizes.C * 64, pred=more)
+        _copy(from_k, row + place.hop, at, loaded, tk, more)
+        _copy(from_q, row + place.hop, at, loaded, tq, more)
     if PART == FIRST:
-        mbarrier.wait(empty.index(slot), (x >> 1) & 1 ^ 1)
-    keeps.index(slot).slice(64 * PART, 32).store(keep)
-    keeps.index(slot).slice(64 * PART + 32, 32).store(keep)
+        mbarrier.wait(shared.empty.index(slot), (x >> 1) & 1 ^ 1)
+    shared.decays.index(slot).slice(64 * PART, 32).store(decay)
+    shared.decays.index(slot).slice(64 * PART + 32, 32).store(decay)
     k0, k1, k2, k3 = _quarters(key)
     q0, q1, q2, q3 = _quarters(query)
-    c, s, angles = _part_turns(angles, positions, row, rates, 0, PLACED)
-    kc0, ks0, qc0, qs0 = _rotate_both(k0, q0, c, s)
-    c, s, angles = _part_turns(angles, positions, row, rates, 1, PLACED)
-    kc1, ks1, qc1, qs1 = _rotate_both(k1, q1, c, s)
-    c, s, angles = _part_turns(angles, positions, row, rates, 2, PLACED)
-    kc2, ks2, qc2, qs2 = _rotate_both(k2, q2, c, s)
-    c, s, angles = _part_turns(angles, positions, row, rates, 3, PLACED)
-    kc3, ks3, qc3, qs3 = _rotate_both(k3, q3, c, s)
+    c, s, angles = _angles_of_quarter(angles, positions, row, rates, 0, sizes.HAS_POSITIONS)
+    kc0, ks0 = _times(k0, c, s)
+    qc0, qs0 = _times(q0, c, s)
+    c, s, angles = _angles_of_quarter(angles, positions, row, rates, 1, sizes.HAS_POSITIONS)
+    kc1, ks1 = _times(k1, c, s)
+    qc1, qs1 = _times(q1, c, s)
+    c, s, angles = _angles_of_quarter(angles, positions, row, rates, 2, sizes.HAS_POSITIONS)
+    kc2, ks2 = _times(k2, c, s)
+    qc2, qs2 = _times(q2, c, s)
+    c, s, angles = _angles_of_quarter(angles, positions, row, rates, 3, sizes.HAS_POSITIONS)
+    kc3, ks3 = _times(k3, c, s)
+    qc3, qs3 = _times(q3, c, s)
     both = _stack(_four(kc0, kc1, kc2, kc3), _four(ks0, ks1, ks2, ks3))
-    xs.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
+    shared.keys.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
     both = _stack(_four(qc0, qc1, qc2, qc3), _four(qs0, qs1, qs2, qs3))
-    ys.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
-    return now, gl.where(mass > 1.0, mass, 0.0)  # TINY alone is no mass
+    shared.queries.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
+    return now, gl.where(denominator > 1.0, denominator, 0.0)  # TINY alone is no key
 
 
 @gluon.jit
-def _begin_for_values(
-    entry_z, edges, nh, chunks, i, H: gl.constexpr, K: gl.constexpr, REVERSE: gl.constexpr, HAS_ENTRY: gl.constexpr
-):  # fmt: skip
-    """Reference and mass of channels before the sweep."""
-    reference = gl.full_like(i.to(gl.float32), NOTHING)
-    mass = gl.full_like(i.to(gl.float32), 0.0)
-    if REVERSE:
-        reference = gl.load(edges + i + chunks * (2 * H * K))
+def _begin_for_values(pointers, boundaries, nh, chunks, i, sizes):
+    if sizes.REVERSE:
+        reference = gl.load(boundaries + i + chunks * (2 * sizes.H * sizes.K))
+        denominator = gl.full_like(reference, 0.0)
     else:
-        if HAS_ENTRY:
-            reference, mass = _start(gl.load(entry_z + nh * K + i))
-    return reference, mass
+        reference, denominator = _begin(pointers.initial_z, nh * sizes.K + i, sizes.HAS_INITIAL)
+    return reference, denominator
 
 
 @gluon.jit
-def _leave(keeps, leave_z, nh, i, reference, mass, PART: gl.constexpr, K: gl.constexpr):
-    """What normalises the final state, where the factors of one more chunk would be, and the log-sum."""
-    keeps.slice(64 * PART, 32).store(_invert(mass))
-    keeps.slice(64 * PART + 32, 32).store(_invert(mass))
-    gl.store(leave_z + nh * K + i, _log_sum(reference, mass))
+def _finish_for_values(decays, final_z, reference, denominator, PART: gl.constexpr):
+    """Stores what normalises the final state, where the decays of one more chunk would be, and the log-sum."""
+    decays.slice(64 * PART, 32).store(_invert(denominator))
+    decays.slice(64 * PART + 32, 32).store(_invert(denominator))
+    z = (reference + gl.log2(gl.where(denominator > 0, denominator, 1.0))) * LN_2
+    gl.store(final_z, gl.where(denominator > 0, z, -float("inf")))
 
 
 @gluon.jit
-def _turn_for_values(
-    from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, loaded, full, empty, entry_z, leave_z, edges, theta,
-    positions, row, place, hop, n, h, chunks, HALF: gl.constexpr, HALVES: gl.constexpr, H: gl.constexpr,
-    K: gl.constexpr, C: gl.constexpr, REVERSE: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
-    HAS_LEAVE: gl.constexpr,
-):  # fmt: skip
-    """What 4 turning warps do: the half HALF of the channels, or (HALVES 2) both, one after the other."""
-    CHANNEL: gl.constexpr = gl.SliceLayout(1, _rows_layout(C))
-    CHANNELS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def _rotate_for_values(from_q, from_k, shared, pointers, place, HALF: gl.constexpr, HALVES: gl.constexpr, sizes):
+    """The work of 4 rotating warps: the half HALF of the channels, or (HALVES 2) both, one after the other."""
+    H: gl.constexpr = sizes.H
+    K: gl.constexpr = sizes.K
     WIDTH: gl.constexpr = 64 * HALVES
     P: gl.constexpr = 2 * HALF
+    CHANNELS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    row, position, hop, n, h, block, chunks = place
+    positions = pointers.positions
     nh = n.to(gl.int64) * H + h
     channels = HALF * 64 + gl.arange(0, WIDTH, CHANNELS)
-    _put_rates(turns, HALF * 64, _rates(gl.load(theta + h * K + channels)))
-    if REVERSE:
-        edges += (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K)
-        places = _sides(edges, HALF * 64, WIDTH, K)
-        _fetch_sides(sides, places, 0, chunks - 1, HALF * 64, H, K)
-    i = P * 32 + gl.arange(0, 32, CHANNEL)
-    r0, m0 = _begin_for_values(entry_z, edges, nh, chunks, i, H, K, REVERSE, HAS_ENTRY)
-    r1, m1 = _begin_for_values(entry_z, edges, nh, chunks, 32 + i, H, K, REVERSE, HAS_ENTRY)
+    _put_rates(shared.rates, HALF * 64, _rates(gl.load(pointers.theta + h * K + channels)))
+    boundaries = pointers.boundaries
+    if sizes.REVERSE:
+        boundaries += (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K)
+        at = _boundary_pointers(boundaries, HALF * 64, WIDTH, K)
+        _fetch_boundaries(shared.boundaries, at, 0, chunks - 1, HALF * 64, H, K)
+    i = P * 32 + gl.arange(0, 32, gl.SliceLayout(1, _rows_layout(sizes.C)))
+    r0, d0 = _begin_for_values(pointers, boundaries, nh, chunks, i, sizes)
+    r1, d1 = _begin_for_values(pointers, boundaries, nh, chunks, 32 + i, sizes)
     if HALVES == 2:
-        r2, m2 = _begin_for_values(entry_z, edges, nh, chunks, 64 + i, H, K, REVERSE, HAS_ENTRY)
-        r3, m3 = _begin_for_values(entry_z, edges, nh, chunks, 96 + i, H, K, REVERSE, HAS_ENTRY)
+        r2, d2 = _begin_for_values(pointers, boundaries, nh, chunks, 64 + i, sizes)
+        r3, d3 = _begin_for_values(pointers, boundaries, nh, chunks, 96 + i, sizes)
     for x in range(0, chunks):
-        if REVERSE:
+        if sizes.REVERSE:
             async_copy.wait_group(0)
-            _fetch_sides(sides, places, x & 1 ^ 1, gl.maximum(chunks - 2 - x, 0), HALF * 64, H, K)
-        r0, m0 = _turn_part_for_values(
-            from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, loaded, empty, positions, row, place, hop, h, x,
-            chunks, r0, m0, P, P, K, C, REVERSE, PLACED,
+            _fetch_boundaries(shared.boundaries, at, x & 1 ^ 1, gl.maximum(chunks - 2 - x, 0), HALF * 64, H, K)
+        r0, d0 = _rotate_part_for_values(
+            from_q, from_k, shared, positions, row, position, place, x, r0, d0, P, P, sizes
         )  # fmt: skip
-        r1, m1 = _turn_part_for_values(
-            from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, loaded, empty, positions, row, place, hop, h, x,
-            chunks, r1, m1, P + 1, P, K, C, REVERSE, PLACED,
+        r1, d1 = _rotate_part_for_values(
+            from_q, from_k, shared, positions, row, position, place, x, r1, d1, P + 1, P, sizes
         )  # fmt: skip
         if HALVES == 2:
-            r2, m2 = _turn_part_for_values(
-                from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, loaded, empty, positions, row, place, hop, h,
-                x, chunks, r2, m2, P + 2, P, K, C, REVERSE, PLACED,
+            r2, d2 = _rotate_part_for_values(
+                from_q, from_k, shared, positions, row, position, place, x, r2, d2, P + 2, P, sizes
             )  # fmt: skip
-            r3, m3 = _turn_part_for_values(
-                from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, loaded, empty, positions, row, place, hop, h,
-                x, chunks, r3, m3, P + 3, P, K, C, REVERSE, PLACED,
+            r3, d3 = _rotate_part_for_values(
+                from_q, from_k, shared, positions, row, position, place, x, r3, d3, P + 3, P, sizes
             )  # fmt: skip
         fence_async_shared()
-        mbarrier.arrive(full.index(x & 1), count=1)
+        mbarrier.arrive(shared.full.index(x & 1), count=1)
         row += hop
-        place += hop
-    if REVERSE:
+        position += hop
+    if sizes.REVERSE:
         async_copy.wait_group(0)
-    if HAS_LEAVE:
+    if sizes.HAS_FINAL:
         slot = chunks & 1
-        mbarrier.wait(empty.index(slot), (chunks >> 1) & 1 ^ 1)
-        _leave(keeps.index(slot), leave_z, nh, i, r0, m0, P, K)
-        _leave(keeps.index(slot), leave_z, nh, i + 32, r1, m1, P + 1, K)
+        mbarrier.wait(shared.empty.index(slot), (chunks >> 1) & 1 ^ 1)
+        decays, z = shared.decays.index(slot), pointers.final_z + nh * K + i
+        _finish_for_values(decays, z, r0, d0, P)
+        _finish_for_values(decays, z + 32, r1, d1, P + 1)
         if HALVES == 2:
-            _leave(keeps.index(slot), leave_z, nh, i + 64, r2, m2, P + 2, K)
-            _leave(keeps.index(slot), leave_z, nh, i + 96, r3, m3, P + 3, K)
-        mbarrier.arrive(full.index(slot), count=1)
-
-
-@gluon.jit
-def _log_sum(reference, mass):
-    return gl.where(mass > 0, (reference + gl.log2(gl.where(mass > 0, mass, 1.0))) * LN_2, -float("inf"))
+            _finish_for_values(decays, z + 64, r2, d2, P + 2)
+            _finish_for_values(decays, z + 96, r3, d3, P + 3)
+        mbarrier.arrive(shared.full.index(slot), count=1)
 
 
 @gluon.jit
@@ -216,24 +250,24 @@ def _read(quarter, out, tile, QUARTER: gl.constexpr, OUT: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_for_values(
-    from_c, to, xs, ys, sc, so, keeps, loaded, full, empty, entry, entry_z, leave, edges, scale, row,
-    hop, n, h, block, chunks, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BC: gl.constexpr,
-    REVERSE: gl.constexpr, HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr,
-):  # fmt: skip
-    """What the multiplying warps do. The state [BC, 256] has cosines of 32 channels, then their sines, and so on."""
+def _multiply_for_values(from_columns, to, shared, pointers, place, sizes):
+    """The work of the multiplying warps. The state [BC, 256] has cosines of 32 channels, then their sines, in turn."""
+    H: gl.constexpr = sizes.H
+    K: gl.constexpr = sizes.K
+    C: gl.constexpr = sizes.C
+    BC: gl.constexpr = sizes.BC
     W: gl.constexpr = BC // 16
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, W // 4], instr_shape=[16, C * 4 // W, 16]
-    )
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, C, 16])
-    STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, 256, 16])
-    QUARTER: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, 64, 16])
+    SCORES: gl.constexpr = _product_layout(4, C * 4 // W, W // 4)
+    OUT: gl.constexpr = _product_layout(W, C)
+    STATE: gl.constexpr = _product_layout(W, 256)
+    QUARTER: gl.constexpr = _product_layout(W, 64)
     ALL: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([8, 1], [32, 1], [1, W], [0, 1]))
-    at_c = h * V + block * BC
+    row, position, hop, n, h, block, chunks = place
+    scale = pointers.scale
+    at_c = h * sizes.V + block * BC
     down = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None]
     right = gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
-    inside = _token(down) >= _token(right) if REVERSE else _token(down) <= _token(right)
+    inside = _token(down) >= _token(right) if sizes.REVERSE else _token(down) <= _token(right)
     no_scores = gl.zeros([C, C], gl.float32, SCORES)
     nh = n.to(gl.int64) * H + h
     across = gl.arange(0, 2 * K, gl.SliceLayout(0, STATE))
@@ -241,26 +275,27 @@ def _multiply_for_values(
     across = across // 32 % 2 * K + channel
     j = block * BC + gl.arange(0, BC, gl.SliceLayout(1, STATE))
     state = gl.zeros([BC, 2 * K], gl.float32, STATE)
-    if HAS_ENTRY:
-        place = entry + nh * (2 * K * V) + across[None, :] * V + j[:, None]
-        if REVERSE:
-            edge = edges + (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K) + chunks * (2 * H * K) + K + channel
-            state = gl.load(place) * (_invert(gl.load(edge)) / scale)[None, :]
+    if sizes.HAS_INITIAL:
+        at = pointers.initial + nh * (2 * K * sizes.V) + across[None, :] * sizes.V + j[:, None]
+        if sizes.REVERSE:
+            boundary = pointers.boundaries + (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K)
+            boundary = boundary + chunks * (2 * H * K) + K + channel
+            state = gl.load(at) * (_invert(gl.load(boundary)) / scale)[None, :]
         else:
-            begin, mass = _start(gl.load(entry_z + nh * K + channel))
-            state = gl.load(place) * mass[None, :]
+            reference, denominator = _start(gl.load(pointers.initial_z + nh * K + channel))
+            state = gl.load(at) * denominator[None, :]
     for x in range(0, chunks):
         slot = x & 1
         phase = (x >> 1) & 1
-        mbarrier.wait(full.index(slot), phase)
-        ta = xs.index(slot) if REVERSE else ys.index(slot)
-        tb = ys.index(slot) if REVERSE else xs.index(slot)
-        tc = sc.index(slot).permute((1, 0))
-        weights = so.slice(0, C, dim=1)
-        factors = keeps.index(slot)
-        # Seldom: references move in large steps. Factors, never negative, compare as integers; this is 1.0.
-        if gl.min(factors.load(ALL).to(gl.int32, bitcast=True), 0) < 0x3F800000:
-            state *= factors.load(gl.SliceLayout(0, STATE))[None, :]
+        mbarrier.wait(shared.full.index(slot), phase)
+        ta = shared.keys.index(slot) if sizes.REVERSE else shared.queries.index(slot)
+        tb = shared.queries.index(slot) if sizes.REVERSE else shared.keys.index(slot)
+        tc = shared.columns.index(slot).permute((1, 0))
+        weights = shared.out.slice(0, C, dim=1)
+        decays = shared.decays.index(slot)
+        # Seldom: references move in large steps. Decays, never negative, compare as integers; this is 1.0.
+        if gl.min(decays.load(ALL).to(gl.int32, bitcast=True), 0) < 0x3F800000:
+            state *= decays.load(gl.SliceLayout(0, STATE))[None, :]
         scores = warpgroup_mma(tb, ta.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         out = gl.zeros([BC, C], gl.float32, OUT)
         first, last = _split_columns(state)
@@ -271,7 +306,7 @@ def _multiply_for_values(
         tma.store_wait(0)
         weights.store(gl.where(inside, scores, 0.0).to(gl.bfloat16))
         fence_async_shared()
-        mbarrier.wait(loaded.index(slot), phase)
+        mbarrier.wait(shared.loaded_columns.index(slot), phase)
         out, _ = warpgroup_mma_wait(0, deps=[out, held])
         out, held = _read(q1, out, ta.slice(64, 64, dim=1), QUARTER, OUT)
         out = warpgroup_mma(tc, weights, out, is_async=True)
@@ -281,31 +316,32 @@ def _multiply_for_values(
         out, held = _read(q3, out, ta.slice(192, 64, dim=1), QUARTER, OUT)
         state = warpgroup_mma(tc, tb, state, is_async=True)
         out, _ = warpgroup_mma_wait(1, deps=[out, held])
-        so.permute((1, 0)).store((out * scale).to(gl.bfloat16))
+        shared.out.permute((1, 0)).store((out * scale).to(gl.bfloat16))
         fence_async_shared()
-        tma.async_copy_shared_to_global(to, [0, (row + hop * x) // 16, 0, at_c], _ordered(so))
+        tma.async_copy_shared_to_global(to, [0, (row + hop * x) // 16, 0, at_c], _ordered(shared.out))
         state = warpgroup_mma_wait(0, deps=[state])
-        mbarrier.arrive(empty.index(slot), count=1)
-        _fetch(from_c, row + hop * (x + 2), at_c, loaded.index(slot), sc.index(slot), x + 2 < chunks)
+        mbarrier.arrive(shared.empty.index(slot), count=1)
+        following, barrier = row + hop * (x + 2), shared.loaded_columns.index(slot)
+        _fetch(from_columns, following, at_c, barrier, shared.columns.index(slot), x + 2 < chunks)
     tma.store_wait(0)
-    if HAS_LEAVE:
+    if sizes.HAS_FINAL:
         slot = chunks & 1
-        mbarrier.wait(full.index(slot), (chunks >> 1) & 1)
-        state *= keeps.index(slot).load(gl.SliceLayout(0, STATE))[None, :]
-        gl.store(leave + nh * (2 * K * V) + across[None, :] * V + j[:, None], state)
+        mbarrier.wait(shared.full.index(slot), (chunks >> 1) & 1)
+        state *= shared.decays.index(slot).load(gl.SliceLayout(0, STATE))[None, :]
+        gl.store(pointers.final + nh * (2 * K * sizes.V) + across[None, :] * sizes.V + j[:, None], state)
 
 
 @gluon.jit
-def hopper_turned_kernel(
-    q, k, c, o, entry, entry_z, leave, leave_z, edges, theta, positions, scale, T, N, G, H: gl.constexpr,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BC: gl.constexpr, REVERSE: gl.constexpr, PLACED: gl.constexpr,
-    HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """o from c = v, or (REVERSE) dv from c = do, in BC columns of V; a program walks several heads, one after another.
-    The places of G sequences go on from one to the next.
+def _sweep_values(q, k, c, o, pointers, T, N, G, sizes, REGISTERS: gl.constexpr):
+    """o or dv in BC columns of V.
 
-    With 64 columns there are 4 multiplying warps, and two groups of turning ones; with 128 columns 8 and one.
+    With 64 columns there are 4 multiplying warps, and two groups of rotating ones; with 128 columns 8 and one.
     """
+    H: gl.constexpr = sizes.H
+    K: gl.constexpr = sizes.K
+    V: gl.constexpr = sizes.V
+    C: gl.constexpr = sizes.C
+    BC: gl.constexpr = sizes.BC
     BLOCKS: gl.constexpr = V // BC
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 64], gl.bfloat16)
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 2 * K], gl.bfloat16)
@@ -315,496 +351,368 @@ def hopper_turned_kernel(
     from_k = _describe(k, N * T, H * K, 64)
     from_c = _describe(c, N * T, H * V, BC)
     to = _describe(o, N * T, H * V, BC)
-    raw_q = gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], HALF)
-    raw_k = gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], HALF)
-    xs = gl.allocate_shared_memory(gl.bfloat16, [2, C, 2 * K], KEYS)
-    ys = gl.allocate_shared_memory(gl.bfloat16, [2, C, 2 * K], KEYS)
-    sc = gl.allocate_shared_memory(gl.bfloat16, [2, C, BC], COLUMNS)
-    so = gl.allocate_shared_memory(gl.bfloat16, [C, BC], COLUMNS)  # weights, then the output
-    keeps = gl.allocate_shared_memory(gl.float32, [2, 2 * K], LINE)
-    turns = gl.allocate_shared_memory(gl.float32, [4, K], LINE)
-    sides = gl.allocate_shared_memory(gl.float32, [2, 2 * K], LINE)
-    from_memory = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    from_memory_c = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    # Few programs, each for many heads: the descriptors are made once.
+    shared = ValueBuffers(
+        gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], HALF),
+        gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], HALF),
+        gl.allocate_shared_memory(gl.bfloat16, [2, C, 2 * K], KEYS),
+        gl.allocate_shared_memory(gl.bfloat16, [2, C, 2 * K], KEYS),
+        gl.allocate_shared_memory(gl.bfloat16, [2, C, BC], COLUMNS),
+        gl.allocate_shared_memory(gl.bfloat16, [C, BC], COLUMNS),
+        gl.allocate_shared_memory(gl.float32, [2, 2 * K], LINE),
+        gl.allocate_shared_memory(gl.float32, [4, K], LINE),
+        gl.allocate_shared_memory(gl.float32, [2, 2 * K], LINE),
+        _two_barriers(), _two_barriers(), _two_barriers(), _two_barriers(),
+    )  # fmt: skip
     for program in range(gl.program_id(0), N * H * BLOCKS, gl.num_programs(0)):
         block = program % BLOCKS
         nh = program // BLOCKS
         n, h = nh // H, nh % H
         for slot in gl.static_range(2):
-            mbarrier.init(from_memory.index(slot), count=1)
-            mbarrier.init(from_memory_c.index(slot), count=1)
-            mbarrier.init(full.index(slot), count=2 if BC == 64 else 1)
-            mbarrier.init(empty.index(slot), count=1)
+            mbarrier.init(shared.loaded.index(slot), count=1)
+            mbarrier.init(shared.loaded_columns.index(slot), count=1)
+            mbarrier.init(shared.full.index(slot), count=2 if BC == 64 else 1)
+            mbarrier.init(shared.empty.index(slot), count=1)
         chunks = T // C
         row = n * T
-        place = n % G * T
+        position = n % G * T
         hop = h * 0 + C
-        if REVERSE:
+        if sizes.REVERSE:
             row = n * T + T - C
-            place += T - C
+            position += T - C
             hop = h * 0 - C
         for half in gl.static_range(2):
-            at = h * K + half * 64
-            mbarrier.expect(from_memory.index(half), 4 * C * 64)
-            _copy(from_k, row, at, from_memory.index(half), raw_k.index(half), True)
-            _copy(from_q, row, at, from_memory.index(half), raw_q.index(half), True)
+            at, barrier = h * K + half * 64, shared.loaded.index(half)
+            mbarrier.expect(barrier, 4 * C * 64)
+            _copy(from_k, row, at, barrier, shared.raw_k.index(half), True)
+            _copy(from_q, row, at, barrier, shared.raw_q.index(half), True)
         for x in gl.static_range(2):
-            _fetch(from_c, row + hop * x, h * V + block * BC, from_memory_c.index(x), sc.index(x), x < chunks)
+            at, barrier = h * V + block * BC, shared.loaded_columns.index(x)
+            _fetch(from_c, row + hop * x, at, barrier, shared.columns.index(x), x < chunks)
         fence_async_shared()
+        place = Place(row, position, hop, n, h, block, chunks)
         if BC == 64:
             gl.warp_specialize(
                 [
-                    (_multiply_for_values, (
-                        from_c, to, xs, ys, sc, so, keeps, from_memory_c, full, empty, entry, entry_z,
-                        leave, edges, scale, row, hop, n, h, block, chunks, H, K, V, C, BC, REVERSE, HAS_ENTRY,
-                        HAS_LEAVE,
-                    )),
-                    (_turn_for_values, (
-                        from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, from_memory, full, empty, entry_z,
-                        leave_z, edges, theta, positions, row, place, hop, n, h, chunks, 0, 1, H, K, C, REVERSE,
-                        PLACED, HAS_ENTRY, HAS_LEAVE,
-                    )),
-                    (_turn_for_values, (
-                        from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, from_memory, full, empty, entry_z,
-                        leave_z, edges, theta, positions, row, place, hop, n, h, chunks, 1, 1, H, K, C, REVERSE,
-                        PLACED, HAS_ENTRY, HAS_LEAVE,
-                    )),
+                    (_multiply_for_values, (from_c, to, shared, pointers, place, sizes)),
+                    (_rotate_for_values, (from_q, from_k, shared, pointers, place, 0, 1, sizes)),
+                    (_rotate_for_values, (from_q, from_k, shared, pointers, place, 1, 1, sizes)),
                 ],
                 [4, 4],
                 [REGISTERS, REGISTERS],
-            )  # fmt: skip
+            )
         else:
             gl.warp_specialize(
                 [
-                    (_multiply_for_values, (
-                        from_c, to, xs, ys, sc, so, keeps, from_memory_c, full, empty, entry, entry_z,
-                        leave, edges, scale, row, hop, n, h, block, chunks, H, K, V, C, BC, REVERSE, HAS_ENTRY,
-                        HAS_LEAVE,
-                    )),
-                    (_turn_for_values, (
-                        from_q, from_k, raw_q, raw_k, xs, ys, keeps, turns, sides, from_memory, full, empty, entry_z,
-                        leave_z, edges, theta, positions, row, place, hop, n, h, chunks, 0, 2, H, K, C, REVERSE,
-                        PLACED, HAS_ENTRY, HAS_LEAVE,
-                    )),
+                    (_multiply_for_values, (from_c, to, shared, pointers, place, sizes)),
+                    (_rotate_for_values, (from_q, from_k, shared, pointers, place, 0, 2, sizes)),
                 ],
                 [4],
                 [REGISTERS],
             )  # fmt: skip
         for slot in gl.static_range(2):
-            mbarrier.invalidate(empty.index(slot))
-            mbarrier.invalidate(from_memory.index(slot))
-            mbarrier.invalidate(from_memory_c.index(slot))
-            mbarrier.invalidate(full.index(slot))
+            mbarrier.invalidate(shared.empty.index(slot))
+            mbarrier.invalidate(shared.loaded.index(slot))
+            mbarrier.invalidate(shared.loaded_columns.index(slot))
+            mbarrier.invalidate(shared.full.index(slot))
 
 
 @gluon.jit
-def _turn_part_for_queries(
-    sk, xs, inverses, keeps, turns, loaded_k, empty, edges, positions, unit, row, place, x, reference, mass,
-    PART: gl.constexpr, H: gl.constexpr, K: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr,
+def hopper_rotated_values_kernel(
+    q, k, c, o, initial, initial_z, final, final_z, boundaries, theta, positions, scale, T, N, G, H: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BC: gl.constexpr, REVERSE: gl.constexpr,
+    HAS_POSITIONS: gl.constexpr, HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Keys of 32 channels of chunk x; returns reference and mass after it."""
-    EIGHT: gl.constexpr = _rows_layout(8)
+    """o from c = v, or (REVERSE) dv from c = do."""
+    pointers = Pointers(initial, initial_z, None, final, final_z, boundaries, theta, None, positions, scale)
+    # Not by a name: a name would make tensors of the sizes.
+    _sweep_values(
+        q, k, c, o, pointers, T, N, G, Sizes(H, K, V, C, BC, REVERSE, HAS_POSITIONS, HAS_INITIAL, HAS_FINAL), REGISTERS
+    )  # fmt: skip
+
+
+# dq and the gradient of k: programs own 64 channels. Their state [128, V] has cosines of 8 channels, then their sines.
+
+
+@gluon.jit
+def _load_and_score(from_q, from_v, from_do, shared, begin, at_k, at_v, chunks, sizes):
+    """Loads what the products of a chunk need, once what lies there was used, and makes its weights."""
+    C: gl.constexpr = sizes.C
+    V: gl.constexpr = sizes.V
+    for x in range(0, chunks):
+        slot = x & 1
+        mbarrier.wait(shared.empty.index(slot), (x >> 1) & 1 ^ 1)
+        if sizes.REVERSE:
+            mbarrier.expect(shared.loaded.index(slot), 2 * 2 * C * V, pred=x >= 2)
+            row = begin - C * x
+        else:
+            mbarrier.expect(shared.loaded.index(slot), 2 * C * (2 * V + 64), pred=x >= 2)
+            row = begin + C * x
+            _copy(from_q, row, at_k, shared.loaded.index(slot), shared.q.index(slot), x >= 2)
+        loaded = shared.loaded.index(slot)
+        _copy(from_v, row, at_v, loaded, shared.v.index(slot), x >= 2)
+        _copy(from_do, row, at_v, loaded, shared.do.index(slot), x >= 2)
+        mbarrier.wait(loaded, (x >> 1) & 1)
+        if sizes.REVERSE:
+            _score(shared.do, shared.v, shared.weights, slot, C, True)
+        else:
+            _score(shared.v, shared.do, shared.weights, slot, C, False)
+        fence_async_shared()
+        mbarrier.arrive(shared.full.index(slot), count=1)
+
+
+@gluon.jit
+def _rotate_part_for_queries(
+    shared, boundaries, positions, unit, row, position, x, reference, denominator, PART: gl.constexpr, sizes
+):
+    """Keys of 32 channels of chunk x; returns reference and denominator after it."""
     slot = x & 1
-    rates = _take_rates(turns, PART)
-    angles = _begin_angles(place, rates, EIGHT)
+    rates = _take_rates(shared.rates, PART)
+    angles = _begin_angles(position, rates, _rows_layout(8))
     if PART == 0:
-        mbarrier.wait(loaded_k.index(slot), (x >> 1) & 1)
-    key = sk.index(slot).slice(32 * PART, 32, dim=1).permute((1, 0)).load(_rows_layout(C))
+        mbarrier.wait(shared.loaded_k.index(slot), (x >> 1) & 1)
+    key = shared.k.index(slot).slice(32 * PART, 32, dim=1).permute((1, 0)).load(_rows_layout(sizes.C))
     now = _move(reference, gl.convert_layout(_highest(key), reference.type.layout, assert_trivial=True))
-    keep = _power(reference - now)
-    before = mass * keep
-    edges += x * (2 * H * K)
-    gl.store(edges, now)
-    gl.store(edges + K, before)
+    decay = _power(reference - now)
+    before = denominator * decay
+    boundaries += x * (2 * sizes.H * sizes.K)
+    gl.store(boundaries, now)
+    gl.store(boundaries + sizes.K, before)
     key = _power(_widen(key) * LOG2_E - now[:, None])
-    sums, mass = _sums(key, gl.maximum(before, TINY), unit)
+    sums, denominator = _sums(key, gl.maximum(before, TINY), unit)
     inverse = _in_order(_invert_fast(sums))
     if PART == 0:
-        mbarrier.wait(empty.index(slot), (x >> 1) & 1 ^ 1)
-    keeps.index(slot).slice(32 * PART, 32).store(keep)
-    _hand(inverses.index(slot), PART, inverse)
-    both = _turn(key, angles, positions, row, rates, PLACED)
-    xs.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
-    return now, gl.where(mass > 1.0, mass, 0.0)  # TINY alone is no mass
+        mbarrier.wait(shared.empty.index(slot), (x >> 1) & 1 ^ 1)
+    shared.decays.index(slot).slice(32 * PART, 32).store(decay)
+    _hand(shared.handed.index(slot), PART, inverse)
+    both = _rotate(key, angles, positions, row, rates, sizes.HAS_POSITIONS)
+    shared.rotated.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
+    return now, gl.where(denominator > 1.0, denominator, 0.0)  # TINY alone is no key
 
 
 @gluon.jit
-def _begin_for_queries(entry_z, at, HAS_ENTRY: gl.constexpr):
-    """Reference and mass of channels before the sweep."""
-    reference = gl.full_like(at.to(gl.float32), NOTHING)
-    mass = gl.full_like(at.to(gl.float32), 0.0)
-    if HAS_ENTRY:
-        reference, mass = _start(gl.load(entry_z + at))
-    return reference, mass
-
-
-@gluon.jit
-def _turn_for_queries(
-    from_k, sk, xs, inverses, keeps, turns, loaded_k, full, empty, entry_z, edges, theta, positions, scale, row, origin,
-    n, h, block, chunks, H: gl.constexpr, K: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr,
-    HAS_ENTRY: gl.constexpr,
-):  # fmt: skip
-    """What 4 turning warps do: 32 channels, then the other 32, for few registers."""
+def _rotate_for_queries(from_k, shared, pointers, place, sizes):
+    """The work of 4 rotating warps: 32 channels, then the other 32, for few registers."""
+    H: gl.constexpr = sizes.H
+    K: gl.constexpr = sizes.K
+    C: gl.constexpr = sizes.C
     CHANNELS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    _put_rates(turns, 0, _rates(gl.load(theta + h * K + block * 64 + gl.arange(0, 64, CHANNELS))))
+    row, origin, hop, n, h, block, chunks = place
+    _put_rates(shared.rates, 0, _rates(gl.load(pointers.theta + h * K + block * 64 + gl.arange(0, 64, CHANNELS))))
     i = block * 64 + gl.arange(0, 32, gl.SliceLayout(1, _rows_layout(C)))
     nh = n.to(gl.int64) * H + h
-    edges += (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K) + i
-    r0, m0 = _begin_for_queries(entry_z, nh * K + i, HAS_ENTRY)
-    r1, m1 = _begin_for_queries(entry_z, nh * K + i + 32, HAS_ENTRY)
-    unit = 1 / scale
+    boundaries = pointers.boundaries + ((n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K) + i)
+    r0, d0 = _begin(pointers.initial_z, nh * K + i, sizes.HAS_INITIAL)
+    r1, d1 = _begin(pointers.initial_z, nh * K + i + 32, sizes.HAS_INITIAL)
+    unit = 1 / pointers.scale
     for x in range(0, chunks):
         slot = x & 1
-        r0, m0 = _turn_part_for_queries(
-            sk, xs, inverses, keeps, turns, loaded_k, empty, edges, positions, unit, row + C * x, origin + C * x, x, r0,
-            m0, 0, H, K, C, PLACED,
+        now, position = row + C * x, origin + C * x
+        r0, d0 = _rotate_part_for_queries(
+            shared, boundaries, pointers.positions, unit, now, position, x, r0, d0, 0, sizes
         )  # fmt: skip
-        r1, m1 = _turn_part_for_queries(
-            sk, xs, inverses, keeps, turns, loaded_k, empty, edges + 32, positions, unit, row + C * x, origin + C * x,
-            x, r1, m1, 1, H, K, C, PLACED,
+        r1, d1 = _rotate_part_for_queries(
+            shared, boundaries + 32, pointers.positions, unit, now, position, x, r1, d1, 1, sizes
         )  # fmt: skip
         fence_async_shared()
-        mbarrier.arrive(full.index(slot), count=1)
-        _fetch(from_k, row + C * (x + 2), h * K + block * 64, loaded_k.index(slot), sk.index(slot), x + 2 < chunks)
-    edges += chunks * (2 * H * K)
-    gl.store(edges, r0)
-    gl.store(edges + 32, r1)
-    gl.store(edges + K, m0)
-    gl.store(edges + K + 32, m1)
+        mbarrier.arrive(shared.full.index(slot), count=1)
+        following, at_k = row + C * (x + 2), h * K + block * 64
+        _fetch(from_k, following, at_k, shared.loaded_k.index(slot), shared.k.index(slot), x + 2 < chunks)
+    boundaries += chunks * (2 * H * K)
+    gl.store(boundaries, r0)
+    gl.store(boundaries + 32, r1)
+    gl.store(boundaries + K, d0)
+    gl.store(boundaries + K + 32, d1)
 
 
 @gluon.jit
-def _score_for_queries(
-    from_q, from_v, from_do, sq, sv, sd, weights, loaded, full, empty, row, at_k, at_v, chunks, V: gl.constexpr,
-    C: gl.constexpr,
+def _rotate_part_for_keys(
+    shared, positions, scale, row, position, x, reference, delta, PART: gl.constexpr, sizes
 ):  # fmt: skip
-    """Loads what a chunk's products need, once what lies there was used, and makes its weights."""
-    for x in range(0, chunks):
-        slot = x & 1
-        mbarrier.wait(empty.index(slot), (x >> 1) & 1 ^ 1)
-        mbarrier.expect(loaded.index(slot), 2 * C * (2 * V + 64), pred=x >= 2)
-        _copy(from_q, row + C * x, at_k, loaded.index(slot), sq.index(slot), x >= 2)
-        _copy(from_v, row + C * x, at_v, loaded.index(slot), sv.index(slot), x >= 2)
-        _copy(from_do, row + C * x, at_v, loaded.index(slot), sd.index(slot), x >= 2)
-        mbarrier.wait(loaded.index(slot), (x >> 1) & 1)
-        _score(sv, sd, weights, slot, C, False)
-        fence_async_shared()
-        mbarrier.arrive(full.index(slot), count=1)
-
-
-@gluon.jit
-def _multiply_for_queries(
-    to, sq, sv, sd, xs, inverses, keeps, so, weights, full, empty, entry, entry_z, theta, dtheta, positions, row,
-    origin, n, h, block, chunks, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
-):  # fmt: skip
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, C, 16])
-    STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, V, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    TILE: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [8, 1], [1, 0])
-    CHAIN: gl.constexpr = gl.BlockedLayout([1, 1, 16], [8, 4, 1], [8, 1, 1], [2, 1, 0])
-    at_k = h * K + block * 64
-    nh = n.to(gl.int64) * H + h
-    i = block * 64 + gl.arange(0, 64, gl.SliceLayout(1, TILE))
-    rates = _rates(gl.load(theta + h * K + i))
-    state = gl.zeros([128, V], gl.float32, STATE)
-    slopes = gl.zeros([64, 4], gl.float32, gl.SliceLayout(2, CHAIN))
-    if HAS_ENTRY:
-        channel, half = _channels(gl.arange(0, 128, gl.SliceLayout(1, STATE)), block)
-        at = (half * K + channel)[:, None] * V + gl.arange(0, V, gl.SliceLayout(0, STATE))[None, :]
-        begin, mass = _start(gl.load(entry_z + nh * K + channel))
-        state += gl.load(entry + nh * (2 * K * V) + at) * mass[:, None]
-    for x in range(0, chunks):
-        slot = x & 1
-        phase = (x >> 1) & 1
-        mbarrier.wait(full.index(slot), phase)
-        tx = xs.index(slot).permute((1, 0))
-        out = gl.zeros([128, C], gl.float32, OUT)
-        out = warpgroup_mma(tx, weights.index(slot), out, is_async=True)
-        # Without a question whether factors are 1, for which the warps would have to look at all of them.
-        state *= _both_factors(keeps.index(slot), STATE)[:, None]
-        held = gl.convert_layout(state.to(gl.bfloat16), OPERAND)
-        out = warpgroup_mma(held, sd.index(slot).permute((1, 0)), out, is_async=True)
-        state = warpgroup_mma(tx, sv.index(slot), state, is_async=True)
-        place, cos, sin = _chunk_angles(positions, row + C * x, origin + C * x, rates, TILE, PLACED)
-        out, _ = warpgroup_mma_wait(1, deps=[out, held])
-        first, second = _take_both(out, TILE)
-        inverse = _take(inverses.index(slot), TILE)
-        tma.store_wait(0)
-        so.permute((1, 0)).store(((first * cos + second * sin) * inverse).to(gl.bfloat16))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(to, [0, (row + C * x) // 16, 0, at_k], _ordered(so))
-        inverse *= _widen(sq.index(slot).permute((1, 0)).load(TILE))
-        slopes += gl.sum(_in_order((second * cos - first * sin) * inverse * place[None, :]), 2)
-        state = warpgroup_mma_wait(0, deps=[state])
-        mbarrier.arrive(empty.index(slot), count=1)
-    tma.store_wait(0)
-    slopes = gl.convert_layout(gl.sum(slopes, 1), gl.SliceLayout(1, TILE))
-    gl.store(dtheta + nh * K + i, slopes)
-
-
-@gluon.jit
-def hopper_turned_queries_kernel(
-    q, k, v, do, dq, entry, entry_z, edges, theta, dtheta, positions, scale, T, N, G, H: gl.constexpr,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
-    REGISTERS: gl.constexpr, SCORING: gl.constexpr,
-):  # fmt: skip
-    """dq, `edges` and the share of dq in dtheta [N, H, K]; `entry` is the initial state. The places of G sequences go
-    on from one to the next."""
-    BLOCKS: gl.constexpr = K // 64
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 64], gl.bfloat16)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
-    BOTH: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 128], gl.bfloat16)
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    OWN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    from_q = _describe(q, N * T, H * K, 64)
-    from_k = _describe(k, N * T, H * K, 64)
-    from_v = _describe(v, N * T, H * V, V)
-    from_do = _describe(do, N * T, H * V, V)
-    to = _describe(dq, N * T, H * K, 64)
-    sk = gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], KEYS)
-    sq = gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], KEYS)
-    sv = gl.allocate_shared_memory(gl.bfloat16, [2, C, V], VALUES)
-    sd = gl.allocate_shared_memory(gl.bfloat16, [2, C, V], VALUES)
-    xs = gl.allocate_shared_memory(gl.bfloat16, [2, C, 128], BOTH)
-    inverses = gl.allocate_shared_memory(gl.float32, [2, 4, 256, 4], OWN)
-    keeps = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
-    turns = gl.allocate_shared_memory(gl.float32, [4, 64], LINE)
-    so = gl.allocate_shared_memory(gl.bfloat16, [C, 64], KEYS)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], KEYS)
-    loaded_k = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    loaded = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    # Few programs, each for many heads: the descriptors are made once.
-    for program in range(gl.program_id(0), N * H * BLOCKS, gl.num_programs(0)):
-        block = program % BLOCKS
-        nh = program // BLOCKS
-        n, h = nh // H, nh % H
-        for slot in gl.static_range(2):
-            mbarrier.init(loaded_k.index(slot), count=1)
-            mbarrier.init(loaded.index(slot), count=1)
-            mbarrier.init(full.index(slot), count=2)
-            mbarrier.init(empty.index(slot), count=1)
-        chunks = T // C
-        row = n * T
-        origin = n % G * T
-        at_k = h * K + block * 64
-        for x in gl.static_range(2):
-            _fetch(from_k, row + C * x, at_k, loaded_k.index(x), sk.index(x), x < chunks)
-            mbarrier.expect(loaded.index(x), 2 * C * (2 * V + 64), pred=x < chunks)
-            _copy(from_q, row + C * x, at_k, loaded.index(x), sq.index(x), x < chunks)
-            _copy(from_v, row + C * x, h * V, loaded.index(x), sv.index(x), x < chunks)
-            _copy(from_do, row + C * x, h * V, loaded.index(x), sd.index(x), x < chunks)
-        fence_async_shared()
-        gl.warp_specialize(
-            [
-                (_multiply_for_queries, (
-                    to, sq, sv, sd, xs, inverses, keeps, so, weights, full, empty, entry, entry_z, theta, dtheta,
-                    positions, row, origin, n, h, block, chunks, H, K, V, C, PLACED, HAS_ENTRY,
-                )),
-                (_turn_for_queries, (
-                    from_k, sk, xs, inverses, keeps, turns, loaded_k, full, empty, entry_z, edges, theta, positions,
-                    scale, row, origin, n, h, block, chunks, H, K, C, PLACED, HAS_ENTRY,
-                )),
-                (_score_for_queries, (
-                    from_q, from_v, from_do, sq, sv, sd, weights, loaded, full, empty, row, at_k, h * V, chunks, V, C,
-                )),
-            ],
-            [4, 4],
-            [REGISTERS, SCORING],
-        )  # fmt: skip
-        for slot in gl.static_range(2):
-            mbarrier.invalidate(empty.index(slot))
-            mbarrier.invalidate(full.index(slot))
-            mbarrier.invalidate(loaded.index(slot))
-            mbarrier.invalidate(loaded_k.index(slot))
-
-
-@gluon.jit
-def _turn_part_for_keys(
-    sq, sk, sg, keys, ys, tails, keeps, turns, sides, loaded_k, empty, positions, scale, row, place, x, reference, fall,
-    PART: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr,
-):  # fmt: skip
-    """Queries of 32 channels of a chunk; returns its reference, and the sum of slopes from its first token on."""
-    ROWS: gl.constexpr = _rows_layout(C)
-    EIGHT: gl.constexpr = _rows_layout(8)
+    """Queries of 32 channels of a chunk; returns its reference, and the sum of q dq from its first token on."""
+    ROWS: gl.constexpr = _rows_layout(sizes.C)
     slot = x & 1
-    rates = _take_rates(turns, PART)
-    angles = _begin_angles(place, rates, EIGHT)
-    now, before = _take_sides(sides, slot, PART, gl.SliceLayout(1, ROWS))
-    keep = _power(now - reference)
+    rates = _take_rates(shared.rates, PART)
+    angles = _begin_angles(position, rates, _rows_layout(8))
+    now, before = _take_boundaries(shared.boundaries, slot, PART, gl.SliceLayout(1, ROWS))
+    decay = _power(now - reference)
     if PART == 0:
-        mbarrier.wait(loaded_k.index(slot), (x >> 1) & 1)
-    key = _widen(sk.index(slot).slice(32 * PART, 32, dim=1).permute((1, 0)).load(ROWS))
+        mbarrier.wait(shared.loaded_k.index(slot), (x >> 1) & 1)
+    key = _widen(shared.k.index(slot).slice(32 * PART, 32, dim=1).permute((1, 0)).load(ROWS))
     key = _power(key * LOG2_E - now[:, None])
     sums, _ = _sums(key, gl.maximum(before, TINY), 1.0)
-    query = _widen(sq.index(slot).slice(32 * PART, 32, dim=1).permute((1, 0)).load(ROWS)) * _invert_fast(sums)
-    slope = query * _widen(sg.index(slot).slice(32 * PART, 32, dim=1).permute((1, 0)).load(ROWS))
-    # What is subtracted from the gradient: the slopes of a token and of all after it.
-    tail, fall = _tails(slope, fall * keep)
+    query = _widen(shared.q.index(slot).slice(32 * PART, 32, dim=1).permute((1, 0)).load(ROWS)) * _invert_fast(sums)
+    q_dq = query * _widen(shared.dq.index(slot).slice(32 * PART, 32, dim=1).permute((1, 0)).load(ROWS))
+    # What is subtracted from the gradient: q dq of a token and of all after it.
+    tail, delta = _tails(q_dq, delta * decay)
     if PART == 0:
-        mbarrier.wait(empty.index(slot), (x >> 1) & 1 ^ 1)
-    keeps.index(slot).slice(32 * PART, 32).store(keep)
-    _hand(keys.index(slot), PART, _in_order(key.to(gl.bfloat16)))
-    _hand(tails.index(slot), PART, tail)
-    if PLACED:
+        mbarrier.wait(shared.empty.index(slot), (x >> 1) & 1 ^ 1)
+    shared.decays.index(slot).slice(32 * PART, 32).store(decay)
+    _hand(shared.handed_keys.index(slot), PART, _in_order(key.to(gl.bfloat16)))
+    _hand(shared.handed.index(slot), PART, tail)
+    if sizes.HAS_POSITIONS:
         query *= scale
     else:
         angles = _scaled(angles, scale)
-    both = _turn(query, angles, positions, row, rates, PLACED)
-    ys.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
-    return now, fall
+    both = _rotate(query, angles, positions, row, rates, sizes.HAS_POSITIONS)
+    shared.rotated.index(slot).slice(64 * PART, 64, dim=1).permute((1, 0)).store(both)
+    return now, delta
 
 
 @gluon.jit
-def _begin_for_keys(entry, entry_z, end, edge, nh, i, K: gl.constexpr, V: gl.constexpr, HAS_ENTRY: gl.constexpr):
-    """Of 32 channels: the reference after the last chunk, and what the final state's gradients give to all slopes."""
-    reference = gl.load(edge + i)
-    fall = gl.full_like(reference, 0.0)
-    if HAS_ENTRY:
+def _begin_for_keys(pointers, boundary, nh, i, sizes):
+    """Of 32 channels: the reference after the last chunk, and what the final state's gradients add to sums of q dq."""
+    K: gl.constexpr = sizes.K
+    V: gl.constexpr = sizes.V
+    reference = gl.load(boundary + i)
+    delta = gl.full_like(reference, 0.0)
+    if sizes.HAS_INITIAL:
         PIECE: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
         rows = gl.convert_layout(i, gl.SliceLayout(1, PIECE))
-        entry += nh * (2 * K * V)
-        end += nh * (2 * K * V)
+        initial = pointers.initial + nh * (2 * K * V)
+        end = pointers.end + nh * (2 * K * V)
         at = rows[:, None] * V + gl.arange(0, 32, gl.SliceLayout(0, PIECE))[None, :]
         share = gl.zeros([32], gl.float32, gl.SliceLayout(1, PIECE))
         for _ in range(0, V // 32):
-            share += gl.sum(gl.load(entry + at) * gl.load(end + at), 1)
-            share += gl.sum(gl.load(entry + at + K * V) * gl.load(end + at + K * V), 1)
+            share += gl.sum(gl.load(initial + at) * gl.load(end + at), 1)
+            share += gl.sum(gl.load(initial + at + K * V) * gl.load(end + at + K * V), 1)
             at += 32
-        fall = gl.convert_layout(share, reference.type.layout) - gl.load(entry_z + nh * K + i)
-        fall *= _invert(gl.load(edge + K + i))
-    return reference, fall
+        delta = gl.convert_layout(share, reference.type.layout) - gl.load(pointers.initial_z + nh * K + i)
+        delta *= _invert(gl.load(boundary + K + i))
+    return reference, delta
 
 
 @gluon.jit
-def _turn_for_keys(
-    from_q, from_k, from_dq, sq, sk, sg, keys, ys, tails, keeps, turns, sides, loaded_k, full, empty, entry, entry_z,
-    end, leave_z, edges, theta, positions, scale, row, origin, n, h, block, chunks, H: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr,
-):  # fmt: skip
-    """What 4 turning warps do: 32 channels, then the other 32, for few registers."""
+def _fetch_for_keys(from_q, from_k, from_dq, shared, slot, row, x, chunks, at_k, C: gl.constexpr):
+    """Loads what the rotating warps need for chunk x, if there is one, into a slot."""
+    wanted = x < chunks
+    mbarrier.expect(shared.loaded_k.index(slot), 3 * 2 * C * 64, pred=wanted)
+    loaded = shared.loaded_k.index(slot)
+    _copy(from_q, row - C * x, at_k, loaded, shared.q.index(slot), wanted)
+    _copy(from_k, row - C * x, at_k, loaded, shared.k.index(slot), wanted)
+    _copy(from_dq, row - C * x, at_k, loaded, shared.dq.index(slot), wanted)
+
+
+@gluon.jit
+def _rotate_for_keys(from_q, from_k, from_dq, shared, pointers, place, sizes):
+    """The work of 4 rotating warps: 32 channels, then the other 32, for few registers."""
+    H: gl.constexpr = sizes.H
+    K: gl.constexpr = sizes.K
+    C: gl.constexpr = sizes.C
     CHANNELS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    row, origin, hop, n, h, block, chunks = place
+    positions, scale = pointers.positions, pointers.scale
     channels = block * 64 + gl.arange(0, 64, CHANNELS)
-    _put_rates(turns, 0, _rates(gl.load(theta + h * K + channels)))
+    _put_rates(shared.rates, 0, _rates(gl.load(pointers.theta + h * K + channels)))
     nh = n.to(gl.int64) * H + h
-    edges += (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K)
-    places = _sides(edges, block * 64, 64, K)
-    _fetch_sides(sides, places, 0, chunks - 1, 0, H, K)
-    _fetch_sides(sides, places, 1, gl.maximum(chunks - 2, 0), 0, H, K)
+    boundaries = pointers.boundaries + (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K)
+    at = _boundary_pointers(boundaries, block * 64, 64, K)
+    _fetch_boundaries(shared.boundaries, at, 0, chunks - 1, 0, H, K)
+    _fetch_boundaries(shared.boundaries, at, 1, gl.maximum(chunks - 2, 0), 0, H, K)
     i = block * 64 + gl.arange(0, 32, gl.SliceLayout(1, _rows_layout(C)))
-    r0, f0 = _begin_for_keys(entry, entry_z, end, edges + chunks * (2 * H * K), nh, i, K, V, HAS_ENTRY)
-    r1, f1 = _begin_for_keys(entry, entry_z, end, edges + chunks * (2 * H * K), nh, i + 32, K, V, HAS_ENTRY)
+    r0, d0 = _begin_for_keys(pointers, boundaries + chunks * (2 * H * K), nh, i, sizes)
+    r1, d1 = _begin_for_keys(pointers, boundaries + chunks * (2 * H * K), nh, i + 32, sizes)
     at_k = h * K + block * 64
     for x in range(0, chunks):
         slot = x & 1
-        place = origin + (chunks - 1 - x) * C
+        position = origin + (chunks - 1 - x) * C
         async_copy.wait_group(1)
-        r0, f0 = _turn_part_for_keys(
-            sq, sk, sg, keys, ys, tails, keeps, turns, sides, loaded_k, empty, positions, scale, row - C * x, place, x,
-            r0, f0, 0, C, PLACED,
-        )  # fmt: skip
-        r1, f1 = _turn_part_for_keys(
-            sq, sk, sg, keys, ys, tails, keeps, turns, sides, loaded_k, empty, positions, scale, row - C * x, place, x,
-            r1, f1, 1, C, PLACED,
-        )  # fmt: skip
+        r0, d0 = _rotate_part_for_keys(shared, positions, scale, row - C * x, position, x, r0, d0, 0, sizes)
+        r1, d1 = _rotate_part_for_keys(shared, positions, scale, row - C * x, position, x, r1, d1, 1, sizes)
         fence_async_shared()
-        mbarrier.arrive(full.index(slot), count=1)
-        wanted = x + 2 < chunks
-        mbarrier.expect(loaded_k.index(slot), 3 * 2 * C * 64, pred=wanted)
-        _copy(from_q, row - C * (x + 2), at_k, loaded_k.index(slot), sq.index(slot), wanted)
-        _copy(from_k, row - C * (x + 2), at_k, loaded_k.index(slot), sk.index(slot), wanted)
-        _copy(from_dq, row - C * (x + 2), at_k, loaded_k.index(slot), sg.index(slot), wanted)
-        _fetch_sides(sides, places, slot, gl.maximum(chunks - 3 - x, 0), 0, H, K)
+        mbarrier.arrive(shared.full.index(slot), count=1)
+        _fetch_for_keys(from_q, from_k, from_dq, shared, slot, row, x + 2, chunks, at_k, C)
+        _fetch_boundaries(shared.boundaries, at, slot, gl.maximum(chunks - 3 - x, 0), 0, H, K)
     async_copy.wait_group(0)
-    if HAS_LEAVE:
-        gl.store(leave_z + nh * K + i, -f0 * gl.load(edges + K + i))
-        gl.store(leave_z + nh * K + i + 32, -f1 * gl.load(edges + K + i + 32))
+    if sizes.HAS_FINAL:
+        final_z = pointers.final_z + nh * K + i
+        gl.store(final_z, -d0 * gl.load(boundaries + K + i))
+        gl.store(final_z + 32, -d1 * gl.load(boundaries + K + i + 32))
 
 
 @gluon.jit
-def _score_for_keys(
-    from_v, from_do, sv, sd, weights, loaded, full, empty, row, at_v, chunks, V: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
-    """Loads what a chunk's products need, once what lies there was used, and makes its weights."""
-    for x in range(0, chunks):
-        slot = x & 1
-        mbarrier.wait(empty.index(slot), (x >> 1) & 1 ^ 1)
-        mbarrier.expect(loaded.index(slot), 2 * 2 * C * V, pred=x >= 2)
-        _copy(from_v, row - C * x, at_v, loaded.index(slot), sv.index(slot), x >= 2)
-        _copy(from_do, row - C * x, at_v, loaded.index(slot), sd.index(slot), x >= 2)
-        mbarrier.wait(loaded.index(slot), (x >> 1) & 1)
-        _score(sd, sv, weights, slot, C, True)
-        fence_async_shared()
-        mbarrier.arrive(full.index(slot), count=1)
-
-
-@gluon.jit
-def _multiply_for_keys(
-    to, sv, sd, keys, ys, tails, keeps, so, weights, full, empty, entry, leave, edges, theta, dtheta, positions, row,
-    origin, n, h, block, chunks, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr,
-):  # fmt: skip
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, C, 16])
-    STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, V, 16])
+def _multiply_for_channels(to, shared, pointers, place, sizes):
+    """The work of the multiplying warps: dq and its share in dtheta, or (REVERSE) the gradient of k and its share."""
+    H: gl.constexpr = sizes.H
+    K: gl.constexpr = sizes.K
+    V: gl.constexpr = sizes.V
+    C: gl.constexpr = sizes.C
+    OUT: gl.constexpr = _product_layout(8, C)
+    STATE: gl.constexpr = _product_layout(8, V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     TILE: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [8, 1], [1, 0])
     CHANNEL: gl.constexpr = gl.SliceLayout(1, TILE)
     CHAIN: gl.constexpr = gl.BlockedLayout([1, 1, 16], [8, 4, 1], [8, 1, 1], [2, 1, 0])
+    begin, origin, hop, n, h, block, chunks = place
     at_k = h * K + block * 64
     nh = n.to(gl.int64) * H + h
     i = block * 64 + gl.arange(0, 64, CHANNEL)
-    rates = _rates(gl.load(theta + h * K + i))
+    rates = _rates(gl.load(pointers.theta + h * K + i))
     channel, half = _channels(gl.arange(0, 128, gl.SliceLayout(1, STATE)), block)
     at = (half * K + channel)[:, None] * V + gl.arange(0, V, gl.SliceLayout(0, STATE))[None, :]
-    edge = edges + (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K) + K + channel
+    boundary = pointers.boundaries + (n.to(gl.int64) * (chunks + 1) * H + h) * (2 * K) + K + channel
     state = gl.zeros([128, V], gl.float32, STATE)
-    slopes = gl.zeros([64, 4], gl.float32, gl.SliceLayout(2, CHAIN))
-    if HAS_ENTRY:
-        state += gl.load(entry + nh * (2 * K * V) + at) * _invert(gl.load(edge + chunks * (2 * H * K)))[:, None]
+    angle_sums = gl.zeros([64, 4], gl.float32, gl.SliceLayout(2, CHAIN))
+    if sizes.HAS_INITIAL:
+        if sizes.REVERSE:
+            initial = gl.load(pointers.initial + nh * (2 * K * V) + at)
+            state += initial * _invert(gl.load(boundary + chunks * (2 * H * K)))[:, None]
+        else:
+            reference, denominator = _start(gl.load(pointers.initial_z + nh * K + channel))
+            state += gl.load(pointers.initial + nh * (2 * K * V) + at) * denominator[:, None]
     for x in range(0, chunks):
         slot = x & 1
         phase = (x >> 1) & 1
-        mbarrier.wait(full.index(slot), phase)
-        ty = ys.index(slot).permute((1, 0))
+        mbarrier.wait(shared.full.index(slot), phase)
+        rotated = shared.rotated.index(slot).permute((1, 0))
+        ta = shared.v if sizes.REVERSE else shared.do
+        tb = shared.do if sizes.REVERSE else shared.v
         out = gl.zeros([128, C], gl.float32, OUT)
-        out = warpgroup_mma(ty, weights.index(slot), out, is_async=True)
-        # Without a question whether factors are 1, for which the warps would have to look at all of them.
-        state *= _both_factors(keeps.index(slot), STATE)[:, None]
+        out = warpgroup_mma(rotated, shared.weights.index(slot), out, is_async=True)
+        # Without asking whether decays are 1, for which the warps would have to look at all of them.
+        state *= _decays_of_rows(shared.decays.index(slot), STATE)[:, None]
         held = gl.convert_layout(state.to(gl.bfloat16), OPERAND)
-        out = warpgroup_mma(held, sv.index(slot).permute((1, 0)), out, is_async=True)
-        state = warpgroup_mma(ty, sd.index(slot), state, is_async=True)
-        place = origin + (chunks - 1 - x) * C
-        places, cos, sin = _chunk_angles(positions, row - C * x, place, rates, TILE, PLACED)
+        out = warpgroup_mma(held, ta.index(slot).permute((1, 0)), out, is_async=True)
+        state = warpgroup_mma(rotated, tb.index(slot), state, is_async=True)
+        position = origin + (chunks - 1 - x) * C if sizes.REVERSE else origin + C * x
+        now = begin - C * x if sizes.REVERSE else begin + C * x
+        tokens, cos, sin = _chunk_angles(pointers.positions, now, position, rates, TILE, sizes.HAS_POSITIONS)
         out, _ = warpgroup_mma_wait(1, deps=[out, held])
         first, second = _take_both(out, TILE)
-        tail = _take(tails.index(slot), TILE)
-        key = _take(keys.index(slot), TILE)
+        if sizes.REVERSE:
+            tail = _take(shared.handed.index(slot), TILE)
+            factor = _take(shared.handed_keys.index(slot), TILE)
+        else:
+            factor = _take(shared.handed.index(slot), TILE)
         tma.store_wait(0)
-        so.permute((1, 0)).store((key * (first * cos + second * sin - tail)).to(gl.bfloat16))
+        if sizes.REVERSE:
+            shared.out.permute((1, 0)).store((factor * (first * cos + second * sin - tail)).to(gl.bfloat16))
+        else:
+            shared.out.permute((1, 0)).store(((first * cos + second * sin) * factor).to(gl.bfloat16))
         fence_async_shared()
-        tma.async_copy_shared_to_global(to, [0, (row - C * x) // 16, 0, at_k], _ordered(so))
-        slopes += gl.sum(_in_order((second * cos - first * sin) * key * places[None, :]), 2)
+        row = begin - C * x if sizes.REVERSE else begin + C * x  # anew, so that it need not live through the products
+        tma.async_copy_shared_to_global(to, [0, row // 16, 0, at_k], _ordered(shared.out))
+        if not sizes.REVERSE:
+            factor *= _widen(shared.q.index(slot).permute((1, 0)).load(TILE))
+        angle_sums += gl.sum(_in_order((second * cos - first * sin) * factor * tokens[None, :]), 2)
         state = warpgroup_mma_wait(0, deps=[state])
-        mbarrier.arrive(empty.index(slot), count=1)
+        mbarrier.arrive(shared.empty.index(slot), count=1)
     tma.store_wait(0)
-    gl.store(dtheta + nh * K + i, gl.convert_layout(gl.sum(slopes, 1), CHANNEL))
-    if HAS_LEAVE:
-        gl.store(leave + nh * (2 * K * V) + at, state * gl.load(edge)[:, None])
+    if sizes.REVERSE:  # the address before the sum: for ptxas the order is not the same
+        gl.store(pointers.dtheta + nh * K + i, gl.convert_layout(gl.sum(angle_sums, 1), CHANNEL))
+    else:
+        angle_sums = gl.convert_layout(gl.sum(angle_sums, 1), CHANNEL)
+        gl.store(pointers.dtheta + nh * K + i, angle_sums)
+    if sizes.HAS_FINAL:
+        gl.store(pointers.final + nh * (2 * K * V) + at, state * gl.load(boundary)[:, None])
 
 
 @gluon.jit
-def hopper_turned_keys_kernel(
-    q, k, v, do, dq, du, entry, entry_z, end, leave, leave_z, edges, theta, dtheta, positions, scale, T, N, G,
-    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PLACED: gl.constexpr, HAS_ENTRY: gl.constexpr,
-    HAS_LEAVE: gl.constexpr, REGISTERS: gl.constexpr, SCORING: gl.constexpr,
-):  # fmt: skip
-    """The gradient of the logits and its share in dtheta; `entry`, `entry_z` are those of the final state `end`. The
-    places of G sequences go on from one to the next."""
+def _sweep_channels(q, k, v, do, dq, out, pointers, T, N, G, sizes, REGISTERS: gl.constexpr, SCORING: gl.constexpr):
+    """dq into `out`, or (REVERSE) the gradient of k, in 64 channels."""
+    H: gl.constexpr = sizes.H
+    K: gl.constexpr = sizes.K
+    V: gl.constexpr = sizes.V
+    C: gl.constexpr = sizes.C
     BLOCKS: gl.constexpr = K // 64
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 64], gl.bfloat16)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
@@ -813,70 +721,108 @@ def hopper_turned_keys_kernel(
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     from_q = _describe(q, N * T, H * K, 64)
     from_k = _describe(k, N * T, H * K, 64)
-    from_dq = _describe(dq, N * T, H * K, 64)
+    if sizes.REVERSE:
+        from_dq = _describe(dq, N * T, H * K, 64)
     from_v = _describe(v, N * T, H * V, V)
     from_do = _describe(do, N * T, H * V, V)
-    to = _describe(du, N * T, H * K, 64)
-    sq = gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], KEYS)
-    sk = gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], KEYS)
-    sg = gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], KEYS)
-    sv = gl.allocate_shared_memory(gl.bfloat16, [2, C, V], VALUES)
-    sd = gl.allocate_shared_memory(gl.bfloat16, [2, C, V], VALUES)
-    keys = gl.allocate_shared_memory(gl.bfloat16, [2, 2, 256, 8], OWN)
-    ys = gl.allocate_shared_memory(gl.bfloat16, [2, C, 128], BOTH)
-    tails = gl.allocate_shared_memory(gl.float32, [2, 4, 256, 4], OWN)
-    keeps = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
-    turns = gl.allocate_shared_memory(gl.float32, [4, 64], LINE)
-    sides = gl.allocate_shared_memory(gl.float32, [2, 128], LINE)
-    so = gl.allocate_shared_memory(gl.bfloat16, [C, 64], KEYS)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], KEYS)
-    loaded_k = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    loaded = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    # Few programs, each for many heads: the descriptors are made once.
+    to = _describe(out, N * T, H * K, 64)
+    first = gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], KEYS)
+    second = gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], KEYS)
+    shared = KeyBuffers(
+        first if sizes.REVERSE else second,
+        second if sizes.REVERSE else first,
+        gl.allocate_shared_memory(gl.bfloat16, [2, C, 64], KEYS) if sizes.REVERSE else None,
+        gl.allocate_shared_memory(gl.bfloat16, [2, C, V], VALUES),
+        gl.allocate_shared_memory(gl.bfloat16, [2, C, V], VALUES),
+        gl.allocate_shared_memory(gl.bfloat16, [2, 2, 256, 8], OWN) if sizes.REVERSE else None,
+        gl.allocate_shared_memory(gl.bfloat16, [2, C, 128], BOTH),
+        gl.allocate_shared_memory(gl.float32, [2, 4, 256, 4], OWN),
+        gl.allocate_shared_memory(gl.float32, [2, 64], LINE),
+        gl.allocate_shared_memory(gl.float32, [4, 64], LINE),
+        gl.allocate_shared_memory(gl.float32, [2, 128], LINE) if sizes.REVERSE else None,
+        gl.allocate_shared_memory(gl.bfloat16, [C, 64], KEYS),
+        gl.allocate_shared_memory(gl.bfloat16, [2, C, C], KEYS),
+        _two_barriers(), _two_barriers(), _two_barriers(), _two_barriers(),
+    )  # fmt: skip
     for program in range(gl.program_id(0), N * H * BLOCKS, gl.num_programs(0)):
         block = program % BLOCKS
         nh = program // BLOCKS
         n, h = nh // H, nh % H
         for slot in gl.static_range(2):
-            mbarrier.init(loaded_k.index(slot), count=1)
-            mbarrier.init(loaded.index(slot), count=1)
-            mbarrier.init(full.index(slot), count=2)
-            mbarrier.init(empty.index(slot), count=1)
+            mbarrier.init(shared.loaded_k.index(slot), count=1)
+            mbarrier.init(shared.loaded.index(slot), count=1)
+            mbarrier.init(shared.full.index(slot), count=2)
+            mbarrier.init(shared.empty.index(slot), count=1)
         chunks = T // C
-        row = n * T + T - C
+        row = n * T
+        if sizes.REVERSE:
+            row = n * T + T - C
         origin = n % G * T
         at_k = h * K + block * 64
         for x in gl.static_range(2):
-            mbarrier.expect(loaded_k.index(x), 3 * 2 * C * 64, pred=x < chunks)
-            _copy(from_q, row - C * x, at_k, loaded_k.index(x), sq.index(x), x < chunks)
-            _copy(from_k, row - C * x, at_k, loaded_k.index(x), sk.index(x), x < chunks)
-            _copy(from_dq, row - C * x, at_k, loaded_k.index(x), sg.index(x), x < chunks)
-            mbarrier.expect(loaded.index(x), 2 * 2 * C * V, pred=x < chunks)
-            _copy(from_v, row - C * x, h * V, loaded.index(x), sv.index(x), x < chunks)
-            _copy(from_do, row - C * x, h * V, loaded.index(x), sd.index(x), x < chunks)
+            if sizes.REVERSE:
+                _fetch_for_keys(from_q, from_k, from_dq, shared, x, row, x, chunks, at_k, C)
+                mbarrier.expect(shared.loaded.index(x), 2 * 2 * C * V, pred=x < chunks)
+                at = row - C * x
+            else:
+                at = row + C * x
+                _fetch(from_k, at, at_k, shared.loaded_k.index(x), shared.k.index(x), x < chunks)
+                mbarrier.expect(shared.loaded.index(x), 2 * C * (2 * V + 64), pred=x < chunks)
+                _copy(from_q, at, at_k, shared.loaded.index(x), shared.q.index(x), x < chunks)
+            _copy(from_v, at, h * V, shared.loaded.index(x), shared.v.index(x), x < chunks)
+            _copy(from_do, at, h * V, shared.loaded.index(x), shared.do.index(x), x < chunks)
         fence_async_shared()
-        gl.warp_specialize(
-            [
-                (_multiply_for_keys, (
-                    to, sv, sd, keys, ys, tails, keeps, so, weights, full, empty, entry, leave, edges, theta, dtheta,
-                    positions, row, origin, n, h, block, chunks, H, K, V, C, PLACED, HAS_ENTRY, HAS_LEAVE,
-                )),
-                (_turn_for_keys, (
-                    from_q, from_k, from_dq, sq, sk, sg, keys, ys, tails, keeps, turns, sides, loaded_k, full, empty,
-                    entry, entry_z, end, leave_z, edges, theta, positions, scale, row, origin, n, h, block, chunks, H,
-                    K, V, C, PLACED, HAS_ENTRY, HAS_LEAVE,
-                )),
-                (_score_for_keys, (
-                    from_v, from_do, sv, sd, weights, loaded, full, empty, row, h * V, chunks, V, C,
-                )),
-            ],
-            [4, 4],
-            [REGISTERS, SCORING],
-        )  # fmt: skip
+        place = Place(row, origin, None, n, h, block, chunks)
+        if sizes.REVERSE:
+            gl.warp_specialize(
+                [
+                    (_multiply_for_channels, (to, shared, pointers, place, sizes)),
+                    (_rotate_for_keys, (from_q, from_k, from_dq, shared, pointers, place, sizes)),
+                    (_load_and_score, (None, from_v, from_do, shared, row, None, h * V, chunks, sizes)),
+                ],
+                [4, 4],
+                [REGISTERS, SCORING],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (_multiply_for_channels, (to, shared, pointers, place, sizes)),
+                    (_rotate_for_queries, (from_k, shared, pointers, place, sizes)),
+                    (_load_and_score, (from_q, from_v, from_do, shared, row, at_k, h * V, chunks, sizes)),
+                ],
+                [4, 4],
+                [REGISTERS, SCORING],
+            )
         for slot in gl.static_range(2):
-            mbarrier.invalidate(empty.index(slot))
-            mbarrier.invalidate(full.index(slot))
-            mbarrier.invalidate(loaded.index(slot))
-            mbarrier.invalidate(loaded_k.index(slot))
+            mbarrier.invalidate(shared.empty.index(slot))
+            mbarrier.invalidate(shared.full.index(slot))
+            mbarrier.invalidate(shared.loaded.index(slot))
+            mbarrier.invalidate(shared.loaded_k.index(slot))
+
+
+@gluon.jit
+def hopper_rotated_queries_kernel(
+    q, k, v, do, dq, initial, initial_z, boundaries, theta, dtheta, positions, scale, T, N, G, H: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, HAS_POSITIONS: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    REGISTERS: gl.constexpr, SCORING: gl.constexpr,
+):  # fmt: skip
+    """dq, `boundaries` and the share of dq in dtheta [N, H, K]; `initial` is the initial state."""
+    pointers = Pointers(initial, initial_z, None, None, None, boundaries, theta, dtheta, positions, scale)
+    _sweep_channels(
+        q, k, v, do, None, dq, pointers, T, N, G, Sizes(H, K, V, C, None, False, HAS_POSITIONS, HAS_INITIAL, False),
+        REGISTERS, SCORING,
+    )  # fmt: skip
+
+
+@gluon.jit
+def hopper_rotated_keys_kernel(
+    q, k, v, do, dq, du, initial, initial_z, end, final, final_z, boundaries, theta, dtheta, positions, scale, T, N, G,
+    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, HAS_POSITIONS: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, REGISTERS: gl.constexpr, SCORING: gl.constexpr,
+):  # fmt: skip
+    """The gradient of the logits and its share in dtheta; `initial`, `initial_z` are those of the final state `end`."""
+    pointers = Pointers(initial, initial_z, end, final, final_z, boundaries, theta, dtheta, positions, scale)
+    _sweep_channels(
+        q, k, v, do, dq, du, pointers, T, N, G, Sizes(H, K, V, C, None, True, HAS_POSITIONS, HAS_INITIAL, HAS_FINAL),
+        REGISTERS, SCORING,
+    )  # fmt: skip

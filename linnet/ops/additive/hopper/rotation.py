@@ -1,11 +1,16 @@
-"""What the sweeps with LRPE for Hopper GPUs have in common: angles, references, weights.
+"""What the sweeps with LRPE for Hopper GPUs have in common: the order of tokens in shared memory, angles, references.
 
-Keys and queries are turned by warps of their own, into cosines and sines in shared memory, two chunks deep; these warps
-do all that is worked out number by number, 32 channels at a time for few registers, and the other warps multiply
-matrices. How their tiles lie in shared memory is in `hopper_rows`.
+Keys and queries are rotated by warps of their own, into cosines and sines in shared memory, two chunks deep; these
+warps do everything that is elementwise, 32 channels at a time for few registers, and the other warps multiply matrices.
 
-References move in steps of at least 2^ROOM, so that a state is seldom scaled (dq and dk: mostly by 1). A mass begins a
-chunk with at least TINY, which keeps its inverse finite; that is felt where a logit rises by more than 90 in a chunk.
+Row r of a tile has token 16 (r / 2 % 4) + 2 (r / 8) + r % 2 of its chunk. A thread, whose part of a tile [channel, row]
+is what ldmatrix gives it, then has 16 consecutive tokens of a channel, so that running sums are its own additions and
+three shuffles. Products over a chunk are the same in any order, if all of its tiles have it; masks and angles ask
+`_token`.
+
+References move in steps of at least 2^ROOM, so that a state is seldom scaled (dq and dk: mostly by 1). A denominator
+begins a chunk with at least TINY, which keeps its inverse finite; that is felt where a logit rises by more than 90 in a
+chunk.
 """
 
 from triton.experimental import gluon
@@ -268,19 +273,19 @@ def _frequencies(theta):
 
 
 @gluon.jit
-def _cosine_sine(place, high, low):
+def _cosine_sine(position, high, low):
     """Cosine and sine of tensors of one shape, as `linnet.ops.angles.cosine_sine`."""
-    whole = gl.floor(gl.fma(place, high, gl.full_like(place, 0.5)))
-    angle = (gl.fma(place, high, -whole) + place * low) * TWO_PI
+    whole = gl.floor(gl.fma(position, high, gl.full_like(position, 0.5)))
+    angle = (gl.fma(position, high, -whole) + position * low) * TWO_PI
     cos = gl.inline_asm_elementwise("cos.approx.ftz.f32 $0, $1;", "=f,f", [angle], gl.float32, is_pure=True, pack=1)
     sin = gl.inline_asm_elementwise("sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], gl.float32, is_pure=True, pack=1)
     return cos, sin
 
 
 @gluon.jit
-def _turns(place, high, low, empty):
+def _angle_tile(position, high, low, empty):
     """Cosine and sine [channel, token]."""
-    return _cosine_sine(empty + place[None, :], empty + high[:, None], empty + low[:, None])
+    return _cosine_sine(empty + position[None, :], empty + high[:, None], empty + low[:, None])
 
 
 @gluon.jit
@@ -289,8 +294,10 @@ def _power(x):
 
 
 @gluon.jit
-def _invert_fast(mass):
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [mass], gl.float32, is_pure=True, pack=1)
+def _invert_fast(denominator):
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -309,28 +316,28 @@ def _rates(theta):
 
 
 @gluon.jit
-def _put_rates(turns, AT: gl.constexpr, rates):
+def _put_rates(rates_of_channels, AT: gl.constexpr, rates):
     for i in gl.static_range(4):
-        turns.index(i).slice(AT, rates[i].shape[0]).store(rates[i])
+        rates_of_channels.index(i).slice(AT, rates[i].shape[0]).store(rates[i])
 
 
 @gluon.jit
-def _take_rates(turns, PART: gl.constexpr):
+def _take_rates(rates_of_channels, PART: gl.constexpr):
     """`_rates` of 32 channels."""
     CHANNEL: gl.constexpr = gl.SliceLayout(1, _rows_layout(8))
-    high = turns.index(0).slice(32 * PART, 32).load(CHANNEL)
-    low = turns.index(1).slice(32 * PART, 32).load(CHANNEL)
-    cos = turns.index(2).slice(32 * PART, 32).load(CHANNEL)
-    return high, low, cos, turns.index(3).slice(32 * PART, 32).load(CHANNEL)
+    high = rates_of_channels.index(0).slice(32 * PART, 32).load(CHANNEL)
+    low = rates_of_channels.index(1).slice(32 * PART, 32).load(CHANNEL)
+    cos = rates_of_channels.index(2).slice(32 * PART, 32).load(CHANNEL)
+    return high, low, cos, rates_of_channels.index(3).slice(32 * PART, 32).load(CHANNEL)
 
 
 @gluon.jit
-def _begin_angles(place, rates, LAYOUT: gl.constexpr):
-    """What `_next_angles` begins with: of the chunk at `place` cosine and sine [channel, 8 rows], those of the next 8,
-    and twice the cosine of the two tokens between them."""
+def _begin_angles(position, rates, LAYOUT: gl.constexpr):
+    """Where `_next_angles` begins: cosine and sine [channel, 8 rows] of the chunk at `position`, those of the next 8
+    rows, and twice the cosine of the two tokens between them."""
     high, low, step_cos, step_sin = rates
-    token = place.to(gl.float32) + _token(gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))).to(gl.float32)
-    cos, sin = _turns(token, high, low, gl.zeros([high.shape[0], 8], gl.float32, LAYOUT))
+    token = position.to(gl.float32) + _token(gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))).to(gl.float32)
+    cos, sin = _angle_tile(token, high, low, gl.zeros([high.shape[0], 8], gl.float32, LAYOUT))
     c = step_cos[:, None]
     s = step_sin[:, None]
     return cos, sin, cos * c - sin * s, sin * c + cos * s, (2 * step_cos)[:, None]
@@ -359,16 +366,16 @@ def _next_angles(angles, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _chunk_angles(positions, row, place, rates, LAYOUT: gl.constexpr, PLACED: gl.constexpr):
+def _chunk_angles(positions, row, position, rates, LAYOUT: gl.constexpr, HAS_POSITIONS: gl.constexpr):
     """Places [64] of a chunk's rows, and cosine and sine [channel, 64]."""
     rows = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
-    if PLACED:
+    if HAS_POSITIONS:
         tokens = gl.load(positions + row.to(gl.int64) + _token(rows)).to(gl.float32)
-        cosines, sines = _turns(tokens, rates[0], rates[1], gl.zeros([rates[0].shape[0], 64], gl.float32, LAYOUT))
+        cosines, sines = _angle_tile(tokens, rates[0], rates[1], gl.zeros([rates[0].shape[0], 64], gl.float32, LAYOUT))
     else:
         # The first part is one number of a thread, the second one is known when compiled.
-        tokens = (place + _run(rows)).to(gl.float32) + _within(rows).to(gl.float32)
-        c0, s0, angles = _next_angles(_begin_angles(place, rates, LAYOUT), LAYOUT)
+        tokens = (position + _run(rows)).to(gl.float32) + _within(rows).to(gl.float32)
+        c0, s0, angles = _next_angles(_begin_angles(position, rates, LAYOUT), LAYOUT)
         c1, s1, angles = _next_angles(angles, LAYOUT)
         c2, s2, angles = _next_angles(angles, LAYOUT)
         c3, s3, angles = _next_angles(angles, LAYOUT)
@@ -386,9 +393,9 @@ def _take_both(both, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _both_factors(keeps, LAYOUT: gl.constexpr):
+def _decays_of_rows(decays, LAYOUT: gl.constexpr):
     """Factors of the rows of a state, which are as those of `_alternate`."""
-    factors = keeps.load(gl.SliceLayout(1, gl.BlockedLayout([1, 2], [8, 4], [8, 1], [1, 0])))
+    factors = decays.load(gl.SliceLayout(1, gl.BlockedLayout([1, 2], [8, 4], [8, 1], [1, 0])))
     both = gl.join(factors, factors).reshape((8, 8, 2)).permute((0, 2, 1)).reshape((128,))
     return gl.convert_layout(both, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
 
@@ -414,15 +421,15 @@ def _score(a, b, weights, slot, C: gl.constexpr, REVERSE: gl.constexpr):
 
 
 @gluon.jit
-def _part_turns(angles, positions, row, rates, PART: gl.constexpr, PLACED: gl.constexpr):
+def _angles_of_quarter(angles, positions, row, rates, PART: gl.constexpr, HAS_POSITIONS: gl.constexpr):
     """As `_next_angles`, of 16 rows of the chunk at `row`, wherever their tokens are."""
     PARTS: gl.constexpr = _rows_layout(16)
-    if PLACED:
+    if HAS_POSITIONS:
         tokens = row.to(gl.int64) + _token(16 * PART + gl.arange(0, 16, gl.SliceLayout(0, PARTS)))
         across = gl.load(positions + tokens).to(gl.float32)
         high = gl.convert_layout(rates[0], gl.SliceLayout(1, PARTS), assert_trivial=True)
         low = gl.convert_layout(rates[1], gl.SliceLayout(1, PARTS), assert_trivial=True)
-        cosines, sines = _turns(across, high, low, gl.zeros([32, 16], gl.float32, PARTS))
+        cosines, sines = _angle_tile(across, high, low, gl.zeros([32, 16], gl.float32, PARTS))
     else:
         cosines, sines, angles = _next_angles(angles, PARTS)
     return cosines, sines, angles
@@ -434,36 +441,38 @@ def _times(x, cos, sin):
 
 
 @gluon.jit
-def _turn(x, angles, positions, row, rates, PLACED: gl.constexpr):
+def _rotate(x, angles, positions, row, rates, HAS_POSITIONS: gl.constexpr):
     """A tile [32 channels, row] times its cosines and sines, 8 channels of these and of those in turn."""
     x0, x1, x2, x3 = _quarters(x)
-    c, s, angles = _part_turns(angles, positions, row, rates, 0, PLACED)
+    c, s, angles = _angles_of_quarter(angles, positions, row, rates, 0, HAS_POSITIONS)
     c0, s0 = _times(x0, c, s)
-    c, s, angles = _part_turns(angles, positions, row, rates, 1, PLACED)
+    c, s, angles = _angles_of_quarter(angles, positions, row, rates, 1, HAS_POSITIONS)
     c1, s1 = _times(x1, c, s)
-    c, s, angles = _part_turns(angles, positions, row, rates, 2, PLACED)
+    c, s, angles = _angles_of_quarter(angles, positions, row, rates, 2, HAS_POSITIONS)
     c2, s2 = _times(x2, c, s)
-    c, s, angles = _part_turns(angles, positions, row, rates, 3, PLACED)
+    c, s, angles = _angles_of_quarter(angles, positions, row, rates, 3, HAS_POSITIONS)
     c3, s3 = _times(x3, c, s)
     return _alternate(_four(c0, c1, c2, c3), _four(s0, s1, s2, s3))
 
 
 @gluon.jit
-def _sides(edges, first, CHANNELS: gl.constexpr, K: gl.constexpr):
-    """Places of references of 32 channels from `first` on, then of their masses, and so on."""
+def _boundary_pointers(boundaries, first, CHANNELS: gl.constexpr, K: gl.constexpr):
+    """Places of references of 32 channels from `first` on, then of their denominators, and so on."""
     at = gl.arange(0, 2 * CHANNELS, gl.BlockedLayout([1], [32], [4], [0]))
-    return edges + first + at // 64 * 32 + at // 32 % 2 * K + at % 32
+    return boundaries + first + at // 64 * 32 + at // 32 % 2 * K + at % 32
 
 
 @gluon.jit
-def _fetch_sides(sides, edges, slot, chunk, AT: gl.constexpr, H: gl.constexpr, K: gl.constexpr):
-    """What `_sides` says of a chunk: a load into registers would be waited for at once."""
-    to = sides.index(slot).slice(2 * AT, edges.shape[0])
-    async_copy.async_copy_global_to_shared(to, edges + chunk * (2 * H * K))
+def _fetch_boundaries(boundary_buffer, boundaries, slot, chunk, AT: gl.constexpr, H: gl.constexpr, K: gl.constexpr):
+    """What `_boundary_pointers` says of a chunk: a load into registers would be waited for at once."""
+    to = boundary_buffer.index(slot).slice(2 * AT, boundaries.shape[0])
+    async_copy.async_copy_global_to_shared(to, boundaries + chunk * (2 * H * K))
     async_copy.commit_group()
 
 
 @gluon.jit
-def _take_sides(sides, slot, PART: gl.constexpr, LAYOUT: gl.constexpr):
-    """Reference and mass of 32 channels."""
-    return sides.index(slot).slice(64 * PART, 32).load(LAYOUT), sides.index(slot).slice(64 * PART + 32, 32).load(LAYOUT)
+def _take_boundaries(boundary_buffer, slot, PART: gl.constexpr, LAYOUT: gl.constexpr):
+    """Reference and denominator of 32 channels."""
+    return boundary_buffer.index(slot).slice(64 * PART, 32).load(LAYOUT), boundary_buffer.index(slot).slice(
+        64 * PART + 32, 32
+    ).load(LAYOUT)
