@@ -199,20 +199,11 @@ def test_any_strides():
     expected, actual = everything(call), everything(other)
     assert_same(actual, expected)
     op = torch.ops.linnet.additive
-    outputs = op(other["q"], other["k"], other["v"], other["theta"], None, *other["initial_state"], 0.7, True, None)
+    outputs = op(other["q"], other["k"], other["v"], other["theta"], None, *other["initial_state"], None, 0.7, True)
     assert all(x.is_contiguous() for x in outputs)
+    arguments = [other[name] for name in ("q", "k", "v", "theta")]
     grads = torch.ops.linnet.additive_backward(
-        *map(permuted, outputs),
-        other["q"],
-        other["k"],
-        other["v"],
-        other["theta"],
-        None,
-        *other["initial_state"],
-        permuted(outputs[1]),
-        0.7,
-        True,
-        None,
+        *arguments, None, *other["initial_state"], None, 0.7, True, *outputs[1:], *map(permuted, outputs)
     )
     assert all(x.is_contiguous() for x in grads)
 
@@ -230,24 +221,23 @@ def test_operator_registration():
     call = make(B=1, T=9, theta=True, state=True, documents=[0, 4, 9])
     S, z = call["initial_state"]
     for args in (
-        (call["q"], call["k"], call["v"], call["theta"], None, S, z, 1.0, True, call["cu_seqlens"]),
-        (call["q"], call["k"], call["v"], None, None, None, None, 1.0, False, None),
-        (call["q"], call["k"], call["v"], call["theta"], None, None, None, 1.0, True, None, False),
-        (call["q"], call["k"], call["v"], None, None, None, None, 1.0, False, None, False),
+        (call["q"], call["k"], call["v"], call["theta"], None, S, z, call["cu_seqlens"], 1.0, True),
+        (call["q"], call["k"], call["v"], None, None, None, None, None, 1.0, False),
+        (call["q"], call["k"], call["v"], call["theta"], None, None, None, None, 1.0, True, False),
+        (call["q"], call["k"], call["v"], None, None, None, None, None, 1.0, False, False),
     ):
         torch.library.opcheck(torch.ops.linnet.additive.default, args)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_state_that_nobody_wants_is_not_made(causal):
+def test_a_state_that_was_not_requested_is_not_made(causal):
     """Causal: neither the final one nor the gradient of a first one that is not there; the rest is the same."""
     calls = [make(T=20, theta=True, seed=i) | {"causal": causal} for i in range(2)]
     q, k, v, theta = (calls[0][name].detach() for name in ("q", "k", "v", "theta"))
-    outputs = torch.ops.linnet.additive(q, k, v, theta, None, None, None, 0.7, causal, None, False)
+    outputs = torch.ops.linnet.additive(q, k, v, theta, None, None, None, None, 0.7, causal, False)
     assert [x.numel() == 0 for x in outputs] == [False, causal, causal]
-    S, z = (None, None) if causal else outputs[1:]
-    backward = torch.ops.linnet.additive_backward
-    found = backward(torch.ones_like(v), None, None, q, k, v, theta, None, None, z, S, 0.7, causal, None)
+    arguments = (q, k, v, theta, None, None, None, None, 0.7, causal)
+    found = torch.ops.linnet.additive_backward(*arguments, *outputs[1:], torch.ones_like(v), None, None)
     assert [x.numel() == 0 for x in found] == [False] * 4 + [True] * 2
 
     def run_without(q, k, v, theta):
