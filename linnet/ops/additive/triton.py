@@ -25,6 +25,7 @@ and widths that are not a multiple of 8, or above 256 with LRPE's doubling, run 
 import torch
 from torch import Tensor
 
+from linnet.ops import backend
 from linnet.ops.additive import chunked, hopper
 from linnet.ops.additive.launch import NOTHING, Call
 from linnet.ops.launching import align
@@ -146,10 +147,10 @@ def _backward_non_causal(call: Call, do: Tensor, dS, dz, S: Tensor, z: Tensor, t
 
 
 def _supports(q: Tensor, k: Tensor, v: Tensor, theta: Tensor | None, *more: Tensor) -> bool:
-    alike = all(x.dtype == q.dtype for x in (k, v, *more)) and q.dtype != torch.float64
+    """Whether the kernels take these tensors; warns once per reason if not."""
+    dtypes, K = tuple(x.dtype for x in (q, k, v, *more)), q.shape[-1]
     if theta is not None and theta.dtype == torch.float64:
+        dtypes = (*dtypes, theta.dtype)
+    if q.shape[1] * q.shape[2] >= 2**31:  # the kernels count the rows of a sequence in 32 bits
         return False
-    widths = (q.shape[-1] * (1 if theta is None else 2), v.shape[-1])
-    if q.shape[1] * q.shape[2] >= 2**31:  # the kernels count a sequence's rows in 32 bits
-        return False
-    return alike and q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0 and all(8 <= width <= 256 for width in widths)
+    return backend.takes_kernels("additive_attention", dtypes, (K, K * (1 if theta is None else 2), v.shape[-1]))
