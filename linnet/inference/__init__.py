@@ -1,4 +1,4 @@
-"""Constant-memory generation: an engine with state slots, its requests and its worker thread.
+"""Generation in constant memory: an engine with state slots, its requests and its worker thread.
 
 engine = Engine.of_run("runs/tnl-10m-0123456789ab")
 for piece in engine.stream("def main(", Sampling(max_tokens=200, temperature=0.8, seed=1)):

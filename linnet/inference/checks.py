@@ -1,4 +1,4 @@
-"""What must be right about an engine and a prompt before anything is computed."""
+"""Checks of an engine's settings and of prompts, made before anything is computed."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ NOTHING = np.zeros(0, np.int64)
 
 
 def check_settings(slots: int, context_length: int | None, prefill_chunk: int | None, device: str) -> None:
-    """Raises `ConfigError` that lists all settings of an engine that make no sense."""
+    """Raises `ConfigError` with all invalid settings of an engine."""
     whole = {"slots": slots, "context_length": context_length, "prefill_chunk": prefill_chunk}
     problems = [f"{key}: {value} is not above 0" for key, value in whole.items() if value is not None and value < 1]
     if device not in ("auto", "cpu", "cuda"):
         problems.append(f"device: {device!r} is unknown; use auto, cpu or cuda")
     elif device == "cuda" and not torch.cuda.is_available():
-        problems.append("device: there is no CUDA GPU here; use cpu")
+        problems.append("device: cuda needs a CUDA GPU, and this machine has none; use cpu")
     if problems:
         raise ConfigError(problems, "engine")
 
@@ -26,14 +26,16 @@ def check_settings(slots: int, context_length: int | None, prefill_chunk: int | 
 def encode(
     prompt: str | Sequence[int], tokenizer: Tokenizer | None, vocab: int, problems: list[str], begins: bool = True
 ) -> np.ndarray:
-    """The token ids of a prompt, int64; where it has none that can be used, `problems` says why.
+    """Returns the token ids of a prompt, int64 [T]. Adds the reasons to `problems` if the prompt cannot be used.
 
-    A text that `begins` has the tokenizer's `prompt_start` in front. Where there is none an empty text is the end of a
-    document, which stands before each document in training: the model begins a new one.
+    Args:
+        begins: the text is the start of a sequence, not the continuation of a prefix. It then starts with the
+            tokenizer's `prompt_start`. If the tokenizer has no such tokens, an empty text becomes the end-of-document
+            token. In training this token precedes each document, so the model begins a new document.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
-            problems.append("prompt: is text, but the model has no tokenizer here; give token ids")
+            problems.append("prompt: is text, but this engine has no tokenizer; give token ids")
             return NOTHING
         try:
             start = tokenizer.prompt_start or (() if prompt else (tokenizer.end_of_document,))
@@ -45,8 +47,8 @@ def encode(
     if tokens.size == 0:
         return NOTHING
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        problems.append("prompt: give text, or a list of whole numbers")
+        problems.append("prompt: is neither text nor a list of token ids; give text or a list of whole numbers")
         return NOTHING
     if outside := tokens[(tokens < 0) | (tokens >= vocab)][:3].tolist():
-        problems.append(f"prompt: {outside} are no tokens; use numbers from 0 to {vocab - 1}")
+        problems.append(f"prompt: {outside} are not token ids; use numbers from 0 to {vocab - 1}")
     return tokens.astype(np.int64)

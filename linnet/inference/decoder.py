@@ -1,7 +1,7 @@
-"""A model's step on memory that stays where it is: a pool of state slots, their next logits, and CUDA graphs.
+"""A model's step on fixed memory: a pool of state slots, the logits of their next tokens, and CUDA graphs.
 
-The shape never changes: all slots take a step, whoever is in them. So a row is computed by the same kernels in the same
-order whatever its neighbours are, and one graph serves all the time.
+Shapes never change: every step computes all slots, used or not. So each row is computed by the same kernels in the same
+order, independent of the other rows, and a captured CUDA graph can be replayed for every step.
 """
 
 import warnings
@@ -16,20 +16,22 @@ from linnet.inference.pending import add_pending, choose_interval
 from linnet.inference.sampling import Chosen, Knobs, choose, choose_greedy
 from linnet.models import CausalLM, ModelState
 
-# What `choose` has to do: take the likeliest, draw as asked, tell log-probabilities too.
+# How `choose` picks tokens: the likeliest; sampled by each slot's settings; sampled, with log-probabilities.
 KINDS = PLAIN, SAMPLED, TOLD = "plain", "sampled", "told"
 
 
 class Decoder:
-    """Slots of states, their logits, and the choice of their tokens.
+    """Holds the states and logits of all slots, advances them by one token per step, and chooses their tokens.
 
     Attributes:
-        slots, vocab: their number, and how many tokens may be chosen.
-        states: of all slots; with pending tokens (`linnet.inference.pending`), as of their last writes.
-        write_every: tokens between these writes, 1 where none wait.
-        logits [slots, vocab]: of each slot's next token. tokens [slots]: the last ones chosen.
-        knobs: how each slot's token is chosen.
-        graphs: whether steps are CUDA graphs.
+        slots: number of slots.
+        vocab: number of token ids that may be chosen: 0 to vocab - 1.
+        states: states of all slots. With pending tokens (`linnet.inference.pending`), a state is as of its last write.
+        write_every: tokens between two writes of a state; 1 if the model has no pending tokens.
+        logits: [slots, vocab], of each slot's next token.
+        tokens: int64 [slots], the tokens chosen last.
+        knobs: sampling settings of each slot.
+        graphs: whether steps run as CUDA graphs.
     """
 
     def __init__(
@@ -43,9 +45,13 @@ class Decoder:
         compile: bool = False,
         kinds: Sequence[str] = KINDS,
     ):
-        """Args beside the attributes:
-        context_length: capacity of KV caches.
-        kinds: ways of choosing that may be asked for; each takes some memory of the size of the logits.
+        """Allocates the states and captures the steps.
+
+        Args:
+            context_length: capacity of KV caches in tokens.
+            graphs: capture steps as CUDA graphs, on a GPU.
+            compile: run the step through `torch.compile`.
+            kinds: the kinds that `choose` will be called with; each needs some memory of the size of the logits.
         """
         self.slots, self.vocab, self.device = slots, vocab, device
         self._model_step = _compiled(model, slots, context_length, device) if compile else model.step
@@ -54,7 +60,7 @@ class Decoder:
         self._pool = self._tensors(self.states)
         if any(x.shape[0] != slots for x in self._pool):
             raise ValueError("state_spec: the first dimension of every tensor of a state must be the batch")
-        # A compiled step is called with states of one kind: nothing is pending, and caches are whole.
+        # A compiled step needs states of constant structure and shape: no pending buffers, and caches in full length.
         self.write_every = 1 if compile else choose_interval(model, slots, device)
         self._pending = add_pending(model, self.states, slots, self.write_every) if self.write_every > 1 else None
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -73,7 +79,7 @@ class Decoder:
         self._choices = {kind: self._captured(partial(self._choose, kind)) for kind in kinds}
 
     def insert(self, slot: int, states: ModelState, logits: Tensor) -> None:
-        """Puts sequences into slots from `slot` on: their states, and the logits [n, vocab] of their next tokens."""
+        """Puts n sequences into the slots from `slot` on: their states, and logits [n, vocab] of the next tokens."""
         for pool, state in zip(self._pool, self._tensors(states), strict=True):
             pool[slot : slot + len(logits)].copy_(state)
         self.logits[slot : slot + len(logits)].copy_(logits[:, : self.vocab])
@@ -84,14 +90,19 @@ class Decoder:
         """Takes one step in all slots.
 
         Args:
-            tokens: the longest context of a slot in use, the token of this step included; caches are read up to about
-                this length. None reads them whole, and so does a compiled step, which always gets the same shapes.
+            tokens: length of the longest context of the slots in use, including the token of this step. Caches are
+                read up to about this length. None reads them in full length. A compiled step always does, because its
+                shapes must not change.
         """
         whole = tokens is None or self._compiled
         self._advances[self._lengths.values[-1] if whole else self._lengths.choose(tokens)]()
 
     def choose(self, kind: str) -> Callable[[], tuple[list, ...]]:
-        """Chooses a token for every slot; the result waits for them and returns what `Chosen` holds, as lists."""
+        """Starts the choice of a token for every slot.
+
+        Returns:
+            A function that waits until the tokens are on the host, and returns the fields of `Chosen` as lists.
+        """
         self._choices[kind]()
         chosen = self._chosen[kind]
         if self.device.type != "cuda":
@@ -122,7 +133,7 @@ class Decoder:
         before = self._tensors(states)
         logits, after = self._model_step(self.tokens, states)
         for pool, new in zip(before, self._tensors(after), strict=True):
-            if new is not pool:  # a layer that does not write its state in place
+            if new is not pool:  # this layer does not write its state in place
                 pool.copy_(new)
         self.logits.copy_(logits[:, : self.vocab])
         if self._pending is not None:
@@ -132,19 +143,19 @@ class Decoder:
         return [states[layer][name] for layer, name in self._names]
 
     def _captured(self, call: Callable[[], None]) -> Callable[[], None]:
-        """`call` as a CUDA graph, if there may be graphs and it can be one."""
+        """Returns `call` as a CUDA graph, or `call` itself if graphs are off or the capture fails."""
         if not self.graphs:
             return call
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):  # so that all is compiled and all handles are made
+            for _ in range(2):  # warm up: kernels compile and library handles are created before the capture
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            # The outer context is for a capture that fails: `torch.cuda.graph` then leaves its stream the current one.
+            # If the capture fails, `torch.cuda.graph` leaves its own stream current. The outer context restores ours.
             with (
                 torch.cuda.stream(torch.cuda.current_stream()),
                 torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
@@ -152,28 +163,35 @@ class Decoder:
                 call()
         except RuntimeError as error:
             torch.cuda.synchronize()
-            warnings.warn(f"no CUDA graph of this model's step ({error}); decoding goes on without", stacklevel=4)
+            message = f"the model's step cannot be captured as a CUDA graph ({error}); decoding continues without it"
+            warnings.warn(message, stacklevel=4)
             self.graphs = False
             return call
         return graph.replay
 
 
 def _compiled(model: CausalLM, slots: int, context_length: int, device: torch.device) -> Callable:
-    """The model's step through `torch.compile`, for calls that are always alike; the step itself where it differs."""
+    """Returns the model's step through `torch.compile`, or the step itself if the compiled results differ.
+
+    The compiled step may be called only with the same shapes and the same states' structure every time.
+    """
     fast = _compile(model.step)
-    # Inductor of torch 2.11 compiles wrong steps on some processors, without an error.
+    # On some processors, Inductor of torch 2.11 compiles steps that give wrong results without an error.
     expected, found = (_try_out(step, model, slots, context_length, device) for step in (model.step, fast))
     error, size = (found - expected).norm().item(), expected.norm().item()
     if error <= (0.1 if model.embedding.weight.dtype.itemsize < 4 else 1e-3) * size:  # both may be 0
         return fast
     apart = f"{error / (size or 1.0):.1e}"
-    message = f"the compiled step differs from the model's by {apart}; decoding goes on without, or update torch"
+    message = (
+        f"the compiled step differs from the model's by {apart} (relative); decoding continues without compile; "
+        "update torch, or leave compile off"
+    )
     warnings.warn(message, stacklevel=4)
     return model.step
 
 
 def _try_out(step: Callable, model: CausalLM, slots: int, context_length: int, device: torch.device) -> Tensor:
-    """Logits of a few tokens."""
+    """Returns the logits of three steps, float32 [3, slots, V]."""
     states, logits = model.init_state(slots, context_length, device), []
     for place in range(3):
         tokens = (torch.arange(slots, device=device) + place) % model.config.vocab_size
@@ -183,16 +201,17 @@ def _try_out(step: Callable, model: CausalLM, slots: int, context_length: int, d
 
 
 def _compile(step: Callable) -> Callable:
-    """`torch.compile` without what looks whether a call is like the one before."""
+    """Returns `step` through `torch.compile`, without the guards that compare each call with the first one."""
 
     def own(tokens: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
         return step(tokens, states)
 
-    # What was compiled is kept with the code object, and found again by guards on every module and tensor, which take
-    # as long as the step of a small model. So this decoder has a code object of its own, and no guards.
+    # torch.compile stores compiled code by code object, and finds it again through guards on every module and tensor.
+    # Checking the guards takes as long as the step of a small model. So each decoder gets its own code object, and
+    # no guards.
     own.__code__ = own.__code__.replace()
     options = {
         "guard_filter_fn": lambda guards: [False] * len(guards),
-        "cpp.min_chunk_size": 16_384,  # elements for a thread of its own: fewer are done before another one has begun
+        "cpp.min_chunk_size": 16_384,  # elements per thread: with fewer, starting a thread takes longer than the work
     }
     return torch.compile(own, fullgraph=True, dynamic=False, options=options)

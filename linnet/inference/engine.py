@@ -1,9 +1,10 @@
-"""The engine: prompts go in by the parallel form, tokens come out by the step, and memory does not grow.
+"""The engine: reads prompts with the parallel form, generates tokens with the step, in constant memory.
 
-A request waits, is read in chunks (its states alone, a batch of one), gets a slot of the decoder, and gives one token a
-round until it ends; then the slot is the next one's. All slots cost the same memory however long their contexts are, so
-there is nothing to page. What a request gets depends on its prompt, its settings and its seed, never on when it came or
-who was there: its chunks are its own, and every round computes every slot in the same way.
+A request waits in a queue until a slot of the decoder is free. The engine then reads its prompt in chunks, as a batch
+of one, and generates one token per round until the request ends and its slot is free again. All slots take the same
+memory at any context length, so there is nothing to page. The tokens of a request depend on its prompt, settings and
+seed, but not on its time of arrival or on other requests: no chunk mixes requests, and every round computes all slots
+alike.
 """
 
 import secrets
@@ -31,13 +32,13 @@ from linnet.models import CausalLM, ModelState
 from linnet.models.backbone import UNBOUNDED_CONTEXT
 from linnet.runs import load_model
 
-CONTEXT_LENGTH = 4096  # of layers with a KV cache, where none is given
-READ_AT_ONCE = 4  # prompts that are being read; each holds states of its own beside the slots
+CONTEXT_LENGTH = 4096  # default capacity of KV caches in tokens
+READ_AT_ONCE = 4  # most prompts that are read by turns; each has its own states in addition to the slots
 
 
 @dataclass
 class Counters:
-    """What the engine has done: requests taken, and finished by how they ended; tokens read and written; rounds."""
+    """Totals of an engine: requests submitted, requests finished by reason, tokens read and generated, rounds."""
 
     requests: int = 0
     finished: Counter = field(default_factory=Counter)
@@ -59,11 +60,12 @@ class _Reading:
 
 
 class Engine:
-    """Generates for many requests at once. One thread calls `advance`; any may call `submit` and `cancel`.
+    """Generates for many requests at once. One thread calls `advance`; any thread may call `submit` and `cancel`.
 
     Attributes:
-        limit: most tokens of a prompt and its completion together; None where no layer has a KV cache that grows.
-        counters: what was done so far.
+        limit: most tokens of a prompt and its completion together; None if the model has no such limit (no KV cache
+            that grows with the context, and no table of positions).
+        counters: totals so far.
     """
 
     def __init__(
@@ -81,21 +83,23 @@ class Engine:
         graphs: bool = True,
         merge: bool = True,
     ):
-        """Takes the model over: it is moved, cast and changed.
+        """Takes ownership of the model: moves, casts and changes it in place.
 
         Args:
+            name: name of the model in answers of the server.
             slots: most requests that are decoded at once; each round computes all of them.
-            context_length: capacity of KV caches in tokens; layers without one do not need it.
-            prefill_chunk: tokens of a prompt that are read at a time; they bound the memory that a prompt takes.
+            context_length: capacity of KV caches in tokens; models without KV caches ignore it. Default: 4096.
+            prefill_chunk: tokens of a prompt that are read at a time; bounds the memory for reading a prompt.
                 Default: 2048 on a GPU, 256 on a CPU.
             device: auto, cpu or cuda.
-            dtype: default bfloat16 on a GPU, float32 on a CPU. States are float32 in any case.
-            compile: torch.compile the step: seconds to a minute at the start, and tokens in half the time on a CPU.
-            graphs: decode through a CUDA graph, on a GPU.
-            merge: one matrix product where layers read the same input, unless the step is compiled.
+            dtype: dtype of the weights. Default: bfloat16 on a GPU, float32 on a CPU. States are always float32.
+            compile: run the step through `torch.compile`. This takes seconds to a minute at the start, and halves the
+                time per token on a CPU.
+            graphs: decode with CUDA graphs, on a GPU.
+            merge: compute layers that read the same input as one matrix product, unless `compile` is set.
 
         Raises:
-            ConfigError: settings that make no sense.
+            ConfigError: a setting is invalid.
         """
         check_settings(slots, context_length, prefill_chunk, device)
         if device == "auto":
@@ -104,22 +108,23 @@ class Engine:
         gpu = self.device.type == "cuda"
         self.prefill_chunk = prefill_chunk or (2048 if gpu else 256)
         self.limit = (context_length or CONTEXT_LENGTH) if model.backbone.state_grows else None
-        if model.backbone.max_context is not None:  # rows of a table of positions
+        if model.backbone.max_context is not None:  # the model has a table of positions with this many rows
             self.limit = min(self.limit or model.backbone.max_context, model.backbone.max_context)
         self._context = self.limit or UNBOUNDED_CONTEXT
         self.vocab = model.config.vocab_size
         if tokenizer is not None:
             if tokenizer.vocab_size > self.vocab:
                 message = (
-                    f"tokenizer: its {tokenizer.vocab_size} tokens are more than the model's {self.vocab}; use its own"
+                    f"tokenizer: has {tokenizer.vocab_size} tokens, more than the model's {self.vocab}; "
+                    "use the model's own tokenizer"
                 )
                 raise ConfigError([message], "engine")
-            self.vocab = tokenizer.vocab_size  # rows beyond are padding, which nobody may draw
+            self.vocab = tokenizer.vocab_size  # larger ids are padding of the embedding and must not be drawn
         model.eval().requires_grad_(False)
         lower_precision(model, dtype or (torch.bfloat16 if gpu else torch.float32))
         self.model = model.to(self.device)
         with torch.no_grad():
-            if merge and not compile:  # Inductor of torch 2.11 takes wrong parts of merged products on a CPU
+            if merge and not compile:  # on a CPU, Inductor of torch 2.11 reads wrong parts of merged products
                 merge_projections(self.model)
             serve_rows(self.model)
             self._decoder = Decoder(self.model, slots, self.vocab, self._context, self.device, graphs, compile)
@@ -128,15 +133,15 @@ class Engine:
         self._lock = threading.Lock()
         self._queue: deque[tuple[Request, Prefix | None]] = deque()
         self._slots: list[Request | None] = [None] * slots
-        self._readings: deque[_Reading] = deque()  # the next one's turn first
-        self._mail: dict[Request, deque[Piece]] = {}  # of callers of `stream` and `generate`
+        self._readings: deque[_Reading] = deque()  # the first one is read next
+        self._mail: dict[Request, deque[Piece]] = {}  # pieces for callers of `stream` and `generate`
 
     @classmethod
     def of_run(cls, path: str | Path, **settings) -> "Engine":
-        """The engine of a run or model folder. Raises `ConfigError` where it holds no model."""
+        """Returns the engine of a run or model folder. Raises `ConfigError` if the folder has no model."""
         path = Path(path)
         if not path.exists():
-            raise ConfigError([f"{path}: there is no such folder; `linnet train` prints the folder of its run"], "run")
+            raise ConfigError([f"{path}: does not exist; `linnet train` prints the folder of its run"], "run")
         model, tokenizer = load_model(path)
         return cls(model, tokenizer, **{"name": path.resolve().name, **settings})
 
@@ -147,10 +152,11 @@ class Engine:
 
         Args:
             prompt: text, or token ids. An empty text begins a new document.
-            prefix: what the prompt goes on from; then it may be empty.
+            sampling: how tokens are chosen; by default greedily.
+            prefix: a prefix that the prompt continues; the prompt may then be empty.
 
         Raises:
-            ConfigError: lists all that is wrong with it.
+            ConfigError: lists all problems of the request.
         """
         request = self.check(prompt, sampling or Sampling(), prefix)
         with self._lock:
@@ -159,44 +165,51 @@ class Engine:
         return request
 
     def check(self, prompt: str | Sequence[int], sampling: Sampling, prefix: Prefix | None = None) -> Request:
-        """The request that `submit` would take. Raises `ConfigError` as it does."""
+        """Returns the request that `submit` would queue, without queueing it. Raises the same `ConfigError`."""
         problems: list[str] = []
         tokens = encode(prompt, self.tokenizer, self.vocab, problems, begins=prefix is None)
         total = len(tokens) + (0 if prefix is None else prefix.tokens)
         if not problems and total == 0:
             problems.append("prompt: is empty; give at least one token")
         if sampling.stop and self.tokenizer is None:
-            problems.append(f"stop: {sampling.stop!r} needs a tokenizer, and this model has none; use stop_tokens")
+            problems.append(f"stop: {sampling.stop!r} needs a tokenizer, and this engine has none; use stop_tokens")
         wrong = [token for token in sampling.stop_tokens if not 0 <= token < self.vocab]
         if wrong:
-            problems.append(f"stop_tokens: {wrong} are no tokens; use numbers from 0 to {self.vocab - 1}")
+            problems.append(f"stop_tokens: {wrong} are not token ids; use numbers from 0 to {self.vocab - 1}")
         most = sampling.max_tokens
         if self.limit is not None:
             if total >= self.limit:
                 problems.append(
-                    f"prompt: {total} tokens are too many; at most {self.limit - 1}, one less than context_length"
+                    f"prompt: {total} tokens are too many; use at most {self.limit - 1}, one less than context_length"
                 )
             elif "max_tokens" not in sampling.model_fields_set or most is None:
                 most = min(most or self.limit, self.limit - total)
             elif total + most > self.limit:
                 problems.append(
-                    f"max_tokens: {most} behind {total} tokens of prompt pass the {self.limit} of context_length; "
-                    f"at most {self.limit - total}"
+                    f"max_tokens: {most} after {total} tokens of prompt exceeds context_length {self.limit}; "
+                    f"use at most {self.limit - total}"
                 )
         if prefix is not None and prefix.digest != self.digest:
-            problems.append(f"prefix: belongs to the model {prefix.digest}, not to this one ({self.digest})")
+            problems.append(
+                f"prefix: belongs to the model {prefix.digest}, not to this one ({self.digest}); "
+                "make the prefix again with this model"
+            )
         if problems:
             raise ConfigError(problems, "request")
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         return Request(tokens, total, sampling, seed, most, self.tokenizer)
 
     def cancel(self, request: Request) -> None:
-        """Ends a request in the next round, wherever it is; a finished one stays as it is."""
+        """Ends a queued or running request in the next round. Does nothing to a finished one."""
         request.cancelled = True
 
     @torch.no_grad()
     def advance(self) -> list[tuple[Request, Piece]]:
-        """One round: at most one chunk of a prompt is read, and every slot in use gives a token."""
+        """Runs one round: reads at most one chunk of a prompt, and generates a token for every slot that decodes.
+
+        Returns:
+            The new pieces, each with its request.
+        """
         events = self._drop_cancelled()
         self.counters.rounds += 1
         self._read()
@@ -207,7 +220,7 @@ class Engine:
         return events
 
     def fail(self, error: str) -> list[tuple[Request, Piece]]:
-        """Ends every request with an error; the engine can go on with others."""
+        """Ends every request with an error. The engine can then take new ones."""
         with self._lock:
             left = [request for request, _ in self._queue]
             self._queue.clear()
@@ -219,12 +232,12 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of requests in the queue."""
         return len(self._queue)
 
     @property
     def active(self) -> int:
-        """Requests in slots, one that is being read among them."""
+        """Number of requests in slots, including those whose prompts are being read."""
         return sum(request is not None for request in self._slots)
 
     @property
@@ -239,7 +252,7 @@ class Engine:
     def stream(
         self, prompt: str | Sequence[int], sampling: Sampling | None = None, prefix: Prefix | None = None
     ) -> Iterator[Piece]:
-        """The pieces of one request as they come; leaving the loop early cancels it."""
+        """Yields the pieces of one request as they are generated. Leaving the loop early cancels the request."""
         request = self.submit(prompt, sampling, prefix)
         mail = self._mail[request] = deque()
         ended = False
@@ -262,10 +275,20 @@ class Engine:
         sampling: Sampling | Sequence[Sampling] | None = None,
         prefix: Prefix | None = None,
     ) -> list[Completion]:
-        """Completions of many prompts, in their order. Raises `ConfigError` before any work where one is wrong."""
+        """Returns the completions of many prompts, in the same order.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            sampling: settings for all prompts, or one per prompt.
+            prefix: a prefix that all prompts continue.
+
+        Raises:
+            ConfigError: a prompt is invalid; raised before anything is generated.
+            ValueError: the number of settings differs from that of prompts.
+        """
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
         if len(each) != len(prompts):
-            raise ValueError(f"sampling: {len(each)} settings for {len(prompts)} prompts; give one, or one each")
+            raise ValueError(f"sampling: {len(each)} settings for {len(prompts)} prompts; give one, or one per prompt")
         for prompt, settings in zip(prompts, each, strict=True):
             self.check(prompt, settings, prefix)
         requests = [self.submit(prompt, settings, prefix) for prompt, settings in zip(prompts, each, strict=True)]
@@ -274,7 +297,7 @@ class Engine:
         try:
             while any(not pieces or pieces[-1].finish is None for pieces in mail.values()):
                 self._deliver()
-        finally:  # stopped half-way: nobody waits for the rest
+        finally:  # after an interruption, cancel the requests that did not finish
             for request in requests:
                 del self._mail[request]
                 if not mail[request] or mail[request][-1].finish is None:
@@ -283,7 +306,7 @@ class Engine:
 
     @torch.no_grad()
     def prefix(self, prompt: str | Sequence[int], prefix: Prefix | None = None) -> Prefix:
-        """Reads a prompt, from the states of another prefix on if one is given, for requests that go on from it."""
+        """Reads a prompt, after another prefix if one is given, and returns its states for requests to continue."""
         request = self.check(prompt, Sampling(max_tokens=1), prefix)
         reading = self._begin(request, 0, prefix)
         while reading.done < len(request.prompt):
@@ -291,27 +314,27 @@ class Engine:
         return Prefix(self.digest, request.prompt_tokens, reading.states, reading.logits, reading.seen)
 
     def load_prefix(self, path: str | Path) -> Prefix:
-        """Reads a saved prefix. Raises `ConfigError` where it is none of this model."""
+        """Reads a saved prefix. Raises `ConfigError` if it is not a prefix of this model."""
         like = self.model.init_state(1, self._context, "meta")
         return load_prefix(path, self.digest, like, self.vocab, self.device)
 
     @cached_property
     def digest(self) -> str:
-        """Stands for the model and its weights as they are served."""
+        """Digest of the model's configuration and of its weights as they are served."""
         return weights_digest(self.model, self.model.config.model_dump_json())
 
     @property
     def uses_graphs(self) -> bool:
-        """Whether a step is one CUDA graph."""
+        """Whether steps run as CUDA graphs."""
         return self._decoder.graphs
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that one slot carries between tokens."""
+        """Bytes of states, caches and pending buffers per slot."""
         return self.model.backbone.state_bytes(self._context) + pending_bytes(self.model, self._decoder.write_every)
 
     def _deliver(self) -> None:
-        """One round, whose pieces go to whoever waits for them."""
+        """Runs one round and hands its pieces to the callers of `stream` and `generate`."""
         for request, piece in self.advance():
             if request in self._mail:
                 self._mail[request].append(piece)
@@ -329,9 +352,9 @@ class Engine:
         return [(request, Piece(None, finish="cancelled")) for request in gone]
 
     def _read(self) -> None:
-        """Reads a chunk of the prompt whose turn it is; behind its end the request begins to decode.
+        """Reads a chunk of the next prompt. After its last chunk, the request begins to decode.
 
-        Some prompts take turns, so that a short one need not wait for the end of a long one.
+        Up to `READ_AT_ONCE` prompts take turns, so that a short prompt does not wait until a long one is read.
         """
         while len(self._readings) < READ_AT_ONCE and None in self._slots:
             with self._lock:
@@ -378,8 +401,8 @@ class Engine:
         told = any(request.sampling.logprobs is not None for _, request in live)
         kind = TOLD if told else PLAIN if all(request.sampling.plain for _, request in live) else SAMPLED
         wait = self._decoder.choose(kind)
-        # The next step runs on the GPU while the tokens of this one are looked at here; for a request that turns out
-        # to have ended it was in vain.
+        # The GPU runs the next step while the host handles the tokens of this one. A request that ends with its token
+        # does not use that step.
         if not all(request.on_last_token for _, request in live):
             self._decoder.advance(max(request.prompt_tokens + request.generated + 1 for _, request in live))
         tokens, logprobs, top_tokens, top_logprobs = wait()

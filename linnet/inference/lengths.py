@@ -1,7 +1,7 @@
-"""Caches are read up to the current length: a step gets the corner of each state that holds all tokens so far.
+"""Limits reads of KV caches to the current length: a step gets views of the states that hold all tokens so far.
 
-The lengths double, so that few CUDA graphs serve all contexts. The shortest is one block of keys of PyTorch's attention
-on a CPU; with whole blocks a row's sums do not depend on how many empty slots stand behind its tokens.
+The lengths double, so that a few CUDA graphs cover all contexts. The shortest length is one block of keys in PyTorch's
+CPU attention. With whole blocks, the sums of a row do not depend on how many empty places follow its tokens.
 """
 
 from torch import Tensor
@@ -15,8 +15,8 @@ class CacheLengths:
     """The lengths to which the states of a model are cut.
 
     Attributes:
-        values: the lengths, rising. The last one is the context length, at which nothing is cut; it is the only one
-            where no state depends on the length.
+        values: the lengths in ascending order. The last one is the context length, at which nothing is cut. It is the
+            only one if no state depends on the length.
     """
 
     def __init__(self, model: CausalLM, context_length: int):
@@ -28,11 +28,11 @@ class CacheLengths:
         self._shapes = {length: _shapes(model, length) for length in self.values[:-1]}
 
     def choose(self, tokens: int) -> int:
-        """Returns the shortest length that holds `tokens`; the last one if none does, as with rings that wrap."""
+        """Returns the shortest length that holds `tokens`, or the last one if none does, as for ring buffers."""
         return next((length for length in self.values if length >= tokens), self.values[-1])
 
     def corner(self, states: ModelState, length: int) -> ModelState:
-        """Returns views of the states that hold the first `length` tokens. Pending buffers stay whole."""
+        """Returns views of the states that hold the first `length` tokens. Pending buffers are not cut."""
         if length not in self._shapes:
             return states
         return {
@@ -42,12 +42,15 @@ class CacheLengths:
 
 
 def merge(states: ModelState, after: ModelState) -> ModelState:
-    """Returns `states` with what the model made of their corner; tensors that were cut are written in place."""
+    """Returns `states` updated with `after`, the states that a model returned for a `corner` of them.
+
+    Tensors that were cut are written in place.
+    """
     return {layer: {name: _put(x, after[layer][name]) for name, x in state.items()} for layer, state in states.items()}
 
 
 def _shapes(model: CausalLM, length: int) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Shapes behind the batch."""
+    """Returns the shape of each state for `length` tokens, without the batch dimension."""
     states = model.init_state(1, length, "meta")
     return {layer: {name: tuple(x.shape[1:]) for name, x in state.items()} for layer, state in states.items()}
 

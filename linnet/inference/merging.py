@@ -1,8 +1,8 @@
-"""One matrix product where several linear layers read the same token: q, k, v and a gate; gate and up.
+"""Merges linear layers that read the same token into one matrix product: q, k, v and a gate; gate and up.
 
-A decoding step is bound by the weights that it reads and by the launches that read them, so fewer and larger products
-are faster. Which layers share an input is seen in one step of the model, so it holds for every mixer, those from
-outside the package too, and no layer says it twice. The weights keep their names: they become rows of one matrix.
+The time of a decoding step is bound by reading weights and by kernel launches, so fewer and larger products are faster.
+One step of the model shows which layers share an input. This works for every mixer, including mixers from outside the
+package, without any declaration in the layers. The weights keep their names: they become rows of one matrix.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ from linnet.ops.matvec import gated_linear, linear, linears, make_counters
 
 
 class Product:
-    """One token's activations times the rows of several linear layers, kept until each of these has taken its part."""
+    """Computes several linear layers of one token as one product, and keeps each layer's part until it is taken."""
 
     def __init__(self, linears: list[nn.Linear]):
         self.weight = torch.cat([linear.weight.detach() for linear in linears])
@@ -28,7 +28,7 @@ class Product:
         self._parts: list[Tensor | None] = []
 
     def take(self, index: int, x: Tensor) -> Tensor:
-        """The part of layer `index` for x [B, K]."""
+        """Returns the output of layer `index` for x [B, K]; the first call computes all layers."""
         if x is not self._x or self._parts[index] is None:
             self._parts, self._x = linears(x, self.weight, self.sizes, self.bias, self.counters), x
         part, self._parts[index] = self._parts[index], None
@@ -37,12 +37,15 @@ class Product:
         return part
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
-        """act(first part) * second part for x [B, K], of a product of two without a bias."""
+        """Returns act(first part) * second part for x [B, K]. The product must have two parts and no bias."""
         return gated_linear(x, self.weight, activation, self.counters)
 
 
 class Part(nn.Linear):
-    """A linear layer whose weight is some rows of a `Product`; a single token [B, D] goes through the whole of it."""
+    """A linear layer whose weight is a range of rows of a `Product`.
+
+    Single tokens [B, D] use the merged product; longer inputs use this layer's rows alone.
+    """
 
     def __init__(self, product: Product, index: int):
         nn.Module.__init__(self)
@@ -54,12 +57,12 @@ class Part(nn.Linear):
         self._product, self._index = product, index
 
     def forward(self, x: Tensor) -> Tensor:
-        # Parts of a wider row are no contiguous tensors, which the parallel forms over many tokens would copy.
+        # Slices of a merged output are not contiguous. The parallel forms over many tokens would have to copy them.
         return F.linear(x, self.weight, self.bias) if x.ndim != 2 else self._product.take(self._index, x)
 
 
 class Row(nn.Linear):
-    """A linear layer that has kernels for one and a few rows."""
+    """A linear layer with fast kernels for one row and for a few rows."""
 
     counters: Tensor
 
@@ -68,7 +71,7 @@ class Row(nn.Linear):
 
 
 class Glu(GatedLinearUnit):
-    """A gated linear unit of two parts of a product, whose activation is taken where the product is made."""
+    """A gated linear unit whose gate and up projections are one product; its kernel also applies the activation."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 2:
@@ -78,9 +81,9 @@ class Glu(GatedLinearUnit):
 
 @torch.no_grad()
 def merge_projections(model: nn.Module) -> int:
-    """Merges the linear layers of a `CausalLM` that read the same token; returns how many products that saves."""
+    """Merges the linear layers of a `CausalLM` that read the same token. Returns the number of products it saves."""
     device = next(model.parameters()).device
-    inputs: list[tuple[nn.Linear, Tensor]] = []  # holds the tensors, so that no two of them have one identity
+    inputs: list[tuple[nn.Linear, Tensor]] = []  # keeps the tensors alive, so that their ids stay distinct
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     handles = [module.register_forward_pre_hook(lambda m, args: inputs.append((m, args[0]))) for module in layers]
     try:
@@ -103,13 +106,13 @@ def merge_projections(model: nn.Module) -> int:
             if child in parts:
                 setattr(parent, name, parts[child])
         if _is_pair(parent):
-            parent.activation = parent.activation  # the class's, if it is not the module's own
+            parent.activation = parent.activation  # copies a class attribute to the instance before the class changes
             parent.__class__ = Glu
     return len(parts) - len(groups)
 
 
 def _is_pair(unit: nn.Module) -> bool:
-    """Whether a module is computed as a gated linear unit, from a product of its two parts and no other."""
+    """Returns whether a module is a gated linear unit whose gate and up projections, and no others, are one product."""
     if not isinstance(unit, GatedLinearUnit) or type(unit).forward is not GatedLinearUnit.forward:
         return False
     gate, up = unit.gate_proj, unit.up_proj
@@ -119,7 +122,7 @@ def _is_pair(unit: nn.Module) -> bool:
 
 
 def serve_rows(model: nn.Module) -> None:
-    """Makes the linear layers that were not merged ready for batches of one and of a few."""
+    """Gives the linear layers that were not merged the kernels for one row and for a few rows."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__, module.counters = Row, make_counters(module.weight.device)

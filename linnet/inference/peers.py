@@ -1,7 +1,8 @@
-"""Others' models as people run them, to be measured beside Linnet: the shape of a recipe, random weights.
+"""Models of other libraries to compare with, in their usual configuration: the shape of a recipe, random weights.
 
-`transformers` is its Llama (SDPA), which generates with its default cache (`DynamicCache`); `transformers-static` the
-same with a static one, for which `generate` compiles the model; `fla` is flash-linear-attention's HGRN2.
+- `transformers`: its Llama with SDPA and its default cache (`DynamicCache`).
+- `transformers-static`: the same with a static cache, for which `generate` compiles the model.
+- `fla`: HGRN2 of flash-linear-attention.
 """
 
 import importlib.metadata
@@ -17,7 +18,7 @@ from linnet.inference.throughput import synchronize
 from linnet.install import install_command
 from linnet.models import ModelConfig
 
-PEERS = {"transformers": "llama", "transformers-static": "llama", "fla": "hgrn2"}  # and the recipe that has its shape
+PEERS = {"transformers": "llama", "transformers-static": "llama", "fla": "hgrn2"}  # peer: recipe with the same shape
 
 _TRANSFORMERS = "transformers", install_command("hf")
 _PACKAGES = {
@@ -29,12 +30,12 @@ _RECORDED = "torch", "triton", "transformers", "flash-linear-attention"
 
 
 class _Clock:
-    """A streamer of `generate`: when each token was on the host."""
+    """A streamer for `generate` that records when each token arrives on the host."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def put(self, tokens: Tensor) -> None:  # the prompt first, then token by token
+    def put(self, tokens: Tensor) -> None:  # called first with the prompt, then once per token
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
@@ -42,13 +43,13 @@ class _Clock:
 
 
 class _Generator:
-    """A model of transformers' `generate`, greedy."""
+    """A model that generates greedily through transformers' `generate`."""
 
     name: str
     device: torch.device
     weight_bytes: int
     _model: Any
-    _cache: dict[str, str] = {}  # arguments of `generate`
+    _cache: dict[str, str] = {}  # cache arguments for `generate`
 
     def carried_bytes(self, context: int) -> int:
         raise NotImplementedError
@@ -60,7 +61,7 @@ class _Generator:
         return self.weight_bytes + batch * self.carried_bytes(context)
 
     def warm(self, tokens: Tensor, new: int) -> None:
-        self.run(tokens, new if self._cache else min(new, 8))  # the compiled model is one of its cache's length
+        self.run(tokens, new if self._cache else min(new, 8))  # with a static cache, each length compiles anew
 
     @torch.no_grad()
     def run(self, tokens: Tensor, new: int) -> tuple[float, float]:
@@ -84,17 +85,17 @@ class _Generator:
 
 
 def missing(names: Sequence[str]) -> list[str]:
-    """What to install for these peers."""
+    """Returns one problem per package that these peers need and that is not installed."""
     packages = {_PACKAGES[name] for name in names}
     return [
-        f"--peer needs {package}, which is not installed; {fix}"
+        f"--peer needs {package}, which is not installed; install it: {fix}"
         for package, fix in sorted(packages)
         if not_installed([package])
     ]
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that decide how fast Linnet and its peers are; empty where one is not installed."""
+    """Returns versions of the packages that decide the speed of Linnet and its peers; "" for one not installed."""
     found = {}
     for name in _RECORDED:
         try:
@@ -105,7 +106,7 @@ def versions() -> dict[str, str]:
 
 
 def make_peer(name: str, config: ModelConfig, model: str, device: str, dtype: torch.dtype) -> _Generator:
-    """A peer of `PEERS` in the shape of a recipe. Raises `ConfigError` where it has no such."""
+    """Returns a peer of `PEERS` in the shape of a recipe. Raises `ConfigError` if it cannot have that shape."""
     return (FlaHGRN2 if name == "fla" else TransformersLlama)(name, config, model, device, dtype)
 
 
@@ -117,7 +118,7 @@ class TransformersLlama(_Generator):
 
         attention, swiglu = config.options.get("attention"), config.options.get("swiglu")
         if {(block.mixer, block.alias) for block in config.blocks} != {("attention", "")} or swiglu is None:
-            raise ConfigError([f"peers: {model} is no Llama; use llama-410m or another size of it"], "bench")
+            raise ConfigError([f"peers: {model} is not a Llama; use llama-410m or another size of it"], "bench")
         self.name, self.model, self.device = name, model, torch.device(device)
         self.vocab_size = config.vocab_size
         settings = transformers.LlamaConfig(
@@ -142,7 +143,7 @@ class TransformersLlama(_Generator):
 
     @torch.no_grad()
     def start(self, tokens: Tensor) -> Callable[[], None]:
-        """Reads tokens [B, T]; each call of what is returned generates one more, without `generate` around it."""
+        """Reads tokens [B, T]. Returns a function that generates one more token per call, without `generate`."""
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self._model.config)
@@ -152,7 +153,7 @@ class TransformersLlama(_Generator):
         def advance() -> None:
             nonlocal last
             last = self._model(last, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-            last.tolist()  # as a caller sees it
+            last.tolist()  # a caller needs the token on the host
 
         return advance
 
@@ -165,7 +166,7 @@ class FlaHGRN2(_Generator):
 
         mixer, sglu = config.options.get("hgrn2"), config.options.get("sglu")
         if {(block.mixer, block.alias) for block in config.blocks} != {("hgrn2", "")} or sglu is None:
-            raise ConfigError([f"peers: {model} is no HGRN2; use hgrn2-410m or another size of it"], "bench")
+            raise ConfigError([f"peers: {model} is not an HGRN2; use hgrn2-410m or another size of it"], "bench")
         self.name, self.model, self.device = name, model, torch.device(device)
         self.vocab_size = config.vocab_size
         settings = HGRN2Config(
@@ -185,7 +186,7 @@ class FlaHGRN2(_Generator):
         return self._state_bytes
 
     def moved_bytes(self, batch: int, context: int) -> int:
-        return self.weight_bytes + 2 * batch * self._state_bytes  # read and written
+        return self.weight_bytes + 2 * batch * self._state_bytes  # each state is read and written
 
 
 def _inner(channel: dict, config: ModelConfig) -> int:
@@ -193,7 +194,7 @@ def _inner(channel: dict, config: ModelConfig) -> int:
 
 
 def _build(model_class: type, settings: object, device: str, dtype: torch.dtype):
-    """A model made on its device, in its precision from the start."""
+    """Builds a model directly on its device and in its dtype."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,8 +1,9 @@
-"""Pending tokens beside large states, so that a step reads a state and its pending tokens but writes it only every few.
+"""Pending buffers for large states: a step reads a state and its pending tokens, but writes the state only every few.
 
-A step of many slots is bound by the bytes of their states, each read and written, and writing every fourth token leaves
-little more than the reading. `Mixer.pending_spec` says which layers have pending tokens, and of what. Each slot counts
-for itself, on the GPU: a slot that a request takes begins at none, so that its tokens do not depend on when it came.
+The time of a step with many slots is bound by reading and writing their states. Writing every fourth token removes most
+of the cost of the writes. `Mixer.pending_spec` says which layers have pending buffers, and their shapes. Each slot has
+its own counter on the GPU. It starts at 0 when a request takes the slot, so that the tokens of a request do not depend
+on when it came.
 """
 
 import torch
@@ -16,18 +17,18 @@ _LEAST = 2**29  # below this many bytes of state, delayed writes save nothing: c
 
 
 def choose_interval(model: CausalLM, slots: int, device: torch.device) -> int:
-    """Returns the tokens between writes: 1 (each token writes), or more where states are large."""
+    """Returns the tokens between two writes of a state: 1 (every token writes), or more if states are large."""
     if device.type != "cuda":
         return 1
     return INTERVAL if slots * _deferrable_bytes(model) >= _LEAST else 1
 
 
 def add_pending(model: CausalLM, states: ModelState, slots: int, tokens: int) -> Tensor | None:
-    """Adds to the states of all slots the buffers of up to `tokens` - 1 pending tokens.
+    """Adds pending buffers for up to `tokens` - 1 tokens to the states of all slots.
 
     Returns:
-        int32 [slots], the pending tokens of each slot, 0 now; the caller counts it from 0 to tokens - 1 and round.
-        None if no layer has pending tokens.
+        int32 [slots], the number of pending tokens of each slot, all 0. The caller adds 1 per token, modulo `tokens`.
+        None if no layer has pending buffers.
     """
     pending = torch.zeros(slots, dtype=torch.int32, device=model.embedding.weight.device)
     specs = _specs(model, slots, tokens)
@@ -41,14 +42,14 @@ def add_pending(model: CausalLM, states: ModelState, slots: int, tokens: int) ->
 
 
 def pending_bytes(model: CausalLM, tokens: int = INTERVAL) -> int:
-    """Returns the bytes that `add_pending` takes for one slot."""
+    """Returns the bytes that `add_pending` allocates per slot."""
     return sum(spec.bytes for buffers in _specs(model, 1, tokens).values() for spec in buffers.values())
 
 
 def saved_bytes(model: CausalLM, tokens: int) -> int:
-    """Returns by how many bytes per slot and token, on average, memory traffic is below that of always written states.
+    """Returns the average memory traffic saved, in bytes per slot and token, compared with writing at every token.
 
-    A token reads half of the pending buffers, and all but the last in an interval write one place of them.
+    On average a token reads half of the pending buffers. All tokens but the last of an interval write one place there.
     """
     buffers = pending_bytes(model, tokens)
     return _deferrable_bytes(model) * (tokens - 1) // tokens - buffers // 2 - buffers // tokens
@@ -60,6 +61,6 @@ def _specs(model: CausalLM, slots: int, tokens: int) -> dict[str, dict[str, Tens
 
 
 def _deferrable_bytes(model: CausalLM) -> int:
-    """The bytes of state per slot that need not be written every token."""
+    """Returns the bytes of state per slot whose writes can be delayed."""
     blocks = (model.backbone.blocks[int(layer)] for layer in _specs(model, 1, INTERVAL))
     return sum(spec.bytes for block in blocks for spec in block.state_spec(1, 1).values())

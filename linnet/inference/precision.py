@@ -1,14 +1,14 @@
-"""A model in the precision that it is served with."""
+"""Casts a model to the precision in which it is served."""
 
 import torch
 from torch import nn
 
 
 def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the parameters of a model, but those that a layer names in its attribute `full_precision`.
+    """Casts the parameters of a model to `dtype`, except those that a layer names in its attribute `full_precision`.
 
-    Frequencies times positions and rates of decay times lengths need float32 however long the context is; fixed tables
-    of these (buffers) stay as they are too.
+    Products of frequencies with positions, and of decay rates with lengths, need float32 in long contexts. Buffers
+    with fixed tables of these keep their dtype too.
     """
     for module in model.modules():
         kept = getattr(module, "full_precision", ())

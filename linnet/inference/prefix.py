@@ -1,7 +1,7 @@
-"""A prompt's prefix as a file of constant size: the states behind it, instead of its text.
+"""Saves a prefix of prompts in a file of constant size: the states after its last token, instead of its text.
 
-A safetensors file: `state.<layer>.<name>` (a batch of one), `logits` of the next token, `seen` (which tokens occurred),
-and in its metadata the digest of the model, the number of tokens and the format.
+The file is a safetensors file with the tensors `state.<layer>.<name>` (a batch of one), `logits` of the next token, and
+`seen` (which tokens occurred). Its metadata holds the model's digest, the number of tokens and the format.
 """
 
 import hashlib
@@ -21,12 +21,14 @@ _FORMAT = "1"
 
 @dataclass(frozen=True)
 class Prefix:
-    """What a model carries behind some tokens.
+    """The states of a model after some tokens, from which requests continue.
 
     Attributes:
-        digest: of the model (`weights_digest`).
-        tokens: how many there were.
-        states: a batch of one. logits [vocab]: of the next token. seen [vocab]: bool, the tokens that occurred.
+        digest: digest of the model (`weights_digest`).
+        tokens: number of tokens read.
+        states: the states, a batch of one.
+        logits: [vocab], of the next token.
+        seen: bool [vocab], the tokens that occurred.
     """
 
     digest: str
@@ -36,7 +38,7 @@ class Prefix:
     seen: Tensor
 
     def save(self, path: str | Path) -> None:
-        """Writes the file. Raises `ConfigError` where that fails."""
+        """Writes the file. Raises `ConfigError` if it cannot be written."""
         named = {f"state.{layer}.{name}": x for layer, state in self.states.items() for name, x in state.items()}
         named |= {"logits": self.logits, "seen": self.seen}
         metadata = {"format": _FORMAT, "digest": self.digest, "tokens": str(self.tokens)}
@@ -47,29 +49,32 @@ class Prefix:
 
 
 def load_prefix(path: str | Path, digest: str, like: ModelState, vocab: int, device: torch.device) -> Prefix:
-    """Reads what `Prefix.save` wrote.
+    """Reads a file that `Prefix.save` wrote.
 
     Args:
-        digest: of the model that will go on from it.
-        like: states of a batch of one, whose shapes and dtypes it must have.
+        digest: digest of the model that will continue from the prefix.
+        like: states of a batch of one; those of the file must have the same shapes and dtypes.
+        vocab: length of `logits` and `seen`.
+        device: where to put the tensors.
 
     Raises:
-        ConfigError: no such file, not a prefix, or one of another model or another context length.
+        ConfigError: the file is missing, is not a prefix, or belongs to another model or context length.
     """
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
-            named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+            named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
     except FileNotFoundError:
-        raise ConfigError([f"{path}: there is no such file"], "prefix") from None
+        message = f"{path}: does not exist; give a file that `Prefix.save` or `linnet generate --save-state` wrote"
+        raise ConfigError([message], "prefix") from None
     except (OSError, SafetensorError) as error:
         raise ConfigError([f"{path}: is not a saved prefix ({error})"], "prefix") from None
     if metadata.get("format") != _FORMAT or "digest" not in metadata:
         raise ConfigError([f"{path}: is not a saved prefix (its metadata has no format {_FORMAT})"], "prefix")
     if metadata["digest"] != digest:
         message = (
-            f"{path}: belongs to the model {metadata['digest']}, not to this one ({digest}); weights, precision or "
-            "configuration differ. Make the prefix again with this model"
+            f"{path}: belongs to the model {metadata['digest']}, not to this one ({digest}): weights, precision or "
+            "configuration differ; make the prefix again with this model"
         )
         raise ConfigError([message], "prefix")
     expected = {f"state.{layer}.{name}": x for layer, state in like.items() for name, x in state.items()}
@@ -87,7 +92,7 @@ def load_prefix(path: str | Path, digest: str, like: ModelState, vocab: int, dev
 
 
 def weights_digest(model: nn.Module, config: str) -> str:
-    """12 hexadecimal digits that stand for a configuration, and names, dtypes and values of the weights."""
+    """Returns a digest (12 hexadecimal digits) of a configuration and of the weights' names, dtypes and values."""
     total = hashlib.sha256(config.encode())
     for name, tensor in sorted(model.named_parameters()):
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

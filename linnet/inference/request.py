@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: requests, pieces, completions."""
+"""Inputs and outputs of the engine: requests, pieces and completions."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -13,15 +13,17 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Piece:
-    """One token of a request, or its end without one.
+    """One token of a request, or the end of a request without a token.
 
     Attributes:
-        token: None where the request was cancelled or failed.
-        text: what the token made certain; "" where it is held back for a stop string or the rest of a character.
-        logprob: of the token, in nats, if asked for; `top_logprobs` are (token, logprob), the likeliest first.
-        finish: None but in the last piece: "stop" (a stop string or token, or the end of a document), "length",
-            "cancelled" or "error".
-        error: what failed.
+        token: the token id; None if the request was cancelled or failed.
+        text: the text that became final with this token; "" while it may still be part of a stop string or of an
+            incomplete character.
+        logprob: log-probability of the token in nats, if requested.
+        top_logprobs: pairs (token, logprob) of the likeliest tokens, the likeliest first, if requested.
+        finish: why the request ended, in its last piece: "stop" (a stop string, a stop token or the end of a document),
+            "length", "cancelled" or "error". None in all other pieces.
+        error: the error message of a failed request, else "".
     """
 
     token: int | None
@@ -33,14 +35,17 @@ class Piece:
 
 
 class Request:
-    """A prompt on its way through the engine, as `Engine.submit` returns it.
+    """A prompt that the engine processes, as `Engine.submit` returns it.
 
     Attributes:
-        id: a number of its own in this process.
-        prompt: token ids, behind those of a prefix. prompt_tokens: how many with the prefix.
-        sampling, seed: how tokens are chosen; the seed that was drawn where none was given.
-        max_tokens: most tokens of the completion, None for no limit.
-        generated: tokens so far.
+        id: a number that is unique in this process.
+        prompt: token ids, without those of the prefix.
+        prompt_tokens: number of tokens of prefix and prompt together.
+        sampling: how tokens are chosen.
+        seed: the seed in `sampling`, or the one that was drawn if that is None.
+        max_tokens: most tokens of the completion; None for no limit.
+        generated: number of tokens generated so far.
+        cancelled: whether the request is to end in the next round.
     """
 
     def __init__(
@@ -64,11 +69,11 @@ class Request:
 
     @property
     def on_last_token(self) -> bool:
-        """Whether the next token is the last one whatever it is."""
+        """Whether the next token reaches `max_tokens`, so that the request ends with any token."""
         return self.max_tokens is not None and self.generated + 1 >= self.max_tokens
 
     def accept(self, token: int, logprob: float | None = None, top: tuple[tuple[int, float], ...] = ()) -> Piece:
-        """Takes the next token."""
+        """Returns the piece for the next token of this request."""
         self.generated += 1
         ended = token in self._ends
         text = "" if ended or self._detokenizer is None else self._detokenizer.push(token)
@@ -86,7 +91,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """All that came of a request. `tokens` holds the end token too, `text` does not."""
+    """The result of a request. `tokens` includes the end token or stop token; `text` does not."""
 
     request: Request
     tokens: list[int]
@@ -97,7 +102,7 @@ class Completion:
 
     @classmethod
     def of(cls, request: Request, pieces: Iterable[Piece]) -> "Completion":
-        """Gathers the pieces of a finished request."""
+        """Joins the pieces of a finished request."""
         pieces = list(pieces)
         told = [piece for piece in pieces if piece.logprob is not None]
         return cls(

@@ -1,7 +1,7 @@
-"""How the next token is chosen: the settings of a request, and the choice for all slots at once.
+"""Sampling: the settings of a request, and the choice of the next token for all slots at once.
 
-Every row of a batch is computed on its own, from its own settings, and its random number is a function of its seed and
-of how many tokens it has drawn. So what a request gets does not depend on its neighbours.
+Each row of a batch is computed independently, from its own settings. Its random number is a function of its seed and of
+the number of tokens drawn so far. So the tokens of a request do not depend on the other requests of the batch.
 """
 
 from typing import NamedTuple
@@ -16,13 +16,14 @@ MOST_LOGPROBS = 20
 
 
 class Sampling(Config):
-    """How the tokens of a request are chosen, and when they end.
+    """How the tokens of a request are chosen, and when the completion ends.
 
-    Probabilities are those of logits / temperature; `top_k` keeps the likeliest, `top_p` of those the fewest that hold
-    this share of the probability, `min_p` what is at least this share of the likeliest one.
+    Probabilities are softmax(logits / temperature). `top_k` keeps the k likeliest tokens. Of these, `top_p` keeps the
+    smallest set whose share of the probability is at least top_p, and `min_p` keeps the tokens whose probability is at
+    least min_p times that of the likeliest.
     """
 
-    max_tokens: int | None = Field(128, ge=1, description="null: until an end, or the limit of the context")
+    max_tokens: int | None = Field(128, ge=1, description="null: until an end token or the limit of the context")
     temperature: float = Field(0.0, ge=0, le=1e4, allow_inf_nan=False, description="0 takes the likeliest token")
     top_k: int = Field(0, ge=0, lt=1 << 31, description="0 keeps all")
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
@@ -32,31 +33,31 @@ class Sampling(Config):
         ge=1e-3,
         le=1e3,
         allow_inf_nan=False,
-        description="divides the positive logits of tokens seen",
+        description="divides positive logits of tokens seen and multiplies negative ones; 1 changes nothing",
     )
-    stop: list[str] = Field([], description="texts that end the completion; they are not part of it")
+    stop: list[str] = Field([], description="strings that end the completion and are not part of it")
     stop_tokens: list[int] = Field([], description="tokens that end the completion")
-    ignore_end: bool = Field(False, description="go on behind the end of a document")
-    seed: int | None = Field(None, ge=0, lt=1 << 63, description="null: drawn anew")
+    ignore_end: bool = Field(False, description="continue after the end of a document")
+    seed: int | None = Field(None, ge=0, lt=1 << 63, description="null: a random seed for each request")
     logprobs: int | None = Field(
-        None, ge=0, le=MOST_LOGPROBS, description="log-probabilities of the token and of so many of the likeliest"
+        None, ge=0, le=MOST_LOGPROBS, description="return log-probabilities: of the token, and of this many likeliest"
     )
 
     @field_validator("stop")
     @classmethod
     def _not_empty(cls, stop: list[str]) -> list[str]:
         if "" in stop:
-            raise ValueError("'' ends every completion before it begins; drop it")
+            raise ValueError("'' would end every completion before it begins; remove it")
         return stop
 
     @property
     def plain(self) -> bool:
-        """Whether the likeliest token of the raw logits is all that is asked for."""
+        """Whether these settings need only the likeliest token of the unchanged logits."""
         return self.temperature == 0 and self.repetition_penalty == 1 and self.logprobs is None
 
 
 class Knobs(NamedTuple):
-    """The settings of all slots, one row a slot, where the logits are."""
+    """The sampling settings of all slots, one row per slot, on the device of the logits."""
 
     temperature: Tensor
     top_k: Tensor
@@ -64,8 +65,8 @@ class Knobs(NamedTuple):
     min_p: Tensor
     repetition_penalty: Tensor
     seed: Tensor  # int64
-    drawn: Tensor  # int64: tokens drawn so far, in place
-    seen: Tensor  # bool [slots, V]: tokens of prompt and completion, in place
+    drawn: Tensor  # int64: number of tokens drawn so far, updated in place
+    seen: Tensor  # bool [slots, V]: tokens of prompt and completion, updated in place
 
     @classmethod
     def empty(cls, slots: int, vocab: int, device: torch.device) -> "Knobs":
@@ -75,7 +76,7 @@ class Knobs(NamedTuple):
         return cls(real[0], whole[0], real[1], real[2], real[3], whole[1], whole[2], seen)
 
     def set(self, slot: int, sampling: Sampling, seed: int, seen: Tensor) -> None:
-        """Takes the settings of a request that enters a slot; `seen` [V] are the tokens of its prompt."""
+        """Stores the settings of a request that enters a slot; `seen` [V] marks the tokens of its prompt."""
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
             getattr(self, name)[slot] = getattr(sampling, name)
         self.seed[slot] = seed
@@ -84,7 +85,7 @@ class Knobs(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The tokens of all slots [slots], and where asked for: their log-probabilities, the likeliest ones and theirs."""
+    """The chosen tokens [slots]. If requested: their log-probabilities [slots], the likeliest tokens and theirs."""
 
     tokens: Tensor
     logprobs: Tensor | None = None
@@ -93,14 +94,14 @@ class Chosen(NamedTuple):
 
 
 def choose_greedy(logits: Tensor) -> Chosen:
-    """The likeliest tokens of logits [slots, V]."""
+    """Returns the likeliest token of each row of logits [slots, V]."""
     return Chosen(logits.argmax(-1))
 
 
 def choose(logits: Tensor, knobs: Knobs, with_logprobs: bool) -> Chosen:
-    """Draws a token from each row of logits [slots, V] as its knobs say; counts it in `drawn` and `seen`.
+    """Draws a token from each row of logits [slots, V] by its knobs, and records it in `drawn` and `seen`.
 
-    Log-probabilities are those of the model: before penalty, temperature and truncation.
+    Log-probabilities are the model's own, before penalty, temperature and truncation.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     penalty = knobs.repetition_penalty[:, None].to(logits.dtype)
@@ -108,7 +109,7 @@ def choose(logits: Tensor, knobs: Knobs, with_logprobs: bool) -> Chosen:
     best = values.argmax(-1)
     greedy = knobs.temperature == 0
     heat = torch.where(greedy, 1.0, knobs.temperature)[:, None].to(logits.dtype)
-    # From the largest down, so that a tiny temperature gives zeros and not infinities.
+    # Subtract the largest value before dividing, so that a tiny temperature gives 0 for it instead of infinity.
     values, order = values.sort(stable=True, dim=-1, descending=True)
     values = (values - values[:, :1]) / heat
     rank = torch.arange(values.shape[1], device=values.device)
@@ -116,7 +117,7 @@ def choose(logits: Tensor, knobs: Knobs, with_logprobs: bool) -> Chosen:
     shares = values.masked_fill(~inside, -torch.inf).softmax(-1)
     before = shares.cumsum(-1) - shares
     kept = inside & (before < knobs.top_p[:, None]) & (shares >= knobs.min_p[:, None] * shares[:, :1])
-    kept[:, 0] = True  # rounding leaves no row without a token
+    kept[:, 0] = True  # each row keeps at least one token, in spite of rounding
     line = shares.masked_fill(~kept, 0).double().cumsum(-1)
     place = (line <= (uniform(knobs.seed, knobs.drawn) * line[:, -1])[:, None]).sum(-1)
     place = torch.minimum(place, kept.sum(-1) - 1)
@@ -131,15 +132,15 @@ def choose(logits: Tensor, knobs: Knobs, with_logprobs: bool) -> Chosen:
 
 
 def uniform(seed: Tensor, count: Tensor) -> Tensor:
-    """Random numbers in [0, 1), float64, a function of (seed, count) alone: SplitMix64 (Steele et al. 2014).
+    """Returns random numbers in [0, 1), float64, that depend on (seed, count) alone: SplitMix64 (Steele et al. 2014).
 
-    The first round turns seeds that are close into numbers that are not; the second draws number `count` of the seed.
+    The first round maps seeds that are close to unrelated numbers. The second computes number `count` of that stream.
     """
     x = _mix(_mix(seed + _GOLDEN) + (count + 1) * _GOLDEN)
     return _shift(x, 11).double() * 2.0**-53
 
 
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as signed numbers, which wrap around as the unsigned ones do
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # int64 arithmetic wraps around like uint64, so negative constants do
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 
 
@@ -150,5 +151,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros coming in from the left."""
+    """Shifts to the right and fills with zeros from the left."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,4 +1,4 @@
-"""From tokens to text as they come: nothing is shown that a later token could still change."""
+"""Turns a stream of tokens into text. Text is released only when later tokens can no longer change it."""
 
 from collections.abc import Sequence
 
@@ -6,22 +6,22 @@ from linnet.data import Tokenizer
 
 BROKEN = "\ufffd"
 _CONTEXT = (
-    8  # tokens before the new ones that are decoded with them, where a tokenizer treats the start of a text apart
+    8  # earlier tokens that are decoded again with new ones, for tokenizers that treat the start of a text specially
 )
 
 
 class Detokenizer:
-    """The text of a stream of tokens, in constant memory. A character whose bytes are not all there is held back."""
+    """Decodes a stream of tokens in constant memory. Holds back a character until all of its bytes are there."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self._context = _CONTEXT if tokenizer.byte_lengths is None else 0
         self._keep(list(prompt[-_CONTEXT:]))
-        self._new: list[int] = []  # shown up to the `_shown`-th character behind `_before`
+        self._new: list[int] = []  # tokens after `_before`; the first `_shown` characters of their text were returned
         self._shown = 0
 
     def push(self, token: int) -> str:
-        """The text that is certain now and was not before."""
+        """Returns the text that became final with this token."""
         self._new.append(token)
         text = self._text()
         whole = text[:-1] if text.endswith(BROKEN) else text
@@ -30,19 +30,19 @@ class Detokenizer:
         if whole is text:
             self._keep(self._before + self._new)
             self._new, self._shown = [], 0
-        elif len(self._new) > _CONTEXT:  # no character is that long: the bytes make none
+        elif len(self._new) > _CONTEXT:  # characters are shorter than this, so these bytes are not valid UTF-8
             fresh += self.flush()
             self._keep([])
         return fresh
 
     def flush(self) -> str:
-        """What is held back: the stream is over."""
+        """Returns the text that was held back, at the end of the stream."""
         rest = self._text()[self._shown :]
         self._new, self._shown = [], 0
         return rest
 
     def _keep(self, shown: list[int]) -> None:
-        """The last of the tokens whose text was shown."""
+        """Keeps the last of the tokens whose text was returned, as context for the next ones."""
         self._before = shown[-self._context :] if self._context else []
         self._before_length = len(self._tokenizer.decode(self._before))
 
@@ -51,14 +51,14 @@ class Detokenizer:
 
 
 class StopFilter:
-    """Cuts a text that comes in parts before the first of some stop strings."""
+    """Cuts a text that arrives in parts before the first stop string."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that is no part of a stop string, and whether a stop string is complete."""
+        """Returns the text that cannot be part of a stop string, and whether a stop string is complete."""
         self._held += text
         places = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if places:
@@ -69,13 +69,13 @@ class StopFilter:
         return shown, False
 
     def flush(self) -> str:
-        """What was held back for a stop string that did not come."""
+        """Returns the text that was held back as a possible start of a stop string."""
         rest, self._held = self._held, ""
         return rest
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size

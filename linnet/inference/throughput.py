@@ -1,11 +1,11 @@
-"""How fast models generate: the protocol of paper 001 (Figure 5: a prompt of 512 tokens, 1,024 new ones), and more.
+"""Measures generation speed with the protocol of paper 001 (Figure 5: prompts of 512 tokens, 1,024 new) and others.
 
-A case is a batch of prompts of one length and a number of new tokens, all greedy. What is timed is what a caller waits
-for: the first token (the whole batch of prompts read, one token chosen and brought to the host), and every token after
-it, each brought to the host before the next is asked for.
+A case is a batch of prompts of one length and a number of new tokens, chosen greedily. Two times are measured, both as
+a caller sees them. The time to the first token covers reading all prompts of the batch, choosing one token for each,
+and copying it to the host. The time of the other tokens includes copying each to the host before the next is requested.
 
-`bandwidth_share` is the bytes that a token moves, over its time, over the measured bandwidth of a large copy: the
-weights once, states read and written (those that wait to be written, as often as they are), caches read.
+`bandwidth_share` is the bytes moved per token, divided by its time and by the measured bandwidth of a large copy. The
+bytes count the weights once, states as often as they are read and written, and caches once.
 """
 
 import gc
@@ -24,17 +24,21 @@ from linnet.inference.pending import choose_interval, pending_bytes, saved_bytes
 from linnet.inference.precision import lower_precision
 from linnet.models import CausalLM, ModelConfig, ModelState
 
-FILL = "max"  # a batch: as many as the memory holds
-_AT_A_TIME = 16_384  # tokens of a batch of prompts that are read in one piece,
-_STATES_AT_A_TIME = 2**31  # and bytes of their states, which are there twice: before and behind a chunk
+FILL = "max"  # the largest batch that fits into memory
+_AT_A_TIME = 16_384  # most tokens of a batch of prompts that are read at a time
+_STATES_AT_A_TIME = 2**31  # most bytes of their states, which exist twice: before and after a chunk
 
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` prompts of `prompt` tokens, `new` tokens each.
+    """One measurement.
 
-    A batch of `FILL` is as large as the memory allows where each sequence grows to `room` tokens (0: to those of the
-    case), so that some tokens out of a longer generation can be timed with the batch of the whole.
+    Attributes:
+        batch: number of prompts; `FILL` takes as many as fit into memory if each sequence grows to `room` tokens.
+        prompt: tokens per prompt.
+        new: tokens generated per prompt.
+        room: tokens per sequence for which `FILL` reserves memory; 0 means prompt + new. A larger value measures a few
+            tokens of a long generation with the batch that fits all of it.
     """
 
     batch: int | str
@@ -44,7 +48,7 @@ class Case:
 
 
 class System(Protocol):
-    """Something that generates: Linnet, or a peer of `linnet.inference.peers`."""
+    """A system that generates tokens: Linnet, or a peer of `linnet.inference.peers`."""
 
     name: str
     model: str
@@ -52,23 +56,23 @@ class System(Protocol):
     weight_bytes: int
 
     def carried_bytes(self, context: int) -> int:
-        """Bytes that one sequence carries behind `context` tokens."""
+        """Returns the bytes of states and caches of one sequence after `context` tokens."""
 
     def held_bytes(self, context: int) -> int:
-        """Bytes of memory that one sequence of a large batch takes where it may grow to `context` tokens."""
+        """Returns the bytes of memory per sequence of a large batch if it may grow to `context` tokens."""
 
     def moved_bytes(self, batch: int, context: int) -> int:
-        """Bytes that one token of all sequences moves behind `context` others."""
+        """Returns the bytes moved to generate one token for all sequences after `context` tokens."""
 
     def warm(self, tokens: Tensor, new: int) -> None:
-        """Does what only the first `run` with such tokens would do: compiles, captures."""
+        """Does the one-time work of the first `run` with such tokens: compilation and CUDA graph capture."""
 
     def run(self, tokens: Tensor, new: int) -> tuple[float, float]:
-        """Reads tokens [B, T] and generates `new` each: seconds to the first token, and of all others."""
+        """Reads tokens [B, T] and generates `new` per row. Returns seconds to the first token, and for all others."""
 
 
 class Linnet:
-    """A model of random weights behind the engine's decoder. `plain` leaves out its graphs and merged products."""
+    """A model with random weights and the engine's decoder. `plain` turns off CUDA graphs and merged products."""
 
     def __init__(
         self, config: ModelConfig, model: str, device: str, dtype: torch.dtype, chunk: int = 2048, plain: bool = False
@@ -91,7 +95,7 @@ class Linnet:
 
     def moved_bytes(self, batch: int, context: int) -> int:
         constant = self.carried_bytes(1)
-        if grown := self.carried_bytes(context) - constant:  # the one token of a cache is none of a state
+        if grown := self.carried_bytes(context) - constant:  # `constant` includes one token of the caches; subtract it
             constant = max(0, constant - grown // (context - 1))
         spared = saved_bytes(self._model, choose_interval(self._model, batch, self.device))
         return self.weight_bytes + batch * (2 * constant + grown - spared)
@@ -113,7 +117,7 @@ class Linnet:
         synchronize(self.device)
         began = time.perf_counter()
         self._read(tokens, decoder, length + new)
-        beside = self.device.type != "cpu"  # as the engine does: the next step runs while the host looks at the token
+        beside = self.device.type != "cpu"  # like the engine: the next step runs while the host handles the token
         for place in range(new):
             wait = decoder.choose(PLAIN)
             if beside and place < new - 1:
@@ -121,12 +125,12 @@ class Linnet:
             wait()
             if place == 0:
                 first = time.perf_counter() - began
-            if not beside and place < new - 1:  # or the first token would have waited for the second
+            if not beside and place < new - 1:  # after the time was taken: the first token must not include this step
                 decoder.advance(length + place + 1)
         return first, time.perf_counter() - began - first
 
     def _prepare(self, batch: int, context: int) -> Decoder:
-        """A decoder with its graph: made once for all repeats of a case."""
+        """Returns the decoder of a case, built and captured once for all repeats."""
         if self._decoder is None or self._decoder[0] != (batch, context):
             self._decoder = None
             shape = (batch, self.vocab_size, context, self.device)
@@ -135,7 +139,7 @@ class Linnet:
         return self._decoder[1]
 
     def _rows(self, batch: int, length: int, context: int) -> int:
-        """How many prompts of a batch are read together, into states for `context` tokens."""
+        """Returns how many prompts of a batch are read together, into states for `context` tokens."""
         states = _STATES_AT_A_TIME // max(1, self.carried_bytes(context))
         return max(1, min(batch, _AT_A_TIME // min(length, self._chunk), states))
 
@@ -152,7 +156,10 @@ class Linnet:
 
 @torch.no_grad()
 def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> CausalLM:
-    """A model with normal weights, made on its device (a large one takes minutes elsewhere), not to be learned from."""
+    """Returns a model with normally distributed weights, built on its device, for inference only.
+
+    Building a large model on the CPU would take minutes.
+    """
     with torch.device(device):
         model = CausalLM(config)
     for parameter in model.parameters():
@@ -163,7 +170,10 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
 
 
 def measure(system: System, cases: Sequence[Case], repeats: int, bandwidth: float) -> Iterator[dict]:
-    """A row a case: medians over `repeats` runs, warmed up. A case that does not fit says so."""
+    """Yields one row per case: medians over `repeats` runs after a warm-up.
+
+    The row of a case that does not fit into memory has `error` set.
+    """
     for case in cases:
         row = {"model": system.model, "system": system.name, "prompt": case.prompt, "new": case.new, "error": ""}
         batch = _fill(system, case) if case.batch == FILL else int(case.batch)
@@ -181,7 +191,7 @@ def measure(system: System, cases: Sequence[Case], repeats: int, bandwidth: floa
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second of a large copy, read and written."""
+    """Returns the bandwidth of a large copy in bytes per second; each byte counts as read and as written."""
     source = torch.ones(2**31 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
     target, times = torch.empty_like(source), []
     for _ in range(10):
@@ -203,7 +213,7 @@ def _measure(system: System, batch: int, case: Case, repeats: int, bandwidth: fl
     tokens = torch.randint(system.vocab_size, (batch, case.prompt), generator=generator)
     gpu = torch.cuda.is_available()
     if gpu:
-        _free(system)  # what earlier cases hold is none of this one's peak
+        _free(system)  # memory of earlier cases must not count in the peak of this one
         torch.cuda.reset_peak_memory_stats()
     system.warm(tokens, case.new)
     firsts, others = zip(*(system.run(tokens, case.new) for _ in range(repeats)), strict=True)
@@ -228,7 +238,7 @@ def _measure(system: System, batch: int, case: Case, repeats: int, bandwidth: fl
 
 
 def _fill(system: System, case: Case) -> int:
-    """The batch whose states or caches, what waits, logits and tokens would take nine tenths of the free memory."""
+    """Returns the batch whose states, caches, pending buffers, logits and tokens take 90 % of the free memory."""
     if not torch.cuda.is_available():
         return 64
     _free(system)
@@ -238,7 +248,7 @@ def _fill(system: System, case: Case) -> int:
 
 
 def _free(system: System) -> None:
-    """Gives back what earlier cases hold."""
+    """Frees the memory of earlier cases."""
     if isinstance(system, Linnet):
         system._decoder = None
     gc.collect()

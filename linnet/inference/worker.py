@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, for programs that serve many callers."""
+"""Runs an engine in its own thread, for programs that serve many callers."""
 
 import threading
 import traceback
@@ -14,10 +14,10 @@ OnPiece = Callable[[Piece], None]
 
 
 class Worker:
-    """Runs the rounds of an engine while there is something to do, and sleeps otherwise.
+    """Runs an engine while it has requests, and sleeps otherwise.
 
     Attributes:
-        error: why the engine failed the last time, None if it never did.
+        error: traceback of the engine's last failure; None if it never failed.
     """
 
     def __init__(self, engine: Engine):
@@ -36,10 +36,13 @@ class Worker:
         on_piece: OnPiece,
         prefix: Prefix | None = None,
     ) -> Request:
-        """As `Engine.submit`; `on_piece` is called in the engine's thread with each piece, and must not wait.
+        """Submits a request as `Engine.submit` does.
+
+        Args:
+            on_piece: called with each piece in the engine's thread; it must not block.
 
         Raises:
-            ConfigError: something is wrong with the request, or the worker is closed.
+            ConfigError: the request is invalid, or the worker is closed.
         """
         with self._wake:
             if self._closing:
@@ -50,7 +53,7 @@ class Worker:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends a request soon; its last piece says so."""
+        """Cancels a request; its last piece, with finish "cancelled", follows in the next round."""
         self.engine.cancel(request)
         with self._wake:
             self._wake.notify()
@@ -60,7 +63,7 @@ class Worker:
         return self._thread.is_alive()
 
     def close(self, timeout: float = 30.0) -> None:
-        """Cancels all requests and ends the thread."""
+        """Cancels all requests and waits up to `timeout` seconds for the thread to end."""
         with self._wake:
             self._closing = True
             for request in self._listeners:
@@ -77,7 +80,7 @@ class Worker:
                     return
             try:
                 events = self.engine.advance()
-            except Exception as error:  # the others must hear of it, whatever it was
+            except Exception as error:  # any failure must reach all callers
                 self.error = traceback.format_exc()
                 events = self.engine.fail(f"{type(error).__name__}: {error}")
             for request, piece in events:
@@ -88,5 +91,5 @@ class Worker:
             listener = self._listeners.pop(request) if piece.finish is not None else self._listeners[request]
         try:
             listener(piece)
-        except Exception:  # a caller that is gone must not end the others' streams
+        except Exception:  # a caller that disconnected must not end the streams of the others
             self.engine.cancel(request)

@@ -257,7 +257,7 @@ def test_limits_of_models_with_a_growing_cache(hybrid):
     assert len(completion.tokens) == 5 and completion.finish == "length"
     with pytest.raises(ConfigError, match="prompt: 20 .* 19"):
         engine.submit([1] * 20)
-    with pytest.raises(ConfigError, match="max_tokens: 6 .* 15 .* 20 .* 5"):
+    with pytest.raises(ConfigError, match=r"max_tokens: 6 .* 15 .* 20\b.* 5"):
         engine.submit([1] * 15, Sampling(max_tokens=6))
     recurrent = Engine(build_model(family("tnl")(32, 2, vocab_size=VOCAB)))
     windowed = ModelConfig(
