@@ -5,7 +5,7 @@ corpus = prepare(config, "cache")
 batches = Batches(corpus.train, seq_len=512, batch_size=8, seed=0)
 tokens, targets = batches.batch(step=0)
 
-Batches, which are tensors, are imported when they are first used, so that the rest needs no torch.
+`Batches` and the other names of `linnet.data.loader` are imported at first use, so that the rest works without torch.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""A corpus: sources, tokenized once into shards in a cache folder, and found there again by what went in.
+"""A corpus: sources that are tokenized once into shards in a cache folder.
 
-The folder's name is a digest of the configuration and of the content of every source file, so the same text gives the
-same corpus wherever it lies, and a changed file gives another one. Everything is checked before anything is written.
+The folder's name is a digest of the configuration and of the content of every source file. So the same text gives the
+same corpus in any place, and a changed file gives another one. Everything is checked before anything is written.
 """
 
 import hashlib
@@ -31,9 +31,9 @@ from linnet.data.tokenizer import (
     train_bpe,
 )
 
-FORMAT = 1  # raise it when the same inputs give other files
+FORMAT = 1  # increase it when the same inputs give other files
 TOKENIZER = "tokenizer.json"
-LISTED = 100  # skipped files that corpus.json names
+LISTED = 100  # most skipped files that corpus.json names
 BATCH = 4 << 20  # bytes of text that are encoded at a time
 
 Progress = Callable[[str, int, int], None]
@@ -42,7 +42,7 @@ _Tokenizer = Annotated[ByteTokenizerConfig | BPETokenizerConfig | FileTokenizerC
 
 
 class DataConfig(Config):
-    """What a model is trained and validated on.
+    """The text that a model is trained and validated on.
 
     Attributes:
         source: "stdlib" (the source text of the Python standard library of this machine), or a list of paths of files
@@ -50,12 +50,12 @@ class DataConfig(Config):
         text_key: key (JSONL) or column (Parquet) of the text.
         tokenizer: {kind: byte}, {kind: bpe, vocab_size: N} or {kind: file, path: tokenizer.json}; in short `byte`,
             `bpe:N` or the path.
-        validation: sources of held-out text. If there are none, `validation_fraction` of `source` is held out; if there
-            are, it is not used, and exact copies of held-out documents are left out of training.
+        validation: sources of held-out text. Exact copies of their documents are left out of training. If empty,
+            `validation_fraction` of `source` is held out.
         validation_fraction: share of the bytes to hold out, by document (see linnet/data/split.py).
         max_bytes: takes documents of `source` in a random order until they hold this many bytes; None takes all.
-        seed: key of the random choices above. The order of training samples has its own.
-        packing: what a model sees of several documents in one row; `cross` carries state and attention over their
+        seed: seed of the random choices above. The order of training samples has its own seed.
+        packing: how a model treats several documents in one row; `cross` carries state and attention over their
             ends, `reset` starts anew at each document (see docs/data.md). The prepared corpus is the same.
     """
 
@@ -88,11 +88,11 @@ class Corpus:
     """A prepared corpus, as `prepare` and `open_corpus` return it.
 
     Attributes:
-        folder: where it lies.
-        digest: its name: 12 hexadecimal digits that stand for configuration and content.
-        train, validation: `TokenShards`.
+        folder: the corpus folder.
+        digest: the folder's name, 12 hexadecimal digits computed from configuration and content.
+        train, validation: the `TokenShards` of the two splits.
         tokenizer, vocab_size: the tokenizer and the number of its tokens.
-        metadata: what `corpus.json` says: config, split, skipped files, sizes.
+        metadata: the content of `corpus.json`: config, split, skipped files, sizes.
     """
 
     def __init__(self, folder: Path, metadata: dict, tokenizer: Tokenizer):
@@ -104,18 +104,21 @@ class Corpus:
         )
 
     def split(self, name: str) -> shards.TokenShards:
-        """The split called "train" or "validation"; ValueError for another name."""
+        """Returns the split "train" or "validation". Raises ValueError for another name."""
         if name not in ("train", "validation"):
             raise ValueError(f"split {name!r} is unknown; use train or validation")
         return getattr(self, name)
 
     def bytes_per_token(self, split: str = "validation") -> float:
-        """Bytes of text over tokens, ends of documents among them: bits per byte = loss [nats/token] / ln 2 / this."""
+        """Returns the bytes of text per token; ends of documents count as tokens.
+
+        Bits per byte = loss [nats per token] / ln 2 / this number.
+        """
         found = self.split(split)
         return found.bytes / len(found)
 
     def verify(self) -> None:
-        """Reads all shards through. Raises `ConfigError` naming what is missing, truncated or corrupted."""
+        """Reads all shards and checks them. Raises `ConfigError` that names missing, truncated and corrupted files."""
         self.train.verify()
         self.validation.verify()
 
@@ -123,17 +126,17 @@ class Corpus:
 def prepare(
     config: DataConfig, cache_dir: str | Path, rebuild: bool = False, progress: Progress | None = None
 ) -> Corpus:
-    """Opens the corpus of a configuration, after making it if it is not in the cache.
+    """Opens the corpus of a configuration, and builds it first if it is not in the cache.
 
     Args:
-        config: what to prepare.
-        cache_dir: folder of corpora; made if it is not there.
-        rebuild: make a damaged corpus again. Without it, damage is an error, so that it does not pass unseen.
-        progress: is called with what is being done, and bytes done and in all.
+        config: the text to prepare.
+        cache_dir: folder of corpora; created if it does not exist.
+        rebuild: build a damaged corpus again. Without it, damage is an error, so that it is noticed.
+        progress: called with the current phase, the bytes done and the bytes in total.
 
     Raises:
-        ConfigError: lists everything that is wrong with configuration, sources and tokenizer, before anything is
-            written; or names a truncated or corrupted shard (`CorpusDamaged`); or says that the disk is full.
+        ConfigError: lists all problems of configuration, sources and tokenizer before anything is written; or names a
+            truncated or corrupted shard (`CorpusDamaged`); or says that the disk is full.
     """
     cache, skipped = Path(cache_dir), []
     train, held, tokenizer = _find(config, skipped)
@@ -153,7 +156,7 @@ def prepare(
             _build(temporary, name, config, inputs, tokenizer, skipped, progress)
             if digest(_identity(config, train, held, cache)) != name:
                 raise ConfigError(
-                    ["source: files changed while they were read; run again when they are finished"], "data"
+                    ["source: files changed while they were read; run again when nothing writes to them"], "data"
                 )
     except OSError as error:
         problem = f"{cache}: cannot prepare the corpus: {error}; free disk space, or choose another cache folder"
@@ -162,14 +165,14 @@ def prepare(
 
 
 def check(config: DataConfig, cache_dir: str | Path, seq_len: int | None = None) -> None:
-    """Looks through the text of a configuration, unless the cache has its corpus; makes nothing.
+    """Checks the text of a configuration without writing anything. Reads the text unless the cache has its corpus.
 
     Args:
-        seq_len: tokens of a row of training.
+        seq_len: tokens per row of training; None does not check that the text fills a row.
 
     Raises:
-        ConfigError: lists everything that is wrong with sources, text and tokenizer, as far as it shows before a
-            tokenizer is learned and text encoded; a text too short for one row among it.
+        ConfigError: lists all problems of sources, text and tokenizer that can be found without learning a tokenizer
+            or encoding text, including a text too short for one row.
     """
     cache, skipped = Path(cache_dir), []
     train, held, _ = _find(config, skipped)
@@ -177,8 +180,8 @@ def check(config: DataConfig, cache_dir: str | Path, seq_len: int | None = None)
         tokens = len(open_corpus(folder).train)
     else:
         cut = _read(config, train, held, skipped, None).split.cut
-        tokens = int(cut.sum() + (cut > 0).sum())  # of a byte or more each, and the ends of documents
-        if isinstance(config.tokenizer, FileTokenizerConfig):  # which may make more of a text
+        tokens = int(cut.sum() + (cut > 0).sum())  # upper bound: one token per byte, and the ends of documents
+        if isinstance(config.tokenizer, FileTokenizerConfig):  # it may make more than one token per byte
             return
     if seq_len is not None and tokens < seq_len + 1:
         have = f"the text to train on gives at most {tokens} tokens"
@@ -186,10 +189,10 @@ def check(config: DataConfig, cache_dir: str | Path, seq_len: int | None = None)
 
 
 def open_corpus(folder: str | Path) -> Corpus:
-    """Opens a prepared corpus: sizes are compared every time, SHA-256 once a process.
+    """Opens a prepared corpus. Checks file sizes every time, and SHA-256 once per process.
 
     Raises:
-        CorpusDamaged: a file is missing, truncated or not what was written.
+        CorpusDamaged: a file is missing, truncated or changed since it was written.
     """
     folder = Path(folder)
     metadata = shards.read_metadata(folder)
@@ -207,7 +210,7 @@ def open_corpus(folder: str | Path) -> Corpus:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Everything known of the documents before they are encoded."""
+    """Files, sizes, hashes and split of the documents before they are encoded."""
 
     files: list[SourceFile]
     text_key: str
@@ -216,23 +219,27 @@ class _Inputs:
     split: Split
 
     def texts(self) -> Iterator[tuple[int, bytes]]:
-        """Number and text of each document, read again and compared with what was scanned."""
+        """Yields number and text of each document; reads it again and compares it with the hash of the scan."""
         number = 0
         for file in self.files:
             for text in sources.read_documents(file, self.text_key, []):
                 if number == len(self.sizes) or _hash(text) != self.hashes[number]:
                     raise ConfigError(
-                        [f"{file.path}: changed while it was read; run again when it is finished"], "data"
+                        [f"{file.path}: changed while it was read; run again when nothing writes to it"], "data"
                     )
                 yield number, text
                 number += 1
         if number < len(self.sizes):
             raise ConfigError(
-                [f"{len(self.sizes) - number} documents vanished while they were read; run again"], "data"
+                [
+                    f"source: {len(self.sizes) - number} documents vanished while they were read; run again when "
+                    "nothing writes to the files"
+                ],
+                "data",
             )
 
     def parts(self) -> Iterator[tuple[str, bytes]]:
-        """Split and text of each document, or part of one, that is used."""
+        """Yields split and text of each document, or part of a document, that is used."""
         for number, text in self.texts():
             train, held = cut_text(text, int(self.split.keep[number]), int(self.split.cut[number]))
             if train:
@@ -242,7 +249,7 @@ class _Inputs:
 
 
 def _find(config: DataConfig, skipped: list[str]) -> tuple[list[SourceFile], list[SourceFile], Tokenizer | None]:
-    """The files of both splits, and the tokenizer if it is given; ConfigError for all that is wrong with them."""
+    """Returns the files of both splits, and the tokenizer unless it must be learned. Raises ConfigError for both."""
     problems: list[str] = []
     train = sources.find_files(config.source, "source", problems, skipped)
     held = sources.find_files(config.validation, "validation", problems, skipped) if config.validation else []
@@ -256,16 +263,16 @@ def _find(config: DataConfig, skipped: list[str]) -> tuple[list[SourceFile], lis
 
 
 def content(config: DataConfig, cache_dir: str | Path | None = None) -> dict[str, str]:
-    """Digests of the content of all files that a configuration names, wherever they lie.
+    """Returns digests of the content of all files that a configuration names, independent of their location.
 
     Args:
-        cache_dir: folder of corpora, which remembers the digests of large files; None reads every file.
+        cache_dir: folder of corpora, which stores the digests of large files; None reads every file.
 
     Returns:
-        `source`, and `validation` and `tokenizer` where they are files: 12 hexadecimal digits each.
+        `source`, and `validation` and `tokenizer` if they are files: 12 hexadecimal digits each.
 
     Raises:
-        ConfigError: a file is not there.
+        ConfigError: a file does not exist.
         OSError: a file cannot be read.
     """
     problems: list[str] = []
@@ -305,7 +312,7 @@ def _read(
     held_sizes, held_hashes = _scan(held, config.text_key, problems, skipped, progress)
     for key, found, files in (("source", sizes, train), ("validation", held_sizes, held)):
         if files and not problems and not len(found):
-            problems.append(f"{key}: its {len(files)} files hold no text; give files with UTF-8 text")
+            problems.append(f"{key}: its {len(files)} files contain no text; give files with UTF-8 text")
     if problems:
         raise ConfigError(problems, "data")
     if held:
@@ -315,9 +322,10 @@ def _read(
     else:
         split = split_documents(sizes, hashes, config.validation_fraction, config.max_bytes, config.seed)
     if not split.cut.any():
-        why, fix = f"{config.validation_fraction} of its {split.keep.sum()} bytes are held out", "hold out less, or"
+        why = f"holding out {config.validation_fraction} of its {split.keep.sum()} bytes leaves none"
+        fix = "lower validation_fraction, or"
         if held:
-            why, fix = "all of its documents are in the held-out text too", "name other validation files, or"
+            why, fix = "all of its documents are also held-out text", "name other validation files, or"
         raise ConfigError([f"source: no text is left to train on: {why}; {fix} give more text"], "data")
     if (split.cut == split.keep).all():
         small = f"{split.keep.sum()} bytes of text are too few to hold out {config.validation_fraction} of them"
@@ -328,7 +336,7 @@ def _read(
 def _scan(
     files: list[SourceFile], text_key: str, problems: list[str], skipped: list[str], progress: Progress | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Reads all documents through: their sizes (int64) and content hashes (uint64), and everything wrong with them."""
+    """Reads all documents. Returns their sizes in bytes (int64) and content hashes (uint64); collects the problems."""
     sizes, hashes = array("q"), array("Q")
     total, done = sum(file.path.stat().st_size for file in files), 0
     for file in files:
@@ -390,7 +398,7 @@ def _build(
 
 
 def _learn(config: DataConfig, inputs: _Inputs) -> Tokenizer:
-    """Learns BPE from the training part of documents taken in a random order until `train_bytes` are there."""
+    """Learns BPE from the training part of documents, taken in a random order until they have `train_bytes` bytes."""
     assert isinstance(config.tokenizer, BPETokenizerConfig)
     place = uniform(inputs.hashes, config.seed, "learn merges")
     used = take(inputs.split.cut, place, config.tokenizer.train_bytes)

@@ -2,8 +2,8 @@
 
 An epoch cuts the training tokens into windows of seq_len + 1 tokens that start seq_len apart (neighbours share one
 token: the last target of one is the first input of the next) and visits each once, in the order of `linnet.data.order`.
-Sample g = step * batch_size + row. The ranks of a run each compute their rows of the same global batch, so a run goes
-on exactly where it stopped on any number of them.
+Sample g = step * batch_size + row. Each rank computes its own rows of the same global batch, so a run resumes exactly
+on any number of ranks.
 
 With packing "cross" a batch is (tokens, targets) and a row reads over the ends of documents. With "reset" a batch also
 has the starts of the documents in each row, and the first token of a document is not a target (`flatten_documents`).
@@ -20,7 +20,7 @@ from linnet.config import ConfigError
 from linnet.data.order import shuffled
 from linnet.data.shards import TokenShards
 
-IGNORED = -100  # a target that no loss counts
+IGNORED = -100  # the target of a position that does not count in the loss
 ORDERED = 4096  # samples whose order is computed at a time
 Packing = Literal["cross", "reset"]
 
@@ -30,16 +30,16 @@ class Batches:
 
     Args:
         shards: the tokens, usually `corpus.train`.
-        seq_len: tokens a row.
-        batch_size: rows a step, over all ranks.
-        seed: key of the order.
+        seq_len: tokens per row.
+        batch_size: rows per step, over all ranks.
+        seed: seed of the order.
         packing: `DataConfig.packing`.
 
     Attributes:
-        windows: how many windows an epoch has.
+        windows: number of windows per epoch.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size is below 1.
         ConfigError: the tokens do not fill one window.
     """
 
@@ -61,9 +61,9 @@ class Batches:
         """Returns the rows of one rank in one step.
 
         Args:
-            step: from 0; the batch depends on it and on the seed alone.
-            rank, world: this rank of how many. The rows of ranks 0 ... world - 1, one after another, are the global
-                batch; `world` need not divide `batch_size` (with more ranks than rows some get none).
+            step: number of the step, from 0; the global batch depends only on it and on the seed.
+            rank, world: number of this rank, and number of ranks. The rows of ranks 0 ... world - 1, in this order,
+                are the global batch. `world` need not divide `batch_size`; with more ranks than rows, some get none.
 
         Returns:
             Tokens and targets, int64 [rows, seq_len] each; targets[:, t] follows tokens[:, t]. With packing "reset"
@@ -79,15 +79,16 @@ class Batches:
         return mark_documents(tokens, targets, self.shards.end_of_document)
 
     def epoch(self, step: int) -> float:
-        """How many times the training tokens have been read before this step."""
+        """Returns how many times the training tokens have been read before this step."""
         return step * self.batch_size / self.windows
 
     def documents(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """`pack_documents` with this corpus's end of document."""
+        """Calls `pack_documents` with this corpus's end of document."""
         return pack_documents(tokens, self.shards.end_of_document)
 
     def _ordered(self, step: int) -> np.ndarray:
-        # The order of several steps costs as much as that of one; which steps share a block does not change it.
+        # Computing the order of several steps takes as long as that of one step, so it is computed in blocks. The
+        # blocks do not change the order.
         number, offset = divmod(step, self._span)
         block = self._block
         if block[0] != number:
@@ -98,7 +99,7 @@ class Batches:
 
 
 class ValidationBatches(Sequence):
-    """What `validation_batches` returns: a fixed sequence of batches, each read from the shards when it is indexed."""
+    """A fixed sequence of batches that `validation_batches` returns; indexing reads a batch from the shards."""
 
     def __init__(
         self,
@@ -143,20 +144,20 @@ class ValidationBatches(Sequence):
 def validation_batches(
     shards: TokenShards, seq_len: int, batch_size: int, max_tokens: int | None = None, packing: Packing = "cross"
 ) -> ValidationBatches:
-    """Returns the batches on which a model is scored, always the same ones.
+    """Returns the batches on which a model is scored; they are always the same.
 
     Args:
         shards: the tokens, usually `corpus.validation`; they may be shorter than `seq_len`.
-        seq_len: tokens a row.
-        batch_size: rows a batch; fewer if there are fewer windows in all.
+        seq_len: tokens per row.
+        batch_size: rows per batch; fewer if there are fewer windows in total.
         max_tokens: scores about this many tokens (at least one window), in windows spread evenly over the split. None
-            scores all: every token but the first exactly once.
+            scores every token but the first exactly once.
         packing: `DataConfig.packing`. With "reset" the first token of a document is not scored.
 
     Returns:
-        A sequence with len() of batches as `Batches.batch` returns them. All have the same [rows, seq_len]: what is
-        left over is filled with ends of documents whose targets are -100. `.tokens` is the number of targets that count
-        with packing "cross".
+        A sequence with len() of batches as `Batches.batch` returns them. All have the same shape [rows, seq_len]:
+        unused places are filled with ends of documents whose targets are -100. `.tokens` is the number of targets that
+        count with packing "cross".
     """
     return ValidationBatches(shards, seq_len, batch_size, max_tokens, packing)
 
@@ -164,15 +165,16 @@ def validation_batches(
 def mark_documents(tokens: Tensor, targets: Tensor, end_of_document: int) -> tuple[Tensor, Tensor, Tensor]:
     """Marks where documents start in each row, so that rows of a batch can be split before they are flattened.
 
-    A row and the token after each end of document start a document. What fills up a row (ends of documents whose
-    targets are -100) starts none.
+    A document starts at the first token of a row and after each end of document. The filler of a row (ends of
+    documents whose targets are -100) starts no document.
 
     Args:
         tokens, targets: int64 [B, T].
 
     Returns:
-        tokens, the targets with -100 in place of the first token of each document, and starts, int32 [B, N]: rising in
-        each row from 0, and T where a row has fewer than N documents. N is a power of two, so that few shapes occur.
+        tokens; targets, in which the first token of each document is replaced by -100; and starts, int32 [B, N]:
+        ascending from 0 in each row, and padded with T if a row has fewer than N documents. N is a power of two, so
+        that few shapes occur.
     """
     rows, length = tokens.shape
     ends = tokens == end_of_document
@@ -188,7 +190,7 @@ def mark_documents(tokens: Tensor, targets: Tensor, end_of_document: int) -> tup
 
 
 def flatten_documents(tokens: Tensor, targets: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lays rows behind one another, for layers that start anew at documents. Reads nothing on the host.
+    """Concatenates the rows of a batch, for layers that reset at documents. Does not synchronize with the device.
 
     Args:
         tokens, targets, starts: as `mark_documents` returns them; any rows of a batch.
@@ -203,15 +205,16 @@ def flatten_documents(tokens: Tensor, targets: Tensor, starts: Tensor) -> tuple[
 
 
 def pack_documents(tokens: Tensor, end_of_document: int) -> tuple[Tensor, Tensor]:
-    """Lays the rows of a batch behind one another and says where documents start, for layers that reset there.
+    """Concatenates the rows of a batch and returns where documents start, for layers that reset there.
 
     Args:
         tokens: int64 [B, T].
         end_of_document: the id after each document.
 
     Returns:
-        Tokens [1, B*T], and `cu_seqlens` int32 [N + 1]: 0, every start of a row, every place after an end of document,
-        and B*T. Reshape the targets likewise. On a GPU this waits for the device; call it before moving the tokens.
+        Tokens [1, B*T], and `cu_seqlens` int32 [N + 1]: 0, each start of a row, each place after an end of document,
+        and B*T. Reshape the targets in the same way. With tokens on a GPU, the call synchronizes with the device; call
+        it before you move the tokens there.
     """
     rows, length = tokens.shape
     starts = torch.zeros(rows, length + 1, dtype=torch.bool, device=tokens.device)

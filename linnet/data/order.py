@@ -1,9 +1,9 @@
-"""The order of samples: a keyed permutation of the windows for each epoch, computed where it is asked for.
+"""The order of samples: a keyed permutation of the windows for each epoch, computed on demand.
 
-Sample g of a run lies in epoch g // windows and there at place g % windows. A Feistel network on the mixed-radix grid
-a x b (a*b >= windows, and larger by less than a) permutes the places under a key of (seed, epoch); a place that lands
-outside the windows is sent through again until it lands inside. So the order is a pure function of (seed, sample):
-nothing is stored, any rank computes any row, and a run resumes exactly on any number of workers.
+Sample g of a run is at place g % windows of epoch g // windows. A Feistel network on the mixed-radix grid a x b
+(windows <= a*b < windows + a) permutes the places with a key made of seed and epoch. A result outside the windows goes
+through the network again until it is inside. So the order is a pure function of (seed, sample): nothing is stored, any
+rank can compute any row, and a run resumes exactly on any number of workers.
 
 Sources: M. Luby and C. Rackoff, "How to construct pseudorandom permutations from pseudorandom functions" (1988), and
 cycle walking from J. Black and P. Rogaway, "Ciphers with arbitrary finite domains" (2002). `mix` is the
@@ -16,22 +16,22 @@ import math
 
 import numpy as np
 
-ROUNDS = 8  # even, so the two coordinates end where they began
+ROUNDS = 8  # even, so that the two coordinates end in their original order
 _HALF = np.uint64(32)
 _ODD = np.uint64(0xD6E8FEB86659FD93)
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
 
 
 def shuffled(samples: np.ndarray, windows: int, seed: int) -> np.ndarray:
-    """The window that each sample reads.
+    """Returns the window that each sample reads.
 
     Args:
         samples: int64 [n], sample numbers from the start of the run (step * batch_size + row), in any order.
-        windows: how many windows an epoch has; at most 2**60.
-        seed: the key; another seed gives an unrelated order.
+        windows: number of windows per epoch; at most 2**60.
+        seed: key of the order; another seed gives an unrelated order.
 
     Returns:
-        int64 [n] in [0, windows). Samples e*windows ... (e+1)*windows - 1 give each window exactly once, for every e.
+        int64 [n] in [0, windows). In each epoch e, samples e*windows ... (e+1)*windows - 1 read each window once.
     """
     epoch, place = np.divmod(np.asarray(samples, dtype=np.int64), windows)
     width = math.isqrt(windows - 1) + 1 if windows > 1 else 1
@@ -47,7 +47,7 @@ def shuffled(samples: np.ndarray, windows: int, seed: int) -> np.ndarray:
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Hashes uint64 [n] to uint64 [n], one to one; every bit of the input moves half of the output's."""
+    """Hashes uint64 [n] to uint64 [n], one to one; each input bit changes about half of the output bits."""
     values = values ^ (values >> np.uint64(33))
     values *= np.uint64(0xFF51AFD7ED558CCD)
     values ^= values >> np.uint64(33)
@@ -57,14 +57,14 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def uniform(hashes: np.ndarray, seed: int, purpose: str) -> np.ndarray:
-    """Numbers in [0, 1), float64 [n], from content hashes (uint64 [n]); one stream for each (seed, purpose)."""
+    """Returns numbers in [0, 1), float64 [n], for content hashes (uint64 [n]); one stream per (seed, purpose)."""
     return (mix(hashes ^ np.uint64(_key(f"{purpose} {seed}"))) >> np.uint64(11)) * 2.0**-53
 
 
 def _feistel(
     place: np.ndarray, epoch_key: np.ndarray, keys: np.ndarray, grid: tuple[np.uint64, np.uint64]
 ) -> np.ndarray:
-    # Each half-round adds a hash of one coordinate to the other modulo its radix, which can be undone: a bijection.
+    # Each half-round adds a hash of one coordinate to the other, modulo its radix. This is invertible: a bijection.
     moving, fixed = np.divmod(place, grid[1])
     for number, round_key in enumerate(epoch_key ^ keys[1:, None]):
         radix = grid[number % 2]
@@ -76,7 +76,8 @@ def _feistel(
         shift *= radix
         shift >>= _HALF  # the high half of 32 hashed bits * radix: in [0, radix) without a division
         moving += shift
-        # Where moving < radix the difference wraps to a huge number, so the minimum is the remainder.
+        # moving < 2 * radix. If moving < radix, the unsigned difference wraps to a huge number. So the minimum is
+        # the remainder.
         moving, fixed = fixed, np.minimum(moving, moving - radix)
     return moving * grid[1] + fixed
 

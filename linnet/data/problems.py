@@ -1,4 +1,4 @@
-"""What is wrong with a text, as a part of what is wrong with the training or study that names it."""
+"""Reports problems of a text together with the other problems of the training or study that names it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,20 +9,21 @@ from linnet.data.corpus import DataConfig, check
 
 
 def in_data(line: str) -> str:
-    """A problem of a `DataConfig` under its key in a training or study, where its configuration is `data`."""
+    """Returns a problem of a `DataConfig` with its key in a training or study: `data.` before keys of `DataConfig`."""
     key = line.partition(":")[0].partition(".")[0]
     return f"data.{line}" if key in DataConfig.model_fields else line
 
 
 def text_problems(values: Any, cache_dir: str | Path, seq_len: Any = None, told: Sequence[str] = ()) -> list[str]:
-    """What `check` finds wrong with the text that a `data` of plain values names, to stand beside what else is wrong.
+    """Returns the problems that `check` finds in the text named by the plain values of a `data` key.
 
     Args:
-        values: of a `DataConfig`; where they are none, that is for others to tell.
-        seq_len: tokens of a row, if it is a number.
-        told: problems that others found; what one of them says is not said again.
+        values: values of a `DataConfig`. If they are invalid, the result is empty, since the caller reports that.
+        cache_dir: folder of corpora.
+        seq_len: tokens per row; ignored unless it is an integer.
+        told: problems that the caller already reports; they are not repeated.
     """
-    if isinstance(values, dict):  # unknown keys are told by others, and say nothing against the text
+    if isinstance(values, dict):  # the caller reports unknown keys; the text can be checked without them
         values = {key: value for key, value in values.items() if key in DataConfig.model_fields}
     try:
         config = parse(DataConfig, values)

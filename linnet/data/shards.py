@@ -1,9 +1,9 @@
-"""Token shards: what a tokenizer made of a split, on disk once, mapped into memory and never read whole.
+"""Token shards: the token ids of a split, stored on disk once and memory-mapped.
 
-A corpus folder holds for each split `<split>.bin` (ids, little-endian, the smallest unsigned integer that fits) and
-`<split>.documents` (int64, where each document starts, then the number of tokens), and `corpus.json`, which has their
-sizes and SHA-256 and its own. A folder is written under another name and renamed when it is whole, so it is there
-complete or not at all, also when two processes prepare it at once.
+A corpus folder has two files per split: `<split>.bin` (ids, little-endian, the smallest unsigned integer that fits) and
+`<split>.documents` (int64: where each document starts, then the number of tokens). `corpus.json` holds their sizes and
+SHA-256, and its own SHA-256. A folder is written under a temporary name and renamed when it is complete, so a corpus
+folder is always complete, even if two processes prepare it at the same time.
 """
 
 import contextlib
@@ -23,32 +23,32 @@ from linnet.data.sources import fingerprint
 
 METADATA = "corpus.json"
 OFFSET = np.dtype("<i8")
-ABANDONED = 24 * 3600  # seconds after which an unfinished folder is taken for the rest of a killed process
+ABANDONED = 24 * 3600  # seconds after which an unfinished folder counts as left by a killed process
 
-_verified: set[tuple] = set()  # (path, size, time of last change) of files whose content this process has checked
+_verified: set[tuple] = set()  # (path, size, modification time) of the files that this process has verified
 
 
 class CorpusDamaged(ConfigError):
-    """A file of a prepared corpus is missing, truncated or not what was written."""
+    """A file of a prepared corpus is missing, truncated or changed since it was written."""
 
 
 class TokenShards:
-    """One split of a corpus: `shards[a:b]` is a read-only array of ids, mapped from the file.
+    """One split of a corpus. `shards[a:b]` is a read-only array of ids, memory-mapped from the file.
 
     Args:
         folder: the corpus folder.
         split: "train" or "validation".
-        entry: what `ShardWriter.finish` returned for it.
+        entry: the value that `ShardWriter.finish` returned for the split.
         end_of_document: the id after each document.
 
     Attributes:
         tokens: the ids, memory-mapped, [len(self)].
         document_starts: int64 [documents + 1], memory-mapped: where each document starts, then the number of tokens.
-        documents, bytes: how many documents, and bytes of their text.
-        unknown: how many tokens stand for text that the tokenizer could not express.
+        documents, bytes: number of documents, and bytes of their text.
+        unknown: number of tokens that replace text the tokenizer could not express.
 
     Raises:
-        ConfigError: a file is missing or has another size than it was written with.
+        ConfigError: a file is missing or its size has changed since it was written.
     """
 
     def __init__(self, folder: Path, split: str, entry: dict, end_of_document: int):
@@ -69,15 +69,15 @@ class TokenShards:
         return self.tokens[index]
 
     def document(self, number: int) -> np.ndarray:
-        """The ids of one document, without its end."""
+        """Returns the ids of one document, without its end-of-document token."""
         start, end = self.document_starts[number : number + 2]
         return self.tokens[start : end - 1]
 
     def verify(self) -> None:
-        """Reads the files through and compares size and SHA-256 with what was written.
+        """Reads the files and compares their size and SHA-256 with `corpus.json`.
 
         Raises:
-            ConfigError: names each file that differs, and the way out.
+            ConfigError: names each file that differs, and how to rebuild it.
         """
         problems = []
         for path, entry in self._files.items():
@@ -88,7 +88,7 @@ class TokenShards:
         _verified.update(_state(path) for path in self._files)
 
     def verify_once(self) -> None:
-        """`verify`, unless this process has done it and the files have not changed since."""
+        """Calls `verify`, unless this process has done so and the files have not changed since."""
         if not all(_state(path) in _verified for path in self._files):
             self.verify()
 
@@ -105,7 +105,7 @@ class ShardWriter:
         self._tokens = self._documents = self._bytes = self._unknowns = 0
 
     def add(self, tokens: np.ndarray, text_bytes: int) -> None:
-        """Appends a document of `text_bytes` bytes of text, and the end-of-document token."""
+        """Appends the tokens of a document with `text_bytes` bytes of text, and the end-of-document token."""
         self._write(1, np.array([self._tokens], dtype=OFFSET))
         self._write(0, np.concatenate([tokens.astype(self._dtype, copy=False), self._end]))
         self._tokens += len(tokens) + 1
@@ -115,7 +115,7 @@ class ShardWriter:
             self._unknowns += int(np.count_nonzero(tokens == self._unknown))
 
     def finish(self) -> dict:
-        """Closes the files, on the disk, and returns their entry for `corpus.json`."""
+        """Flushes the files to disk, closes them, and returns the split's entry for `corpus.json`."""
         self._write(1, np.array([self._tokens], dtype=OFFSET))
         files = {}
         for name, file, checksum in zip(self._names, self._files, self._hashes, strict=True):
@@ -143,12 +143,12 @@ class ShardWriter:
 
 
 def file_entry(path: Path) -> dict:
-    """Size and SHA-256 of a file, for `corpus.json`."""
+    """Returns size and SHA-256 of a file, for `corpus.json`."""
     return {"size": path.stat().st_size, "sha256": fingerprint(path)}
 
 
 def size_problem(path: Path, entry: dict) -> str | None:
-    """What is wrong with the size of a file, if anything."""
+    """Returns a problem if a file is missing or does not have the size in its entry, else None."""
     if not path.is_file():
         return f"{path}: is missing"
     if (found := path.stat().st_size) != entry["size"]:
@@ -158,14 +158,14 @@ def size_problem(path: Path, entry: dict) -> str | None:
 
 
 def content_problem(path: Path, entry: dict) -> str | None:
-    """What is wrong with the content of a file of the right size, if anything."""
+    """Returns a problem if the SHA-256 of a file is not that of its entry, else None."""
     if fingerprint(path) == entry["sha256"]:
         return None
-    return f"{path}: is corrupted: its SHA-256 is not the one it was written with"
+    return f"{path}: is corrupted: its SHA-256 changed since it was written"
 
 
 def write_metadata(folder: Path, values: dict) -> None:
-    """Writes `corpus.json` with the SHA-256 of what it says."""
+    """Writes `corpus.json` with the SHA-256 of its own values."""
     text = json.dumps({**values, "sha256": _checksum(values)}, indent=1)
     with open(folder / METADATA, "w", encoding="utf-8") as file:
         file.write(text + "\n")
@@ -174,7 +174,7 @@ def write_metadata(folder: Path, values: dict) -> None:
 
 
 def read_metadata(folder: Path) -> dict:
-    """Reads `corpus.json`. Raises `ConfigError` if it is not there or not what was written."""
+    """Reads `corpus.json`. Raises `ConfigError` if it is missing or was changed since it was written."""
     path = Path(folder) / METADATA
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -184,17 +184,17 @@ def read_metadata(folder: Path) -> dict:
         raise damaged(folder, [f"{path}: is missing"]) from None
     except (ValueError, KeyError, AttributeError, TypeError):
         pass
-    raise damaged(folder, [f"{path}: is corrupted: it is not what was written"])
+    raise damaged(folder, [f"{path}: is corrupted: its content changed since it was written"])
 
 
 @contextlib.contextmanager
 def new_folder(target: Path, replace: bool = False) -> Iterator[Path]:
-    """Gives a folder to fill, which becomes `target` at the end of the `with` block, or disappears if that fails.
+    """Yields an empty folder that becomes `target` at the end of the `with` block, or is removed if the block fails.
 
     Args:
-        target: the final folder. If another process has made it meanwhile, theirs stays: both hold the same.
-        replace: `target` is damaged: put the new files in the place of its own. Whoever has the old ones mapped
-            keeps them.
+        target: the final folder. If another process creates it in the meantime, that one stays; both have the same
+            content.
+        replace: replace the files in `target`, which is damaged. Processes that have mapped the old files keep them.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target.parent)
@@ -216,8 +216,8 @@ def new_folder(target: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def damaged(folder: Path, problems: list[str]) -> CorpusDamaged:
-    """The error for a corpus folder that cannot be trusted."""
-    fix = f"delete the folder {folder} and run again, or run `linnet data` again: it is rebuilt from its sources"
+    """Returns the error for a damaged corpus folder; each problem ends with the fix."""
+    fix = f"delete the folder {folder} and run again, or run `linnet data` again, which rebuilds it from its sources"
     return CorpusDamaged([f"{problem}; {fix}" for problem in problems], "data")
 
 

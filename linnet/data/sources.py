@@ -1,8 +1,8 @@
-"""Where text comes from: the standard library, files, folders, globs, JSONL and Parquet.
+"""Sources of text: the standard library, files, folders, globs, JSONL and Parquet.
 
-A text file is one document, a JSONL file holds one a line, a Parquet file one a row. A folder is read recursively:
-every file in it that is not hidden and is UTF-8 text is read, in the order of their paths; the others are skipped and
-listed. What a person names (a path or a glob) must be text: there a binary or badly encoded file is an error.
+A text file is one document, a JSONL file has one document per line, and a Parquet file one per row. A folder is read
+recursively: all of its UTF-8 files are read in the order of their paths, except hidden ones; other files are skipped
+and listed. Files that are named directly (by a path or a glob) must be text: a binary or badly encoded one is an error.
 """
 
 import contextlib
@@ -22,17 +22,22 @@ from linnet.install import install_command
 
 STDLIB = "stdlib"
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
-# Not the library itself, or tests that hold broken source text on purpose.
+# Folders that are not part of the library, and tests, some of which contain invalid source text on purpose.
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-SNIFF = 8192  # bytes that tell most binary files from text
-LARGE = 16 << 20  # bytes from which a file is worth remembering
-SETTLED = 2.0  # seconds after which a change shows in a file's times
-REPORTED = 5  # problems listed for one file
+SNIFF = 8192  # bytes to read from the start of a file; enough to recognize most binary files
+LARGE = 16 << 20  # bytes from which the fingerprint of a file is stored
+SETTLED = 2.0  # seconds after which another change to a file certainly changes its times
+REPORTED = 5  # most problems listed per file
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of documents: kind is text, jsonl or parquet; `named` if a person pointed at it, not found in a folder."""
+    """A file of documents.
+
+    Attributes:
+        kind: "text", "jsonl" or "parquet".
+        named: whether a path or glob names the file directly; False if it was found in a folder.
+    """
 
     path: Path
     kind: str
@@ -40,16 +45,16 @@ class SourceFile:
 
 
 def find_files(source: str | list[str], key: str, problems: list[str], skipped: list[str]) -> list[SourceFile]:
-    """Lists the files of a source without reading them through.
+    """Lists the files of a source without reading all of their content.
 
     Args:
         source: "stdlib", or a list of paths of files and folders, globs, and "stdlib".
         key: the name of the configuration key, for messages.
-        problems: what is wrong is added here, one line each.
-        skipped: files of folders that are not text are added here with the reason.
+        problems: problems are appended here, one line each.
+        skipped: files in folders that are not text are appended here with the reason.
 
     Returns:
-        Each file once, folders and globs in the order of their paths.
+        Each file once; files of folders and globs in the order of their paths.
     """
     found: dict[Path, SourceFile] = {}
     for name in [source] if isinstance(source, str) else source:
@@ -69,7 +74,7 @@ def read_documents(file: SourceFile, text_key: str, problems: list[str]) -> Iter
     Args:
         file: what to read.
         text_key: the key (JSONL) or column (Parquet) that holds the text.
-        problems: what is wrong is added here, at most about `REPORTED` lines; the documents concerned are not yielded.
+        problems: problems are appended here, at most about `REPORTED` lines; invalid documents are not yielded.
     """
     reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}[file.kind]
     try:
@@ -79,17 +84,16 @@ def read_documents(file: SourceFile, text_key: str, problems: list[str]) -> Iter
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
+    """Returns the SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprints(files: list[SourceFile], cache: Path | None) -> list[str]:
-    """`fingerprint` of each file; those of large files are remembered in the folder `cache` while they do not change.
-    With None for a cache nothing is remembered.
+    """Returns the `fingerprint` of each file. Stores those of large files in the folder `cache`, unless it is None.
 
-    A file counts as unchanged if its size and its times of modification and change are the same, as git judges it; one
-    modified in the last moments is not remembered, because a second change could leave the times as they are.
+    Like git, this treats a file as unchanged if its size and its times of modification and change are the same. The
+    fingerprint of a file that changed a moment ago is not stored, because a second change could leave its times equal.
     """
     known = {}
     if cache is not None:
@@ -116,24 +120,24 @@ def fingerprints(files: list[SourceFile], cache: Path | None) -> list[str]:
 
 
 def stdlib_folder() -> Path:
-    """Where the Python standard library lies, also from inside a virtual environment."""
+    """Returns the folder of the Python standard library, also from inside a virtual environment."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def _find(name: str, skipped: list[str]) -> tuple[list[SourceFile], str | None]:
-    if not name:  # which as a path would be the folder that one is in
+    if not name:  # as a path, an empty name would mean the current folder
         return [], "is empty; name a file, folder or glob"
     if name == STDLIB:
         root = stdlib_folder()
         paths = [path for path in _walk(root, NOT_LIBRARY) if path.suffix == ".py" and path.stat().st_size]
         files = [SourceFile(path, "text", named=False) for path in paths]
-        return files, None if files else f"found no Python source in {root}; give files of your own"
+        return files, None if files else f"found no Python source in {root}; give your own files"
     path = Path(name).expanduser()
     if path.is_dir():
         files = [file for file in (_sniff(path, skipped) for path in _walk(path)) if file]
         return (
             files,
-            None if files else "is a folder without text; give one with UTF-8 text, JSONL or Parquet files",
+            None if files else "is a folder without text; give a folder with UTF-8 text, JSONL or Parquet files",
         )
     if path.exists():
         return _named(path)
@@ -141,7 +145,7 @@ def _find(name: str, skipped: list[str]) -> tuple[list[SourceFile], str | None]:
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         results = [_named(match) for match in matches if match.is_file()]
         if not results:
-            return [], f"matches no files (relative patterns start in {Path.cwd()})"
+            return [], f"matches no files; check the pattern (relative patterns start in {Path.cwd()})"
         reasons = [f"matches {files[0].path}, which {reason}" for files, reason in results if reason]
         return [file for files, _ in results for file in files], "; it also ".join(reasons) or None
     return [], f"does not exist; check the path (relative ones start in {Path.cwd()})"
@@ -226,7 +230,7 @@ def _json_text(line: bytes, text_key: str) -> tuple[bytes | None, str | None]:
     except json.JSONDecodeError as error:
         return None, f"is not JSON: {error.msg} at character {error.pos}"
     except RecursionError:
-        return None, "is JSON nested too deep to read"
+        return None, "is JSON that is nested too deeply to read"
     if not isinstance(values, dict):
         return None, f"is not a JSON object but {type(values).__name__}; write {{{json.dumps(text_key)}: ...}}"
     if text_key not in values:
@@ -237,13 +241,14 @@ def _json_text(line: bytes, text_key: str) -> tuple[bytes | None, str | None]:
 
 def _checked(text: object, what: str) -> tuple[bytes | None, str | None]:
     if not isinstance(text, str):
-        return None, f"{what} is {type(text).__name__}, not text"
+        return None, f"{what} is of type {type(text).__name__}; give text"
     try:
         encoded = text.encode()
     except UnicodeEncodeError as error:
-        return None, f"{what} holds half of a surrogate pair at character {error.start}"
+        return None, f"{what} contains half of a surrogate pair at character {error.start}; give valid Unicode"
     if b"\0" in encoded:
-        return None, f"{what} holds NUL at character {text.index(chr(0))}, which marks the end of a document; remove it"
+        place = f"at character {text.index(chr(0))}"
+        return None, f"{what} contains NUL {place}, which marks the end of a document; remove it"
     return encoded, None
 
 

@@ -1,10 +1,10 @@
-"""Which documents are used, and which are held out: decided from their sizes and content alone, before any is encoded.
+"""Decides which documents are used and which are held out, from their sizes and content, before they are encoded.
 
-A document is held out if a keyed hash of its content falls below `validation_fraction`, so it stays on its side when
-other documents are added, whatever its name or place, and its exact copies stay with it. Where that misses the fraction
-by more than a factor of `TOLERANCE` (few documents, or one that outweighs the rest), the documents with the smallest
-hashes are held out until the fraction is reached; and where that misses too (one document, say), the last part of each
-document is, as a document of its own.
+A document is held out if a keyed hash of its content is below `validation_fraction`. So it stays in its split when
+other documents are added, whatever its name or place, and its exact copies are in the same split. If this misses the
+fraction by more than a factor of `TOLERANCE` (few documents, or one much larger than the rest), the documents with the
+smallest hashes are held out until the fraction is reached. If this misses it too (a single document, for example), the
+last part of each document is held out, as a separate document.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ TOLERANCE = 4.0
 
 @dataclass(frozen=True)
 class Split:
-    """What becomes of each document, in bytes: [0, cut) trains, [cut, keep) is held out, the rest is left out.
+    """The use of each document, by bytes: [0, cut) is for training, [cut, keep) is held out, the rest is not used.
 
     Attributes:
-        keep, cut: int64 [documents]. The places are moved to whole characters or lines (`cut_text`) when text is there.
+        keep, cut: int64 [documents]. `cut_text` later moves these places to whole characters or lines.
         by: "documents", "tails" (the end of each document is held out) or "given" (the held-out text was named).
-        copies: how many documents were left out of training because they are in the given held-out text.
+        copies: number of documents left out of training because the given held-out text contains them.
     """
 
     keep: np.ndarray
@@ -33,14 +33,14 @@ class Split:
 
 
 def split_documents(sizes: np.ndarray, hashes: np.ndarray, fraction: float, max_bytes: int | None, seed: int) -> Split:
-    """Holds out about `fraction` of the bytes, after taking documents in a random order until `max_bytes` are there.
+    """Takes documents in a random order until they have `max_bytes` bytes, and holds out about `fraction` of these.
 
     Args:
-        sizes: int64 [documents], bytes.
+        sizes: int64 [documents], in bytes.
         hashes: uint64 [documents], of their content.
         fraction: share of the bytes to hold out, in (0, 1).
         max_bytes: None takes all; the document that crosses the limit is cut there.
-        seed: key of both choices.
+        seed: seed of both choices.
     """
     keep = take(sizes, uniform(hashes, seed, "limit"), max_bytes)
     place = uniform(hashes, seed, "held out")
@@ -52,7 +52,7 @@ def split_documents(sizes: np.ndarray, hashes: np.ndarray, fraction: float, max_
 
 
 def given_split(sizes: np.ndarray, hashes: np.ndarray, held: np.ndarray, max_bytes: int | None, seed: int) -> Split:
-    """Holds out the documents where `held` is true, and keeps exact copies of them out of training."""
+    """Holds out the documents for which `held` is True, and leaves exact copies of them out of training."""
     copies = np.isin(hashes, hashes[held]) & ~held
     train = np.where(held | copies, 0, sizes)
     keep = np.where(held, sizes, take(train, uniform(hashes, seed, "limit"), max_bytes))
@@ -60,7 +60,7 @@ def given_split(sizes: np.ndarray, hashes: np.ndarray, held: np.ndarray, max_byt
 
 
 def take(sizes: np.ndarray, place: np.ndarray, max_bytes: int | None) -> np.ndarray:
-    """How many bytes of each document are used if they are taken by rising `place` until `max_bytes` are there."""
+    """Returns the used bytes of each document if documents are taken by ascending `place` up to `max_bytes` bytes."""
     if max_bytes is None or sizes.sum() <= max_bytes:
         return sizes
     order = np.argsort(place, kind="stable")
@@ -71,7 +71,10 @@ def take(sizes: np.ndarray, place: np.ndarray, max_bytes: int | None) -> np.ndar
 
 
 def cut_text(text: bytes, keep: int, cut: int) -> tuple[bytes, bytes]:
-    """The training and the held-out part of a document, cut between characters and, if there is one near, at a line."""
+    """Returns the training part and the held-out part of a document.
+
+    The cut is at the end of a line if one is near, else between two characters.
+    """
     text = text[: _character(text, keep)]
     if not 0 < cut < len(text):
         return (text, b"") if cut else (b"", text)

@@ -1,6 +1,6 @@
-"""Text to token ids and back: bytes, byte-level BPE learned here, or any tokenizer.json.
+"""Tokenizers: bytes, byte-level BPE that Linnet learns, or any tokenizer.json.
 
-Every tokenizer has an end-of-document token, which stands after each document of a corpus and never comes from text: a
+Every tokenizer has an end-of-document token, which follows each document of a corpus. Text never encodes to it: a
 document that contains its spelling ("<|endoftext|>") is encoded as ordinary text.
 """
 
@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from linnet.config import Config, ConfigError, digest
 
 END_OF_DOCUMENT = "<|endoftext|>"
-# Names under which a tokenizer.json may hold its end-of-document token, the likeliest first.
+# Common names of the end-of-document token in a tokenizer.json, the likeliest first.
 COMMON_ENDS = (
     END_OF_DOCUMENT,
     "<|end_of_text|>",
@@ -37,7 +37,7 @@ _WORD_START = re.compile(r"(?<=\S)[ \t\n]")
 
 
 class ByteTokenizerConfig(Config):
-    """UTF-8 bytes as tokens: 256 of them, id 0 (NUL, which text may not contain) is the end of a document.
+    """UTF-8 bytes as tokens: 256 ids; id 0 (NUL, which text must not contain) is the end of a document.
 
     Attributes:
         kind: byte: each byte is a token.
@@ -52,7 +52,7 @@ class BPETokenizerConfig(Config):
     Attributes:
         kind: bpe: byte pairs, learned from the training text.
         vocab_size: exact number of tokens: the end of a document, 256 bytes, and the merges.
-        train_bytes: how much text the merges are learned from; documents are taken in a fixed random order.
+        train_bytes: bytes of text from which the merges are learned; documents are taken in a fixed random order.
     """
 
     kind: Literal["bpe"] = "bpe"
@@ -75,7 +75,7 @@ class FileTokenizerConfig(Config):
 
 
 def expand_tokenizer(value: object) -> object:
-    """Reads the short forms `byte`, `bpe:4096` and `path/to/tokenizer.json`; anything else is returned as it is."""
+    """Expands the short forms `byte`, `bpe:4096` and `path/to/tokenizer.json`; returns other values unchanged."""
     if not isinstance(value, str):
         return value
     if value == "byte":
@@ -88,22 +88,22 @@ def expand_tokenizer(value: object) -> object:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest little-endian unsigned integer that holds every id."""
+    """Returns the smallest little-endian unsigned integer type that holds every id."""
     return np.dtype("<u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 class Tokenizer:
-    """What every tokenizer offers.
+    """The interface of all tokenizers.
 
     Attributes:
         name: a short description for people.
-        vocab_size: ids are below this.
+        vocab_size: number of ids; all ids are below it.
         end_of_document: the id of the token after each document.
-        byte_lengths: int64 [vocab_size], how many bytes of text each token stands for (0 for the end of a document), or
-            None where a token alone does not say (a tokenizer.json that normalises text or is not byte-level).
+        byte_lengths: int64 [vocab_size], the number of bytes of text per token (0 for the end of a document). None if
+            a token does not determine it (a tokenizer.json that normalises text or is not byte-level).
         unknown: the id that replaces text the tokenizer cannot express, or None if it can express all text.
-        prompt_start: ids that the model expects in front of a text to go on from, as converted Llamas do; `encode` and
-            documents do without.
+        prompt_start: ids that the model expects before a prompt, as converted Llamas do. `encode` does not add them,
+            and documents do not have them.
     """
 
     name: str
@@ -114,23 +114,26 @@ class Tokenizer:
     prompt_start: tuple[int, ...] = ()
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, int64 [n], without an end of document. Raises ValueError for NUL among bytes."""
+        """Returns the token ids of a text, int64 [n], without an end of document.
+
+        Raises ValueError for NUL in a text for the byte tokenizer.
+        """
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; ends of documents are left out and broken UTF-8 shows as U+FFFD."""
+        """Returns the text of ids. Ends of documents are left out; invalid UTF-8 becomes U+FFFD."""
         raise NotImplementedError
 
     def encode_documents(self, documents: list[bytes]) -> list[np.ndarray]:
-        """Token ids of many documents given as valid UTF-8, in the dtype of `token_dtype`."""
+        """Returns the token ids of many documents in valid UTF-8, in the dtype of `token_dtype`."""
         raise NotImplementedError
 
     def to_json(self) -> str:
-        """What `save` writes."""
+        """Returns the text that `save` writes."""
         raise NotImplementedError
 
     def save(self, path: str | Path) -> None:
-        """Writes the file that `load_tokenizer` reads; a tokenizer.json, but for bytes, which need none."""
+        """Writes a file that `load_tokenizer` reads: a tokenizer.json, or a short note for the byte tokenizer."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @functools.cached_property
@@ -169,19 +172,19 @@ class FileTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, with an end-of-document token.
 
     Args:
-        inner: the library's tokenizer; its truncation, padding and added tokens at the ends of a text are turned off.
-        end_of_document: the token that ends a document; None takes the first of `COMMON_ENDS` that it has.
+        inner: the library's tokenizer. Truncation, padding, and tokens added before or after a text are turned off.
+        end_of_document: the token that ends a document; None takes the first of `COMMON_ENDS` that `inner` has.
         name: a short description for people.
 
     Raises:
-        ValueError: it has no such token.
+        ValueError: `inner` does not have this token.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, end_of_document: str | None = None, name: str = "tokenizer.json"):
         self._inner = inner
         inner.no_truncation()
         inner.no_padding()
-        inner.encode_special_tokens = True  # a special token spelled out in a document is text
+        inner.encode_special_tokens = True  # encode the spelling of a special token in a document as ordinary text
         vocab = inner.get_vocab(with_added_tokens=True)
         names = COMMON_ENDS if end_of_document is None else (end_of_document,)
         self._end = next((token for token in names if token in vocab), None)
@@ -207,13 +210,13 @@ class FileTokenizer(Tokenizer):
         return [np.concatenate([np.asarray(piece, dtype=dtype) for piece in pieces]) for pieces in self._encode(texts)]
 
     def own_start(self) -> tuple[int, ...]:
-        """Ids that the library's own rule, which is turned off here, puts in front of a text."""
+        """Returns the ids that the library's own rule, which `encode` does not apply, adds before a text."""
         bare, whole = (self._inner.encode("a", add_special_tokens=flag).ids for flag in (False, True))
         places = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
         return tuple(whole[: next(places, 0)])
 
     def to_json(self) -> str:
-        # Other programs read this too, unless it has to note which of its tokens is the end of a document.
+        # Other programs can read this file too, unless it must note which token is the end of a document.
         values = json.loads(self._inner.to_str())
         known = [token for token in COMMON_ENDS if self._inner.token_to_id(token) is not None]
         if self._end not in known[:1]:
@@ -221,7 +224,8 @@ class FileTokenizer(Tokenizer):
         return json.dumps(values, ensure_ascii=False)
 
     def _encode(self, texts: list[str]) -> list[list[list[int]]]:
-        # Long documents go in pieces: the library works on them in parallel and holds some hundred bytes a token.
+        # Long documents are cut into pieces. The library encodes pieces in parallel, and needs some hundred bytes of
+        # memory per token of a piece.
         pieces = [_pieces(text) if self.byte_lengths is not None else [text] for text in texts]
         flat = [piece for group in pieces for piece in group]
         found = iter(self._inner.encode_batch_fast(flat, add_special_tokens=False))
@@ -241,10 +245,10 @@ class FileTokenizer(Tokenizer):
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> FileTokenizer:
-    """Learns byte-level BPE; the same documents give the same tokenizer, whatever their order and the threads.
+    """Learns byte-level BPE. The same documents give the same tokenizer, in any order and with any number of threads.
 
     Raises:
-        ConfigError: the documents do not hold enough repeated pairs for `vocab_size` tokens.
+        ConfigError: the documents do not have enough repeated pairs for `vocab_size` tokens.
     """
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -264,7 +268,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> FileTokenizer:
 
 
 def given_tokenizer(config: ByteTokenizerConfig | BPETokenizerConfig | FileTokenizerConfig) -> Tokenizer | None:
-    """The tokenizer that a configuration names, None where it is yet to be trained. Raises as `load_tokenizer`."""
+    """Returns the tokenizer that a configuration names, or None if it must be learned. Raises as `load_tokenizer`."""
     match config:
         case ByteTokenizerConfig():
             return ByteTokenizer()
@@ -274,19 +278,20 @@ def given_tokenizer(config: ByteTokenizerConfig | BPETokenizerConfig | FileToken
 
 
 def given_vocabulary(config: ByteTokenizerConfig | BPETokenizerConfig | FileTokenizerConfig) -> int:
-    """Tokens of the tokenizer that a configuration names, before any text is read. Raises as `load_tokenizer`."""
+    """Returns the vocabulary size of a tokenizer's configuration without reading text. Raises as `load_tokenizer`."""
     return config.vocab_size if isinstance(config, BPETokenizerConfig) else given_tokenizer(config).vocab_size
 
 
 def load_tokenizer(path: str | Path, end_of_document: str | None = None) -> Tokenizer:
-    """Reads a tokenizer.json, or what `Tokenizer.save` wrote.
+    """Reads a tokenizer.json, or a file that `Tokenizer.save` wrote.
 
     Args:
         path: the file.
-        end_of_document: the token that ends a document; None takes what the file notes, else one of `COMMON_ENDS`.
+        end_of_document: the token that ends a document; None takes the one noted in the file, else the first of
+            `COMMON_ENDS` that the tokenizer has.
 
     Raises:
-        ConfigError: there is no such file, it is not a tokenizer, or it lacks the end-of-document token.
+        ConfigError: the file does not exist, is not a tokenizer, or has no end-of-document token.
     """
     path = Path(path).expanduser()
     try:
@@ -300,13 +305,13 @@ def load_tokenizer(path: str | Path, end_of_document: str | None = None) -> Toke
         reason = f"cannot be read: {error.strerror}; give the path of a tokenizer.json as data.tokenizer, or byte"
     except ValueError as error:
         reason = str(error) if "end_of_document" in str(error) else f"is not JSON ({error})"
-    except Exception as error:  # the library raises bare Exception for a file it cannot use
+    except Exception as error:  # the library raises a bare Exception for a file that it cannot use
         reason = f"is not a tokenizer.json of the tokenizers library ({error})"
     raise ConfigError([f"tokenizer {path}: {reason}"], "data")
 
 
 def _byte_level(values: dict) -> bool:
-    """Whether text is cut into bytes and joined from them, nothing added: then tokens have exact byte lengths."""
+    """Returns whether the tokenizer works on bytes and adds nothing, so that each token has an exact byte length."""
 
     def parts(step: dict | None) -> list[dict]:
         if step is None:
@@ -320,9 +325,9 @@ def _byte_level(values: dict) -> bool:
 
 
 def _pieces(text: str) -> list[str]:
-    """Cuts long text where white space follows something else: there GPT-2's rule always starts a new word.
+    """Cuts long text before white space that follows another character; GPT-2's rule always starts a new word there.
 
-    Other byte-level splitting rules may place one token differently at a cut, once in `PIECE` characters.
+    Other byte-level splitting rules may place one token differently at a cut, once per `PIECE` characters.
     """
     pieces, start = [], 0
     while len(text) - start > PIECE:

@@ -1,7 +1,7 @@
-"""Synthetic tasks that ask a model for one skill each: the six of MAD (paper 004), and MQAR (section 4.1 of paper 002).
+"""Synthetic tasks that test one skill each: the six tasks of MAD (paper 004), and MQAR (section 4.1 of paper 002).
 
 task = TASKS["in_context_recall"](vocab_size=32)
-inputs, targets = generate(task, "train", 12_800, seed=0)     # int64 [12800, 128] both, -100 where nothing is asked
+inputs, targets = generate(task, "train", 12_800, seed=0)     # both int64 [12800, 128]; -100: position not scored
 """
 
 from linnet.config import ConfigError, nearest
@@ -20,7 +20,7 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
 
 
 def find_task(name: str) -> type[Task]:
-    """The task of that name; hyphens may stand for underscores. Raises `ConfigError` with the nearest right name."""
+    """Returns the task with a name; hyphens count as underscores. Raises `ConfigError` with the nearest valid name."""
     found = TASKS.get(name.replace("-", "_"))
     if found is None:
         raise ConfigError([f"task {name!r} is unknown; {nearest(name.replace('-', '_'), TASKS)}"], "tasks")

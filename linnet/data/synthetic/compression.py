@@ -1,12 +1,12 @@
-"""Compression (004, section 3.1.5 and B.1.5): pack a sequence into one token, from which a decoder recovers it.
+"""Compression (004, section 3.1.5 and B.1.5): pack a sequence into one token, from which a decoder restores it.
 
     d3 d0 d7 d7 d1 [c]                   the targets are the data tokens, each at its own position
 
-The last token of the input is the compression token. The model is an auto-encoder: its output at that token, with the
-embedding of a position added, goes through a small decoder that gives the token at that position. A language model
-read at each position would copy its input, so this task is for `autoencoder` models only.
+The last token of the input is the compression token. The model is an auto-encoder: a small decoder takes its output at
+that token, adds the embedding of a position, and predicts the token at that position. A language model with targets at
+each position would just copy its input, so this task is for `autoencoder` models only.
 
-`mad-lab`: the compression token takes one id of `vocab_size` and is a target itself, always right: 1/L of the targets.
+`mad-lab`: the compression token takes one id of `vocab_size` and is also a target, always the same: 1/L of the targets.
 """
 
 from typing import ClassVar
@@ -30,7 +30,7 @@ class Compression(Task):
     def _has_data(cls, vocab_size: int, info: ValidationInfo) -> int:
         special = 1 if info.data.get("spec") == "mad-lab" else 0
         if vocab_size < special + 2:
-            beside = " beside the compression token" if special else ""
+            beside = " in addition to the compression token" if special else ""
             raise ValueError(f"{vocab_size} leaves fewer than two data tokens{beside}; use at least {special + 2}")
         return vocab_size
 

@@ -1,8 +1,8 @@
-"""Random numbers that depend on a key alone: not on the order of calls elsewhere, the worker, or NumPy's version.
+"""Random numbers that depend only on a key, and not on other calls, the worker, or NumPy's version.
 
-NumPy keeps the raw bits of its bit generators fixed for good, but may change how its distributions use them (NEP 19).
-So only the bits of Philox (J. K. Salmon and others, "Parallel random numbers: as easy as 1, 2, 3", 2011) are taken
-from it, and the few distributions that the tasks need are written here.
+NumPy guarantees the raw bits of its bit generators, but may change how its distributions use them (NEP 19). So this
+module takes only the bits of Philox from NumPy (J. K. Salmon and others, "Parallel random numbers: as easy as 1, 2, 3",
+2011), and implements the few distributions that the tasks need.
 """
 
 import hashlib
@@ -10,15 +10,15 @@ import math
 
 import numpy as np
 
-SORTED = 1024  # up to this many things are shuffled whole; from more, distinct ones are drawn and drawn again
+SORTED = 1024  # populations up to this size are permuted; from larger ones, duplicates are drawn again
 
 
 class Draws:
-    """A stream of random numbers named by a seed and a place.
+    """A stream of random numbers, identified by a seed and a place.
 
     Args:
         seed: any integer.
-        place: strings and integers that say what the stream is for; another place gives an unrelated stream.
+        place: strings and integers that name the purpose of the stream; another place gives an unrelated stream.
     """
 
     def __init__(self, seed: int, *place: str | int):
@@ -27,20 +27,20 @@ class Draws:
         self._bits = np.random.Philox(key=int.from_bytes(key[:16], "little"))
 
     def uniform(self, *shape: int) -> np.ndarray:
-        """Float64 in [0, 1)."""
+        """Returns float64 numbers in [0, 1) of the given shape."""
         bits = self._bits.random_raw(math.prod(shape))
         return ((bits >> np.uint64(11)) * 2.0**-53).reshape(shape)
 
     def integers(self, high: int | np.ndarray, *shape: int) -> np.ndarray:
-        """Int64 in [0, high); `high` may be an array that broadcasts to `shape`."""
+        """Returns int64 numbers in [0, high) of the given shape; `high` may be an array that broadcasts to it."""
         return (self.uniform(*shape) * high).astype(np.int64)
 
     def permutations(self, rows: int, size: int) -> np.ndarray:
-        """Int64 [rows, size]: 0 to size - 1 in an order of its own in each row."""
+        """Returns int64 [rows, size]: an independent random permutation of 0 to size - 1 in each row."""
         return np.argsort(self.uniform(rows, size), axis=1)
 
     def subsets(self, rows: int, size: int, count: int) -> np.ndarray:
-        """Bool [rows, size] with `count` True in each row; every such row is equally likely."""
+        """Returns bool [rows, size] with `count` True values in each row; all such rows are equally likely."""
         chosen = np.zeros((rows, size), dtype=bool)
         if count:
             smallest = np.argpartition(self.uniform(rows, size), count - 1, axis=1)[:, :count]
@@ -48,9 +48,9 @@ class Draws:
         return chosen
 
     def distinct(self, rows: int, count: int, population: int) -> np.ndarray:
-        """Int64 [rows, count] in [0, population), all different within a row.
+        """Returns int64 [rows, count] in [0, population), all different within a row.
 
-        Where `count` is larger, the first `population` of a row are different and the others are independent.
+        If `count` exceeds `population`, the first `population` of a row are different and the others independent.
         """
         if population <= max(SORTED, 2 * count):
             chosen = self.permutations(rows, population)[:, :count]
@@ -62,7 +62,7 @@ class Draws:
 
 
 def first_places(values: np.ndarray) -> np.ndarray:
-    """For each element of a row, where its value first stands in that row; int64 [rows, n] -> int64 [rows, n]."""
+    """Returns for each element the first place of its value in its row; int64 [rows, n] -> int64 [rows, n]."""
     order = np.argsort(values, axis=1, kind="stable")
     ordered = np.take_along_axis(values, order, axis=1)
     starts = np.zeros(values.shape, dtype=np.int64)

@@ -1,14 +1,14 @@
 """Fuzzy in-context recall (004, section 3.1.2 and B.1.2): in-context recall with keys and values of several tokens.
 
-    k3 k1 v1 | k0 v4 v2 v7 | k3 k1 v1     (without the bars) the value is asked for after the second k3 k1
+    k3 k1 v1 | k0 v4 v2 v7 | k3 k1 v1     (without the bars) the target after the second k3 k1 is its value v1
 
 A key, or a value, is an ordered tuple of 1 to 3 different tokens; size and tuple are uniform. Keys of validation and
-test samples have the largest size, so that no key begins another. One pair, the probe, stands somewhere in the
-sequence and again at its end; everything between is pairs drawn at random, and a key that comes back keeps its value.
-Targets are all tokens of a value whose key stood there before. What is left of the length is padding at the left.
+test samples have the largest size, so that no key is a prefix of another. One pair, the probe, occurs somewhere in the
+sequence and again at its end. All other pairs are drawn at random; a key that occurs again has the same value. Targets
+are all tokens of a value whose key occurred earlier. The rest of the length is padding at the left.
 
-`mad-lab`: the probe goes in at a place drawn before the pairs, which in 2.4 % of test samples of the baseline is
-never reached; values are drawn with replacement; the padding is 2 longer and takes one id of `vocab_size`; training
+`mad-lab`: the place of the probe is drawn before the pairs, and in 2.4 % of test samples of the baseline the pairs
+never reach it; values are drawn with replacement; the padding is 2 longer and takes one id of `vocab_size`; training
 targets are all next tokens, padding included.
 """
 
@@ -42,7 +42,7 @@ class FuzzyRecall(Task):
         spec = info.data.get("spec")
         check_halves(spec, vocab_size, 1 if spec == "mad-lab" else 0)
         if vocab_size > 4096:
-            raise ValueError(f"{vocab_size} makes more tuples than can be numbered; use at most 4096")
+            raise ValueError(f"{vocab_size} allows more tuples than int64 can number; use at most 4096")
         return vocab_size
 
     @field_validator("max_key_size", "max_value_size")
@@ -54,7 +54,7 @@ class FuzzyRecall(Task):
         if vocab_size and (vocab_size - special) // 2 < size:
             raise ValueError(
                 f"{size} different tokens cannot be taken from {(vocab_size - special) // 2}; "
-                f"use at most those, or vocab_size of at least {2 * size + special}"
+                f"use at most {(vocab_size - special) // 2}, or vocab_size of at least {2 * size + special}"
             )
         needed = 2 * (size + info.data.get("max_key_size", 1)) + 1
         if seq_len and seq_len < needed:
@@ -74,7 +74,7 @@ class FuzzyRecall(Task):
         columns = used.any(axis=0)
         order, starts, used = order[:, columns], starts[:, columns], used[:, columns]
 
-        # Column 0 of what is drawn is the probe, and it closes the sequence.
+        # Column 0 of the drawn pairs is the probe. It also ends the sequence.
         key_sizes, value_sizes = (np.take_along_axis(sizes, order, axis=1) for sizes in drawn[1:3])
         ends = (np.where(used, starts + key_sizes + value_sizes, 0)).max(axis=1, keepdims=True)
         last = np.zeros((rows, 1), dtype=np.int64)
@@ -85,7 +85,7 @@ class FuzzyRecall(Task):
         length = self.seq_len + 1
         starts = starts + length - (ends + key_sizes[:, -1:] + value_sizes[:, -1:])
 
-        motif = np.take_along_axis(drawn.motif, order, axis=1)  # pairs with one key are one motif
+        motif = np.take_along_axis(drawn.motif, order, axis=1)  # pairs with the same key have the same motif
         answerable = earliest(motif, drawn.motif.shape[1])
         answerable = np.take_along_axis(answerable, motif, axis=1) < np.arange(motif.shape[1])
         answerable[:, -1] = True
@@ -106,7 +106,7 @@ class FuzzyRecall(Task):
         return Samples(tokens[:, :-1], asked[:, 1:])
 
     def _draw_pairs(self, draws: Draws, rows: int, training: bool) -> "_Drawn":
-        """The probe, and after it as many keys as could be needed, with the sizes of their values."""
+        """Draws the probe, then as many keys as a sequence may need, with the sizes of their values."""
         keys = self.kinds[0].size
         smallest = 1 if training else self.max_key_size
         count = 2 + self.seq_len // (smallest + 1)
@@ -120,20 +120,24 @@ class FuzzyRecall(Task):
         return _Drawn(parts, key_sizes, np.take_along_axis(value_sizes, motif, axis=1), motif)
 
     def _arrange(self, draws: Draws, drawn: "_Drawn") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Puts the probe among the pairs: which pair comes when, where it starts, and whether it is before the end."""
+        """Inserts the probe among the pairs.
+
+        Returns:
+            The order of the pairs, where each one starts, and whether it starts early enough to be used.
+        """
         rows, count = drawn.motif.shape
         paper = self.spec == "paper"
         sizes = drawn.key_sizes + drawn.value_sizes
         probe, others = sizes[:, :1], sizes[:, 1:]
         starts = np.cumsum(others, axis=1) - others
-        # The largest pair started before the limit, and the probe after it, still fit.
+        # The largest pair that starts before the limit fits, and so does the probe after it.
         limit = self.seq_len + (2 if paper else 0) - probe - self.max_key_size - self.max_value_size
         if paper:
             at = draws.integers((starts < limit).sum(axis=1, keepdims=True), rows, 1)
         else:
             wanted = draws.integers(self.seq_len - 2 * probe, rows, 1)
             at = (starts < wanted).sum(axis=1, keepdims=True)
-            # A pair drawn with the probe's key before that place is the probe.
+            # If an earlier pair has the probe's key, that pair is the probe.
             already = ((drawn.motif[:, 1:] == 0) & (np.arange(count - 1) < at)).any(axis=1, keepdims=True)
             at = np.where(already, count - 1, at)
         place = np.arange(count)
@@ -145,7 +149,10 @@ class FuzzyRecall(Task):
     def _draw_values(
         self, draws: Draws, drawn: "_Drawn", motif: np.ndarray, used: np.ndarray, tokens: int
     ) -> np.ndarray:
-        """The value of each motif, int64 [rows, motifs, max_value_size]; `paper`: different while there are enough."""
+        """Draws the value of each motif, int64 [rows, motifs, max_value_size].
+
+        With `paper`, the values of a row are different as long as there are enough.
+        """
         rows, count = drawn.motif.shape
         if self.spec == "mad-lab":
             return _distinct_tokens(draws, rows, count, self.max_value_size, tokens)
@@ -165,7 +172,7 @@ class FuzzyRecall(Task):
 
 
 class _Drawn(NamedTuple):
-    """Pairs before they are arranged, the probe first: int64 [rows, n, parts], and [rows, n] three times."""
+    """Pairs before they are arranged, the probe first. `keys` is int64 [rows, n, parts], the others [rows, n]."""
 
     keys: np.ndarray
     key_sizes: np.ndarray
@@ -174,13 +181,13 @@ class _Drawn(NamedTuple):
 
 
 def _distinct_tokens(draws: Draws, rows: int, count: int, size: int, tokens: int) -> np.ndarray:
-    """Ordered tuples of different tokens, uniform, as their beginnings are: int64 [rows, count, size]."""
+    """Draws uniform ordered tuples of different tokens, int64 [rows, count, size]; their prefixes are uniform too."""
     digits = [draws.integers(tokens - part, rows, count) for part in range(size)]
     return _skip_taken(np.stack(digits, axis=2))
 
 
 def _decode(codes: np.ndarray, size: int, tokens: int) -> np.ndarray:
-    """The tuple of `size` different tokens with each number: int64 [n] -> int64 [n, size]."""
+    """Returns the tuple of `size` different tokens for each number: int64 [n] -> int64 [n, size]."""
     digits = []
     for part in range(size):
         codes, digit = np.divmod(codes, tokens - part)
@@ -189,7 +196,7 @@ def _decode(codes: np.ndarray, size: int, tokens: int) -> np.ndarray:
 
 
 def _skip_taken(digits: np.ndarray) -> np.ndarray:
-    """Reads digit i, in [0, tokens - i), as a choice among the tokens that the digits before it left."""
+    """Maps digit i, in [0, tokens - i), to one of the tokens that the earlier digits have not chosen."""
     chosen = digits.copy()
     for part in range(1, digits.shape[-1]):
         taken = np.sort(chosen[..., :part], axis=-1)

@@ -1,10 +1,10 @@
 """In-context recall (004, section 3.1.1 and B.1.1): give the value that a key had earlier in the sequence.
 
-    k3 v1 k0 v4 k3 v1 k0 v4        the value is asked for after the second k3 and the second k0
+    k3 v1 k0 v4 k3 v1 k0 v4        the targets are the values at the second k3 and the second k0
 
-A sequence is L/2 pairs. Keys are uniform and come back; each sequence has its own map from keys to values. The last
-pair asks about one of the distinct keys of the sequence, so there is always something to answer. Multi-query: every
-value whose key stood there before is a target, in every split.
+A sequence has L/2 pairs. Keys are uniform and occur repeatedly; each sequence has its own map from keys to values. The
+last pair asks for one of the distinct keys of the sequence, so each sequence has a target. The task is multi-query:
+every value whose key occurred earlier is a target, in every split.
 
 `mad-lab`: the map is drawn with replacement, so keys may share a value; the sequence is shifted by one, so inputs have
 L - 1 tokens; and training targets are all next tokens, keys and first values included.

@@ -1,12 +1,12 @@
-"""Memorization (004, section 3.1.6 and B.1.6): learn a fixed map from keys to values, the facts, from training data.
+"""Memorization (004, section 3.1.6 and B.1.6): learn a fixed map from keys to values (the facts) from training data.
 
     k3 [i] k0 [i] k3 [i]                 the target at each [i] is the value of the key before it
 
-Values are never in the input, so only the weights can know them. The map is one to one and the same in all samples and
-splits of a seed: a test sample asks for the facts of the training samples in another order. So the splits share their
-facts by design, and their sequences are independent draws.
+Values never occur in the input, so the model must store them in its weights. The map is one to one, and the same in all
+samples and splits of a seed: a test sample asks for the facts of the training samples in another order. So the splits
+share their facts by design, and their sequences are independent draws.
 
-`mad-lab`: the insert token takes one id of `vocab_size`, so 256 ids hold 127 facts and a value without a key.
+`mad-lab`: the insert token takes one id of `vocab_size`, so 256 ids give 127 facts and one value without a key.
 """
 
 from typing import ClassVar
@@ -37,7 +37,7 @@ class Memorization(Task):
     @classmethod
     def _holds_pairs(cls, seq_len: int) -> int:
         if seq_len % 2:
-            raise ValueError(f"{seq_len} is odd, and every key has an insert token; use {seq_len + 1}")
+            raise ValueError(f"{seq_len} is odd, but every key needs an insert token; use {seq_len + 1}")
         return seq_len
 
     @property
@@ -47,7 +47,7 @@ class Memorization(Task):
         return lay_out(("keys", "k", keys), ("values", "v", facts - keys), ("insert", "[i]", 1))
 
     def facts(self, seed: int) -> np.ndarray:
-        """The value id of each key, int64 [keys]."""
+        """Returns the value id of each key, int64 [keys]."""
         keys, values, _ = self.kinds
         order = Draws(seed, "shared", self.name, "facts").permutations(1, values.size)[0]
         return values.start + order[: keys.size]

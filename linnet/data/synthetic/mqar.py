@@ -2,12 +2,12 @@
 
     k7 v3 k2 v9 [0] [0] k2 [0] k7 [0]    the targets at the second k2 and k7 are v9 and v3
 
-The first 2P tokens are P pairs, keys and values each without repetition. Then every key is asked for once, at an even
-distance from the pairs; its value is the target at the key's own position and is not shown. The slots of the queries
-are drawn one after the other without replacement, slot i with weight i^(power_a - 1), so at the small power of the
-paper (0.01) most queries come soon and some late; 1 is uniform. The rest is filler, id 0.
+The first 2P tokens are P pairs with distinct keys and distinct values. Then each key occurs once more, as a query, at
+an even distance from the pairs. Its value is the target at this position and is not part of the input. The slots of
+the queries are drawn one by one without replacement, slot i with weight i^(power_a - 1). With the small power of the
+paper (0.01) most queries come early and some late; 1 is uniform. The rest is filler, id 0.
 
-This is zoology's generator; mad-lab has no such task, so there is one specification.
+This is the generator of zoology. mad-lab does not have this task, so there is only one specification.
 """
 
 from typing import ClassVar, Literal
@@ -24,7 +24,7 @@ class Mqar(Task):
 
     Attributes:
         num_pairs: pairs to remember, and queries, per sequence.
-        power_a: exponent of the distance between a pair and its query; small values put queries near.
+        power_a: exponent of the distance between a pair and its query; small values make short distances likelier.
         random_filler: draw filler tokens uniformly from all ids; by default they are id 0, as in Figure 2 of zoology.
     """
 
@@ -73,7 +73,7 @@ class Mqar(Task):
         answers = values.start + draws.distinct(rows, pairs, values.size)
         slots = (self.seq_len - 2 * pairs) // 2
         weights = np.arange(1, slots + 1) ** (self.power_a - 1.0)
-        # Exponential times over weights, in order of size, are draws without replacement in proportion to the weights.
+        # Sorting exponential variables divided by weights draws without replacement in proportion to the weights.
         times = -np.log1p(-draws.uniform(rows, slots)) / weights
         places = 2 * pairs + 2 * np.argsort(times, axis=1)[:, :pairs]
         if self.random_filler:

@@ -1,13 +1,13 @@
 """Noisy in-context recall (004, section 3.1.3 and B.1.3): in-context recall with irrelevant tokens between the pairs.
 
-    n4 k3 v1 n0 n7 k0 v4 k3 v1     the value is asked for after the second k3
+    n4 k3 v1 n0 n7 k0 v4 k3 v1     the target at the second k3 is its value v1
 
-Noise comes in single tokens from a vocabulary of its own, anywhere before the last pair; the two tokens of a pair stay
-together. Noise makes up the share `frac_noise` of the input, rounded so that an even number of tokens is left for
-pairs, the same number in every sequence. All else is as in in-context recall.
+Noise tokens have their own vocabulary and occur singly, anywhere before the last pair but not inside a pair. Noise is
+the share `frac_noise` of the input, rounded so that an even number of tokens is left for pairs; the number is the same
+in every sequence. Everything else is as in in-context recall.
 
-`mad-lab`: noise comes in pairs of tokens in place of a pair, each place but one independently, so that keys keep to
-even positions; the number varies. `vocab_size` includes the noise, and training targets are all next tokens.
+`mad-lab`: two noise tokens replace a whole pair, independently at each place except one, so that keys stay at even
+positions; the number of noise tokens varies. `vocab_size` includes the noise, and training targets are all next tokens.
 """
 
 from typing import ClassVar
@@ -47,8 +47,8 @@ class NoisyRecall(Task):
         vocab_size = info.data.get("vocab_size")
         if info.data.get("spec") == "mad-lab" and vocab_size and vocab_size - noise < 4:
             raise ValueError(
-                f"{noise} ids of noise of a vocab_size of {vocab_size}, which includes them, leave too few for keys "
-                f"and values; use vocab_size of at least {noise + 4}"
+                f"{noise} noise ids in vocab_size {vocab_size}, which includes them, leave too few ids for keys and "
+                f"values; use vocab_size of at least {noise + 4}"
             )
         return noise
 
@@ -94,11 +94,11 @@ class NoisyRecall(Task):
         return Samples(tokens[:, : self.input_length], targets[:, : self.input_length])
 
     def _places(self, draws: Draws, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which places hold a pair, bool [rows, n], and the position of the key of each of those, in order."""
+        """Returns which places hold a pair, bool [rows, n], and the positions of their keys, in order."""
         if self.spec == "paper":
             noise = _noise_tokens(self.frac_noise, self.seq_len)
             pairs = (self.seq_len - noise) // 2
-            # Every order of the pairs but the last, and of the noise, is equally likely.
+            # All orders of noise and pairs are equally likely, except that the last pair is at the end.
             is_pair = np.ones((rows, pairs + noise), dtype=bool)
             is_pair[:, :-1] = draws.subsets(rows, pairs - 1 + noise, pairs - 1)
             lengths = 1 + is_pair
@@ -108,11 +108,12 @@ class NoisyRecall(Task):
         spared = draws.integers(n, rows, 1)
         used = (draws.uniform(rows, n) >= self.frac_noise) | (np.arange(n) == spared)
         used[:, -1] = True
-        # mad-lab raises where the place it spares is the last one and all others are noise.
+        # If the place without noise is the last one and all others are noise, mad-lab raises an error. Here the first
+        # place then holds a pair.
         used[:, 0] |= ~used[:, :-1].any(axis=1)
         return used, 2 * np.nonzero(used)[1]
 
 
 def _noise_tokens(frac_noise: float, seq_len: int) -> int:
-    """The even number nearest to the share, as the sequence has an even length."""
+    """Returns the even number nearest to the share; it must be even because the length of the sequence is."""
     return 2 * round(frac_noise * seq_len / 2)

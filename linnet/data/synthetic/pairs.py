@@ -1,4 +1,4 @@
-"""Pairs of one key and one value, in which keys come back: what in-context recall and its noisy form are made of."""
+"""Pairs of one key and one value with repeated keys, for in-context recall and noisy in-context recall."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,9 @@ from linnet.data.synthetic.draws import Draws
 
 
 class Pairs(NamedTuple):
-    """Keys in [0, keys) and values in [0, values), int64 [rows, n], and where the value can be known, bool [rows, n].
+    """Keys in [0, keys) and values in [0, values), int64 [rows, n].
 
-    A value can be known where its key stands earlier in the row. The last pair asks about a key that does.
+    `answerable`, bool [rows, n], is True if the key also occurs earlier in the row. It is True for the last pair.
     """
 
     keys: np.ndarray
@@ -19,10 +19,12 @@ class Pairs(NamedTuple):
 
 
 def draw_pairs(draws: Draws, used: np.ndarray, keys: int, values: int, injective: bool) -> Pairs:
-    """Draws keys uniformly, a map from keys to values for each row, and last a key among the distinct ones of the row.
+    """Draws uniform keys and a map from keys to values per row. The last key is drawn among the row's distinct keys.
 
     Args:
-        used: bool [rows, n], the places that hold a pair; at least one True before the last of each row, which is too.
+        used: bool [rows, n], the places that hold a pair. The last place of each row must be True, and at least one
+            place before it.
+        keys, values: numbers of different keys and values.
         injective: different keys of a row have different values; otherwise values are independent.
     """
     rows, n = used.shape
@@ -36,10 +38,10 @@ def draw_pairs(draws: Draws, used: np.ndarray, keys: int, values: int, injective
 
 
 def earliest(ids: np.ndarray, count: int) -> np.ndarray:
-    """Where each id first stands in a row, int64 [rows, n] -> int64 [rows, count]; n where it does not."""
+    """Returns the first place of each id in a row, or n if it does not occur: int64 [rows, n] -> [rows, count]."""
     rows, n = ids.shape
     found = np.full(rows * count, n)
-    # Of equal indices the last assignment stays, so going backwards leaves the first place.
+    # With equal indices the last assignment wins, so assigning in reverse order leaves the first place.
     index = (ids + np.arange(rows)[:, None] * count)[:, ::-1].ravel()
     found[index] = np.tile(np.arange(n)[::-1], rows)
     return found.reshape(rows, count)

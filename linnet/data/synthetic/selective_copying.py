@@ -1,12 +1,12 @@
-"""Selective copying (004, section 3.1.4 and B.1.4): write down the data tokens of a sequence in order, skipping blanks.
+"""Selective copying (004, section 3.1.4 and B.1.4): reproduce the data tokens of a sequence in order, without blanks.
 
     d3 [b] d0 [b] d3 [i] [b] [i] [i]     the targets at the three [i] are d3, d0 and d3
 
-The k-th insert token asks for the k-th data token, at its own position. Data tokens come first, insert tokens after
-them, and blanks anywhere: all arrangements are equally likely, so blanks may also follow the last of either.
+The target at the k-th insert token is the k-th data token. Data tokens come first, then insert tokens, with blanks
+anywhere between them. All arrangements are equally likely, so blanks may also follow the last data or insert token.
 
-`mad-lab`: one copy token, then as many blanks as there are tokens to copy, each of which asks for one. Blanks among
-the data stand before a data token that they choose uniformly, so none follows the last.
+`mad-lab`: one copy token follows the data, then one blank per token to copy, at which the token is the target. Each
+blank among the data comes before a data token that is drawn uniformly, so no blank follows the last data token.
 """
 
 from typing import ClassVar
@@ -36,7 +36,7 @@ class SelectiveCopying(Task):
     def _has_data(cls, vocab_size: int, info: ValidationInfo) -> int:
         special = 2 if info.data.get("spec") == "mad-lab" else 0
         if vocab_size < special + 2:
-            beside = " beside the copy token and the blank" if special else ""
+            beside = " in addition to the copy token and the blank" if special else ""
             raise ValueError(f"{vocab_size} leaves fewer than two data tokens{beside}; use at least {special + 2}")
         return vocab_size
 
@@ -44,7 +44,7 @@ class SelectiveCopying(Task):
     @classmethod
     def _fits(cls, tokens_to_copy: int, info: ValidationInfo) -> int:
         seq_len = info.data.get("seq_len")
-        # mad-lab adds the copy token, and needs a blank among the data.
+        # mad-lab adds the copy token and needs at least one blank among the data.
         extra = 2 if info.data.get("spec") == "mad-lab" else 0
         if seq_len and 2 * tokens_to_copy + extra > seq_len:
             raise ValueError(

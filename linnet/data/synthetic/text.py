@@ -1,14 +1,14 @@
-"""Samples as text that a person can read: each token by the part it plays, targets under the inputs."""
+"""Formats samples as readable text: tokens with names for their roles, and targets under the inputs."""
 
 import numpy as np
 
 from linnet.data.synthetic.base import IGNORE, Task
 
-SILENT = "."  # under an input where nothing is asked
+SILENT = "."  # printed under an input whose position is not scored
 
 
 def token_names(task: Task) -> list[str]:
-    """A name for each id: k0, k1, ... for keys, v0, ... for values, [b] for a blank; see the task's `kinds`."""
+    """Returns a name for each id: k0, k1, ... for keys, v0, ... for values, [b] for a blank; see `Task.kinds`."""
     names = []
     for kind in task.kinds:
         single = kind.label.startswith("[")
@@ -17,10 +17,11 @@ def token_names(task: Task) -> list[str]:
 
 
 def aligned(task: Task, inputs: np.ndarray, targets: np.ndarray, width: int = 100) -> list[tuple[str, str]]:
-    """One sample as pairs of lines, inputs above targets, each at most `width` characters where a token allows.
+    """Returns one sample as pairs of lines, inputs above targets.
 
     Args:
         inputs, targets: int64 [T].
+        width: most characters per line, unless a single token is longer.
     """
     names = token_names(task)
     above = [names[token] for token in inputs]

@@ -122,7 +122,11 @@ def test_wrong_arguments():
             ["tokens_to_copy: 129", "at most 128, or a length of at least 258"],
         ),
         ("selective_copying", {"tokens_to_copy": 128, "spec": "mad-lab"}, ["use at most 127"]),
-        ("selective_copying", {"vocab_size": 3, "spec": "mad-lab"}, ["beside the copy token and the blank", "least 4"]),
+        (
+            "selective_copying",
+            {"vocab_size": 3, "spec": "mad-lab"},
+            ["vocab_size: 3", "the copy token and the blank", "least 4"],
+        ),
         ("compression", {"vocab_size": 1}, ["fewer than two data tokens; use at least 2"]),
         ("memorization", {"seq_len": 7, "vocab_size": 1}, ["seq_len: 7 is odd", "vocab_size: 1 is too few"]),
         ("mqar", {"num_pairs": 17}, ["num_pairs: 17 pairs", "use at most 16, or a length of at least 68"]),
