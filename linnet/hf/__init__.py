@@ -1,4 +1,4 @@
-"""Linnet's models as transformers models, and other people's checkpoints as Linnet's (the extra `hf`).
+"""Exports Linnet's models to transformers, and converts checkpoints of other projects to Linnet (the extra `hf`).
 
 import linnet.hf                                                # registers the classes below with transformers
 model = AutoModelForCausalLM.from_pretrained("folder")          # a folder of `linnet convert RUN --to hf`

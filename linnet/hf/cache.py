@@ -1,4 +1,4 @@
-"""What generation carries from token to token, in the form that transformers' `generate` handles."""
+"""The states of Linnet's layers as a cache for transformers' `generate`."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,16 @@ from linnet.models import CausalLM, ModelState
 
 
 class LinnetCache(Cache):
-    """The states of all layers, one row a sequence of the batch.
+    """The states of all layers, one row per sequence of the batch.
 
     Linear-complexity layers have states of constant size. Attention layers have a key-value cache, which grows by
-    doubling. transformers' own caches hold one object a layer and count tokens in attention layers alone, so that a
-    model without any would fail in `generate`; here the count is the cache's own.
+    doubling. transformers' own caches have one object per layer and count tokens only in attention layers, so
+    `generate` would fail for a model without attention. This cache counts tokens itself.
 
     Attributes:
-        states: what `CausalLM.init_state` makes; None before the first token.
-        seen: columns of the batch that went in, padding among them.
+        states: states as `CausalLM.init_state` makes them; None before the first token.
+        seen: number of columns of the batch read so far, including padding.
+        capacity: number of columns for which the states have room.
     """
 
     is_compileable = False
@@ -27,7 +28,7 @@ class LinnetCache(Cache):
         self.seen = self.capacity = 0
 
     def reserve(self, model: CausalLM, batch: int, tokens: int, device: torch.device) -> None:
-        """Makes room for `tokens` more columns. Raises ValueError where `batch` is not the number of sequences."""
+        """Makes room for `tokens` more columns. Raises ValueError if the cache has another number of sequences."""
         if self.states is not None and self.batch_size != batch:
             raise ValueError(f"the cache holds {self.batch_size} sequences, and {batch} were given; use a new cache")
         needed = self.seen + tokens
@@ -35,7 +36,7 @@ class LinnetCache(Cache):
             return
         self.capacity = max(64, 1 << (needed - 1).bit_length())
         larger = model.init_state(batch, self.capacity, device)
-        # A state that depends on the length is filled from its start, so the old one is the corner of the new one.
+        # A state whose size depends on the length is filled from its start, so the old one goes to the first places.
         for name, state in (self.states or {}).items():
             for key, old in state.items():
                 if old.shape != larger[name][key].shape:
@@ -45,14 +46,14 @@ class LinnetCache(Cache):
         self.states = larger
 
     def take(self, rows: Tensor) -> ModelState:
-        """Copies of the states of some sequences; rows may repeat."""
+        """Returns copies of the states of some sequences; rows may repeat."""
         return {
             name: {key: tensor.index_select(0, rows) for key, tensor in state.items()}
             for name, state in self.states.items()
         }
 
     def put(self, rows: Tensor, states: ModelState) -> None:
-        """Writes the states of some sequences back."""
+        """Replaces the states of some sequences."""
         self.states = {
             name: {key: tensor.index_copy(0, rows, states[name][key]) for key, tensor in state.items()}
             for name, state in self.states.items()
@@ -89,7 +90,7 @@ class LinnetCache(Cache):
             self.states = self.take(torch.arange(self.batch_size, device=self._device()).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: a recurrent state cannot forget its last tokens."""
+        """Raises ValueError, because a recurrent state cannot drop its last tokens."""
         raise ValueError("a recurrent state cannot drop tokens: generate without an assistant model, from a new cache")
 
     def update(self, *args, **kwargs):

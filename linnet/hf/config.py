@@ -1,4 +1,4 @@
-"""The configuration that transformers keeps beside the weights: Linnet's own, whole, under one key."""
+"""The transformers configuration of an exported model; holds Linnet's complete configuration under the key `model`."""
 
 from typing import Any
 
@@ -12,15 +12,15 @@ class LinnetConfig(PreTrainedConfig):
     """config.json of an exported model.
 
     Attributes:
-        model: the values of a `linnet.models.ModelConfig`, or a recipe's name; what is left out has its default.
-        use_cache: whether generation carries states from token to token.
+        model: the values of a `linnet.models.ModelConfig`, or the name of a recipe; missing values have their defaults.
+        use_cache: whether generation keeps states between tokens.
         tie_word_embeddings: follows `model`.
 
-    `vocab_size`, `hidden_size` and `num_hidden_layers` are read from `model`, for programs that ask by these names.
+    `vocab_size`, `hidden_size` and `num_hidden_layers` are read from `model`, for programs that use these names.
 
     Raises:
-        ConfigError: `model` is no configuration of a model, or names a mixer from outside the package whose file was
-            not imported before.
+        ConfigError: `model` is not a valid configuration, or names a mixer from outside the package that was not
+            imported before.
     """
 
     model_type = "linnet"
@@ -40,7 +40,7 @@ class LinnetConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def linnet(self) -> ModelConfig:
-        """The configuration that Linnet builds the model from."""
+        """Returns the configuration from which Linnet builds the model."""
         return parse(ModelConfig, self.model, "model of config.json")
 
     @property
@@ -48,7 +48,7 @@ class LinnetConfig(PreTrainedConfig):
         return self.model["vocab_size"]
 
     @vocab_size.setter
-    def vocab_size(self, rows: int) -> None:  # transformers sets it where it resizes the embeddings
+    def vocab_size(self, rows: int) -> None:  # transformers sets it when it resizes the embeddings
         self.model = {**self.model, "vocab_size": int(rows)}
 
     @property

@@ -1,4 +1,4 @@
-"""Other projects' checkpoints as Linnet model folders, which `linnet.runs.load_model` and `linnet generate` open."""
+"""Converts checkpoints of other projects to Linnet model folders for `linnet.runs.load_model` and `linnet generate`."""
 
 import json
 from dataclasses import dataclass
@@ -20,7 +20,14 @@ from linnet.runs.model import TOKENIZER
 
 @dataclass(frozen=True)
 class Converted:
-    """What came of a conversion: the folder, what was read, and what a person should know about it."""
+    """The result of a conversion.
+
+    Attributes:
+        path: the new model folder.
+        layout: name of the layout that was read.
+        model: configuration of the model.
+        notes: messages for the user, such as why the tokenizer was left out.
+    """
 
     path: Path
     layout: str
@@ -29,18 +36,18 @@ class Converted:
 
 
 def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Converted:
-    """Reads a checkpoint folder (config.json and weights) into a model folder; weights keep their dtype.
+    """Converts a checkpoint folder (config.json and weights) to a model folder. Weights keep their dtype.
 
-    The layout is found by `model_type` (`linnet.hf.layouts.LAYOUTS`).
+    `model_type` in config.json selects the layout (`linnet.hf.layouts.LAYOUTS`).
 
     Args:
-        path: the folder.
+        path: the checkpoint folder.
         out: a new or empty folder.
         allow_pickle: also read pytorch_model.bin, with `weights_only`.
 
     Raises:
-        ConfigError: everything in config.json that Linnet's layers cannot express, or all tensors that are missing,
-            left over or of another shape than config.json says; nothing was written.
+        ConfigError: lists all settings in config.json that Linnet's layers cannot express, or all tensors that are
+            missing, left over or of another shape than config.json implies. Nothing is written then.
     """
     source = open_source(path, allow_pickle)
     kind = source.config.get("model_type")
@@ -65,7 +72,7 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
 
 
 def _tied(source: Source, embedding: str) -> bool:
-    """Whether the embedding is the head. Where config.json does not say, the weights do."""
+    """Returns whether the head shares the embedding's weight: from config.json, or else from the weights."""
     given = source.config.get("tie_word_embeddings")
     if isinstance(given, bool):
         return given
@@ -89,12 +96,12 @@ def _check_tensors(plan: Plan, source: Source) -> None:
         if given is None:
             problems[part.name] = f"{part.name}: is missing; its shape must be {list(wanted)}"
         elif given != wanted:
-            problems[part.name] = f"{part.name}: has shape {list(given)}, and config.json means {list(wanted)}"
+            problems[part.name] = f"{part.name}: has shape {list(given)}, but config.json implies {list(wanted)}"
         elif part.name in source.integers:
-            problems[part.name] = f"{part.name}: holds integers; quantised weights are not read"
+            problems[part.name] = f"{part.name}: holds integers; use a checkpoint whose weights are not quantised"
     left = [name for name in source.shapes if name not in used and not plan.ignores(name)]
     tied = plan.model.tie_embeddings
-    problems |= {name: f"{name}: nothing in Linnet's model takes it" for name in left if not (tied and name == HEAD)}
+    problems |= {name: f"{name}: Linnet's model does not use it" for name in left if not (tied and name == HEAD)}
     if problems:
         raise ConfigError(list(problems.values()), f"weights of {source.path}")
 
@@ -111,13 +118,13 @@ def _tokenizer(source: Source, plan: Plan, notes: list[str]) -> Tokenizer | None
     file = source.path / TOKENIZER
     if not file.is_file() and (source.path / "tokenizer.model").is_file():
         notes.append(
-            f"the tokenizer was left out: tokenizer.model is sentencepiece's file, and Linnet reads {TOKENIZER}; write "
-            f"one beside it with transformers, AutoTokenizer.from_pretrained({str(source.path)!r}).save_pretrained("
+            f"the tokenizer was left out: tokenizer.model is a sentencepiece file, and Linnet reads only {TOKENIZER}; "
+            f"write one with transformers, AutoTokenizer.from_pretrained({str(source.path)!r}).save_pretrained("
             f"{str(source.path)!r}), which needs sentencepiece, and convert again"
         )
         return None
     if not file.is_file():
-        notes.append(f"there is no {TOKENIZER} beside the weights, so the model folder has no tokenizer")
+        notes.append(f"the checkpoint folder has no {TOKENIZER}, so the model folder has no tokenizer")
         return None
     end = _extra(source).get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
@@ -128,7 +135,8 @@ def _tokenizer(source: Source, plan: Plan, notes: list[str]) -> Tokenizer | None
         return None
     if tokenizer.vocab_size > plan.model.vocab_size:
         notes.append(
-            f"the tokenizer was left out: it has {tokenizer.vocab_size} tokens, the model {plan.model.vocab_size} rows"
+            f"the tokenizer was left out: it has {tokenizer.vocab_size} tokens, but the model's embedding has only "
+            f"{plan.model.vocab_size} rows"
         )
         return None
     if _extra(source).get("add_bos_token") is not False:
@@ -137,7 +145,7 @@ def _tokenizer(source: Source, plan: Plan, notes: list[str]) -> Tokenizer | None
 
 
 def _template(source: Source) -> str | None:
-    """The chat template: a file of its own since transformers 5, a key of tokenizer_config.json before."""
+    """Returns the chat template: a separate file since transformers 5, a key of tokenizer_config.json before."""
     if (source.path / TEMPLATE).is_file():
         return (source.path / TEMPLATE).read_text(encoding="utf-8")
     template = _extra(source).get("chat_template")

@@ -1,4 +1,4 @@
-"""A run or model folder as a folder that transformers loads."""
+"""Exports a run or model folder as a folder that transformers loads."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def export(path: str | Path, out: str | Path) -> Path:
         `out`.
 
     Raises:
-        ConfigError: there is no model at `path`, or `out` is not empty or cannot be made.
+        ConfigError: `path` has no model, or `out` is not empty or cannot be created.
     """
     path, out = Path(path), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -50,7 +50,7 @@ def export(path: str | Path, out: str | Path) -> Path:
 
 
 def wrap(causal: CausalLM, config: LinnetConfig) -> LinnetForCausalLM:
-    """The transformers model around a Linnet model, which it shares."""
+    """Returns a transformers model that wraps a Linnet model and shares its weights."""
     with torch.device("meta"):
         model = LinnetForCausalLM(config)
     model.model = causal

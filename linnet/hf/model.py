@@ -1,4 +1,4 @@
-"""A Linnet model as a transformers model: from_pretrained, generate, pipeline, Trainer, PEFT."""
+"""A transformers model that wraps a Linnet model: from_pretrained, generate, pipeline, Trainer, PEFT."""
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,11 @@ from linnet.runs.model import full_precision
 
 
 class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
-    """`model` is the `linnet.models.CausalLM`; parameters have its names behind `model.`.
+    """A causal language model of transformers. Its `model` is the `linnet.models.CausalLM`.
 
-    Padding, on either side or in between, is left out of the computation, so that a sequence gives what it gives alone.
-    Weights that a checkpoint lacks are drawn as `linnet.models.build_model` draws them, and transformers names them.
+    Parameters have Linnet's names with the prefix `model.`. Padding, on either side or in between, is left out of the
+    computation, so that a sequence gives the same logits as without padding. Weights that a checkpoint lacks are
+    initialized as in `linnet.models.build_model`, and transformers prints their names.
     """
 
     config_class = LinnetConfig
@@ -23,7 +24,7 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
     accepts_loss_kwargs = True  # forward takes num_items_in_batch
     _no_split_modules = ["Block"]
     _skip_keys_device_placement = ["past_key_values"]
-    _is_stateful = True  # so that generation with an assistant, which takes tokens back, is refused
+    _is_stateful = True  # refuses generation with an assistant model, which must drop tokens from the cache
 
     def __init__(self, config: LinnetConfig):
         super().__init__(config)
@@ -33,11 +34,11 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # generate leaves the cache to forward
+        return False  # `forward` creates the cache, not `generate`
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Fills what no checkpoint filled: missing parameters, and the fixed tables, which are in no checkpoint."""
+        """Initializes parameters that the checkpoint lacks, and the fixed tables, which no checkpoint contains."""
         missing = [p for p in self.model.parameters() if not getattr(p, "_is_hf_initialized", False)]
         config = self.config.linnet()
         source = build_model(config, torch.initial_seed() % 2**31) if missing else empty_model(config)
@@ -53,7 +54,7 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The head, or None where the embedding is the head."""
+        """Returns the head, or None if it shares the embedding's weight."""
         return self.model.head
 
     def set_output_embeddings(self, value: nn.Module) -> None:
@@ -73,24 +74,28 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple:
-        """Logits, the loss where labels are given, and the cache after the last token.
+        """Returns logits, the loss if labels are given, and the cache after the last token.
 
         Args:
-            input_ids: int64 [B, T]; or inputs_embeds [B, T, D], what `get_input_embeddings` would give.
+            input_ids: int64 [B, T]. Give these or `inputs_embeds`.
+            inputs_embeds: [B, T, D], embeddings as `get_input_embeddings` gives them.
             attention_mask: [B, T], or with a cache also [B, all columns so far]; 0 is padding.
-            past_key_values: from an earlier call, to go on from.
-            labels: int64 [B, T], shifted here; -100 does not count.
-            use_cache: default: as the configuration says, and not in training.
-            logits_to_keep: only the last so many positions (0: all), or the positions.
+            past_key_values: cache of an earlier call, to continue from.
+            labels: int64 [B, T], not shifted; -100 does not count.
+            use_cache: whether to return a cache. Default: `config.use_cache`, and False in training.
+            logits_to_keep: number of last positions (0: all), or a tensor of positions.
+            num_items_in_batch: divisor of the loss; None takes the mean.
 
         Raises:
-            ValueError: what Linnet's models do not have (attention weights, hidden states), a mask of other than two
-                dimensions, or a cache of another class or batch size.
+            ValueError: attention weights or hidden states are requested, both or none of `input_ids` and
+                `inputs_embeds` are given, the mask has another shape, or the cache has another class or batch size.
         """
         if output_attentions or output_hidden_states:
-            raise ValueError("Linnet's models give neither attention weights nor hidden states; leave both options off")
+            raise ValueError(
+                "output_attentions, output_hidden_states: Linnet's models return neither; leave both options off"
+            )
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give input_ids or inputs_embeds, one of the two")
+            raise ValueError("input_ids, inputs_embeds: give exactly one of the two")
         x = self.model.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if self.model.config.embedding_scale != 1.0:
             x = x * self.model.config.embedding_scale
@@ -98,7 +103,7 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache = self.config.use_cache and not self.training
         if past_key_values is not None and not isinstance(past_key_values, LinnetCache):
             name = type(past_key_values).__name__
-            raise ValueError(f"past_key_values is a {name}; use linnet.hf.LinnetCache, or none to begin with")
+            raise ValueError(f"past_key_values: is a {name}; use a linnet.hf.LinnetCache, or None for a new cache")
         cache = past_key_values if past_key_values is not None else LinnetCache() if use_cache else None
         mask = self._mask(attention_mask, x, 0 if cache is None else cache.seen)
         if cache is not None:
@@ -117,19 +122,19 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
         return output if return_dict is not False and self.config.return_dict else output.to_tuple()
 
     def _mask(self, mask: Tensor | None, x: Tensor, seen: int) -> Tensor | None:
-        """Which of the tokens x [B, T, D] are no padding, bool [B, T]; None where that makes no difference."""
+        """Returns which tokens of x [B, T, D] are not padding, bool [B, T], or None if there is no padding."""
         if mask is None:
             return None
         batch, length = x.shape[:2]
         if mask.ndim != 2 or mask.shape[0] != batch or mask.shape[1] not in (length, seen + length):
             raise ValueError(
-                f"attention_mask has shape {list(mask.shape)}; give [{batch}, {seen + length}], 0 for padding"
+                f"attention_mask: has shape {list(mask.shape)}; use [{batch}, {seen + length}], with 0 for padding"
             )
         mask = mask[:, -length:].to(x.device).bool()
         return None if mask.all() else mask
 
     def _whole(self, x: Tensor, cache: LinnetCache | None) -> Tensor:
-        """The backbone over x [B, T, D] without padding."""
+        """Runs the backbone over x [B, T, D] without padding."""
         if cache is None:
             return self.model.backbone(x)[0]
         if x.shape[1] == 1 and not torch.is_grad_enabled():  # a step writes its states in place
@@ -139,9 +144,12 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
         return x
 
     def _padded(self, x: Tensor, mask: Tensor, cache: LinnetCache | None) -> Tensor:
-        """The backbone over the tokens of x [B, T, D] that `mask` keeps, rows of one length together; else zeros."""
+        """Runs the backbone over the tokens of x [B, T, D] in `mask`, and returns zeros at the other places.
+
+        Rows with the same number of tokens are computed together.
+        """
         if cache is None and not (mask[:, 1:] & ~mask[:, :-1]).any():
-            return self.model.backbone(x)[0]  # padding behind all tokens changes none of them
+            return self.model.backbone(x)[0]  # the model is causal: padding at the right does not change the tokens
         counts = mask.sum(1)
         y = torch.zeros_like(x)
         for count in counts.unique().tolist():

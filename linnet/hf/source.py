@@ -1,7 +1,7 @@
-"""A checkpoint folder of another project: its config.json, and its tensors, read one at a time.
+"""Reads checkpoint folders of other projects: config.json, and the tensors one by one.
 
-safetensors files hold nothing but tensors. Pickles can hold code: they are refused unless asked for, and then read by
-PyTorch's restricted unpickler (`weights_only`).
+safetensors files contain only tensors. Pickles can contain code: they are refused unless the caller allows them, and
+are then read by PyTorch's restricted unpickler (`weights_only`).
 """
 
 import json
@@ -20,12 +20,13 @@ SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 
 @dataclass
 class Source:
-    """A folder that was looked through.
+    """A checkpoint folder whose files have been scanned.
 
     Attributes:
-        config: what config.json says.
-        shapes: of all tensors, by name.
-        integers: names of tensors that are not of floating point.
+        path: the folder.
+        config: content of config.json.
+        shapes: shapes of all tensors, by name.
+        integers: names of tensors whose dtype is not floating point.
     """
 
     path: Path
@@ -36,18 +37,18 @@ class Source:
     _loaded: dict[str, Tensor] = field(default_factory=dict)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU and as it is stored."""
+        """Returns one tensor, on the CPU and in its stored dtype."""
         if name in self._loaded:
-            return self._loaded[name].clone()  # several may share memory there
+            return self._loaded[name].clone()  # tensors of a pickle may share memory
         with safe_open(self._files[name], "pt") as file:
             return file.get_tensor(name)
 
 
 def open_source(path: str | Path, allow_pickle: bool = False) -> Source:
-    """Looks through a folder with config.json and weights in one file or many (`*.index.json`).
+    """Scans a folder with config.json and weights in one file or several (`*.index.json`).
 
     Raises:
-        ConfigError: names all files that are missing or damaged; or weights are pickles and `allow_pickle` is not set.
+        ConfigError: names all files that are missing or damaged, and pickles if `allow_pickle` is not set.
     """
     path = Path(path)
     if not path.is_dir():
@@ -62,11 +63,11 @@ def open_source(path: str | Path, allow_pickle: bool = False) -> Source:
         files = _weight_files(path, PICKLED, problems)
         if files and not allow_pickle:
             problems.append(
-                f"{files[0]}: is a pickle, which can run code when it is read; take safetensors, or pass "
-                "--allow-pickle if you trust where it comes from"
+                f"{files[0]}: is a pickle, which can run code when it is read; use safetensors, or pass "
+                "--allow-pickle if you trust its source"
             )
         elif not files and not problems:
-            problems.append(f"{path}: has no {SAFE} (nor {SAFE}.index.json)")
+            problems.append(f"{path}: has neither {SAFE} nor {SAFE}.index.json; give a folder with weights")
         for file in files if allow_pickle else []:
             _unpickle(source, file, problems)
     if problems:
@@ -75,7 +76,7 @@ def open_source(path: str | Path, allow_pickle: bool = False) -> Source:
 
 
 def _weight_files(path: Path, name: str, problems: list[str]) -> list[Path]:
-    """The files that hold the weights: one, or those that an index names; none if there is neither."""
+    """Returns the weight files: the single file, or those that the index names; an empty list if neither exists."""
     if (path / name).is_file():
         return [path / name]
     index = path / f"{name}.index.json"
@@ -83,7 +84,7 @@ def _weight_files(path: Path, name: str, problems: list[str]) -> list[Path]:
         return []
     names = _read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        problems.append(f"{index}: has no weight_map from tensors to files")
+        problems.append(f"{index}: weight_map must map names of tensors to names of files")
         return []
     files = sorted(set(names.values()))
     outside = [file for file in files if Path(file).name != file]
@@ -102,18 +103,18 @@ def _scan(source: Source, file: Path, problems: list[str]) -> None:
                 if not view.get_dtype().startswith(("F", "BF")):
                     source.integers.add(name)
     except (OSError, SafetensorError) as error:
-        problems.append(f"{file}: is damaged, or no safetensors file ({error})")
+        problems.append(f"{file}: is damaged, or not a safetensors file ({error})")
 
 
 def _unpickle(source: Source, file: Path, problems: list[str]) -> None:
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle raises anything
+    except Exception as error:  # a damaged pickle can raise any exception
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        problems.append(f"{file}: is damaged, or holds more than tensors ({reason})")
+        problems.append(f"{file}: is damaged, or contains more than tensors ({reason})")
         return
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        problems.append(f"{file}: does not hold tensors by name")
+        problems.append(f"{file}: must contain an object of tensors by name")
         return
     for name, tensor in tensors.items():
         source.shapes[name], source._loaded[name] = tuple(tensor.shape), tensor
@@ -129,5 +130,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError([f"{path}: is not JSON ({error})"], "convert") from None
     if not isinstance(values, dict):
-        raise ConfigError([f"{path}: must hold an object, not {type(values).__name__}"], "convert")
+        raise ConfigError([f"{path}: must contain a JSON object, not {type(values).__name__}"], "convert")
     return values

@@ -1,4 +1,4 @@
-"""A Linnet tokenizer as a transformers tokenizer, with the same ids for the same text."""
+"""Converts a Linnet tokenizer to a transformers tokenizer that gives the same ids for the same text."""
 
 import json
 
@@ -11,11 +11,11 @@ from linnet.data.tokenizer import END_OF_DOCUMENT
 
 
 def to_transformers(tokenizer: Tokenizer, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """The same tokenizer for transformers. It pads on the left, with the end of a document, as generation needs.
+    """Returns the tokenizer for transformers. It pads on the left with the end of a document, as generation needs.
 
-    Special tokens spelled out in a text stay text, as everywhere in Linnet; but a chat template writes them, so with
-    one they are tokens. Bytes become a byte-level tokenizer with one token a byte, whose id 0 is the end of a document;
-    NUL, which Linnet refuses, is dropped from text there.
+    The spelling of a special token in a text stays text, as everywhere in Linnet. With a chat template it becomes the
+    token, because the template writes special tokens by their spelling. A byte tokenizer becomes a byte-level tokenizer
+    with one token per byte, whose id 0 is the end of a document. It drops NUL from text, which Linnet refuses.
     """
     if isinstance(tokenizer, ByteTokenizer):
         inner, end = _bytes(tokenizer), END_OF_DOCUMENT
@@ -23,7 +23,7 @@ def to_transformers(tokenizer: Tokenizer, chat_template: str | None = None) -> P
         values = json.loads(tokenizer.to_json())
         values.pop("linnet", None)
         if not tokenizer.prompt_start:
-            values["post_processor"] = None  # it would add tokens that the model was not trained on
+            values["post_processor"] = None  # it would add tokens that the training text does not have
         inner = tokenizers.Tokenizer.from_str(json.dumps(values))
         end = inner.id_to_token(tokenizer.end_of_document)
     return PreTrainedTokenizerFast(
@@ -50,6 +50,6 @@ def _bytes(tokenizer: ByteTokenizer) -> tokenizers.Tokenizer:
 
 
 def _order() -> list[int]:
-    """The 256 bytes in the order of their characters: printable ones stand for themselves, the others come behind."""
+    """Returns the 256 bytes in the order of their characters: printable bytes, which map to themselves, come first."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     return shown + [byte for byte in range(256) if byte not in shown]

@@ -3,7 +3,7 @@
 from linnet.hf.layouts import fla, linnet, llama, mamba, transnormer
 from linnet.hf.layouts.base import HEAD, Part, Plan, Reader, Settings
 
-# model_type -> (what a person calls it, reader, name of the embedding)
+# model_type -> (name for messages, reader, name of the embedding tensor)
 LAYOUTS: dict[str, tuple[str, Reader, str]] = {
     "gla": ("GLA of flash-linear-attention", fla.read_gla, fla.EMBEDDING),
     "hgrn2": ("HGRN2 of flash-linear-attention", fla.read_hgrn2, fla.EMBEDDING),

@@ -1,4 +1,4 @@
-"""What a layout is: a reader of one project's config.json that says which model it means and where its tensors are."""
+"""Layouts: readers of a project's config.json that return the model it describes and the names of its tensors."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +13,13 @@ LARGEST = {"layers": 1 << 10, "width": 1 << 20, "vocabulary": 1 << 24}
 
 @dataclass(frozen=True)
 class Part:
-    """Where a parameter comes from: part `index` of `of` of a tensor's rows, without its axis 1 if `squeeze`."""
+    """The source of a parameter.
+
+    Attributes:
+        name: name of the tensor in the checkpoint.
+        index, of: the parameter is part `index` of `of` equal parts of the tensor's rows.
+        squeeze: whether to remove the tensor's axis 1, of size 1.
+    """
 
     name: str
     index: int = 0
@@ -21,14 +27,14 @@ class Part:
     squeeze: bool = False
 
     def shape(self, own: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that the tensor must have for a parameter of shape `own`."""
+        """Returns the shape that the tensor must have for a parameter of shape `own`."""
         rows, *rest = own
         return (rows * self.of, *([1] if self.squeeze else []), *rest)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A model, its parameters' sources, and tensors that need not be used (patterns of whole names)."""
+    """A model, the sources of its parameters, and regular expressions for names of tensors that may be unused."""
 
     model: ModelConfig
     parts: dict[str, Part]
@@ -40,10 +46,12 @@ class Plan:
 
 @dataclass
 class Settings:
-    """config.json, read key by key; `check` raises with everything that was wrong.
+    """Reads config.json key by key and collects problems; `check` raises them together.
 
     Attributes:
-        tied: whether the embedding is the head, as the folder's weights and `tie_word_embeddings` have it.
+        values: the content of config.json.
+        tied: whether the head shares the embedding's weight.
+        problems: problems found so far.
     """
 
     values: Mapping[str, Any]
@@ -51,7 +59,7 @@ class Settings:
     problems: list[str] = field(default_factory=list)
 
     def integer(self, key: str, default: int | None, largest: int = LARGEST["width"]) -> int:
-        """A number of at least 1. None as the default makes the key a must."""
+        """Returns a whole number of at least 1. With None as the default, the key is required."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
             self.problems.append(f"{key}: must be a whole number from 1 to {largest} (given {value!r})")
@@ -59,7 +67,7 @@ class Settings:
         return value
 
     def number(self, key: str, default: float | None, largest: float = 1e9) -> float:
-        """A number above 0."""
+        """Returns a number above 0. With None as the default, the key is required."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
             self.problems.append(f"{key}: must be a number above 0, at most {largest:g} (given {value!r})")
@@ -73,19 +81,19 @@ class Settings:
         return bool(value)
 
     def choice(self, key: str, default: str, known: Mapping[str, str]) -> str:
-        """A word of the source's, as Linnet calls it."""
+        """Returns Linnet's name for a value of the source; `known` maps the source's names to Linnet's."""
         value = self._value(key, default)
         if not isinstance(value, str) or value not in known:
-            self.problems.append(f"{key}: Linnet has no {value!r}; it has {', '.join(sorted(known))}")
+            self.problems.append(f"{key}: Linnet does not have {value!r}; it has {', '.join(sorted(known))}")
             return next(iter(known.values()))
         return known[value]
 
     def only(self, key: str, *allowed: Any, why: str) -> None:
-        """Refuses a value that Linnet's layers cannot express; the first of `allowed` is the default."""
+        """Adds a problem for a value that Linnet's layers cannot express; the first of `allowed` is the default."""
         value = self._value(key, allowed[0])
         if value not in allowed:
             wanted = " or ".join(repr(item) for item in allowed)
-            self.problems.append(f"{key}: {why} (given {value!r}, only {wanted} can be read)")
+            self.problems.append(f"{key}: {why} (given {value!r}; only {wanted} can be converted)")
 
     def check(self) -> None:
         if self.problems:
@@ -100,7 +108,13 @@ Reader = Callable[[Settings], Plan]
 
 
 def stack(layers: Iterable[int], own: str, its: str, names: Mapping[str, str | Part]) -> dict[str, Part]:
-    """Parts of some layers; `own` and `its` hold {} for the number, `names` go from Linnet's to the source's."""
+    """Returns the sources of the parameters of some layers.
+
+    Args:
+        layers: numbers of the layers.
+        own, its: prefix of a layer's names in Linnet and in the source, with {} for its number.
+        names: Linnet's names within a layer, mapped to the source's.
+    """
     parts = {}
     for index in layers:
         for mine, given in names.items():
@@ -111,7 +125,7 @@ def stack(layers: Iterable[int], own: str, its: str, names: Mapping[str, str | P
 
 
 def ends(settings: Settings, embedding: str, norm: str | None) -> dict[str, Part]:
-    """Embedding, final norm (None where it has no gain), and the head unless it is tied."""
+    """Returns the sources of the embedding, the final norm (`norm` is None if it has no gain) and an untied head."""
     parts = {"embedding.weight": Part(embedding)}
     if norm is not None:
         parts["backbone.norm.weight"] = Part(norm)

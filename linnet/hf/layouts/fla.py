@@ -1,9 +1,9 @@
 """HGRN2, GLA, LightNet and the Transformer as flash-linear-attention saves them (version 0.6).
 
-All have RMSNorm and SwiGLU. Its kernels multiply queries by K^(-1/2) where Linnet's HGRN2 and LightNet multiply by one.
-A norm follows, so this is the same as an epsilon K times as large. The norms inside HGRN2 and LightNet do not take
-`norm_eps`: they run with 1e-5 and 1e-6. Attention layers may stand among the others (`attn`); among those of HGRN2
-only without lower bounds, which it spreads over all layers, those of attention too.
+All have RMSNorm and SwiGLU. The kernels of flash-linear-attention multiply queries by K^(-1/2); Linnet's HGRN2 and
+LightNet do not. A norm follows, so an epsilon that is K times as large has the same effect. The norms inside HGRN2 and
+LightNet ignore `norm_eps`: they use 1e-5 and 1e-6. Some layers may be attention layers (`attn`). For HGRN2 this works
+only without lower bounds, because it distributes lower bounds over all layers, including attention layers.
 """
 
 from itertools import groupby
@@ -61,7 +61,7 @@ def read_lightnet(settings: Settings) -> Plan:
 
 def read_gla(settings: Settings) -> Plan:
     heads = settings.integer("num_heads", 4)
-    fused = settings.flag("fuse_norm", True)  # it changes a name, nothing else
+    fused = settings.flag("fuse_norm", True)  # it changes only the name of a tensor
     mixer = {
         "num_heads": heads,
         "expand_k": settings.number("expand_k", 0.5, largest=64),
@@ -104,7 +104,7 @@ def _attention(settings: Settings, heads: int | None) -> dict:
 
 
 def _hybrid(settings: Settings, layers: int) -> tuple[dict, list[int]]:
-    """Options of the attention layers among the others, and which they are: from `attn`."""
+    """Returns the options and the numbers of the attention layers that `attn` describes."""
     given = settings.values.get("attn")
     specs = given if isinstance(given, list) else [given] if given is not None else []
     if not specs:
@@ -115,7 +115,7 @@ def _hybrid(settings: Settings, layers: int) -> tuple[dict, list[int]]:
     if len(specs) > 1 or not places or len(set(places)) != len(where):
         settings.problems.append(
             f"attn: must be one object with num_heads and the numbers of its layers (given {given!r}); "
-            "attention layers of several kinds are not read"
+            "attention layers of several kinds cannot be converted"
         )
         return {}, []
     inner = Settings(spec)
@@ -125,7 +125,10 @@ def _hybrid(settings: Settings, layers: int) -> tuple[dict, list[int]]:
 
 
 def _head(settings: Settings, ratio_wins: bool) -> tuple[int, int]:
-    """Width of the model and of a key, from `expand_ratio` or `num_heads`; the source's HGRN2 heeds the first alone."""
+    """Returns the widths of the model and of a key, from `expand_ratio` or `num_heads`.
+
+    The source's HGRN2 uses only `expand_ratio` if both are given (`ratio_wins`).
+    """
     width = settings.integer("hidden_size", 2048)
     ratio, heads = settings.values.get("expand_ratio", 128), settings.values.get("num_heads")
     if ratio is None:
@@ -135,15 +138,15 @@ def _head(settings: Settings, ratio_wins: bool) -> tuple[int, int]:
         heads = None if ratio_wins else heads
     if ratio < 1 or width % ratio or (heads is not None and heads != width // ratio):
         settings.problems.append(
-            f"expand_ratio: {ratio} with num_heads {heads!r} does not cut hidden_size {width} into heads that are as "
-            "wide for keys as for values, which Linnet's layer needs"
+            f"expand_ratio: {ratio} with num_heads {heads!r} does not split hidden_size {width} into heads with keys "
+            "as wide as values, which Linnet's layer needs"
         )
         ratio = width
     return width, ratio
 
 
 def _plan(settings: Settings, mixer: str, options: dict, names: dict) -> Plan:
-    """What the models have in common; `options` and `names` are those of the token mixer."""
+    """Returns the plan of a model; `options` and `names` are those of its token mixer, the rest is common to all."""
     width = settings.integer("hidden_size", 2048)
     layers = settings.integer("num_hidden_layers", 24, LARGEST["layers"])
     ratio = settings.integer("hidden_ratio", 4)
@@ -156,7 +159,7 @@ def _plan(settings: Settings, mixer: str, options: dict, names: dict) -> Plan:
     settings.only("elementwise_affine", True, why="the norms must have gains")
     attention, places = _hybrid(settings, layers)
     if mixer == "attention" or options.get("lower_bound") == "inclusive":
-        settings.only("attn", None, why=f"{mixer} is not read with attention layers in between")
+        settings.only("attn", None, why=f"Linnet cannot convert {mixer} with attention layers in between")
     settings.only("attnres_block_size", None, why="Linnet's residual stream is a plain sum")
     settings.check()
     kinds = ["attention" if index in places else mixer for index in range(layers)]

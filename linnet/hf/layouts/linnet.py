@@ -1,4 +1,4 @@
-"""Linnet's own export, back into a model folder."""
+"""Linnet's own export, to convert it back to a model folder."""
 
 import re
 

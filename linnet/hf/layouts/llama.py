@@ -31,7 +31,7 @@ def read(settings: Settings) -> Plan:
     settings.only("hidden_act", "silu", "swish", why="Linnet's swiglu gates with SiLU")
     settings.only("attention_bias", False, why="Linnet's attention has no biases")
     settings.only("mlp_bias", False, why="Linnet's swiglu has no biases")
-    settings.only("head_dim", width // heads, why="Linnet's heads share the width among them")
+    settings.only("head_dim", width // heads, why="Linnet's heads divide the model's width equally")
     settings.check()
     model = parse(
         ModelConfig,
@@ -51,7 +51,7 @@ def read(settings: Settings) -> Plan:
 
 
 def _rope(settings: Settings) -> dict:
-    """RoPE's options: in `rope_parameters` since transformers 5, in `rope_theta` and `rope_scaling` before."""
+    """Returns RoPE's options, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     given = settings.values.get("rope_parameters") or settings.values.get("rope_scaling") or {}
     if not isinstance(given, dict):
         settings.problems.append(f"rope_parameters: must be an object (given {given!r})")
@@ -70,6 +70,6 @@ def _rope(settings: Settings) -> dict:
             "length": rope.integer("original_max_position_embeddings", None),
         }
     elif kind != "default":
-        rope.problems.append(f"rope_type: Linnet has no {kind!r}; it has default, linear and llama3")
+        rope.problems.append(f"rope_type: Linnet does not have {kind!r}; it has default, linear and llama3")
     settings.problems += [f"rope_parameters.{problem}" for problem in rope.problems]
     return {"rope_base": base, "rope_scaling": scaling}

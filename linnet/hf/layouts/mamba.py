@@ -21,7 +21,7 @@ NAMES = {
 
 
 def read(settings: Settings) -> Plan:
-    native = "time_step_rank" in settings.values or "layer_norm_epsilon" in settings.values  # transformers' names
+    native = "time_step_rank" in settings.values or "layer_norm_epsilon" in settings.values  # the names of transformers
     width = settings.integer("hidden_size", 768 if native else 2048)
     layers = settings.integer("num_hidden_layers", 32 if native else 48, LARGEST["layers"])
     vocabulary = settings.integer("vocab_size", 50280 if native else 32000, LARGEST["vocabulary"])
@@ -35,7 +35,7 @@ def read(settings: Settings) -> Plan:
         "dt_rank": 0 if settings.values.get(rank) in (None, "auto") else settings.integer(rank, None),
         "conv_bias": bias,
     }
-    settings.only("intermediate_size", mamba["expand"] * width, why="Linnet's Mamba is expand times the width inside")
+    settings.only("intermediate_size", mamba["expand"] * width, why="Linnet's Mamba has the inner width expand * width")
     settings.only("use_bias", False, why="Linnet's Mamba has no biases in its projections")
     settings.only("hidden_act", "silu", "swish", why="Linnet's Mamba has SiLU")
     settings.check()

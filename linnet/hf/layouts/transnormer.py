@@ -1,9 +1,9 @@
 """TransNormerLLM as its authors released it in 385M, 1B and 7B (paper 001, section 4): TNL v1.
 
-One projection gives queries, keys, values and the output gate, in this order. Norms have no gain, the slopes are
-ALiBi's, later layers decay slower, and embeddings are multiplied by sqrt(d). Names and shapes are those of the
-modelling file that ships with the weights. Its cache holds one position for all sequences and forgets to set it back
-before a second prompt; here positions are in the state.
+One projection gives queries, keys, values and the output gate, in this order. Norms have no gain, the slopes are those
+of ALiBi, later layers decay more slowly, and embeddings are multiplied by sqrt(d). Names and shapes are those of the
+modelling file that is released with the weights. The cache of that file has one position for all sequences and does not
+reset it before a second prompt; Linnet stores positions in the state.
 """
 
 from linnet.config import parse
@@ -66,13 +66,13 @@ def read(settings: Settings) -> Plan:
 
 
 def _lrpe(settings: Settings, layers: int) -> str:
-    """Which layers have LRPE: a list of one flag a layer, or, where that is empty, one flag for all."""
+    """Returns which layers have LRPE: from a list of one flag per layer or, if it is empty, from one flag for all."""
     flags = settings.values.get("linear_use_lrpe_list") or []
     if not flags:
         return "all_layers" if settings.flag("linear_use_lrpe", False) else "none"
     if not isinstance(flags, list) or len(flags) != layers or any(flag not in (0, 1) for flag in flags):
         settings.problems.append(
-            f"linear_use_lrpe_list: must hold 0 or 1 for each of {layers} layers (given {flags!r})"
+            f"linear_use_lrpe_list: must have 0 or 1 for each of {layers} layers (given {flags!r})"
         )
         return "none"
     if not any(flags):
@@ -82,6 +82,6 @@ def _lrpe(settings: Settings, layers: int) -> str:
     if all(flags):
         return "all_layers"
     settings.problems.append(
-        f"linear_use_lrpe_list: Linnet has LRPE in the first layer, in all or in none (given {flags!r})"
+        f"linear_use_lrpe_list: Linnet supports LRPE in the first layer, in all or in none (given {flags!r})"
     )
     return "none"
