@@ -28,10 +28,10 @@ from linnet.cli.study import study
 from linnet.cli.train import train
 from linnet.config import ConfigError
 
-ANEW = "the same command begins anew"
-GOING_ON = "nothing is lost: run the same command again to go on"
+ANEW = "the same command starts again from the beginning"
+GOING_ON = "nothing is lost; run the same command again to resume"
 STOPPED = dict.fromkeys(("demo", "train", "study", "mad"), GOING_ON) | {
-    "evaluate": f"what was printed is kept, and the demo goes on where it was; else {ANEW}"
+    "evaluate": f"printed results are saved, and the demo resumes; otherwise {ANEW}"
 }
 
 
@@ -55,7 +55,7 @@ def _plain_warnings(console: Console) -> Iterator[None]:
 
 
 class _Group(typer.core.TyperGroup):
-    """Turns errors that a user can fix into a message and an exit code; all others keep their traceback."""
+    """Turns errors that a user can fix into a message and an exit code; other errors keep their traceback."""
 
     def invoke(self, ctx):
         console = Console(stderr=True, soft_wrap=True)
@@ -64,7 +64,7 @@ class _Group(typer.core.TyperGroup):
                 with _plain_warnings(console):
                     return super().invoke(ctx)
             except typer.BadParameter as error:
-                if not error.message or error.param is None:  # an argument is missing: the usage says more
+                if not error.message or error.param is None:  # an argument is missing: typer prints the usage
                     raise
                 raise ConfigError([_bad_value(error)], "command line") from None
         except ConfigError as error:
@@ -87,15 +87,15 @@ class _Group(typer.core.TyperGroup):
 
     def resolve_command(self, ctx, args):
         for flag, value in zip(args, [*args[1:], None], strict=True):
-            if (flag, value) == ("--out", "") or flag == "--out=":  # as a path, the current folder
-                raise ConfigError(["--out '': is empty; name a folder, '.' for this one"], "command line")
+            if (flag, value) == ("--out", "") or flag == "--out=":  # an empty path would be the current folder
+                raise ConfigError(["--out '': is empty; name a folder, or '.' for the current one"], "command line")
         return super().resolve_command(ctx, args)
 
 
 def _bad_value(error: typer.BadParameter) -> str:
-    """A value that typer refuses, in the form of all other errors: the option, what is wrong, the value."""
+    """Returns the error of a value that typer refuses in the form of all other errors: option, problem, value."""
     name = error.param.human_readable_name if error.param.param_type_name == "argument" else error.param.opts[0]
-    cause = error.__cause__  # newer ones check by pydantic, and leave the value out
+    cause = error.__cause__  # newer releases of typer check with pydantic, and their message lacks the value
     found = cause.errors()[0] if hasattr(cause, "errors") else {"type": "value_error"}
     given = "" if found["type"] == "value_error" else f" (given {found['input']!r})"
     return f"{name}: {error.message.removeprefix('Value error, ').rstrip('.')}{given}"

@@ -77,7 +77,7 @@ def generate(
     ):  # fmt: skip
         rows.append(row)
         console.print(_line(row), highlight=False)
-        if out is not None:  # an interrupted run keeps its rows
+        if out is not None:  # written after each row, so that an interrupted run keeps its rows
             _write(rows, out)
     if json_:
         typer.echo(json.dumps(rows, indent=1))
@@ -91,7 +91,7 @@ def generate(
 def draw(
     folder: Annotated[Path, typer.Argument(help="The --out folder of [bold]linnet bench generate[/].")],
 ) -> None:
-    """Draw the picture of a folder's generate.csv again; nothing is measured."""
+    """Draw the picture of a folder's generate.csv again, without measuring."""
     from linnet.report.throughput import read_rows, write_throughput
 
     for path in write_throughput(read_rows(folder / "generate.csv"), folder):
@@ -99,7 +99,7 @@ def draw(
 
 
 def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, dtype, out, console) -> Iterator[dict]:
-    """Checks everything, then measures system by system, so that one model at a time is in memory."""
+    """Checks all options, then measures one system after the other, so that memory holds one model at a time."""
     from functools import partial
 
     import torch
@@ -132,7 +132,7 @@ def _measure(models, batches, protocol, contexts, peers, plain, chunk, device, d
         problems.append(f"--device: {device!r} is not available here; use cpu")
     if dtype not in (None, "float32", "bfloat16"):
         problems.append(f"--dtype: {dtype!r} is unknown; use float32 or bfloat16")
-    with gather(problems):  # before hours of measuring
+    with gather(problems):  # checked here, since measuring may take hours
         if out is not None:
             check_folder(out, out)
     if problems:
@@ -231,5 +231,5 @@ def _draw(rows: list[dict], out: Path, console) -> None:
     console.print(f"in {out}: generate.csv", highlight=False, markup=False)
     try:
         write_throughput(rows, out)
-    except ConfigError as error:  # a GPU machine may lack the extra that draws; no markup, since it holds '.[study]'
+    except ConfigError as error:  # a GPU machine may lack the extra `study`; the message contains '.[study]', no markup
         console.print(f"no picture: {error.problems[0]}", highlight=False, markup=False)

@@ -56,12 +56,13 @@ def compare(
 def show_comparison(
     runs: list[Path], page: Path | None, constants: "Constants | None" = None, as_json: bool = False
 ) -> None:
-    """Compares the kept evaluations of runs, and prints tables.
+    """Compares the saved evaluations of runs and prints tables.
 
     Args:
-        page: where to write the page; None writes none.
-        constants: of the needles' metrics.
-        as_json: print one JSON object instead.
+        runs: run folders.
+        page: path of the page; None writes no page.
+        constants: constants of the needle metrics; None uses the defaults.
+        as_json: print one JSON object instead of tables, and write no page.
 
     Raises:
         ConfigError: runs without evaluations, or with none in common.
@@ -110,7 +111,7 @@ def _read(runs: list[Path]) -> tuple[dict[str, tuple[Path, list]], list[str]]:
     """Returns folder and evaluations by the name of the run, and the problems of those that are left out.
 
     Raises:
-        ConfigError: for all runs without any evaluation or given twice.
+        ConfigError: runs have no evaluation or are given twice; all of them are named.
     """
     from linnet.evaluate.results import read_evaluations
     from linnet.runs import RunFolder
@@ -137,7 +138,7 @@ def _read(runs: list[Path]) -> tuple[dict[str, tuple[Path, list]], list[str]]:
 
 
 def _nothing_in_common(found: dict[str, tuple[Path, list]]) -> str:
-    """Returns what each run has, and the commands that evaluate the others as the first."""
+    """Returns a message with the evaluations of each run, and commands that evaluate all runs like the first."""
     from linnet.evaluate.compare_words import command
 
     lines = ["the runs have no evaluation with the same settings in common"]
@@ -157,7 +158,7 @@ def _check(depth_ratio: float, length_ratio: float, page: Path | None, show: boo
         if not 0 < value < float("inf")
     ]
     if show and page is None:
-        problems.append("--open: needs a page, which --json and --no-page leave out; drop one of them")
+        problems.append("--open: needs a page, but --json and --no-page write none; drop one of the options")
     if page is not None:
         from linnet.report.shell import check_page
 

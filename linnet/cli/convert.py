@@ -45,10 +45,11 @@ def convert(
 
     ours = (path / "config.yaml").is_file()
     if not ours and not (path / "config.json").is_file():
-        raise ConfigError([f"{path}: neither a run (config.yaml) nor a checkpoint (config.json)"], "convert")
+        message = f"{path}: has neither config.yaml (a run) nor config.json (a checkpoint); name a folder with one"
+        raise ConfigError([message], "convert")
     target = to or (Target.hf if ours else Target.linnet)
     if ours != (target is Target.hf):
-        fix = "it is in Linnet's layout already" if ours else "convert it to linnet first, then that folder to hf"
+        fix = "it has Linnet's layout already" if ours else "convert it to linnet first, then the result to hf"
         raise ConfigError([f"--to {target}: {path} cannot be converted to it; {fix}"], "convert")
     out = out or Path(f"{path.resolve().name}-{target}")
     try:

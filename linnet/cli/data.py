@@ -97,7 +97,7 @@ def _by_option(problem: str) -> str:
 
 
 class _Bar(Progress):
-    """A progress bar that is called with the present work, and its bytes done and in total."""
+    """A progress bar; call it with the name of the current step, its finished bytes and its total bytes."""
 
     def __init__(self, console: Console):
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -145,7 +145,7 @@ def _show(corpus, sample: str) -> None:
     unknown = sum(found["unknown_tokens"] for found in summary["splits"].values())
     if unknown:
         console.print(f"[yellow]{unknown:,} tokens are unknown to the tokenizer[/]")
-        console.print("[yellow]so bits per byte will be too low[/]")
+        console.print("[yellow]bits per byte will therefore be too low[/]")
     if summary["copies_left_out"]:
         console.print(f"{summary['copies_left_out']:,} copies of held-out documents are left out of training")
     if summary["skipped"]:

@@ -23,8 +23,8 @@ def demo(
 
     It needs the extra study and no network: the text is the source of Python's
     standard library. On two CPU cores it takes about seven minutes. Stop it at
-    any time: the same command goes on with what is missing. A clone has the
-    study file as configs/demo.yaml.
+    any time: the same command resumes it. A clone has the study file as
+    configs/demo.yaml.
 
     [bold]linnet demo[/]
 

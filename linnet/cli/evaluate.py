@@ -69,7 +69,7 @@ class Dtype(StrEnum):
 
 
 class _Evaluate(typer.core.TyperGroup):
-    """Runs sub-commands; where the first word is none, the form of 0.1.0 (`linnet evaluate RUN --text PATH`)."""
+    """Runs sub-commands; also runs the form of 0.1.0, which has none (`linnet evaluate RUN --text PATH`)."""
 
     def parse_args(self, ctx, args):
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
@@ -83,7 +83,7 @@ class _Evaluate(typer.core.TyperGroup):
     def invoke(self, ctx):
         if _OLD not in ctx.meta:
             return super().invoke(ctx)
-        jobs = ctx.meta[_JOBS] = []  # the old form asked several at once of a model that was loaded once
+        jobs = ctx.meta[_JOBS] = []  # the old form runs several evaluations with one loaded model
         for name, *args in ctx.meta[_OLD]:
             command = self.commands[name]
             with command.make_context(name, args, parent=ctx) as sub:
@@ -108,8 +108,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 IncludeOption = Annotated[
     Path | None,
     typer.Option(
-        help="A folder with tasks of your own: YAML files with JSONL files beside them. They replace tasks of the "
-        "harness of the same name.",
+        help="A folder with your own tasks: YAML files, and JSONL files in the same folder. They replace the harness's "
+        "tasks of the same names.",
         show_default=False,
     ),
 ]
@@ -346,7 +346,12 @@ def demo(
 
 @dataclass(frozen=True)
 class _Job:
-    """What a command line asks for; `options` are the keys that options of the command set."""
+    """The evaluations of one command line.
+
+    Attributes:
+        problems: problems that were found in the options.
+        options: names of the command's options, under which problems of keys are reported.
+    """
 
     run: Path
     evaluators: list["Evaluator"]
@@ -375,7 +380,7 @@ def _run(
 
 
 def _execute(job: _Job) -> None:
-    """Evaluates, prints and keeps one record after the other, so that a failure loses none before it."""
+    """Runs, prints and saves one evaluation after the other, so that a failure does not lose earlier records."""
     from linnet.cli.evaluate_show import bar, show
     from linnet.evaluate.session import no_progress, prepare
     from linnet.train.device import choose
@@ -401,34 +406,34 @@ def _execute(job: _Job) -> None:
 
 
 def _warn(session: "Session", job: _Job) -> None:
-    """Notes what limits the results, before they are computed."""
+    """Prints notes on limits of the results, before they are computed."""
     from linnet.evaluate.evaluators import TextEvaluator
     from linnet.evaluate.results import FOLDER as KEPT
 
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     folder, about = session.path / KEPT, session.about
     if reason := unwritable(folder):
-        fix = "stop and copy the run to keep results"
-        errors.print(f"[bold yellow]note[/] nothing will be kept: {escape(f'{folder} {reason}')}; {fix}")
+        fix = "to save results, stop and copy the run to another folder"
+        errors.print(f"[bold yellow]note[/] results will not be saved: {escape(f'{folder} {reason}')}; {fix}")
     if session.superseded and not job.as_json:
         line = f"{about['run']}: scores of step {about['step']:,}; its newer checkpoints are damaged"
         Console(soft_wrap=True).print(line, highlight=False, markup=False)
     if about["documents"] == 1 and any(isinstance(one, TextEvaluator) for one in job.evaluators):
-        message = "the model was trained on a single document, so it never read the token that begins each text here"
-        errors.print(f"[bold yellow]note[/] {message}: the first tokens of a text may score badly")
+        message = "the model was trained on a single document, so it never read the token that precedes each text here"
+        errors.print(f"[bold yellow]note[/] {message}; the first tokens of a text may score badly")
 
 
 def _keep(session: "Session", record: Any) -> None:
-    """Writes the record; if the folder cannot be written to, the printed result remains."""
+    """Saves the record; if the folder cannot be written, prints a message and continues."""
     try:
         record.save(session.path)
     except OSError as error:
-        message = f"[bold yellow]not kept[/] in {escape(str(session.path))}: {error.strerror}"
+        message = f"[bold yellow]not saved[/] in {escape(str(session.path))}: {error.strerror}"
         Console(stderr=True).print(message, highlight=False)
 
 
 def _by_option(problem: str, options: frozenset[str]) -> str:
-    """A problem of a key, or of an item of its list, under the name of the option that sets it."""
+    """Returns a problem of a key, or of an item of its list, under the name of the option that sets it."""
     place, colon, rest = problem.partition(":")
     key = place.partition(".")[0]
     if key in options:

@@ -1,8 +1,8 @@
-"""`linnet evaluate demo`: two small models from nothing to a page that compares them, in a minute or two.
+"""`linnet evaluate demo`: trains two small models, evaluates them and writes a page that compares them.
 
-A softmax Transformer and TNL learn to find needles from `linnet.evaluate.needle_lessons`, in three trainings with ever
-longer texts, side by side in two processes. Then both are evaluated in every way that needs no network, and compared.
-The lessons, the shapes and the steps are all in demo.yaml, beside this file.
+A softmax Transformer and TNL learn to find needles from `linnet.evaluate.needle_lessons`, in three trainings with
+longer and longer texts. Two processes train them in parallel. Both models then get every evaluation that needs no
+network. demo.yaml in this folder holds the lessons, the shapes and the steps.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from linnet.install import install_command
 
 
 class Lessons(Config):
-    """As `linnet.evaluate.needle_lessons.lessons` takes them."""
+    """Arguments of `linnet.evaluate.needle_lessons.lessons`."""
 
     count: int
     sentences: int
@@ -29,14 +29,14 @@ class Lessons(Config):
 
 
 class Stage(Config):
-    """Lessons, and what of `linnet train` is their own."""
+    """Lessons, and the settings of `linnet train` for this stage."""
 
     lessons: Lessons
     train: dict
 
 
 class Learner(Config):
-    """A model, what of `linnet train` is its own, and its steps in each stage."""
+    """A model, its settings of `linnet train`, and its steps in each stage."""
 
     model: dict
     train: dict
@@ -61,7 +61,14 @@ class Recall(Config):
 
 
 class Plan(Config):
-    """What a file says: `train` of all, `held_out` and `questions` like lessons, `task` in the harness's YAML."""
+    """Content of a plan file.
+
+    Attributes:
+        train: settings of `linnet train` that all trainings share.
+        held_out: documents for perplexity.
+        questions: documents from which the questions of `task` are made.
+        task: a task of lm-evaluation-harness, as the text of its YAML file.
+    """
 
     models: dict[str, Learner]
     tokenizer: str
@@ -77,10 +84,11 @@ class Plan(Config):
 def run_demo(folder: Path, plan: dict | None = None) -> None:
     """Trains and evaluates the models in `folder`, prints the table, and writes the page.
 
-    What was trained is not trained again.
+    Models that are trained already are reused.
 
     Args:
-        plan: what demo.yaml holds.
+        folder: folder of the models and the page.
+        plan: content of a plan file; None is demo.yaml.
     """
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
@@ -93,7 +101,7 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
     _write(folder, plan)
     names = list(plan["models"])
     console.print(f"{' and '.join(names)} learn to find needles, then are evaluated (in {folder}):", markup=False)
-    # Spawned, since a fork of a process with torch's threads may hang.
+    # Spawned, because a fork of a process with torch's threads may hang.
     with ProcessPoolExecutor(
         len(names), mp_context=get_context("spawn"), initializer=_start, initargs=(len(names),)
     ) as pool:
@@ -103,7 +111,7 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
     show_comparison(runs, None if absent else page)
     if absent:
         console.print(
-            f"No page was drawn: {', '.join(absent)} not installed ({install_command('study')})", markup=False
+            f"No page was written: {', '.join(absent)} not installed ({install_command('study')})", markup=False
         )
     if not_installed(["lm_eval"]):
         console.print(f"No questions were asked: lm_eval is not installed ({install_command('eval')})", markup=False)
@@ -112,7 +120,7 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
 
 
 def read_plan(path: Path | None = None) -> dict:
-    """What a file says, by default demo.yaml. Raises ConfigError for a file that says no `Plan`."""
+    """Reads a plan file, by default demo.yaml. Raises ConfigError if it is not a valid `Plan`."""
     from importlib.resources import files
 
     from linnet.config import parse, parse_yaml, read_yaml
@@ -124,7 +132,7 @@ def read_plan(path: Path | None = None) -> dict:
         values = parse_yaml(files("linnet.cli").joinpath(where).read_text(encoding="utf-8"))
     plan = parse(Plan, values, where)
     problems = [
-        f"models.{name}.steps: {len(one.steps)} numbers for {len(plan.stages)} stages; give one for each"
+        f"models.{name}.steps: {len(one.steps)} numbers for {len(plan.stages)} stages; give one number per stage"
         for name, one in plan.models.items()
         if len(one.steps) != len(plan.stages)
     ]
@@ -134,7 +142,7 @@ def read_plan(path: Path | None = None) -> dict:
 
 
 def _write(folder: Path, plan: dict) -> None:
-    """Lessons, held-out documents, and a task of the harness made of such documents."""
+    """Writes the lessons, the held-out documents, and a task of the harness made of such documents."""
     from linnet.evaluate.needle_lessons import lessons, write_lessons
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +161,7 @@ def _write(folder: Path, plan: dict) -> None:
 
 
 def _start(processes: int) -> None:
-    """Sets up a worker process: its share of the cores, and its end if the parent process is gone."""
+    """Sets up a worker process: limits its threads, and ends it when the parent process ends."""
     import torch
 
     from linnet.study.executors import end_with_parent
@@ -189,9 +197,9 @@ def _make(folder: str, name: str, plan: dict) -> str:
 
 @contextlib.contextmanager
 def _announced(what: str) -> Iterator[list[str]]:
-    """Prints a line at the start and one at the end, with the seconds and what was put into the list.
+    """Prints a line at the start, and one at the end with the seconds and the strings that were added to the list.
 
-    Each is written in one piece, since several workers print at the same time.
+    Each line is one write, because several workers print at the same time.
     """
     from time import perf_counter
 
@@ -202,7 +210,7 @@ def _announced(what: str) -> Iterator[list[str]]:
 
 
 def _evaluators(root: Path, plan: dict) -> list:
-    """What is asked of each model."""
+    """Returns the evaluations of each model."""
     from linnet.cli.numbers import parse_numbers
     from linnet.evaluate.evaluators import NeedleEvaluator, Questions, RecallEvaluator, TaskEvaluator, TextEvaluator
 
@@ -213,6 +221,6 @@ def _evaluators(root: Path, plan: dict) -> list:
         NeedleEvaluator(needles | {"lengths": parse_numbers(needles["lengths"]), "depths": depths}),
         RecallEvaluator(recall | {key: parse_numbers(recall[key]) for key in ("lengths", "pairs")}),
     ]
-    if not not_installed(["lm_eval"]):  # of the extra `eval`
+    if not not_installed(["lm_eval"]):  # part of the extra `eval`
         found.append(TaskEvaluator(("numbers",), None, Questions(root / "task")))
     return found

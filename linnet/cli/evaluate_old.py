@@ -1,4 +1,4 @@
-"""The form that `linnet evaluate` had in 0.1.0, options without a sub-command, as command lines of sub-commands."""
+"""Translates command lines of `linnet evaluate` 0.1.0, which had no sub-commands, into sub-commands."""
 
 import shlex
 from collections.abc import Iterable
@@ -24,17 +24,17 @@ def translate(args: list[str], commands: Iterable[str]) -> list[list[str]]:
     """Returns the sub-commands that do what `linnet evaluate ARGS` did, and warns with them.
 
     Args:
-        args: without a sub-command.
+        args: words of the command line after `linnet evaluate`.
         commands: names of the sub-commands.
 
     Raises:
-        ConfigError: nothing is asked, no run is named, or an option is unknown or would change nothing.
+        ConfigError: no evaluation or no run is named, or an option is unknown or has no effect.
     """
     given, places = _scan(args)
     asked = [kind for option, kind in ASKS.items() if option in given]
     if not asked and "--demo" not in given:
         wrong = places[0] if places else args[0]
-        message = f"{wrong}: not a sub-command, and nothing is asked of it; {nearest(wrong, commands)}"
+        message = f"{wrong}: not a sub-command, and no evaluation is named; {nearest(wrong, commands)}"
         raise ConfigError([f"{message}; write linnet evaluate text {wrong} PATH"], "evaluate")
     asked = ["demo"] if "--demo" in given else asked
     problems = [f"{option}: {what}" for option, what in _idle(given, asked)]
@@ -42,7 +42,7 @@ def translate(args: list[str], commands: Iterable[str]) -> list[list[str]]:
         problems.append("RUN: name a run folder to evaluate")
     problems += [f"{extra}: unexpected; give one RUN" for extra in places[1:]]
     if {"needle", "recall"} <= set(asked) and given.keys() & {"--lengths", "--samples"}:
-        problems.append("--needle, --recall: --lengths and --samples do not suit both; use two commands")
+        problems.append("--needle, --recall: --lengths and --samples cannot be given for both; use two commands")
     if problems:
         raise ConfigError(problems, "evaluate")
     lines = [_line(kind, given, places) for kind in asked]
@@ -65,12 +65,12 @@ def _scan(args: list[str]) -> tuple[dict[str, list[str]], list[str]]:
         elif equals or (value := next(rest, None)) is not None:
             given.setdefault(name, []).append(value)
         else:
-            raise ConfigError([f"{name}: needs a value"], "evaluate")
+            raise ConfigError([f"{name}: has no value; give one after it"], "evaluate")
     return given, places
 
 
 def _idle(given: Iterable[str], asked: list[str]) -> list[tuple[str, str]]:
-    """Options that do not belong to what is asked."""
+    """Returns options that do not apply to the requested evaluations, each with the problem."""
     demo = asked == ["demo"]
     fitting = {option for kind in asked for option in OPTIONS[kind]}
     fitting |= {"--demo"} if demo else {*ASKS, *COMMON}
@@ -83,7 +83,7 @@ def _idle(given: Iterable[str], asked: list[str]) -> list[tuple[str, str]]:
             found.append((option, "has no effect with --demo; leave it out"))
         elif kinds:
             names = ", ".join(f"linnet evaluate {kind}" for kind in kinds)
-            found.append((option, f"has no effect on what is asked here; it belongs to {names}"))
+            found.append((option, f"has no effect on these evaluations; it belongs to {names}"))
         else:
             known = {*ASKS, *COMMON, "--demo", *(name for options in OPTIONS.values() for name in options)}
             found.append((option, f"unknown option; {nearest(option, known)}"))

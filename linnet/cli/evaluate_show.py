@@ -1,4 +1,4 @@
-"""What `linnet evaluate` prints: progress while it runs, and a table per record."""
+"""Output of `linnet evaluate`: progress while it runs, and a table per record."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,7 +71,7 @@ def _show_text(record: Evaluation) -> None:
 
 
 def _short(perplexity: float) -> str:
-    """Two decimals, or four digits from a million on."""
+    """Returns a number with two decimals, or with four digits if it is a million or more."""
     return f"{perplexity:,.2f}" if perplexity < 1e6 else f"{perplexity:.4g}"
 
 
@@ -91,7 +91,7 @@ def _show_needle(record: Evaluation, path: Path) -> None:
 
 def _show_recall(record: Evaluation) -> None:
     console, found = Console(), record.detail["cells"]
-    console.print("share right: among all tokens, among the values in the sequence (by guessing among these)")
+    console.print("accuracy among all tokens, accuracy among the values in the sequence (in parentheses: by guessing)")
     for task in dict.fromkeys(cell["task"] for cell in found):
         cells = {(cell["length"], cell["pairs"]): cell for cell in found if cell["task"] == task}
         lengths = sorted({length for length, _ in cells})
@@ -121,7 +121,7 @@ def _show_tasks(record: Evaluation) -> None:
 
 
 def _standard_error(result: Result) -> float | None:
-    """Of a mean of equal weights over at least two questions, else None."""
+    """Returns the standard error of a mean with equal weights over at least two questions, else None."""
     from statistics import stdev
 
     if result.average != "mean" or len(result.items) < 2 or len({item.weight for item in result.items}) > 1:

@@ -142,11 +142,11 @@ def _check(settings: dict[str, str], budgets: str | None, bootstrap: int, hold_o
         if value not in CHOICES[name]
     ]
     if bootstrap < 0:
-        problems.append(f"--bootstrap {bootstrap}: a number of resamples, 0 for none")
+        problems.append(f"--bootstrap {bootstrap}: is negative; give a number of resamples, 0 for none")
     if hold_out is not None and not 0 < hold_out < float("inf"):
-        problems.append(f"--hold-out {hold_out:g}: a fraction such as 0.2, or FLOPs such as 1e21")
+        problems.append(f"--hold-out {hold_out:g}: not positive; give a fraction such as 0.2, or FLOPs such as 1e21")
     if smooth is not None and (smooth < 1 or smooth % 2 == 0):
-        problems.append(f"--smooth {smooth}: an odd number of records, 1 for no smoothing")
+        problems.append(f"--smooth {smooth}: not a positive odd number; give 1 for no smoothing, or 3, 5, ...")
     nominal = []
     for part in (budgets or "").split(",") if budgets else []:
         try:
@@ -155,7 +155,7 @@ def _check(settings: dict[str, str], budgets: str | None, bootstrap: int, hold_o
             problems.append(f"--budgets {part!r}: not a number of FLOPs; write 1e18,3e18,1e19")
             continue
         if not 0 < nominal[-1] < float("inf"):
-            problems.append(f"--budgets {part!r}: must be positive")
+            problems.append(f"--budgets {part!r}: not positive; give FLOPs such as 1e18")
     return nominal or None, problems
 
 

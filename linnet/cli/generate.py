@@ -86,7 +86,7 @@ def generate(
         problems.append(f"--from-state {from_state}: not found; --save-state writes such a file")
     if save_state is not None and (save_state.is_dir() or not save_state.absolute().parent.is_dir()):
         problems.append(
-            f"--save-state {save_state}: is a folder, or its folder does not exist; name a file in an existing folder"
+            f"--save-state {save_state}: is a folder or lies in none that exists; name a file in an existing folder"
         )
     elif save_state is not None and (reason := unwritable(save_state.absolute().parent)):
         problems.append(f"--save-state {save_state}: {reason}; name another file")
@@ -150,7 +150,7 @@ def _read_prompt(prompt: str | None, file: Path | None, may_be_empty: bool) -> s
     if prompt is None and file is None:
         if may_be_empty:
             return ""
-        raise ConfigError(["PROMPT: give a text, - for the standard input, or --prompt-file"])
+        raise ConfigError(["PROMPT: is missing; give a text, - for the standard input, or --prompt-file"])
     try:
         if file is not None:
             return file.read_text(encoding="utf-8")
@@ -158,7 +158,7 @@ def _read_prompt(prompt: str | None, file: Path | None, may_be_empty: bool) -> s
     except OSError as error:
         raise ConfigError([f"--prompt-file {file}: cannot be read ({error.strerror})"]) from None
     except UnicodeDecodeError as error:
-        raise ConfigError([f"the prompt is not UTF-8 (byte {error.start}); convert it first"]) from None
+        raise ConfigError([f"PROMPT: not UTF-8 (byte {error.start}); convert it to UTF-8"]) from None
 
 
 def _plain(completion) -> dict:

@@ -49,8 +49,8 @@ def data(
 ) -> None:
     """Draw samples of a task and print some, or write them.
 
-    Each input token is named by its part: k3 a key, v7 a value, n1 noise, d5 data, \\[b] a blank.
-    Below each stands its target; a dot means that nothing is asked there.
+    The name of an input token shows its kind: k3 is a key, v7 a value, n1 noise, d5 data, \\[b] a blank.
+    The line below shows the targets; a dot is a position without a target.
 
     Example: [bold]linnet mad data noisy_recall --set vocab_size=32 --set seq_len=32[/]
     """
@@ -163,7 +163,7 @@ def _print_samples(config, inputs, targets, split: str, show: int) -> None:
 
 
 def _whole(budget: str, spec: str):
-    """All runs of a budget, where MQAR has one form only."""
+    """Returns all runs of a budget; MQAR has one form only, whatever the spec."""
     from linnet.study.mad.settings import BUDGETS, plan
 
     return plan(budget, spec="paper" if BUDGETS[budget].mqar else spec)
@@ -202,7 +202,7 @@ def _print_settings(runs, budget: str, spec: str) -> None:
     steps = sum(run.steps for run in runs)
     console.print(
         f"{budget}: {len(settings)} settings x {points} (learning rate, weight decay) = {len(runs)} runs "
-        f"of {runs[0].epochs} epochs, {steps:,} steps an architecture; spec {spec}"
+        f"of {runs[0].epochs} epochs, {steps:,} steps per architecture; spec {spec}"
     )
     for name, other in BUDGETS.items():
         every = _whole(name, spec)

@@ -84,7 +84,7 @@ def correlate(
     """Correlate MAD scores with the compute-optimal loss of a study: do the scores tell how architectures scale?
 
     Linear (Pearson) and rank (Spearman) correlation over all architectures, inside families and between them, and of
-    each task alone. Near -1 the scores tell: the higher the score, the lower the loss.
+    each task alone. A value near -1 means that the scores predict the loss: the higher the score, the lower the loss.
 
     [bold]linnet mad correlate mad/core --study studies/ladder --at 1e12[/]
     """
@@ -150,7 +150,7 @@ def _names(pairs: list[str]) -> dict[str, str]:
         if not (scored and equals and studied):
             problems.append(f"--pair {text!r}: write SCORED=STUDIED, such as mad-gla-swiglu=gla")
         elif scored in found:
-            problems.append(f"--pair {text!r}: {scored} is paired with {found[scored]} already")
+            problems.append(f"--pair {text!r}: {scored} is paired with {found[scored]} already; drop one of the pairs")
         else:
             found[scored] = studied
     if problems:
@@ -184,7 +184,7 @@ def _print(found) -> None:
             _add(table, one)
         table.add_section()
     console.print(table)
-    console.print("Near -1: the higher the score, the lower the loss. Few architectures make wide intervals.")
+    console.print("Near -1: the higher the score, the lower the loss. With few architectures, intervals are wide.")
     refused = [f"{one.group}: {one.refused}" for one in found.overall.values() if one.refused]
     for note in [*refused, *found.notes]:
         console.print(f"note: {note}", markup=False, style="yellow")

@@ -8,7 +8,7 @@ import typer
 
 from linnet.cli.mad_mqar import bar, print_recall
 
-# Columns of a table that fits 80 characters.
+# Short column titles, so that the table fits into 80 characters.
 _SHORT = {
     "in_context_recall": "recall",
     "fuzzy_recall": "fuzzy",
@@ -40,8 +40,8 @@ def run(
     budget: Annotated[
         str,
         typer.Option(
-            help="smoke (does it learn at all?), core (the six baselines), full (all 66 settings); beside the score "
-            "mqar and mqar-short. [bold]linnet mad list[/] counts their runs.",
+            help="smoke (does it learn at all?), core (the six baselines), full (all 66 settings); mqar and "
+            "mqar-short are separate from the score. [bold]linnet mad list[/] counts the runs of each.",
             metavar="NAME",
         ),
     ] = "smoke",
@@ -137,11 +137,11 @@ def run(
     if device not in ("auto", "cpu", "cuda"):
         problems.append(f"--device {device!r} is unknown; use auto, cpu or cuda")
     if mqar and state != 4096:
-        problems.append(f"--state {state}: the models of MQAR have the state of their options; leave it out")
+        problems.append(f"--state {state}: has no effect on MQAR, whose models keep their own state; leave it out")
     if executor not in ("inline", "local", "ray"):
         problems.append(f"--executor {executor!r} is unknown; use inline, local or ray")
     elif address is not None and executor != "ray":
-        problems.append(f"--address {address!r} is of a Ray cluster; use it with --executor ray")
+        problems.append(f"--address {address!r}: needs --executor ray; add it, or leave --address out")
     else:
         where = parse(ExecutorConfig, {"kind": executor, "workers": workers, "address": address, "retries": 1})
     with gather(problems):
@@ -154,7 +154,7 @@ def run(
             spec=spec,
             seeds=seeds,
             device=device if device in ("cpu", "cuda") else "auto",
-            executor=None if problems else where,  # making one may start a Ray
+            executor=None if problems else where,  # making an executor may start Ray
             plugins=mixer or [],
             decay="matrices" if matrices_only else "all",
         )
@@ -178,7 +178,7 @@ def run(
         first = result.folder / RUNS / next(iter(result.failed)) / "error.txt"
         runs = "1 run" if len(result.failed) == 1 else f"{len(result.failed)} runs"
         others = ", and error.txt in the folders of the others" if len(result.failed) > 1 else ""
-        console.print(f"[red]{runs} failed[/]: {escape(str(first))} says why{others}")
+        console.print(f"[red]{runs} failed[/]; see {escape(str(first))}{others}")
         raise typer.Exit(1)
 
 

@@ -52,7 +52,7 @@ def _print_table(rows: list[dict], context: int) -> None:
         caption_justify="left",
     )
     for column in ("model", "L", "d", "h", "g", "params M", "paper", "exact", "state"):
-        first = column == "model"  # a long name wraps, so that the numbers keep their room
+        first = column == "model"  # long names wrap, so that numbers do not
         table.add_column(column, justify="left" if first else "right", no_wrap=not first, overflow="fold")
     family = None
     for row in rows:
@@ -74,12 +74,12 @@ def _print_table(rows: list[dict], context: int) -> None:
 
 
 def _number(value: float) -> str:
-    """One decimal, or two digits below 0.1."""
+    """Returns a number with one decimal, or with two digits if it is below 0.1."""
     return f"{value:,.1f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def _bytes(count: float) -> str:
-    """Three digits and a binary unit."""
+    """Returns a number of bytes with three digits and a binary unit."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while count >= 1024 and len(units) > 1:
         count, units = count / 1024, units[1:]

@@ -8,7 +8,7 @@ import typer
 
 
 class Kind(StrEnum):
-    """Which configuration."""
+    """Kinds of configuration."""
 
     train = "train"
     study = "study"
@@ -91,7 +91,7 @@ def build_schema(kind: str) -> dict[str, Any]:
 
 
 def _clean(node: Any) -> Any:
-    """Without infinite defaults, which JSON cannot hold, and without titles, which repeat the keys."""
+    """Returns a schema without infinite defaults, which JSON does not allow, and without titles, which repeat keys."""
     if isinstance(node, list):
         return [_clean(one) for one in node]
     if not isinstance(node, dict):

@@ -21,7 +21,7 @@ def study(
     architectures: Annotated[
         str | None,
         typer.Option(
-            help="Only these, beside --mixer, with commas between: tnl,hgrn2. A family that CONFIG lacks is added.",
+            help="Only these (and --mixer), with commas between: tnl,hgrn2. Families that CONFIG lacks are added.",
             show_default=False,
         ),
     ] = None,
@@ -151,7 +151,7 @@ def _fit(folder: Path, console):
 
 
 def read_shipped(name: str) -> dict:
-    """The values of a study file that is part of the package: demo, demo-quick or quick."""
+    """Returns the content of a study file of the package: demo, demo-quick or quick."""
     from importlib.resources import files
 
     from linnet.config import parse_yaml

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-SHAPE = (256, 6)  # width and layers of a model of --mixer, as of tnl-10m
+SHAPE = (256, 6)  # width and layers of a model with --mixer, the same as of tnl-10m
 
 
 def train(
@@ -87,7 +87,7 @@ def train(
     with TerminalProgress(console) as progress:
 
         def show(row: dict) -> None:
-            if row.get("event") == "start":  # nothing is wrong
+            if row.get("event") == "start":  # all checks have passed
                 _show_plan(settings, console)
             progress(row)
 
@@ -111,7 +111,7 @@ def _no_other_settings(given: list[str]) -> None:
     from linnet.config import ConfigError
 
     message = (
-        f"--extend: {' and '.join(given)} cannot be given, since the run has its settings; use --set steps=N alone"
+        f"--extend: cannot be combined with {' and '.join(given)}, since the run's settings are fixed; use --set only"
     )
     raise ConfigError([message], "command line")
 
@@ -171,7 +171,7 @@ def _settings(
     if device is not None:
         run = values.get("run")
         values["run"] = {**(run if isinstance(run, dict) else {}), "device": device}
-        values.pop("device", None)  # of a file that was written for 0.1.0
+        values.pop("device", None)  # a key of files for 0.1.0
     problems: list[str] = []
     where, own, settings = str(config or "command line"), None, None
     if mixer is not None:

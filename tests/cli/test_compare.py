@@ -121,7 +121,7 @@ def test_a_page_that_cannot_be_written_is_told_before_any_work(tmp_path, monkeyp
 
 
 def test_long_names_take_no_number_its_place(folder, tmp_path):
-    """In the 80 columns of what is no terminal."""
+    """The output has 80 columns if it is not a terminal."""
     names = {"tnl": "a-run-with-a-very-long-name-of-its-layers-410m", "llama": "another-long-name-that-says-all-410m"}
     for name, long in names.items():
         shutil.copytree(folder / name, tmp_path / long)

@@ -81,7 +81,7 @@ def test_a_checkpoint_becomes_a_model_folder(convert, tmp_path):
 
 def test_what_cannot_be_done_is_said(convert, run, tmp_path):
     for arguments, reason in (
-        ((tmp_path / "nothing",), "neither a run"),
+        ((tmp_path / "nothing",), "config.yaml"),
         ((run, "--to", "linnet"), "--to linnet: "),
         ((run, "--out", run), "is not an empty folder"),
         (

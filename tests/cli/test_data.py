@@ -1,4 +1,4 @@
-"""`linnet data`: prepares, shows, mends, and says what is wrong."""
+"""`linnet data`: prepares, shows and repairs corpora, and reports problems."""
 
 import json
 import re
@@ -66,7 +66,7 @@ def test_bad_input_is_listed_with_exit_code_2(call):
     assert result.exit_code == 2 and result.stderr.count("  - ") == 3 and not call.cache.exists()
     result = call(call.folder, "--tokenizer", "words", "--validation-fraction", "0")
     assert result.exit_code == 2 and result.stderr.count("  - ") == 2
-    result = call("", "missing.txt", "--max-bytes", "0", "--tokenizer", "bpe:7")  # "" is no name of this folder
+    result = call("", "missing.txt", "--max-bytes", "0", "--tokenizer", "bpe:7")  # "" does not name the current folder
     assert result.exit_code == 2 and result.stderr.count("  - ") == 4
     for problem in ("PATH: '' is empty", "PATH: 'missing.txt' does not", "--max-bytes: Input", "--tokenizer: Input"):
         assert problem in result.stderr

@@ -70,7 +70,7 @@ def test_attention_reads_in_windows_unless_asked_otherwise(folder):
 
 
 def test_what_a_person_sees(folder):
-    shutil.copytree(folder / "tnl", folder / "tnl [a]")  # a name that is no markup
+    shutil.copytree(folder / "tnl", folder / "tnl [a]")  # brackets in a name are not markup
     result = call("text", folder / "tnl [a]", folder / "b.jsonl")
     assert result.exit_code == 0
     for part in ("tnl [a]: 2 documents by the carried state", "bits per byte", "per word", "8 to 15", "95 % interval"):
@@ -106,7 +106,7 @@ def test_recall_is_asked_of_models_without_a_tokenizer_too(folder, tmp_path):
         [kept] = (path / "evaluations").glob("recall-*.json")
         assert json.loads(kept.read_text()) == record
     shown = call("recall", folder / "tnl", *arguments).stdout
-    assert "share right: among all tokens" in shown and "mqar" in shown and "(0.25)" in shown
+    assert "among all tokens" in shown and "mqar" in shown and "(0.25)" in shown
 
 
 def test_common_words_are_asked_like_needles(folder):
@@ -125,7 +125,7 @@ def test_tasks_are_refused_or_cut_where_attention_would_read_too_far(folder, tmp
     arguments = ["one", "--include", tmp_path]
     for more, message in {
         (): "give --context N",
-        ("--context", 50): "context: 2 of 2 requests are longer than 50 tokens, the longest 102",
+        ("--context", 50): "context: 2 of 2 requests exceed 50 tokens (the longest has 102)",
     }.items():
         result = call("tasks", folder / "llama", *arguments, *more)
         assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output
@@ -139,7 +139,7 @@ def test_tasks_are_refused_or_cut_where_attention_would_read_too_far(folder, tmp
     [
         ({"kind": "bpe", "vocab_size": 256}, "has no tokenizer.json; copy it from the folder of its corpus"),
         ({"kind": "file", "path": "/nowhere/tokenizer.json"}, "/nowhere/tokenizer.json"),
-        (None, "has no tokenizer.json, so no text can be read; put one there"),
+        (None, "has no tokenizer.json"),
     ],
 )
 def test_a_run_whose_tokenizer_is_missing(tmp_path, tokenizer, message):
@@ -221,8 +221,8 @@ def test_a_folder_that_cannot_be_written_to_is_noted_before_the_numbers(folder, 
     shutil.copytree(folder / "tnl", tmp_path / "tnl", ignore=shutil.ignore_patterns("evaluations"))
     (tmp_path / "tnl" / "evaluations").write_text("")
     result = call("text", tmp_path / "tnl", folder / "a.txt")
-    assert result.exit_code == 0 and result.output.startswith("note nothing will be kept: ")
-    assert "not kept in " in result.output  # behind the numbers too: what was writable at first may no longer be
+    assert result.exit_code == 0 and result.output.startswith("note ") and "evaluations" in result.output
+    assert "not saved in " in result.output  # also after the numbers, since the folder may become read-only meanwhile
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is not there")

@@ -87,7 +87,7 @@ def wait_until(condition) -> None:
 
 
 def runs(pid: str) -> bool:
-    """Whether there is such a process; one that has ended and that nobody waited for is none."""
+    """Whether the process runs; a process that ended but was not waited for does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

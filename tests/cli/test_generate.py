@@ -91,7 +91,7 @@ def test_stop_strings_end_the_text(linnet):
     [
         ((PROMPT, "--temperature", "nan", "--max-tokens", "-3"), ("--temperature: ", "--max-tokens: ", "given -3")),
         ((PROMPT, "--top-p", "0", "--dtype", "int8"), ("--top-p: ", "--dtype: 'int8' is unknown")),
-        ((), ("PROMPT: give a text",)),
+        ((), ("PROMPT: ",)),
         ((PROMPT, "--prompt-file", "x"), ("PROMPT, --prompt-file: ",)),
         (("--prompt-file", "missing.txt"), ("missing.txt: cannot be read",)),
         ((PROMPT, "--from-state", "missing.state"), ("--from-state missing.state: ",)),

@@ -164,15 +164,13 @@ def test_a_mixer_that_fails_while_it_trains_leaves_the_others_their_scores(tmp_p
     where = ["--mixer", tmp_path / "failing.py:MyMixer", "--out", tmp_path / "mad", "--executor", "inline"]
     result = call("run", "attention+swiglu", *where, *small)
     assert result.exit_code == 1 and "not comparable" in result.stdout
-    failed = re.search(
-        r"2 runs failed: (.*error.txt) says why, and error.txt in the folders of the others", result.stdout
-    )
+    failed = re.search(r"2 runs failed; see (.*error.txt), and error.txt in the folders of the others", result.stdout)
     assert "RuntimeError: no such thing" in Path(failed[1]).read_text()
     assert len(list(tmp_path.glob("mad/runs/attention*/result.json"))) == 2
 
 
 def test_a_mixer_that_looks_ahead_or_lacks_a_state_is_refused(tmp_path):
-    """What is wrong with the mixers themselves is told first, in the normalisation's place and with no score."""
+    """Problems of the mixers are reported before those of the normalisation, and without a score."""
     text = (Path(__file__).parents[2] / "examples" / "my_mixer.py").read_text()
     ahead = text.replace("return self._read(o, x), None if", "return self._read(o, x.flip(1)), None if")
     (tmp_path / "ahead.py").write_text(ahead.replace('"my_mixer"', '"mad_ahead"'))

@@ -1,4 +1,4 @@
-"""`linnet report`: the page it writes, what it prints, and what it says about folders that are no study."""
+"""`linnet report`: its page, its output, and its errors for folders that are not studies."""
 
 import math
 import webbrowser

@@ -135,7 +135,7 @@ def test_a_mixer_that_nothing_uses_or_is_not_there(linnet):
     wrong = linnet("--mixer", "mine.py:Mine", "--set", "steps=0")
     assert wrong.exit_code == 2 and "mine.py" in wrong.output and "steps" in wrong.output
     wrong = linnet("--mixer", "mine.py:Mine", "--set", "model.options.mine.num_heads=2", "--set", "steps=0")
-    assert "2 problems" in wrong.output  # none of an option of what nobody knows
+    assert "2 problems" in wrong.output  # an unknown option adds no problem
     assert "model" not in wrong.output and not Path("runs").exists()
 
 
@@ -150,7 +150,7 @@ def test_all_problems_at_once_and_nothing_is_made(linnet):
 
 
 def test_what_is_wrong_with_a_text_is_told_with_the_rest_and_nothing_is_made(linnet):
-    Path("latin.txt").write_bytes(b"\xe9 is no UTF-8")
+    Path("latin.txt").write_bytes(b"\xe9 is not UTF-8")
     Path("short.txt").write_text("a short text")
     text = ["--data", "latin.txt", "--set", "data.validation=[none.txt]"]
     asked = ["--set", "evaluations=[{kind: text, paths: [latin.txt]}]"]

@@ -208,7 +208,7 @@ def test_the_questions_of_scrolls(zips):
 
 
 class Oracle(LinnetLM):
-    """Gives fixed answers; the model only gets requests that the answers do not cover."""
+    """Generates fixed answers and gives choices fixed likelihoods, without asking the model."""
 
     said = {"report is long": "the summary", "Another report": "", "Hello": "two people say hello"}
     said |= {"What was said?": "nobody", "Who slept?": "  ", "When?": "in night"}
