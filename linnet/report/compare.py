@@ -17,7 +17,7 @@ from linnet.runs.files import write_atomic
 
 @dataclass(frozen=True)
 class Side:
-    """What a page of comparisons is drawn from; `architectures` are the models' names, as `Canvas` wants them."""
+    """The data of a page of comparisons; `architectures` are the models' names, under the name that `Canvas` reads."""
 
     architectures: list[str]
     groups: Sequence[Shared]
@@ -40,11 +40,12 @@ def write_comparison(
     """Writes the page, and a PNG and an SVG of each figure beside it.
 
     Args:
-        groups: from `linnet.evaluate.compare.shared`; comparisons: from `compare` of the same module.
-        page: an .html file; its folder is made.
-        command: what makes the page anew.
-        constants: of the needles' metrics.
-        problems: what could not be read, to stand on the page.
+        groups: output of `linnet.evaluate.compare.shared`.
+        comparisons: output of `linnet.evaluate.compare.compare`.
+        page: path of an .html file; its folder is created.
+        command: command that makes the page again, shown on it.
+        constants: constants of the needle metrics; None uses the defaults.
+        problems: problems of files that could not be read, shown on the page.
 
     Raises:
         ConfigError: the page cannot be written, or the extra `study` is not installed.
@@ -129,7 +130,7 @@ def _group(side: Side, group: Shared, number: int) -> tuple[list[Figure], list[s
 
 
 def _line(one: Comparison) -> str:
-    """Who is first, whether it beats guessing, and which differences are none that chance could not make."""
+    """Returns a sentence on the best model, whether it beats guessing, and which differences may be chance."""
     task, metric = escape(one.task), escape(one.metric.replace("_", " "))
     guessing = "" if not one.chance else f"; guessing has {shown(one.chance)}"
     if all(one.guesses(number) for number in one.numbers):

@@ -118,7 +118,7 @@ def _law(study: Study, architecture: str) -> Law | None:
 
 
 def _of_training(records: list[dict]) -> list[tuple]:
-    """((evaluation, metric), chance, point) of the metrics that each row wants shown."""
+    """Returns ((evaluation, metric), chance, point) for the metrics under `shown` of each row."""
     found = []
     for row in records:
         for metric in row.get("shown", ()):
@@ -129,9 +129,9 @@ def _of_training(records: list[dict]) -> list[tuple]:
 
 
 def _of_files(evaluations: list[Evaluation]) -> list[tuple]:
-    """The same of the first metric of each task, and of the averages of a suite alone.
+    """Returns the same for evaluation files: the first metric of each task, or only the averages of a suite.
 
-    What was asked in several ways has the digest of each in its name.
+    If an evaluation was made with several settings, each name contains the digest of its settings.
     """
     ways: dict[str, dict[str, None]] = {}
     for one in evaluations:
@@ -156,7 +156,7 @@ def _of_files(evaluations: list[Evaluation]) -> list[tuple]:
 
 
 def lines(series: list[Series]) -> list[str]:
-    """The fits as text for a terminal, one line each; what has none at all together, by the reason."""
+    """Returns the fits as text, one line each; metrics without a fit share one line per reason."""
     found, without = [], {}
     for one in series:
         for name, fit in one.fits.items():
@@ -211,9 +211,10 @@ def finding(series: list[Series]) -> list[str]:
 
 
 def _leaders(series: Series, last) -> list:
-    """The best run, and behind it those of other architectures that are too near to be told from it.
+    """Returns the best run, then the best runs of other architectures that do not differ clearly from it.
 
-    Near are shares of right answers at most two standard errors of the difference apart, other metrics that read alike.
+    Shares of right answers do not differ clearly within two standard errors of the difference; other metrics do not
+    if they read the same after rounding.
     """
     order = last.sort_values("value", ascending=series.chance is None, kind="stable")
     best, *others = (run for _, run in order.drop_duplicates("architecture").iterrows())
@@ -228,12 +229,12 @@ def _near(series: Series, best, other) -> bool:
 
 
 def _error(share: float, questions: float) -> float:
-    """Standard error of a share of right answers; 0 where the questions were not counted."""
+    """Returns the standard error of a share of right answers; 0 if the number of questions is unknown."""
     return math.sqrt(max(share * (1 - share), 0.0) / questions) if math.isfinite(questions) else 0.0
 
 
 def table(study: Study, series: list[Series]) -> str:
-    """Both steps of every metric and architecture, with intervals and errors, or why there are none."""
+    """Returns an HTML table of both steps of every metric and architecture, with errors or the reason for refusal."""
     head = (
         '<th>Metric</th><th>Architecture</th><th class="n">Points, runs</th><th>L(C), nats per token</th>'
         "<th>Metric of the loss L</th>"

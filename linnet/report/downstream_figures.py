@@ -107,7 +107,7 @@ def _stacked(canvas: Canvas, rows: list):
 
 
 def _points(study: Study, series: Series) -> list[dict]:
-    """A row a point: numbers to draw, and what hovering shows."""
+    """Returns one row per point: the numbers to draw, and the text of its tooltip."""
     known = {row["run"]: run_row(row) for _, row in study.table.iterrows()}
     found = []
     for _, point in series.points.iterrows():

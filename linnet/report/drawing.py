@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 BUDGET_RAMP = ("#4B2991", "#872CA2", "#C0369D", "#EA4F88", "#FA7876", "#F6A97A")  # readable on white and on black
 RUN_FIELDS = ("run", "architecture", "N", "D", "C", "loss", "state", "time", "folder")
-FADED = 0.07  # opacity of what is not in focus
+FADED = 0.07  # opacity of architectures that are not in focus
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Canvas:
 
 
 def columns_for(panels: int) -> int:
-    """How many panels stand in a row: as wide as the page allows, without a last row of one where two will do."""
+    """Returns the number of panels per row: as many as fit, unless fewer avoid a last row with a single panel."""
     return {1: 1, 2: 2, 4: 2}.get(panels, 3)
 
 

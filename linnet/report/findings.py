@@ -1,4 +1,4 @@
-"""What a study found, in plain words computed from its records: one sentence or two a finding, as HTML."""
+"""Findings of a study in sentences, computed from its records: one or two sentences per finding, as HTML."""
 
 from html import escape
 
@@ -97,7 +97,7 @@ def _all(names: list[str]) -> str:
 
 
 def _steepest(known: dict) -> str:
-    """Which loss falls fastest and slowest, among laws through optima."""
+    """Returns which loss falls fastest and which slowest, among laws through optima."""
     order = sorted(known, key=lambda name: gain_of_doubling(known[name]), reverse=True)
     steep, flat = order[0], order[-1]
     if len(known) == 1:
@@ -129,7 +129,7 @@ def _allocation(study: Study) -> str:
     unknown = ""
     if doubts:
         reasons = "; ".join(f"for {_strong(name)} {doubt}" for name, doubt in doubts.items())
-        unknown = f"How the best model size and its tokens grow with compute cannot be told {reasons}."
+        unknown = f"How the best model size and its tokens grow with compute is unknown {reasons}."
     if not known:
         return unknown
     sizes = _range("a", {name: fit.N_opt for name, fit in known.items()})

@@ -1,7 +1,7 @@
-"""What a report asks of fitted laws: the intervals of their numbers, and the points that stand for each budget.
+"""Numbers that a report takes from fitted laws: the intervals of their parameters, and the point of each budget.
 
-Whatever method is the headline, a point is "inside" where the optimum of its budget was located between the sizes that
-were trained; else it is the lowest loss seen, which a better size could lower.
+With every method, a point is "inside" if the optimum of its budget lies between the trained sizes. Otherwise the point
+is the lowest observed loss, which another size could lower.
 """
 
 from linnet.study.fit import ArchitectureFit, IsoflopGroup, Law
@@ -18,23 +18,23 @@ def exponent_interval(law: Law) -> Interval | None:
 
 
 def gain_of_doubling(law: Law) -> float:
-    """The share by which the loss falls with twice the compute, from the largest compute of the data on."""
+    """Returns the share by which the loss falls if the largest compute of the data is doubled."""
     now, doubled = law.predict([law.c_max, 2 * law.c_max])
     return float(1 - doubled / now)
 
 
 def through_optima(fit: ArchitectureFit) -> bool:
-    """Whether L(C) runs through optima, rather than through the lowest losses seen (as those of `power` always do)."""
+    """Whether L(C) is fitted to optima; otherwise to the lowest observed losses, as always with `power`."""
     return not fit.N_opt.refused and fit.headline != "power"
 
 
 def loss_points(fit: ArchitectureFit) -> list[dict]:
-    """What L(C) stands for: {"C", "loss", "N", "D", "run", "inside"}, one a budget or a point of the envelope."""
+    """Returns the points of L(C), one per budget or point of the envelope: {"C", "loss", "N", "D", "run", "inside"}."""
     return _group_points(fit) if fit.headline == "parametric" else fit.best.points
 
 
 def optimum_points(fit: ArchitectureFit) -> list[dict]:
-    """The same for N_opt and D_opt: each budget's own optimum where it was located, also where no law was drawn."""
+    """Returns the points of N_opt and D_opt, also if no law was fitted; see `loss_points`."""
     return _group_points(fit) if fit.headline in ("isoflop", "parametric") else fit.best.points
 
 

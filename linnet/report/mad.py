@@ -15,7 +15,7 @@ from linnet.study.mad.results import DONE, read_results
 from linnet.study.mad.scores import METRICS, Score, score, write_scores
 from linnet.study.mad.settings import BUDGETS, MAD_TASKS, plan
 
-CLOSE = 0.01  # a point: what is within it of the highest is close to it
+CLOSE = 0.01  # scores within one point of the highest count as close to it
 
 
 def write_mad_report(
@@ -43,7 +43,7 @@ def write_mad_report(
         results = read_results(folder)
     with gather(problems):
         scores = score(results, metric=metric, legacy=legacy)
-    if out is not None or Path(folder).is_dir():  # what is wrong with another folder is told on reading it
+    if out is not None or Path(folder).is_dir():  # reading reports a folder that does not exist
         with gather(problems):
             shell.check_page(shell.page_name(folder, out))
     if problems:
@@ -106,7 +106,7 @@ def _summary(records: Records) -> str:
 
 
 def notices(records: Records) -> list[str]:
-    """What to know before reading a score, in plain words."""
+    """Returns notes that a reader needs before the scores."""
     found: dict[tuple[str, ...], list[str]] = {}
     for one in records.scores.values():
         if not one.comparable:
@@ -191,7 +191,7 @@ def _leaders(records: Records) -> str:
     if len(records.scores) < 2:
         return ""
     leaders: dict[str, list[str]] = {}
-    even = []  # tasks where nobody leads
+    even = []  # tasks without a leader
     for task in records.scores.tasks:
         known = {name: one.tasks[task].score for name, one in records.scores.items() if task in one.tasks}
         settings = {frozenset(one.tasks[task].settings) for one in records.scores.values() if task in one.tasks}
@@ -288,7 +288,7 @@ def _of_task(task: str):
 
 
 def _title(task: str) -> str:
-    """Of a column, in two lines where there are two words."""
+    """Returns the title of a column; two words take two lines."""
     return task_name(task).capitalize().replace(" ", "<br>")
 
 

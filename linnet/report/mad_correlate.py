@@ -76,8 +76,8 @@ def write_correlate_page(
 
 
 def _command(found: Correlations, folder: str | Path, study: str | Path, out: str | Path | None) -> str:
-    """What gives the same page again."""
-    compute = f"{found.compute:.10g}"  # rounded up with fewer digits, it would count as outside the data of a law
+    """Returns the command that makes the same page again."""
+    compute = f"{found.compute:.10g}"  # with fewer digits it could round up to a value outside the data of a law
     words = ["linnet", "mad", "correlate", folder, "--study", study, "--at", compute]
     for point in found.points:
         if point.study_name != point.architecture:
@@ -124,7 +124,7 @@ def scatter(found: Correlations, families: Families) -> Figure:
 
 
 def by_task(found: Correlations, families: Families) -> Figure:
-    """The same of each task alone."""
+    """Draws the same figure for each task alone."""
     canvas = Canvas(families)
     panels = []
     for task, one in found.tasks.items():
@@ -187,7 +187,7 @@ def _row(point: Point, score: float, spread: float | None) -> dict:
 
 
 def _line(rows: list[dict]) -> list[dict]:
-    """The ends of the straight line through the points with the least squares; none where scores are all one."""
+    """Returns the ends of the least-squares line through the points; none if all scores are equal."""
     scores, losses = (np.array([row[key] for row in rows]) for key in ("score", "loss"))
     if len(rows) < 2 or np.ptp(scores) < 1e-12:
         return []

@@ -76,7 +76,7 @@ def table(records: Records) -> list[str]:
 
 
 def _numbers(experts: list[int]) -> str:
-    """Experts as a person counts them, from 1."""
+    """Returns the number of an expert, counted from 1."""
     return units.listed([str(expert + 1) for expert in experts])
 
 

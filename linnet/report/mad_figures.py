@@ -54,7 +54,7 @@ def task_name(task: str) -> str:
 
 
 def points(value: float) -> str:
-    """An accuracy in per cent, one digit, without a sign where that is zero."""
+    """Returns an accuracy in per cent with one decimal, and without a minus sign if it rounds to zero."""
     return f"{round(100 * value, 1) or 0.0:.1f}".replace("-", "−")
 
 
@@ -85,7 +85,7 @@ def heatmap(records: Records) -> Figure:
 
 
 def difficulty(records: Records, task: str) -> Figure | None:
-    """The accuracy on one task as one variable makes it harder, a panel a variable."""
+    """Draws the accuracy on one task as one variable makes it harder, one panel per variable."""
     canvas = Canvas(records)
     alt = canvas.alt
     varied = dict.fromkeys(
@@ -240,7 +240,7 @@ def _place(setting: SettingScore, task: str, variable: str) -> float | None:
 
 
 def _value(value: float, variable: str) -> str:
-    """As it stands under an axis, where five numbers of samples have little room."""
+    """Returns a short label for an axis, where five sample counts must fit."""
     if variable == SAMPLES:
         return f"{value / 1000:g}"
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"

@@ -10,7 +10,7 @@ from linnet.study.mad.scores import SettingScore
 
 
 def recall(records: Records) -> Figure:
-    """Accuracy against length and pairs, a panel a width (paper 002, Figure 4 has the width on the axis)."""
+    """Draws accuracy against length and pairs, one panel per width (paper 002, Figure 4 has the width on the axis)."""
     canvas = Canvas(records)
     alt = canvas.alt
     rows = [
@@ -74,7 +74,7 @@ def tables(records: Records) -> list[str]:
             own = {place: setting for place, setting in settings.items() if place.width == width}
             cells = [_cell(own.get(Place(width, *shape))) for shape in HARDER]
             best = [run for setting in own.values() for run in setting.best.values()]
-            whole = len(own) == len(HARDER)  # a mean over fewer is no number to set beside others
+            whole = len(own) == len(HARDER)  # a mean over fewer settings cannot be compared with the others
             mean = sum(setting.score for setting in own.values()) / len(own) if whole else None
             numbers = [_number(mean, points), _number(best[0].parameters, units.count)]
             numbers += [_number(best[0].state_size, lambda value: f"{value:,}" if value else "none")]

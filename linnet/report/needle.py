@@ -13,7 +13,7 @@ from linnet.report.drawing import Canvas, Figure, columns_for
 
 @dataclass(frozen=True)
 class Constants:
-    """What paper 000 leaves open of its metrics (`linnet.evaluate.needle_scores`)."""
+    """Constants of the needle metrics that paper 000 does not state (`linnet.evaluate.needle_scores`)."""
 
     depth_ratio: float = 1.01
     length_ratio: float = 1.01
@@ -48,7 +48,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Haystack:
-    """Grids of one kind of needle, a model each; `architectures` are all models' names, as `Canvas` wants them."""
+    """Grids of one kind of needle, one per model; `architectures` are the names of all models."""
 
     task: str
     grids: list[Grid]
@@ -61,7 +61,7 @@ def figures(haystack: Haystack) -> list[Figure]:
 
 
 def lines(haystack: Haystack) -> list[str]:
-    """Where recall ends and who is first, as HTML."""
+    """Returns sentences on where the recall of each model ends and on the order of models, as HTML."""
     found = []
     for grid in haystack.grids:
         share = f"{grid.constants.threshold:.0%}"

@@ -1,4 +1,4 @@
-"""The report of a study: what stands on its page."""
+"""The report of a study: the content of its page."""
 
 from collections.abc import Callable
 from html import escape
@@ -40,7 +40,7 @@ def write_report(
         ConfigError: the folder or its table is not there or unusable, or the extra `study` is not installed.
     """
     check_study(FIGURES + FITS, "report")
-    if out is not None or Path(study_folder).is_dir():  # what is wrong with another folder is told on reading it
+    if out is not None or Path(study_folder).is_dir():  # reading reports a folder that does not exist
         shell.check_page(shell.page_name(study_folder, out))
     study = read_study(study_folder, fit, bootstrap)
     page = shell.page_path(study_folder, out)

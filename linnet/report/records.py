@@ -1,7 +1,7 @@
-"""What a report is made of: the study folder, read once. Nothing is trained here, and nothing is written.
+"""The records of a report: the study folder, read once. This module trains and writes nothing.
 
 study.yaml                       the configuration
-table.csv                        one row a run
+table.csv                        one row per run
 <path of the run>/metrics.jsonl  its training curve
 
 Or any folder of run folders, whose table is made here.
@@ -35,7 +35,7 @@ class Study:
         curves: DataFrame (run, architecture, params_non_embedding, tokens, flops, loss), thinned for drawing.
         planned: whether it is a study, not just a folder of runs.
         fit: the laws of all architectures, or None where the table could not be fitted.
-        problems: what kept a part of the report from being made, in words.
+        problems: sentences about parts of the report that could not be made.
     """
 
     folder: Path
@@ -77,7 +77,7 @@ class Study:
 
     @property
     def budgets(self) -> list[float]:
-        """Compute that several runs were meant to spend; a study that fixes tokens instead has none."""
+        """Compute budgets that several runs share; empty for a study that fixes tokens instead."""
         runs = self.usable["budget"].value_counts()
         return sorted(runs[runs > 1].index)
 
@@ -129,7 +129,7 @@ def read_study(folder: str | Path, fit: StudyFit | None = None, bootstrap: int =
 
 
 def _fit(study: Study, bootstrap: int) -> StudyFit | None:
-    """Fits what can be fitted; what cannot is told on the page instead of failing the rest of it."""
+    """Fits the laws; if this fails, the page reports the problem and shows the rest."""
     try:
         table, curves, _ = load_study(study.folder)
         return fit_study(table, curves, bootstrap=bootstrap)
@@ -139,7 +139,7 @@ def _fit(study: Study, bootstrap: int) -> StudyFit | None:
 
 
 def _planned(folder: Path) -> int:
-    """How many runs the study planned, 0 where it does not say."""
+    """Returns the number of planned runs, 0 if the folder does not hold a plan."""
     try:
         return len(read_plan(folder))
     except ConfigError:
@@ -179,11 +179,11 @@ def _rows_of_runs(folder: Path) -> list[dict[str, Any]]:
             result = run.result() if run.done else {}
             row = {"run": path.name, "path": path.name, "architecture": run.config.get("architecture") or path.name}
             row |= {"status": "failed" if run.error() is not None else "unfinished"}
-            if not run.done:  # nobody counted yet; only this needs torch
+            if not run.done:  # its parameters are not recorded yet; only counting them needs torch
                 from linnet.models import count_parameters
                 from linnet.runs.model import read_config
 
-                with contextlib.suppress(ConfigError):  # a model of another release, say, is no reason to show no run
+                with contextlib.suppress(ConfigError):  # the run is shown even if its model cannot be read
                     row["params_total"], row["params_non_embedding"] = count_parameters(read_config(run))
             rows.append(row | {name: result[name] for name in COLUMNS if name in result})
         except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What every report is put into: one HTML page that needs no network, and a PNG and an SVG file of each figure."""
+"""The frame of every report: one HTML page that needs no network, and a PNG and an SVG file of each figure."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ CORRELATION = "correlate.html"  # the page of `linnet mad correlate`, beside the
 
 
 def page_name(folder: str | Path, out: str | Path | None, name: str = "index.html") -> Path:
-    """Where a page goes: `out`, or report/`name` in the folder that it is about."""
+    """Returns the path of a page: `out`, or report/`name` in the folder that the page describes."""
     return Path(out) if out is not None else Path(folder) / "report" / name
 
 
@@ -39,7 +39,7 @@ def page_path(folder: str | Path, out: str | Path | None, name: str = "index.htm
 
 
 def check_page(page: Path) -> None:
-    """Raises ConfigError where a page cannot be written; makes nothing, so that it can be asked before any work."""
+    """Raises ConfigError if a page cannot be written; creates nothing, so that it can be called before any work."""
     if page.suffix.lower() not in (".html", ".htm"):
         raise ConfigError([f"--out {str(page)!r}: name a page, for example {str(page / 'index.html')!r}"], "report")
     if page.is_dir():
@@ -50,13 +50,13 @@ def check_page(page: Path) -> None:
 
 
 def check_folder(folder: Path, out: Path) -> None:
-    """Raises ConfigError where a folder cannot be made or written to; makes nothing. `out` is what was asked for."""
+    """Raises ConfigError if a folder cannot be made or written; creates nothing. `out` is the path for messages."""
     if reason := unwritable(folder):
         raise ConfigError([f"--out {str(out)!r}: its folder {reason}; name another place"], "report")
 
 
 def typed(*words: str | Path, **options: object) -> str:
-    """A command as one types it: `options` that are None are left out, True stands alone."""
+    """Returns a command line; options that are None are left out, and options that are True have no value."""
     line = [str(word) for word in words]
     for name, value in options.items():
         line += [] if value is None else [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
@@ -153,7 +153,7 @@ def facts(values: dict[str, str]) -> str:
 
 
 def made_by(folder: str | Path) -> str:
-    """When and with what the runs directly in a folder were made, from their result.json; "" if none says."""
+    """Returns dates, versions and devices of the runs directly in a folder, from their result.json; "" if unknown."""
     results = []
     for path in sorted(Path(folder).glob("*/result.json")):
         with contextlib.suppress(ConfigError):  # damaged files are reported where scores are read
@@ -162,7 +162,7 @@ def made_by(folder: str | Path) -> str:
 
 
 def drawn_with() -> str:
-    """The versions of what draws."""
+    """Returns the versions of the drawing packages."""
     import altair
     import vl_convert
 
@@ -175,13 +175,13 @@ def pairs(values: dict[str, str]) -> str:
 
 
 def table(name: str, head: str, rows: Sequence[str], kind: str = "") -> str:
-    """A table of HTML rows that scrolls sideways where it is too wide."""
+    """Returns an HTML table of the rows; it scrolls sideways if it is too wide."""
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
     return f'<div class="scroll"><table id="{name}" class="{kind}">{body}</table></div>'
 
 
 def _json(value) -> str:
-    """JSON that may stand inside a script element."""
+    """Returns JSON that is safe inside a script element."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("</", "<\\/")
 
 

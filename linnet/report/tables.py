@@ -65,7 +65,7 @@ def convention_table(study: Study) -> str:
 
 
 def left_out_table(study: Study, page_folder: Path) -> str:
-    """Runs that took no part in the fits, and why."""
+    """Returns a table of the runs that the fits leave out, with reasons."""
     rows = []
     for _, row in study.table[~study.table["usable"]].iterrows():
         status = "no finite loss" if row["status"] == "done" else str(row["status"])
@@ -170,7 +170,7 @@ def _link(study: Study, row, page_folder: Path) -> str:
 
 
 def _error(study: Study, row) -> str:
-    """The last line of what a run left in error.txt."""
+    """Returns the last line of a run's error.txt."""
     folder = study.run_folder(row)
     text = RunFolder(folder).error() if folder is not None else None
     return text.strip().splitlines()[-1] if text and text.strip() else ""

@@ -9,10 +9,10 @@ from linnet.report.drawing import Figure
 
 WIDTH, HEIGHT = 300, 260
 PANELS = (
-    # x, y, and their titles; rows of which a panel takes those that share all but x
-    ("batch", "decode_tokens_per_second", "sequences at once", "new tokens a second"),
-    ("context", "token_ms", "context (tokens)", "milliseconds a token"),
-    ("context", "carried_bytes", "context (tokens)", "bytes a sequence carries"),
+    # x, y, and their titles; a panel shows the rows that differ only in x
+    ("batch", "decode_tokens_per_second", "sequences at once", "new tokens per second"),
+    ("context", "token_ms", "context (tokens)", "milliseconds per token"),
+    ("context", "carried_bytes", "context (tokens)", "carried bytes per sequence"),
 )
 
 
@@ -30,7 +30,7 @@ def write_throughput(rows: list[dict], folder: Path) -> list[Path]:
 
 
 def read_rows(file: Path) -> list[dict]:
-    """The rows of a generate.csv. Raises ConfigError where there is none."""
+    """Reads the rows of a generate.csv. Raises ConfigError if it cannot be read."""
     try:
         with open(file, newline="", encoding="utf-8") as lines:
             rows = list(csv.DictReader(lines))
@@ -42,13 +42,13 @@ def read_rows(file: Path) -> list[dict]:
         raise ConfigError([f"{file}: cannot be read ({error.strerror})"], "linnet bench") from None
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            [f"{file}: is not what `linnet bench generate --out` writes ({error})"], "linnet bench"
+            [f"{file}: not a table of `linnet bench generate --out` ({error}); make it again"], "linnet bench"
         ) from None
     return rows
 
 
 def draw(rows: list[dict]) -> Figure:
-    """Three panels, one line a model and system; rows without a time (out of memory) are left out.
+    """Draws three panels, one line per model and system; rows without a time (out of memory) are left out.
 
     Raises:
         ConfigError: no two cases differ, so that there is nothing to draw.

@@ -101,5 +101,5 @@ def _prefixed(value, steps, separator: str, digits: int) -> str:
 
 
 def _short(text: str) -> str:
-    """Without zeros behind the point that say nothing."""
+    """Returns a number without trailing zeros after the decimal point."""
     return text.rstrip("0").rstrip(".") if "." in text else text

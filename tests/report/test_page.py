@@ -217,7 +217,7 @@ def test_laws_of_optimal_size_are_stated_with_their_intervals(tnl_and_hgrn2, wri
 def test_wide_intervals_of_optimal_size_are_no_finding(tnl_and_hgrn2, write):
     folder, fits = tnl_and_hgrn2
     fits["hgrn2"].N_opt.intervals = {"a": (0.04, 0.93)}
-    unknown = "How the best model size and its tokens grow with compute cannot be told for"
+    unknown = "How the best model size and its tokens grow with compute is unknown for"
     text = write(folder, fit=fits).text
     assert "grows as Ca with a = 0.50 for tnl (95 %: 0.40 to 0.60), and the tokens" in text
     assert f"{unknown} hgrn2 (the 95 % interval of a, 0.040 to 0.93, is wider than 0.5)." in text
