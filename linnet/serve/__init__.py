@@ -1,4 +1,4 @@
-"""An HTTP server that speaks OpenAI's API, over the engine of `linnet.inference`. Needs the extra `serve`.
+"""An HTTP server with OpenAI's API for the engine of `linnet.inference`. Needs the extra `serve`.
 
 listener = bind(settings := ServeConfig(port=8000))
 serve(Service(Engine.of_run("runs/tnl-10m-0123456789ab"), settings), listener)

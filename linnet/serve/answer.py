@@ -1,4 +1,4 @@
-"""The response to a request for completions: one JSON object, or server-sent events as the tokens come."""
+"""The response to a request for completions: one JSON object, or a stream of server-sent events."""
 
 import asyncio
 import logging
@@ -21,19 +21,20 @@ _log = logging.getLogger("linnet.serve")
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # reverse proxies pass events on as they come
+    (b"x-accel-buffering", b"no"),  # asks reverse proxies to forward each event immediately
 ]
 
 
 class Answer(Response):
-    """Gives a client the pieces of its call; the client's leaving ends the call and frees its slots.
+    """Sends the pieces of a call to its client. If the client disconnects, the call ends and its slots are freed.
 
     Args:
-        prompt_tokens: of all prompts, each once.
-        stream: events, or one object.
-        show_usage: a last event with the counts of tokens.
-        score: prompts whose own tokens are scored first, each for choices `index` to `index + n`: (index, n, ids, top).
-        started: `time.monotonic()` when the request came.
+        prompt_tokens: number of tokens of all prompts; each prompt counts once.
+        stream: whether to send events instead of one object.
+        show_usage: whether a stream ends with an event that has the token counts.
+        score: prompts whose own tokens are scored first, as (index, n, ids, top): the prompt belongs to the choices
+            from `index` to `index + n - 1`, and `top` likeliest tokens are given per place.
+        started: `time.monotonic()` when the request arrived.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Answer(Response):
             await _send_part(send, _event(error.body()), more=False)
 
     def _events(self, pieces: list[tuple[int, Piece]]) -> Iterator[bytes]:
-        """One event a choice, however many tokens have come for it."""
+        """Yields one event per choice with all of its new tokens."""
         choices: dict[int, list[Piece]] = defaultdict(list)
         for index, piece in pieces:
             choices[index].append(piece)
@@ -125,7 +126,7 @@ class Answer(Response):
         return pieces
 
     async def _score_prompts(self) -> None:
-        """Scores the tokens of prompts that are echoed, a chunk at a time, so that a client that left is noticed."""
+        """Scores the tokens of echoed prompts chunk by chunk, and stops if the client has disconnected."""
         assert isinstance(self._form, CompletionFormat) or not self._score
         for index, n, ids, top in self._score:
             scores: list[Score | None] = []

@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's paths over one engine."""
+"""The HTTP application: OpenAI's paths for one engine."""
 
 import asyncio
 import time
@@ -55,9 +55,9 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(
         title="Linnet",
         version=__version__,
-        description="OpenAI's API over one model of Linnet. Errors are always {error: {message, type, param, code}}.",
+        description="OpenAI's API for one model of Linnet. Errors are always {error: {message, type, param, code}}.",
         lifespan=lifespan,
-        docs_url=None,  # its page would load scripts from elsewhere
+        docs_url=None,  # FastAPI's page would load scripts from other servers
         redoc_url=None,
         exception_handlers={
             ApiError: answer_api_error,
@@ -80,7 +80,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.post(
         "/v1/completions",
-        summary="Go on from prompts",
+        summary="Continue prompts",
         responses=_responses(schemas.CompletionBody, 400, 401, 403, 404, 408, 413, 415, 429, 500, 503, stream=True),
         openapi_extra=_body(CompletionRequest) | security,
     )
@@ -89,7 +89,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.post(
         "/v1/chat/completions",
-        summary="Answer in a conversation, where the model has a chat template",
+        summary="Answer in a conversation, if the model has a chat template",
         responses=_responses(schemas.ChatBody, 400, 401, 403, 404, 408, 413, 415, 429, 500, 503, stream=True),
         openapi_extra=_body(ChatRequest) | security,
     )
@@ -141,14 +141,14 @@ def _responses(body: type[BaseModel] | None, *statuses: int, stream: bool = Fals
 
 
 def _body(request: type[BaseModel]) -> dict:
-    """Describes a body that the endpoint reads and checks itself, which reports all problems at once, without 422."""
+    """Returns the OpenAPI entry of a body that the endpoint checks itself, to report all problems at once as 400."""
     schema = request.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _describe(app: FastAPI, service: Service) -> None:
-    """Adds what FastAPI cannot see to the OpenAPI page: parts of bodies, the model and the limits."""
+    """Adds to the OpenAPI page what FastAPI does not know: schemas of body parts, the model and the limits."""
     page, settings = app.openapi(), service.settings
     components = page.setdefault("components", {}).setdefault("schemas", {})
     for request in (CompletionRequest, ChatRequest):
@@ -175,4 +175,4 @@ def _json(value: dict) -> Response:
 
 
 async def _answer_nobody(request: Request, error: Disconnected) -> Response:
-    return Response(status_code=499)  # nginx's number, for the metrics; the client is gone
+    return Response(status_code=499)  # for the metrics, as in nginx; the client has disconnected

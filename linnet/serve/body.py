@@ -22,9 +22,9 @@ async def read_body(request: Request, most: int, timeout: float) -> bytes:
     """Returns the body, of at most `most` bytes, which must arrive within `timeout` seconds.
 
     Raises:
-        ApiError: 408 (time), 413 (size), or 415 unless the content type is JSON; browsers let web pages send other
-            types to servers on the user's machine without asking.
-        Disconnected: the client left.
+        ApiError: 408 (time), 413 (size), or 415 if the content type is not JSON. Browsers let web pages send other
+            content types to servers on the user's machine without permission.
+        Disconnected: the client disconnected.
     """
     kind = request.headers.get("content-type", "")
     if not _JSON.match(kind):
@@ -46,7 +46,7 @@ async def read_body(request: Request, most: int, timeout: float) -> bytes:
 
 
 def parse_json(body: bytes) -> dict:
-    """Returns the object in `body`. Raises `ApiError` for anything else: NaN, invalid UTF-8, lone surrogates."""
+    """Returns the JSON object in `body`. Raises `ApiError` if it is not one, or has NaN or invalid UTF-8."""
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Settings of the HTTP server: its address, who may use it, and its limits."""
+"""Settings of the HTTP server: address, access and limits."""
 
 import ipaddress
 
@@ -12,9 +12,9 @@ class ServeConfig(Config):
 
     Attributes:
         host: address to listen on.
-        allowed_hosts: accepted names in the Host header, "*" for all. Empty: a server on loopback accepts only names
-            of loopback, so that a web page cannot reach it under a name of its own; other servers accept all.
-        queue: choices that may wait for a slot; more are refused with 429.
+        allowed_hosts: accepted names in the Host header, "*" for all. If empty, a server on loopback accepts only names
+            of loopback, so that a web page cannot reach it under its own domain name; other servers accept all.
+        queue: completions that may wait for a slot; further ones are refused with status 429.
         max_prompt_tokens: upper bound of tokens per prompt.
     """
 
@@ -39,7 +39,7 @@ class ServeConfig(Config):
     def _can_be_sent(cls, key: SecretStr | None) -> SecretStr | None:
         text = None if key is None else key.get_secret_value()
         if text is not None and not (text.isascii() and text.isprintable() and text and " " not in text):
-            raise ValueError("must be printable ASCII without spaces, and not empty, to fit into a header")
+            raise ValueError("must be printable ASCII without spaces, and not empty, so that a header can carry it")
         return key
 
     @property
@@ -52,7 +52,7 @@ class ServeConfig(Config):
 
     @property
     def hosts(self) -> frozenset[str] | None:
-        """The accepted host names, None if all are."""
+        """The accepted host names, or None if all are accepted."""
         if "*" in self.allowed_hosts or not (self.loopback or self.allowed_hosts):
             return None
         return frozenset({"localhost", "127.0.0.1", "[::1]", self.host.lower(), *map(str.lower, self.allowed_hosts)})

@@ -9,15 +9,18 @@ from linnet.serve.formats import ChatFormat, CompletionFormat, Format
 from linnet.serve.requests import ChatRequest, CompletionRequest, GenerationRequest
 from linnet.serve.service import Service
 
-DEFAULT_TOKENS = 16  # per completion, as in OpenAI's API; a chat runs to its end
+DEFAULT_TOKENS = 16  # default of max_tokens for completions, as in OpenAI's API; chats have no such default
 
 
 class Prepared:
-    """A checked and encoded request; made in another thread, since this may take long.
+    """A checked and encoded request. It is made in another thread, because encoding may take long.
 
     Attributes:
-        choices: token ids of the prompt and settings, for each completion.
-        score: for `Answer`.
+        choices: for each completion, the token ids of its prompt and its sampling settings.
+        prompt_tokens: number of tokens of all prompts; each prompt counts once.
+        form: format of the response.
+        score: the argument `score` of `Answer`.
+        generates: False if `max_tokens` is 0, so that prompts are only echoed and scored.
     """
 
     def __init__(self, request: GenerationRequest):
@@ -29,7 +32,7 @@ class Prepared:
         self.generates = True
 
     def answer(self, service: Service, started: float) -> Answer:
-        """Submits the choices to the engine. Raises `ApiError` if there is no room for them now."""
+        """Submits the choices to the engine and returns the response. Raises `ApiError` if the server is full."""
         call = service.open(self.choices if self.generates else [], self.request.stream)
         if not self.generates:
             call.running = len(self.choices)
@@ -49,7 +52,7 @@ class Prepared:
 
 
 def prepare_completion(service: Service, body: bytes) -> Prepared:
-    """Raises `ApiError` or `ConfigError` with all problems of the body of /v1/completions."""
+    """Returns the checked body of /v1/completions. Raises `ApiError` or `ConfigError` with all of its problems."""
     request = parse(CompletionRequest, parse_json(body), "request")
     check_model(service, request.model)
     _check_count(service, len(request.prompt) * request.n)
@@ -77,7 +80,7 @@ def prepare_completion(service: Service, body: bytes) -> Prepared:
 
 
 def prepare_chat(service: Service, body: bytes) -> Prepared:
-    """Raises `ApiError` or `ConfigError` with all problems of the body of /v1/chat/completions."""
+    """Returns the checked body of /v1/chat/completions. Raises `ApiError` or `ConfigError` with all of its problems."""
     request = parse(ChatRequest, parse_json(body), "request")
     check_model(service, request.model)
     _check_count(service, request.n)
@@ -104,7 +107,7 @@ def prepare_chat(service: Service, body: bytes) -> Prepared:
 
 
 def check_model(service: Service, model: str) -> None:
-    """Raises `ApiError` 404 for a model that is not served here."""
+    """Raises `ApiError` 404 unless `model` is the model of this server."""
     if model != service.engine.name:
         message = f"model: {model[:200]!r} is not served here; use {service.engine.name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
@@ -121,7 +124,7 @@ def _check_count(service: Service, count: int) -> None:
 
 
 def _check_engine(service: Service, prepared: Prepared) -> None:
-    """Runs the engine's own checks, once per prompt: stops without a tokenizer, unknown tokens."""
+    """Runs the engine's own checks, such as stop strings without a tokenizer. All choices share these settings."""
     try:
         service.engine.check(*prepared.choices[0])
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Errors in the shape that OpenAI's clients read: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in the format of OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
 
 import re
 from collections.abc import Mapping
@@ -12,18 +12,18 @@ from linnet.config import ConfigError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {404: "not_found", 405: "method_not_allowed", 500: "internal_error"}
-_MOST_PROBLEMS, _LONGEST = 10, 400  # bounds the response to a body full of mistakes
+_MOST_PROBLEMS, _LONGEST = 10, 400  # bound the length of the response to a body with many problems
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
+    """An error that is sent to the client.
 
     Args:
-        status: of HTTP.
-        message: names the key, the value and the fix.
-        param: the key of the request that is wrong, if it is one.
-        code: a word for programs.
-        headers: of the response, Retry-After for example.
+        status: the HTTP status.
+        message: text that names the key, the value and the fix.
+        param: the invalid key of the request, if the error concerns one.
+        code: a word by which programs recognize the error.
+        headers: headers of the response, for example Retry-After.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ApiError(Exception):
 
 
 class Disconnected(Exception):
-    """The client left, so there is no response."""
+    """The client disconnected, so no response is sent."""
 
 
 async def answer_api_error(request: Request, error: ApiError) -> Response:
@@ -73,7 +73,7 @@ async def answer_config_error(request: Request, error: ConfigError) -> Response:
 
 
 async def answer_http_exception(request: Request, error: HTTPException) -> Response:
-    """Answers unknown paths and methods, which the router finds."""
+    """Answers requests with unknown paths or methods."""
     headers = error.headers
     if error.status_code == 404:
         message = f"{request.url.path[:200]}: unknown path; GET /openapi.json lists the paths of this server"

@@ -1,4 +1,4 @@
-"""What comes back: completions and chat completions, whole and in chunks, as OpenAI's clients read them."""
+"""Responses in the format of OpenAI's API: completions and chat completions, as one object or in chunks."""
 
 import math
 import time
@@ -9,17 +9,19 @@ from linnet.inference import Piece
 from linnet.serve.scoring import Score
 from linnet.serve.tokens import TokenNames
 
-LEAST = -9999.0  # the log-probability of what cannot be; JSON has no infinity
-_Told = tuple[int, Score | None, int]  # a token, its score, and where in the text it begins
+LEAST = -9999.0  # log-probability of an impossible token, because JSON has no infinity
+_Told = tuple[int, Score | None, int]  # a token, its score, and its offset in the text
 
 
 class Format:
-    """The answer to one request; `choice` is called with the pieces of a choice as they come, or with all of them.
+    """Formats the response to one request.
+
+    `choice` is called with all pieces of a choice, or, for a stream, repeatedly with the new pieces.
 
     Args:
-        stream: chunks of a stream, or one whole answer.
-        logprobs: whether log-probabilities were asked for.
-        ids: whether the ids of tokens were.
+        stream: whether the response is a stream of chunks.
+        logprobs: whether log-probabilities were requested.
+        ids: whether token ids were requested.
     """
 
     kind: str
@@ -36,11 +38,11 @@ class Format:
         }
 
     def frame(self, choices: list[dict], **usage: dict | None) -> dict:
-        """The object around choices, with `usage` where it is given."""
+        """Returns the object that contains the choices, and `usage` if given."""
         return {**self._frame, "choices": choices, **usage}
 
     def choice(self, index: int, pieces: Sequence[Piece]) -> dict | None:
-        """Choice `index` of these pieces; None where there is nothing to tell yet."""
+        """Returns choice `index` with these pieces, or None if they have nothing to send yet."""
         text = "".join(piece.text for piece in pieces)
         ids = [piece.token for piece in pieces if piece.token is not None]
         finish = pieces[-1].finish if pieces else None
@@ -53,7 +55,7 @@ class Format:
 
 
 class CompletionFormat(Format):
-    """Answers of /v1/completions.
+    """Responses of /v1/completions.
 
     Attributes:
         echoes: with `echo`, the text and the tokens of each choice's prompt and, with `logprobs`, their scores.
@@ -94,7 +96,7 @@ class CompletionFormat(Format):
             "tokens": [self._names[token] for token, _, _ in told],
             "token_logprobs": [None if score is None else finite(score[0]) for _, score, _ in told],
             "top_logprobs": [
-                # The token itself is always among them, as OpenAI has it.
+                # As in OpenAI's API, the token itself is always included.
                 None if score is None else {self._names[t]: finite(lp) for t, lp in (*score[1], (token, score[0]))}
                 for token, score, _ in told
             ],
@@ -103,7 +105,7 @@ class CompletionFormat(Format):
 
 
 class ChatFormat(Format):
-    """Answers of /v1/chat/completions."""
+    """Responses of /v1/chat/completions."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus at /metrics: the engine's counters, its queue, and how long clients wait."""
+"""Metrics for Prometheus at /metrics: the engine's counters, its queue, and response times."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 
 
 class Metrics(Collector):
-    """A registry of its own, so that two servers in one process do not mix."""
+    """The metrics of one server, in a separate registry, so that two servers in one process do not share metrics."""
 
     def __init__(self, engine: Engine):
         self._engine = engine

@@ -1,9 +1,8 @@
-"""The requests of OpenAI's API: every key, its range, and what is not there here.
+"""The requests of OpenAI's API: every key and its range.
 
-A null is the same as no key at all, as OpenAI has it. What this server cannot do is taken at the value that asks for
-nothing and refused at any other, so that no response differs from the request. Keys that are not OpenAI's
-(top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, return_token_ids) have the names that other servers of
-open models use.
+As in OpenAI's API, null means that the key is missing. A key that this server does not support is accepted only at the
+value that has no effect, so that every response matches its request. Keys that OpenAI does not have (top_k, min_p,
+repetition_penalty, stop_token_ids, ignore_eos, return_token_ids) have the names that other servers of open models use.
 """
 
 from collections.abc import Mapping
@@ -63,9 +62,9 @@ def _all_ids(values: list) -> bool:
 def _check_stop(value: object) -> list[str]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise ValueError(f"{_shown(value)} is not a stop; give a text or a list of texts")
+        raise ValueError(f"{_shown(value)} is not a stop string; give a text or a list of texts")
     if len(stops) > MOST_STOPS or "" in stops:
-        raise ValueError(f"{_shown(value)}: give at most {MOST_STOPS} texts, none of them empty")
+        raise ValueError(f"{_shown(value)} has too many or empty texts; give at most {MOST_STOPS}, none of them empty")
     return stops
 
 
@@ -111,14 +110,14 @@ class _Object(Config):
         if not isinstance(values, Mapping):
             return values
         if len(values) > _MOST_KEYS:
-            raise ValueError(f"an object of {len(values)} keys; known are {', '.join(sorted(cls.model_fields))}")
+            raise ValueError(f"has {len(values)} keys; use only {', '.join(sorted(cls.model_fields))}")
         return {key: value for key, value in values.items() if value is not None}
 
 
 class StreamOptions(_Object):
-    """What a stream holds besides its text. `include_obfuscation` is accepted and has no effect."""
+    """Options of a stream. `include_obfuscation` is accepted and has no effect."""
 
-    include_usage: bool | None = Field(False, description="a last chunk with the counts of tokens")
+    include_usage: bool | None = Field(False, description="send a last chunk with the token counts")
     include_obfuscation: bool | None = None
 
 
@@ -131,14 +130,14 @@ class GenerationRequest(_Object):
     top_k: int | None = Field(0, ge=0, lt=1 << 31, description="0 keeps all tokens")
     min_p: float | None = Field(0.0, ge=0, lt=1)
     repetition_penalty: float | None = Field(1.0, ge=0.01, le=100)
-    n: int | None = Field(1, ge=1, description="completions of a prompt, with seeds one after another")
+    n: int | None = Field(1, ge=1, description="completions per prompt, with consecutive seeds")
     seed: int | None = Field(None, ge=0, lt=1 << 63)
     stop: Stop = []
     stop_token_ids: Ids = []
-    ignore_eos: bool | None = Field(False, description="go on behind the end of a document")
+    ignore_eos: bool | None = Field(False, description="continue after the end of a document")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = Field(False, description="give the ids of the tokens with each choice")
+    return_token_ids: bool | None = Field(False, description="add the token ids to each choice")
     frequency_penalty: _only(0, fix="use repetition_penalty") = 0
     presence_penalty: _only(0, fix="use repetition_penalty") = 0
     logit_bias: _only({}, fix="leave it out") = None
@@ -147,7 +146,7 @@ class GenerationRequest(_Object):
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: need a stream; set stream to true, or leave them out")
+            raise ValueError("stream_options: needs stream: true; set it, or leave stream_options out")
         return self
 
     def sampling(self, choice: int, max_tokens: int, logprobs: int | None) -> Sampling:
@@ -172,20 +171,20 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Prompt = Field("", description="an empty text begins a new document")
     max_tokens: int | None = Field(16, ge=0)
-    echo: bool | None = Field(False, description="give the prompt before its completion")
+    echo: bool | None = Field(False, description="return the prompt before its completion")
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    best_of: int | None = Field(None, ge=1, description="only the value of n")
-    suffix: _only("", fix="these models go on from a prompt alone") = ""
+    best_of: int | None = Field(None, ge=1, description="must equal n")
+    suffix: _only("", fix="leave it out; the model can only continue a prompt") = ""
 
     @model_validator(mode="after")
     def _as_many_as_n(self) -> "CompletionRequest":
         if self.best_of not in (None, self.n):
-            raise ValueError(f"best_of: {self.best_of} is not supported; leave it out, or give it the value of n")
+            raise ValueError(f"best_of: {self.best_of} is not supported; leave it out, or set it to n")
         return self
 
 
 class TextPart(_Object):
-    """Part of a message. Images, audio and files are not read."""
+    """A text part of a message. Images, audio and files are not supported."""
 
     type: Literal["text"]
     text: str
@@ -196,7 +195,7 @@ def _check_content(value: object) -> str:
         return value
     if isinstance(value, list) and len(value) <= 1024:
         return "".join(parse(TextPart, part).text for part in value)
-    raise ValueError(f"{_shown(value)} is not content; give text, or a list of at most 1024 parts of type text")
+    raise ValueError(f"{_shown(value)} is not valid content; give text, or a list of at most 1024 parts of type text")
 
 
 class Message(_Object):
@@ -218,7 +217,7 @@ class Message(_Object):
     name: str | None = None
 
 
-_NO_TOOLS = "this server calls no tools"
+_NO_TOOLS = "leave it out; this server does not call tools"
 
 
 class ChatRequest(GenerationRequest):
@@ -226,7 +225,7 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=1024)
     max_tokens: int | None = Field(None, ge=1, description="older name of max_completion_tokens")
-    max_completion_tokens: int | None = Field(None, ge=1, description="null: until an end, or the limit of the server")
+    max_completion_tokens: int | None = Field(None, ge=1, description="null: until an end token or the server's limit")
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     tools: _only([], fix=_NO_TOOLS) = None
@@ -234,15 +233,15 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = Field(None, description="not used")
     functions: _only([], fix=_NO_TOOLS) = None
     function_call: _only("none", "auto", fix=_NO_TOOLS) = None
-    response_format: _only({"type": "text"}, fix="only text comes out") = None
-    modalities: _only(["text"], fix="only text comes out") = None
-    store: _only(False, fix="nothing is stored") = None
+    response_format: _only({"type": "text"}, fix="leave it out; responses are plain text") = None
+    modalities: _only(["text"], fix="leave it out; responses are plain text") = None
+    store: _only(False, fix="leave it out; this server does not store responses") = None
     metadata: dict[str, str] | None = Field(None, description="not used")
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs: need logprobs; set logprobs to true")
+            raise ValueError("top_logprobs: needs logprobs: true; set it, or leave top_logprobs out")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: differs from max_completion_tokens; give one of them")
         return self

@@ -1,4 +1,4 @@
-"""The answers as the OpenAPI page describes them."""
+"""Schemas of the responses for the OpenAPI page."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """What every error looks like."""
+    """The body of every error."""
 
     error: ErrorDetail
 
@@ -25,7 +25,7 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """One entry a token; of an echoed prompt's first token the probabilities are null."""
+    """One entry per token; null log-probabilities for the first token of an echoed prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of a prompt (`echo` with `logprobs`), which evaluation harnesses score answers by."""
+"""Log-probabilities of a prompt's tokens (`echo` with `logprobs`), with which evaluation harnesses score answers."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,17 +6,18 @@ import torch
 
 from linnet.inference import Engine
 
-Score = tuple[float, tuple[tuple[int, float], ...]]  # of the token; the likeliest tokens and theirs
+Score = tuple[float, tuple[tuple[int, float], ...]]  # logprob of the token; (token, logprob) of the likeliest tokens
 
 
 @torch.no_grad()
 def score_prompt(engine: Engine, prompt: Sequence[int], count: int) -> Iterator[list[Score | None]]:
-    """The scores of a prompt's tokens, a chunk of them at a time; the first token has none, as nothing is before it.
+    """Yields the scores of a prompt's tokens, chunk by chunk. The first token has None, because no token precedes it.
 
-    Beside the engine's own rounds, which only read the weights too. Memory: the logits of one chunk.
+    This can run at the same time as the engine's rounds, since both only read the weights. It needs memory for the
+    logits of one chunk.
 
     Args:
-        count: how many of the likeliest tokens to give at each place.
+        count: number of likeliest tokens to return per place.
     """
     states = engine.model.init_state(1, len(prompt), engine.device)
     ids = torch.tensor(prompt, dtype=torch.int64, device=engine.device)

@@ -19,12 +19,13 @@ from linnet.serve.tokens import TokenNames
 
 
 class Service:
-    """One engine with its worker and its limits. It starts in the event loop (`start`) and is used from there alone.
+    """One engine with its worker and its limits. It starts in the event loop (`start`) and must be used only there.
 
     Attributes:
-        live: choices in the engine or its queue, at most `capacity`.
-        calls: the HTTP requests that wait for them.
-        closing: no new request is accepted.
+        capacity: most choices in the engine and its queue together.
+        live: choices in the engine or its queue now.
+        calls: the running HTTP requests for completions.
+        closing: whether the server shuts down and refuses new requests.
     """
 
     def __init__(self, engine: Engine, settings: ServeConfig, template: ChatTemplate | None = None):
@@ -36,7 +37,7 @@ class Service:
         self.calls: set[Call] = set()
         self.closing = False
         self.metrics = Metrics(engine)
-        self.scoring = asyncio.Semaphore(1)  # prompts are scored one at a time: each takes the memory of a chunk
+        self.scoring = asyncio.Semaphore(1)  # scores one prompt at a time, because each needs the memory of a chunk
         self._entering = 0
         self.worker: Worker | None = None
         self._hub: Hub | None = None
@@ -52,12 +53,12 @@ class Service:
         await asyncio.to_thread(self.worker.close)
 
     def end_calls(self) -> None:
-        """Ends every response with an error, since the server shuts down."""
+        """Ends every response with an error, because the server shuts down."""
         for call in list(self.calls):
             call.stop(_closing())
 
     def check_open(self) -> None:
-        """Raises `ApiError` while the server shuts down."""
+        """Raises `ApiError` if the server is shutting down or its engine has stopped."""
         if self.closing:
             raise _closing()
         self.check_alive()
@@ -69,7 +70,10 @@ class Service:
 
     @contextmanager
     def entry(self) -> Iterator[None]:
-        """Around reading and checking one request, so that bodies in memory are bounded. Raises `ApiError` if full."""
+        """Counts a request while its body is read and checked, to bound the memory for bodies.
+
+        Raises `ApiError` if the server is full.
+        """
         self.check_open()
         self._check_room(1)
         self._entering += 1
@@ -79,7 +83,7 @@ class Service:
             self._entering -= 1
 
     def open(self, prompts: list[tuple[np.ndarray, Sampling]], stream: bool) -> Call:
-        """Submits the choices of one HTTP request to the engine. Raises `ApiError` if there is no room for them now."""
+        """Submits the choices of one HTTP request to the engine. Raises `ApiError` if the server is full."""
         self.check_open()
         self._check_room(len(prompts), own_entry=1)
         call = Call(self.worker.cancel, self.settings.stream_backlog if stream else None)
@@ -95,18 +99,19 @@ class Service:
         return call
 
     def leave(self, call: Call) -> None:
-        """Ends `call`, and cancels its choices that still run."""
+        """Ends `call` and cancels its running choices."""
         call.stop(Disconnected())
         self.calls.discard(call)
 
     def tokens(
         self, prompt: str | list[int], max_tokens: int | None, default: int | None, key: str
     ) -> tuple[np.ndarray, int]:
-        """The token ids of a prompt, and how many tokens may follow.
+        """Returns the token ids of a prompt, and the most tokens of its completion.
 
         Args:
-            max_tokens: asked for; None takes `default`, or less where the context ends before.
-            key: what the prompt is called in messages.
+            max_tokens: the requested number of tokens; None takes `default`, or less if the context is too short.
+            default: default of `max_tokens`; None takes the server's limit.
+            key: name of the prompt in messages.
 
         Raises:
             ApiError: lists all problems.
@@ -119,7 +124,7 @@ class Service:
             raise ApiError.of_problems([key + problem.removeprefix("prompt") for problem in problems])
         if max_tokens is not None and max_tokens > settings.max_tokens:
             problems.append(
-                f"max_tokens: {max_tokens} exceeds this server's limit of {settings.max_tokens}; ask for "
+                f"max_tokens: {max_tokens} exceeds this server's limit of {settings.max_tokens}; use "
                 "less, or raise --max-tokens"
             )
         most = min(default or settings.max_tokens, settings.max_tokens)
@@ -129,8 +134,8 @@ class Service:
             most = min(most, engine.limit - len(ids))
             if len(ids) <= longest and not problems and (max_tokens or 0) > engine.limit - len(ids):
                 problems.append(
-                    f"max_tokens: {max_tokens} after a prompt of {len(ids)} tokens exceed the context of "
-                    f"{engine.limit}; ask for at most {engine.limit - len(ids)}"
+                    f"max_tokens: {max_tokens} after a prompt of {len(ids)} tokens exceeds the context of "
+                    f"{engine.limit}; use at most {engine.limit - len(ids)}"
                 )
         if len(ids) > longest:
             problems.append(f"{key}: {len(ids)} tokens exceed this server's limit of {longest}; shorten it")
@@ -143,10 +148,10 @@ class Service:
 
     def _check_room(self, count: int, own_entry: int = 0) -> None:
         if count > self.capacity:
-            message = f"n: {count} completions exceed the capacity of this server; ask for {self.capacity} or less"
+            message = f"n: {count} completions exceed the capacity of this server; use at most {self.capacity}"
             raise ApiError(400, message, param="n", code="invalid_value")
         if self.live + self._entering - own_entry + count > self.capacity:
-            message = f"{self.live} completions run or wait, the capacity of this server; try again later"
+            message = f"the server is full: {self.live} of at most {self.capacity} completions run or wait; retry later"
             wait = max(1, min(60, self.live // self.engine.slots))
             raise ApiError(429, message, code="server_busy", headers={"Retry-After": str(wait)})
 

@@ -1,4 +1,4 @@
-"""From the engine's thread to the event loop: the pieces of each request, in bounded memory, at a bounded rate."""
+"""Moves the pieces of each request from the engine's thread to the event loop, with bounded memory and rate."""
 
 import asyncio
 from collections import deque
@@ -7,16 +7,17 @@ from collections.abc import Callable
 from linnet.inference import Piece, Request
 from linnet.serve.errors import ApiError, Disconnected
 
-INTERVAL = 0.02  # s between two deliveries: what a fast model says in between goes out together
-PING = 15.0  # s after which a silent stream says that it is alive
+INTERVAL = 0.02  # seconds between two deliveries; tokens generated in between are delivered together
+PING = 15.0  # seconds without tokens after which a stream sends a comment to stay open
 
 
 class Call:
-    """What one HTTP request has asked of the engine, and the pieces that its client has not been given yet.
+    """The engine's requests of one HTTP request, and the pieces that its client has not received yet.
 
     Attributes:
-        running: choices that have not ended.
-        failure: why the rest will not come, None if it will.
+        requests: the engine's requests, one per choice.
+        running: number of choices that have not ended.
+        failure: why the call ended early, else None.
     """
 
     def __init__(self, cancel: Callable[[Request], None], backlog: int | None):
@@ -29,11 +30,11 @@ class Call:
 
     @property
     def open(self) -> bool:
-        """Whether `take` has or will have something to give, if only a failure."""
+        """Whether `take` can still return pieces or raise a failure."""
         return self.running > 0 or bool(self._pieces) or self.failure is not None
 
     def push(self, index: int, piece: Piece) -> None:
-        """Keeps a piece of choice `index`; a client too far behind loses the rest."""
+        """Stores a piece of choice `index`. If the client is more than `backlog` tokens behind, the call fails."""
         if piece.finish is not None:
             self.running -= 1
         if self.failure is None:
@@ -44,7 +45,7 @@ class Call:
             self._ready.set()
 
     def stop(self, failure: ApiError | Disconnected) -> None:
-        """Frees the slots of what still runs; whoever waits in `take` gets `failure`."""
+        """Cancels the running choices and makes `take` raise `failure`."""
         if self.failure is None:
             self.failure = failure
             self._pieces = []
@@ -52,16 +53,16 @@ class Call:
             self._ready.set()
 
     def close(self) -> None:
-        """Cancels what still runs."""
+        """Cancels the running choices."""
         if self.running:
             for request in self.requests:
                 self._cancel(request)
 
     async def take(self) -> list[tuple[int, Piece]]:
-        """What has come since the last time, at least one piece, or none after `PING` seconds of silence.
+        """Waits for new pieces and returns them as (index, piece), or an empty list after `PING` seconds without any.
 
         Raises:
-            ApiError, Disconnected: the rest will not come.
+            ApiError, Disconnected: the call ended early.
         """
         if not self._pieces and self.failure is None:
             self._ready.clear()
@@ -79,7 +80,7 @@ class Call:
 class Hub:
     """Takes pieces from the engine's thread and delivers them in the event loop, many at a time.
 
-    Waking the loop once a token and stream would cost both threads more than the tokens do.
+    Waking the event loop for each token of each stream would take both threads longer than generating the tokens.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_end: Callable[[], None]):
@@ -89,7 +90,7 @@ class Hub:
         self._last = 0.0
 
     def put(self, call: Call, index: int, piece: Piece) -> None:
-        """From any thread."""
+        """Takes a piece of choice `index`. Any thread may call this."""
         self._inbox.append((call, index, piece))
         if not self._woken:
             self._woken = True
@@ -102,7 +103,8 @@ class Hub:
             self._deliver()
 
     def _deliver(self) -> None:
-        self._woken = False  # before the inbox is emptied: what comes now is either taken here or wakes the loop again
+        # Reset the flag before emptying the inbox: a piece that arrives now is taken below, or wakes the loop again.
+        self._woken = False
         self._last = self._loop.time()
         while self._inbox:
             call, index, piece = self._inbox.popleft()

@@ -1,4 +1,4 @@
-"""Chat templates: turn a conversation into the text, and then the tokens, of a prompt."""
+"""Chat templates: turn a conversation into the tokens of a prompt."""
 
 import datetime
 import json
@@ -19,16 +19,16 @@ COMMON_STARTS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜be
 
 
 class ChatTemplate:
-    """A Jinja template as Hugging Face's tokenizers have it, run in a sandbox.
+    """A Jinja template as Hugging Face's tokenizers use it, run in a sandbox.
 
-    Special tokens in the template are tokens; those spelled out in a message are text, so that a user cannot end their
-    turn and speak as another.
+    Special tokens in the template are tokens. Their spelling in a message stays text, so that a user cannot end their
+    turn and continue in another role.
 
     Attributes:
-        turn_ends: special tokens that stand behind an assistant's turn, which end a completion.
+        turn_ends: special tokens that follow an assistant's turn; they end a completion.
 
     Raises:
-        ConfigError: it is not a template, or fails on a plain conversation.
+        ConfigError: the source is not a template, or it fails on a simple conversation.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, where: str = FILE):
@@ -37,7 +37,7 @@ class ChatTemplate:
         if not isinstance(tokenizer, ByteTokenizer):
             values = json.loads(tokenizer.to_json())
             values.pop("linnet", None)
-            values["post_processor"] = None  # the template says where a text begins and ends
+            values["post_processor"] = None  # the template itself adds the tokens at the start and end of a text
             self._special = {token["content"]: token["id"] for token in values["added_tokens"]}
             self._inner = tokenizers.Tokenizer.from_str(json.dumps(values))
         self._spelled = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)")
@@ -51,16 +51,19 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
             self.turn_ends = self._find_turn_ends()
-        except Exception as error:  # a template is a program: it may fail in any way
+        except Exception as error:  # a template is a program and can raise any exception
             raise ConfigError([f"{where}: not a valid chat template ({error})"], "chat template") from None
 
     def encode(self, messages: list[dict[str, str]]) -> list[int]:
-        """The tokens of a conversation up to where the assistant speaks; messages have `role`, `content`, maybe `name`.
+        """Returns the tokens of a conversation up to the start of the assistant's answer.
+
+        Args:
+            messages: the turns, with `role`, `content` and optionally `name`.
 
         Raises:
-            ConfigError: the template does not take this conversation, or the tokenizer its text.
+            ConfigError: the template refuses this conversation, or the tokenizer refuses its text.
         """
-        mark, spelled = str(secrets.randbits(63)), []  # digits, which no filter for letters changes
+        mark, spelled = str(secrets.randbits(63)), []  # digits only, because filters of a template may change letters
 
         def hide(match: re.Match) -> str:
             spelled.append(match[0])
@@ -69,7 +72,7 @@ class ChatTemplate:
         hidden = [{key: self._spelled.sub(hide, value) for key, value in message.items()} for message in messages]
         try:
             text = self._render(hidden, add_generation_prompt=True)
-            # Odd parts are numbers of spelled-out tokens, even ones text of the template and of messages.
+            # Odd parts are indices into `spelled`; even parts are text of the template and of messages.
             parts = re.split(f"\ue000{mark}:(\\d+)\ue001", text)
             tokens: list[int] = []
             for i, part in enumerate(parts):
@@ -95,10 +98,10 @@ class ChatTemplate:
 
 
 def load_chat_template(run: str | Path, tokenizer: Tokenizer | None, file: Path | None = None) -> ChatTemplate | None:
-    """The template in `file`, or else in the folder of a model; None where it has none, or no tokenizer.
+    """Returns the template in `file`, or else in a model's folder; None if there is no template or no tokenizer.
 
     Raises:
-        ConfigError: it cannot be read or used.
+        ConfigError: the template cannot be read or used.
     """
     path = file or Path(run) / FILE
     if tokenizer is None or (file is None and not path.is_file()):
@@ -111,7 +114,7 @@ def load_chat_template(run: str | Path, tokenizer: Tokenizer | None, file: Path 
 
 
 def _environment() -> jinja2.Environment:
-    """What templates of Hugging Face's tokenizers may count on."""
+    """Returns a Jinja environment with the filters and functions that templates of Hugging Face's tokenizers use."""
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -6,20 +6,21 @@ BROKEN = "\ufffd"
 
 
 class TokenNames:
-    """The text of single tokens; a token that is not text by itself (part of a character, an end) is `token_id:7`.
+    """Names of single tokens: their text, or `token_id:7` for a token that is not text by itself.
 
-    The completions API uses the names as keys, so only tokens of the same text share a name.
+    Examples of the latter are parts of a character and end tokens. The completions API uses the names as keys, so only
+    tokens with the same text share a name.
     """
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
-        # Some tokenizers drop the space before the first word of a text, so a token is decoded after another.
+        # Some tokenizers drop the space before the first word of a text, so each token is decoded after another one.
         self._before = [] if tokenizer is None else tokenizer.encode("a").tolist()
         self._start = 0 if tokenizer is None else len(tokenizer.decode(self._before))
         self._texts: dict[int, str | None] = {}
 
     def text(self, token: int) -> str | None:
-        """Returns the text, None if the token is not whole text by itself."""
+        """Returns the text of a token, or None if it is not complete text by itself."""
         if self._tokenizer is None:
             return None
         if token not in self._texts:
