@@ -1,9 +1,9 @@
-"""The contract of a layer, and the registry that finds one by name.
+"""The contract of a layer, and the registry of layers by name.
 
-A token mixer is one class in one file. It states its parallel form (`forward`), its recurrence (`step`), the state it
-carries (`state_spec`), its cost (`flops_paper`), how it splits over devices (`tp_plan`) and what is wrong with its
-options (`Config.check`). A channel mixer is the same without state. The rest of Linnet calls these methods and never
-asks which architecture it has.
+A token mixer is one class in one file. It defines its parallel form (`forward`), its recurrence (`step`), the state it
+carries (`state_spec`), its cost (`flops_paper`), its tensor-parallel split (`tp_plan`) and the checks of its options
+(`Config.check`). A channel mixer defines the same methods, except those about state. The rest of Linnet only calls
+these methods and never depends on the architecture.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ class TensorSpec:
     """Shape and dtype of one tensor of a state.
 
     Attributes:
-        counted: weight of one element in the state size of paper 004, which counts a complex number once and recurrent
-            states only: 0.5 for real numbers in (real, imaginary) pairs, 0 for caches and windows of inputs. Integers
-            are positions and never count.
+        counted: weight of one element in the state size of paper 004. The paper counts a complex number once and counts
+            recurrent states only, so real numbers in (real, imaginary) pairs have weight 0.5, and caches and windows of
+            inputs have weight 0. Integers are positions and never count.
     """
 
     shape: tuple[int, ...]
@@ -45,23 +45,24 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """Numbers of this tensor in the state size of paper 004."""
+        """Returns the size of this tensor in the state size of paper 004."""
         return round(prod(self.shape) * self.counted) if self.dtype.is_floating_point else 0
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Everything that a layer may know about the model around it.
+    """Everything that a layer may know about the surrounding model.
 
     Attributes:
         d_model: width D of the residual stream.
-        layer_index, num_layers: place of the block in the whole stack, and the stack's depth.
-        mixer_index, mixer_count: the same among the blocks that have this kind of mixer.
+        layer_index, num_layers: index of the block in the whole stack, and the depth of the stack.
+        mixer_index, mixer_count: index and number among the blocks that have this kind of mixer.
         norm, norm_eps: kind of the model's norms and their epsilon (None: the default of the kind).
-        bias: which linear layers have a bias beyond those that a layer always has: none; `qkv`, the projections that
-            a mixer's recurrence or attention reads; or `all` linear layers of mixers and gated linear units.
+        bias: which linear layers get a bias in addition to those that always have one. `none`: no others; `qkv`: the
+            projections that a mixer's recurrence or attention reads; `all`: all linear layers of mixers and gated
+            linear units.
         shared: modules that the model owns and several layers use, by the names of `Mixer.shared_spec`. Empty for a
-            layer that is built alone, which then owns them itself.
+            layer that is built alone; the layer then owns these modules itself.
     """
 
     d_model: int
@@ -86,12 +87,12 @@ class LayerContext:
 
 
 class LayerConfig(Config):
-    """Options of a layer. `check` looks at options that fit alone but not this width or each other."""
+    """Options of a layer. `check` finds options that do not fit this model width or each other."""
 
     def check(self, context: LayerContext) -> list[str]:
         """Returns the problems of these options in a layer at `context`, each as "key: what is wrong; the fix".
 
-        Must not build a module. An outside layer without a `check` may raise ValueError from its constructor instead.
+        The method must not build a module. A plugin without `check` may raise ValueError in its constructor instead.
         """
         return []
 
@@ -99,15 +100,16 @@ class LayerConfig(Config):
 class Mixer(nn.Module):
     """A token mixer. Subclasses register with `@register_mixer("name", ConfigClass)`.
 
-    `forward` without a state is training: it returns `(y, None)`. With a state (from `init_state` or an earlier call)
-    it continues from it and returns the state after the last token. `step` is `forward` for one token.
-    Output projections that end a residual branch carry the attribute `ends_residual = True` (depth-scaled init).
-    Any module of a layer may name parameters in `full_precision`: they stay float32 where a model is cast to serve it.
+    `forward` without a state is the training form: it returns `(y, None)`. With a state (from `init_state` or an
+    earlier call) it continues from that state and returns the state after the last token. `step` is `forward` for one
+    token. Output projections at the end of a residual branch carry the attribute `ends_residual = True`, which selects
+    depth-scaled initialisation. Any module of a layer may name parameters in `full_precision`: these stay float32 when
+    the model is cast for serving.
 
     Attributes:
-        owns_input_norm: True: the block passes the raw residual stream, and the mixer normalises it itself.
-        before_layers: True: the mixer stands once before all layers, without norm and residual. It is written first in
-            a layout (`tpe tnl+sglu x12`) and counts in neither `num_layers` nor `layer_index`.
+        owns_input_norm: True if the block passes the raw residual stream and the mixer normalises it itself.
+        before_layers: True if the mixer runs once before all layers, without norm and residual. A layout names it
+            first (`tpe tnl+sglu x12`), and `num_layers` and `layer_index` do not count it.
     """
 
     name: str
@@ -119,13 +121,13 @@ class Mixer(nn.Module):
     def shared_spec(cls, config: Config, context: LayerContext) -> dict[str, Callable[[], nn.Module]]:
         """Declares the modules that all layers of this kind share: name -> how to make one.
 
-        The model makes each once, owns it as `backbone.shared.<name>` and passes it in `context.shared`; `shared`
-        reads it there. The name should be the mixer's own, so that kinds do not collide.
+        The model makes each module once, owns it as `backbone.shared.<name>` and passes it in `context.shared`. Prefix
+        the name with the mixer's name, so that the names of different kinds do not collide.
         """
         return {}
 
     def shared(self, name: str, config: Config, context: LayerContext) -> tuple[nn.Module, ...]:
-        """Returns the shared module `name` in a tuple, so that a model's module does not become this layer's too."""
+        """Returns the shared module `name` in a tuple, so that it is not registered as a submodule of this layer."""
         if name not in context.shared:
             self.add_module(f"own_{name}", self.shared_spec(config, context)[name]())
             return (self.get_submodule(f"own_{name}"),)
@@ -136,26 +138,28 @@ class Mixer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """One token: x [B, D] and the state after the previous token give y [B, D] and the state after this one.
+        """Computes one token: x [B, D] and the state after the previous token give y [B, D] and the state after this
+        token.
 
-        The state may be written in place, or new tensors returned.
+        The method may write the state in place or return new tensors.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step, so it trains but does not generate")
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
-        """Returns what the layer carries between tokens: tensors whose first dimension is the batch.
+        """Returns the tensors that the layer carries between tokens; their first dimension is the batch.
 
-        A KV cache depends on `context_length`, a recurrence does not. A state that does is filled from its start: the
-        state for a shorter context is the corner of the one for a longer context. So caches can grow, and a step on the
-        corner that holds all tokens so far reads no empty slots.
+        A KV cache depends on `context_length`, a recurrence does not. A state that depends on it is filled from its
+        start: the state for a shorter context is the leading corner of the state for a longer one. Caches can therefore
+        grow, and a step on the corner that contains all tokens so far reads no empty slots.
         """
         raise NotImplementedError(f"{type(self).__name__} has no state_spec; {{}} carries nothing")
 
     def pending_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
-        """Returns the buffers of pending tokens beside a large state that `step` writes only every `tokens` tokens.
+        """Returns the buffers of pending tokens of a large state that `step` writes only every `tokens` tokens.
 
-        {}: every step writes it. A state that has these tensors also has `pending`, int32 [batch], the number of
-        pending tokens, 0 to tokens - 1, which the caller of `step` counts. The state is complete if none is pending.
+        {} means that every step writes the state. A state with these buffers also has `pending`, int32 [batch]: the
+        number of pending tokens, 0 to tokens - 1, which the caller of `step` counts. The state is complete if none is
+        pending.
         """
         if hasattr(self, "waiting_spec"):  # the name in Linnet 0.1
             deprecation.warn(f"{type(self).__name__}.waiting_spec", "pending_spec, and `pending` of the state")
@@ -163,30 +167,30 @@ class Mixer(nn.Module):
         return {}
 
     def auxiliary_loss(self) -> Tensor | None:
-        """Returns what the last forward pass adds to the training loss, once, or None where the layer adds nothing.
+        """Returns the term that the last forward pass adds to the training loss, or None if the layer adds no term.
 
-        The term has its coefficient in it. A layer computes it in training mode with gradients enabled, and its value
-        does not depend on the number of tokens.
+        The term includes its coefficient and is added once per pass. A layer computes it in training mode with
+        gradients enabled, and its value does not depend on the number of tokens.
         """
         return None
 
     def flops_paper(self, seq_len: int) -> float:
-        """Forward FLOPs of one sequence as paper 000, Table 1, counts them (ideal GLU, leading terms).
+        """Returns the forward FLOPs of one sequence as paper 000, Table 1, counts them (ideal GLU, leading terms).
 
-        The default counts two FLOPs per weight and token, which is right for a layer without terms of its own.
+        The default counts two FLOPs per weight and token, which is right for a layer of linear layers only.
         """
         return 2.0 * seq_len * sum(p.numel() for p in self.parameters() if p.ndim == 2)
 
     def flops(self, seq_len: int) -> float:
-        """Returns the forward FLOPs of one sequence that neither a matrix product nor a registered op counts."""
+        """Returns the forward FLOPs of one sequence that are neither in matrix products nor in registered ops."""
         return 0.0
 
     def tp_plan(self) -> dict[str, str]:
-        """Tensor parallelism: parameter-owning submodule -> "colwise", "rowwise" or "replicate"."""
+        """Returns the tensor-parallel plan: parameter-owning submodule -> "colwise", "rowwise" or "replicate"."""
         return {}
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> State:
-        """The state before the first token: zeros of `state_spec`, in `dtype` instead of float32 if given."""
+        """Returns the state before the first token: zeros of `state_spec`, in `dtype` instead of float32 if given."""
         return {
             name: torch.zeros(
                 spec.shape,
@@ -198,25 +202,25 @@ class Mixer(nn.Module):
 
 
 class Channel(nn.Module):
-    """A channel mixer: x [..., D] -> [..., D], each token separately. Register with `@register_channel`."""
+    """A channel mixer: x [..., D] -> [..., D], each token separately. Subclasses register with `@register_channel`."""
 
     name: str
     Config: type[Config]
 
     def auxiliary_loss(self) -> Tensor | None:
-        """As for a mixer."""
+        """Returns the same as `Mixer.auxiliary_loss`."""
         return None
 
     def flops_paper(self, seq_len: int) -> float:
-        """Forward FLOPs of one sequence in the convention of paper 000 (A.1: 6ndg + ng with the ideal g = 8d/3)."""
+        """Returns the forward FLOPs of one sequence by paper 000 (A.1: 6ndg + ng with the ideal g = 8d/3)."""
         return 2.0 * seq_len * sum(p.numel() for p in self.parameters() if p.ndim == 2)
 
     def flops(self, seq_len: int) -> float:
-        """As for a mixer."""
+        """Returns the same as `Mixer.flops`."""
         return 0.0
 
     def tp_plan(self) -> dict[str, str]:
-        """As for a mixer."""
+        """Returns the same as `Mixer.tp_plan`."""
         return {}
 
 
@@ -231,26 +235,26 @@ CHANNELS: dict[str, type[Channel]] = {}
 
 
 def register_mixer(name: str, config: type[Config]):
-    """Class decorator: layouts know the mixer by `name`, its options are those of `config`.
+    """Registers the decorated class as the mixer `name` of layouts, with the options of `config`.
 
     Raises:
-        ValueError: another class has the name.
+        ValueError: another class already has this name.
     """
     return _register(MIXERS, name, config)
 
 
 def register_channel(name: str, config: type[Config]):
-    """As `register_mixer`, for a channel mixer."""
+    """Registers the decorated class as `register_mixer` does, for a channel mixer."""
     return _register(CHANNELS, name, config)
 
 
 def find_mixer(name: str) -> type[Mixer]:
-    """The class of a registered mixer. Raises ConfigError for an unknown name, with the nearest one."""
+    """Returns the class of a registered mixer. Raises ConfigError for an unknown name and suggests the nearest one."""
     return _find(MIXERS, "mixer", name)
 
 
 def find_channel(name: str) -> type[Channel]:
-    """As `find_mixer`, for a channel mixer."""
+    """Returns the class of a registered channel mixer, as `find_mixer`."""
     return _find(CHANNELS, "channel mixer", name)
 
 
@@ -293,7 +297,7 @@ def load_plugin(spec: str) -> str:
 
 
 def plugin_digest(spec: str) -> str:
-    """SHA-256 of the file that `load_plugin` imports, in hexadecimal; "" where there is none."""
+    """Returns the SHA-256 of the file that `load_plugin` imports, in hexadecimal; "" if the file does not exist."""
     path = Path(spec.rpartition(":")[0])
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 

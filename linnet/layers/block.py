@@ -1,4 +1,4 @@
-"""A residual block: x + mixer(norm(x)), then x + channel(norm(x)); either part may be absent."""
+"""A residual block: x + mixer(norm(x)), then x + channel(norm(x)). Either sublayer may be absent."""
 
 from torch import Tensor, nn
 
@@ -13,10 +13,10 @@ class Block(nn.Module):
 
     Args:
         mixer, channel: (name, options) of the token mixer and the channel mixer, or None.
-        dropout: probability of dropout on what each of the two adds to the residual stream.
+        dropout: probability of dropout on the output of each sublayer, before it is added to the residual stream.
 
     Attributes:
-        layers: the two as they were given.
+        layers: `mixer` and `channel` as given.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Block(nn.Module):
         """x [B, T, D] -> (x [B, T, D], state after the last token or None).
 
         Args:
-            dropout_keys: from `DropoutPosition`, [B, T, 2]; None applies no dropout. An argument rather than a lookup,
-                so that recomputing a block gives the masks of its first pass.
+            dropout_keys: from `DropoutPosition`, [B, T, 2]; None applies no dropout. They are an argument and not
+                looked up inside, so that recomputing a block gives the masks of its first pass.
         """
         if self.mixer is not None:
             y, x = norm_and_keep(self.mixer_norm, x)
@@ -69,7 +69,7 @@ class Block(nn.Module):
         return x + (y if dropout_keys is None else self.channel_dropout(y, dropout_keys)), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """x [B, D], one token."""
+        """Computes one token, x [B, D]."""
         if self.mixer is not None:
             y, state = self.mixer.step(self.mixer_norm(x), state)
             if self.channel is None:

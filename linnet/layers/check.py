@@ -1,4 +1,4 @@
-"""Tests a mixer from outside the package against the contract of `Mixer`, before any work.
+"""Tests a mixer from outside the package against the contract of `Mixer` before a run starts.
 
 tests/layers/test_mixers.py tests the package's own mixers more thoroughly.
 """
@@ -15,21 +15,22 @@ from torch import Tensor, nn
 from linnet.config import Config, ConfigError, gather, parse
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, find_mixer, load_plugin
 
-# 64 tokens, since a mixer may need whole chunks; the cut is at a prime, so that no chunk begins there.
+# 64 tokens, since a mixer may need whole chunks. The cut is at a prime, so that no chunk begins there.
 BATCH, TOKENS, CUT, STEPS = 2, 64, 37, 8
-WIDTH = 64  # of the layer that is tried first: a wide one takes long, above all on a busy machine
-# Relative to the largest output: above rounding errors in float32, and below mistakes, which are about as large as y.
+WIDTH = 64  # width of the first layer that is tried: a wide layer takes long, above all on a busy machine
+# Relative to the largest output: above rounding errors in float32 and far below mistakes, which are about as large as
+# y.
 TOLERANCE = 1e-3
 
 
 def check_mixers(plugins: Iterable[str], options: Mapping[str, Mapping], d_model: int, norm: str = "rmsnorm") -> None:
-    """`check_mixer` for those plugins of a model that its layout names.
+    """Runs `check_mixer` for each plugin that the layout of a model names.
 
     Args:
-        plugins: as `load_plugin` takes them. options: layer -> options, for all layers of the layout.
+        plugins: specs in the form of `load_plugin`. options: layer -> options, for all layers of the layout.
 
     Raises:
-        ConfigError: the problems of all of them.
+        ConfigError: lists the problems of all plugins.
     """
     problems: list[str] = []
     for spec in dict.fromkeys(plugins):
@@ -41,12 +42,12 @@ def check_mixers(plugins: Iterable[str], options: Mapping[str, Mapping], d_model
 
 
 def check_mixer(spec: str, options: Mapping[str, Any], d_model: int, norm: str = "rmsnorm") -> None:
-    """Runs one layer of a plugin on a few random tokens on the CPU: is it causal, and do its forms agree?
+    """Runs one layer of a plugin on a few random tokens on the CPU and tests that it is causal and its forms agree.
 
-    Runs in eval mode and in float64, or in float32 if float64 fails. Leaves the generators of torch as they are.
+    Runs in eval mode and in float64, or in float32 if float64 fails. Restores the state of torch's generators.
 
     Args:
-        spec: `path/to/file.py:ClassName`. options: of its Config, for the width `d_model`.
+        spec: `path/to/file.py:ClassName`. options: options of its Config, for the width `d_model`.
 
     Raises:
         ConfigError: one line per problem, with the fix.
@@ -58,7 +59,7 @@ def check_mixer(spec: str, options: Mapping[str, Any], d_model: int, norm: str =
         problems = [f"is not a linnet.layers.Mixer; write class {cls.__name__}(Mixer)"]
     else:
         with torch.random.fork_rng(devices=[]):
-            # Options may not fit another width, nor constants another precision: the last attempt is the one reported.
+            # Options may need the full width, and constants another precision: only the last attempt is reported.
             for width, dtype in dict.fromkeys(
                 [(min(d_model, WIDTH), torch.float64), (d_model, torch.float64), (d_model, torch.float32)]
             ):
@@ -73,13 +74,13 @@ def check_mixer(spec: str, options: Mapping[str, Any], d_model: int, norm: str =
 
 
 def _problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: torch.dtype) -> list[str]:
-    """The problems in one precision, without those that follow from an earlier one."""
+    """Returns the problems in one precision, without those that follow from an earlier one."""
     problems: list[str] = []
     has_spec = cls.state_spec is not Mixer.state_spec
     if not has_spec:
         problems.append(
-            "has no state_spec, which FLOPs, bytes and decoding ask; write state_spec(self, batch, context_length) "
-            "that returns {name: TensorSpec(shape)} of what is carried between tokens, {} for nothing"
+            "has no state_spec, which the counts of FLOPs and bytes and decoding need; write state_spec(self, batch, "
+            "context_length) that returns {name: TensorSpec(shape)}, or {} if it carries nothing"
         )
     with gather(problems):
         _seed(0)
@@ -90,7 +91,7 @@ def _problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: to
         x = torch.randn(BATCH, TOKENS, context.d_model, dtype=dtype)
         y, _ = _forward(mixer, x)
         if not y.isfinite().all():
-            _refuse("forward gave y that is not finite for ordinary tokens; look for overflow, a log or division of 0")
+            _refuse("forward gave y that is not finite for ordinary tokens; look for overflow, log of 0, division by 0")
         with gather(problems):
             _ask(lambda: _backward(mixer, x), cls, "the backward pass of forward")
         _causal(mixer, x, y)
@@ -103,7 +104,7 @@ def _problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: to
 
 
 def _costs(cls: type[Mixer], config: Config, context: LayerContext) -> None:
-    """Counts FLOPs on the device meta, in the precision of training."""
+    """Counts FLOPs on the meta device, in the precision of training."""
     with torch.device("meta"):
         mixer = _build(cls, config, context)
     x = torch.empty(1, TOKENS, context.d_model, device="meta")
@@ -118,28 +119,28 @@ def _causal(mixer: Mixer, x: Tensor, y: Tensor) -> None:
     if changed := _differing(other[:, :CUT], y[:, :CUT], y):
         _refuse(
             f"is not causal: it looks ahead, so its losses would mean nothing (other tokens from {CUT} on change y at "
-            f"token {changed[-1]}); let y[:, t] depend on x[:, : t + 1] alone: mask what comes later, pad on the left"
+            f"token {changed[-1]}); let y[:, t] depend on x[:, : t + 1] only: mask later tokens, pad on the left"
         )
 
 
 def _carried(mixer: Mixer, x: Tensor, y: Tensor) -> None:
-    """Tests that the state after one piece of the tokens continues in the next."""
+    """Tests that `forward` on the second part of the tokens continues from the state after the first part."""
     first, state = _prefill(mixer, x)
     if changed := _differing(first, y[:, :CUT], y):
         _refuse(
-            f"forward gives another y with a state than without one (from token {changed[0]} on); compute the same in "
-            "both, from the state of `init_state`, which is zeros"
+            f"forward with a state gives another y than without one (from token {changed[0]} on); compute the "
+            "same in both forms, starting from the state of `init_state`, which is zeros"
         )
     second, _ = _forward(mixer, x[:, CUT:], state)
     if changed := _differing(second, y[:, CUT:], y):
         _refuse(
-            f"tokens in two pieces give another y than all at once (from token {CUT + changed[0]} on, the second piece "
-            f"begins at {CUT}); let forward go on from the state that it is given and return the one after its end"
+            f"tokens in two calls give another y than in one call (from token {CUT + changed[0]} on; the "
+            f"second call begins at {CUT}); let forward continue from the given state and return the state after it"
         )
 
 
 def _steps(mixer: Mixer, x: Tensor, y: Tensor) -> None:
-    """The same, token by token."""
+    """Tests the same for `step`, token by token."""
     if not _has_step(type(mixer)):
         return
     _, state = _prefill(mixer, x)
@@ -149,37 +150,37 @@ def _steps(mixer: Mixer, x: Tensor, y: Tensor) -> None:
             out = _ask(step, type(mixer), "step(x, state)")
         except ConfigError as error:
             if isinstance(error.__cause__, NotImplementedError):
-                return  # it says itself that it has none
+                return  # the mixer's own error says that it has no step
             raise
         out, state = _pair(out, x[:, t], "step")
         if _differing(out[:, None], y[:, t : t + 1], y):
             _refuse(
-                f"step gives another y than forward (at token {t}, steps begin at {CUT}); write the same equations in "
-                "both, or leave step out (it trains then, but does not generate)"
+                f"step gives another y than forward (at token {t}; steps begin at {CUT}); implement "
+                "the same equations in both, or leave step out (the mixer then trains, but does not generate)"
             )
 
 
 def _prefill(mixer: Mixer, x: Tensor) -> tuple[Tensor, State]:
-    """y of the first piece, and the state after it, which is of the shapes that `state_spec` says."""
+    """Returns y of the first part of the tokens, and the state after it, whose shapes must be those of `state_spec`."""
     y, state = _forward(mixer, x[:, :CUT], before := _state(mixer, x.dtype))
     found = {name: list(one.shape) for name, one in state.items()} if isinstance(state, dict) else state
     if found != (said := {name: list(one.shape) for name, one in before.items()}):
-        _refuse(f"forward was given a state and returned {found}; return the state after the last token, {said}")
+        _refuse(f"forward with a state returned {found}; return the state after the last token, {said}")
     return y, state
 
 
 def _state(mixer: Mixer, dtype: torch.dtype) -> State:
     spec = _ask(lambda: mixer.state_spec(BATCH, TOKENS), type(mixer), "state_spec(batch, context_length)")
     if not isinstance(spec, dict) or not all(isinstance(one, TensorSpec) for one in spec.values()):
-        _refuse(f"state_spec returned {spec!r}; return {{name: TensorSpec(shape)}}, {{}} for nothing")
+        _refuse(f"state_spec returned {spec!r}; return {{name: TensorSpec(shape)}}, {{}} if nothing is carried")
     for name, one in spec.items():
         if tuple(one.shape[:1]) != (BATCH,):
-            _refuse(f"state_spec: {name} has shape {list(one.shape)} for a batch of {BATCH}; the batch comes first")
+            _refuse(f"state_spec: {name} has shape {list(one.shape)} for batch {BATCH}; put the batch first")
     return _ask(lambda: mixer.init_state(BATCH, TOKENS, None, dtype), type(mixer), "init_state")
 
 
 def _forward(mixer: Mixer, x: Tensor, state: State | None = None, what: str = "forward(x, state, cu_seqlens)"):
-    """y and the state after the last token, as a block asks for them."""
+    """Returns y and the state after the last token, called as a block calls the mixer."""
     _seed(2)
     out = _ask(lambda: _without_gradients(mixer, x.clone(), state, None), type(mixer), what)
     return _pair(out, x, "forward")
@@ -188,7 +189,7 @@ def _forward(mixer: Mixer, x: Tensor, state: State | None = None, what: str = "f
 def _pair(out: Any, x: Tensor, of: str) -> tuple[Tensor, Any]:
     if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[0], Tensor):
         kinds = ", ".join(type(one).__name__ for one in (out if isinstance(out, tuple) else [out]))
-        after = " (state None where none was given)" if of == "forward" else ""
+        after = " (state None if none was given)" if of == "forward" else ""
         _refuse(f"{of} returned {kinds}, not the pair of y and the state; end it with `return y, state`{after}")
     if out[0].shape != x.shape:
         _refuse(
@@ -209,7 +210,7 @@ def _without_gradients(call: Callable, *args: Any) -> Any:
 
 @torch.no_grad()
 def _fill_zeros(mixer: nn.Module) -> None:
-    """Fills weights that start at zero, such as those of a last projection, which would hide everything before them."""
+    """Fills weights that start at zero: a zero output projection, for example, would hide all earlier mistakes."""
     for parameter in mixer.parameters():
         parameter.masked_scatter_(parameter == 0, 0.1 * torch.randn_like(parameter))
 
@@ -223,7 +224,7 @@ def _has_step(cls: type[Mixer]) -> bool:
 
 
 def _differing(one: Tensor, other: Tensor, scale: Tensor) -> list[int]:
-    """Tokens at which two y [B, T, D] differ by more than rounding."""
+    """Returns the tokens at which two y [B, T, D] differ by more than rounding."""
     same = (one - other).abs() <= TOLERANCE * scale.abs().max()  # NaN is not the same
     return (~same).any(dim=2).any(dim=0).nonzero().flatten().tolist()
 
@@ -233,7 +234,7 @@ def _build(cls: type[Mixer], config: Config, context: LayerContext) -> Mixer:
 
 
 def _ask(call: Callable[[], Any], cls: type[Mixer], what: str) -> Any:
-    """Returns what a call into a user's class returns; adds the last line of the user's file to an error."""
+    """Returns the result of a call into a user's class; adds the failing line of the user's file to an error."""
     try:
         return call()
     except Exception as error:

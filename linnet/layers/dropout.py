@@ -1,11 +1,11 @@
 """Dropout whose masks are a pure function of (seed, step, layer, global row, position, channel).
 
-Ordinary dropout draws from a generator, so its masks depend on what was drawn before: another accumulation, a resumed
-run or an ensemble sees others. Here a counter-based generator hashes the place of an element. The same element gets
-the same decision whatever the split of the batch, whether or not activations are recomputed, after a resume, under
-`torch.vmap` and `torch.compile`.
+Ordinary dropout draws from a generator, so its masks depend on earlier draws: they change with gradient accumulation,
+after a resume and in an ensemble. Here a counter-based generator hashes the coordinates of an element. The same element
+gets the same decision for every split of the batch, with or without recomputed activations, after a resume, under
+`torch.vmap` and under `torch.compile`.
 
-A training loop says which step and which rows it computes:
+A training loop sets the step and the first row that it computes:
 
     with dropout.position(model, step=step, first_row=0):
         total, count = model.loss(tokens, targets)  # the backward pass may come after
@@ -29,13 +29,13 @@ _LEVELS = 1 << 16  # a probability is rounded to a multiple of 1 / _LEVELS
 
 
 class DropoutPosition(nn.Module):
-    """Which masks the next forward pass uses: seed, step and number of the first row, on the model's device.
+    """Selects the masks of the next forward pass: seed, step and number of the first row, on the model's device.
 
-    A tensor rather than numbers, so that a compiled model and a CUDA graph read its present values.
+    These are a tensor rather than numbers, so that a compiled model and a CUDA graph read the current values.
 
     Attributes:
-        value: int64 [4]: seed, step, first row, tokens per row (0: as the batch has).
-        given: whether a training loop sets the value; otherwise each pass draws its own seed and step.
+        value: int64 [4]: seed, step, first row, tokens per row (0: the length of the batch's rows).
+        given: True if a training loop sets the value; otherwise each pass draws its own seed and step.
     """
 
     def __init__(self):
@@ -59,7 +59,7 @@ class Dropout(nn.Module):
 
     Args:
         p: probability, rounded to a multiple of 2^-16.
-        site: number of this place in the model; each place has masks of its own.
+        site: index of this dropout in the model; each has its own masks.
     """
 
     def __init__(self, p: float, site: int):
@@ -76,7 +76,7 @@ class Dropout(nn.Module):
 
     @torch.no_grad()
     def kept(self, keys: Tensor, channels: int) -> tuple[Tensor, int]:
-        """Which elements stay, bool [B, T, channels], and how many of 2^16 levels are dropped."""
+        """Returns which elements stay, bool [B, T, channels], and how many of the 2^16 levels are dropped."""
         threshold = min(round(self.p * _LEVELS), _LEVELS - 1)
         half = (channels + 1) // 2
         first, second = _absorb(keys, torch.full((), self.site, device=keys.device))[..., None, :].unbind(-1)
@@ -92,11 +92,11 @@ def position(
     """Fixes the dropout masks of the forward passes inside. Does nothing for a model without dropout.
 
     Args:
-        model: has a `backbone`; weights drawn by `build_model` bring their seed along.
-        step: of the training.
+        model: a model with a `backbone`. A model from `build_model` also carries its seed.
+        step: optimizer step of the training.
         first_row: number of the batch's first row among all rows of this step.
-        row_length: tokens per row where the model sees several rows as one; 0 if a row of the batch is a row.
-        seed: None keeps the seed that the model was built with.
+        row_length: tokens per row if the batch packs several rows into one; 0 if each row of the batch is one row.
+        seed: seed of the masks; None keeps the seed that the model was built with.
     """
     place = place_of(model)
     if place is None:
@@ -119,7 +119,7 @@ def place_of(model: nn.Module) -> DropoutPosition | None:
 
 
 def _absorb(words: Tensor, *numbers: Tensor) -> Tensor:
-    """Mixes numbers of 32 bits into words [..., 2], each of the two in its own way."""
+    """Mixes 32-bit numbers into words [..., 2], differently into each of the two words."""
     for number in numbers:
         other = (number * 0x5851F42D + 0x14057B7E) & _WORD
         words = _mix(words ^ torch.stack([number & _WORD, other], -1))
@@ -127,7 +127,7 @@ def _absorb(words: Tensor, *numbers: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit words, held in int64."""
+    """Applies a bijection of 32-bit words, which are stored in int64."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _WORD
     x = ((x ^ (x >> 15)) * 0x735A2D97) & _WORD
     return x ^ (x >> 15)

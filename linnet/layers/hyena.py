@@ -35,7 +35,7 @@ class ShortProjection(nn.Module):
 
 
 def _is_bare(layer: nn.Module, kind: type) -> bool:
-    """Whether the weights of a layer can stand for it: it has no hooks (as of tensor parallelism), and no subclass."""
+    """Returns whether the layer's weights alone give its result: no hooks (as tensor parallelism adds), no subclass."""
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
     return type(layer) is kind and not any(hooks)
 
@@ -43,8 +43,8 @@ def _is_bare(layer: nn.Module, kind: type) -> bool:
 class LongFilter(nn.Module):
     """Learned filters h_t = skip [t = 0] + sum_n Re(R_n lambda_n^t), lambda_n = exp(-exp(a_n) + i theta_n).
 
-    At the start the time constants exp(-a) are log-uniform in [1, max_time_constant], theta uniform in [0, pi), the two
-    parts of R are N(0, 1/N), the skip N(0, 1).
+    Initialisation: the time constants exp(-a) are log-uniform in [1, max_time_constant], theta is uniform in [0, pi),
+    the real and imaginary parts of R are N(0, 1/N), and the skip is N(0, 1).
     """
 
     full_precision = ("log_rate", "theta", "residue", "skip")
@@ -61,10 +61,10 @@ class LongFilter(nn.Module):
         return ModalFilter(-rate.exp(), self.theta, self.residue, self.skip)
 
     def state_spec(self, batch: int, channels: int) -> TensorSpec:
-        """The modes of `channels` channels, in pairs (real, imaginary)."""
+        """Returns the spec of the modes of `channels` channels, in pairs (real, imaginary)."""
         return TensorSpec((batch, channels, self.theta.shape[1], 2), counted=0.5)
 
 
 def long_flops_paper(seq_len: int, modes: int, filters: int, channels: float) -> float:
-    """S L F + 10 L log2(L) C + 4 L C: featurisation of F filters, convolution and gates of C channels (004, C.4)."""
+    """Returns S L F + 10 L log2(L) C + 4 L C: features of F filters, convolution and gates of C channels (004, C.4)."""
     return seq_len * (modes * filters + (10.0 * math.log2(seq_len) + 4.0) * channels)

@@ -49,7 +49,7 @@ class RMSNorm(SRMSNorm):
 
 
 def build_norm(kind: NormKind, dim: int, eps: float | None = None) -> nn.Module:
-    """The norm of one kind over `dim` features. Raises ValueError for an unknown kind."""
+    """Returns the norm of one kind over `dim` features. Raises ValueError for an unknown kind."""
     match kind:
         case "srmsnorm":
             return SRMSNorm(dim, eps or 1e-6)
@@ -61,14 +61,14 @@ def build_norm(kind: NormKind, dim: int, eps: float | None = None) -> nn.Module:
 
 
 def norm_and_gate(norm: nn.Module, x: Tensor, gate: Tensor, activation: str) -> Tensor:
-    """norm(x) * act(gate) for a norm of `build_norm`: in one pass on a GPU for all but LayerNorm."""
+    """Returns norm(x) * act(gate) for a norm of `build_norm`; on a GPU in one pass, except for LayerNorm."""
     if isinstance(norm, SRMSNorm):
         return norm(x, gate=gate, gate_activation=activation)
     return norm(x) * ACTIVATIONS[activation](gate)
 
 
 def add_and_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """norm(x + residual) and x + residual: in one pass on a GPU for all but LayerNorm."""
+    """Returns norm(x + residual) and x + residual; on a GPU in one pass, except for LayerNorm."""
     if isinstance(norm, SRMSNorm):
         return norm(x, residual=residual)
     total = x + residual
@@ -76,5 +76,5 @@ def add_and_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, 
 
 
 def norm_and_keep(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """norm(x) and x, for other readers of x: the norm's pass then adds their gradient, for all but LayerNorm."""
+    """Returns norm(x) and x for other readers. The norm's backward adds the gradient of x, except for LayerNorm."""
     return norm(x, keep=True) if isinstance(norm, SRMSNorm) else (norm(x), x)

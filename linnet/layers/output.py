@@ -1,4 +1,4 @@
-"""How a linear-attention mixer ends: norm over the full width, output gate, output projection.
+"""The end of a linear-attention mixer: norm over the full width, output gate, output projection.
 
 TNL3 and cosFormer2 (paper 000, A.1.2 and A.1.4): y = (Norm(O) * sigmoid(X W_down W_up)) W_o. The equations of the paper
 leave W_o out, but its parameter and FLOP counts include it. TNL v1 (paper 001, section 4) gates with a full projection
@@ -19,7 +19,7 @@ class GatedOutputConfig(LayerConfig):
     """Options of `GatedOutput`, and of every mixer that ends with it."""
 
     norm: NormKind = Field("srmsnorm", description="norm of the concatenated heads, over the full width")
-    norm_eps: float | None = Field(None, gt=0, description="null is the norm's own")
+    norm_eps: float | None = Field(None, gt=0, description="epsilon of the norm; null is the default of its kind")
     gate: Literal["low_rank", "full", "none"] = Field("low_rank", description="full is TNL v1; none is its ablation")
     gate_rank: int = Field(0, ge=0, description="rank of the low-rank gate; 0 means the head width")
     gate_activation: Literal["sigmoid", "silu", "none"] = Field("sigmoid", description="on the gate")
@@ -27,7 +27,7 @@ class GatedOutputConfig(LayerConfig):
 
 
 class GatedOutput(nn.Module):
-    """From the heads' output o [..., D] and the mixer's input x [..., D] to y [..., D]."""
+    """Maps the heads' output o [..., D] and the mixer's input x [..., D] to y [..., D]."""
 
     def __init__(self, config: GatedOutputConfig, context: LayerContext, head_dim: int):
         super().__init__()
@@ -69,7 +69,7 @@ def split_heads(d_model: int, num_heads: int, mixer: str) -> int:
 
 
 def check_heads(d_model: int, num_heads: int) -> list[str]:
-    """Returns the problem of a number of heads that does not divide the model's width, if it is one."""
+    """Returns a list with one problem if num_heads does not divide d_model, else an empty list."""
     if d_model % num_heads == 0:
         return []
     divisors = [h for h in range(1, d_model + 1) if d_model % h == 0]

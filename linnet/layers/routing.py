@@ -1,7 +1,7 @@
 """Routing of tokens to experts (papers 004, section 3.2, and Shazeer et al. 2017, arXiv:1701.06538).
 
-s_t = softmax(top_k(u_t W_g)): logits outside the k largest are -inf, so exactly k experts of a token have a weight.
-(The published implementation of paper 004 puts 0 instead of -inf there, and so gives all experts weight.)
+s_t = softmax(top_k(u_t W_g)): logits outside the k largest are -inf, so exactly k experts of a token have weight. (The
+published implementation of paper 004 sets them to 0 instead, which gives weight to all experts.)
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 
 class Routing(NamedTuple):
-    """Where each token goes: `experts` int64 [..., k], with `weights` [..., k] that sum to 1, by `logits` [..., E]."""
+    """The experts of each token: `experts` int64 [..., k], their `weights` [..., k] (sum 1), and `logits` [..., E]."""
 
     experts: Tensor
     weights: Tensor
@@ -25,15 +25,15 @@ class Routing(NamedTuple):
         return self.logits.shape[-1]
 
     def dense_weights(self) -> Tensor:
-        """[..., E], with zeros for the experts that a token does not go to."""
+        """Returns weights [..., E], with zeros for the experts that a token does not go to."""
         return torch.zeros_like(self.logits).scatter(-1, self.experts, self.weights)
 
     def load(self) -> Tensor:
-        """[E]: the share of the tokens' choices that each expert got; they sum to 1, and 1/E each is even."""
+        """Returns [E]: the share of the choices that each expert got; the sum is 1, an even load is 1/E each."""
         return F.one_hot(self.experts, self.num_experts).flatten(0, -2).to(self.logits.dtype).mean(0)
 
     def balance_loss(self) -> Tensor:
-        """E * sum_e load_e * mean probability_e: 1 where the load is even, up to E (Fedus et al., arXiv:2101.03961, 4).
+        """Returns E * sum_e load_e * mean probability_e: 1 for an even load, at most E (arXiv:2101.03961, section 4).
 
         The option `balance_coefficient` of a routed layer adds it to the training loss.
         """
@@ -42,7 +42,7 @@ class Routing(NamedTuple):
 
 
 class Routed:
-    """Mixin of a layer with experts: its balance loss, weighted by the option `balance_coefficient`.
+    """Mixin for a layer with experts: its balance loss, weighted by the option `balance_coefficient`.
 
     `forward` calls `keep_balance` with its routing.
     """
@@ -51,7 +51,7 @@ class Routed:
     _balance: Tensor | None = None
 
     def keep_balance(self, routing: Routing) -> None:
-        """Keeps the balance loss of a training pass for `auxiliary_loss`."""
+        """Stores the balance loss of a training pass for `auxiliary_loss`."""
         if self.config.balance_coefficient and self.training and torch.is_grad_enabled():
             self._balance = self.config.balance_coefficient * routing.balance_loss()
 
@@ -61,7 +61,7 @@ class Routed:
 
 
 def top_k_routing(logits: Tensor, k: int) -> Routing:
-    """The k largest of logits [..., E], with the softmax over them alone, at least in float32."""
+    """Returns the k largest of logits [..., E], with the softmax over them alone, at least in float32."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     largest, experts = logits.topk(k, dim=-1)
     return Routing(experts, largest.softmax(-1), logits)
@@ -69,13 +69,14 @@ def top_k_routing(logits: Tensor, k: int) -> Routing:
 
 @contextmanager
 def record_loads(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """While it is open, each forward pass of `model` appends the load of the experts of each of its routed layers.
+    """Records expert loads: each forward pass of `model` appends the load of each of its routed layers.
 
-    A routed layer is one with a method `route(x) -> Routing` on its input. For inspection: routes are computed again.
+    A routed layer has a method `route(x) -> Routing` for its input. The routes are computed a second time, so use this
+    for inspection only.
 
         with record_loads(model) as loads:
             model(tokens)
-        loads["backbone.blocks.0.channel"]  # a list of [E], one a pass
+        loads["backbone.blocks.0.channel"]  # a list of [E], one per pass
     """
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "route")}
     loads: dict[str, list[Tensor]] = {name: [] for name in layers}

@@ -11,7 +11,7 @@ from linnet.ops import short_convolution
 class ShortConv(nn.Module):
     """y_t = act(sum_j w_j x_{t - (width - 1) + j} (+ b)), with separate weights per channel; act is none or SiLU.
 
-    Its state [N, width - 1, channels] is its last inputs, oldest first; zeros before the first token.
+    Its state [N, width - 1, channels] holds its last inputs, oldest first; zeros before the first token.
     """
 
     def __init__(self, channels: int, width: int, bias: bool = False, silu: bool = False):
@@ -24,10 +24,11 @@ class ShortConv(nn.Module):
         return f"channels={self.channels}, width={self.width}"
 
     def forward(self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None):
-        """x [B, T, channels] -> y of the same shape, and the state after the last token (None if none was given).
+        """Maps x [B, T, channels] to y of the same shape; also returns the state after the last token (None without
+        `state`).
 
         Args:
-            state: after the token before the first, one per sequence or document; None for zeros.
+            state: state before the first token, one per sequence or document; None for zeros.
             cu_seqlens: int32 [N+1] with B = 1: document boundaries; a document does not see the tokens before it.
         """
         if cu_seqlens is not None:
@@ -41,7 +42,7 @@ class ShortConv(nn.Module):
         return y[:, before:], line[:, x.shape[1] :].to(state.dtype)
 
     def step(self, x: Tensor, state: Tensor) -> Tensor:
-        """One token, x [B, channels]; the state is updated in place."""
+        """Computes one token, x [B, channels]; updates the state in place."""
         line = torch.cat([state.to(x.dtype), x[:, None]], 1)
         state.copy_(line[:, 1:])
         y = (line * self.weight.mT).sum(1)
@@ -51,7 +52,7 @@ class ShortConv(nn.Module):
         return F.silu(y) if self.silu else y
 
     def _last(self, x: Tensor) -> Tensor:
-        """The contribution of the newest token, with the bias."""
+        """Returns the contribution of the newest token, with the bias."""
         weight = self.weight[:, -1]
         return x * weight if self.bias is None else torch.addcmul(self.bias, x, weight)
 
@@ -69,7 +70,7 @@ class ShortConv(nn.Module):
             y = torch.addcmul(y, torch.where(inside, seen, past), self.weight[:, before - lag])
         if state is None:
             return y, None
-        # The final state of a document: its last tokens, after the end of its initial state if it is shorter.
+        # The final state of a document is its last tokens, preceded by the end of its initial state if it is short.
         start, end = cu_seqlens[:-1, None].to(index.dtype), cu_seqlens[1:, None].to(index.dtype)
         place = end - before + torch.arange(before, device=x.device)
         kept = (place - start + before).clamp(0, before - 1)

@@ -1,4 +1,4 @@
-"""A layout of layers with a head: configurations, causal language model, recipes and costs."""
+"""Model configurations, causal language models, recipes and costs."""
 
 from linnet.models.autoencoder import AutoEncoder, build_autoencoder
 from linnet.models.backbone import Backbone, ModelState

@@ -1,7 +1,7 @@
 """An auto-encoder for the compression task (paper 004, B.1.5): the last token carries the whole sequence.
 
-The encoder is a backbone of any layout. A two-layer perceptron reads its output at the last position, with the fixed
-sin-cos embedding of a position added, and gives the token at that position; all positions are decoded at once.
+The encoder is a backbone of any layout. A two-layer perceptron reads the encoder's output at the last position, plus
+the fixed sin-cos embedding of a position, and predicts the token at that position. All positions are decoded at once.
 
 Departures: hidden width D and GELU, which the paper leaves open. The published implementation has three linear layers
 with norms before them.
@@ -18,10 +18,10 @@ from linnet.ops.cross_entropy import cross_entropy_reference
 
 
 class AutoEncoder(nn.Module):
-    """Tokens int64 [B, T] to logits [B, num_positions, vocab] of the tokens at positions 0 to num_positions - 1.
+    """Maps tokens int64 [B, T] to logits [B, num_positions, vocab] of the tokens at positions 0 to num_positions - 1.
 
     Raises:
-        ValueError: an odd model width, which sines and cosines cannot share.
+        ValueError: the model width is odd; sines and cosines need an even width.
     """
 
     def __init__(self, config: ModelConfig, num_positions: int):
@@ -40,11 +40,12 @@ class AutoEncoder(nn.Module):
         return self.head(F.gelu(self.hidden(x[:, -1:] + self.positions)))
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, None]:
-        """Returns logits and no states, in the form of `CausalLM.forward`."""
+        """Returns logits and None, as `CausalLM.forward` returns logits and states."""
         return self.logits(tokens), None
 
     def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the sum of the negative log-likelihood (nats, at least float32) and the number of targets but -100.
+        """Returns the sum of the negative log-likelihood (nats, at least float32) and the number of targets other than
+        -100.
 
         Args:
             targets: int64 [B, num_positions].
@@ -56,7 +57,7 @@ class AutoEncoder(nn.Module):
         return cross_entropy_reference(logits, targets, IGNORE), (targets != IGNORE).sum()
 
     def head_flops(self, seq_len: int) -> float:
-        """Returns the forward FLOPs of the output layer for one sequence, whatever its length.
+        """Returns the forward FLOPs of the output layer for one sequence; they do not depend on `seq_len`.
 
         The hidden layer, 2 D^2 per position, is not counted, as in the published rows of `flops`.
         """
@@ -66,12 +67,12 @@ class AutoEncoder(nn.Module):
 def build_autoencoder(
     config: ModelConfig, num_positions: int, seed: int | None = None, device: torch.device | str | None = None
 ) -> AutoEncoder:
-    """Returns an auto-encoder with weights drawn as `build_model` draws them; no seed means 0."""
+    """Returns an auto-encoder with weights drawn as in `build_model`; the default seed is 0."""
     return draw_weights(lambda: AutoEncoder(config, num_positions), config, seed or 0, device)
 
 
 def sin_cos(num_positions: int, width: int) -> Tensor:
-    """[num_positions, width]: sin(i w_j), then cos(i w_j), w_j = 10000^(-j / (h - 1)) for j = 0..h-1, h = width / 2."""
+    """Returns [num_positions, width]: sin(i w_j), cos(i w_j), w_j = 10000^(-j / (h - 1)), j = 0..h-1, h = width / 2."""
     if width % 2:
         raise ValueError(f"d_model: {width} is odd; sines and cosines of positions need an even width, {width + 1}")
     half = width // 2

@@ -17,17 +17,17 @@ from linnet.layers.positions.angles import token_positions
 from linnet.models.layout import LayerSpec
 from linnet.models.stack import StackConfig
 
-ModelState = dict[str, State]  # names of mixers before the layers, numbers of blocks -> what the layer carries
+ModelState = dict[str, State]  # name of a mixer before the layers, or number of a block -> state of the layer
 UNBOUNDED_CONTEXT = 1 << 40  # a context length beyond every window; a recurrence does not depend on it
-POSITION = "position"  # the model's own state: the position of the next token, where absolute positions are added
+POSITION = "position"  # the backbone's own state: the position of the next token, used with absolute positions
 
 __getattr__ = renamed(__name__, {"FAR": "linnet.models.backbone.UNBOUNDED_CONTEXT"})
 
 
 class Backbone(nn.Module):
-    """x [B, T, D] -> [B, T, D].
+    """Maps x [B, T, D] to [B, T, D].
 
-    A mixer before the layers is a submodule of its own name (`backbone.tpe`). `shared` owns the modules that several
+    A mixer before the layers is a submodule with its own name (`backbone.tpe`). `shared` owns the modules that several
     layers use, so that they are saved and counted once.
     """
 
@@ -58,10 +58,10 @@ class Backbone(nn.Module):
         self.dropout_position = DropoutPosition() if config.dropout else None
 
     def forward(self, x: Tensor, states: ModelState | None = None, cu_seqlens: Tensor | None = None):
-        """The features of all tokens, and the states after the last one (None if none were given).
+        """Returns the features of all tokens, and the states after the last token (None if none were given).
 
         Raises:
-            ValueError: rows longer than the table of `positions: learned`.
+            ValueError: a row is longer than the table of `positions: learned`.
         """
         after: ModelState | None = None if states is None else {}
         if self.positions is not None:
@@ -81,7 +81,7 @@ class Backbone(nn.Module):
         return self.norm(x), after
 
     def step(self, x: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
-        """One token, x [B, D]."""
+        """Computes one token, x [B, D]."""
         after: ModelState = {}
         if self.positions is not None:
             place = states[POSITION]["next"]
@@ -95,7 +95,7 @@ class Backbone(nn.Module):
         return self.norm(x), after
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> ModelState:
-        """The states before the first token; only layers with a KV cache use `context_length`, its capacity."""
+        """Returns the states before the first token; `context_length` is the capacity of KV caches."""
         states: ModelState = {}
         if self.positions is not None:
             states[POSITION] = {"next": torch.zeros(batch, dtype=torch.int64, device=device)}
@@ -106,12 +106,12 @@ class Backbone(nn.Module):
         return states
 
     def state_bytes(self, context_length: int) -> int:
-        """Bytes carried between tokens for one sequence at a context length."""
+        """Returns the bytes carried between tokens for one sequence at a context length."""
         specs = [layer.state_spec(1, context_length) for layer in self.layers()]
         return sum(spec.bytes for layer in [*specs, self.own_state(1)] for spec in layer.values())
 
     def own_state(self, batch: int) -> dict[str, TensorSpec]:
-        """What the backbone itself carries between tokens."""
+        """Returns the specs of the state that belongs to the backbone and not to a layer."""
         return {} if self.positions is None else {"next": TensorSpec((batch,), torch.int64)}
 
     @property
@@ -120,15 +120,15 @@ class Backbone(nn.Module):
         return self.state_bytes(UNBOUNDED_CONTEXT) != self.state_bytes(2 * UNBOUNDED_CONTEXT)
 
     def mixers_before(self) -> Iterator[tuple[str, Mixer]]:
-        """The mixers before the layers with their names."""
+        """Yields the name and module of each mixer before the layers."""
         return ((name, getattr(self, name)) for name in self.before)
 
     def layers(self) -> list[nn.Module]:
-        """Everything that has a cost and a state: the blocks, then the mixers before them."""
+        """Returns everything that has a cost and a state: the blocks, then the mixers before them."""
         return [*self.blocks, *(mixer for _, mixer in self.mixers_before())]
 
     def parts(self) -> list[nn.Module]:
-        """Every mixer and channel mixer."""
+        """Returns every mixer and channel mixer."""
         parts = [part for block in self.blocks for part in (block.mixer, block.channel) if part is not None]
         return [*parts, *(mixer for _, mixer in self.mixers_before())]
 
@@ -142,7 +142,7 @@ class Backbone(nn.Module):
         length = x.shape[1]
         if start is None and cu_seqlens is None and self.max_context is not None and length > self.max_context:
             raise ValueError(
-                f"a row of {length} tokens is longer than num_positions: {self.max_context}; give shorter rows "
+                f"a row of {length} tokens is longer than num_positions: {self.max_context}; use shorter rows "
                 "or a larger num_positions"
             )
         if after is not None:
@@ -152,7 +152,7 @@ class Backbone(nn.Module):
 
 
 def _contexts(specs: list[LayerSpec], outside: LayerContext, shared: nn.ModuleDict) -> Iterator[LayerContext]:
-    """What each block may know about the rest."""
+    """Yields the `LayerContext` of each block."""
     counts, seen = Counter(spec.mixer for spec in specs), Counter()
     for index, spec in enumerate(specs):
         yield dataclasses.replace(

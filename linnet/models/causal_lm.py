@@ -1,4 +1,4 @@
-"""A causal language model: embedding, backbone, head; and weights that depend on the seed alone."""
+"""A causal language model: embedding, backbone and head, with weights that depend only on the seed."""
 
 import hashlib
 import math
@@ -20,7 +20,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class CausalLM(nn.Module):
-    """Tokens to next-token logits. `forward` is parallel in time, `step` is one token; the two agree."""
+    """Maps tokens to next-token logits. `forward` computes all positions, `step` one token; the two agree."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -30,11 +30,11 @@ class CausalLM(nn.Module):
         self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, states: ModelState | None = None, cu_seqlens: Tensor | None = None):
-        """Logits for every position.
+        """Returns the logits of every position.
 
         Args:
             tokens: int64 [B, T].
-            states: from `init_state` or an earlier call, to go on from; None in training.
+            states: states to continue from, of `init_state` or an earlier call; None in training.
             cu_seqlens: int32 [N+1] document boundaries with B = 1; state and positions restart at each.
 
         Returns:
@@ -44,27 +44,27 @@ class CausalLM(nn.Module):
         return self.logits(x), states
 
     def loss(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Sum of the negative log-likelihood (nats, at least float32) over targets but -100, and their number."""
+        """Returns the summed negative log-likelihood (nats, at least float32) and the number of targets except -100."""
         x, _ = self.backbone(self.embed(tokens), cu_seqlens=cu_seqlens)
         return self.nll(x, targets), (targets != IGNORE).sum()
 
     def step(self, tokens: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
-        """One token: int64 [B] and the states after the previous token give logits [B, vocab] and the states after it.
+        """Computes one token: int64 [B] and the states after the previous token give logits [B, vocab] and new states.
 
-        States are updated in place where a layer's state has constant size.
+        A layer whose state has constant size updates it in place.
         """
         x, states = self.backbone.step(self.embed(tokens), states)
         return self.logits(x), states
 
     def prefill(self, tokens: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
-        """`forward` from states on, with the logits [B, vocab] of the last token only."""
+        """Runs `forward` from states; returns the logits [B, vocab] of the last token only, and the new states."""
         x, states = self.backbone(self.embed(tokens), states)
         return self.logits(x[:, -1]), states
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> ModelState:
-        """States before the first token. Only layers with a KV cache use `context_length` (its capacity in tokens).
+        """Returns the states before the first token; `context_length` is the capacity of KV caches in tokens.
 
-        `dtype` None is the dtype that the layers specify, and float64 for a model in float64.
+        `dtype` None selects the dtypes that the layers specify, or float64 for a model in float64.
         """
         if dtype is None and self.embedding.weight.dtype == torch.float64:
             dtype = torch.float64
@@ -92,16 +92,17 @@ class CausalLM(nn.Module):
 
 
 def build_model(config: ModelConfig, seed: int = 0, device: torch.device | str | None = None) -> CausalLM:
-    """A model with weights drawn on the CPU from (seed, parameter name): the same on any device and in any order.
+    """Returns a model whose weights are a function of (seed, parameter name) only, on every device and in any order.
 
-    Linear layers and embeddings N(0, init_std); those that end a residual branch divide by sqrt(2 L); biases 0. Other
-    parameters keep what their layer gives them, drawn after `torch.manual_seed(seed)` in a fork of the generator.
+    The weights are drawn on the CPU. Linear layers and embeddings are N(0, init_std); output projections of residual
+    branches divide by sqrt(2 L); biases are 0. Other parameters keep the initialisation of their layer, drawn after
+    `torch.manual_seed(seed)` in a fork of the generator.
     """
     return draw_weights(lambda: CausalLM(config), config, seed, device)
 
 
 def draw_weights(build: Callable[[], M], config: ModelConfig, seed: int, device: torch.device | str | None = None) -> M:
-    """Returns the model that `build` makes, with weights drawn as `build_model` says."""
+    """Returns the model that `build` makes, with weights drawn as in `build_model`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build()
@@ -129,9 +130,9 @@ def empty_model(config: ModelConfig, device: torch.device | str = "cpu") -> Caus
 
 
 def empty(build: Callable[[], M], device: torch.device | str = "cpu") -> M:
-    """Returns the module that `build` makes, with fixed tables but undefined parameters, for weights assigned next.
+    """Returns the module that `build` makes, with fixed tables but undefined parameters, to be assigned by the caller.
 
-    Nothing is drawn, so memory is only touched by the weights that come. On the device "meta" there is no memory.
+    Nothing is drawn, so memory is touched only when weights are assigned. The meta device uses no memory.
     """
     with torch.device(device), _NoDraws():
         return build()

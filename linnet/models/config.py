@@ -1,6 +1,6 @@
-"""The configuration of a causal language model: a stack of layers, and a vocabulary.
+"""The configuration of a causal language model: a stack of layers and a vocabulary.
 
-In a file a model is a recipe's name, a recipe with changes, or everything spelled out:
+In a file, a model is the name of a recipe, a recipe with changes, or a full description:
 
     model: tnl-10m
 
@@ -26,8 +26,8 @@ from linnet.models.stack import StackConfig
 
 
 class ModelConfig(StackConfig):
-    """Everything that fixes a causal language model up to its weights."""
+    """Everything that defines a causal language model except its weights."""
 
-    vocab_size: int = Field(256, ge=2, description="rows of the embedding: tokens, and padding if you like")
+    vocab_size: int = Field(256, ge=2, description="rows of the embedding: the tokens, and optional padding")
     tie_embeddings: bool = Field(True, description="use the embedding as the head")
     embedding_scale: float = Field(1.0, gt=0, description="factor of the embedding; TNL v1 uses sqrt(d_model)")

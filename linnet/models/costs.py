@@ -1,9 +1,9 @@
 """Parameters, FLOPs in two conventions and state bytes of a model, from its layers. Allocates nothing.
 
 `flops_exact` sums the FLOP formulas of every matrix product and registered op with the real widths (2 per multiply-add,
-full tiles, attention without the causal discount, no element-wise work), forward and backward; the model says what its
-head costs (`head_flops`). `flops_paper` is the convention of paper 000, Table 1 (ideal GLU 8d/3, leading terms, no
-embedding or head): three times the forward sum that each layer states.
+full tiles, attention without the causal discount, no element-wise work), forward and backward, plus the model's own
+`head_flops`. `flops_paper` is the convention of paper 000, Table 1 (ideal GLU 8d/3, leading terms, no embedding or
+head): three times the forward sum of `flops_paper` over the layers.
 """
 
 import copy
@@ -22,12 +22,12 @@ PAPER_BATCH, PAPER_SEQ_LEN = 480, 8192  # one optimizer step of paper 000
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Total and non-embedding parameters (without input embedding, learned positions and head)."""
+    """Returns total and non-embedding parameters (without input embedding, learned positions and head)."""
     return _parameters(config.model_dump_json())
 
 
 def flops_exact(config: ModelConfig, seq_len: int, batch: int = 1, training: bool = True) -> float:
-    """FLOPs of `batch` sequences of `seq_len` tokens, forward and (with `training`) backward, head included."""
+    """Returns the FLOPs of `batch` sequences of `seq_len` tokens: forward, backward (with `training`) and head."""
     return batch * model_flops(meta_model(config.model_dump_json()), seq_len, training)
 
 
@@ -41,12 +41,12 @@ def model_flops(model: torch.nn.Module, seq_len: int, training: bool = True) -> 
 
 
 def flops_paper(config: ModelConfig, seq_len: int) -> float:
-    """Training FLOPs of one sequence as paper 000 counts them (Table 1)."""
+    """Returns the training FLOPs of one sequence as paper 000 counts them (Table 1)."""
     return _paper(config.model_dump_json(), seq_len)
 
 
 def state_bytes(config: ModelConfig, context_length: int) -> int:
-    """Bytes carried between tokens for one sequence: recurrent states in float32, KV caches in bfloat16."""
+    """Returns the bytes carried between tokens for one sequence: recurrent states in float32, KV caches in bfloat16."""
     return _state(config.model_dump_json(), context_length)
 
 
@@ -55,7 +55,7 @@ _OUTSIDE_BACKBONE = {"vocab_size", "tie_embeddings", "embedding_scale", "init_st
 
 @lru_cache(maxsize=64)
 def meta_model(config_json: str) -> CausalLM:
-    """The model without memory, by the JSON of its configuration (which is hashable)."""
+    """Returns the model on the meta device, from the JSON of its configuration (which is hashable)."""
     return empty_model(ModelConfig.model_validate_json(config_json), "meta")
 
 
@@ -74,7 +74,7 @@ def _backbone_flops(config_json: str, seq_len: int, training: bool) -> float:
 
 
 def _sum_over_layers(backbone: Backbone, cost: Callable[[torch.nn.Module], float]) -> float:
-    """The cost of all layers; layers of one shape, state and options cost the same and are counted once."""
+    """Returns the cost of all layers; layers of the same shape, state and options are counted once and multiplied."""
     counted: dict[tuple, float] = {}
     total = 0
     for layer in backbone.layers():
@@ -117,9 +117,9 @@ def _state(config_json: str, context_length: int) -> int:
 
 
 def summary(name: str, config: ModelConfig, context_length: int) -> dict:
-    """One row of `linnet models --json`: the shape and every count of a model, in full precision.
+    """Returns one row of `linnet models --json`: the shape and every count of a model, in full precision.
 
-    `pflops_per_step` is 10^15 FLOPs of one optimizer step at the batch of paper 000 (480 x 8192), its Table 7.
+    `pflops_per_step` is in 10^15 FLOPs per optimizer step at the batch of paper 000 (480 x 8192), as in its Table 7.
     """
     total, non_embedding = count_parameters(config)
     return {
@@ -140,7 +140,7 @@ def summary(name: str, config: ModelConfig, context_length: int) -> dict:
 
 
 def _glu_width(config: ModelConfig) -> int | None:
-    """The inner width of the first gated channel mixer, as built (an option of 0 is resolved by the layer)."""
+    """Returns the inner width of the first gated channel mixer, as built (the layer resolves an option of 0)."""
     for block in meta_model(config.model_dump_json()).backbone.blocks:
         if hasattr(block.channel, "down_proj"):
             return block.channel.down_proj.in_features

@@ -5,11 +5,11 @@
     2H:4A:4H:2A                                    a topology, with aliases {H: hyena+swiglu, A: attention+swiglu}
     (L L L G) x6                                   with aliases {L: {layer: attention+swiglu, options: {attention:
                                                    {window: 64}}}, G: attention+swiglu}
-    tpe cosformer2+sglu x12                        a mixer that stands before the layers, then 12 blocks
+    tpe cosformer2+sglu x12                        a mixer before the layers, then 12 blocks
 
-A block is `mixer+channel`, or a mixer or channel mixer alone. `xN` repeats what stands before it, a number before an
-alias repeats the alias, and `:` separates like a space. An alias is a layout, or a mapping of a layout and options in
-which its layers differ from the rest of the model.
+A block is `mixer+channel`, or a mixer or channel mixer alone. `xN` repeats the block or group before it, a number
+before an alias repeats the alias, and `:` separates like a space. An alias is a layout, or a mapping of a layout and
+the options that its layers override.
 """
 
 import re
@@ -24,7 +24,7 @@ from linnet.layers.base import CHANNELS, MIXERS
 
 _TOKEN = re.compile(r"[()]|[^\s():]+")
 _ALIAS = re.compile(r"(?![x*]\d+$)[^\s():+\d][^\s():+]*")
-MOST_BLOCKS = 4096  # more are a typing error, and would take minutes and much memory to look at
+MOST_BLOCKS = 4096  # a larger number is a typing error, and parsing it would take minutes and much memory
 _SHOWN = 100  # characters of a layout in a message
 _INDENT = " " * 6
 _OWN = ", or give a mixer of your own (--mixer FILE.py:Class, or `plugins` in a file)"
@@ -36,7 +36,7 @@ class Alias(Config):
     """A short name for blocks with options of their own."""
 
     layer: str = Field(description="a layout, for example 'attention+swiglu'")
-    options: dict[str, dict[str, Any]] = Field({}, description="by layer; they win over the model's `options`")
+    options: dict[str, dict[str, Any]] = Field({}, description="by layer; they override the model's `options`")
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class LayerSpec:
 
     Attributes:
         mixer, channel: names of its token mixer and its channel mixer; one of the two may be None.
-        options: by layer, what an alias sets in place of the model's options.
-        alias: the alias that sets them, for messages.
+        options: options by layer that an alias overrides.
+        alias: name of this alias, for messages.
     """
 
     mixer: str | None
@@ -59,7 +59,7 @@ class LayerSpec:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The layers of this block."""
+        """Returns the names of the layers of this block."""
         return tuple(name for name in self if name)
 
 
@@ -68,9 +68,9 @@ class Stack:
     """A parsed layout.
 
     Attributes:
-        before: mixers that stand before the layers (`Mixer.before_layers`).
+        before: mixers before the layers (`Mixer.before_layers`).
         blocks: the layers, first to last.
-        head, body: the layout's text, cut where the blocks begin.
+        head, body: text of the layout before and from the first block.
     """
 
     before: list[LayerSpec]
@@ -80,7 +80,7 @@ class Stack:
 
     @property
     def names(self) -> list[str]:
-        """The names of all layers, in the order in which they first appear."""
+        """Returns the names of all layers, in the order in which they first appear."""
         return list(dict.fromkeys(name for spec in (*self.before, *self.blocks) for name in spec.names))
 
 
@@ -88,7 +88,7 @@ class LayoutError(ValueError):
     """A layout that does not parse.
 
     Attributes:
-        layout: the text. marks: (start, end, what is wrong there), in order.
+        layout: the text. marks: (start, end, problem) of each wrong place, in order.
     """
 
     def __init__(self, layout: str, marks: list[tuple[int, int, str]], alias: str = ""):
@@ -100,18 +100,18 @@ class LayoutError(ValueError):
 
 
 def parse_layout(layout: str, aliases: Mapping[str, str | Alias] | None = None) -> list[LayerSpec]:
-    """Returns the blocks that a layout names, first to last, without mixers that stand before them.
+    """Returns the blocks that a layout names, first to last, without the mixers before them.
 
     Raises:
-        LayoutError: unknown layers (with the nearest known ones), a parenthesis left open, or a misplaced `xN`; the
-            message shows the layout with the wrong places marked, all unknown layers at once.
-        ValueError: an alias that refers to itself, or has a name that cannot be used.
+        LayoutError: the layout has unknown layers, an unclosed parenthesis or a misplaced `xN`. The message lists all
+            unknown layers with the nearest known names, and shows the layout with the wrong places marked.
+        ValueError: an alias refers to itself, or has a name that is not allowed.
     """
     return parse_stack(layout, aliases).blocks
 
 
 def parse_stack(layout: str, aliases: Mapping[str, str | Alias] | None = None) -> Stack:
-    """As `parse_layout`, with the mixers that stand before the layers (`tpe cosformer2+sglu x12`)."""
+    """Returns the blocks as `parse_layout` does, and the mixers before them (`tpe cosformer2+sglu x12`)."""
     aliases = aliases or {}
     if problems := check_aliases(aliases):
         raise ValueError("; ".join(problems))
@@ -119,14 +119,14 @@ def parse_stack(layout: str, aliases: Mapping[str, str | Alias] | None = None) -
 
 
 def check_aliases(aliases: Mapping[str, str | Alias]) -> list[str]:
-    """Returns what is wrong with names of aliases, aliases that refer to themselves, and their options."""
+    """Returns the problems of aliases: bad names, references to themselves, and options of layers they do not have."""
     problems = []
     for name in aliases:
         if name in MIXERS or name in CHANNELS:
             problems.append(f"aliases.{name}: {name!r} is the name of a layer; choose another name for the alias")
         elif not _ALIAS.fullmatch(name):
             problems.append(
-                f"aliases.{name}: {name!r} cannot stand in a layout; begin with a letter, without spaces, '+', ':', "
+                f"aliases.{name}: {name!r} cannot be used in a layout; begin with a letter, without spaces, '+', ':', "
                 "parentheses, or the form x2"
             )
     uses = {name: [token for token in _names(_text(alias)) if token in aliases] for name, alias in aliases.items()}
@@ -135,20 +135,20 @@ def check_aliases(aliases: Mapping[str, str | Alias]) -> list[str]:
         if name not in cyclic and (way := _way_back(name, uses)):
             cyclic.update(way)
             what = "refers to itself" if len(way) == 2 else f"refers to itself through {' -> '.join(way)}"
-            problems.append(f"aliases.{name}: {what} ({_text(aliases[name])!r}); write layers in its place")
+            problems.append(f"aliases.{name}: {what} ({_text(aliases[name])!r}); write layers instead")
     if not problems:
         problems += [line for name, alias in aliases.items() for line in _alias_options(name, alias, aliases)]
     return problems
 
 
 def written(layout: list[str | Mapping[str, Any]], aliases: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Writes a list of blocks as a layout string: returns it and the aliases, with new ones for blocks with options.
+    """Writes a list of blocks as a layout string; returns it and the aliases, with new ones for blocks with options.
 
     Args:
-        layout: strings, each a layout of its own, and mappings {layer, options} as in `aliases`.
+        layout: each entry is a layout string, or a mapping {layer, options} as in `aliases`.
 
     Raises:
-        ValueError: an entry of another form.
+        ValueError: an entry has another form.
     """
     aliases, tokens = dict(aliases), []
     for place, entry in enumerate(layout):
@@ -169,7 +169,7 @@ def cut(layout: str, num_layers: int, aliases: Mapping[str, str | Alias]) -> tup
     """Repeats a layout until it has `num_layers` blocks, the last repetition cut short.
 
     Returns:
-        the layout and the aliases, with new ones where the cut goes through an alias with options.
+        The layout and the aliases, with new ones if the cut goes through an alias with options.
     """
     stack, own = parse_stack(layout, aliases), dict(aliases)
     repeats, rest = divmod(num_layers, len(stack.blocks))
@@ -181,7 +181,7 @@ def cut(layout: str, num_layers: int, aliases: Mapping[str, str | Alias]) -> tup
 
 
 def nearest_layer(name: str, known: Iterable[str]) -> str:
-    """As `nearest`; if no name is near, adds how to give a mixer from a file."""
+    """Returns the text of `nearest`; if no name is near, also explains how to use a mixer from a file."""
     found = nearest(name, known)
     return found if found.startswith("did you mean") or set(known) <= set(CHANNELS) else found + _OWN
 
@@ -191,12 +191,12 @@ def _text(alias: str | Alias) -> str:
 
 
 def _names(layout: str) -> list[str]:
-    """The tokens of a layout without counts."""
+    """Returns the tokens of a layout without counts."""
     return [re.sub(r"^\d+(?=\D)", "", token) for token in _TOKEN.findall(layout)]
 
 
 def _way_back(name: str, uses: Mapping[str, list[str]]) -> list[str]:
-    """The aliases on the way from one back to itself, both ends included; [] if there is none."""
+    """Returns the aliases on the way from one back to itself, both ends included; [] if there is no such way."""
     ways = [[name, used] for used in uses[name]]
     seen: set[str] = set()
     while ways:
@@ -210,7 +210,7 @@ def _way_back(name: str, uses: Mapping[str, list[str]]) -> list[str]:
 
 
 def _alias_options(name: str, alias: str | Alias, aliases: Mapping[str, str | Alias]) -> list[str]:
-    """Options of an alias for layers that it does not have."""
+    """Returns a problem for each option of an alias that belongs to a layer which the alias does not contain."""
     if isinstance(alias, str) or not alias.options:
         return []
     try:
@@ -225,7 +225,7 @@ def _alias_options(name: str, alias: str | Alias, aliases: Mapping[str, str | Al
 
 
 def _name_for(entry: dict[str, Any], aliases: dict[str, Any]) -> str:
-    """The alias of an entry, a new one if none is equal."""
+    """Returns the alias of an entry: an equal one if it exists, else a new one."""
     for name, alias in aliases.items():
         if (alias.model_dump() if isinstance(alias, Alias) else alias) == entry:
             return name
@@ -235,7 +235,7 @@ def _name_for(entry: dict[str, Any], aliases: dict[str, Any]) -> str:
 
 
 def _joined(tokens: list[str]) -> str:
-    """Tokens with spaces between, a run of equal ones as `token xN`."""
+    """Joins tokens with spaces; writes a run of equal tokens as `token xN`."""
     runs: list[list] = []
     for token in tokens:
         if runs and runs[-1][0] == token and not re.search(r"[\s():]", token):
@@ -246,7 +246,7 @@ def _joined(tokens: list[str]) -> str:
 
 
 def _over(options: Options, winner: Options) -> Options:
-    """Options by layer, those of `winner` in place of others."""
+    """Returns options by layer; those of `winner` override the others."""
     return {name: {**options.get(name, {}), **winner.get(name, {})} for name in {**options, **winner}}
 
 
@@ -257,19 +257,19 @@ class _Parser:
         self.marks: list[tuple[int, int, str]] = []
 
     def parse(self, alone: bool = False) -> Stack:
-        """The whole layout; `alone`: it may be nothing but a mixer that stands before the layers."""
+        """Parses the whole layout. With `alone`, a layout that is only a mixer before the layers is valid."""
         if not self.tokens:
             raise self._error(0, 1, "it is empty; write for example 'tnl+sglu x6'")
         at, before = 0, []
         while not (self.alias and not alone) and at < len(self.tokens) and (spec := self._first(self.tokens[at][0])):
             if spec.mixer in [other.mixer for other in before]:
-                self.marks.append((*self.tokens[at].span(), f"{spec.mixer!r} stands twice before the layers; once"))
+                self.marks.append((*self.tokens[at].span(), f"{spec.mixer!r} is twice before the layers; write once"))
             before.append(spec)
             at += 1
         if before and at == len(self.tokens):
             if alone:
                 return Stack(before, [], self.layout, "")
-            what = f"{self.layout.strip()!r} has no layers behind it; write for example 'tpe tnl+sglu x6'"
+            what = f"{self.layout.strip()!r} has no layers after it; write for example 'tpe tnl+sglu x6'"
             raise self._error(*self.tokens[-1].span(), what)
         start = self.tokens[at].start()
         blocks, at = self._sequence(at)
@@ -281,7 +281,7 @@ class _Parser:
         return Stack(before, blocks, self.layout[:start], self.layout[start:])
 
     def _first(self, token: str) -> LayerSpec | None:
-        """The mixer that a token puts before the layers, if it does."""
+        """Returns the mixer before the layers that a token names, or None."""
         if token in self.aliases:
             alias = self.aliases[token]
             spec = self._first(_text(alias).strip()) if _text(alias).strip() != token else None
@@ -291,9 +291,9 @@ class _Parser:
         return LayerSpec(token, None) if token in MIXERS and MIXERS[token].before_layers else None
 
     def _sequence(self, at: int) -> tuple[list[LayerSpec], int]:
-        """Blocks from token `at` to the end or an unopened ')', and the place of what ended them."""
+        """Returns the blocks from token `at` to the end or an unmatched ')', and the index of the ending token."""
         blocks: list[LayerSpec] = []
-        group: list[LayerSpec] | None = None  # what a following xN repeats
+        group: list[LayerSpec] | None = None  # the blocks that a following xN repeats
         while at < len(self.tokens) and self.tokens[at][0] != ")":
             token, opened = self.tokens[at], at
             at += 1
@@ -311,7 +311,7 @@ class _Parser:
                     raise self._error(*token.span(), "'(' is never closed")
                 at += 1
                 if at == opened + 2:
-                    raise self._error(token.start(), self.tokens[at - 1].end(), "'()' holds no block")
+                    raise self._error(token.start(), self.tokens[at - 1].end(), "'()' contains no block")
             else:
                 group = self._item(token[0], token.span())
             self._limit(len(blocks) + len(group), token.span())
@@ -342,7 +342,7 @@ class _Parser:
     def _block(self, name: str, start: int) -> LayerSpec:
         mixer, plus, channel = name.partition("+")
         if mixer in MIXERS and MIXERS[mixer].before_layers:
-            what = f"{mixer!r} stands before all layers, alone; write it once at the start of the layout"
+            what = f"{mixer!r} is only allowed alone before all layers; write it once at the start of the layout"
             self.marks.append((start, start + len(name), what))
             return LayerSpec(None, None)
         if plus:
@@ -365,7 +365,7 @@ class _Parser:
 
 
 def _excerpt(layout: str, marks: list[tuple[int, int, str]]) -> str:
-    """The layout and, under it, carets at the marks; of a long layout the part around the first."""
+    """Returns the layout and, under it, carets at the marks; of a long layout the part around the first mark."""
     under = [" "] * (max(len(layout), *(end for _, end, _ in marks)) + 1)
     for start, end, _ in marks:
         under[start:end] = "^" * (end - start)

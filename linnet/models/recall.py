@@ -1,7 +1,7 @@
 """A causal language model for tasks with few targets per row: its loss computes logits at those positions only.
 
-MQAR (`linnet.data.synthetic.mqar`) has 8,192 tokens and asks at 64 of 512 positions. The logits of all positions would
-be most of the work of a small model, and seven eighths of them would be thrown away.
+MQAR (`linnet.data.synthetic.mqar`) has 8,192 tokens and targets at 64 of 512 positions. Computing the logits of all
+positions would be most of the work of a small model, and seven eighths of them would not be used.
 """
 
 import torch
@@ -19,7 +19,7 @@ class RecallLM(CausalLM):
         self.answers = answers
 
     def loss(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns what `CausalLM.loss` returns, from the logits of the targets alone."""
+        """Returns the loss of `CausalLM.loss`, from the logits of the targets only."""
         x, _ = self.backbone(self.embed(tokens), cu_seqlens=cu_seqlens)
         places = (targets != IGNORE).int().topk(self.answers, dim=1).indices
         x = x.gather(1, places.unsqueeze(-1).expand(*places.shape, x.shape[-1]))
@@ -27,12 +27,12 @@ class RecallLM(CausalLM):
         return self.nll(x, targets), (targets != IGNORE).sum()
 
     def head_flops(self, seq_len: int) -> float:
-        """Returns the forward FLOPs of the head for one sequence: logits of `answers` tokens."""
+        """Returns the forward FLOPs of the head for one sequence: the logits of `answers` tokens."""
         return super().head_flops(self.answers)
 
 
 def build_recall(
     config: ModelConfig, answers: int, seed: int = 0, device: torch.device | str | None = None
 ) -> RecallLM:
-    """Returns a model with the weights that `build_model` draws."""
+    """Returns a model with weights drawn as in `build_model`."""
     return draw_weights(lambda: RecallLM(config, answers), config, seed, device)

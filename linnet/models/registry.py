@@ -5,7 +5,7 @@ from typing import Any
 
 from linnet.config import ConfigError, nearest
 
-# Both hold functions that return a configuration, whose class looks recipes up here: hence no import of it.
+# Recipes are functions that return a `ModelConfig`, and that class imports this module, so it is not imported here.
 RECIPES: dict[str, Callable[[], Any]] = {}
 FAMILIES: dict[str, Callable[..., Any]] = {}
 
@@ -21,7 +21,7 @@ def register_family(name: str):
 
 
 def register_recipe(name: str, build: Callable[[], Any]) -> None:
-    """Gives a model a name; `build` is called when the recipe is requested."""
+    """Registers a recipe; `build` is called when the recipe is requested."""
     assert name not in RECIPES, f"recipe {name} is registered twice"
     RECIPES[name] = build
 

@@ -1,7 +1,7 @@
-"""The configuration of a stack of layers, whatever it reads and predicts: layout, options, norms and positions.
+"""The configuration of a stack of layers, independent of inputs and outputs: layout, options, norms and positions.
 
-A layout is a pattern of blocks as a string or a list (`linnet.models.layout`), and with `num_layers: N` it is repeated
-and cut at N blocks. Options belong to a kind of layer (`options`) or to the blocks of an alias (`aliases`), which win.
+A layout is a pattern of blocks as a string or a list (`linnet.models.layout`). With `num_layers: N` it is repeated and
+cut at N blocks. Options belong to a kind of layer (`options`) or to the blocks of an alias (`aliases`), which override.
 """
 
 import warnings
@@ -19,7 +19,7 @@ from linnet.layers.positions.absolute import PositionKind, check_positions
 from linnet.models.layout import Alias, LayerSpec, Stack, check_aliases, cut, parse_stack, written
 from linnet.models.registry import get_recipe
 
-# The tags stand in the place of an error; written as kinds, `linnet.config` leaves them out of messages.
+# Error locations include these tags; because they are written as kinds, `linnet.config` removes them from messages.
 AliasField = Annotated[
     Annotated[str, Tag("str")] | Annotated[Alias, Tag("dict[alias]")],
     Discriminator(lambda value: "str" if isinstance(value, str) else "dict[alias]"),
@@ -27,7 +27,7 @@ AliasField = Annotated[
 
 
 class StackConfig(Config):
-    """Everything that fixes a stack of layers up to its weights.
+    """Everything that defines a stack of layers except its weights.
 
     After validation `layout` is a string, and `options` holds the complete options of each layer that it names.
     """
@@ -43,9 +43,9 @@ class StackConfig(Config):
     aliases: dict[str, AliasField] = Field(
         {}, description="short names for blocks in the layout, with options of their own: {layer: ..., options: ...}"
     )
-    norm: NormKind = Field("rmsnorm", description="kind of the norms before each layer and after the last")
+    norm: NormKind = Field("rmsnorm", description="kind of the norms before each layer and after the last one")
     norm_eps: float | None = Field(
-        None, gt=0, description="of these norms; null is the default of the kind (1e-6, LayerNorm 1e-5)"
+        None, gt=0, description="epsilon of these norms; null is the default of the kind (1e-6, LayerNorm 1e-5)"
     )
     positions: PositionKind = Field("none", description="absolute positions, added once to the embedding")
     num_positions: int | None = Field(None, ge=1, description="longest sequence in tokens, for positions: learned")
@@ -84,7 +84,7 @@ class StackConfig(Config):
 
     @property
     def blocks(self) -> list[LayerSpec]:
-        """The layers, first to last, without mixers that stand before them."""
+        """Returns the layers, first to last, without the mixers before them."""
         return self.stack.blocks
 
     @property
@@ -114,16 +114,16 @@ class StackConfig(Config):
 
 
 def check(config: StackConfig) -> list[str]:
-    """Returns everything that is wrong with the layers of a configuration whose keys fit one by one.
+    """Returns the problems of the layers of a configuration whose keys are valid one by one.
 
-    Builds no module: each layer's `Config.check` looks at its own options.
+    Builds no module: each layer's `Config.check` checks its own options.
     """
     problems = check_positions(config.positions, config.d_model, config.num_positions)
     if wrong := check_aliases(config.aliases):
         return problems + wrong
     try:
         stack = config.stack
-    except ValueError as error:  # of the layout: it shows the place
+    except ValueError as error:  # the layout's message shows the wrong place
         return [*problems, str(error)]
     problems += [
         f"options.{name}: the layout {config.layout!r} has no such layer; {nearest(name, stack.names)}"
@@ -143,9 +143,11 @@ def check(config: StackConfig) -> list[str]:
 
 
 def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rewrites a configuration of release 0.1.0 (a file, run folder or config.json) in today's keys, without a warning.
+    """Rewrites a configuration of release 0.1.0 (a file, run folder or config.json) with today's keys, without a
+    warning.
 
-    `tpe: {...}` becomes the mixer `tpe` at the start of the layout; `tpe: null` takes that mixer, as of a recipe, away.
+    `tpe: {...}` becomes the mixer `tpe` at the start of the layout; `tpe: null` removes this mixer, for example from a
+    recipe.
     """
     if "tpe" not in values:
         return dict(values)
@@ -164,7 +166,7 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_recipe(values: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's values with changes. A new layout drops the options of the recipe, but keeps what stands before it."""
+    """Applies changes to a recipe's values. A new layout drops the recipe's options but keeps `stack.before`."""
     if "recipe" not in values:
         return values
     config = get_recipe(values.pop("recipe"))
@@ -197,13 +199,13 @@ def _one_layout(values: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"num_layers: {number!r} is not a number of blocks; give a whole number of at least 1")
     known = as_aliases(aliases)
     if not isinstance(layout, str) or known is None or check_aliases(known):
-        return values  # the fields' own checks speak
+        return values  # the validation of the fields reports the problem
     pattern = parse_stack(layout, known)
     if len(pattern.blocks) != number:
         values["layout"], values["aliases"] = repeated(layout, number, known)
         left = parse_stack(values["layout"], as_aliases(values["aliases"])).names
         options = values.get("options") or {}
-        if isinstance(options, Mapping):  # those of layers that the cut took away go with them
+        if isinstance(options, Mapping):  # drop the options of layers that the cut removed
             values["options"] = {name: options[name] for name in options if name in left or name not in pattern.names}
     return values
 
@@ -224,7 +226,7 @@ def repeated(layout: str, num_layers: int, aliases: Mapping[str, str | Alias] | 
 
 
 def _complete(values: dict[str, Any]) -> dict[str, Any]:
-    """Fills `options` with the defaults of every layer of the layout; leaves what is wrong to `check`."""
+    """Fills `options` with the defaults of every layer of the layout; `check` reports invalid values."""
     layout, options, aliases = (
         values.get("layout"),
         values.get("options") or {},
@@ -247,7 +249,7 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_aliases(values: Any) -> dict[str, str | Alias] | None:
-    """Aliases from plain values; None if they are not aliases, which the field reports."""
+    """Returns aliases from plain values; None if they are invalid, which the validation of the field reports."""
     try:
         return {
             name: alias if isinstance(alias, str) else Alias.model_validate(alias) for name, alias in values.items()
@@ -261,5 +263,5 @@ def _option_problems(config: StackConfig, name: str, spec: LayerSpec, context: L
         options = config.layer_options(name, spec)
     except ConfigError as error:
         return error.problems
-    ask = getattr(options, "check", None)  # a layer from a file may have none
+    ask = getattr(options, "check", None)  # the options of a plugin may have no `check`
     return [] if ask is None else ask(context)

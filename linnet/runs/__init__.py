@@ -1,4 +1,4 @@
-"""The run folder: configuration, records and checkpoints of one training; read and written by everything above.
+"""The run folder: configuration, records and checkpoints of one training, for all packages above this one.
 
 `load_model` and `save_model` import torch on first use, so that records can be read without it.
 """

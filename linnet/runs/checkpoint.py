@@ -4,8 +4,9 @@
         model.safetensors, optimizer.safetensors, ...   one file per group of tensors
         state.json                                      step, plain values, the SHA-256 of the other files and of itself
 
-A folder of that name is always complete: it is written under another name, synced to the disk and then renamed. Later
-damage (a bad disk, a bad copy) is detected on load, named, and the checkpoint is set aside as `step-00000100.bad`.
+A folder of that name is always complete: it is written under another name, synced to the disk and then renamed. Loading
+detects later damage (a bad disk, a bad copy), names the damaged file, and renames the checkpoint to
+`step-00000100.bad`.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from safetensors import SafetensorError
 from linnet.config import ConfigError
 from linnet.runs.files import FULL, sync_file, sync_folder
 
-if TYPE_CHECKING:  # run folders are also read where no tensor is needed, and torch takes seconds to import
+if TYPE_CHECKING:  # reading a run folder often needs no tensor, and importing torch takes seconds
     from torch import Tensor
 
 Tensors = dict[str, dict[str, "Tensor"]]
@@ -31,7 +32,7 @@ _FORMAT = 1
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint cannot be written, or its files differ from what was written."""
+    """A checkpoint cannot be written, or its files differ from the written ones."""
 
     def __init__(self, problems: list[str]):
         super().__init__(problems, "checkpoint")
@@ -52,7 +53,7 @@ def save(folder: Path, step: int, tensors: Tensors, meta: dict, keep: int | None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write(temporary, step, tensors, meta)
-        if target.exists():  # only after falling back to an older checkpoint, which is still there
+        if target.exists():  # only after a fallback to an older checkpoint; the old folder is then still there
             shutil.rmtree(target)
         os.rename(temporary, target)
         sync_folder(folder)
@@ -69,10 +70,11 @@ def save(folder: Path, step: int, tensors: Tensors, meta: dict, keep: int | None
 
 
 def load(path: Path, groups: list[str] | None = None) -> tuple[Tensors, dict]:
-    """Reads and verifies a checkpoint: (tensors, meta). `groups` limits what is read (and verified), None is all.
+    """Reads and verifies a checkpoint: (tensors, meta). `groups` limits which groups are read and verified; None is
+    all.
 
     Raises:
-        CheckpointError: the folder, a file or a checksum is not what was written; the message names it.
+        CheckpointError: the folder, a file or a checksum differs from the written one; the message names it.
     """
     from safetensors.torch import load_file
 
@@ -96,7 +98,7 @@ def load(path: Path, groups: list[str] | None = None) -> tuple[Tensors, dict]:
 
 
 def listed(folder: Path) -> list[Path]:
-    """Returns the checkpoints in `folder`, oldest first, without unfinished ones and those set aside as damaged."""
+    """Returns the checkpoints in `folder`, oldest first, without unfinished and damaged ones."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
@@ -108,7 +110,7 @@ def step_of(path: Path) -> int:
 
 
 def content(folder: Path) -> str | None:
-    """The SHA-256 of the model's weights in the newest checkpoint, as it was written; None if there is none."""
+    """Returns the stored SHA-256 of the model's weights in the newest checkpoint; None if there is no checkpoint."""
     for path in reversed(listed(folder)):
         try:
             return _read_state(path)["sha256"]["model.safetensors"]["sha256"]
@@ -118,7 +120,7 @@ def content(folder: Path) -> str | None:
 
 
 def latest_good(folder: Path) -> tuple[Path | None, Tensors, dict, list[str]]:
-    """Returns the newest checkpoint that verifies: (path, tensors, meta, problems); path is None if there is none.
+    """Returns the newest checkpoint that verifies: (path, tensors, meta, problems); path is None if none verifies.
 
     `problems` names each newer checkpoint that does not verify, and why.
     """
@@ -132,7 +134,7 @@ def latest_good(folder: Path) -> tuple[Path | None, Tensors, dict, list[str]]:
 
 
 def clean(folder: Path) -> None:
-    """Removes unfinished checkpoints of killed processes. Only for the process that holds the run's lock."""
+    """Removes unfinished checkpoints of killed processes. Call it only while holding the run's lock."""
     if folder.is_dir():
         for path in folder.glob(".step-*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
@@ -200,6 +202,6 @@ def _cannot_write(target: Path, tensors: Tensors, error: Exception) -> str:
         size = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
         return (
             f"{target}: the disk is full ({size / 1e6:.1f} MB to write); {kept}. "
-            "Free some space and run the same command again to go on"
+            "Free some space and run the same command again to continue"
         )
     return f"{target}: cannot be written ({error}); {kept}"

@@ -1,4 +1,4 @@
-"""A run is a folder named by the digest of what its result depends on.
+"""A run is a folder named by a digest of the keys that its result depends on.
 
 <root>/<label>-<digest>/
     config.yaml      the whole resolved configuration, every key, with the format and digest in its first lines
@@ -6,10 +6,10 @@
     metrics.jsonl    one row per log interval, validation and event (linnet.runs.record)
     checkpoints/     the newest few (linnet.runs.checkpoint)
     result.json      written last and atomically: if it exists, the run is done
-    error.txt        why the last attempt failed, if it did
+    error.txt        error of the last attempt, if it failed
 
-Which keys count is for the caller to say: `linnet.train.identity` for trainings. In the first format, which 0.1.0 wrote
-for trainings and which MAD still uses, the digest is that of all keys, and config.yaml does not state it.
+The caller decides which keys count: `linnet.train.identity` for trainings. In the first format, which 0.1.0 wrote for
+trainings and which MAD still uses, the digest covers all keys, and config.yaml does not contain it.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from linnet.runs.files import write_atomic
 from linnet.runs.record import Record, plain, read_rows
 
 FORMAT = 2
-STATED = ("format", "digest", "extended")  # keys of config.yaml that are not of the configuration
+STATED = ("format", "digest", "extended")  # keys of config.yaml that are not part of the configuration
 _HEAD = re.compile(r"format: (\d+)\ndigest: \"([0-9a-f]{12})\"\n")
 
 
@@ -40,17 +40,17 @@ class LockedError(ConfigError):
 
 
 class RunFolder:
-    """One run on disk. Reading needs no lock; `lock` is for the one process that trains."""
+    """One run on disk. Reading needs no lock; the training process holds `lock`."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
 
     @staticmethod
     def name(config: Mapping, identity: str | None = None) -> str:
-        """The folder name of a resolved configuration: `<name or architecture>-<digest>`.
+        """Returns the folder name of a resolved configuration: `<name or architecture>-<digest>`.
 
         Args:
-            identity: the digest of what the result depends on; None takes that of all keys.
+            identity: digest of the keys that the result depends on; None uses the digest of all keys.
         """
         label = config.get("name") or config.get("architecture") or ""
         label = re.sub(r"[^A-Za-z0-9._+-]+", "-", str(label)).strip("-.")
@@ -59,10 +59,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: str | Path, config: Mapping) -> "RunFolder":
-        """Returns the folder under `root` that is named by the digest of all keys; makes it if it is not there.
+        """Returns the folder under `root` that is named by the digest of all keys; creates it if it is missing.
 
         Raises:
-            ConfigError: the folder is there with another configuration, so config.yaml was edited.
+            ConfigError: the folder exists with another configuration, so config.yaml was edited.
         """
         config = dict(config)
         run = cls(Path(root) / cls.name(config))
@@ -78,12 +78,12 @@ class RunFolder:
         return run
 
     def write_config(self, config: Mapping, identity: str, extended: list[dict] | None = None) -> None:
-        """Makes the folder and writes config.yaml.
+        """Creates the folder and writes config.yaml.
 
         Args:
             config: every key.
-            identity: the digest of what the result depends on.
-            extended: what the run was before, as the property `extended` returns it.
+            identity: digest of the keys that the result depends on.
+            extended: earlier digests and lengths of the run, as the property `extended` returns them.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         text = f'format: {FORMAT}\ndigest: "{identity}"\n'  # quoted: some digests would be read as numbers
@@ -99,7 +99,7 @@ class RunFolder:
         run = cls(path)
         if not run.exists:
             inside = sorted(run.path.glob("*/config.yaml")) or sorted(run.path.glob("runs/*/config.yaml"))
-            hint = f"; it holds runs, name one: {inside[0].parent}" if inside else ""
+            hint = f"; it contains runs, give one of them: {inside[0].parent}" if inside else ""
             reason = "it has no config.yaml" if run.path.is_dir() else "there is no such folder"
             reason = "it is a file" if run.path.is_file() else reason
             raise ConfigError([f"{path}: is not a run folder ({reason}){hint}"], "run folder")
@@ -107,7 +107,7 @@ class RunFolder:
 
     @classmethod
     def all(cls, root: str | Path) -> list["RunFolder"]:
-        """The run folders that lie directly in `root`, by name."""
+        """Returns the run folders directly in `root`, sorted by name."""
         return [cls(path.parent) for path in sorted(Path(root).glob("*/config.yaml"))]
 
     @property
@@ -122,7 +122,7 @@ class RunFolder:
 
     @property
     def digest(self) -> str | None:
-        """The digest that config.yaml states; None for a folder of the first format. Reads the first lines only."""
+        """Returns the digest in config.yaml; None for a folder of the first format. Reads only the first lines."""
         with open(self._config_file, encoding="utf-8") as file:
             found = _HEAD.match(file.readline() + file.readline())
         if found is None:
@@ -134,7 +134,7 @@ class RunFolder:
 
     @property
     def extended(self) -> list[dict]:
-        """What the run was before each `linnet train --extend`, oldest first: `digest` and `steps`."""
+        """Returns `digest` and `steps` of the run before each `linnet train --extend`, oldest first."""
         return read_yaml(self._config_file).get("extended", [])
 
     @property
@@ -142,7 +142,7 @@ class RunFolder:
         return self._result_file.is_file()
 
     def result(self) -> dict:
-        """The content of result.json. Raises `ConfigError` if the run is not done or the file is damaged."""
+        """Returns the content of result.json. Raises `ConfigError` if the run is not done or the file is damaged."""
         try:
             return json.loads(self._result_file.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -157,17 +157,17 @@ class RunFolder:
         write_atomic(self._result_file, json.dumps(plain(result), indent=1, allow_nan=False) + "\n")
 
     def reopen(self) -> None:
-        """Takes the mark of a done run away; its result stays as result-<steps>.json."""
+        """Makes a done run unfinished again; its result is kept as result-<steps>.json."""
         if self.done:
             steps = self.result().get("steps", 0)
             self._result_file.rename(self.path / f"result-{steps:08d}.json")
 
     def metrics(self) -> list[dict]:
-        """All rows of metrics.jsonl, in order."""
+        """Returns all rows of metrics.jsonl, in order."""
         return read_rows(self._metrics_file)
 
     def record(self, keep: int | None = None) -> Record:
-        """Opens metrics.jsonl for appending, cut back to its first `keep` rows. Only under `lock`."""
+        """Opens metrics.jsonl for appending, truncated to its first `keep` rows. Call it only under `lock`."""
         return Record(self._metrics_file, keep)
 
     @property
@@ -175,14 +175,14 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def checkpoints(self) -> list[Path]:
-        """The checkpoints, oldest first (not verified; `linnet.runs.latest_good` does)."""
+        """Returns the checkpoints, oldest first, unverified; `linnet.runs.latest_good` verifies them."""
         return checkpoint.listed(self.checkpoint_folder)
 
     def error(self) -> str | None:
         return self._error_file.read_text(encoding="utf-8") if self._error_file.is_file() else None
 
     def write_error(self, text: str | None) -> None:
-        """Says why the last attempt failed; None takes it back."""
+        """Writes the error of the last attempt to error.txt; None removes the file."""
         if text is None:
             self._error_file.unlink(missing_ok=True)
         else:
@@ -190,12 +190,12 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Holds the run for this process; the system gives it back even when the process is killed.
+        """Locks the run for this process. The operating system releases the lock even if the process is killed.
 
         Raises:
-            LockedError: another process holds it.
+            LockedError: another process holds the lock.
         """
-        import fcntl  # not on Windows, where reading runs must still work
+        import fcntl  # missing on Windows, where reading runs must still work
 
         with open(self.path / ".lock", "a+", encoding="utf-8") as file:
             try:
@@ -213,7 +213,7 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_UN)
 
     def clean(self) -> None:
-        """Removes what killed writers left half-written. Only under `lock`."""
+        """Removes half-written files of killed processes. Call it only under `lock`."""
         for path in self.path.glob(".*.tmp"):
             path.unlink(missing_ok=True)
         checkpoint.clean(self.checkpoint_folder)

@@ -1,12 +1,12 @@
-"""A trained model from its folder, to generate with or to export.
+"""Loads a trained model from its folder, for generation or export.
 
-Two kinds of folder hold one: a run (its last good checkpoint counts), and a model folder, which is a run without its
-history, as `linnet convert` writes it:
+Two kinds of folder contain a model: a run (its last good checkpoint is used), and a model folder, which is a run
+without its history. `linnet convert` writes model folders:
 
-    config.yaml          the model's configuration under `model`, as in a run's; `plugins` where its mixers need them;
-                         `prompt_start` where token ids stand in front of each prompt
+    config.yaml          the model's configuration under `model`, as in a run; `plugins` if its mixers need them;
+                         `prompt_start` if token ids precede each prompt
     model.safetensors    its weights
-    tokenizer.json       its tokenizer, as `linnet.data.load_tokenizer` reads it, if there is one
+    tokenizer.json       its tokenizer, in the format of `linnet.data.load_tokenizer`, if it has one
 """
 
 import warnings
@@ -37,11 +37,11 @@ class DamagedCheckpoint(UserWarning):
 
 
 class Loaded(NamedTuple):
-    """A model from its folder.
+    """A model loaded from its folder.
 
     Attributes:
-        step: of the checkpoint whose weights it has; None for those of a model folder.
-        documents: how many it was trained on; None where the folder does not say.
+        step: training step of the checkpoint; None for a model folder.
+        documents: number of documents that it was trained on; None if the folder does not record it.
     """
 
     model: CausalLM
@@ -53,15 +53,15 @@ class Loaded(NamedTuple):
 def load_model(
     path: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> tuple[CausalLM, Tokenizer | None]:
-    """The model of a run or model folder, in evaluation mode, and its tokenizer (None where the folder has none).
+    """Returns the model of a run or model folder, in evaluation mode, and its tokenizer (None if the folder has none).
 
     Args:
-        device: where to put it; None is the CPU.
-        dtype: of its parameters; None keeps the stored one. Below float32, the parameters of `full_precision` stay
-            float32, as fixed tables (decays, RoPE) do.
+        device: device of the model; None is the CPU.
+        dtype: dtype of its parameters; None keeps the stored one. Below float32, the parameters of `full_precision`
+            stay float32, as fixed tables (decays, RoPE) do.
 
     Raises:
-        ConfigError: the folder holds no model, or its parts do not fit together; all problems are listed.
+        ConfigError: the folder contains no model, or its parts do not fit together; the message lists all problems.
     """
     loaded = load_checkpoint(path, device, dtype)
     return loaded.model, loaded.tokenizer
@@ -70,7 +70,7 @@ def load_model(
 def load_checkpoint(
     path: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Loaded:
-    """Loads as `load_model` does, with the training step of the weights."""
+    """Returns the model as `load_model` does, with the training step of the weights."""
     folder = RunFolder.open(path)
     config = read_config(folder)
     tokenizer = read_tokenizer(folder)
@@ -81,15 +81,15 @@ def load_checkpoint(
 
 
 def read_config(folder: RunFolder) -> ModelConfig:
-    """The configuration of the folder's model, its plugins imported: with a warning where they have changed since.
+    """Returns the configuration of the folder's model and imports its plugins; warns if a plugin has changed.
 
     Raises:
-        ConfigError: there is none, or a plugin is not there.
+        ConfigError: the folder has no configuration, or a plugin is missing.
     """
     values = folder.config
     if "model" not in values:
         raise ConfigError(
-            [f"{folder.path}/config.yaml: has no key `model`, so this folder does not hold one model"], "model"
+            [f"{folder.path}/config.yaml: has no key `model`, so this folder contains no single model"], "model"
         )
     for plugin in values.get("plugins", []):
         load_plugin(plugin)
@@ -101,7 +101,7 @@ def read_config(folder: RunFolder) -> ModelConfig:
 
 
 def read_tokenizer(folder: RunFolder) -> Tokenizer | None:
-    """The folder's tokenizer. Runs from before they kept one have it if it is of bytes or a file that is still there.
+    """Returns the folder's tokenizer. Early runs did not store it: these need a byte tokenizer or the original file.
 
     Raises:
         ConfigError: the tokenizer is damaged, or was learned for this run and is only in the cache of its corpus.
@@ -134,10 +134,10 @@ def save_model(
     tokenizer: Tokenizer | None = None,
     plugins: list[str] | None = None,
 ) -> Path:
-    """Writes a model folder, which `load_model` reads. The configuration comes last, so that a torn folder has none.
+    """Writes a model folder for `load_model`. The configuration is written last, so a torn folder has none.
 
     Raises:
-        ConfigError: there is something at `path` already, or it cannot be written.
+        ConfigError: `path` is not empty, or the folder cannot be written.
     """
     path = Path(path)
     try:
@@ -159,7 +159,7 @@ def save_model(
 def assign_weights(
     model: CausalLM, tensors: Mapping[str, Tensor], where: str, dtype: torch.dtype | None = None
 ) -> None:
-    """Gives `model` saved tensors instead of its own. Raises ConfigError with all names and shapes that differ."""
+    """Replaces the tensors of `model` by saved ones. Raises ConfigError with all names and shapes that differ."""
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     problems = mismatches(own, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     if problems:
@@ -171,7 +171,7 @@ def assign_weights(
 
 
 def full_precision(model: nn.Module) -> set[str]:
-    """Names of the parameters that a model needs in float32, as its layers name them."""
+    """Returns the names of the parameters that a model needs in float32, as declared by its layers."""
     return {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
@@ -192,7 +192,7 @@ def mismatches(own: Mapping[str, tuple], given: Mapping[str, tuple]) -> list[str
 
 
 def _read_weights(folder: RunFolder) -> tuple[dict[str, Tensor], int | None, int | None]:
-    """The weights, the step that they are of, and how many documents they were trained on."""
+    """Returns the weights, their training step, and the number of documents that they were trained on."""
     file = folder.path / WEIGHTS
     if file.is_file():
         try:
@@ -207,7 +207,7 @@ def _read_weights(folder: RunFolder) -> tuple[dict[str, Tensor], int | None, int
             problems += error.problems
             continue
         if problems:
-            told = f"damaged checkpoint left out: {'; '.join(problems)}; using {path.name}"
+            told = f"skipped a damaged checkpoint: {'; '.join(problems)}; using {path.name}"
             warnings.warn(told, DamagedCheckpoint, stacklevel=3)
         return tensors["model"], checkpoint.step_of(path), meta.get("documents")
     raise ConfigError(problems or [f"{folder.path}: has neither {WEIGHTS} nor a checkpoint"], "model")

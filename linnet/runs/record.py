@@ -1,9 +1,8 @@
 """metrics.jsonl: one JSON object per line, appended while a run trains.
 
-Training rows, validation rows (`validation_loss`), evaluations (`evaluation`) and events (`event`; one is that of an
-evaluation that failed) share the file, in the order in which they happened. A checkpoint records how many rows there
-were, so that a resumed run appends after exactly those rows: no row is written twice, and a line torn by a kill is
-dropped.
+Training rows, validation rows (`validation_loss`), evaluations (`evaluation`) and events (`event`; a failed evaluation
+is an event) share the file, in chronological order. A checkpoint records the number of rows at its time, so that a
+resumed run appends after exactly those rows: no row is written twice, and a line torn by a kill is dropped.
 """
 
 import errno
@@ -25,7 +24,7 @@ class Record:
     """
 
     def __init__(self, path: Path, keep: int | None = None):
-        """Opens (or starts) the record and cuts it back to its first `keep` rows; None keeps every whole row."""
+        """Opens (or starts) the record and truncates it to its first `keep` rows; None keeps every complete row."""
         self.path = path
         lines = _whole_lines(path)
         lines = lines if keep is None else lines[:keep]
@@ -36,10 +35,10 @@ class Record:
         self._file = open(path, "ab", buffering=0)
 
     def write(self, row: Mapping) -> None:
-        """Appends one row and passes it to the system at once, so that a killed process loses no row.
+        """Appends one row and flushes it to the operating system, so that a killed process loses no row.
 
         Raises:
-            ConfigError: the disk is full or fails. What was written stays; the torn line goes when the run is resumed.
+            ConfigError: the disk is full or fails. Earlier rows stay; resuming the run drops the torn line.
         """
         line = (json.dumps(plain(row)) + "\n").encode()
         try:
@@ -50,20 +49,20 @@ class Record:
         self.rows += 1
 
     def sync(self) -> None:
-        """Waits until all rows are on the disk. Raises as `write` does."""
+        """Waits until all rows are on the disk. Raises ConfigError as `write` does."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise self._failed(error) from error
 
     def _failed(self, error: OSError) -> ConfigError:
-        message = f"{self.path}: cannot be written ({error.strerror}); run the same command again to go on"
+        message = f"{self.path}: cannot be written ({error.strerror}); run the same command again to continue"
         return ConfigError([message], "record")
 
     def roll_back(self, keep: int) -> None:
-        """Drops the rows after the first `keep`, except events, which say why the run went back.
+        """Drops the rows after the first `keep`, except events, which explain why the run went back.
 
-        Failed evaluations are dropped too: they are made again.
+        Events of failed evaluations are dropped too, because these evaluations run again.
         """
         events = [row for row in read_rows(self.path)[keep:] if "event" in row and "evaluation" not in row]
         self._file.close()
@@ -76,14 +75,14 @@ class Record:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Returns all complete rows of a metrics.jsonl, without a torn last line of a run that writes or was killed."""
+    """Returns all complete rows of a metrics.jsonl; skips a torn last line of a running or killed process."""
     return [json.loads(line) for line in _whole_lines(path)]
 
 
 def curve_rows(rows: list[dict]) -> list[dict]:
-    """The points of a training curve that fits and reports read, each with its mean loss as `loss`.
+    """Returns the points of a training curve for fits and reports, each with its mean loss as `loss`.
 
-    They are the rows with `curve`, which do not depend on `run.log_every`; without such rows, all training rows.
+    These are the rows with `curve`, which do not depend on `run.log_every`; without such rows, all training rows.
     """
     if points := [row | {"loss": row["curve"]} for row in rows if "curve" in row]:
         return points
@@ -91,7 +90,7 @@ def curve_rows(rows: list[dict]) -> list[dict]:
 
 
 def plain(value):
-    """`value` for strict JSON: NaN and infinities become null."""
+    """Returns `value` for strict JSON: NaN and infinities become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -111,7 +110,7 @@ def _whole_lines(path: Path) -> list[str]:
         try:
             line = raw.decode("utf-8").rstrip("\n")
             json.loads(line)
-        except ValueError:  # power failed in the middle of a block: what follows cannot be trusted either
+        except ValueError:  # a power failure in the middle of a block: the following rows cannot be trusted either
             break
         lines.append(line)
     return lines

@@ -28,7 +28,7 @@ class GluConfig(GluWidthConfig):
 
 
 class GatedLinearUnit(Channel):
-    """The shape that all three share."""
+    """Base class of the three gated linear units."""
 
     activation = "none"
 
@@ -45,7 +45,7 @@ class GatedLinearUnit(Channel):
         return self.down_proj(gated_activation(self.gate_proj(x), self.up_proj(x), self.activation))
 
     def flops_paper(self, seq_len: int) -> float:
-        """6ndg + ng with the ideal g = 8d/3, whatever the real width (paper 000, A.1)."""
+        """Returns 6ndg + ng with the ideal g = 8d/3, for any real width (paper 000, A.1)."""
         d_model = self.gate_proj.in_features
         return seq_len * (16.0 * d_model**2 + 8.0 * d_model / 3.0)
 
@@ -62,14 +62,14 @@ class SwiGLU(GatedLinearUnit):
 
 @register_channel("sglu", GluWidthConfig)
 class SGLU(GatedLinearUnit):
-    """Gated without an activation."""
+    """A gated linear unit without an activation."""
 
     activation = "none"
 
 
 @register_channel("glu", GluConfig)
 class GLU(GatedLinearUnit):
-    """Gated by the activation that the options name."""
+    """A gated linear unit with the activation of the option `activation`."""
 
     def __init__(self, config: GluConfig, context: LayerContext):
         super().__init__(config, context)

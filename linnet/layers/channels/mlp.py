@@ -19,7 +19,7 @@ class MlpConfig(LayerConfig):
 
 @register_channel("mlp", MlpConfig)
 class Mlp(Channel):
-    """Its cost in the convention of paper 000 is the default of a layer, two FLOPs per weight."""
+    """The perceptron as a channel mixer. Its paper cost is the default of a layer: two FLOPs per weight and token."""
 
     def __init__(self, config: MlpConfig, context: LayerContext):
         super().__init__()

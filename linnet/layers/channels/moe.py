@@ -4,15 +4,15 @@ y_t = sum over the k experts e of token t of s_te (SiLU(x_t W_gate^e) * (x_t W_u
 the k largest logits of a linear router (`linnet.layers.routing`).
 
 Paper: 8 experts of width 16, 2 of them active. The published implementation is dense: logits outside the top two are 0
-instead of -inf, and each down projection sees the hidden units of all experts. Here: as the paper says, k experts a
+instead of -inf, and each down projection sees the hidden units of all experts. Linnet follows the paper: k experts per
 token, each with its own three matrices.
 
-A token is computed by its experts alone: the choices are sorted by expert, and each expert's tokens fill blocks of one
-size, each multiplied by the weights of its expert. No choice is dropped, no shape depends on the data, nothing waits
-for a GPU, and there are no atomics. E blocks more than the choices fill are multiplied, an eighth of the work at most;
-`flops_exact` counts them. Each block has a copy of its expert's weights, up to 17 of each expert however many tokens
-there are. Under transforms of functorch (bundles of small models) all experts compute all tokens and the weights of the
-others are zero: the same result, in three matrix products that batch well.
+Only the experts of a token compute it. The choices are sorted by expert, and the tokens of each expert fill blocks of
+one size; each block is multiplied by the weights of its expert. No choice is dropped, no shape depends on the data, the
+host never waits for the GPU, and there are no atomics. Up to E blocks are padding, at most an eighth of the work;
+`flops_exact` counts them. Each block gets a copy of its expert's weights: up to 17 copies per expert for any number of
+tokens. Under functorch transforms (bundles of small models) all experts compute all tokens, and the experts that were
+not selected have weight zero: the same result, in three matrix products that batch well.
 """
 
 import torch
@@ -50,7 +50,7 @@ class MoeConfig(Config):
 
 @register_channel("moe", MoeConfig)
 class Moe(Routed, Channel):
-    """`gate_proj`, `up_proj` and `down_proj` hold the matrices of all experts, one expert's rows (columns) together."""
+    """The layer. `gate_proj`, `up_proj` and `down_proj` hold the matrices of all experts, grouped by expert."""
 
     def __init__(self, config: MoeConfig, context: LayerContext):
         super().__init__()
@@ -66,26 +66,27 @@ class Moe(Routed, Channel):
     def forward(self, x: Tensor) -> Tensor:
         routing = self.route(x)
         self.keep_balance(routing)
-        # `torch.compile` knows this flag too, so a compiled bundle is as an eager one.
+        # `torch.compile` knows this flag too, so a compiled bundle takes the same branch as an eager one.
         if compat_torch.in_transform():
             return self._masked(x, routing)
         return self._dispatched(x.flatten(0, -2), routing).unflatten(0, x.shape[:-1])
 
     def route(self, x: Tensor) -> Routing:
-        """Which experts each token of x [..., D] goes to, and how much of each it gets; `.load()` is their load."""
+        """Returns the experts of each token of x [..., D] with their weights; `.load()` is the load per expert."""
         return top_k_routing(self.router(x), self.config.num_active)
 
     def flops_paper(self, seq_len: int) -> float:
-        """L D A + L (4 D W A + 2 D W G): A experts of width W, G of them active (paper 004, C.4.7).
+        """Returns L D A + L (4 D W A + 2 D W G): A experts of width W, G of them active (paper 004, C.4.7).
 
-        Paper: no L in the second term, which is a slip; all experts project up, one router product is one FLOP a
-        weight. Here: the same but for L, so that its numbers can be compared; `flops_exact` counts the active experts.
+        The paper omits L in the second term, which is a slip. It counts the up projections of all experts, and one FLOP
+        per weight for the router. Linnet keeps these conventions, so that its numbers can be compared with the paper's;
+        `flops_exact` counts the active experts.
         """
         d_model, experts, active = self.d_model, self.config.num_experts, self.config.num_active
         return float(seq_len) * d_model * (experts + self.inner * (4 * experts + 2 * active))
 
     def tp_plan(self) -> dict[str, str]:
-        """Experts are split over the devices; each token's router is everywhere."""
+        """Splits the experts over the devices; the router is replicated."""
         return {"router": "replicate", "gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 
     def _masked(self, x: Tensor, routing: Routing) -> Tensor:
@@ -95,7 +96,7 @@ class Moe(Routed, Channel):
         return self.down_proj(hidden.flatten(-2))
 
     def _dispatched(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [N, D] -> [N, D]; routing of any shape with N tokens."""
+        """Computes x [N, D] -> [N, D]; the routing may have any shape with N tokens."""
         tokens, experts, active = x.shape[0], self.config.num_experts, self.config.num_active
         choices = tokens * active
         size = _block_size(choices, experts)
@@ -111,31 +112,31 @@ class Moe(Routed, Channel):
         return (out.unflatten(0, (tokens, active)) * weights).sum(1)
 
     def _of_expert(self, projection: nn.Linear) -> Tensor:
-        """[E, W, D] of a projection from the model width."""
+        """Returns the weights of a projection from the model width as [E, W, D]."""
         return projection.weight.unflatten(0, (self.config.num_experts, self.inner))
 
 
 def _block_size(choices: int, experts: int) -> int:
-    """A power of two, at most an eighth of an even load: few blocks to multiply, and little room for E more."""
+    """Returns a power of two, at most an eighth of an even load: few blocks to multiply, little padding in E more."""
     return 1 << max(0, (choices // (8 * experts)).bit_length() - 1)
 
 
 def _slots(expert: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:
-    """Lays choices out in blocks of one expert each.
+    """Assigns choices to rows of blocks, each block for one expert.
 
     Args:
         expert: int64 [M], the expert of each choice.
 
     Returns:
-        the row [M] of each choice among all rows of all blocks, and the expert [M // size + E] of each block.
+        The row [M] of each choice among all rows of all blocks, and the expert [M // size + E] of each block.
     """
     row = torch.arange(expert.shape[0], device=expert.device)
     order = expert.argsort(stable=True)
     ordered = expert[order]
-    starts = torch.searchsorted(ordered, torch.arange(experts + 1, device=expert.device))  # of each expert, and the end
+    starts = torch.searchsorted(ordered, torch.arange(experts + 1, device=expert.device))  # first choice per expert
     blocks = (starts.diff() + size - 1) // size
     ends = blocks.cumsum(0)
-    shift = (ends - blocks) * size - starts[:-1]  # from a place among ordered choices to one among all rows
+    shift = (ends - blocks) * size - starts[:-1]  # from an index among ordered choices to an index among all rows
     slot = torch.empty_like(row).scatter(0, order, row + shift[ordered])
     block = torch.arange(expert.shape[0] // size + experts, device=expert.device)
     return slot, torch.searchsorted(ends, block, right=True).clamp(max=experts - 1)

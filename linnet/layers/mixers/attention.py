@@ -1,7 +1,7 @@
 """Softmax attention with RoPE: the Transformer baseline (LLaMA; paper 000, A.1.1), with an optional sliding window.
 
-`forward` calls `linnet.ops.attention`, which says what runs for windows and packed documents. The state is a KV cache:
-a ring of `context_length` slots, or of `window` slots with a window, so a windowed layer has constant memory too.
+`forward` calls `linnet.ops.attention`, which chooses the kernel for windows and packed documents. The state is a KV
+cache: a ring of `context_length` slots, or of `window` slots with a window, so a windowed layer has constant memory.
 """
 
 import torch
@@ -38,7 +38,7 @@ class AttentionConfig(LayerConfig):
 
 @register_mixer("attention", AttentionConfig)
 class Attention(Mixer):
-    """x [B, T, D] -> [B, T, D]; the state holds a ring of keys and values, their positions, and the next position."""
+    """Maps x [B, T, D] to [B, T, D]; the state is a ring of keys and values, their positions, and the next position."""
 
     def __init__(self, config: AttentionConfig, context: LayerContext):
         super().__init__()
@@ -71,7 +71,7 @@ class Attention(Mixer):
         return self.out_proj(o.flatten(-2)), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """One token. Writes the ring in place and reads every slot it is given, so a CUDA graph can hold the step."""
+        """Computes one token. Writes the ring in place and reads all slots, so a CUDA graph can capture the step."""
         positions = state["position"][:, None]
         q, k, v = self._project(x, state["position"])
         rows = torch.arange(x.shape[0], device=x.device)[:, None]
@@ -105,7 +105,7 @@ class Attention(Mixer):
         return {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "out_proj": "rowwise"}
 
     def _project(self, x: Tensor, positions: Tensor):
-        """q, k, v [..., H, d] of x [B, T, D] at positions [B, T], or of one token [B, D] at [B]."""
+        """Returns q, k, v [..., H, d] of x [B, T, D] at positions [B, T], or of one token [B, D] at [B]."""
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
@@ -114,16 +114,16 @@ class Attention(Mixer):
         return q, k, v
 
     def _attend_after(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, state: State) -> Tensor:
-        """Attention of T tokens that follow a state.
+        """Returns the attention of T tokens that follow a state.
 
-        With a window only the first `window` tokens see the ring; those behind them see tokens of this call alone, by
-        blocks, which take any T without compiling.
+        With a window, only the first `window` tokens attend to the ring. Later tokens attend only to tokens of this
+        call, in blocks, which work for any T without compilation.
         """
         length, window = q.shape[1], self.config.window
         head = min(length, window) if window else length
         keys = torch.cat([state["k"].to(k.dtype), k[:, :head]], dim=1)
         values = torch.cat([state["v"].to(v.dtype), v[:, :head]], dim=1)
-        # A slot that was never written holds position -1 (stored shifted by one, so a zero state is the empty one).
+        # An empty slot has position -1. Positions are stored shifted by one, so that a zero state is an empty ring.
         key_positions = torch.cat([state["key_position"] - 1, positions[:, :head]], dim=1)
         o = self._attend_slots(q[:, :head], keys, values, positions[:, :head], key_positions)
         if head == length:
@@ -131,7 +131,7 @@ class Attention(Mixer):
         return torch.cat([o, attend_window(q, k, v, window)[:, head:]], dim=1)
 
     def _attend_slots(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Attention of q [B, T, H, d] at `positions` [B, T] to slots in any order, empty where their position is -1."""
+        """Returns attention of q [B, T, H, d] at `positions` [B, T] to slots in any order; -1 marks an empty slot."""
         distance = positions[:, :, None] - key_positions[:, None, :]
         visible = (distance >= 0) & (key_positions >= 0)[:, None, :]
         if self.config.window:

@@ -33,7 +33,7 @@ class Cosformer2Config(GatedOutputConfig):
 
 @register_mixer("cosformer2", Cosformer2Config)
 class Cosformer2(Mixer):
-    """x [B, T, D] -> [B, T, D], state [B, H, 2 K, V] and the position of the next token."""
+    """Maps x [B, T, D] to [B, T, D]; the state is [B, H, 2 K, V] and the position of the next token."""
 
     def __init__(self, config: Cosformer2Config, context: LayerContext):
         super().__init__()

@@ -21,10 +21,10 @@ class GlaConfig(LayerConfig):
     expand_k: float = Field(1.0, gt=0, description="key width over model width (the GLA paper uses 0.5)")
     gate_rank: int = Field(16, ge=1, description="rank of the decay's projection")
     gate_temperature: float = Field(16.0, gt=0, description="log-decays are divided by it")
-    norm_eps: float = Field(1e-5, gt=0, description="of the norm in each head")
+    norm_eps: float = Field(1e-5, gt=0, description="epsilon of the norm in each head")
 
     def key_width(self, d_model: int) -> int:
-        """Width of the keys of all heads together."""
+        """Returns the width of the keys of all heads together."""
         return round(d_model * self.expand_k)
 
     def check(self, context: LayerContext) -> list[str]:
@@ -83,7 +83,7 @@ class Gla(Mixer):
         return {"matrix": TensorSpec((batch, self.num_heads, self.key_dim, self.value_dim))}
 
     def flops_paper(self, seq_len: int) -> float:
-        """Not in paper 000: its convention, two FLOPs per weight and 8 n d_k per value channel for the recurrence."""
+        """Returns 2 FLOPs per weight and 8 n d_k per value channel for the recurrence, the convention of paper 000."""
         return super().flops_paper(seq_len) + 8.0 * seq_len * self.d_model * self.key_dim
 
     def tp_plan(self) -> dict[str, str]:

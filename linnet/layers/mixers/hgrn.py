@@ -1,9 +1,9 @@
 """HGRN: element-wise gated linear recurrence with lower-bounded forget gates (Qin et al. 2023; paper 002, 2.2).
 
-Real: h_t = f_t h_{t-1} + (1 - f_t) c_t. Complex: h_t = f_t e^{i theta} h_{t-1} + (1 - f_t) c_t with learned theta,
-and the real and imaginary parts side by side as features. c = silu(x W_in); y = Norm(h * silu(x W_g)) W_o, norm after
-the gate as in the paper (`norm_first`: the order of the authors' module). No biases. Real by default: paper 002,
-Table 1, finds real with twice the state better.
+Real: h_t = f_t h_{t-1} + (1 - f_t) c_t. Complex: h_t = f_t e^{i theta} h_{t-1} + (1 - f_t) c_t with learned theta; its
+features are the real and imaginary parts. c = silu(x W_in); y = Norm(h * silu(x W_g)) W_o, with the norm after the gate
+as in the paper (`norm_first`: the order of the authors' module). No biases. The default is real: in paper 002, Table 1,
+the real form with a state of twice the size is better.
 """
 
 from functools import partial
@@ -52,7 +52,7 @@ class Hgrn(Mixer):
 
     @classmethod
     def shared_spec(cls, config: HgrnConfig, context: LayerContext):
-        """One table of lower bounds for all layers of this kind."""
+        """Returns one table of lower bounds for all layers of this kind."""
         return {cls.name: partial(LowerBounds, context.mixer_count, context.d_model)}
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):

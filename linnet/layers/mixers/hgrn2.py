@@ -4,8 +4,9 @@ S_t = diag(f_t) S_{t-1} + (1 - f_t) (x) i_t, y_t = o_t S_t, in heads of d/h; f_t
 with the lower bound beta of the layer; then norm over the full width and W_o. As linear attention: q = o, k = 1 - f,
 v = i.
 
-Departures, each an option: the output gate is SiLU (paper 002; paper 000 has none: `output_activation: none`; the
-WT-103 reproduction: sigmoid), the value has no activation (`value_activation: silu` is the authors' module).
+Departures, each with an option: the output gate is SiLU as in paper 002 (paper 000 has no gate: `output_activation:
+none`; the WT-103 reproduction uses sigmoid); the value has no activation (`value_activation: silu` is the authors'
+module).
 """
 
 from functools import partial
@@ -27,8 +28,8 @@ class Hgrn2Config(LayerConfig):
 
     num_heads: int = Field(8, ge=1, description="paper 002 calls d_model / num_heads the expansion, 128 by default")
     norm: NormKind = Field("srmsnorm", description="norm of the output, over the full width")
-    norm_eps: float | None = Field(None, gt=0, description="null is the norm's own")
-    output_activation: Literal["silu", "sigmoid", "none"] = Field("silu", description="of the output gate")
+    norm_eps: float | None = Field(None, gt=0, description="epsilon of the norm; null is the default of its kind")
+    output_activation: Literal["silu", "sigmoid", "none"] = Field("silu", description="activation of the output gate")
     value_activation: Literal["none", "silu"] = Field("none", description="of the values")
     lower_bound: Literal["inclusive", "exclusive", "none"] = Field(
         "inclusive",
@@ -60,7 +61,7 @@ class Hgrn2(Mixer):
 
     @classmethod
     def shared_spec(cls, config: Hgrn2Config, context: LayerContext):
-        """One table of lower bounds for all layers of this kind that has any."""
+        """Returns one table of lower bounds for all layers of this kind, if this layer has a bound."""
         if config.lower_bound == "none":
             return {}
         return {cls.name: partial(LowerBounds, context.mixer_count, context.d_model)}
@@ -103,7 +104,7 @@ class Hgrn2(Mixer):
         return {"q_proj": "colwise", "f_proj": "colwise", "i_proj": "colwise", "out_proj": "rowwise"}
 
     def _project(self, x: Tensor, one_token: bool = False):
-        """q, the forget gate's logits and v [..., H, K], and the gate's lower bound [H, K] or None."""
+        """Returns q, the forget gate's logits and v [..., H, K], and the gate's lower bound [H, K] or None."""
         heads = (self.num_heads, self.head_dim)
         q = self.q_proj(x)
         match self.config.output_activation:

@@ -3,9 +3,10 @@
 q, k, v = short convolutions of linear projections; y = (q * (h conv (k * v))) W_o, with one learned filter h per
 channel, as long as the sequence (`linnet.layers.hyena.LongFilter`), whose h_0 holds the paper's skip term beta.
 
-Paper: leaves the filter's form open, and its published implementation makes it of a small network of sines that has no
-finite state. Here: modes, whose number is the state size that the paper counts, so that it decodes with constant state
-(Laughing Hyena, arXiv:2310.18780). That implementation also ties overlapping copies of one projection; here three.
+Paper: leaves the form of the filter open. Its published implementation generates the filter with a small sine network,
+which has no finite state. Here: a sum of modes, whose number is the state size that the paper counts, so that the mixer
+decodes with constant state (Laughing Hyena, arXiv:2310.18780). The published implementation also ties overlapping
+copies of one projection; here q, k and v have three projections.
 """
 
 from pydantic import Field
@@ -31,10 +32,10 @@ class HyenaConfig(HyenaFilterConfig):
 
 
 class HyenaMixer(Mixer):
-    """The frame of all three: q, k, v; a convolution with long filters; an output projection.
+    """Base class of the three Hyena mixers: q, k, v; a convolution with long filters; an output projection.
 
-    A subclass implements `signal(k, v)`, the input of the convolution, [..., C]; and `read(y, q, x)`, from its output y
-    [..., C] to the output of the mixer. `C` is `conv_channels`, over which the filters are spread evenly.
+    A subclass implements `signal(k, v)`, the input [..., C] of the convolution, and `read(y, q, x)`, the mixer's output
+    from the convolution's output y [..., C]. `C` is `conv_channels`; the filters are spread evenly over these channels.
     """
 
     def __init__(self, config: HyenaFilterConfig, d_model: int, channels: int, filters: int, conv_channels: int):
@@ -80,11 +81,11 @@ class HyenaMixer(Mixer):
         return spec | {"modes": self.filter.state_spec(batch, self.conv_channels)}
 
     def flops(self, seq_len: int) -> float:
-        """The short convolutions, 2 per weight and token: neither a matrix product nor a registered op."""
+        """Returns the FLOPs of the short convolutions, 2 per weight and token, which no matrix product or op counts."""
         return 2.0 * seq_len * 3 * self.channels * self.config.conv_width
 
     def tp_plan(self) -> dict[str, str]:
-        """By channel, which splits the short convolutions and the filters with the projections."""
+        """Splits by channel, so that the short convolutions and the filters are split with the projections."""
         plan = {f"{name}.linear": "colwise" for name in ("q_proj", "k_proj", "v_proj")}
         return plan | {"out_proj": "rowwise"}
 

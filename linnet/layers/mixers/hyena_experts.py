@@ -1,12 +1,12 @@
-"""Hyena experts (paper 004, section 3.2): small Hyena mixers, of which a router selects a few per token.
+"""Hyena experts (paper 004, section 3.2): small Hyena mixers; a router selects a few of them per token.
 
 E experts of width w: each is a `hyena` of w channels without an output projection, y_e. With the softmax s_t over the k
 largest of x_t W_g (`linnet.layers.routing`), the output is (sum_e s_te y_te) W_o, W_o from w to D.
 
 "Only a subset of the total state is used to compose the output at each time step" (paper): an expert that is not
-selected now must still read the token, because later tokens may select it. So all experts convolve in the parallel
-form, where masking E - k of E outputs is cheaper than gathering k; a decoding step writes all states, and reads, weighs
-and gates those of the selected experts only. (The published implementation gives all experts weight; see
+selected now must still read the token, because later tokens may select it. In the parallel form all experts therefore
+convolve, and masking the outputs of E - k experts is cheaper than gathering k. A decoding step writes all states, but
+reads, weighs and gates only those of the selected experts. (The published implementation gives all experts weight; see
 `linnet.layers.routing`.)
 """
 
@@ -26,7 +26,7 @@ class HyenaExpertsConfig(HyenaFilterConfig):
 
     num_experts: int = Field(8, ge=1, description="experts of a layer")
     num_active: int = Field(2, ge=1, description="experts per token")
-    expert_width: int = Field(0, ge=0, description="channels of an expert; 0 shares the model width among the experts")
+    expert_width: int = Field(0, ge=0, description="channels per expert; 0 is d_model / num_experts")
     balance_coefficient: float = Field(
         0.0, ge=0, description="weight of the balance loss of the experts in training; 0 leaves it out"
     )
@@ -41,7 +41,7 @@ class HyenaExpertsConfig(HyenaFilterConfig):
         return self
 
     def width(self, d_model: int) -> int:
-        """Channels of one expert."""
+        """Returns the channels of one expert."""
         return self.expert_width or d_model // self.num_experts
 
     def check(self, context: LayerContext) -> list[str]:
@@ -52,7 +52,7 @@ class HyenaExpertsConfig(HyenaFilterConfig):
 
 @register_mixer("hyena_experts", HyenaExpertsConfig)
 class HyenaExperts(Routed, HyenaMixer):
-    """x [B, T, D] -> [B, T, D]; all experts read every token, the selected ones contribute to the output."""
+    """Maps x [B, T, D] to [B, T, D]; all experts read every token, the selected ones contribute to the output."""
 
     def __init__(self, config: HyenaExpertsConfig, context: LayerContext):
         d_model, experts = context.d_model, config.num_experts
@@ -67,7 +67,7 @@ class HyenaExperts(Routed, HyenaMixer):
         self.out_proj.ends_residual = True
 
     def route(self, x: Tensor) -> Routing:
-        """The experts of each token of x [..., D] with their weights; `.load()` is their load."""
+        """Returns the experts of each token of x [..., D] with their weights; `.load()` is the load per expert."""
         return top_k_routing(self.router(x), self.config.num_active)
 
     def signal(self, k: Tensor, v: Tensor) -> Tensor:
@@ -99,5 +99,5 @@ class HyenaExperts(Routed, HyenaMixer):
         return dense + long_flops_paper(seq_len, self.config.num_modes, active, active)
 
     def tp_plan(self) -> dict[str, str]:
-        """By channel within an expert: every device holds a part of each, and the routes."""
+        """Splits the channels within each expert: every device holds a part of each expert, and the whole router."""
         return super().tp_plan() | {"router": "replicate"}

@@ -3,7 +3,7 @@
 q = silu(x W_q), u = x W_k (logits), v = x W_v; keys k_t = exp(u_t) / sum_{s<=t} exp(u_s), decay a_t = 1 - k_t, both
 from the one projection ("parameter tiling"); y = (Norm(O) * sigmoid(x W_d W_u)) W_o, gated like TNL3. LRPE rotates
 queries and normalised keys (paper 003, equation 10); the model applies TPE once after the embedding. The paper's
-variant without sharing is not here: it leaves the keys of that variant undefined.
+variant without sharing is not implemented, because the paper does not define its keys.
 """
 
 import torch
@@ -33,7 +33,7 @@ class LightnetConfig(GatedOutputConfig):
 
 @register_mixer("lightnet", LightnetConfig)
 class Lightnet(Mixer):
-    """x [B, T, D] -> [B, T, D]; the state is that of `linnet.ops.additive_attention`, and the next token's position."""
+    """Maps x [B, T, D] to [B, T, D]; the state is that of `linnet.ops.additive_attention` and the next position."""
 
     def __init__(self, config: LightnetConfig, context: LayerContext):
         super().__init__()
@@ -92,7 +92,7 @@ class Lightnet(Mixer):
         return state
 
     def flops_paper(self, seq_len: int) -> float:
-        """8nd^2 + 18nd^2/h + 5nd: not in paper 000; the products are those of cosFormer2, so counted like it."""
+        """Returns 8nd^2 + 18nd^2/h + 5nd: not in paper 000, but the matrix products are those of cosFormer2."""
         n, d = seq_len, self.d_model
         return n * (8.0 * d**2 + 18.0 * d * self.head_dim + 5.0 * d)
 

@@ -5,7 +5,7 @@ delta = softplus(W_dt dt + b_dt), A = -exp(A_log); s_t = exp(delta A) s_{t-1} + 
 out = (y * silu(z)) W_out. By default b_dt is the only bias: the projections and the convolution have none.
 
 Only the three large projections and W_x are linear layers, whose weights the model draws. W_dt and b_dt keep their own
-initialisation, b_dt = softplus^-1(exp(U(ln 1e-3, ln 1e-1))); without it all channels would forget at one rate.
+initialisation, b_dt = softplus^-1(exp(U(ln 1e-3, ln 1e-1))); otherwise all channels would forget at the same rate.
 """
 
 import math
@@ -99,16 +99,16 @@ class Mamba(Mixer):
         return 2.0 * seq_len * width * (3 * self.d_model + 3 + (rank + 2 * state) + rank + state)
 
     def flops(self, seq_len: int) -> float:
-        """The convolution, 2 per weight and token: neither a matrix product nor a registered op."""
+        """Returns the FLOPs of the convolution, 2 per weight and token, which no matrix product or op counts."""
         return 2.0 * seq_len * self.conv.weight.numel()
 
     def tp_plan(self) -> dict[str, str]:
-        """By channel of the recurrence, which splits the convolution and all parameters of a channel with it."""
+        """Splits by channel of the recurrence, and with it the convolution and all parameters of a channel."""
         split = dict.fromkeys(("in_proj", "gate_proj"), "colwise")
         return split | dict.fromkeys(("select_proj", "out_proj"), "rowwise")
 
     def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """delta (before its bias and softplus), A, B, C of the tokens x [..., channels]; A at least in float32."""
+        """Returns delta (before its bias and softplus), A, B, C of x [..., channels]; A at least in float32."""
         dt, B, C = self.select_proj(x).split([self.dt_rank, self.config.state, self.config.state], -1)
         rates = -self.A_log.to(torch.promote_types(x.dtype, torch.float32)).exp()
         return F.linear(dt, self.dt_weight), rates, B, C

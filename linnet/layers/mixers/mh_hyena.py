@@ -1,8 +1,8 @@
 """Multi-head Hyena (Massaroli et al. 2023, arXiv:2310.18780; paper 004, section 3.2), with one modal filter per head.
 
 q, k, v as in `hyena`, in H heads of width m: z_t = k_t (x) v_t, Z = h conv z with one filter for the m^2 products of a
-head, y_t = q_t Z_t, the output projection of all heads. It is linear attention whose decay is a learned filter, and in
-training runs as such, without forming z (`linnet.ops.filtered_attention`).
+head, y_t = q_t Z_t, then one output projection for all heads. This is linear attention whose decay is a learned filter;
+training computes it in that form and never builds z (`linnet.ops.filtered_attention`).
 
 Paper: 16 heads of width 8 at a width of 128. Its published implementation has 8 heads of width 16, twice the state.
 """

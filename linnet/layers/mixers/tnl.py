@@ -3,10 +3,10 @@
 TNL3 (default): Q = silu(X W_q), K = silu(X W_k), V = X W_v, O = Norm(LightningAttention(Q, K, V)) * sigmoid(X W_d W_u),
 y = O W_o. TNL v1: LRPE in the first layer, gate `full` without activation.
 
-Departures, each an option: the gate reads the normed input (paper 000 writes the raw residual: `gate_input: residual`);
-slopes are ALiBi's times (1 - l/(L-1) + 1e-5), as in the released models, because equation 10 of paper 001 read
-literally leaves a receptive field of one token (`slopes: paper_eq10` has it, `log_spaced` spreads them over [1/2,
-1/256]).
+Departures, each with an option: the gate reads the normed input (paper 000 writes the raw residual: `gate_input:
+residual`); slopes are ALiBi's times (1 - l/(L-1) + 1e-5), as in the released models. Equation 10 of paper 001, read
+literally, leaves a receptive field of one token (`slopes: paper_eq10`); `slopes: log_spaced` spreads the slopes over
+[1/2, 1/256].
 """
 
 import math
@@ -113,7 +113,7 @@ class Tnl(Mixer):
         return spec
 
     def pending_spec(self, batch: int, tokens: int) -> dict[str, TensorSpec]:
-        if self.lrpe is not None:  # rotated keys are float32 and wider
+        if self.lrpe is not None:  # LRPE makes keys float32 and wider, so delayed writes do not apply
             return {}
         rows = TensorSpec((batch, self.num_heads, tokens - 1, self.head_dim), self.k_proj.weight.dtype)
         return {"keys": rows, "values": rows}
@@ -128,7 +128,7 @@ class Tnl(Mixer):
         return plan | {f"output.{name}": how for name, how in self.output.tp_plan().items()}
 
     def _project(self, x: Tensor, positions: Tensor | None, activation: str):
-        """q and k (activated, rotated) and v [..., H, d]."""
+        """Returns q and k (activated, rotated) and v [..., H, d]."""
         if self.input_norm is not None:
             x = self.input_norm(x)
         heads = (self.num_heads, self.head_dim)
@@ -141,7 +141,7 @@ class Tnl(Mixer):
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """The activation `kind` (silu, elu1 = 1 + elu, none) of x, of any shape."""
+    """Returns the activation `kind` (silu, elu1 = 1 + elu, none) of x, of any shape."""
     match kind:
         case "silu":
             return F.silu(x)
@@ -151,9 +151,9 @@ def activate(x: Tensor, kind: str) -> Tensor:
 
 
 def decay_rates(config: TnlConfig, layer_index: int, num_layers: int) -> np.ndarray:
-    """Rates s_h >= 0 of the decay exp(-s_h) for each head of a layer, float32 [H].
+    """Returns the rates s_h >= 0 of the decay exp(-s_h) for each head of a layer, float32 [H].
 
-    Computed by NumPy: on the device "meta", tensor arithmetic would import torch's compiler, which takes a second.
+    NumPy computes them: on the meta device, tensor arithmetic would import torch's compiler, which takes a second.
     """
     heads = config.num_heads
     match config.slopes:
@@ -173,7 +173,8 @@ def decay_rates(config: TnlConfig, layer_index: int, num_layers: int) -> np.ndar
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """ALiBi: 2^(-8h/H), h = 1..H, for a power of two, else those of the power below filled from the one above."""
+    """Returns ALiBi's slopes 2^(-8h/H), h = 1..H. If H is not a power of two: those of the power of two below H, filled
+    up with slopes of the power above."""
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * h / power) for h in range(1, power + 1)]
     above = [2.0 ** (-4.0 * h / power) for h in range(1, 2 * power + 1)]

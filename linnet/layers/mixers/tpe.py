@@ -1,10 +1,10 @@
 """TPE: Toeplitz position encoding, once after the embedding (papers 003, 4.2, and 000, A.1.4).
 
-It is a mixer that stands before the layers: `tpe cosformer2+sglu x12`. Each channel is filtered by
-T_j = sum_m b_m lambda_m^j, so it runs as a recurrence of E real modes per channel: u_t = lambda u_{t-1} + x_t,
-y_t = sum_m b_m u_t[m]. The papers give neither the parametrisation nor the start; here lambda = exp(-exp(a)) with time
-constants log-uniform in [1, max_time_constant], and b = 1/E, the mean over time scales. Published parameter counts
-agree with 128 numbers per channel: 64 modes with learned lambda and b (`decay: learned`), or 128 with b alone.
+It is a mixer before the layers: `tpe cosformer2+sglu x12`. The filter of each channel is T_j = sum_m b_m lambda_m^j, so
+it runs as a recurrence of E real modes per channel: u_t = lambda u_{t-1} + x_t, y_t = sum_m b_m u_t[m]. The papers
+specify neither the parametrisation nor the initialisation. Here lambda = exp(-exp(a)) with time constants log-uniform
+in [1, max_time_constant], and b = 1/E, the mean over time scales. Published parameter counts agree with 128 numbers per
+channel: 64 modes with learned lambda and b (`decay: learned`), or 128 with b alone.
 """
 
 import math
@@ -22,7 +22,7 @@ class TpeConfig(LayerConfig):
     """Options of `tpe`."""
 
     num_modes: int = Field(64, ge=1, description="modes E per channel")
-    decay: Literal["learned", "fixed"] = Field("learned", description="paper: unspecified; fixed trains b alone")
+    decay: Literal["learned", "fixed"] = Field("learned", description="not specified in the paper; fixed trains b only")
     residual: bool = Field(False, description="y = x + TPE(x); paper 000 writes y = TPE(x)")
     max_time_constant: int = Field(1024, ge=2, description="slowest mode at the start, in tokens")
 
@@ -65,5 +65,5 @@ class Tpe(Mixer):
         return {"modes": TensorSpec((batch, self.d_model, self.config.num_modes))}
 
     def flops_paper(self, seq_len: int) -> float:
-        """Zero: Table 1 of paper 000 leaves its own 4nde out (less than 0.05 %)."""
+        """Returns zero: Table 1 of paper 000 omits the term 4nde (less than 0.05 %)."""
         return 0.0

@@ -9,7 +9,7 @@ PositionKind = Literal["none", "sinusoidal", "learned"]
 
 
 class Sinusoidal(nn.Module):
-    """sin(t w_j), then cos(t w_j), with w_j = 10000^(-2j/D) for j = 0 .. D/2 - 1; no parameters and no longest length.
+    """sin(t w_j), then cos(t w_j), with w_j = 10000^(-2j/D) for j = 0 .. D/2 - 1. No parameters, no maximum length.
 
     The paper interleaves sines and cosines, which is a permutation of the channels.
     """
@@ -19,7 +19,7 @@ class Sinusoidal(nn.Module):
         self.d_model = d_model
 
     def forward(self, positions: Tensor) -> Tensor:
-        """int64 [...] -> float64 [..., D]. Angles in float32 would be off by 0.01 beyond 100,000 tokens."""
+        """Maps int64 [...] to float64 [..., D]. Angles in float32 would be off by 0.01 beyond 100,000 tokens."""
         half = self.d_model // 2
         rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=positions.device) / half)
         angles = positions.to(torch.float64)[..., None] * rates
@@ -39,7 +39,7 @@ def build_positions(kind: PositionKind, d_model: int, num_positions: int | None)
 def check_positions(kind: PositionKind, d_model: int, num_positions: int | None) -> list[str]:
     """Returns the problems of the model keys `positions` and `num_positions`."""
     if kind == "learned" and num_positions is None:
-        return ["num_positions: positions: learned needs the longest sequence in tokens; give it, for example 512"]
+        return ["num_positions: positions: learned needs the longest sequence in tokens; set it, for example 512"]
     if kind != "learned" and num_positions is not None:
         return [f"num_positions: {num_positions} has no effect with positions: {kind}; leave it out, or use learned"]
     if kind == "sinusoidal" and d_model % 2:

@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def token_positions(x: Tensor, start: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Positions [B, T] (int64) of the tokens of x [B, T, ...].
+    """Returns the positions [B, T] (int64) of the tokens of x [B, T, ...].
 
     Args:
-        start: [B] tokens already behind a carried state (or [N] with packed documents).
+        start: [B] number of tokens before x in a carried state (or [N] with packed documents).
         cu_seqlens: int32 [N+1], document boundaries of a packed batch of one row; positions restart at each.
     """
     batch, length = x.shape[:2]
@@ -23,5 +23,5 @@ def token_positions(x: Tensor, start: Tensor | None = None, cu_seqlens: Tensor |
 
 
 def geometric_frequencies(count: int, base: float = 10000.0) -> Tensor:
-    """base^(-2i/count) for i = 0 .. count-1, float32 [count]."""
+    """Returns base^(-2i/count) for i = 0 .. count-1, float32 [count]."""
     return torch.tensor((base ** (-2.0 * np.arange(count) / count)).astype(np.float32))

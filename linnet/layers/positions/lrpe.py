@@ -21,7 +21,7 @@ class Lrpe(nn.Module):
     released TransNormerLLM); True: one theta [1, .] with exponents -2i/d_h for all heads.
     """
 
-    full_precision = ("theta",)  # times a position
+    full_precision = ("theta",)  # positions multiply it, so rounding errors grow with the position
 
     def __init__(
         self, num_heads: int, head_dim: int, form: Literal["complex", "real"] = "complex", shared_heads: bool = False
@@ -35,7 +35,7 @@ class Lrpe(nn.Module):
         self.theta = nn.Parameter(geometric_frequencies(heads * per_head).view(heads, per_head))
 
     def expanded(self, head_dim: int) -> int:
-        """Head width of queries and keys after the encoding."""
+        """Returns the head width of queries and keys after the encoding."""
         return 2 * head_dim if self.form == "complex" else head_dim
 
     def forward(self, x: Tensor, positions: Tensor, activation: Literal["none", "silu"] = "none") -> Tensor:
@@ -44,5 +44,5 @@ class Lrpe(nn.Module):
 
 
 def check_real(head_dim: int) -> list[str]:
-    """Returns the problem of a head width that the real form cannot cut into pairs, if it is one."""
+    """Returns a list with one problem if the real form cannot split the head width into pairs, else an empty list."""
     return [f"num_heads: real LRPE needs an even head width, not {head_dim}; change num_heads"] if head_dim % 2 else []

@@ -17,9 +17,9 @@ from linnet.ops.rotation import rotate
 class RopeScalingConfig(Config):
     """How frequencies are lowered for contexts longer than those of the first training.
 
-    `linear` divides all of them by `factor` (position interpolation, arXiv:2306.15595). `llama3` divides those that
-    turn fewer than `low` times over `length` tokens, keeps those that turn more than `high` times, and goes from one to
-    the other linearly in between (Llama 3.1, arXiv:2407.21783).
+    `linear` divides all frequencies by `factor` (position interpolation, arXiv:2306.15595). `llama3` divides those with
+    fewer than `low` rotations over `length` tokens, keeps those with more than `high` rotations, and interpolates
+    linearly in between (Llama 3.1, arXiv:2407.21783).
     """
 
     kind: Literal["linear", "llama3"] = Field(description="which frequencies are lowered, and by how much")
@@ -53,14 +53,14 @@ class Rope(nn.Module):
 
 
 def check_rope(head_dim: int) -> list[str]:
-    """Returns the problem of a head width that cannot be cut into pairs, if it is one."""
+    """Returns a list with one problem if the head width cannot be split into pairs, else an empty list."""
     if head_dim % 2 == 0:
         return []
     return [f"num_heads: RoPE needs an even head width, not {head_dim}; change num_heads or set rope: false"]
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
-    """Frequencies [F] in radians a token, lowered as `RopeScalingConfig` says."""
+    """Returns the frequencies [F], in radians per token, lowered according to `RopeScalingConfig`."""
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     turns = scaling.length * frequencies / (2.0 * math.pi)

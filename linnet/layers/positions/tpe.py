@@ -1,4 +1,4 @@
-"""Old place of `tpe`, which is a mixer since 0.2.0."""
+"""Old import path of `tpe`, which is a mixer since 0.2.0."""
 
 from linnet.deprecation import renamed
 

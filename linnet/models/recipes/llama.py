@@ -1,6 +1,6 @@
 """LLaMA: the softmax Transformer of paper 000 (A.1.1): pre-norm, RoPE, SwiGLU, no biases, tied embeddings.
 
-Departure: RMSNorm. The paper's parameter counts suggest two LayerNorms a layer (`norm: layernorm`).
+Departure: RMSNorm. The paper's parameter counts suggest two LayerNorms per layer (`norm: layernorm`).
 """
 
 from linnet.models.config import ModelConfig

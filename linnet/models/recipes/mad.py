@@ -1,13 +1,14 @@
 """The 21 architectures of MAD (paper 004, section 3.2 and appendix B.3): two blocks, four layers, width 128.
 
-Ten are uniform (five token mixers, each with SwiGLU or experts, twice), Mamba fills its four layers alone, and ten are
-striped: a block of another mixer (or two layers of Mamba), then a block of attention. `mad-hyena-swiglu` is uniform,
-`mad-hyena-attention-swiglu` striped. RMSNorm, untied embeddings, attention's RoPE is the only position encoding.
+Ten are uniform (five token mixers, each with SwiGLU or experts, twice), one is Mamba alone in all four layers, and ten
+are striped: a block of another mixer (or two layers of Mamba), then a block of attention. `mad-hyena-swiglu` is
+uniform, `mad-hyena-attention-swiglu` is striped. All use RMSNorm and untied embeddings; RoPE in attention is the only
+position encoding.
 
 State: 2,048 numbers per block (1,024 per layer of Mamba), 4,096 per model without attention: Hyena 128 channels of 16
 modes, multi-head Hyena 16 heads of 8 x 8 with 2 modes, Hyena experts 8 of 16 channels with 16 modes, GLA 8 heads of 16
-x 16, Mamba 256 channels of 4 states. Departures: the head has no bias, as everywhere here; SwiGLU is 512 wide, as the
-paper says (the published implementation: 352). Its parameter counts otherwise follow from the layers.
+x 16, Mamba 256 channels of 4 states. Departures: the head has no bias, as in all models of Linnet; SwiGLU is 512 wide,
+as the paper says (the published implementation: 352). The other parameter counts follow from the layers.
 """
 
 from linnet.layers.base import MIXERS
@@ -47,13 +48,13 @@ ARCHITECTURES = _architectures()  # name -> layout
 
 
 def mad_model(layout: str, vocab_size: int = 16, aliases: dict[str, str] | None = None) -> ModelConfig:
-    """The model of MAD with a layout: width 128, and the paper's options for each layer that it has options for.
+    """Returns the model of MAD with a layout: width 128, and the paper's options for the layers that have some.
 
     Args:
-        layout: of any layers, or the name of one of `ARCHITECTURES`.
+        layout: a layout of any layers, or the name of one of `ARCHITECTURES`.
 
     Raises:
-        ValueError: a layout that does not parse.
+        ValueError: the layout does not parse.
     """
     layout = ARCHITECTURES.get(layout, layout)
     used = set(parse_stack(layout, aliases).names)
@@ -69,9 +70,9 @@ def mad_model(layout: str, vocab_size: int = 16, aliases: dict[str, str] | None 
 
 
 def fit_length(config: ModelConfig, length: int) -> ModelConfig:
-    """The model for sequences of one length: long filters start with time constants up to it.
+    """Returns the model for sequences of one length: time constants of long filters start at up to this length.
 
-    That is the option `max_time_constant` of the layers that have it, where it is at its default.
+    This sets the option `max_time_constant` of the layers that have it, unless it differs from its default.
     """
     options = {}
     for name in config.options:

@@ -1,4 +1,4 @@
-"""What the recipes share: published sizes, default head counts, and the family of a name."""
+"""Shared by the recipes: published sizes, default head counts, and the family of a name."""
 
 from collections.abc import Callable
 
@@ -36,7 +36,7 @@ PAPER_SIZES = {
 
 
 def family(name: str) -> Callable[..., ModelConfig]:
-    """The family of a name. A registered mixer without one (an outside file) gets `name+swiglu` with RMSNorm."""
+    """Returns the family of a name. A registered mixer without a family (a plugin) gets `name+swiglu` with RMSNorm."""
     if name in FAMILIES:
         return FAMILIES[name]
     if name not in MIXERS:
@@ -55,7 +55,7 @@ def family(name: str) -> Callable[..., ModelConfig]:
 
 
 def default_heads(d_model: int) -> int:
-    """Heads of width 128 from d_model 512 on, 64 from 256 on, else 32 or 16, as far as they divide the width."""
+    """Returns a head count: heads of width 128 from d_model 512 on, 64 from 256 on, else 32 or 16, if these divide."""
     width = 128 if d_model >= 512 else 64 if d_model >= 256 else 32 if d_model >= 64 else 16
     while d_model % width:
         width //= 2
