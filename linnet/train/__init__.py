@@ -1,16 +1,16 @@
 """One model, many steps.
 
-config.py     TrainConfig    identity.py   which configurations are the same training, and the folder that it has
-extend.py     extend: training on to more steps, in the same folder
+config.py     TrainConfig    identity.py   which configurations are the same training, and the run folder of each
+extend.py     extend: continues a training to more steps, in the same folder
 loop.py       train(config, root, cache): from configuration to a finished run folder, read top to bottom
-session.py    what a step changes: model, optimizer, position; saved to and restored from checkpoints
-objective.py  the seam between training and what is trained    objectives/    text.py: the next token
+session.py    the state that a step changes: model, optimizer, position; saved to and restored from checkpoints
+objective.py  the interface between training and its objective    objectives/    text.py: the next token
 optim.py      AdamW and Muon        schedule.py   learning rate as a function of the step
 guards.py     losses that are not finite or spike
 recompute.py  activations computed again to save memory
-evaluation.py evaluations on the way, which change nothing    suites.py      their kinds
+evaluation.py evaluations during training, without effect on it    suites.py      their kinds
 prefetch.py   batches on the device    device.py   device, peak speed, memory    stop.py   Ctrl-C
-preflight.py  device, corpus and evaluations, checked before anything is made
+preflight.py  device, corpus and evaluations, checked before the run folder is created
 loggers.py    TensorBoard, Weights & Biases    progress.py   the line on the terminal
 """
 

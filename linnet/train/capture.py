@@ -8,18 +8,18 @@ from torch import Tensor
 
 from linnet.ops import compat_torch
 
-WARM_UP = 3  # calls of a shape before its capture, which compile kernels and let libraries allocate memory
+WARM_UP = 3  # eager calls per shape before its capture: they compile kernels and let libraries allocate memory
 
 
 class Captured:
     """A function of tensors that a GPU replays as one graph. Each set of shapes is captured after its first calls.
 
-    A replay runs the same kernels as the call, with the same results. The function returns a tensor, keeps its state in
-    tensors that it changes in place, and reads no values of them. If it cannot be captured, a warning gives the reason,
-    and all calls run without a graph. If memory runs out, the error is raised.
+    A replay runs the same kernels as the call, with the same results. The function returns a tensor, changes its state
+    tensors in place and reads no tensor values on the host. If it cannot be captured, a warning gives the reason, and
+    all calls run without a graph. An out-of-memory error is raised.
 
     Attributes:
-        graphs: number of shapes that are replayed.
+        graphs: number of captured shapes.
         failed: whether a capture failed.
     """
 
@@ -61,7 +61,7 @@ class Captured:
         return output.clone()
 
     def _run_aside(self, *inputs: Tensor) -> Tensor:
-        # On the stream of the capture: libraries must have allocated what they keep per stream before it.
+        # Runs on the stream of the capture, so that libraries allocate their per-stream memory before it.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -73,9 +73,9 @@ class Captured:
         places = tuple(x.clone() for x in inputs)
         graph = torch.cuda.CUDAGraph()
         # Graphs never run at the same time and keep nothing between two calls, so they share their memory.
-        # The outer context is for a failed capture, after which `torch.cuda.graph` leaves its stream the current one.
-        # "thread_local", as in decoding: by default an allocation of any other thread, for the next batch say, would
-        # fail the capture. The function's backward must stay in this thread.
+        # The outer context restores the stream: after a failed capture, `torch.cuda.graph` leaves its stream current.
+        # "thread_local", as in decoding: in the default mode an allocation of another thread, for example for the next
+        # batch, would fail the capture. The function's backward must stay in this thread.
         current = torch.cuda.current_stream(self._device)
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         with torch.cuda.stream(current), capture:

@@ -1,4 +1,4 @@
-"""Wall time of a run, and the part of it spent on training."""
+"""Wall time of a run, and its share spent on training."""
 
 import time
 from contextlib import contextmanager

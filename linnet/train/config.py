@@ -1,4 +1,4 @@
-"""The configuration of one training: what its result depends on, and under `run` how it is carried out."""
+"""The configuration of one training: the keys that its result depends on, and under `run` how it is executed."""
 
 import sys
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ MOVED = {
 
 
 class RunConfig(Config):
-    """How a training is carried out. None of it changes the result by more than rounding."""
+    """How a training is executed. These keys change the result by rounding at most."""
 
     device: DeviceName = Field("auto", description="`auto` uses the GPU if one is visible, else the CPU")
     compile: bool = Field(False, description="run the model through torch.compile")
@@ -46,7 +46,7 @@ class RunConfig(Config):
         "none",
         description="activations that the backward pass computes again to save memory: `none`, `selective` or `block`",
     )
-    loggers: list[LoggerName] = Field([], description="where rows go besides metrics.jsonl: `tensorboard`, `wandb`")
+    loggers: list[LoggerName] = Field([], description="loggers besides metrics.jsonl: `tensorboard`, `wandb`")
     log_every: int = Field(10, ge=1, description="steps between training rows of metrics.jsonl")
     checkpoint_every: int = Field(1000, ge=0, description="steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints that are kept")
@@ -63,21 +63,21 @@ class RunConfig(Config):
 class TrainConfig(Config):
     """One model, many steps.
 
-    Two configurations that differ only in `run`, `parallel`, `name` or in how they are written are the same training
+    Two configurations are the same training if they differ only in `run`, `parallel`, `name`, or in notation
     (`linnet.train.identity`).
     """
 
     ELSEWHERE: ClassVar = {
-        old: f"it is `run.{new}` now, and both are given; drop the top-level `{old}`" for old, new in MOVED.items()
+        old: f"it is now `run.{new}`, and both are given; drop the top-level `{old}`" for old, new in MOVED.items()
     }
 
-    objective: Literal["text"] = Field("text", description="what is optimised: `text`, the next token of a text")
+    objective: Literal["text"] = Field("text", description="the training objective: `text`, the next token of a text")
     name: str = Field("", description="label of the run folder; default: the architecture")
     plugins: list[str] = Field(
         [], description="mixers outside the package, `path/to/file.py:Class`; the layout may name them"
     )
     plugin_digests: dict[str, str] = Field(
-        {}, description="SHA-256 of each plugin file; Linnet fills it in, so that a changed file is another training"
+        {}, description="SHA-256 of each plugin file, filled in by Linnet; a changed file is another training"
     )
     data: DataConfig = Field(DataConfig(), description="the text to train on and its tokenizer")
     model: ModelConfig = Field(
@@ -89,8 +89,8 @@ class TrainConfig(Config):
     accumulation: int = Field(
         1,
         ge=1,
-        description="parts of the batch that go through the model one after another to save memory; the gradient is "
-        "that of the whole batch, each token with the same weight",
+        description="parts of the batch that the model computes one after another to save memory; the gradient is "
+        "that of the whole batch, with the same weight for each token",
     )
     steps: int | None = Field(None, ge=1, description="length of the training in steps; default: 1000")
     tokens: int | None = Field(
@@ -106,21 +106,19 @@ class TrainConfig(Config):
         131_072, ge=1, description="tokens of the held-out split that a validation scores; null: all"
     )
     curve_every: int | None = Field(
-        None, ge=1, description="steps between the points of the training curve that fits read; null: none of their own"
+        None, ge=1, description="steps between the points of the training curve that fits read; null: no such points"
     )
-    run: RunConfig = Field(
-        RunConfig(), description="how the training is carried out; no part of what identifies the run"
-    )
+    run: RunConfig = Field(RunConfig(), description="how the training is executed; not part of the run's identity")
     parallel: dict[str, Any] = Field(
-        {}, description="reserved for training over several devices, which is not here yet; leave it out"
+        {}, description="reserved for training over several devices, which is not implemented; leave it out"
     )
     guard: GuardConfig = Field(GuardConfig(), description="reaction to a loss that is not finite or that spikes")
     evaluations: list[Evaluation] = Field(
         [],
-        description="further evaluations during training and at its end; a checkpoint of the step is written before "
-        "each, if none is due",
+        description="further evaluations during training and at its end; each runs after a checkpoint of its step, "
+        "which is written if none is due",
     )
-    init_from: str | None = Field(None, description="run folder whose last weights the training starts from")
+    init_from: str | None = Field(None, description="run folder; the training starts from its last weights")
 
     @property
     def total_steps(self) -> int:
@@ -186,7 +184,7 @@ class TrainConfig(Config):
     def _parts_of_batch(cls, accumulation: int, info: ValidationInfo) -> int:
         batch_size = info.data.get("batch_size", accumulation)
         if accumulation > batch_size:
-            raise ValueError(f"{accumulation} parts of a batch of {batch_size} sequences; use at most {batch_size}")
+            raise ValueError(f"{accumulation} parts for a batch of {batch_size} sequences; use at most {batch_size}")
         return accumulation
 
     @field_validator("tokens")
@@ -200,7 +198,7 @@ class TrainConfig(Config):
     @classmethod
     def _reserved(cls, parallel: Any) -> Any:
         if parallel not in ({}, None):
-            raise ValueError("reserved: training over several devices is not here yet; leave the key out")
+            raise ValueError("reserved: training over several devices is not implemented; leave the key out")
         return {}
 
     @field_validator("evaluations")
@@ -208,14 +206,14 @@ class TrainConfig(Config):
     def _distinct_evaluations(cls, evaluations: list[Evaluation], info: ValidationInfo) -> list[Evaluation]:
         names = [label(evaluation) for evaluation in evaluations]
         twice = sorted({name for name in names if names.count(name) > 1})
-        problems = [f"{name!r} is the name of several; give each a `name` of its own" for name in twice]
+        problems = [f"{name!r} is the name of several evaluations; give each its own `name`" for name in twice]
         if "guard" in info.data and info.data["guard"].policy == "rollback" and "run" in info.data:
-            # A checkpoint that only an evaluation asks for would change what a rollback returns to, and so the result.
+            # A checkpoint that is written only for an evaluation would change the target of a rollback, and the result.
             run: RunConfig = info.data["run"]
             steps = {name: e.every or run.evaluate_every for name, e in zip(names, evaluations, strict=True)}
             problems += [
                 f"{name!r} is due every {every} steps, not a multiple of run.checkpoint_every "
-                f"({run.checkpoint_every}), which guard.policy rollback returns to; use a multiple"
+                f"({run.checkpoint_every}), to which guard.policy rollback returns; use a multiple"
                 for name, every in steps.items()
                 if every and (not run.checkpoint_every or every % run.checkpoint_every)
             ]
@@ -244,15 +242,15 @@ for _old, _new in MOVED.items():
 
 
 def moved(values: Any, warn: bool = True, prefix: str = "") -> Any:
-    """Puts top-level keys of 0.1.0 in their places under `run`.
+    """Moves top-level keys of 0.1.0 to their places under `run`.
 
     Args:
-        values: settings of a training, as a mapping; anything else is returned as it is.
+        values: settings of a training, as a mapping; other values are returned unchanged.
         warn: whether to warn about each moved key; False for the config.yaml of an old run folder.
-        prefix: where the mapping stands, for the warnings: "train." in a study.
+        prefix: path of the mapping, for the warnings: "train." in a study.
 
     Returns:
-        A new mapping. A key whose new place is taken stays where it is, and is an error when the mapping is parsed.
+        A new mapping. A key whose new place is already set stays where it is, so that parsing reports it.
     """
     if not isinstance(values, Mapping) or not isinstance(values.get("run", {}), (Mapping, RunConfig)):
         return values
@@ -277,7 +275,7 @@ def set_wins(values: Mapping, assignments: list[str]) -> dict:
 
 
 def _user_level() -> int:
-    """Stack level, seen from the caller, of the innermost frame outside Linnet and pydantic."""
+    """Returns the stack level, for the caller's warning, of the innermost frame outside Linnet and pydantic."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("linnet", "pydantic"):
         level, frame = level + 1, frame.f_back
@@ -285,12 +283,12 @@ def _user_level() -> int:
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """The configuration with the digests of its plugins filled in, as config.yaml stores it."""
+    """Returns the configuration with the digests of its plugins filled in, as config.yaml stores it."""
     return config.model_copy(update={"plugin_digests": {plugin: plugin_digest(plugin) for plugin in config.plugins}})
 
 
 def check_vocabulary(model: int, tokenizer: int) -> None:
-    """Raises ValueError if a model has fewer rows than the tokenizer has tokens. Spare rows are allowed as padding."""
+    """Raises ValueError if the model has fewer rows than the tokenizer has tokens. More rows are padding."""
     if model < tokenizer:
         raise ValueError(
             f"vocab_size {model} is below the tokenizer's {tokenizer} tokens; set model.vocab_size={tokenizer}"

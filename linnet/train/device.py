@@ -12,7 +12,7 @@ from linnet.config import ConfigError
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 # FLOP/s of dense bfloat16 matrix products with float32 sums, without sparsity, from the vendor's data sheets. The first
-# entry whose name is part of the device's name counts.
+# entry whose name is contained in the device's name is used.
 _PEAKS = (
     ("H200", 989.4e12),
     ("H100 PCIe", 756e12),
@@ -22,17 +22,17 @@ _PEAKS = (
 
 
 def choose(name: DeviceName) -> torch.device:
-    """Returns the device of a name; `auto` is the GPU if one is visible. Raises `ConfigError` for a missing GPU."""
+    """Returns the device of a name; `auto` is the GPU if one is visible. Raises `ConfigError` if the GPU is missing."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         reason = "this PyTorch has no CUDA" if torch.version.cuda is None else "no GPU is visible"
-        raise ConfigError([f"device: 'cuda' was asked for, but {reason}; use 'cpu' or 'auto'"])
+        raise ConfigError([f"device: 'cuda' was requested, but {reason}; use 'cpu' or 'auto'"])
     return torch.device(name)
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Returns the peak FLOP/s of the device (dense bfloat16), None if it is not known, as for every CPU."""
+    """Returns the peak FLOP/s of the device (dense bfloat16), None if it is unknown, as for every CPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,14 +1,14 @@
 """Trains many small models of one shape together, with stacked parameters and one batched call per step.
 
-A small model leaves most of a GPU idle and spends its time in launching kernels. An ensemble stacks the parameters of
-its members, maps forward and loss over the stack with `torch.vmap` (every op of Linnet has a rule for it), and takes
-one ordinary backward of all losses. Members share only the call: each has its own learning rate and weight decay, and
-its own data if wanted, and equals the same model trained alone, up to rounding.
+A small model leaves most of a GPU idle, because launching kernels dominates its time. An ensemble stacks the parameters
+of its members, maps forward and loss over the stack with `torch.vmap` (every op of Linnet has a vmap rule), and takes
+one ordinary backward of all losses. Members share only the call: each has its own learning rate and weight decay, can
+have its own data, and equals the same model trained alone, up to rounding.
 
-A member whose loss is no longer finite is masked: its parameters stay, the others continue.
+A member whose loss becomes non-finite is masked: its parameters stay, and the others continue.
 
-The host decides nothing in a step, learning rates and masks included, so on a GPU a step is one CUDA graph. If a layer
-has no rule for vmap (because it reads values), members run one after another, with the same results.
+The host makes no decision in a step: learning rates and masks are tensors, so a step on a GPU is one CUDA graph. If a
+layer has no vmap rule (because it reads values), members run one after another, with the same results.
 AdamW: I. Loshchilov and F. Hutter, arXiv:1711.05101; cosine to zero, no warm-up (paper 004, appendix B).
 """
 
@@ -44,7 +44,7 @@ class Score:
     Attributes:
         loss: nats per target.
         accuracy: share of targets that are predicted.
-        macro_batch: per batch the mean accuracy over classes (classes that are predicted but never a target count 0),
+        macro_batch: mean accuracy over classes per batch (classes that are predicted but never a target count 0),
             averaged over batches by their rows. The published implementation of MAD calls this accuracy.
     """
 
@@ -58,8 +58,8 @@ class Ensemble:
 
     Attributes:
         alive: bool [M] on the device, False from the first loss that was not finite.
-        vectorised: False after a layer without a rule for vmap was met.
-        compiled: False after `torch.compile` failed.
+        vectorised: False once a layer without a vmap rule was found.
+        compiled: False once `torch.compile` failed.
     """
 
     def __init__(
@@ -82,25 +82,26 @@ class Ensemble:
         """Copies the weights of the models.
 
         Args:
-            models: each gives logits when called.
-            learning_rates, weight_decays: one for each; the decay acts on every parameter outside `no_decay`.
-            steps: of the whole run, over which the learning rates go to zero.
-            precision: bfloat16 is autocast; parameters and AdamW's moments are float32 in both.
+            models: each returns logits when called.
+            learning_rates, weight_decays: one per model; the decay acts on every parameter outside `no_decay`.
+            steps: updates of the whole run, over which the learning rates go to zero.
+            precision: bfloat16 is autocast; parameters and AdamW's moments are float32 in both cases.
             compile: whether batches of the size of the first go through `torch.compile`; smaller ones never do.
-            capture: whether a step is one CUDA graph, on a GPU.
+            capture: whether a step on a GPU is one CUDA graph.
             vectorised: False runs members one after another.
-            betas: of AdamW. constant: whether learning rates are constant, instead of a cosine to zero.
+            betas: betas of AdamW. constant: True for constant learning rates instead of a cosine to zero.
             no_decay: names of the parameters of a model that are excluded from weight decay.
-            loss: gives the loss of a model, (tokens, targets) -> (sum in nats, number of targets), as `Objective.loss`
-                does; by default the model's own.
+            loss: returns the loss of a model, (tokens, targets) -> (sum in nats, number of targets), as
+                `Objective.loss` does; by default the model's own loss.
 
         Raises:
-            ValueError: no models, models of different shapes, or another number of rates or decays than of models.
+            ValueError: no models, models of different shapes, or numbers of rates or decays that differ from the
+            models'.
         """
         if not models or not len(models) == len(learning_rates) == len(weight_decays):
             raise ValueError(
                 f"ensemble: {len(models)} models, {len(learning_rates)} learning rates and {len(weight_decays)} weight "
-                "decays; give as many of each, at least one"
+                "decays; give the same number of each, at least one"
             )
         shapes = [{name: p.shape for name, p in model.named_parameters()} for model in models]
         if any(shape != shapes[0] for shape in shapes):
@@ -125,19 +126,19 @@ class Ensemble:
         self._compiled_losses, self._compiled_update = self._map_losses, _adamw
         self._batch_shape: torch.Size | None = None
         if compile:
-            torch.compiler.reset()  # PyTorch limits how often it compiles a function, earlier ensembles included
+            torch.compiler.reset()  # PyTorch limits recompilations per function, and earlier ensembles count
             self._compiled_losses, self._compiled_update = map(torch.compile, (self._map_losses, _adamw))
         capture = capture and self.device.type == "cuda"
         self._advance = Captured(self._step, self.device) if capture else self._step
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """One update of every living member on the mean loss of its batch.
+        """Makes one update of every living member on the mean loss of its batch.
 
         Args:
-            tokens, targets: int64 [B, T], the same for all, or [M, B, T].
+            tokens, targets: int64 [B, T], the same for all members, or [M, B, T].
 
         Returns:
-            The losses before the update, nats per target, [M] on the device, without waiting for them.
+            The losses before the update, nats per target, [M] on the device; the host does not wait for them.
         """
         losses = self._advance(tokens, targets)
         self.step_number += 1
@@ -168,13 +169,13 @@ class Ensemble:
         """
         own = self.state()
         if {name: x.shape for name, x in state.items()} != {name: x.shape for name, x in own.items()}:
-            raise ValueError("ensemble: the state is of other models; give one that an ensemble of the same models had")
+            raise ValueError("ensemble: the state belongs to other models; give a state of an ensemble of these models")
         for name, x in own.items():
             x.copy_(state[name])
         self.step_number = int(self._steps_made)
 
     def diverged_at(self) -> list[int | None]:
-        """Returns for each member the first step whose loss was not finite, None if it is alive. Waits."""
+        """Returns for each member the first step whose loss was not finite, or None. Waits for the device."""
         lives, last = self.alive.tolist(), self._last_step.tolist()
         return [None if living else step + 1 for living, step in zip(lives, last, strict=True)]
 
@@ -184,7 +185,7 @@ class Ensemble:
 
     @torch.no_grad()
     def score(self, tokens: Tensor, targets: Tensor, batch_size: int) -> list[Score]:
-        """Returns loss and accuracies of each member on a split: int64 [N, T] for all, or [M, N, T]."""
+        """Returns loss and accuracies of each member on a split: int64 [N, T] for all members, or [M, N, T]."""
         rows = tokens.shape[-2]
         nll = torch.zeros(self.size, dtype=torch.float64, device=self.device)
         right, asked, macro = torch.zeros_like(nll), torch.zeros_like(nll), torch.zeros_like(nll)
@@ -205,21 +206,21 @@ class Ensemble:
         return [Score(*row) for row in table]
 
     def _take_weights(self, models: Sequence[nn.Module], loss: Callable[[nn.Module], Loss]) -> None:
-        """Lays out the parameters of each member in one row of a tensor, as AdamW and checkpoints see them."""
+        """Copies the parameters of each member into one row of a tensor, the layout of AdamW and checkpoints."""
         parameters, buffers = stack_module_state([_Call(model, loss) for model in models])
         self._widths = [p[0].numel() for p in parameters.values()]
         self._values = torch.cat([p.detach().flatten(1) for p in parameters.values()], 1).to(self.device)
         self._first, self._second = torch.zeros_like(self._values), torch.zeros_like(self._values)
         parts = zip(parameters.items(), self._values.split(self._widths, 1), strict=True)
         self._parameters = {name: x.view(p.shape).detach().requires_grad_() for (name, p), x in parts}
-        # What is the same in all members stays one tensor, so that ops may treat it as one.
+        # Tensors that are equal in all members stay one tensor, so that ops may treat them as shared.
         self._shared = {name: b[0].to(self.device) for name, b in buffers.items() if bool((b == b[:1]).all())}
         self._buffers = {name: b.to(self.device) for name, b in buffers.items() if name not in self._shared}
         template = copy.deepcopy(models[0])
         if self.device.type == "cuda":
-            multiply(template, biases=not self.compiled)  # a compiler adds a bias to what comes after it
+            multiply(template, biases=not self.compiled)  # a compiler fuses the bias into the following operation
         self._call = _Call(template, loss).to(self.device)
-        # Dropout: each member brings the seed of its own masks, and `_step` writes the number of the step beside it.
+        # Dropout: each member has the seed of its own masks, and `_step` writes the number of the step next to it.
         if (place := dropout.place_of(template)) is not None:
             place.given = True
         places = {**self._shared, **self._buffers}.items()
@@ -238,7 +239,7 @@ class Ensemble:
             self.alive &= losses.isfinite()
             torch.where(self.alive, self._steps_made.long(), self._last_step, out=self._last_step)
             moves = self.alive[:, None]
-            if any(gradient is None for gradient in gradients):  # as AdamW: no gradient, no update
+            if any(gradient is None for gradient in gradients):  # as in AdamW: no gradient, no update
                 if self._used is None:
                     self._used = self._spread([gradient is not None for gradient in gradients])
                 moves = moves & self._used
@@ -254,13 +255,13 @@ class Ensemble:
         return losses
 
     def _compiled_or(self, compiled: Callable, plain: Callable, *arguments):
-        """Calls the compiled function; from its first failure on, the plain one."""
+        """Calls the compiled function; after its first failure, calls the plain one."""
         if self.compiled:
             try:
                 return compiled(*arguments)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # of Dynamo, of Inductor, of Triton
+            except Exception as error:  # Dynamo, Inductor and Triton raise different classes
                 reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
                 warnings.warn(f"torch.compile failed, so the models run without it: {reason}", stacklevel=5)
                 self.compiled = False
@@ -280,7 +281,7 @@ class Ensemble:
 
     def _gradients(self, losses: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         leaves, told = list(self._parameters.values()), losses if losses.ndim == 1 else losses[:, 0]
-        # In this thread: a capture records only its own thread, and a change of threads takes time.
+        # Stay in this thread: a capture records only its own thread, and switching threads takes time.
         with torch.autograd.set_multithreading_enabled(False):
             return told.detach(), torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
 
@@ -291,7 +292,7 @@ class Ensemble:
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if self._autocast else contextlib.nullcontext()
 
     def _run(self, function: Callable[[], Tensor]) -> Tensor:
-        """Calls under autocast. If a layer has no rule for vmap, calls again without vmap, now and from then on."""
+        """Calls under autocast. If a layer has no vmap rule, calls again without vmap, and so do all later calls."""
         with self._context():
             if not self.vectorised:
                 return function()
@@ -303,7 +304,7 @@ class Ensemble:
                 if "vmap" not in str(error) and "functorch" not in str(error):
                     raise
                 reason = str(error).strip().splitlines()[0]
-                warnings.warn(f"a layer has no rule for vmap, so members run one by one: {reason}", stacklevel=4)
+                warnings.warn(f"a layer has no vmap rule, so members run one after another: {reason}", stacklevel=4)
                 self.vectorised = False
                 return function()
 
@@ -350,7 +351,7 @@ def _adamw(
 
 
 class _Call(nn.Module):
-    """A model as one call: the loss if targets are given, else logits."""
+    """A model as one call: returns the loss if targets are given, else logits."""
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Loss]):
         super().__init__()
@@ -364,7 +365,7 @@ class _Call(nn.Module):
 
 
 def _mean_loss(call: Callable, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean loss, or [2] where layers add auxiliary losses: the mean loss and their sum."""
+    """Returns the mean loss; [2] if layers add auxiliary losses: the mean loss and the sum of auxiliary losses."""
     total, count, *auxiliary = call(tokens, targets)
     return torch.stack([total / count, *auxiliary]) if auxiliary else total / count
 

@@ -1,9 +1,9 @@
 """Evaluations while a model trains: cheap suites on held-out data every few steps, in the record of the run.
 
-An evaluation runs after the checkpoint of its step is on the disk, so that it cannot cost finished training. It gets a
-copy of the weights and its own random numbers, so that a run with evaluations has the losses and weights of a run
-without, bit for bit. Texts, prompts and tasks are read and checked before the first step; an evaluation that fails
-later is recorded as an event, and training continues. The kinds are in suites.py.
+An evaluation runs after the checkpoint of its step is written, so a crash in it loses no training. It gets a copy of
+the weights and its own random numbers, so that a run has the same losses and weights with and without evaluations, bit
+for bit. Texts, prompts and tasks are read and checked before the first step; an evaluation that fails later is recorded
+as an event, and training continues. The kinds are in suites.py.
 """
 
 import contextlib
@@ -20,16 +20,16 @@ from linnet.train.suites import Evaluation, Measure, Subject, label
 
 
 class Evaluations:
-    """The evaluations of one run, with everything that they need in memory."""
+    """The evaluations of one run, with all of their data in memory."""
 
     def __init__(self, configs: Sequence[Evaluation], subject: Subject, validate_every: int):
         """Reads texts, prompts and tasks.
 
         Args:
-            validate_every: steps between validations; evaluations without `every` come with them. 0: only at the end.
+            validate_every: steps between validations; evaluations without `every` run with them. 0: only at the end.
 
         Raises:
-            ConfigError: all problems of what the configurations name.
+            ConfigError: lists all problems with files, prompts and tasks that the configurations name.
         """
         self._subject = subject
         self._every = {label(config): config.every or validate_every for config in configs}
@@ -54,11 +54,11 @@ class Evaluations:
             `evaluation` and `kind`, and either the fields of `Found`, or an `event` with the `error`.
         """
         row = {"evaluation": name, "kind": self._kinds[name]}
-        with collected():  # the copy may be part of a cycle, which would keep its memory from training
+        with collected():  # a reference cycle may contain the copy and would keep its memory
             try:
                 with undisturbed(self._subject.device):
                     found = self._measures[name](self._copy(weights))
-            except Exception as error:  # no failure of an evaluation may end a training
+            except Exception as error:  # a failing evaluation must not end the training
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 lines = [line.strip() for line in lines if line.strip()]
                 return row | {
@@ -73,7 +73,7 @@ class Evaluations:
 
 
 def check_evaluations(configs: Sequence[Evaluation], seq_len: int, sources: Sequence[str] | str) -> None:
-    """Raises ConfigError for all problems of evaluations that show without a tokenizer.
+    """Raises ConfigError for all problems of evaluations that can be found without a tokenizer.
 
     Args:
         seq_len, sources: as in `Subject`.
@@ -94,7 +94,7 @@ def _each(configs: Sequence[Evaluation], do: Callable[[Evaluation], None]) -> No
 
 @contextlib.contextmanager
 def collected() -> Iterator[None]:
-    """Collects the cycles that the block leaves; older objects are excluded, which saves a fraction of a second."""
+    """Collects the reference cycles that the block leaves; skips older objects, which saves a fraction of a second."""
     gc.freeze()
     try:
         yield
@@ -118,7 +118,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 def rows_kept(rows: Sequence[dict], checkpointed: int, step: int) -> int:
     """Returns how many rows of a record a run keeps when it resumes from the checkpoint of `step`.
 
-    These are the `checkpointed` rows that were there when it was written, and the evaluations of that step after them.
+    These are the `checkpointed` rows, which precede the checkpoint, and the evaluations of that step after them.
     """
     kept = checkpointed
     while kept < len(rows) and "evaluation" in rows[kept] and rows[kept]["step"] == step:

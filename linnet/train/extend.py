@@ -1,7 +1,7 @@
-"""Extending a run: training goes on in the same folder to more steps than it was made for.
+"""Extending a run: continues the training in the same folder to more steps than it was created for.
 
-The result is that of a training with more steps from the start only if the learning rate of the steps so far does not
-depend on the number of steps: under constant and inverse_sqrt, and under wsd before its decay begins.
+The result equals that of a longer training from the start only if the learning rate of the steps so far does not depend
+on the number of steps: under constant and inverse_sqrt, and under wsd before its decay begins.
 """
 
 from pathlib import Path
@@ -23,28 +23,28 @@ def extend(
     run: dict | None = None,
     progress: Progress | None = None,
 ) -> RunFolder:
-    """Trains a run, done or not, on to more steps, in its folder. A result that is there stays as result-<steps>.json.
+    """Continues a finished or unfinished run in its folder. An existing result is kept as result-<steps>.json.
 
     Args:
         path: the run folder.
         cache: folder of prepared data.
-        steps, tokens: the new length of the whole training, one of the two.
+        steps, tokens: the new length of the whole training; give one of the two.
         run: keys of `run` to change.
-        progress: as for `train`.
+        progress: as in `train`.
 
     Raises:
-        ConfigError: the schedule, the length or the run's state forbids it; or as `train` raises it.
+        ConfigError: the schedule, the length or the state of the run forbids it; or an error of `train`.
     """
     folder = RunFolder.open(path)
     old = read_config(folder)
     new = extended(folder, old, steps, tokens, run or {})
     contents = contents_of(new, cache)
     if contents is None:
-        problems = ["data.source, data.tokenizer or init_from cannot be read, so the run cannot go on; put them back"]
+        problems = ["data.source, data.tokenizer or init_from cannot be read, so the run cannot continue; restore them"]
         raise ConfigError(problems, f"--extend {path}")
     with folder.lock():
         before = [*folder.extended, {"digest": folder.digest or folder.path.name[-12:], "steps": old.total_steps}]
-        folder.reopen()  # first, so that a kill in between leaves a run that the old command finishes again
+        folder.reopen()  # first, so that after a kill the command that created the run can finish it
         folder.write_config(resolve(new).model_dump(mode="json"), digest_of(new, contents), before)
     return train(new, folder.path.parent, cache, progress)
 
@@ -52,12 +52,12 @@ def extend(
 def extended(
     folder: RunFolder, old: TrainConfig, steps: int | None, tokens: int | None, run: dict | None = None
 ) -> TrainConfig:
-    """The configuration of an extended run. Raises ConfigError if the run cannot be extended to this length."""
+    """Returns the configuration of an extended run. Raises ConfigError if the run cannot have this length."""
     where, before, schedule = f"--extend {folder.path}", old.total_steps, old.schedule
     if (steps is None) == (tokens is None):
         raise ConfigError(["give the new length of the whole training: --set steps=N, or --set tokens=N"], where)
     values = old.model_dump(mode="json") | {"steps": steps, "tokens": tokens}
-    warmup = length(schedule.warmup, before)  # a share would grow with the steps
+    warmup = length(schedule.warmup, before)  # a warm-up given as a share would grow with the number of steps
     values["schedule"]["warmup"] = float(warmup)
     values["run"] |= run or {}
     new = parse(TrainConfig, values, where)
@@ -74,7 +74,7 @@ def extended(
         problems.append(f"the run ended as {folder.result()['status']}; only a run that did not can be extended")
     at = checkpoint.step_of(folder.checkpoints()[-1]) if folder.checkpoints() else 0
     if folder.done and not at:
-        problems.append("the run has no checkpoint left to go on from; train anew")
+        problems.append("the run has no checkpoint to continue from; train anew")
     if schedule.name == "wsd" and at > (start := decay_start(schedule, before)):
         problems.append(
             f"schedule.name: the decay of wsd began at step {start}, and the last checkpoint is of step {at}; wsd can "

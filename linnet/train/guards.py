@@ -1,4 +1,4 @@
-"""Guards: detects a loss that is not finite or that spikes, and decides what to do about it."""
+"""Guards: detect a loss that is not finite or that spikes, and decide how to react."""
 
 import math
 from collections import deque
@@ -11,17 +11,17 @@ from linnet.config import Config
 
 
 class GuardConfig(Config):
-    """Which batches are bad, and what happens then.
+    """Which batches count as bad, and the reaction to them.
 
     Attributes:
-        policy: `stop` ends the run with status `diverged`; `skip` leaves the update of the batch out; `rollback` goes
-            back to the last checkpoint and leaves the offending batches out from then on.
+        policy: `stop` ends the run with status `diverged`; `skip` omits the update of the batch; `rollback` returns
+            to the last checkpoint and omits the offending batches from then on.
         spike: a loss above `spike` times the running median of the last `window` losses is a spike; null: only a loss
             or a gradient that is not finite is bad.
         margin: a spike is also at least this many nats above the median, since a loss near zero may double harmlessly.
-        window: losses in the running median; spikes are detected once half of them are there.
-        skip_batches: batches that a rollback leaves out: the offending one and those right before it, because the
-            update that broke the weights is often the one before the loss that shows it.
+        window: losses in the running median; detection of spikes starts after half of them.
+        skip_batches: batches that a rollback omits: the offending one and those right before it, because the update
+            that broke the weights is often the one before the loss that shows it.
         limit: after this many rollbacks, or skipped batches in a row, the run stops as `diverged`.
     """
 
@@ -35,7 +35,7 @@ class GuardConfig(Config):
 
 @dataclass(frozen=True)
 class Trouble:
-    """One bad batch: what was seen, its position in the data, and the action that follows."""
+    """One bad batch: its loss and gradient norm, its position in the data, and the action that follows."""
 
     kind: Literal["non-finite", "spike"]
     action: Literal["stop", "skip", "rollback"]
@@ -46,10 +46,10 @@ class Trouble:
 
 
 class Guard:
-    """Watches losses in order. Its state is plain values, which a checkpoint stores as JSON.
+    """Watches losses in order. Its state consists of plain values, which a checkpoint stores as JSON.
 
     Attributes:
-        skipped: positions in the data order that are left out.
+        skipped: positions in the data order that are omitted.
         events: rollbacks so far, or batches skipped in a row.
     """
 
@@ -82,7 +82,7 @@ class Guard:
         return Trouble(kind, action, position, loss, grad_norm, median)
 
     def leave_out(self, trouble: Trouble, since: int) -> list[int]:
-        """Marks the positions to leave out after a rollback to data position `since`, and returns them."""
+        """Marks the positions to omit after a rollback to data position `since`, and returns them."""
         first = max(since, trouble.position - self.config.skip_batches + 1)
         positions = [p for p in range(first, trouble.position + 1) if p not in self.skipped]
         self.skipped.update(positions)
@@ -92,7 +92,7 @@ class Guard:
         return {"skipped": sorted(self.skipped), "events": self.events, "losses": list(self._losses)}
 
     def load(self, state: dict, rollback: bool = False) -> None:
-        """Restores a saved state. A rollback keeps the positions to leave out and the events since then."""
+        """Restores a saved state. A rollback keeps the omitted positions and the events since that state."""
         self._losses = deque(state["losses"], maxlen=self.config.window)
         if not rollback:
             self.skipped, self.events = set(state["skipped"]), state["events"]

@@ -1,11 +1,11 @@
-"""What makes two configurations the same training, and the folder that this training has.
+"""Decides which configurations are the same training, and finds the run folder of a training.
 
-A run's digest covers every key that its result depends on, with defaults left out, so that a key that a release adds
-renames no run. A model counts by its blocks, not by how its layout is written. Text, tokenizers, plugins and
-`init_from` count by their content, not by their path. Left out are `run` and `parallel`, which say how a training is
-carried out, and the labels `name` and `architecture`.
+A run's digest covers every key that its result depends on and omits keys at their default, so that a key of a new
+release renames no run. A model counts by its blocks, not by the notation of its layout. Text, tokenizers, plugins and
+`init_from` count by their content, not by their path. Excluded are `run` and `parallel`, which describe the execution,
+and the labels `name` and `architecture`.
 
-A default must not change without a new `FORMAT`: it would give another meaning to digests that leave it out.
+A default must not change without a new `FORMAT`: existing digests omit the key and would then mean another value.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ from linnet.train.objectives import find_objective
 LABELS = ("name", "architecture")
 CARRIED_OUT = ("run", "parallel", "evaluations.every")
 BY_CONTENT = ("data.source", "data.validation", "data.tokenizer.path", "plugins", "plugin_digests", "init_from")
-ROLLBACK = ("checkpoint_every", "keep_checkpoints")  # of `run`: what guard.policy rollback returns to
-ROLLBACK_GPU = ("log_every", "evaluate_every")  # of `run`: when a GPU's losses are read, and so a bad one is found
+ROLLBACK = ("checkpoint_every", "keep_checkpoints")  # of `run`: they select the target of guard.policy rollback
+ROLLBACK_GPU = ("log_every", "evaluate_every")  # of `run`: a GPU's losses are read, and bad ones found, at these steps
 
 DROPPED: dict[str, str] = {}
 """Keys of trainings, with dots, that a release dropped -> that release."""
@@ -42,11 +42,11 @@ DROPPED: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class Place:
-    """The folder of a training, there or yet to be made.
+    """The run folder of a training, which may not exist yet.
 
     Attributes:
-        digest: of the training, in the present format.
-        old: whether 0.1.0 made the folder. It keeps its name and config.yaml.
+        digest: digest of the training, in the current format.
+        old: whether 0.1.0 created the folder. Such a folder keeps its name and config.yaml.
     """
 
     folder: RunFolder
@@ -54,21 +54,21 @@ class Place:
     old: bool = False
 
     def make(self, config: TrainConfig) -> RunFolder:
-        """Makes the folder with its config.yaml, unless it is there."""
+        """Creates the folder with its config.yaml, unless it exists."""
         if not self.folder.exists:
             self.folder.write_config(resolve(config).model_dump(mode="json"), self.digest)
         return self.folder
 
 
 def find(config: TrainConfig, root: str | Path, contents: dict[str, str] | None) -> Place:
-    """Returns the folder of a training under `root`: the one that is there, or the one to make.
+    """Returns the folder of a training under `root`: the existing one, or the one to create.
 
     Args:
-        contents: what `contents_of` returns. Without it, a folder is also found by the paths that it names.
+        contents: result of `contents_of`. Without it, a folder is also found by the paths that it names.
 
     Raises:
         ConfigError: the folder's config.yaml was edited, or the run was extended beyond this length; or a folder of
-            0.1.0 holds this training with a key that no longer exists.
+            0.1.0 contains this training with a key that no longer exists.
     """
     key = digest_of(config, contents)
     named = RunFolder(Path(root) / name_of(config, contents))
@@ -86,7 +86,7 @@ def find(config: TrainConfig, root: str | Path, contents: dict[str, str] | None)
     for folder in RunFolder.all(root):
         stated = folder.digest
         if stated == key and folder.config.get("architecture") == config.architecture:
-            return Place(folder, key)  # under another label, or extended to this length
+            return Place(folder, key)  # found under another label, or extended to this length
         if stated is None or contents is None:
             wanted = wanted or settings(config)
             if _holds(folder, config, wanted):
@@ -95,28 +95,28 @@ def find(config: TrainConfig, root: str | Path, contents: dict[str, str] | None)
 
 
 def name_of(config: TrainConfig, contents: dict[str, str] | None) -> str:
-    """The name that the folder of a training gets: `<name or architecture>-<digest>`."""
+    """Returns the folder name of a training: `<name or architecture>-<digest>`."""
     labels = {"name": config.name, "architecture": config.architecture}
     return RunFolder.name(labels, digest_of(config, contents))
 
 
 def run_folder(config: TrainConfig, root: str | Path, cache: str | Path | None = None) -> RunFolder:
-    """Returns the folder of a training under `root`, made with its config.yaml if it is not there."""
+    """Returns the folder of a training under `root`; creates it with its config.yaml if it is missing."""
     return find(config, root, contents_of(config, cache)).make(config)
 
 
 def digest_of(config: TrainConfig, contents: dict[str, str] | None) -> str:
-    """The digest of a training: 12 hexadecimal digits.
+    """Returns the digest of a training: 12 hexadecimal digits.
 
     Args:
-        contents: what `contents_of` returns; None puts the paths of the files in its place.
+        contents: result of `contents_of`; None uses the paths of the files instead.
     """
     by = {"names": _names(config)} if contents is None else {"content": contents}
     return digest({"format": FORMAT, "settings": settings(config), **by})
 
 
 def contents_of(config: TrainConfig, cache: str | Path | None = None) -> dict[str, str] | None:
-    """Digests of the content of the files that a training reads; None if some of it cannot be read.
+    """Returns digests of the content of the files that a training reads; None if one of them cannot be read.
 
     Args:
         cache: folder of prepared data, which remembers the digests of large files.
@@ -134,10 +134,10 @@ def contents_of(config: TrainConfig, cache: str | Path | None = None) -> dict[st
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """The keys that the result depends on, besides those that count by content. Defaults are left out."""
+    """Returns the keys that the result depends on, except those that count by content. Defaults are omitted."""
     left_out = {key for key in (*LABELS, *CARRIED_OUT, *BY_CONTENT, "steps", "tokens") if "." not in key}
     found = config.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
-    found["steps"] = config.total_steps  # `tokens` is another way to say it
+    found["steps"] = config.total_steps  # `tokens` is another notation of the same length
     data = found.setdefault("data", {})
     for name in ("source", "validation"):
         data.pop(name, None)
@@ -152,7 +152,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
         found["plugins"] = [[plugin.rpartition(":")[2], digests[plugin]] for plugin in config.plugins]
     if config.guard.policy == "rollback":
         names = list(ROLLBACK)
-        with contextlib.suppress(ConfigError):  # a GPU that is not there is reported before training
+        with contextlib.suppress(ConfigError):  # a missing GPU is reported before training
             if devices.choose(config.run.device).type == "cuda":
                 names += ROLLBACK_GPU
         found["rollback"] = {name: getattr(config.run, name) for name in names}
@@ -160,7 +160,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def _model(config: TrainConfig) -> dict[str, Any]:
-    """The model without defaults. Layers count by block, however layout, aliases and options write them."""
+    """Returns the model without defaults. Layers count by block, in any notation of layout, aliases and options."""
     model, stack = config.model, config.model.stack
 
     def block(spec: LayerSpec) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _model(config: TrainConfig) -> dict[str, Any]:
 
 
 def kinds() -> dict[str, list[str]]:
-    """Every key of a training, with dots, by its kind: the table of docs/training.md."""
+    """Returns every key of a training, with dots, by its kind: the table of docs/training.md."""
     found: dict[str, list[str]] = {
         kind: [] for kind in ("identity", "identity, by content", "run", "run; identity with rollback", "label")
     }
@@ -198,7 +198,7 @@ def kinds() -> dict[str, list[str]]:
 
 
 def _keys(cls: type[BaseModel]) -> list[str]:
-    """The keys of a configuration and of those inside it, each once."""
+    """Returns the keys of a configuration and of nested configurations, each once."""
     found: dict[str, None] = {}
     for name, field in cls.model_fields.items():
         inside = [f"{name}.{key}" for part in _configs(field.annotation) for key in _keys(part)]
@@ -213,17 +213,17 @@ def _configs(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _names(config: TrainConfig) -> dict[str, Any]:
-    """The paths of the files that a training reads."""
+    """Returns the paths of the files that a training reads."""
     data = config.data.model_dump(mode="json")
     found = {"source": data["source"], "validation": data["validation"], "init_from": config.init_from}
     return found | {"tokenizer": data["tokenizer"].get("path")}
 
 
 def read_config(folder: RunFolder) -> TrainConfig:
-    """The configuration of a run folder of any format.
+    """Returns the configuration of a run folder of any format.
 
     Raises:
-        ConfigError: a key no longer exists, a plugin changed, or a value is refused; the message names it.
+        ConfigError: a key no longer exists, a plugin changed, or a value is invalid; the message names it.
     """
     values = _present(folder.config)
     try:
@@ -236,7 +236,7 @@ def read_config(folder: RunFolder) -> TrainConfig:
 
 
 def _present(values: Mapping[str, Any]) -> dict:
-    """The settings of a folder of any format with today's keys, without a warning."""
+    """Returns the settings of a folder of any format with today's keys, without a warning."""
     values = moved(values, warn=False)
     model = values.get("model")
     return {**values, "model": upgrade(model)} if isinstance(model, Mapping) else values
@@ -253,15 +253,15 @@ def _check_unedited(folder: RunFolder, config: TrainConfig) -> None:
 
 
 def _holds(folder: RunFolder, config: TrainConfig, wanted: dict) -> bool:
-    """Whether a folder holds a training, judged by its keys and paths.
+    """Returns whether a folder contains a training, judged by its keys and paths.
 
     Raises:
-        ConfigError: it does but for keys that no longer exist.
+        ConfigError: the folder contains the training, but some of its keys no longer exist.
     """
     file = folder.path / "config.yaml"
     state = file.stat()
     values = copy.deepcopy(_read(folder.path, state.st_size, state.st_mtime_ns))
-    cheap = ("seed", "seq_len", "batch_size", "architecture")  # of many runs of a study, few agree in these
+    cheap = ("seed", "seq_len", "batch_size", "architecture")  # compared first: few runs of a study agree in these
     if not isinstance(values, dict) or any(values.get(name) != getattr(config, name) for name in cheap):
         return False
     values, unknown = _known(values)
@@ -279,7 +279,7 @@ def _holds(folder: RunFolder, config: TrainConfig, wanted: dict) -> bool:
 def _same(folder: RunFolder, stored: TrainConfig, config: TrainConfig, wanted: dict) -> bool:
     own = settings(stored)
     if folder.digest is None and config.curve_every is not None:
-        # 0.1.0 recorded the curve that fits read in the rows of log_every.
+        # 0.1.0 recorded the training curve for fits in the rows of log_every.
         own["curve_every"] = stored.run.log_every
     return own == wanted
 
@@ -292,7 +292,7 @@ def _read(path: Path, size: int, modified: int) -> dict | None:
 
 
 def _known(values: Mapping[str, Any]) -> tuple[dict, list[tuple]]:
-    """Values without the keys that no longer exist, and these."""
+    """Returns the values without the keys that no longer exist, and these keys."""
     values = _present(values)
     try:
         TrainConfig.model_validate(values)
@@ -314,16 +314,16 @@ def _dropped(folder: RunFolder, unknown: list[tuple]) -> list[str]:
         key = ".".join(str(part) for part in place)
         when = f"dropped in {DROPPED[key]}" if key in DROPPED else f"unknown to Linnet {linnet.__version__}"
         problems.append(
-            f"{folder.path}/config.yaml: {key}: {when}, so this run cannot go on; continue it with the release that "
+            f"{folder.path}/config.yaml: {key}: {when}, so this run cannot continue; continue it with the release that "
             "made it, or train anew in another folder of runs (--out)"
         )
     return problems
 
 
 def as_begun(place: Place, config: TrainConfig) -> TrainConfig:
-    """The configuration with which a run continues in its folder.
+    """Returns the configuration with which a run continues in its folder.
 
-    In a folder of 0.1.0 the curve that fits read stays in the rows of `log_every`, which therefore cannot change.
+    In a folder of 0.1.0 the training curve for fits is in the rows of `log_every`, so this key cannot change.
     """
     if not place.old or config.curve_every is None:
         return config

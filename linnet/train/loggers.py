@@ -1,4 +1,4 @@
-"""Loggers: further views of the rows of metrics.jsonl. Each package is imported only if its logger is asked for."""
+"""Loggers: other destinations for the rows of metrics.jsonl. A logger's package is imported only if it is used."""
 
 from pathlib import Path
 from typing import Literal
@@ -27,7 +27,7 @@ class TensorBoard:
     def __init__(self, folder: Path, config: dict, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # After a kill some steps are trained again; purge_step hides the points that they wrote before.
+        # After a kill some steps run again; purge_step hides their earlier points.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
     def write(self, row: dict) -> None:
@@ -59,7 +59,7 @@ class Wandb:
 
 
 def _numbers(row: dict) -> dict[str, float]:
-    if "evaluation" in row:  # its tokens, FLOPs and seconds are not those of training
+    if "evaluation" in row:  # its tokens, FLOPs and seconds do not belong to training
         row = {f"{row['evaluation']}/{name}": value for name, value in row.get("metrics", {}).items()}
     return {k: v for k, v in row.items() if k != "step" and isinstance(v, (int, float)) and not isinstance(v, bool)}
 

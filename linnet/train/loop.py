@@ -1,6 +1,6 @@
 """Trains from a configuration to a finished run folder.
 
-The record is metrics.jsonl; terminal, TensorBoard and Weights & Biases are views of its rows. The same call resumes a
+The record is metrics.jsonl; the terminal, TensorBoard and Weights & Biases show its rows. The same call resumes a
 killed run: it loads the last good checkpoint, drops the rows after it, and continues with the batches, random numbers
 and optimizer state of an uninterrupted run. On the CPU every later loss is the same, bit for bit.
 """
@@ -45,9 +45,9 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
             "done", "total"} (tokens) while held-out data are scored.
 
     Raises:
-        ConfigError: all that is not as it must be of what the configuration names; nothing was trained, no folder made.
-        CheckpointError: the disk is full, and the checkpoint before is whole; or all checkpoints of a run that was
-            stopped are damaged.
+        ConfigError: lists all problems with what the configuration names; nothing was trained, no folder was created.
+        CheckpointError: the disk is full, and the previous checkpoint is intact; or all checkpoints of a stopped run
+            are damaged.
         LockedError: another process trains this run.
         KeyboardInterrupt: after Ctrl-C, with a checkpoint written.
     """
@@ -57,32 +57,32 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
     if folder.done:
         return folder
     if reason := unwritable(folder.path):
-        problems.append(f"{folder.path}: {reason}; name another folder for runs")
+        problems.append(f"{folder.path}: {reason}; choose another folder for runs")
     with gather(problems):
         found = preflight(config, cache, progress)
     if problems:
         raise ConfigError(problems, "train")
     device = found.device
     with place.make(config).lock():
-        if folder.done:  # by the process that held the lock until now
+        if folder.done:  # the process that held the lock before has finished it
             return folder
         folder.write_error(None)
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 Run(config, folder, place.digest, found, progress).run()
         except Exception as error:
-            with suppress(OSError):  # a full disk must not hide the error
+            with suppress(OSError):  # a full disk must not replace the original error
                 folder.write_error(f"{error}\n" if isinstance(error, ConfigError) else traceback.format_exc())
             raise
     return folder
 
 
 def none_good(folder: RunFolder) -> str:
-    """What to do about a run that has checkpoints, all of them damaged."""
+    """Returns the message for a run whose checkpoints are all damaged."""
     names = ", ".join(path.name for path in folder.checkpoints())
     return (
-        f"{folder.checkpoint_folder}: no checkpoint is good ({names}), so this run cannot go on; put a good copy of "
-        "one there, or move them away or delete them to start anew from step 0"
+        f"{folder.checkpoint_folder}: no checkpoint is good ({names}), so this run cannot continue; copy a good one "
+        "there, or move them away or delete them to start anew from step 0"
     )
 
 
@@ -94,7 +94,7 @@ class Run:
     ):
         """
         Args:
-            digest: of the training, as `linnet.train.identity` takes it.
+            digest: digest of the training, as `linnet.train.identity` computes it.
         """
         self.config, self.folder, self.digest, self.progress = config, folder, digest, progress
         self.device, self.objective = found.device, found.objective
@@ -105,7 +105,7 @@ class Run:
         self.clock = Clock()
         self.row_step = 0  # step of the last training row
         self.saved_step = -1
-        self.evaluated: set[str] = set()  # names of the evaluations of this step that the record has
+        self.evaluated: set[str] = set()  # names of the evaluations of this step that are in the record
         self.returned_to: Path | None = None
 
     def run(self) -> None:
@@ -115,7 +115,7 @@ class Run:
             stack.callback(self.record.close)
             for logger in self.loggers:
                 stack.callback(logger.close)
-            with graceful_stop() as stop:  # only here: elsewhere nothing is lost by stopping at once
+            with graceful_stop() as stop:  # only here: at other times an immediate stop loses nothing
                 status = self.loop(stop)
                 if status == "done":
                     self.finish_evaluations(stop)
@@ -123,13 +123,13 @@ class Run:
 
     def start(self) -> None:
         """Loads the last good checkpoint, or starts at step 0 if there are no checkpoints."""
-        torch.manual_seed(self.config.seed)  # not before: how often set-up draws depends on what is cached
+        torch.manual_seed(self.config.seed)  # only now: the number of draws before depends on what is cached
         self.folder.clean()
         for name, text in self.objective.files().items():
             if not (self.folder.path / name).is_file():
                 write_atomic(self.folder.path / name, text)
         path, tensors, meta, problems = checkpoint.latest_good(self.folder.checkpoint_folder)
-        if problems and path is None:  # what is left may be months of work, and a run from step 0 would write over it
+        if problems and path is None:  # a run from step 0 would overwrite the rest, which may be months of work
             raise checkpoint.CheckpointError([*problems, none_good(self.folder)])
         checkpoint.set_aside_after(self.folder.checkpoint_folder, path)
         if path is not None:
@@ -152,7 +152,7 @@ class Run:
             self.progress(event)
         if problems:
             if self.progress is None:
-                told = f"damaged checkpoints set aside as *.bad: {'; '.join(problems)}; going on from {path}"
+                told = f"damaged checkpoints set aside as *.bad: {'; '.join(problems)}; continuing from {path}"
                 warnings.warn(told, stacklevel=5)
             self.write({"event": "damaged_checkpoint", "step": self.session.step, "problems": problems})
         if path is not None:
@@ -162,7 +162,7 @@ class Run:
         """Records what changed since the checkpoint that the run continues from: its length, its device.
 
         Args:
-            rows: those of the record that stay.
+            rows: rows of the record that stay.
         """
         step, now = self.session.step, devices.execution(self.device, self.config.run.compile)
         noted = {row["from_digest"] for row in rows if row.get("event") == "extended"}
@@ -180,10 +180,10 @@ class Run:
         """Makes all steps. Returns "done" or "diverged"."""
         config, run, session = self.config, self.config.run, self.session
         if config.guard.policy == "rollback" and session.step == 0:
-            self.save()  # something to go back to
+            self.save()  # the target of an early rollback
         self.clock.start()
         if session.step < self.steps:
-            self.make_evaluations(stop)  # those of this step that a kill cut off
+            self.make_evaluations(stop)  # evaluations of this step that a kill interrupted
         while session.step < self.steps:
             after = session.step + 1
             log = after % run.log_every == 0 or after == self.steps
@@ -231,7 +231,7 @@ class Run:
         return trouble.action != "stop"
 
     def roll_back(self, trouble: Trouble) -> dict:
-        """Returns to the last checkpoint, or to the one before it if that one led to trouble again."""
+        """Returns to the last checkpoint, or to the one before it if the last one led to trouble again."""
         folder = self.folder.checkpoint_folder
         path, tensors, meta, _ = checkpoint.latest_good(folder)
         if path == self.returned_to and len(self.folder.checkpoints()) > 1:
@@ -248,7 +248,7 @@ class Run:
         return {"to_step": self.session.step, "left_out": left_out}
 
     def finish_evaluations(self, stop: Stop) -> None:
-        """Makes the evaluations of the last step, after its checkpoint is written."""
+        """Runs the evaluations of the last step, after its checkpoint is written."""
         if self.saved_step != self.session.step:
             self.save()
         self.make_evaluations(stop)
@@ -256,7 +256,7 @@ class Run:
             stop.end()
 
     def finish(self, status: str) -> None:
-        """Validates once more and writes the result. After a kill in between, nothing is lost or written twice."""
+        """Validates once more and writes the result. A kill during this call loses nothing and writes nothing twice."""
         validation = self.evaluate() if status == "done" else {}
         rows = [row for row in self.folder.metrics() if "loss" in row and "event" not in row]
         costs, step, units = self.objective.costs, self.session.step, self.objective.units
@@ -282,12 +282,12 @@ class Run:
         )
 
     def place(self) -> dict:
-        """Returns how far the training is: units of data and FLOPs."""
+        """Returns the progress of the training: units of data and FLOPs."""
         step, costs = self.session.step, self.objective.costs
         return {self.objective.units: step * costs.units, "flops": step * costs.flops}
 
     def curve_point(self) -> dict:
-        """Returns the mean loss since the last point of the curve that fits read, whatever `run.log_every` is."""
+        """Returns the mean loss since the last point of the training curve for fits, for every `run.log_every`."""
         losses, self.session.since_point = self.session.since_point, []
         return {"curve": sum(losses) / len(losses)}
 
@@ -295,7 +295,7 @@ class Run:
         """Returns a row of the record: the mean loss since the last row, and the speed.
 
         Args:
-            log: whether a row is due; else only what a point of the curve needs is returned.
+            log: whether a row is due; otherwise only the fields for a point of the curve are returned.
         """
         session, losses, costs = self.session, self.session.recent, self.objective.costs
         rate = self.config.optimizer.learning_rate * factor(self.config.schedule, session.step - 1, self.steps)
@@ -331,11 +331,11 @@ class Run:
         return row
 
     def show_scoring(self, done: int, total: int) -> None:
-        """Reports to `progress` how much held-out data is scored."""
+        """Reports the scored share of the held-out data to `progress`."""
         self.progress({"event": "scoring", "step": self.session.step, "done": done, "total": total})
 
     def make_evaluations(self, stop: Stop) -> None:
-        """Makes the evaluations of this step that the record lacks, until a stop is requested."""
+        """Runs the evaluations of this step that are not in the record, until a stop is requested."""
         for name in self.evaluations.due(self.session.step, self.steps):
             if name in self.evaluated or stop.signal is not None:
                 continue

@@ -1,8 +1,9 @@
-"""The seam between training and what is trained.
+"""The interface between training and its objective.
 
-`Objective` is a model with its loss. `RunObjective` adds what a run of `linnet train` needs besides: data, validation,
-the files of its run folder, and what a checkpoint must agree with. Loop, session, guards, checkpoints, loggers and
-studies call these two classes and know neither texts nor tokenizers. The kinds are in `linnet.train.objectives`.
+`Objective` is a model with its loss. `RunObjective` adds the other needs of a run of `linnet train`: data, validation,
+the files of its run folder, and the conditions for resuming a checkpoint. Loop, session, guards, checkpoints, loggers
+and studies use only these two classes and know neither texts nor tokenizers. The implementations are in
+`linnet.train.objectives`.
 """
 
 import contextlib
@@ -19,14 +20,14 @@ from linnet.layers.base import auxiliary_layers
 from linnet.train.config import TrainConfig
 from linnet.train.evaluation import Evaluations
 
-Batch = tuple[Tensor, ...]  # the first dimension of each tensor is the rows
+Batch = tuple[Tensor, ...]  # the first dimension of each tensor counts the rows
 Loss = Callable[..., tuple[Tensor, Tensor]]
 Progress = Callable[[dict], None]
 Show = Callable[[int, int], None]
 
 
 class BatchSource(Protocol):
-    """Batches by position: the batch at a position is always the same, so that a run can resume at any of them."""
+    """Batches by position: the batch at a position is always the same, so that a run can resume at any position."""
 
     def batch(self, step: int) -> Batch: ...
 
@@ -40,12 +41,12 @@ class Data(Protocol):
 
 @dataclass(frozen=True)
 class Costs:
-    """What a model and one of its steps cost.
+    """The costs of a model and of one step.
 
     Attributes:
-        parameters: all of them. parameters_backbone: those outside embeddings and head.
-        units: tokens (images, ...) of a step.
-        flops: training FLOPs of a step, as `linnet.models.flops_exact` counts them.
+        parameters: number of all parameters. parameters_backbone: number outside embeddings and head.
+        units: tokens (images, ...) per step.
+        flops: training FLOPs per step, as `linnet.models.flops_exact` counts them.
     """
 
     parameters: int
@@ -55,22 +56,22 @@ class Costs:
 
 
 class Objective(ABC):
-    """A model and its loss, for whoever makes the steps: `linnet.train.Session`, or an ensemble of small models."""
+    """A model and its loss, for the caller that makes the steps: `linnet.train.Session` or an ensemble."""
 
     @abstractmethod
     def build(self, seed: int, device: torch.device | str | None = None) -> nn.Module:
-        """Returns the model with its first weights, a function of the seed alone."""
+        """Returns the model with its initial weights, which depend only on the seed."""
 
     def loss(self, model: nn.Module) -> Loss:
-        """Returns the loss of a micro-batch: its tensors -> (sum in nats, number of targets), both scalars.
+        """Returns the loss function of a micro-batch: its tensors -> (sum in nats, number of targets), both scalars.
 
-        The function is compiled where `run.compile` is set. By default it is the model's own `loss`.
+        The function is compiled if `run.compile` is set. The default is the model's own `loss`.
         """
         return model.loss
 
 
 def training_loss(model: nn.Module, loss: Loss) -> Callable[..., tuple[Tensor, ...]]:
-    """Returns `loss` with a third number where layers add auxiliary losses: their sum, to be added to the mean loss."""
+    """Returns `loss` with a third output if layers add auxiliary losses: their sum, to be added to the mean loss."""
     layers = auxiliary_layers(model)
 
     def with_auxiliary(*batch: Tensor) -> tuple[Tensor, ...]:
@@ -82,13 +83,13 @@ def training_loss(model: nn.Module, loss: Loss) -> Callable[..., tuple[Tensor, .
 
 
 class RunObjective(Objective):
-    """What `linnet train` optimises.
+    """The objective of `linnet train`.
 
     Attributes:
         name: value of the configuration key `objective`, a literal of the configuration's class.
-        units: what data are counted in. Rows have the keys `<units>` and `<units>_per_second`.
-        costs: of the model and of a step.
-        evaluations: measurements on the way.
+        units: unit in which data are counted. Rows have the keys `<units>` and `<units>_per_second`.
+        costs: costs of the model and of a step.
+        evaluations: evaluations during training.
         row_length: tokens per row, for a loss that passes several rows to the model as one; 0 otherwise. Dropout masks
             are a function of row and position.
     """
@@ -102,32 +103,32 @@ class RunObjective(Objective):
     @classmethod
     @abstractmethod
     def read(cls, config: TrainConfig, cache: str | Path, show: Callable[[str, int, int], None] | None = None) -> Data:
-        """Prepares the data, or finds them in `cache`. Runs that differ in nothing but their model share them.
+        """Prepares the data, or finds them in `cache`. Runs that differ only in their model share them.
 
         Args:
-            show: is called with (what is done, how much of it, of how much).
+            show: called with (name of the work, amount done, total amount).
 
         Raises:
-            ConfigError: all problems of the data.
+            ConfigError: lists all problems of the data.
         """
 
     @classmethod
     @abstractmethod
     def content(cls, config: TrainConfig, cache: str | Path | None = None) -> dict[str, str]:
-        """Returns digests of the content of all files that the data are made of, which identify a training.
+        """Returns digests of the content of all source files of the data, which identify a training.
 
         Args:
-            cache: folder of prepared data, where digests of large files may be remembered.
+            cache: folder of prepared data, which may store the digests of large files.
 
         Raises:
-            ConfigError: a file is not there.
+            ConfigError: a file is missing.
             OSError: a file cannot be read.
         """
 
     @classmethod
     @abstractmethod
     def size(cls, data: Data) -> int:
-        """Returns how many units one pass over the training data has."""
+        """Returns the number of units in one pass over the training data."""
 
     @classmethod
     @abstractmethod
@@ -137,25 +138,25 @@ class RunObjective(Objective):
     @classmethod
     @abstractmethod
     def check_evaluations(cls, config: TrainConfig, data: Data | None = None) -> None:
-        """Raises ConfigError for evaluations that cannot be made, as far as it shows with the data or before them."""
+        """Raises ConfigError for evaluations that cannot run, as far as this shows with or without the data."""
 
     @classmethod
     @abstractmethod
     def evaluations_need_data(cls, config: TrainConfig) -> bool:
-        """Returns whether `check_evaluations` finds more once the data are there."""
+        """Returns whether `check_evaluations` finds more problems once the data are prepared."""
 
     @classmethod
     @abstractmethod
     def prepare(
         cls, config: TrainConfig, device: torch.device, cache: str | Path, progress: Progress | None = None
     ) -> Self:
-        """Prepares everything that training needs; makes no run folder.
+        """Prepares everything that training needs; creates no run folder.
 
         Args:
-            progress: is called with {"event": "data", "what", "done", "total"} while data are prepared.
+            progress: called with {"event": "data", "what", "done", "total"} while data are prepared.
 
         Raises:
-            ConfigError: all problems of data, model and evaluations.
+            ConfigError: lists all problems of data, model and evaluations.
         """
 
     @abstractmethod
@@ -164,20 +165,20 @@ class RunObjective(Objective):
 
     @abstractmethod
     def count(self, *batch: Tensor) -> Tensor:
-        """Returns the number of targets of a batch: the sum of what `loss` counts in its micro-batches."""
+        """Returns the number of targets of a batch: the sum of the counts that `loss` returns for its micro-batches."""
 
     @abstractmethod
     def loss_fields(self, loss: float) -> dict[str, float]:
-        """Returns what a training row says of its mean loss besides the loss itself."""
+        """Returns further fields of a training row that are computed from its mean loss."""
 
     @abstractmethod
     def validate(
         self, model: nn.Module, autocast: contextlib.AbstractContextManager, show: Show | None = None
     ) -> dict[str, float]:
-        """Scores held-out data: the fields of a validation row, `validation_loss` first.
+        """Scores held-out data; returns the fields of a validation row, `validation_loss` first.
 
         Args:
-            show: is called with (units that are scored, units in all) before each batch.
+            show: called with (scored units, total units) before each batch.
         """
 
     @abstractmethod
@@ -185,16 +186,16 @@ class RunObjective(Objective):
         """Returns the fields of result.json that only this objective has, after `step` steps.
 
         Args:
-            validation: the last validation row, {} where there is none.
+            validation: the last validation row, {} if there is none.
         """
 
     @abstractmethod
     def files(self) -> dict[str, str]:
-        """Returns the files, name -> text, without which the run folder alone does not hold a usable model."""
+        """Returns the files (name -> text) that the run folder needs to contain a usable model."""
 
     @abstractmethod
     def meta(self) -> dict[str, Any]:
-        """Returns what a checkpoint says of data and model, as plain values."""
+        """Returns plain values that describe data and model in a checkpoint."""
 
     @abstractmethod
     def resume_problems(self, meta: dict[str, Any]) -> list[str]:

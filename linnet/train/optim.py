@@ -1,8 +1,8 @@
 """Optimizers: AdamW for everything, or Muon for the hidden matrices and AdamW for the rest.
 
-Weight decay goes to hidden matrices and an untied head: the weights of `nn.Linear`. Embeddings (tied ones too), gains,
-biases and the layers' own parameters (decays, LRPE angles, TPE coefficients) are not decayed: for them zero is not a
-neutral value.
+Weight decay acts on hidden matrices and an untied head: the weights of `nn.Linear`. Embeddings (tied ones too), gains,
+biases and the layers' own parameters (decays, LRPE angles, TPE coefficients) are not decayed, because zero is not a
+neutral value for them.
 
 AdamW: I. Loshchilov and F. Hutter, arXiv:1711.05101. Muon: K. Jordan, kellerjordan.github.io/posts/muon; its update is
 scaled to the size of AdamW's (J. Liu et al., arXiv:2502.16982, section 2.2), so both share one learning rate.
@@ -25,10 +25,10 @@ class OptimizerConfig(Config):
 
     Attributes:
         name: `adamw`, or `muon` (hidden matrices by Muon, the rest by AdamW).
-        learning_rate: peak, shaped by the schedule.
-        betas, eps: of AdamW.
-        weight_decay: decoupled, times the learning rate; on the weights of linear layers.
-        momentum: of Muon (Nesterov).
+        learning_rate: peak value, which the schedule scales.
+        betas, eps: settings of AdamW.
+        weight_decay: decoupled, multiplied by the learning rate; acts on the weights of linear layers.
+        momentum: momentum of Muon (Nesterov).
         clip: largest norm of the whole gradient; null: no clipping.
     """
 
@@ -61,7 +61,7 @@ class Optimizer:
                 lr=config.learning_rate,
                 betas=config.betas,
                 eps=config.eps,
-                fused=True,  # one kernel over all parameters, on the CPU too
+                fused=True,  # one kernel for all parameters, also on the CPU
             )
         ]
         if config.name == "muon" and hidden:
@@ -96,8 +96,8 @@ class Optimizer:
         return torch.linalg.vector_norm(torch.stack(compat_torch.foreach_norm(gradients)))
 
     def clip(self, norm: Tensor | float) -> None:
-        """Scales gradients of norm `norm` down to `clip`. With a tensor a GPU is not waited for; a number gives the
-        same bits, so that training does not depend on when losses are read (for the record, say)."""
+        """Scales gradients of norm `norm` down to `clip`. With a tensor the host does not wait for a GPU; a number
+        gives the same bits, so that training does not depend on when losses are read (for example for the record)."""
         limit = self.config.clip
         if limit is None:
             return
@@ -109,7 +109,7 @@ class Optimizer:
         compat_torch.foreach_multiply_([p.grad for p in self._all if p.grad is not None], scale)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the whole state: `<parameter>.<what>` -> tensor."""
+        """Returns the whole state: `<parameter>.<name of the state>` -> tensor."""
         states = [part.state for part in self._parts]
         return {
             f"{name}.{key}": value

@@ -13,14 +13,14 @@ class Prefetch:
     def __init__(self, source: BatchSource, device: torch.device):
         self._source, self._device = source, device
         self._ahead: dict[int, Future[Batch]] = {}
-        # On a CPU a second thread would only take time from the model.
+        # On a CPU a second thread would only compete with the model for time.
         self._thread = ThreadPoolExecutor(1, "linnet-prefetch") if device.type == "cuda" else None
 
     def get(self, position: int) -> Batch:
         if self._thread is None:
             return self._source.batch(position)
         future = self._ahead.pop(position, None) or self._thread.submit(self._pinned, position)
-        for other in self._ahead.values():  # read ahead before the position jumped
+        for other in self._ahead.values():  # batches that were read ahead before the position jumped
             other.cancel()
         self._ahead = {position + 1: self._thread.submit(self._pinned, position + 1)}
         return tuple(tensor.to(self._device, non_blocking=True) for tensor in future.result())

@@ -15,21 +15,21 @@ from linnet.train.objectives import find_objective
 
 @dataclass(frozen=True)
 class Preflight:
-    """What a training needs besides its configuration."""
+    """The resources of a training that its configuration names."""
 
     device: torch.device
     objective: RunObjective
 
 
 def preflight(config: TrainConfig, cache: str | Path, progress: Progress | None = None) -> Preflight:
-    """Finds the device and has the objective prepare its data and evaluations.
+    """Resolves the device and lets the objective prepare its data and evaluations.
 
     Args:
         cache: folder of prepared data.
         progress: is called with {"event": "data", "what", "done", "total"} while data are prepared.
 
     Raises:
-        ConfigError: lists every problem with what the configuration names that shows before the first step.
+        ConfigError: lists every problem that can be found before the first step.
     """
     problems: list[str] = []
     device = objective = None

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a bar with the time left, or a line now and then without a terminal."""
+"""Terminal output while a run trains: a progress bar with the time left, or occasional lines without a terminal."""
 
 import time
 
@@ -6,14 +6,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-QUIET = 30.0  # seconds between two lines where output is not a terminal
-SLOW = 2.0  # seconds of scoring after which a line says so where output is not a terminal
+QUIET = 30.0  # seconds between two lines if the output is not a terminal
+SLOW = 2.0  # seconds of scoring after which a line reports it if the output is not a terminal
 
 _EVENTS = {"spike": "loss spike", "non-finite": "loss or gradient not finite"}
 
 
 class TerminalProgress:
-    """Called by `train` with each row of the record; a context manager around the call."""
+    """Progress callback of `train` for each row of the record; a context manager around the call."""
 
     def __init__(self, console: Console):
         self._console = console
@@ -28,11 +28,11 @@ class TerminalProgress:
         )
         self._task = self._bar.add_task("data", total=None, state="")
         self._steps, self._printed = 0, time.monotonic()
-        self._scoring, self._told = 0.0, False  # when scoring began, and whether a line says so
+        self._scoring, self._told = 0.0, False  # start time of scoring, and whether a line reported it
 
     @property
     def started(self) -> bool:
-        """Whether training began; a run that was done before does not."""
+        """Whether training started; it does not for a run that was already done."""
         return self._steps > 0
 
     def __enter__(self) -> "TerminalProgress":
@@ -68,7 +68,7 @@ class TerminalProgress:
         self._steps = row["steps"]
         self._bar.update(self._task, description="training", completed=row["step"], total=row["steps"], state="")
         if row["step"]:
-            self._say(f"going on from step {row['step']:,} of {row['steps']:,}")
+            self._say(f"continuing from step {row['step']:,} of {row['steps']:,}")
 
     def _score(self, row: dict) -> None:
         if row["done"] == 0:
@@ -98,15 +98,15 @@ class TerminalProgress:
     def _event(self, row: dict) -> str:
         if row["event"] == "damaged_checkpoint":
             return escape(
-                f"damaged checkpoint set aside: {'; '.join(row['problems'])}; going on from step {row['step']}"
+                f"damaged checkpoint set aside: {'; '.join(row['problems'])}; continuing from step {row['step']}"
             )
         if row["event"] == "evaluation_failed":
-            return escape(f"step {row['step']:,}: evaluation {row['evaluation']} failed ({row['error']}); going on")
+            return escape(f"step {row['step']:,}: evaluation {row['evaluation']} failed ({row['error']}); continuing")
         if row["event"] == "extended":
             return f"step {row['step']:,}: extended from {row['from_steps']:,} steps to {row['steps']:,}"
         if row["event"] == "execution_changed":
             changed = ", ".join(f"{key} {before} -> {after}" for key, (before, after) in row["changed"].items())
-            return escape(f"from step {row['step']:,} on carried out otherwise ({changed}): losses agree to rounding")
+            return escape(f"from step {row['step']:,} on: execution changed ({changed}); losses agree up to rounding")
         what = (
             f"step {row['step']:,}: {_EVENTS[row['event']]} (loss {row['loss']:.4g}, gradient {row['grad_norm']:.4g})"
         )

@@ -1,8 +1,8 @@
-"""Recomputation: saves the memory of activations by computing them again in the backward pass.
+"""Recomputation: saves activation memory by computing activations again in the backward pass.
 
-`block` keeps only the input of each block. `selective` also keeps the outputs of matrix products, of attention and of
-Linnet's own ops, which are expensive to compute and small to keep; norms, gates and the rest are computed again. Both
-give the gradients of `none`.
+`block` stores only the input of each block. `selective` also stores the outputs of matrix products, of attention and of
+Linnet's own ops, which are expensive to compute and small to store; norms, gates and the rest are computed again. Both
+give the same gradients as `none`.
 """
 
 from functools import partial

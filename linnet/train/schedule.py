@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, so that resuming one needs no saved state."""
+"""Learning-rate schedules: pure functions of the step, so that resuming needs no saved state."""
 
 import math
 from typing import Literal
@@ -35,9 +35,9 @@ class ScheduleConfig(Config):
 
 
 def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
-    """Learning rate of update `step` (0 is the first) of `steps`, as a fraction of the peak.
+    """Returns the learning rate of update `step` (0 is the first) of `steps`, as a fraction of the peak.
 
-    The first update of a warm-up of w steps has 1/w of the peak, the w-th has all of it; the last update of a decaying
+    The first update of a warm-up of w steps has 1/w of the peak, the w-th the whole peak; the last update of a decaying
     schedule has `final`.
     """
     warmup = length(schedule.warmup, steps)
@@ -49,17 +49,17 @@ def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
         return 1.0
     if schedule.name == "wsd":
         warmup = decay_start(schedule, steps) - 1
-    # From the last step at the peak (done = 0) to the last of all (done = 1).
+    # done is 0 at the last step with the peak and 1 at the last step of all.
     done = min(1.0, max(0.0, (step - warmup) / max(1, steps - 1 - warmup)))
     shape = 0.5 * (1 + math.cos(math.pi * done)) if schedule.name == "cosine" else 1 - done
     return schedule.final + (1 - schedule.final) * shape
 
 
 def decay_start(schedule: ScheduleConfig, steps: int) -> int:
-    """The number of updates of wsd before its decay begins."""
+    """Returns the number of updates of wsd before its decay begins."""
     return max(length(schedule.warmup, steps), steps - length(schedule.decay, steps))
 
 
 def length(value: float, steps: int) -> int:
-    """A warm-up or decay in steps: below 1 a fraction of `steps`, from 1 on a number of steps."""
+    """Returns a warm-up or decay in steps: a value below 1 is a fraction of `steps`, other values are steps."""
     return min(steps, round(value * steps) if value < 1 else round(value))

@@ -1,4 +1,4 @@
-"""The state of one training that its steps change, and how it is saved and restored.
+"""The state that the steps of a training change, and how it is saved and restored.
 
 gradients()   forward and backward of the next batch
 judge()       reads the losses since the last call and returns the first bad one
@@ -28,12 +28,12 @@ class Session:
     """Model, optimizer and position of one training.
 
     Attributes:
-        step: updates made.
-        position: batches of the data order that were used; more than `step` after a skipped batch.
+        step: number of updates.
+        position: number of used batches in the data order; larger than `step` after a skipped batch.
         recent: losses (nats per target) since the last row of the record.
-        since_point: losses since the last point of the training curve, where the configuration has `curve_every`.
-        recent_auxiliary: auxiliary losses of these steps, where layers add some; they are not part of the loss.
-        grad_norm: norm of the last gradient that was judged.
+        since_point: losses since the last point of the training curve, if the configuration has `curve_every`.
+        recent_auxiliary: auxiliary losses of these steps, if layers add some; they are not part of the loss.
+        grad_norm: norm of the last gradient that `judge` read.
     """
 
     def __init__(self, config: TrainConfig, objective: RunObjective, device: torch.device):
@@ -58,20 +58,21 @@ class Session:
         self.since_point: list[float] = []
         self.recent_auxiliary: list[float] = []
         self.grad_norm = 0.0
-        # Position, and loss, gradient norm and, if there is one, auxiliary loss: not judged yet.
+        # (position, loss, gradient norm, auxiliary loss if there is one) of each batch that `judge` has not read yet.
         self._unread: list[tuple[int, list[Tensor]]] = []
 
     def gradients(self) -> None:
-        """Leaves the gradient of the mean loss over all targets of the next batch in the parameters.
+        """Stores the gradient of the mean loss over all targets of the next batch in the parameters.
 
-        Auxiliary losses add to the gradient and not to the loss; each micro-batch's counts by its share of the targets.
+        Auxiliary losses add to the gradient but not to the loss; each micro-batch's term is weighted by its share of
+        targets.
         """
         while self.position in self.guard.skipped:
             self.position += 1
         batch = self.prefetch.get(self.position)
         parts = self.config.accumulation
-        # Autograd runs the backward of a GPU in a thread of its own, which helps with several GPUs. Here there is one,
-        # and handing the backward to that thread and back costs some hundred microseconds on a busy host.
+        # Autograd runs a GPU's backward in a separate thread, which helps with several GPUs. Here is only one, and
+        # switching to that thread and back costs some hundred microseconds on a busy host.
         with torch.autograd.set_multithreading_enabled(False):
             if parts == 1:
                 with self.autocast, self._position():
@@ -96,7 +97,7 @@ class Session:
         self._unread.append((self.position, [loss.detach(), self._norm, *(term.detach() for term in auxiliary)]))
 
     def _position(self, row: int = 0) -> contextlib.AbstractContextManager:
-        """Fixes the dropout masks of a micro-batch that begins at a row of the step's batch."""
+        """Selects the dropout masks of a micro-batch that begins at a row of the step's batch."""
         return dropout.position(self.model, step=self.step, first_row=row, row_length=self.objective.row_length)
 
     def judge(self) -> Trouble | None:
@@ -127,7 +128,7 @@ class Session:
         self.position += 1
 
     def skip(self) -> None:
-        """Drops the gradient of this batch; the weights stay."""
+        """Drops the gradient of this batch; the weights stay unchanged."""
         self.optimizer.drop_gradients()
         self.position += 1
 
@@ -148,7 +149,7 @@ class Session:
         }
 
     def load(self, tensors: Tensors, meta: dict, rollback: bool = False) -> None:
-        """Restores what `state` returned. Raises `ConfigError` where it belongs to other data or another model."""
+        """Restores the output of `state`. Raises `ConfigError` if it belongs to other data or another model."""
         if problems := self.objective.resume_problems(meta):
             raise ConfigError(problems, "resume")
         load_model(self.model, tensors["model"])
@@ -190,10 +191,10 @@ def load_model(model: torch.nn.Module, tensors: dict[str, Tensor], where: str = 
 
 
 def start_from(session: Session, run: str) -> None:
-    """Loads the weights of the last good checkpoint of another run (`init_from`), not its step or optimizer.
+    """Loads the weights of the last good checkpoint of another run (`init_from`), without its step or optimizer.
 
     Raises:
-        ConfigError: the run has no good checkpoint, or its weights are of other data or of another model.
+        ConfigError: the run has no good checkpoint, or its weights belong to other data or another model.
     """
     where = f"init_from {run}"
     path, tensors, meta, problems = checkpoint.latest_good(RunFolder.open(run).checkpoint_folder)

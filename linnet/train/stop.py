@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 
 class Stop:
-    """Whether a signal asked to stop.
+    """Records whether a signal requested a stop.
 
     Attributes:
-        signal: its number, None before one arrives.
+        signal: number of the signal, None before one arrives.
     """
 
     signal: int | None = None

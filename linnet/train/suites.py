@@ -1,5 +1,5 @@
-"""The kinds of evaluations that training can make on its way: each a configuration with `prepare`, which reads what it
-needs and gives the function from a model to what was found.
+"""The kinds of evaluations during training. Each is a configuration whose `prepare` reads the data that it needs and
+returns a function from a model to its results.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ NAME = r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$"
 
 @dataclass(frozen=True)
 class Found:
-    """What one evaluation came to.
+    """The result of one evaluation.
 
     Attributes:
         metrics: numbers by name.
-        shown: those that figures show.
-        chance: of the metrics that are shares from 0 to 1, more of which is better: what guessing gives. Of others less
-            is better.
-        questions: number of answers that a share is of, if it is one.
+        shown: names of the metrics that figures show.
+        chance: score of guessing for each metric that is a share from 0 to 1, for which higher is better. For metrics
+            without an entry lower is better.
+        questions: number of answers behind a share, if the metric is one.
     """
 
     metrics: dict[str, float]
@@ -48,10 +48,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is evaluated: its tokenizer and configuration, and how it is trained.
+    """The evaluated model: its tokenizer and configuration, and its training settings.
 
     Attributes:
-        seq_len: tokens of a sequence of training.
+        seq_len: tokens per training sequence.
         sources: sources of the training text.
     """
 
@@ -85,17 +85,17 @@ Measure = Callable[[CausalLM], Found]
 
 
 class TextEvaluation(Config):
-    """Perplexity of texts (docs/evaluation.md); what is shown is bits per byte.
+    """Perplexity of texts (docs/evaluation.md); figures show bits per byte.
 
     Attributes:
         kind: text: perplexity of texts.
         name: label in the record, distinct among a run's evaluations; default: the kind.
-        every: steps between two; null: with each validation. All are done at the end too.
-        paths: files, folders, globs: none that is trained on.
+        every: steps between two; null: with each validation. All run at the end too.
+        paths: files, folders, globs; none of them may be part of the training text.
         text_key: key (JSONL) or column (Parquet) of the text.
-        most_bytes: only the first so many are scored, to be cheap; null: all.
-        method: `carried`, `windowed`, or `auto`: carried where the state does not grow.
-        window, stride: of windows, in tokens; default: the length of training, and half a window.
+        most_bytes: score only this many bytes from the start, to save time; null: all.
+        method: `carried`, `windowed`, or `auto`: carried if the state does not grow.
+        window, stride: settings of windows, in tokens; default: the training length, and half a window.
     """
 
     kind: Literal["text"]
@@ -126,11 +126,11 @@ class TextEvaluation(Config):
         return stride
 
     def check(self, seq_len: int, sources: Sequence[str] | str) -> None:
-        """Raises ConfigError for a text that is trained on, or windows that do not overlap."""
+        """Raises ConfigError for a text that is also trained on, or windows that do not overlap."""
         trained_on = {file.path.resolve() for file in find_files(sources, "source", [], [])}
         mine = [file.path for file in find_files(self.paths, "text", [], [])]
         problems = [
-            f"paths: {path} is trained on (data.source); give text of its own"
+            f"paths: {path} is trained on (data.source); use another text"
             for path in mine
             if path.resolve() in trained_on
         ]
@@ -143,7 +143,7 @@ class TextEvaluation(Config):
         return self.window or max(2, seq_len)
 
     def prepare(self, subject: Subject) -> Measure:
-        """Raises ConfigError as `check`, and for a text that holds nothing to score."""
+        """Raises ConfigError as `check` does, and for a text with nothing to score."""
         self.check(subject.seq_len, subject.sources)
         window = self._window(subject.seq_len)
         documents = read_texts(self.paths, subject.tokenizer, self.text_key, self.most_bytes)
@@ -159,7 +159,7 @@ class TextEvaluation(Config):
 
 
 class NeedleEvaluation(NeedleConfig):
-    """Needles in haystacks (`linnet.evaluate.needle.NeedleConfig`), by default few and at small sizes; what is shown is
+    """Needles in haystacks (`linnet.evaluate.needle.NeedleConfig`), with few and small samples by default; figures show
     the mean accuracy.
 
     Attributes:
@@ -190,10 +190,10 @@ class NeedleEvaluation(NeedleConfig):
         return haystack
 
     def check(self, seq_len: int, sources: Sequence[str] | str) -> None:
-        """Nothing can be checked without a tokenizer."""
+        """Does nothing: all checks need a tokenizer."""
 
     def prepare(self, subject: Subject) -> Measure:
-        """Raises ConfigError for lengths that do not hold needle and question, and a haystack that is not text."""
+        """Raises ConfigError for lengths too short for needle and question, and a haystack that is not text."""
         longest = max(len(item.prompt) for _, _, item in items(self, subject.tokenizer))
 
         def measure(model: CausalLM) -> Found:
@@ -208,11 +208,11 @@ class NeedleEvaluation(NeedleConfig):
 
 
 class RecallEvaluation(RecallConfig):
-    """Recall probes (`linnet.evaluate.recall.RecallConfig`), by default few and short; what is shown is for each task
-    the accuracy among the values of its sequence.
+    """Recall probes (`linnet.evaluate.recall.RecallConfig`), few and short by default; figures show for each task the
+    accuracy among the values of its sequence.
 
     Attributes:
-        kind: recall: recall without training on it.
+        kind: recall: recall without training on the task.
         name: label in the record, distinct among a run's evaluations; default: the kind.
         every: steps between two; null: with each validation. All run at the end too.
     """
@@ -225,11 +225,11 @@ class RecallEvaluation(RecallConfig):
     pairs: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)] = [4, 8]
 
     def check(self, seq_len: int, sources: Sequence[str] | str) -> None:
-        """Raises ConfigError where no length holds any number of pairs."""
+        """Raises ConfigError if no length has room for any of the numbers of pairs."""
         list(cells(self))
 
     def prepare(self, subject: Subject) -> Measure:
-        """Raises ConfigError where no length holds any number of pairs, or the vocabulary has too few words."""
+        """Raises ConfigError if no length has room for any of the numbers of pairs, or the vocabulary is too small."""
         check_recall(self, subject.tokenizer, subject.model.vocab_size)
 
         def measure(model: CausalLM) -> Found:
@@ -246,8 +246,8 @@ class RecallEvaluation(RecallConfig):
 
 
 class TaskEvaluation(Config):
-    """Questions through lm-evaluation-harness (extra `eval`): a suite of the papers, or tasks by name, such as those of
-    a folder of one's own. What is shown is the average of a suite, or the first metric of each task.
+    """Questions through lm-evaluation-harness (extra `eval`): a suite of the papers, or tasks by name, such as your own
+    tasks in a folder. Figures show the average of a suite, or the first metric of each task.
 
     Attributes:
         kind: tasks: questions through lm-evaluation-harness.
@@ -257,9 +257,9 @@ class TaskEvaluation(Config):
         tasks: names of tasks, in place of `suite`.
         include: a folder with tasks of your own, which replace the harness's of the same names.
         shots: examples before each question; null: as the suite or the task says.
-        limit: first questions of each task that are asked, to be cheap; null: all.
-        too_long: what happens where a model whose state grows is asked more than the length of training: `refuse` makes
-            the evaluation fail, `cut` leaves out the beginning.
+        limit: number of questions per task that are asked, from the start, to save time; null: all.
+        too_long: reaction to a question longer than the training length, for a model whose state grows: `refuse` makes
+            the evaluation fail, `cut` drops the beginning of the question.
     """
 
     kind: Literal["tasks"]
@@ -293,11 +293,11 @@ class TaskEvaluation(Config):
         return self
 
     def check(self, seq_len: int, sources: Sequence[str] | str) -> None:
-        """Nothing shows without reading the tasks, which takes long."""
+        """Does nothing: all checks read the tasks, which takes long."""
 
     def prepare(self, subject: Subject) -> Measure:
-        """Raises ConfigError for tasks that are unknown, questions that are wrong, or data that cannot be had."""
-        from linnet.evaluate.chance import chances  # what follows imports the harness, which takes seconds
+        """Raises ConfigError for tasks that are unknown, invalid questions, or data that cannot be loaded."""
+        from linnet.evaluate.chance import chances  # imports the harness, which takes seconds
         from linnet.evaluate.harness import LinnetLM
         from linnet.evaluate.suites import counting, find_suite, load_suite, run_suite
         from linnet.evaluate.tasks import find_tasks, run_tasks
@@ -313,7 +313,7 @@ class TaskEvaluation(Config):
         def measure(model: CausalLM) -> Found:
             engine = subject.engine(model, longest + 1 if longest else 4096)
             lm = LinnetLM(engine, longest, "cut" if cut else self.too_long)
-            with contextlib.redirect_stderr(io.StringIO()):  # where the harness draws a bar for each task
+            with contextlib.redirect_stderr(io.StringIO()):  # the harness writes a progress bar for each task there
                 if suite is not None:
                     results = run_suite(lm, suite, tasks, self.limit)
                 else:
@@ -327,7 +327,7 @@ class TaskEvaluation(Config):
             averages = [r for r in results if suite is not None and r.task == suite.name]
             first: dict[str, str] = {}
             for r in averages or (results if suite is None else counting(suite, results)):
-                if r.better == "lower" or (r.task, r.metric) in guessed:  # the range of the others is unknown
+                if r.better == "lower" or (r.task, r.metric) in guessed:  # other metrics have an unknown range
                     first.setdefault(r.task, names[r.task, r.metric])
             asked = {r.task: r.n for r in results if r.task in tasks}.values()
             return Found(metrics, tuple(first.values()), chance, sum(asked) if averages else min(asked))
@@ -341,5 +341,5 @@ Evaluation = Annotated[
 
 
 def label(config: Evaluation) -> str:
-    """What an evaluation is called in the record."""
+    """Returns the name of an evaluation in the record."""
     return config.name or config.kind

@@ -57,8 +57,8 @@ DAMAGED = {"event": "damaged_checkpoint", "problems": ["a/[b]: truncated"]}
         (SPIKE | {"action": "skip"}, "step 7: loss spike (loss 9.5, gradient 3); batch skipped"),
         (NAN | {"action": "stop"}, "loss or gradient not finite (loss nan, gradient 1); stopped"),
         (SPIKE | BACK, "back to step 5, 2 batches left out"),
-        (FAILED, "step 7: evaluation needle failed (RuntimeError: [no] step); going on"),
-        (DAMAGED, "set aside: a/[b]: truncated; going on from step 7"),
+        (FAILED, "step 7: evaluation needle failed (RuntimeError: [no] step)"),
+        (DAMAGED, "set aside: a/[b]: truncated;"),
     ],
 )
 def test_events(event, expected):

@@ -1,7 +1,7 @@
-"""What can be trained: one file per value of the configuration key `objective`.
+"""Training objectives: one file per value of the configuration key `objective`.
 
 text.py        the next token of a text (`objective: text`, the default)
-synthetic.py   the tasks of MAD, which ensembles train (`linnet.study.mad`): no value of the key
+synthetic.py   the tasks of MAD, which ensembles train (`linnet.study.mad`); not a value of the key
 """
 
 from linnet.train.config import TrainConfig
@@ -12,7 +12,7 @@ OBJECTIVES: dict[str, type[RunObjective]] = {kind.name: kind for kind in (TextOb
 
 
 def find_objective(config: TrainConfig) -> type[RunObjective]:
-    """Returns the objective that a configuration names."""
+    """Returns the objective class that a configuration names."""
     return OBJECTIVES[config.objective]
 
 

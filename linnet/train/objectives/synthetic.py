@@ -1,7 +1,7 @@
-"""Synthetic tasks (`linnet.data.synthetic`): what the ensembles of MAD train.
+"""Objectives for synthetic tasks (`linnet.data.synthetic`), which the ensembles of MAD train.
 
-A task says how it asks: at any position (a causal language model), at a few positions of each row (the same model, with
-the logits of those alone), or for its whole input from the last position (an auto-encoder).
+A task determines its model: a causal language model if targets can be at any position; the same model with only the
+logits of the targets if each row has few; an auto-encoder if the last position must reproduce the whole input.
 """
 
 from functools import lru_cache
@@ -19,17 +19,17 @@ from linnet.train.objective import Objective
 
 
 class SyntheticObjective(Objective):
-    """Answers a task with a causal language model; the loss is in nats per target.
+    """Solves a task with a causal language model; the loss is in nats per target.
 
     Attributes:
-        task: what is asked. model: whose vocabulary has at least the tokens of the task.
+        task: the task. model: configuration whose vocabulary has at least the tokens of the task.
     """
 
     def __init__(self, task: Task, model: ModelConfig):
         self.task, self.model = task, model
 
     def module(self) -> nn.Module:
-        """Returns the model, with weights of no particular value."""
+        """Returns the model with uninitialised weights."""
         return CausalLM(self.model)
 
     def build(self, seed: int, device: torch.device | str | None = None) -> nn.Module:
@@ -45,14 +45,14 @@ class SyntheticObjective(Objective):
 
 
 class RecallObjective(SyntheticObjective):
-    """Answers a task that asks at `task.questions` positions of each row."""
+    """Solves a task with targets at `task.questions` positions of each row."""
 
     def module(self) -> RecallLM:
         return RecallLM(self.model, self.task.questions)
 
 
 class ReconstructionObjective(SyntheticObjective):
-    """Gives back the input of a task from the output at its last position."""
+    """Reconstructs the input of a task from the output at its last position."""
 
     def module(self) -> AutoEncoder:
         return AutoEncoder(self.model, self.task.input_length)
@@ -60,12 +60,12 @@ class ReconstructionObjective(SyntheticObjective):
 
 @lru_cache(maxsize=len(get_args(Split)))
 def _samples(task: Task, split: Split, count: int, seed: int) -> Samples:
-    """Keeps the last samples: the next bundle often has the same ones, for another architecture."""
+    """Caches the last samples: the next bundle often uses the same ones for another architecture."""
     return generate(task, split, count, seed=seed, threads=torch.get_num_threads())
 
 
 def synthetic_objective(task: Task, model: ModelConfig) -> SyntheticObjective:
-    """Returns the objective that a task asks for."""
+    """Returns the objective for a task."""
     if task.autoencoder:
         return ReconstructionObjective(task, model)
     return (SyntheticObjective if task.questions is None else RecallObjective)(task, model)

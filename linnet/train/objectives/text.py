@@ -1,7 +1,7 @@
 """The next token of a text: `objective: text`, the default.
 
-The model is a `CausalLM` with the vocabulary of the corpus; the loss is the mean negative log-likelihood over all
-targets of a batch, in nats per token; validation gives the same and bits per byte.
+The model is a `CausalLM` with the vocabulary of the corpus. The loss is the mean negative log-likelihood over all
+targets of a batch, in nats per token; validation reports it also in bits per byte.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from linnet.train.evaluation import Evaluations, check_evaluations
 from linnet.train.objective import Costs, Loss, Progress, RunObjective, Show
 from linnet.train.suites import Subject
 
-SCORED = 4096  # held-out tokens per forward pass, where a micro-batch has fewer: scoring keeps nothing for gradients
+SCORED = 4096  # least held-out tokens per forward pass: scoring stores nothing for gradients, so more tokens fit
 
 
 class TextObjective(RunObjective):
@@ -46,10 +46,10 @@ class TextObjective(RunObjective):
     def __init__(self, config: TrainConfig, corpus: Corpus, device: torch.device):
         """
         Args:
-            device: where evaluations put their copy of the model.
+            device: device for the evaluations' copies of the model.
 
         Raises:
-            ConfigError: evaluations that cannot be made.
+            ConfigError: evaluations that cannot run.
         """
         self.config, self.corpus, self.row_length = config, corpus, config.seq_len
         self.evaluations = _evaluations(config, corpus.tokenizer, device)
@@ -91,7 +91,7 @@ class TextObjective(RunObjective):
     @classmethod
     def check_evaluations(cls, config: TrainConfig, data: Corpus | None = None) -> None:
         tokenizer = given_tokenizer(config.data.tokenizer) if data is None else data.tokenizer
-        if tokenizer is None:  # it is learned from the corpus, which is not there yet
+        if tokenizer is None:  # it will be learned from the corpus, which is not prepared yet
             check_evaluations(config.evaluations, config.seq_len, config.data.source)
         else:
             _evaluations(config, tokenizer, torch.device("cpu"))
@@ -115,7 +115,7 @@ class TextObjective(RunObjective):
         problems = [in_data(line) for line in problems]
         if corpus is not None:
             problems += cls.data_problems(config, corpus)
-        with gather(problems):  # also where the corpus is unusable: all problems are reported at once
+        with gather(problems):  # even if the corpus is unusable: all problems are reported at once
             if corpus is not None:
                 objective = cls(config, corpus, device)
             elif not no_tokenizer:
@@ -180,7 +180,7 @@ class TextObjective(RunObjective):
         }
 
     def vocabulary(self) -> dict[str, Any]:
-        """Returns what the token ids mean in this run, for comparison with another run."""
+        """Returns what identifies the meaning of token ids in this run, for comparison with another run."""
         return {
             "model": self.config.model.vocab_size,
             "tokenizer": self.corpus.tokenizer.name,
@@ -192,36 +192,36 @@ class TextObjective(RunObjective):
         if meta["data"] == self.corpus.digest:
             return []
         return [
-            f"data: the text changed since this run was checkpointed (digest {meta['data']}, now "
+            f"data: the text changed since this run's checkpoint (digest {meta['data']}, now "
             f"{self.corpus.digest}); restore it, or delete the run folder to train anew"
         ]
 
     def start_problems(self, meta: dict[str, Any], path: Path) -> list[str]:
         mine, theirs = self.vocabulary(), meta["vocabulary"]
-        # The name of a tokenizer may be that of its file, so names are not compared.
+        # Names are not compared, because the name of a tokenizer may be that of its file.
         if all(mine[key] == theirs[key] for key in ("model", "tokens", "digest")):
             return []
         return [
             f"the vocabulary differs: {path} has {theirs['model']} rows for the {theirs['tokens']} tokens of "
-            f"{theirs['tokenizer']} ({theirs['digest']}), this configuration {mine['model']} rows for the "
+            f"{theirs['tokenizer']} ({theirs['digest']}), this configuration has {mine['model']} rows for the "
             f"{mine['tokens']} tokens of {mine['tokenizer']} ({mine['digest']}); "
             "use the same data.tokenizer and model.vocab_size"
         ]
 
 
 def packed_loss(model: CausalLM, tokens: Tensor, targets: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the loss of rows in which every layer starts anew at each document (`data.packing: reset`).
+    """Returns the loss of rows in which the state of every layer restarts at each document (`data.packing: reset`).
 
     Args:
         tokens, targets, starts: as `linnet.data.loader.mark_documents` returns them.
     """
-    if starts.shape[1] == 1:  # one document per row: rows are a batch as they are
+    if starts.shape[1] == 1:  # one document per row: use the rows as an ordinary batch
         return model.loss(tokens, targets)
     return model.loss(*flatten_documents(tokens, targets, starts))
 
 
 def scored_rows(config: TrainConfig) -> int:
-    """Returns the rows per forward pass in validation: those of a micro-batch, or as many as `SCORED` tokens are."""
+    """Returns the rows per forward pass in validation: the rows of a micro-batch, but at least `SCORED` tokens."""
     return max(-(-config.batch_size // config.accumulation), SCORED // config.seq_len)
 
 
