@@ -1,9 +1,9 @@
-"""MAD (paper 004): a skill score of any architecture; and MQAR beside it.
+"""MAD (paper 004), a skill score of any architecture, and MQAR, a separate benchmark of recall.
 
 settings.py                       the 66 settings, the six (learning rate, weight decay) points, and budgets of runs
 architectures.py, state.py        models by recipe or layout, normalised to a fixed state of 4,096; those of MQAR
 run.py, bundle.py, training.py    the runs of a budget, trained in bundles; the forms of training
-folder.py, resume.py              what is on disk: a folder of runs; what a bundle that was killed goes on from
+folder.py, resume.py              files on disk: a folder of runs, and the checkpoints of killed bundles
 expert_shares.py                  the share of the tokens that each expert gets
 results.py, scores.py             runs as rows; scores with their spread over seeds
 design.py, checks.py              the layers of an architecture; the paper's findings, checked on pairs

@@ -1,9 +1,9 @@
 """Architectures by name: a recipe such as mad-hyena-swiglu, or a layout such as `tnl+swiglu x2`.
 
 The architectures of MQAR are those that zoology's Figure 2 and section 4.1 of paper 002 compare: a token mixer in two
-layers, without channel mixers; LayerNorm, tied embeddings, one head (paper 002: an expansion of 128, or the whole of a
-narrower width). Departures from zoology: its blocks add their normalised input once more in place of a channel mixer;
-attention has RoPE here and learned positions there; there is no dropout here.
+layers, without channel mixers; LayerNorm, tied embeddings, one head (paper 002: an expansion of 128, or the full width
+if it is smaller). Departures from zoology: its blocks add their normalised input once more in place of a channel mixer;
+it gives attention learned positions, Linnet RoPE; it uses dropout, Linnet does not.
 """
 
 import difflib
@@ -22,11 +22,11 @@ def architecture(name: str, changes: Mapping[str, Any] | None = None, state: int
     """Returns the model of a recipe, or of a layout with the width and the options of paper 004.
 
     Args:
-        changes: keys of `ModelConfig` that replace those.
+        changes: keys of `ModelConfig` that override the defaults.
         state: fixed state of the whole model. One option of each mixer may change to reach it; 0 changes nothing.
 
     Raises:
-        ConfigError: an unknown layer or recipe, options that a layer refuses, or a state that cannot be reached.
+        ConfigError: an unknown layer or recipe, options that a layer rejects, or a state that cannot be reached.
     """
     changes = dict(changes or {})
     if name in RECIPES:
@@ -44,7 +44,7 @@ def architecture(name: str, changes: Mapping[str, Any] | None = None, state: int
         return config
     found = normalise(config, state)
     if any(found.options[layer] != config.options[layer] for layer in own):
-        check_state(config, state)  # raises: normalising would change an option that was given
+        check_state(config, state)  # normalising would change an option that the caller gave, so raise instead
     return found
 
 
@@ -52,13 +52,13 @@ def mqar_architecture(name: str, changes: Mapping[str, Any] | None = None) -> Mo
     """Returns the model of two layers of a token mixer (`hgrn2`), or of a layout, at the smallest width of MQAR.
 
     Args:
-        changes: keys of `ModelConfig` that replace those of zoology.
+        changes: keys of `ModelConfig` that override those of zoology.
 
     Raises:
-        ConfigError: an unknown layer, a recipe, or options that a layer refuses.
+        ConfigError: an unknown layer, a recipe, or options that a layer rejects.
     """
     if name in RECIPES:
-        raise ConfigError(["a recipe has a width of its own; give a token mixer or a layout"], name)
+        raise ConfigError(["a recipe has its own width; give a token mixer or a layout"], name)
     _check(name)
     changes = dict(changes or {})
     layout = f"{name} x2" if name in MIXERS else name
@@ -111,7 +111,7 @@ _OPTIONS = {
         "mlp": "inner activation bias",
         "moe": "num_experts num_active inner",
     }.items()
-}  # of the first release; the options of other layers are all recorded
+}  # keys of the first release; the options of other layers are all recorded
 
 
 def _check(layout: str) -> None:

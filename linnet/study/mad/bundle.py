@@ -1,4 +1,4 @@
-"""A bundle: runs of one shape that are trained together, in the process that calls this.
+"""A bundle: runs of one shape that are trained together, in the calling process.
 
 Runs can share a bundle if model, length, number of samples, epochs and batch size are the same: the points of the grid
 at one setting, its seeds, and settings that differ only in their data. If memory runs out, the bundle is halved.
@@ -33,8 +33,8 @@ from linnet.train.objectives.synthetic import SyntheticObjective, synthetic_obje
 from linnet.train.stop import Stop, graceful_stop
 
 DONE, DIVERGED = "done", "diverged"
-PATIENCE = 5.0  # seconds into an epoch after which a bundle that is asked to stop does not finish it
-# Keys of a run's configuration that its bundle shares; a missing key is a value of its own.
+PATIENCE = 5.0  # a bundle that is asked to stop this many seconds into an epoch, or later, does not finish the epoch
+# Keys of a run's configuration that must be equal in a bundle; a missing key differs from every value.
 SHAPE = "architecture model autoencoder answers input_length train_samples held_out epochs batch_size training".split()
 
 
@@ -76,13 +76,13 @@ def train_bundle(job: Job) -> str:
 
 
 def objective_of(run: Mapping[str, Any]) -> SyntheticObjective:
-    """Returns what a run's configuration trains: its task, and the model that answers it."""
+    """Returns the objective of a run's configuration: its task, and the model that solves it."""
     kind = find_task(run["task"])
     return synthetic_objective(parse(kind, run["options"], kind.name), parse(ModelConfig, run["model"]))
 
 
 def run_flops(run: Mapping[str, Any], objective: SyntheticObjective | None = None) -> float:
-    """Returns the training FLOPs of one run. `objective`: that of the run, where the caller has it."""
+    """Returns the training FLOPs of one run. `objective`: the run's objective, if the caller has it."""
     return run["epochs"] * run["train_samples"] * (objective or objective_of(run)).flops()
 
 
@@ -130,7 +130,7 @@ def _train(runs: list[dict], payload: Mapping[str, Any], stop: Stop) -> None:
     folders = [RunFolder.create(payload["root"], run) for run in runs]
     checkpoint = BundleCheckpoint(folders, ensemble, watch)
     begin = checkpoint.load()
-    records: list[Record] = []  # cut back after an epoch has fit into memory: halves may resume from them
+    records: list[Record] = []  # truncated once an epoch has fit into memory: halves may resume from them
     for epoch in range(begin, epochs):
         losses, began = torch.zeros(len(runs), device=device), time.monotonic()
         for rows in _batches(runs, epoch, samples, batch_size, device):
@@ -182,7 +182,7 @@ def _not_matrices(model: nn.Module) -> set[str]:
 
 
 class _Data:
-    """A split of each member's task on the device; members with the same data share it."""
+    """One split of each member's task on the device; members with the same data share it."""
 
     def __init__(self, objectives: list[SyntheticObjective], runs: list[dict], split: Split, device: torch.device):
         count = runs[0]["train_samples" if split == "train" else "held_out"]
@@ -194,7 +194,7 @@ class _Data:
         self.owners = torch.tensor(owners, device=device) if len(found) > 1 else None
 
     def take(self, rows: Tensor) -> list[Tensor]:
-        """Returns inputs and targets of rows [B] or [M, B]: [B, T] if all members have the same, else [M, B, T]."""
+        """Returns inputs and targets of rows [B] or [M, B]: [B, T] if all members share them, else [M, B, T]."""
         if self.owners is None:
             return [x[0, rows] for x in self.tensors]
         return [x[self.owners[:, None], rows] for x in self.tensors]

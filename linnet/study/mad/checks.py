@@ -1,7 +1,7 @@
 """Checks the findings of paper 004, section 3.4, on other runs: striped or uniform, heads or none, MoE or SwiGLU.
 
-Each check is a mean over pairs of architectures that differ only in this, compared on the settings that both have. So
-differences between mixers do not enter, as they would in a mean over all architectures of a kind.
+Each check is a mean over pairs of architectures that differ only in one property, on the settings that both have. So
+differences between mixers cancel, which they would not in a mean over all architectures of a kind.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,8 +44,8 @@ class Check:
     """One finding of the paper, checked.
 
     Attributes:
-        claim: the finding. paper_gain: the mean gain in accuracy in the paper, a share.
-        pairs: of the architectures that were scored. gain: mean over the pairs, None without a pair.
+        claim: the finding. paper_gain: the mean gain in accuracy in the paper, as a share.
+        pairs: pairs among the scored architectures. gain: mean over the pairs, None without a pair.
         interval: 95 %, pairs drawn with replacement; None below `PAIRS_FOR_INTERVAL` pairs.
         verdict: "holds" or "does not hold" if the interval excludes zero, else the reason why it is open.
         needed: the architectures to run, if there is no pair.
@@ -72,7 +72,7 @@ def checks(scores: Scores, *, resamples: int = 2000, seed: int = 0) -> list[Chec
     ]
     found[0].notes.extend(_every_striped(scores, kinds))
     if unknown := [name for name in scores if name not in kinds]:
-        note = f"{', '.join(unknown)}: in no pair, for its layers are not recorded; add a column `layers` to mad.csv"
+        note = f"{', '.join(unknown)}: in no pair, because layers are not recorded; add a column `layers` to mad.csv"
         for check in found:
             check.notes.append(note)
     return found

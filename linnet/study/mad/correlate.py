@@ -20,7 +20,7 @@ from linnet.study.mad.scores import Scores, score
 if TYPE_CHECKING:
     import pandas as pd
 
-FEWEST = 3  # architectures of a correlation
+FEWEST = 3  # smallest number of architectures for a correlation
 FEWEST_FOR_INTERVAL = 4
 ENOUGH = 0.5  # share of the resamples that must have a correlation
 FLAT = 1e-12  # scores and losses that differ by less are equal
@@ -32,9 +32,9 @@ class Correlation:
     """The correlation of scores and losses in one group of architectures.
 
     Attributes:
-        architectures: their number. pearson: linear correlation. spearman: of ranks. Both None if refused.
+        architectures: their number. pearson: linear correlation. spearman: rank correlation. Both None if refused.
         pearson_interval, spearman_interval: 95 % bootstrap, None with too few architectures.
-        refused: the reason, if there is no number.
+        refused: the reason, if there is no correlation.
     """
 
     group: str
@@ -70,11 +70,11 @@ class Correlations:
     """All correlations of scores with losses.
 
     Attributes:
-        compute: FLOPs at which the losses are those of the laws. method: of the fit.
+        compute: FLOPs at which the laws give the losses. method: method of the fit.
         overall: group -> correlation of the score: "all", "within families", "between families" and each family.
         tasks: task -> correlation of that task alone, over all architectures.
         notes: remarks for the reader.
-        metric, legacy: of the scores. resamples, seed: of the intervals.
+        metric, legacy: options of the scores. resamples, seed: options of the intervals.
     """
 
     compute: float
@@ -104,14 +104,14 @@ class Sources:
 
 
 def read(folder: str | Path, study: str | Path, *, metric: str = "accuracy", legacy: bool = False) -> Sources:
-    """Reads scores and a study, without fitting laws.
+    """Reads scores and a study; does not fit the laws.
 
     Args:
-        folder: of `linnet mad run`. study: of `linnet study`, or one with a table.csv.
+        folder: folder of `linnet mad run`. study: folder of `linnet study`, or one with a table.csv.
         metric, legacy: as in `score`.
 
     Raises:
-        ConfigError: all problems of both folders.
+        ConfigError: lists all problems of both folders.
     """
     from linnet.study.fit import load_study
 
@@ -142,10 +142,10 @@ def correlate(
     Args:
         compute: FLOPs; by default the largest to which the laws of all common architectures were fitted.
         names: architecture of the scores -> its name in the study, if the two differ.
-        resamples: of architectures, and of the runs that the laws are fitted to; 0 for no intervals.
+        resamples: number of bootstrap resamples of architectures and of the runs behind the laws; 0: no intervals.
 
     Raises:
-        ConfigError: fewer than three architectures have a score and a law; lists those that only one side has.
+        ConfigError: fewer than three architectures have a score and a law; lists those on only one side.
     """
     from linnet.study.fit import fit_study
 
@@ -159,7 +159,7 @@ def correlate(
 
 
 def match(scored: Sequence[str], studied: Sequence[str], names: Mapping[str, str], folder: str, study: str) -> dict:
-    """Returns scored architecture -> its name in the study, for those in both.
+    """Returns scored architecture -> its name in the study, for the architectures in both.
 
     Raises:
         ConfigError: an unknown name in `names`, or fewer than three in common.
@@ -198,7 +198,7 @@ def correlate_laws(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Correlations:
-    """The same from scores and laws of loss (`linnet.study.fit.Law`) by the names of the scores."""
+    """Correlates scores with laws of loss (`linnet.study.fit.Law`), which have the names of the scores."""
     usable = {name: law for name, law in laws.items() if not law.refused}
     lost = {name: law for name, law in laws.items() if law.refused}
     if len(usable) < FEWEST:
@@ -218,16 +218,16 @@ def correlate_laws(
         own = [index for index, point in enumerate(points) if task in point.tasks]
         values = np.array([points[index].tasks[task] for index in own])
         tasks[task] = _correlation(task, values, losses[own], draws[:, own], resamples, seed)
-    notes = [f"{matched[name]} takes no part, its law was refused: {'; '.join(lost[name].refused)}" for name in lost]
+    notes = [f"{matched[name]} is left out, its law was refused: {'; '.join(lost[name].refused)}" for name in lost]
     beyond = [point.architecture for point in points if point.beyond]
     if beyond:
         notes.append(f"{compute:.3g} FLOPs lie outside the data of {', '.join(beyond)}: their losses are extrapolated")
     short = [name for name in scores if name not in scores.whole]
     if short:
-        notes.append(f"{', '.join(short)}: no part is taken, for settings that others have are not there")
+        notes.append(f"{', '.join(short)}: left out, because settings that others have are missing")
     unknown = [point.architecture for point in points if scores[point.architecture].design is None]
     if unknown:
-        notes.append(f"{', '.join(unknown)}: a family of its own each, for its layers are not recorded")
+        notes.append(f"{', '.join(unknown)}: each a family of its own, because its layers are not recorded")
     odd = [point.architecture for point in points if not scores[point.architecture].comparable]
     if odd:
         reasons = dict.fromkeys(reason for name in odd for reason in scores[name].reasons)
@@ -246,7 +246,7 @@ def _point(scores: Scores, name: str, other: str, law, compute: float) -> Point:
 
 
 def _loss_draws(laws: list, compute: float, resamples: int, seed: int) -> np.ndarray:
-    """Losses [resamples, architectures] from the laws' own bootstraps; a law without one stays where it is."""
+    """Returns losses [resamples, architectures] from the laws' bootstraps; constant for a law without one."""
     generator = np.random.default_rng(seed + 1)
     columns = []
     for law in laws:
@@ -267,7 +267,7 @@ def _groups(scores, losses, draws, families: list[str], resamples: int, seed: in
     if len(inside) < FEWEST:
         found[WITHIN] = Correlation(WITHIN, len(inside), refused="no family has enough architectures")
     else:
-        # What is left of each after the mean of its family: do scores rank the members of a family?
+        # Subtract the mean of each family: do scores rank the members of a family?
         label = np.concatenate([np.full(len(own), number) for number, own in enumerate(several)])
         found[WITHIN] = _correlation(
             WITHIN, scores[inside], losses[inside], draws[:, inside], resamples, seed, strata=label
@@ -291,7 +291,7 @@ def _correlation(
     strata: np.ndarray | None = None,
     noun: str = "architectures",
 ) -> Correlation:
-    """Correlates one group. `strata` [n]: labels whose means are taken out, and inside which resamples are drawn."""
+    """Correlates one group. `strata` [n]: labels whose means are subtracted, and within which resamples are drawn."""
     number = len(scores)
     if number < FEWEST:
         return Correlation(group, number, refused=f"{number} {noun}; {FEWEST} are needed")
@@ -312,7 +312,7 @@ def _correlation(
         for label in np.unique(labels):
             own = np.flatnonzero(labels == label)
             drawn[:, own] = own[generator.integers(0, len(own), (resamples, len(own)))]
-        # Two points are always on a line: a resample needs as many different ones as a correlation does.
+        # Two points always lie on a line: a resample needs as many different ones as a correlation does.
         distinct = 1 + (np.diff(np.sort(drawn, axis=1), axis=1) > 0).sum(axis=1) >= FEWEST
         values = both(scores[drawn], np.take_along_axis(draws, drawn, axis=1), labels)
         for place, column in enumerate(values):
@@ -324,7 +324,7 @@ def _correlation(
 
 
 def pearson(one: np.ndarray, two: np.ndarray) -> np.ndarray:
-    """Linear correlation along the last axis; NaN where either does not vary."""
+    """Returns the linear correlation along the last axis; NaN if either input is constant."""
     flat = (np.ptp(one, axis=-1) < FLAT) | (np.ptp(two, axis=-1) < FLAT)
     one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)
     size = np.sqrt((one**2).sum(axis=-1) * (two**2).sum(axis=-1))
@@ -332,7 +332,7 @@ def pearson(one: np.ndarray, two: np.ndarray) -> np.ndarray:
 
 
 def spearman(one: np.ndarray, two: np.ndarray) -> np.ndarray:
-    """Correlation of ranks along the last axis, those of equal values being their mean."""
+    """Returns the rank correlation along the last axis; equal values get their mean rank."""
     return pearson(_ranks(one), _ranks(two))
 
 
@@ -342,7 +342,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def _centred(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Without the mean of each label, along the last axis."""
+    """Returns values minus the mean of their label, along the last axis."""
     result = values.astype(float)
     for label in np.unique(labels):
         own = labels == label

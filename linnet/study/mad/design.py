@@ -1,9 +1,9 @@
 """The design of an architecture: which token mixers and channel mixers its blocks have.
 
-A design is read from a model's configuration, never guessed from a name. Where only a table of results is left, its
-column `layers` names the layers; a table without it has names that are recipes or layouts, or the design is unknown.
+A design is read from a model's configuration, never guessed from a name. If only a table of results exists, its column
+`layers` names the layers. Without this column, names that are recipes or layouts give the design; others are unknown.
 
-Layers and recipes are imported where they are first needed, so that the commands that print help import no torch.
+Layers and recipes are imported on first use, so that printing a help text does not import torch.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ class Design:
 
     @classmethod
     def of(cls, layers: Iterable[str]) -> "Design":
-        """Returns the design with these layers. A name that is not registered is a mixer from a file."""
+        """Returns the design with these layers. An unregistered name is a mixer from a file."""
         from linnet.layers.base import CHANNELS, MIXERS
 
         names = sorted({name for name in layers if not getattr(MIXERS.get(name), "before_layers", False)})
@@ -46,12 +46,12 @@ class Design:
 
     @property
     def base(self) -> tuple[str, ...]:
-        """The mixers besides attention; attention if it is the only one."""
+        """Returns the mixers except attention; attention if it is the only one."""
         return tuple(mixer for mixer in self.mixers if mixer != ATTENTION) or self.mixers
 
     @property
     def family(self) -> str:
-        """The families of the mixers besides attention: multi-head Hyena, striped or not, is of the family hyena."""
+        """Returns the families of the mixers except attention: multi-head Hyena, striped or not, belongs to hyena."""
         return "+".join(sorted({FAMILY.get(mixer, mixer) for mixer in self.base}))
 
 
@@ -61,15 +61,15 @@ def design_of(model: "ModelConfig") -> Design:
 
 
 def layers_of(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the names of the layers of a recorded model, whose `options` have a key for each.
+    """Returns the names of the layers of a recorded model, whose `options` have a key for each layer.
 
-    The files of its mixers need not be there.
+    The plugin files of its mixers may be missing.
     """
     return tuple(record.get("options", {}))
 
 
 def named_design(name: str) -> Design | None:
-    """Returns the design of a recipe or a layout; None for another name."""
+    """Returns the design of a recipe or a layout; None for other names."""
     from linnet.models import RECIPES, get_recipe, parse_layout
 
     if name in RECIPES:

@@ -1,6 +1,6 @@
 """How evenly the experts of routed layers are used: the share of the tokens' choices that each expert gets.
 
-Counted on the test split, with the weights that a run is scored with. Results have them under the key `loads`.
+Shares are counted on the test split, with the weights that score the run. Results contain them under the key `loads`.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from linnet.layers.routing import record_loads
 from linnet.train.ensemble import Ensemble
 
-Shares = dict[str, list[float]]  # place of a layer in the model -> the share of each of its experts
+Shares = dict[str, list[float]]  # path of a layer in the model -> the share of each of its experts
 
 
 def is_routed(model: nn.Module) -> bool:
@@ -24,13 +24,13 @@ def is_routed(model: nn.Module) -> bool:
 def expert_shares(
     ensemble: Ensemble, model: nn.Module, tokens: Tensor, batch_size: int, precision: str
 ) -> list[Shares]:
-    """Runs each member once more, alone, and counts the choices of its tokens.
+    """Runs each member once more, separately, and counts the expert choices of its tokens.
 
     Args:
-        model: one with the shape of the members. tokens: int64 [N, T], the same for all, or [M, N, T].
+        model: a model with the shape of the members. tokens: int64 [N, T], shared by all, or [M, N, T].
 
     Returns:
-        for each member the share of all choices per expert; the shares of a layer sum to 1.
+        For each member the share of all choices per expert; the shares of a layer sum to 1.
     """
     device = tokens.device
     model = copy.deepcopy(model).to(device)

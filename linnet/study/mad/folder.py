@@ -23,7 +23,7 @@ from linnet.runs.files import FULL, write_atomic
 from linnet.study.mad.architectures import recorded
 from linnet.study.mad.results import PLAN, RUNS, TABLE, read_layers, read_plan
 
-_OPTIONS = {"spare_decay": "--no-weight-decay"}  # keys of plan.json, which never change -> today's options
+_OPTIONS = {"spare_decay": "--no-weight-decay"}  # keys of plan.json, which never change -> current options
 
 COLUMNS = (
     "architecture task setting varied learning_rate weight_decay seed accuracy macro_batch validation_accuracy loss "
@@ -57,19 +57,19 @@ def designs(architectures: Mapping[str, ModelConfig], plugins: Sequence[str]) ->
 
 
 def check_plan(folder: Path, about: Mapping[str, Any], models: Mapping[str, dict[str, Any]]) -> None:
-    """Checks that a folder holds runs of this budget and specification only, and one model per name.
+    """Checks that a folder contains only runs of this budget and specification, and one model per name.
 
     Args:
         about: budget and other settings that all runs of the folder share. models: as `designs` returns them.
 
     Raises:
-        ConfigError: all problems: the folder holds other runs, or is a file.
+        ConfigError: the folder contains other runs, or is a file; lists all problems.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError([f"{folder}: is a file; choose another --out"], "MAD")
     before = read_plan(folder)
     problems = [
-        f"{folder}: holds runs with {_OPTIONS.get(key, key)} {before[key]}, not {value}; give another --out"
+        f"{folder}: has runs with {_OPTIONS.get(key, key)} {before[key]}, not {value}; give another --out"
         for key, value in about.items()
         if before.get(key, value) != value
     ]
@@ -78,7 +78,7 @@ def check_plan(folder: Path, about: Mapping[str, Any], models: Mapping[str, dict
     if any(changed.values()):
         begun = _begun(folder)
         problems += [
-            f"{folder}: holds runs of another model named {name} ({what}); give another --out"
+            f"{folder}: has runs of another model named {name} ({what}); give another --out"
             for name, what in changed.items()
             if what and name in begun
         ]
@@ -98,25 +98,25 @@ def write_plan(
 
 @contextlib.contextmanager
 def room(folder: str | Path) -> Iterator[None]:
-    """Turns the error of a full disk into a `ConfigError` that says what to do."""
+    """Turns the error of a full disk into a `ConfigError` that explains how to continue."""
     try:
         yield
     except OSError as error:
         if error.errno not in FULL:
             raise
-        problem = f"{folder}: the disk is full; free some space and run the same command again to go on"
+        problem = f"{folder}: the disk is full; free some space and run the same command again to continue"
         raise ConfigError([problem], "MAD") from None
 
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Makes the folder and locks it, so that two processes do not train the same runs."""
+    """Creates the folder and locks it, so that two processes do not train the same runs."""
     try:
         (folder / RUNS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if error.errno in FULL:
             raise
-        raise ConfigError([f"{folder}: cannot be made ({error.strerror}); choose another --out"], "MAD") from None
+        raise ConfigError([f"{folder}: cannot be created ({error.strerror}); choose another --out"], "MAD") from None
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(RunFolder(folder).lock())

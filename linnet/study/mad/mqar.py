@@ -36,10 +36,10 @@ class Comparison:
     """Compares `first` with `second` at the settings where both have runs.
 
     Attributes:
-        verdict: "holds" if the first is never below the second, and above it wherever that stays under `OPEN`;
+        verdict: "holds" if the first is never below the second, and above it wherever the second is under `OPEN`;
             "not enough runs" if a setting lacks one of the two, or some of its learning rates.
-        wrong: setting -> what is wrong there. missing: settings without all runs of both.
-        close: settings under `OPEN` where the difference is within chance, at 95 %.
+        wrong: setting -> problem there. missing: settings without all runs of both.
+        close: settings under `OPEN` where the difference may be chance, at 95 %.
     """
 
     first: str
@@ -56,7 +56,7 @@ class Comparison:
 
     @property
     def told(self) -> str:
-        """The rest of the sentence that begins with the verdict."""
+        """Returns the rest of the sentence that begins with the verdict."""
         if self.wrong:
             return ": " + ", ".join(f"{what} at {self._at(place)}" for place, what in self.wrong.items())
         text = f" in all {len(self.accuracies)} settings"
@@ -64,7 +64,7 @@ class Comparison:
             have = f"it holds in the {len(self.accuracies)} settings that both have, and " if self.accuracies else ""
             text = f": {have}both are needed at {', '.join(map(str, self.missing))}"
         if self.close:
-            text += f"; no more than chance sets the two apart at {', '.join(map(self._at, self.close))}"
+            text += f"; the difference may be chance at {', '.join(map(self._at, self.close))}"
         return text
 
     def _at(self, place: Place) -> str:
@@ -73,7 +73,7 @@ class Comparison:
 
 
 def is_mqar(scores: Scores) -> bool:
-    """Whether the scores are of MQAR alone."""
+    """Whether all scores are of MQAR."""
     return scores.tasks == [TASK]
 
 
@@ -113,7 +113,7 @@ def compare(scores: Scores, first: str = "hgrn2", second: str = "hgrn") -> Compa
 
 
 def _chance(place: Place, one: SettingScore, two: SettingScore) -> float:
-    """Returns the difference that 95 of 100 pairs of equal models stay below, with independent questions."""
+    """Returns the difference that 95 of 100 pairs of equal models stay below, if questions are independent."""
     budget = BUDGETS.get(next(iter(one.best.values())).budget)
     asked = place.pairs * (budget.held_out if budget is not None else HELD_OUT)
     mean = (one.score + two.score) / 2
@@ -121,7 +121,7 @@ def _chance(place: Place, one: SettingScore, two: SettingScore) -> float:
 
 
 def _whole(scores: Scores, architecture: str) -> dict[Place, SettingScore]:
-    """Returns the settings whose learning rates were all tried; otherwise the best one may be missing."""
+    """Returns the settings for which all learning rates were tried; in others the best rate may be missing."""
     budget = BUDGETS.get(scores[architecture].budget)
     rates = len(budget.grid) if budget is not None else 1
     found = settings_of(scores, architecture)

@@ -13,7 +13,7 @@ from linnet.study.mad.design import Design, layers_of, named_design
 
 TABLE, RUNS, PLAN = "mad.csv", "runs", "plan.json"
 DONE = "done"
-DEAD = 0.01  # share of an even share, below which an expert counts as unused
+DEAD = 0.01  # an expert with less than this fraction of an even share counts as unused
 _TEXTS = ("architecture", "task", "setting", "varied", "status", "budget", "spec", "decay", "layers")
 _COUNTS = ("seed", "parameters", "state_size", "epoch")
 _REQUIRED = ("architecture", "task", "setting", "learning_rate", "weight_decay", "accuracy", "status")
@@ -26,15 +26,15 @@ class Result:
 
     Attributes:
         setting: a name such as `fuzzy_recall/seq_len=256`. varied: its variable, "" in a baseline.
-        accuracy: token accuracy on the test split. macro_batch: the mean over classes and batches on it.
+        accuracy: token accuracy on the test split. macro_batch: mean over classes and batches on the same split.
         validation_accuracy: token accuracy on the split that selects runs. loss: nats per target on the test split.
-        parameters, state_size: of the model; None if not recorded.
+        parameters, state_size: numbers of the model; None if not recorded.
         status: "done", or how the run ended. Unknown numbers are NaN.
         budget, spec: of the run; "" if not recorded.
-        epoch: the epoch whose weights were scored. decay: whether "all" parameters decay, or "matrices" alone.
+        epoch: the epoch whose weights were scored. decay: whether "all" parameters decay, or only "matrices".
         expert_shares: for each layer with experts, the share of the tokens' choices that each expert got on the test
             split (`loads` in files).
-        layers: names of the model's layers, with spaces between; "" where not recorded.
+        layers: names of the model's layers, separated by spaces; "" if not recorded.
     """
 
     architecture: str
@@ -60,18 +60,18 @@ class Result:
 
     @property
     def design(self) -> Design | None:
-        """The layers of the model; None where neither the run nor its architecture's name says which it has."""
+        """The layers of the model; None if neither the run nor the architecture's name determines them."""
         return Design.of(self.layers.split()) if self.layers else named_design(self.architecture)
 
     @property
     def loads(self) -> dict[str, list[float]]:
-        """`expert_shares` by its name of 0.1.0."""
+        """`expert_shares` under its name of 0.1.0."""
         deprecation.warn("Result.loads", "Result.expert_shares")
         return self.expert_shares
 
     @property
     def key(self) -> tuple:
-        """Identifies the run: rows with equal keys are of the same run."""
+        """Identifies the run: rows with equal keys belong to the same run."""
         return self.architecture, self.setting, self.learning_rate, self.weight_decay, self.seed
 
     @property
@@ -81,7 +81,7 @@ class Result:
 
 
 def dead(shares: list[float]) -> list[int]:
-    """Returns the numbers, from 0, of the experts that get almost no tokens."""
+    """Returns the indices of the experts that get almost no tokens."""
     return [expert for expert, share in enumerate(shares) if share * len(shares) < DEAD]
 
 
@@ -89,7 +89,7 @@ def read_results(folder: str | Path) -> list[Result]:
     """Returns all runs of a folder, in the order of its table. A result.json replaces the row of the same run.
 
     Raises:
-        ConfigError: all problems: no such folder, no run in it, rows that are not results.
+        ConfigError: lists all problems: the folder is missing or has no run, or rows are not results.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -118,7 +118,7 @@ def read_results(folder: str | Path) -> list[Result]:
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
-    """Returns the plan.json of a folder, {} if it has none. Raises `ConfigError` where it is damaged."""
+    """Returns the plan.json of a folder, {} if it has none. Raises `ConfigError` if it is damaged."""
     path = folder / PLAN
     if not path.is_file():
         return {}
@@ -129,7 +129,7 @@ def read_plan(folder: Path) -> dict[str, Any]:
 
 
 def read_layers(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Returns the layers of each architecture that the plan of a folder has, {} if there is no readable plan."""
+    """Returns the layers of each architecture in the plan of a folder, {} if there is no readable plan."""
     try:
         models = read_plan(folder).get("models", {})
     except ConfigError:

@@ -1,7 +1,7 @@
 """Checkpoints of bundles, from which a killed bundle resumes exactly. They are in the folder of the first run.
 
-A checkpoint is written after an epoch if the last one is a minute old or the bundle is asked to stop. It holds the
-states of `Ensemble` and `Watch`; batches follow from seed and epoch. A bundle of other runs ignores it.
+A checkpoint is written after an epoch if the last one is a minute old or the bundle is asked to stop. It contains the
+states of `Ensemble` and `Watch`; batches follow from seed and epoch. A bundle of other runs ignores the checkpoint.
 
 When a bundle ends, the results of all its runs are first written into one file, bundle.json, then into each run folder,
 so that a kill in between repeats no training.
@@ -21,7 +21,7 @@ from linnet.runs.record import plain
 from linnet.study.mad.training import Watch
 from linnet.train.ensemble import Ensemble
 
-SECONDS = 60.0  # between checkpoints: the training time that a kill may cost
+SECONDS = 60.0  # between checkpoints: the training time that a kill can lose
 RESULTS = "bundle.json"
 
 
@@ -51,7 +51,7 @@ class BundleCheckpoint:
         """Writes a checkpoint after `epoch` epochs, if one is due. Raises `CheckpointError` if the disk is full."""
         if time.monotonic() - self._last < SECONDS and not at_once:
             return
-        if self._foreign:  # it may have more steps, and only the one with the most is kept
+        if self._foreign:  # it may have more steps, and only the checkpoint with the most steps is kept
             shutil.rmtree(self._folder, ignore_errors=True)
             self._foreign = False
         tensors = {"ensemble": self._ensemble.state(), "watch": self._watch.state()}
@@ -68,10 +68,10 @@ def write_results(folders: Sequence[RunFolder], results: Sequence[Mapping[str, A
 
 
 def finish(folders: Iterable[RunFolder]) -> None:
-    """Writes the results of the bundles that ended in `folders` to their runs, and removes their checkpoints.
+    """Writes the results of finished bundles in `folders` to their runs, and removes their checkpoints.
 
     Raises:
-        ConfigError: damaged results.
+        ConfigError: a file of results is damaged.
     """
     for folder in folders:
         path = folder.path / RESULTS
@@ -80,11 +80,11 @@ def finish(folders: Iterable[RunFolder]) -> None:
         try:
             results = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            problem = f"{path}: is damaged ({error}); delete it, and its runs are trained again"
+            problem = f"{path}: is damaged ({error}); delete it to train its runs again"
             raise ConfigError([problem], "MAD") from None
         for name, result in results.items():
             run = RunFolder(folder.path.parent / name)
             if run.path.is_dir() and not run.done:
                 run.write_result(result)
-            shutil.rmtree(run.checkpoint_folder, ignore_errors=True)  # those of other bundles of these runs, too
+            shutil.rmtree(run.checkpoint_folder, ignore_errors=True)  # including those of other bundles of these runs
         path.unlink()

@@ -1,7 +1,7 @@
-"""The protocol: trains every run that a budget asks of each architecture, in bundles, the largest first.
+"""The protocol: trains every run of a budget for each architecture, in bundles, the largest first.
 
-Runs with a result are not trained again. The validation split decides which of a setting's runs counts
-(`linnet.study.mad.scores`); the accuracy of that run is taken on the test split.
+Runs with a result are not trained again. At each setting the validation split selects the run that counts
+(`linnet.study.mad.scores`); its accuracy is measured on the test split.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class MadRun:
 
     @property
     def shape(self) -> str:
-        """A key that is equal for runs that can be trained together."""
+        """Returns a key that is equal for runs that can be trained together."""
         return json.dumps([self.config.get(key) for key in SHAPE], sort_keys=True)
 
 
@@ -95,7 +95,7 @@ def mad_runs(
     seeds: Sequence[int] = (0,),
     decay: Literal["all", "matrices"] = "all",
 ) -> list[MadRun]:
-    """Returns every run of a budget. Raises `ConfigError` as `plan` does, and for a model that no task fits."""
+    """Returns every run of a budget. Raises `ConfigError` as `plan` does, and for a model that fits no task."""
     planned = plan(budget, tasks=tasks, settings=settings, spec=spec)
     form = MQAR if BUDGETS[budget].mqar else MAD_LAB if spec == "mad-lab" else PAPER
     form = replace(form, matrices_only=decay == "matrices")
@@ -152,16 +152,17 @@ def prepare(
 
     Args:
         architectures: name -> model; each task sets the vocabulary.
-        folder: of one budget, specification and device type; several calls may add architectures, tasks and seeds.
-        tasks, settings: only these, as `plan` takes them.
+        folder: folder for one budget, specification and device type; several calls may add architectures, tasks and
+            seeds.
+        tasks, settings: restrict the runs to these, as in `plan`.
         executor: where bundles are trained; None is one process per GPU, or per CPU core.
-        plugins: files of mixers, as `linnet.layers.base.load_plugin` takes them.
+        plugins: files of mixers, in the form of `linnet.layers.base.load_plugin`.
         decay: whether weight decay acts on "all" parameters, or on the "matrices" of linear layers alone.
         spare_decay: deprecated; True is `decay="matrices"`.
 
     Raises:
-        ConfigError: all problems at once: an unknown budget, task, setting or device, a model that a task does not fit,
-            a folder of other runs. Then, alone: a Ray cluster that cannot be reached.
+        ConfigError: all problems at once: an unknown budget, task, setting or device, a model that does not fit a
+            task, a folder with other runs. Only if there are none: a Ray cluster that cannot be reached.
     """
     if spare_decay is not None:
         deprecation.warn("prepare(spare_decay=...)", 'decay="all" or decay="matrices"')
@@ -181,7 +182,7 @@ def prepare(
         check_plan(folder, about if budget in BUDGETS else {}, models)
     if problems:
         raise ConfigError(problems, "MAD")
-    workers = make_executor(executor or ExecutorConfig(retries=1))  # last, for it may start a Ray
+    workers = make_executor(executor or ExecutorConfig(retries=1))  # last, because it may start Ray
     return Work(folder, about, models, runs, workers, kind, tuple(plugins))
 
 
@@ -198,8 +199,8 @@ def train(work: Work, *, bundle: int | None = None, compile: bool = False, conso
     """
     folder, console = work.folder, console or Console(quiet=True)
     with room(folder), alone(folder):
-        finish(RunFolder(path) for path in (folder / RUNS).iterdir())  # of bundles that were killed at their end
-        check_plan(folder, work.about, work.models)  # again, now that no other process can change it
+        finish(RunFolder(path) for path in (folder / RUNS).iterdir())  # bundles that were killed while writing results
+        check_plan(folder, work.about, work.models)  # again, since only now no other process can change it
         write_plan(folder, work.about, work.models, [run.run for run in work.runs])
         missing = [run for run in work.runs if not RunFolder(folder / RUNS / run.run).done]
         if len(missing) < len(work.runs):
@@ -220,7 +221,7 @@ def train(work: Work, *, bundle: int | None = None, compile: bool = False, conso
 
 
 def _objective(model: ModelConfig, one: PlannedRun) -> SyntheticObjective:
-    """Returns the objective of an architecture at one setting: with its vocabulary, width and length."""
+    """Returns the objective of an architecture at one setting, with the setting's vocabulary, width and length."""
     task = one.setting.task
     changes = {"vocab_size": task.num_tokens, "d_model": one.setting.width or model.d_model}
     config = fit_length(parse(ModelConfig, model.model_dump() | changes), task.input_length)
@@ -230,7 +231,7 @@ def _objective(model: ModelConfig, one: PlannedRun) -> SyntheticObjective:
 def _shape(objective: SyntheticObjective, one: PlannedRun) -> dict[str, Any]:
     """Returns the keys that the runs of an architecture at one setting have in common.
 
-    They are part of the name of each run folder, so keys that an objective does not need stay as they are.
+    The name of each run folder depends on them, so keys that an objective does not need stay unchanged.
     """
     task = objective.task
     shape = {

@@ -35,7 +35,7 @@ class SettingScore:
     """One architecture at one setting: the best run of each seed.
 
     Attributes:
-        score: mean over seeds. best: the chosen run of each seed. runs: number of runs of all seeds.
+        score: mean over seeds. best: the selected run of each seed. runs: number of runs of all seeds.
     """
 
     name: str
@@ -51,7 +51,7 @@ class TaskScore:
 
     Attributes:
         spread: standard deviation over seeds, None if fewer than two seeds have all settings.
-        parameters: of the model at the first setting, which is the baseline if that was run.
+        parameters: number in the model at the first setting, which is the baseline if that was run.
     """
 
     task: str
@@ -67,9 +67,9 @@ class Score:
 
     Attributes:
         score: mean over `tasks`. spread: standard deviation of the scores of the seeds, None below two seeds.
-        seeds: those with every setting that the architecture has.
-        parameters: at the first task's baseline. state_size: fixed state, None if not recorded.
-        comparable: whether the score can be compared with others; if not, `reasons` says why.
+        seeds: seeds with every setting that the architecture has.
+        parameters: number at the first task's baseline. state_size: fixed state, None if not recorded.
+        comparable: whether the score can be compared with others; if not, `reasons` lists why.
         design: the layers of the architecture; None if they are unknown.
     """
 
@@ -93,7 +93,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Scores(Mapping):
-    """Architecture -> `Score`, the highest first.
+    """Mapping from architecture to `Score`, the highest score first.
 
     Attributes:
         metric: "accuracy" or "macro_batch". legacy: whether runs were selected on the test split.
@@ -107,7 +107,7 @@ class Scores(Mapping):
 
     @property
     def whole(self) -> dict[str, Score]:
-        """The scores with every setting that any architecture has. Others are means over fewer settings."""
+        """The scores over every setting that any architecture has. Other scores are means over fewer settings."""
         every = {setting for one in self.values() for setting in one.settings}
         return {name: one for name, one in self.items() if len(one.settings) == len(every)}
 
@@ -122,7 +122,7 @@ class Scores(Mapping):
 
     @property
     def tasks(self) -> list[str]:
-        """The tasks that any architecture has, in the order of the benchmark, then others."""
+        """The tasks that any architecture has: first in the order of the benchmark, then others."""
         found = dict.fromkeys(task for score in self.by_name.values() for task in score.tasks)
         return [task for task in MAD_TASKS if task in found] + [task for task in found if task not in MAD_TASKS]
 
@@ -151,7 +151,7 @@ def score(results: Iterable[Result], *, metric: str = "accuracy", legacy: bool =
         legacy: whether to select by `metric` on the test split itself, as the published implementation did.
 
     Raises:
-        ConfigError: an unknown metric, or runs without the numbers that it needs.
+        ConfigError: an unknown metric, or runs without the required numbers.
     """
     if metric not in METRICS:
         raise ConfigError([f"metric {metric!r} is unknown; {nearest(metric, METRICS)}"], "MAD")
@@ -250,7 +250,7 @@ def _score(name: str, runs: list[Result], tasks: dict[str, TaskScore], metric: s
 
 
 def _whole_seeds(settings: Iterable[SettingScore]) -> tuple[int, ...]:
-    """Returns the seeds that every setting has."""
+    """Returns the seeds that all settings have."""
     found = [set(setting.best) for setting in settings]
     return tuple(sorted(set.intersection(*found)))
 

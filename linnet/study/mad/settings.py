@@ -1,7 +1,7 @@
-"""The benchmark as data: the settings of each task, the learning rates, and the runs that a budget asks for.
+"""The benchmark as data: the settings of each task, the learning rates, and the runs of a budget.
 
-A setting is a task at one difficulty. From the baseline of a task one variable changes at a time (004, appendix B.2),
-which makes 66 settings. Each is trained at the six points of `GRID`, and the best of the six counts.
+A setting is a task at one difficulty. Settings change one variable of the task's baseline at a time (004, appendix
+B.2), which gives 66 settings. Each is trained at the six points of `GRID`, and the best of the six counts.
 
 MQAR has its own budgets and is not part of the score (section 4.1 of paper 002, after Figure 2 of zoology).
 """
@@ -31,7 +31,7 @@ class Setting:
     """A task at one difficulty.
 
     Attributes:
-        task: with the variables of the setting.
+        task: the task, with the variables of the setting.
         train_samples: number of training samples. held_out: samples of the validation split and of the test split each.
         varied: the variable that differs from the baseline of the task, "" in the baseline itself.
         width, batch_size: of the models, if the setting fixes them.
@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The name of the setting within its specification: `fuzzy_recall/seq_len=256`."""
+        """Returns the name of the setting within its specification: `fuzzy_recall/seq_len=256`."""
         return f"{self.task.name}/{self.short_name}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,11 +78,11 @@ class Budget:
     Attributes:
         baselines_only: whether the harder settings are left out.
         comparable: whether scores can be compared with those of a full run on the same settings.
-        max_samples: limit of the training samples, None for the number of the setting.
+        max_samples: limit of the training samples, None for the number in the setting.
         held_out: samples of the validation split and of the test split each.
         mqar: whether the settings are those of MQAR, not of the benchmark.
-        max_tokens: limit of the tokens per batch, None for the batch of the setting.
-        caution: for a budget that is not comparable, what its scores mean.
+        max_tokens: limit of the tokens per batch, None for the batch size of the setting.
+        caution: meaning of the scores, for a budget that is not comparable.
     """
 
     name: str
@@ -165,7 +165,7 @@ BUDGETS = {
 
 _SAMPLES = 12_800
 _FEWER = (6400, 3200, 1600, 800)
-# Of each task: training samples of the baseline, and the values that each variable takes besides the baseline's. The
+# For each task: training samples of the baseline, and the values of each variable other than the baseline's. The
 # baselines are the defaults of the tasks.
 _SWEEPS: dict[str, tuple[int, dict[str, tuple]]] = {
     "in_context_recall": (
@@ -196,7 +196,7 @@ _SWEEPS: dict[str, tuple[int, dict[str, tuple]]] = {
 }
 MAD_TASKS = tuple(_SWEEPS)
 
-# Zoology's Figure 2, which section 4.1 of paper 002 follows: (length, pairs). Not a part of the MAD score.
+# Zoology's Figure 2, which section 4.1 of paper 002 follows: (length, pairs). Not part of the MAD score.
 MQAR_SETTINGS = tuple(
     Setting(TASKS["mqar"](seq_len=length, num_pairs=pairs), train_samples=100_000, held_out=3000, varied="seq_len")
     for length, pairs in ((64, 4), (128, 8), (256, 16), (512, 64))
@@ -207,7 +207,7 @@ _MQAR_BATCHES = {64: 512, 128: 512, 256: 256, 512: 128}
 
 
 def mqar_settings() -> tuple[Setting, ...]:
-    """The eight settings of MQAR: four lengths, with models of both widths."""
+    """Returns the eight settings of MQAR: four lengths, with models of both widths."""
     return tuple(
         replace(setting, width=width, batch_size=_MQAR_BATCHES[setting.task.seq_len])
         for width in MQAR_WIDTHS
@@ -216,7 +216,7 @@ def mqar_settings() -> tuple[Setting, ...]:
 
 
 def mad_settings(spec: str = "paper") -> tuple[Setting, ...]:
-    """The 66 settings of the benchmark, those of a task together and its baseline first.
+    """Returns the 66 settings of the benchmark, grouped by task with the baseline first.
 
     Args:
         spec: "paper" or "mad-lab"; the vocabulary of noisy recall includes the noise in the latter.
@@ -242,16 +242,16 @@ def plan(
     settings: Sequence[str] = (),
     spec: str = "paper",
 ) -> tuple[PlannedRun, ...]:
-    """The runs that score one architecture.
+    """Returns the runs that score one architecture.
 
     Args:
         budget: a name in `BUDGETS`.
-        tasks: only these; all where empty. Hyphens may stand for underscores.
-        settings: only these, each a name such as `fuzzy_recall/seq_len=256`, its second half, or the variable alone
-            (`seq_len`); all where empty.
+        tasks: only these; all if empty. Hyphens may replace underscores.
+        settings: only these, each a name such as `fuzzy_recall/seq_len=256`, its second half, or only the variable
+            (`seq_len`); all if empty.
 
     Raises:
-        ConfigError: an unknown name, or nothing left; all problems at once.
+        ConfigError: an unknown name, or no run is left; lists all problems.
     """
     chosen = BUDGETS.get(budget)
     tasks = [task.replace("-", "_") for task in tasks]
@@ -261,7 +261,7 @@ def plan(
     known = chosen.tasks if chosen is not None else MAD_TASKS
     for task in tasks:
         if task == "mqar" and task not in known:
-            problems.append(f"tasks: mqar is not in budget {budget}; it has budgets of its own: mqar, mqar-short")
+            problems.append(f"tasks: mqar is not in budget {budget}; use its own budgets: mqar, mqar-short")
         elif task not in known:
             problems.append(f"tasks: {task!r} is not a task of {_benchmark(chosen)}; {nearest(task, known)}")
     if spec not in ("paper", "mad-lab"):
@@ -300,7 +300,7 @@ def plan(
 
 
 def listing(runs: Sequence[PlannedRun]) -> dict[str, Any]:
-    """What runs amount to, as plain values: how many, their steps, and both for each setting."""
+    """Returns a summary of runs as plain values: their number and steps, in total and for each setting."""
     settings: dict[str, dict[str, Any]] = {}
     for run in runs:
         about = {"batch_size": run.batch_size, "epochs": run.epochs, "runs": 0, "steps": 0}
@@ -322,7 +322,7 @@ def _hint(name: str, names: set[str]) -> str:
 
 
 def _names(setting: Setting) -> set[str]:
-    parts = setting.short_name.split(",")  # of MQAR 512x64 or width=64 alone says which
+    parts = setting.short_name.split(",")  # MQAR settings are also found by 512x64 or width=64 alone
     return {setting.name, setting.short_name, setting.varied or "baseline", *parts}
 
 

@@ -1,11 +1,12 @@
 """The fixed state of a model, and its normalisation to the 4,096 numbers of paper 004 (section 3.2, appendix B.3).
 
-Counted is what a layer carries whatever the context: recurrent states, a complex number once, neither caches of keys
-and values nor the few inputs that a short convolution looks back to. The layers say all of this in their `state_spec`.
+The fixed state is the state that a layer carries for every context: recurrent states, with a complex number counted
+once, but neither caches of keys and values nor the few inputs that a short convolution reads. Each layer specifies
+all of this in its `state_spec`.
 
 The paper normalises architectures without attention to 4,096 in four layers. Each layer of a block (its mixer, its
-channel mixer) so stands for 1,024, and `hyena+swiglu` for 2,048, as much as two layers of Mamba; in a hybrid the blocks
-with a cache are left out.
+channel mixer) therefore has a share of 1,024, and `hyena+swiglu` 2,048, as much as two layers of Mamba. In a hybrid,
+blocks with a cache do not count.
 """
 
 from collections.abc import Mapping
@@ -19,17 +20,17 @@ from linnet.models import ModelConfig
 from linnet.models.costs import meta_model
 
 TOTAL = 4096
-_FAR = 1 << 20  # a context length at which a cache shows
+_FAR = 1 << 20  # a context length at which a cache is visible in the size of the state
 
 
 class BlockState(NamedTuple):
-    """What block `index` carries.
+    """The state of block `index`.
 
     Attributes:
-        size, bytes: of its fixed state, in numbers (complex ones count once) and in float32.
+        size, bytes: size of its fixed state, in numbers (complex ones count once) and in float32 bytes.
         grows: whether it also has a cache that depends on the context length.
-        share: numbers it should have, 0 where all that it carries is a cache or nothing.
-        own: options of its mixer that an alias sets in place of the model's.
+        share: required size in numbers; 0 if it carries only a cache or nothing.
+        own: options of its mixer that an alias overrides.
     """
 
     index: int
@@ -42,7 +43,7 @@ class BlockState(NamedTuple):
 
 
 def block_states(config: ModelConfig, total: int = TOTAL) -> list[BlockState]:
-    """The state of each block, with the share of `total` that is its part."""
+    """Returns the state of each block, with the share of `total` that it should have."""
     backbone, specs = meta_model(config.model_dump_json()).backbone, config.blocks
     layers = sum(len(spec.names) for spec in specs)
     found = []
@@ -56,71 +57,71 @@ def block_states(config: ModelConfig, total: int = TOTAL) -> list[BlockState]:
 
 
 def state_size(config: ModelConfig) -> int:
-    """Numbers of fixed state in the whole model, mixers before the layers included; 0 for attention alone."""
+    """Returns the fixed state of the model in numbers, with mixers before the layers; 0 for attention alone."""
     return sum(block.size for block in block_states(config)) + sum(spec.size for spec in _before(config))
 
 
 def fixed_state_bytes(config: ModelConfig) -> int:
-    """Bytes of the numbers that `state_size` counts, for one sequence."""
+    """Returns the bytes of the numbers that `state_size` counts, for one sequence."""
     return sum(block.bytes for block in block_states(config)) + sum(spec.bytes for spec in _before(config))
 
 
 def target_size(config: ModelConfig, total: int = TOTAL) -> int:
-    """What `state_size` should be: `total`, less the shares of blocks without a fixed state."""
+    """Returns the value that `state_size` should have: `total` minus the shares of blocks without a fixed state."""
     return round(sum(block.share for block in block_states(config, total)))
 
 
 def check_state(config: ModelConfig, total: int = TOTAL) -> None:
-    """Raises ConfigError where the state of the model is not its part of `total`, naming what can be changed."""
+    """Raises ConfigError if the state of the model differs from its part of `total`, and names possible changes."""
     size, target = state_size(config), target_size(config, total)
     if size != target:
         problems = [_advice(config, block, total) for block in _wrong(config, total)]
         if before := _before(config):
             names = " ".join(spec.mixer for spec in config.stack.before)
             problems.append(f"layout: {names} adds {sum(spec.size for spec in before):,} before the layers; drop it")
-        raise ConfigError(problems, f"a fixed state of {size:,}, where {target:,} is asked for")
+        raise ConfigError(problems, f"a fixed state of {size:,}, where {target:,} is required")
 
 
 def normalise(config: ModelConfig, total: int = TOTAL) -> ModelConfig:
-    """The model with one option of each mixer changed so that its state is its part of `total`.
+    """Returns the model with one option of each mixer changed so that its state is its part of `total`.
 
-    As in the paper, the shape of a layer is kept as far as possible: the size of the state goes before expansion
-    factors, and these before the number of heads. A model that is normalised already is given back as it is.
+    As in the paper, the shape of a layer is kept as far as possible: the size of the state changes before expansion
+    factors, and these before the number of heads. A model that is already normalised is returned unchanged.
 
     Raises:
-        ConfigError: no option reaches the size; says which sizes can be reached and how.
+        ConfigError: no option reaches the size; the message lists which sizes can be reached and how.
     """
     options = dict(config.options)
     for block in _wrong(config, total):
         for key, value, size in _choices(config, block):
             if size == block.share and key not in block.own:
                 options[block.mixer] = {**config.options[block.mixer], key: value}
-                break  # an option that an alias sets stays as it is, and `check_state` below says so
+                break  # an option that an alias overrides stays unchanged, and `check_state` below reports it
     changed = config if options == config.options else ModelConfig(**{**config.model_dump(), "options": options})
     check_state(changed, total)
     return changed
 
 
 def _fixed(layer) -> tuple[list[TensorSpec], bool]:
-    """Tensors of a layer that do not depend on the context length, and whether there are others."""
+    """Returns the tensors of a layer that do not depend on the context length, and whether there are others."""
     near, far = layer.state_spec(1, 1), layer.state_spec(1, _FAR)
     return [far[name] for name in far if near[name] == far[name]], near != far
 
 
 def _before(config: ModelConfig) -> list[TensorSpec]:
-    """Fixed states of the mixers that stand before the layers, whose size does not count towards `total`."""
+    """Returns the fixed states of the mixers before the layers, which do not count towards `total`."""
     mixers = meta_model(config.model_dump_json()).backbone.mixers_before()
     return [spec for _, mixer in mixers for spec in _fixed(mixer)[0] if spec.size]
 
 
 def _wrong(config: ModelConfig, total: int) -> list[BlockState]:
-    """One block of each kind of mixer, and of each alias with options, whose state is not its share."""
+    """Returns one block for each kind of mixer and each alias with options whose state differs from its share."""
     wrong = {(b.mixer, repr(b.own)): b for b in block_states(config, total) if b.size != b.share}
     return list(wrong.values())
 
 
 def _choices(config: ModelConfig, block: BlockState) -> list[tuple[str, Any, int]]:
-    """(option, value, size) for each option of a mixer that changes its state; the best to change come first."""
+    """Returns (option, value, size) for each option of a mixer that changes its state, the preferred ones first."""
     given = {**config.options[block.mixer], **block.own}
     found = []
     for key, value in given.items():
@@ -144,7 +145,7 @@ def _rank(key: str) -> int:
 
 
 def _size_with(config: ModelConfig, mixer: str, options: dict) -> int | None:
-    """The state of a layer with other options; None where it cannot be built."""
+    """Returns the state of a layer with other options; None if it cannot be built."""
     try:
         cls = find_mixer(mixer)
         with torch.device("meta"):
@@ -171,5 +172,5 @@ def _advice(config: ModelConfig, block: BlockState, total: int) -> str:
 
 
 def _fitting(block: BlockState, total: int) -> str:
-    """The total with which a block would be right as it is."""
+    """Returns advice with the total for which a block needs no change."""
     return f"a state of {block.size * total / block.share:,.0f}, for which it is right as it is"

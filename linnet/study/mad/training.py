@@ -1,4 +1,4 @@
-"""How the runs of a benchmark are trained, and which epoch of a run counts.
+"""The forms of training of a benchmark's runs, and the choice of the epoch that counts.
 
 - `paper` (004, appendix B): AdamW (0.9, 0.98), a cosine to zero, no early stop. The last epoch counts.
 - `mad-lab`: as in the published implementation. AdamW (0.9, 0.999) at a constant rate. The test split is scored after
@@ -24,10 +24,10 @@ class Training:
     """A form of training.
 
     Attributes:
-        betas: of AdamW. constant: whether the learning rate is constant; otherwise it is a cosine to zero.
+        betas: betas of AdamW. constant: whether the learning rate is constant; otherwise it is a cosine to zero.
         matrices_only: whether norms, biases, embeddings and the layers' own parameters (decays, filters) are excluded
             from weight decay.
-        watch: the split that is scored after each epoch, "" for none. enough: accuracy there that ends a run.
+        watch: the split that is scored after each epoch, "" for none. enough: accuracy on it that ends a run.
     """
 
     betas: tuple[float, float] = (0.9, 0.98)
@@ -37,7 +37,7 @@ class Training:
     enough: float = 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what a run's configuration records. The keys never change: folders are named by them."""
+        """Returns the form for a run's configuration. The keys never change, because folder names depend on them."""
         return {
             "betas": list(self.betas),
             "constant": self.constant,
@@ -60,7 +60,7 @@ MQAR = Training((0.9, 0.999), watch="validation", enough=SOLVED)
 
 
 class Counted(NamedTuple):
-    """The scores of a run that count, on both splits, and the epoch after which they were taken."""
+    """The scores of a run on both splits after the epoch that counts, and this epoch."""
 
     validation: Score
     test: Score
@@ -74,7 +74,8 @@ class Watch:
         runs: configurations of the members, in order.
         score: returns the scores of all members on a split, "validation" or "test".
         alive: returns which members have not diverged.
-        weights: of all members, [M, ...], changed in place by training. If given, `put_back` restores those that count.
+        weights: weights of all members, [M, ...], changed in place by training. If given, `put_back` restores the
+            weights that count.
     """
 
     def __init__(
@@ -99,18 +100,18 @@ class Watch:
         return self._lowest(epoch) if self.form.watch == "test" else self._solved(epoch)
 
     def end(self, epoch: int) -> list[Counted | None]:
-        """Returns what counts for each member after the last epoch; None if it diverged before any epoch counted."""
+        """Returns the counted scores of each member after the last epoch; None if it diverged before one counted."""
         self._take(sorted(self._living() - self._counted.keys()), epoch)
         return [self._counted.get(index) for index in range(len(self._groups))]
 
     def put_back(self) -> None:
-        """Gives the members their weights that count, after `end`. Diverged members keep what they have."""
+        """Restores the weights of each member that count, after `end`. Diverged members keep their weights."""
         if self._weights is not None:
             counted = sorted(self._counted)
             self._weights[counted] = self._best[counted]
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the state for a checkpoint: which members are still trained, and what counts for the others."""
+        """Returns the state for a checkpoint: which members are still trained, and the counted scores of the others."""
         rows = [
             (index, found.epoch, *asdict(found.validation).values(), *asdict(found.test).values())
             for index, found in self._counted.items()
@@ -120,7 +121,7 @@ class Watch:
         return found if self._best is None else found | {"weights": self._best}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores what `state` returned for the same runs."""
+        """Restores the output of `state` for the same runs."""
         self._open = set(state["open"].tolist())
         self._counted = {
             int(row[0]): Counted(Score(*row[2:5]), Score(*row[5:]), int(row[1])) for row in state["counted"].tolist()
