@@ -218,16 +218,16 @@ def correlate_laws(
         own = [index for index, point in enumerate(points) if task in point.tasks]
         values = np.array([points[index].tasks[task] for index in own])
         tasks[task] = _correlation(task, values, losses[own], draws[:, own], resamples, seed)
-    notes = [f"{matched[name]} is left out, its law was refused: {'; '.join(lost[name].refused)}" for name in lost]
+    notes = [f"{matched[name]} takes no part, its law was refused: {'; '.join(lost[name].refused)}" for name in lost]
     beyond = [point.architecture for point in points if point.beyond]
     if beyond:
         notes.append(f"{compute:.3g} FLOPs lie outside the data of {', '.join(beyond)}: their losses are extrapolated")
     short = [name for name in scores if name not in scores.whole]
     if short:
-        notes.append(f"{', '.join(short)}: left out, because settings that others have are missing")
+        notes.append(f"{', '.join(short)}: no part is taken, for settings that others have are not there")
     unknown = [point.architecture for point in points if scores[point.architecture].design is None]
     if unknown:
-        notes.append(f"{', '.join(unknown)}: each a family of its own, because its layers are not recorded")
+        notes.append(f"{', '.join(unknown)}: a family of its own each, for its layers are not recorded")
     odd = [point.architecture for point in points if not scores[point.architecture].comparable]
     if odd:
         reasons = dict.fromkeys(reason for name in odd for reason in scores[name].reasons)
