@@ -223,7 +223,7 @@ def test_an_ensemble_goes_on_from_its_state_as_if_nothing_had_been():
         assert torch.equal(second.step(*data[index]), losses[:, index])
     for name, x in whole.state().items():
         assert torch.equal(x, second.state()[name])
-    with pytest.raises(ValueError, match="of other models"):
+    with pytest.raises(ValueError, match="other models"):
         second.load_state(together([model_of("tnl")], data[:1], POINTS[:1])[0].state())
 
 
