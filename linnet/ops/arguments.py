@@ -1,4 +1,4 @@
-"""Argument checks that the ops share. They look at shapes and dtypes only, except in `linnet.ops.debug()`."""
+"""Argument checks that the ops share. They read shapes and dtypes only, except in `linnet.ops.debug()`."""
 
 import torch
 from torch import Tensor
@@ -9,13 +9,7 @@ from linnet.ops.documents import check_documents, count_states
 
 
 def check_matrix_state(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    key: str = "k",
+    op: str, q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, key: str = "k"
 ) -> None:
     """Raises ValueError unless q, k [B, T, H, K], v [B, T, H, V] and the state [N, H, K, V] go together.
 
@@ -27,20 +21,37 @@ def check_matrix_state(
             f"{op}: q {list(q.shape)}, {key} {list(k.shape)}, v {list(v.shape)}; give q and {key} [B, T, H, K], "
             "v [B, T, H, V]"
         )
-    if 0 in shape or 0 in values:
-        raise ValueError(f"{op}: q {list(q.shape)}, v {list(v.shape)}; every size must be at least 1")
-    if not (q.is_floating_point() and k.is_floating_point() and v.is_floating_point()):
-        raise ValueError(f"{op}: q, {key}, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; give floating-point tensors")
+    inputs = {"q": q, key: k, "v": v}
+    check_sequence(op, inputs, initial_state, (*shape[2:], values[3]), state_dtype(q, k, v), cu_seqlens)
     if torch.float16 in (q.dtype, k.dtype, v.dtype) and backend.use_triton("lightning", q.is_cuda):
         raise ValueError(
             f"{op}: q, {key}, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; on a GPU give bfloat16 or float32, since "
             "a state can exceed the largest float16 (65,504): convert with .bfloat16(), or autocast to bfloat16"
         )
-    check_devices(op, q=q, **{key: k}, v=v, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    check_documents(cu_seqlens, shape[0])
-    if initial_state is not None:
-        states = count_states(cu_seqlens, shape[0]), *shape[2:], values[3]
-        check_state(op, initial_state, states, state_dtype(q, k, v))
+
+
+def check_sequence(
+    op: str, inputs: dict[str, Tensor], initial_state: Tensor | None, state_shape: tuple[int, ...], dtype: torch.dtype,
+    cu_seqlens: Tensor | None,
+) -> None:  # fmt: skip
+    """Raises ValueError unless the inputs, the first one [B, T, ...], are floating-point tensors on one device with no
+    empty axis, the documents fit, and the initial state is None or [N, *state_shape] in `dtype`."""
+    for x in inputs.values():
+        if 0 in x.shape or not x.is_floating_point():
+            given = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in inputs.items())
+            raise ValueError(f"{op}: {given}; give floating-point tensors, every size at least 1")
+    check_devices(op, **inputs, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    batch, length = next(iter(inputs.values())).shape[:2]
+    check_documents(cu_seqlens, batch, length)
+    check_state(op, initial_state, (count_states(cu_seqlens, batch), *state_shape), dtype)
+
+
+def check_state(op: str, state: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises ValueError unless an initial state is None or has this shape and dtype."""
+    if state is not None and (state.shape != shape or state.dtype != dtype):
+        raise ValueError(
+            f"{op}: initial_state has shape {list(state.shape)} and dtype {state.dtype}; give {list(shape)} in {dtype}"
+        )
 
 
 def check_devices(op: str, **tensors: Tensor | None) -> None:
@@ -55,14 +66,6 @@ def check_devices(op: str, **tensors: Tensor | None) -> None:
             raise ValueError(
                 f"{op}: {name} is on {x.device}, but {first} on {device}; move it: {name}.to({str(device)!r})"
             )
-
-
-def check_state(op: str, state: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raises ValueError unless an initial state is None or has this shape and dtype."""
-    if state is not None and (state.shape != shape or state.dtype != dtype):
-        raise ValueError(
-            f"{op}: initial_state has shape {list(state.shape)} and dtype {state.dtype}; give {list(shape)} in {dtype}"
-        )
 
 
 def check_decay_values(op: str, log_decay: Tensor | None) -> None:

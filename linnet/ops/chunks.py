@@ -1,8 +1,8 @@
-"""How the chunked forms of the matrix-state ops walk a sequence: pieces of a few chunks that stay in the cache.
+"""How the chunked forms of the matrix-state ops walk a sequence: segments of a few chunks that stay in the cache.
 
-A piece is `count` chunks of `size` tokens, laid out [count, B, H, size, D] so that one batched matrix product serves
+A segment is `count` chunks of `size` tokens, laid out [count, B, H, size, D] so that one batched matrix product serves
 all chunks and heads, and the state can be carried from chunk to chunk through contiguous slices. A sequence is some
-pieces of full chunks, then one chunk with the ragged tail.
+segments of full chunks, then one chunk with the ragged tail.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from linnet.ops.documents import count_states
 
-# Elements of one gathered tensor: at 2**18 (1 MiB of float32) the dozen tensors of a backward piece stay in the outer
+# Elements of one gathered tensor: at 2**18 (1 MiB of float32) the dozen tensors of a backward segment stay in the outer
 # cache of a CPU, and the cost of calling an operation is still small beside its work.
-PIECE_ELEMENTS = 2**18
+SEGMENT_ELEMENTS = 2**18
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """`count` chunks of `size` tokens from token `start`."""
 
     start: int
@@ -30,12 +30,12 @@ class Piece(NamedTuple):
         return self.start + self.count * self.size
 
 
-def pieces(length: int, chunk: int, elements_per_token: int) -> list[Piece]:
-    """Cuts `length` tokens into pieces of at most PIECE_ELEMENTS, but at least one chunk, each."""
-    most = max(1, PIECE_ELEMENTS // (chunk * elements_per_token))
+def cut_segments(length: int, chunk: int, elements_per_token: int) -> list[Segment]:
+    """Cuts `length` tokens into segments of at most SEGMENT_ELEMENTS, but at least one chunk, each."""
+    most = max(1, SEGMENT_ELEMENTS // (chunk * elements_per_token))
     full, tail = divmod(length, chunk)
-    cut = [Piece(first * chunk, min(most, full - first), chunk) for first in range(0, full, most)]
-    return cut + [Piece(full * chunk, 1, tail)] if tail else cut
+    cut = [Segment(first * chunk, min(most, full - first), chunk) for first in range(0, full, most)]
+    return cut + [Segment(full * chunk, 1, tail)] if tail else cut
 
 
 def count_pairs(length: int, chunk: int) -> int:
@@ -44,16 +44,16 @@ def count_pairs(length: int, chunk: int) -> int:
     return full * chunk**2 + tail**2
 
 
-def gather(x: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
-    """The piece of x [B, T, H, D] as a fresh contiguous [count, B, H, size, D], which the caller may overwrite."""
-    view = x[:, piece.start : piece.end].unflatten(1, (piece.count, piece.size)).permute(1, 0, 3, 2, 4)
+def gather(x: Tensor, segment: Segment, dtype: torch.dtype) -> Tensor:
+    """The segment of x [B, T, H, D] as a fresh contiguous [count, B, H, size, D], which the caller may overwrite."""
+    view = x[:, segment.start : segment.end].unflatten(1, (segment.count, segment.size)).permute(1, 0, 3, 2, 4)
     return view.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def scatter(out: Tensor, piece: Piece, value: Tensor) -> None:
+def scatter(out: Tensor, segment: Segment, value: Tensor) -> None:
     """Writes value [count, B, H, size or more, D] to its place in out [B, T, H, D], without what pads its chunks."""
-    out[:, piece.start : piece.end].unflatten(1, (piece.count, piece.size)).permute(1, 0, 3, 2, 4).copy_(
-        value[..., : piece.size, :]
+    out[:, segment.start : segment.end].unflatten(1, (segment.count, segment.size)).permute(1, 0, 3, 2, 4).copy_(
+        value[..., : segment.size, :]
     )
 
 

@@ -1,7 +1,7 @@
-"""Packed documents: `cu_seqlens` (int32 [N+1], B = 1) says where each starts, and states reset there.
+"""Packed documents: `cu_seqlens` (int32 [N+1], B = 1) gives where each starts, and states reset there.
 
-`check_documents` looks at shapes only and is safe while tracing; `documents` reads the values, so it belongs inside an
-op's implementation. An op loops over what `documents` returns, which without `cu_seqlens` is the batch as a whole:
+`check_documents` reads shapes only, so it is safe while tracing; `documents` reads the values, so it belongs inside an
+op's implementation. An op loops over the result of `documents`, which without `cu_seqlens` is the whole batch:
 
     for rows, start, end in documents(cu_seqlens, batch, length):
         o[:, start:end], state[rows] = run(q[:, start:end], ..., initial_state[rows])
@@ -10,9 +10,14 @@ op's implementation. An op loops over what `documents` returns, which without `c
 import torch
 from torch import Tensor
 
+from linnet.ops import backend
 
-def check_documents(cu_seqlens: Tensor | None, batch: int) -> None:
-    """Raises ValueError unless `cu_seqlens` is None, or int32 [N+1] with N >= 1 beside a batch of one sequence."""
+
+def check_documents(cu_seqlens: Tensor | None, batch: int, length: int) -> None:
+    """Raises ValueError unless `cu_seqlens` is None, or int32 [N+1] with N >= 1 and the batch is one sequence.
+
+    In `linnet.ops.debug()` also reads the values: they must rise from 0 to `length`.
+    """
     if cu_seqlens is None:
         return
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != torch.int32:
@@ -24,20 +29,22 @@ def check_documents(cu_seqlens: Tensor | None, batch: int) -> None:
         raise ValueError(
             f"cu_seqlens packs documents into one sequence, but the batch is {batch}; reshape it to [1, B*T, ...]"
         )
+    if backend.debugging():
+        documents(cu_seqlens, batch, length)
 
 
 def count_states(cu_seqlens: Tensor | None, batch: int) -> int:
-    """N, the number of states an op carries: one a document, or one a sequence."""
+    """Returns N, the number of states of an op: one per document, or one per sequence."""
     return batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def documents(cu_seqlens: Tensor | None, batch: int, length: int) -> list[tuple[slice, int, int]]:
-    """The pieces that share no state: (slice of the state's first axis, first token, end token) of each.
+    """Returns (slice of the state's first axis, first token, end token) of each range that has states of its own.
 
     Documents may be empty (start = end); their final state is their initial state.
 
     Raises:
-        ValueError: names the first boundary that does not rise from 0 to `length`.
+        ValueError: if the boundaries do not rise from 0 to `length`; names the first wrong one.
     """
     if cu_seqlens is None:
         return [(slice(0, batch), 0, length)]
@@ -52,7 +59,7 @@ def documents(cu_seqlens: Tensor | None, batch: int, length: int) -> list[tuple[
         i = falls[0]
         problem = (
             f"cu_seqlens[{i}]: {offsets[i]} is below the boundary before it, {offsets[i - 1]}; sort the boundaries "
-            "(two equal ones hold an empty document)"
+            "(two equal ones mean an empty document)"
         )
     if problem:
         raise ValueError(problem)

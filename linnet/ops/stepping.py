@@ -17,8 +17,8 @@ MOST_PENDING = 32  # tokens that a kernel looks at in one tile
 
 
 def use_kernel(op: str, state: Tensor, *inputs: Tensor | None) -> bool:
-    """Whether `linnet.ops.<op>.step_kernel` takes a token: a contiguous float32 state, and no gradient requested."""
-    if not backend.use_triton(op, state.is_cuda, "step_kernel"):
+    """Whether a kernel of `linnet.ops.<op>` takes a token: a contiguous float32 state, and no gradient requested."""
+    if not backend.use_triton(op, state.is_cuda):
         return False
     if state.dtype != torch.float32 or not state.is_contiguous():
         return False
@@ -51,6 +51,15 @@ def choose_columns(rows: int, columns: int, heads: int, most: int = 64) -> tuple
     while width > 16 and heads * -(-columns // width) < PROGRAMS:
         width //= 2
     return padded, width, -(-columns // width), min(8, max(1, padded * width // 2048))
+
+
+def check_step(op: str, v: Tensor, state: Tensor, **keys: Tensor) -> None:
+    """Raises ValueError unless q and the other `keys` are [B, H, K], v [B, H, V] and the state [B, H, K, V]."""
+    shape = keys["q"].shape
+    alike = len(shape) == 3 and all(x.shape == shape for x in keys.values())
+    if not alike or v.shape[:-1] != shape[:2] or state.shape != (*shape, v.shape[-1]):
+        given = ", ".join(f"{name} {list(x.shape)}" for name, x in {**keys, "v": v, "state": state}.items())
+        raise ValueError(f"{op}: {given}; give {', '.join(keys)} [B, H, K], v [B, H, V] and state [B, H, K, V]")
 
 
 def check_pending(op: str, pending: Tensor, **buffers: tuple[Tensor, Tensor]) -> None:

@@ -70,8 +70,8 @@ def assert_same(actual, expected, tolerance=1e-10):
 )
 def test_chunked_is_the_definition(B, T, H, K, V, strength, resets, state, piece):
     call = make(B, T, H, K, V, strength=strength, resets=resets, state=state, seed=T)
-    with pytest.MonkeyPatch.context() as patch:  # pieces of one chunk, of a few, of all
-        patch.setattr(chunks, "PIECE_ELEMENTS", piece)
+    with pytest.MonkeyPatch.context() as patch:  # segments of one chunk, of a few, of all
+        patch.setattr(chunks, "SEGMENT_ELEMENTS", piece)
         actual = everything(call)
     assert_same(actual, everything(call, "reference"))
 

@@ -81,8 +81,7 @@ def assert_agrees(*call, without=(), **options):
 
 @gpu
 @pytest.mark.parametrize(
-    "K, V",
-    [(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (256, 256), (256, 128), (24, 72), (64, 128), (128, 64)],
+    "K, V", [(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (256, 256), (256, 128), (24, 72), (64, 128), (128, 64)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("forget", [False, True])

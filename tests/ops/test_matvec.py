@@ -48,14 +48,14 @@ INTERPRETED += [(ROWS[2], TILES[1]), (ROWS[3], TILES[3])]
 
 
 def check_rows(rows, sizes, width, activation, tile, dtype, device) -> None:
-    from linnet.ops.matvec.rows import few_rows, supports
+    from linnet.ops.matvec.triton import few_rows, supports_rows
 
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, width, generator=generator).to(device, dtype)
     matrix = torch.full((sum(sizes) + 2, width), float("nan"), dtype=dtype, device=device)
     matrix[1:-1] = torch.randn(sum(sizes), width, generator=generator).to(device, dtype) / width**0.5
     weight, counters = matrix[1:-1], make_counters(torch.device(device))
-    assert supports(x, weight, sizes, activation)
+    assert supports_rows(x, weight, sizes, activation)
     expected = [x.double() @ part.double().T for part in weight.split(sizes)]
     if activation is not None:
         act = {"none": lambda gate: gate, "silu": F.silu, "sigmoid": torch.sigmoid}[activation]
@@ -84,14 +84,14 @@ def test_on_a_cpu_it_is_a_linear_layer():
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_what_the_kernel_of_few_rows_does_not_take():
-    from linnet.ops.matvec.rows import supports
+    from linnet.ops.matvec.triton import supports_rows
 
     x, weight = torch.zeros(4, 32, dtype=torch.float16), torch.zeros(64, 32, dtype=torch.float16)
-    assert supports(x, weight, [48, 16], None) and supports(x, weight, [32, 32], "none")
-    assert not supports(x, weight, [16, 48], None) and not supports(x, weight, [40, 24], None)
-    assert not supports(x, weight, [48, 16], "none") and not supports(x, weight, [32, 32], "gelu")
-    assert not supports(x.float(), weight.float(), [64], None) and not supports(x[:, ::2], weight, [64], None)
-    assert not supports(torch.zeros(65, 32, dtype=torch.float16), weight, [64], None)
+    assert supports_rows(x, weight, [48, 16], None) and supports_rows(x, weight, [32, 32], "none")
+    assert not supports_rows(x, weight, [16, 48], None) and not supports_rows(x, weight, [40, 24], None)
+    assert not supports_rows(x, weight, [48, 16], "none") and not supports_rows(x, weight, [32, 32], "gelu")
+    assert not supports_rows(x.float(), weight.float(), [64], None) and not supports_rows(x[:, ::2], weight, [64], None)
+    assert not supports_rows(torch.zeros(65, 32, dtype=torch.float16), weight, [64], None)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

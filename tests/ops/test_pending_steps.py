@@ -7,13 +7,7 @@ import pytest
 import torch
 from precision import TOLERANCE, assert_near, launching, widen
 
-from linnet.ops import (
-    forget_gated_pending_step,
-    forget_gated_step,
-    lightning_pending_step,
-    lightning_step,
-    use_backend,
-)
+from linnet.ops import forget_gated_pending_step, forget_gated_step, lightning_pending_step, lightning_step, use_backend
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 INF = float("inf")

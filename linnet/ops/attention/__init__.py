@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from linnet.ops import backend, compat_torch
 from linnet.ops.attention.blocks import attend_documents, attend_window
-from linnet.ops.documents import check_documents, documents
+from linnet.ops.documents import check_documents
 from linnet.ops.registration import empty_like, register
 from linnet.ops.vmap_rules import Mapped, fold, is_mapped, unfold
 
@@ -54,7 +54,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, cu_seqlen
         )
     if window < 0:
         raise ValueError(f"causal_attention: window: {window} is negative; give tokens, or 0 for no limit")
-    check_documents(cu_seqlens, q.shape[0])
+    check_documents(cu_seqlens, *q.shape[:2])
     window = window if window < q.shape[1] else 0  # a window as long as the row hides nothing
     if window or cu_seqlens is not None:
         return _restricted(q, k, v, window, cu_seqlens)
@@ -74,8 +74,6 @@ def _restricted(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor
     if is_mapped(q, k, v):
         return Mapped.apply(functools.partial(_restricted_rule, window, cu_seqlens), q, k, v)
     if backend.use_triton("attention", q.is_cuda, "flex") and q.is_cuda and _suits_flex(q, k, v):
-        if cu_seqlens is not None and backend.debugging():
-            documents(cu_seqlens, 1, q.shape[1])
         from linnet.ops.attention.flex import attend_flex  # a compiler traces an import statement, not import_module
 
         return attend_flex(q, k, v, window, cu_seqlens)
@@ -85,6 +83,8 @@ def _restricted(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor
 
 
 def _suits_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if backend.is_wide("causal_attention", q, k, v):
+        return False
     alike = q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype
     return alike and q.dtype in _GPU_DTYPES and q.shape[1] <= LONGEST and q.shape[3] <= WIDEST and 0 not in q.shape
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from linnet.ops.chunks import Piece, carry, count_pairs, gather, multiply_add, pieces, scatter, start_states
+from linnet.ops.chunks import Segment, carry, count_pairs, cut_segments, gather, multiply_add, scatter, start_states
 from linnet.ops.documents import documents
 
 CHUNK = 64  # a power of two
@@ -55,8 +55,8 @@ def gated_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do, dfi
 
 def _forward_span(q, k, v, log_decay, scale: float, state, o) -> None:
     """Fills o, and moves the state [B, H, V, K] in place to after the last token."""
-    for piece in _pieces(q, v):
-        q_nBHCK, k_nBHCK, v_nBHCV, log_decay_nBHCK = _gather(piece, state.dtype, q, k, v, log_decay)
+    for segment in _segments(q, v):
+        q_nBHCK, k_nBHCK, v_nBHCV, log_decay_nBHCK = _gather(segment, state.dtype, q, k, v, log_decay)
         q_nBHCK.mul_(scale)
         decays = _products(log_decay_nBHCK.exp_())
         scores_nBHCC = _diagonal_scores(q_nBHCK, k_nBHCK)
@@ -64,20 +64,20 @@ def _forward_span(q, k, v, log_decay, scale: float, state, o) -> None:
         for half in _halvings(decays, since=[q_nBHCK], until=[k_nBHCK]):
             _scores_between(scores_nBHCC, half).copy_(_late(q_nBHCK, half) @ _early(k_nBHCK, half).mT)
         o_nBHCV = scores_nBHCC @ v_nBHCV
-        entries_nBHVK = carry(v_nBHCV.mT @ k_nBHCK, decays[-1], state)
-        multiply_add(o_nBHCV, q_nBHCK, entries_nBHVK.mT)
-        scatter(o, piece, o_nBHCV)
+        initials_nBHVK = carry(v_nBHCV.mT @ k_nBHCK, decays[-1], state)
+        multiply_add(o_nBHCV, q_nBHCK, initials_nBHVK.mT)
+        scatter(o, segment, o_nBHCV)
 
 
 def _backward_span(q, k, v, log_decay, do, scale: float, state, dstate, dq, dk, dv, dlog_decay) -> None:
     """Fills dq, dk, dv, dlog_decay, and moves dstate [B, H, V, K] in place from the final to the initial state."""
-    cut = _pieces(q, v)
-    entries = [state.clone()]
-    for piece in cut[:-1]:
-        _pass(k, v, log_decay, piece, state)
-        entries.append(state.clone())
-    for piece in reversed(cut):
-        q_nBHCK, k_nBHCK, v_nBHCV, log_decay_nBHCK, do_nBHCV = _gather(piece, state.dtype, q, k, v, log_decay, do)
+    cut = _segments(q, v)
+    initials = [state.clone()]
+    for segment in cut[:-1]:
+        _pass(k, v, log_decay, segment, state)
+        initials.append(state.clone())
+    for segment in reversed(cut):
+        q_nBHCK, k_nBHCK, v_nBHCV, log_decay_nBHCK, do_nBHCV = _gather(segment, state.dtype, q, k, v, log_decay, do)
         do_nBHCV.mul_(scale)
         decays = _products(log_decay_nBHCK.exp_())
 
@@ -97,45 +97,45 @@ def _backward_span(q, k, v, log_decay, do, scale: float, state, dstate, dq, dk, 
         dv_nBHCV = scores_nBHCC.mT @ do_nBHCV
 
         # Between the chunks.
-        entries_nBHVK = carry(v_nBHCV.mT @ early_k_nBHCK, decays[-1], entries.pop())
-        dexits_nBHVK = carry(do_nBHCV.mT @ late_q_nBHCK, decays[-1], dstate, reverse=True)
-        dq_entry_nBHCK = (do_nBHCV @ entries_nBHVK).mul_(since_nBHCK)
-        dk_exit_nBHCK = (v_nBHCV @ dexits_nBHVK).mul_(until_nBHCK)
-        multiply_add(dv_nBHCV, early_k_nBHCK, dexits_nBHVK.mT)
+        initials_nBHVK = carry(v_nBHCV.mT @ early_k_nBHCK, decays[-1], initials.pop())
+        dfinals_nBHVK = carry(do_nBHCV.mT @ late_q_nBHCK, decays[-1], dstate, reverse=True)
+        dq_initial_nBHCK = (do_nBHCV @ initials_nBHVK).mul_(since_nBHCK)
+        dk_final_nBHCK = (v_nBHCV @ dfinals_nBHVK).mul_(until_nBHCK)
+        multiply_add(dv_nBHCV, early_k_nBHCK, dfinals_nBHVK.mT)
 
         # What passes through step t: pairs (r >= t, s < t) in the chunk, queries from t on that read the entry state,
         # keys before t that the exit state holds, and the entry state as far as the exit state holds it.
-        from_here_nBHCK = (dq_nBHCK + dq_entry_nBHCK).mul_(q_nBHCK).addcmul_(k_nBHCK, dk_nBHCK, value=-1)
-        through_nBH1K = (entries_nBHVK * dexits_nBHVK).sum(-2, keepdim=True).mul_(decays[-1])
+        from_here_nBHCK = (dq_nBHCK + dq_initial_nBHCK).mul_(q_nBHCK).addcmul_(k_nBHCK, dk_nBHCK, value=-1)
+        through_nBH1K = (initials_nBHVK * dfinals_nBHVK).sum(-2, keepdim=True).mul_(decays[-1])
         dlog_decay_nBHCK = through_nBH1K.expand_as(k_nBHCK).contiguous()
         ones_CC = torch.ones_like(scores_nBHCC[0, 0, 0])
         multiply_add(dlog_decay_nBHCK, ones_CC.triu().expand_as(scores_nBHCC), from_here_nBHCK)
-        multiply_add(dlog_decay_nBHCK, ones_CC.tril(-1).expand_as(scores_nBHCC), k_nBHCK * dk_exit_nBHCK)
+        multiply_add(dlog_decay_nBHCK, ones_CC.tril(-1).expand_as(scores_nBHCC), k_nBHCK * dk_final_nBHCK)
 
-        scatter(dq, piece, dq_nBHCK.add_(dq_entry_nBHCK).addcmul_(same_nBHC1, k_nBHCK))
-        scatter(dk, piece, dk_nBHCK.add_(dk_exit_nBHCK).addcmul_(same_nBHC1, q_nBHCK))
-        scatter(dv, piece, dv_nBHCV)
-        scatter(dlog_decay, piece, dlog_decay_nBHCK)
+        scatter(dq, segment, dq_nBHCK.add_(dq_initial_nBHCK).addcmul_(same_nBHC1, k_nBHCK))
+        scatter(dk, segment, dk_nBHCK.add_(dk_final_nBHCK).addcmul_(same_nBHC1, q_nBHCK))
+        scatter(dv, segment, dv_nBHCV)
+        scatter(dlog_decay, segment, dlog_decay_nBHCK)
 
 
-def _pass(k, v, log_decay, piece: Piece, state) -> None:
-    """Moves the state [B, H, V, K] in place to after the piece."""
-    k_nBHCK, v_nBHCV, log_decay_nBHCK = _gather(piece, state.dtype, k, v, log_decay)
+def _pass(k, v, log_decay, segment: Segment, state) -> None:
+    """Moves the state [B, H, V, K] in place to after the segment."""
+    k_nBHCK, v_nBHCV, log_decay_nBHCK = _gather(segment, state.dtype, k, v, log_decay)
     decays = _products(log_decay_nBHCK.exp_())
     for _ in _halvings(decays, since=[], until=[k_nBHCK]):
         pass
     carry(v_nBHCV.mT @ k_nBHCK, decays[-1], state)
 
 
-def _pieces(q: Tensor, v: Tensor) -> list[Piece]:
+def _segments(q: Tensor, v: Tensor) -> list[Segment]:
     B, T, H, K = q.shape
-    return pieces(T, CHUNK, B * H * max(K, v.shape[-1]))
+    return cut_segments(T, CHUNK, B * H * max(K, v.shape[-1]))
 
 
-def _gather(piece: Piece, dtype: torch.dtype, *inputs: Tensor) -> list[Tensor]:
+def _gather(segment: Segment, dtype: torch.dtype, *inputs: Tensor) -> list[Tensor]:
     """Gathers inputs, padded to a power of two of tokens that neither decay nor add: zeros, log-decays too."""
-    missing = (1 << (piece.size - 1).bit_length()) - piece.size
-    gathered = [gather(x, piece, dtype) for x in inputs]
+    missing = (1 << (segment.size - 1).bit_length()) - segment.size
+    gathered = [gather(x, segment, dtype) for x in inputs]
     return [pad(x, (0, 0, 0, missing)) for x in gathered] if missing else gathered
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from linnet.ops.chunks import exact
 from linnet.ops.gated.forget import forget_gate
 from linnet.ops.registration import register_step
-from linnet.ops.stepping import append, check_pending, fits_kernel, use_kernel
+from linnet.ops.stepping import append, check_pending, check_step, fits_kernel, use_kernel
 
 
 def gated_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -25,12 +25,7 @@ def gated_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
     Raises:
         ValueError: shapes that do not go together.
     """
-    B, H, K = q.shape
-    if not (k.shape == log_decay.shape == q.shape) or v.shape[:-1] != (B, H) or state.shape != (B, H, K, v.shape[-1]):
-        raise ValueError(
-            f"gated_step: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, log_decay {list(log_decay.shape)}, "
-            f"state {list(state.shape)}; give q, k and log_decay [B, H, K], v [B, H, V] and the state [B, H, K, V]"
-        )
+    check_step("gated_step", v, state, q=q, k=k, log_decay=log_decay)
     if use_kernel("gated", state, q, k, v, log_decay):
         return _step(q, k, v, log_decay, None, state, float(scale))
     with exact(q):
@@ -56,14 +51,7 @@ def forget_gated_step(
     Raises:
         ValueError: shapes that do not go together.
     """
-    B, H, K = q.shape
-    if x.shape != q.shape or v.shape[:-1] != (B, H) or state.shape != (B, H, K, v.shape[-1]):
-        raise ValueError(
-            f"forget_gated_step: q {list(q.shape)}, x {list(x.shape)}, v {list(v.shape)}, state {list(state.shape)}; "
-            "give q and x [B, H, K], v [B, H, V] and the state [B, H, K, V]"
-        )
-    if lower_bound is not None and lower_bound.shape != (H, K):
-        raise ValueError(f"forget_gated_step: lower_bound has shape {list(lower_bound.shape)}; give [{H}, {K}]")
+    _check("forget_gated_step", q, x, v, state, lower_bound)
     if use_kernel("gated", state, q, x, v, lower_bound):
         return _step(q, None, v, x, lower_bound, state, float(scale))
     log_decay, k = forget_gate(x, lower_bound)
@@ -99,19 +87,18 @@ def forget_gated_pending_step(
     Raises:
         ValueError: shapes or dtypes that do not go together.
     """
-    B, H, K = q.shape
-    if x.shape != q.shape or v.shape[:-1] != (B, H) or state.shape != (B, H, K, v.shape[-1]):
-        raise ValueError(
-            f"forget_gated_pending_step: q {list(q.shape)}, x {list(x.shape)}, v {list(v.shape)}, state "
-            f"{list(state.shape)}; give q and x [B, H, K], v [B, H, V] and the state [B, H, K, V]"
-        )
+    _check("forget_gated_pending_step", q, x, v, state, lower_bound)
     check_pending("forget_gated_pending_step", pending, gates=(gates, x), values=(values, v))
-    if lower_bound is not None and lower_bound.shape != (H, K):
-        raise ValueError(f"forget_gated_pending_step: lower_bound has shape {list(lower_bound.shape)}; give [{H}, {K}]")
     if fits_kernel(pending, gates, values) and use_kernel("gated", state, q, x, v, lower_bound):
         return _pending_step(q, x, v, state, gates, values, pending, lower_bound, float(scale))
     with exact(q):
         return _pending_plain(q, x, v, state, gates, values, pending, lower_bound, scale)
+
+
+def _check(op: str, q, x, v, state, lower_bound) -> None:
+    check_step(op, v, state, q=q, x=x)
+    if lower_bound is not None and lower_bound.shape != q.shape[1:]:
+        raise ValueError(f"{op}: lower_bound has shape {list(lower_bound.shape)}; give {list(q.shape[1:])}")
 
 
 def _pending_plain(q, x, v, state, gates, values, pending, lower_bound, scale):

@@ -11,13 +11,13 @@ misprints several exponents (eq. 24-37); the backward here is derived from the t
     dK = dA^T Q + diag(lambda^(C-r)) V D^T,   dV = ((Q K^T) * M)^T dO + diag(lambda^(C-r)) K D
     D <- lambda^C D + (diag(lambda^r) Q)^T dO       D: gradient of the state after the chunk, carried from the end
 
-The pieces and layouts are those of `linnet.ops.chunks`; time and memory are linear in T.
+The cut_segments and layouts are those of `linnet.ops.chunks`; time and memory are linear in T.
 """
 
 import torch
 from torch import Tensor
 
-from linnet.ops.chunks import Piece, carry, gather, multiply_add, pieces, scatter, start_states
+from linnet.ops.chunks import Segment, carry, cut_segments, gather, multiply_add, scatter, start_states
 from linnet.ops.documents import documents
 
 # On CPUs 64 has the least time for heads of 64 and 128: 32 doubles the states to carry, 128 the products in a chunk.
@@ -87,25 +87,25 @@ class Decay:
 
 def _forward_span(q, k, v, decay: Decay, scale: float, state, o) -> None:
     """Fills o, and moves the state [B, H, K, V] in place to after the last token."""
-    for piece in _pieces(q, v):
-        q_nBHCK, k_nBHCK, v_nBHCV = (gather(x, piece, state.dtype) for x in (q, k, v))
+    for segment in _segments(q, v):
+        q_nBHCK, k_nBHCK, v_nBHCV = (gather(x, segment, state.dtype) for x in (q, k, v))
         q_nBHCK.mul_(scale)
         o_nBHCV = decay.mask_(q_nBHCK @ k_nBHCK.mT) @ v_nBHCV
-        entries_nBHKV = _entries(decay.until_end_(k_nBHCK), v_nBHCV, decay, state)
-        multiply_add(o_nBHCV, decay.since_start_(q_nBHCK), entries_nBHKV)
-        scatter(o, piece, o_nBHCV)
+        initials_nBHKV = _carry_initials(decay.until_end_(k_nBHCK), v_nBHCV, decay, state)
+        multiply_add(o_nBHCV, decay.since_start_(q_nBHCK), initials_nBHKV)
+        scatter(o, segment, o_nBHCV)
 
 
 def _backward_span(q, k, v, do, decay: Decay, scale: float, state, dstate, dq, dk, dv) -> None:
     """Fills dq, dk, dv, and moves dstate [B, H, K, V] in place from the final to the initial state."""
-    cut = _pieces(q, v)
-    entries = [state.clone()]
-    for piece in cut[:-1]:
-        k_nBHCK, v_nBHCV = (gather(x, piece, state.dtype) for x in (k, v))
-        _entries(decay.until_end_(k_nBHCK), v_nBHCV, decay, state)
-        entries.append(state.clone())
-    for piece in reversed(cut):
-        q_nBHCK, k_nBHCK, v_nBHCV, do_nBHCV = (gather(x, piece, state.dtype) for x in (q, k, v, do))
+    cut = _segments(q, v)
+    initials = [state.clone()]
+    for segment in cut[:-1]:
+        k_nBHCK, v_nBHCV = (gather(x, segment, state.dtype) for x in (k, v))
+        _carry_initials(decay.until_end_(k_nBHCK), v_nBHCV, decay, state)
+        initials.append(state.clone())
+    for segment in reversed(cut):
+        q_nBHCK, k_nBHCK, v_nBHCV, do_nBHCV = (gather(x, segment, state.dtype) for x in (q, k, v, do))
         do_nBHCV.mul_(scale)
         scores_nBHCC = decay.mask_(q_nBHCK @ k_nBHCK.mT)
         dscores_nBHCC = decay.mask_(do_nBHCV @ v_nBHCV.mT)
@@ -114,23 +114,23 @@ def _backward_span(q, k, v, do, decay: Decay, scale: float, state, dstate, dq, d
         dv_nBHCV = scores_nBHCC.mT @ do_nBHCV
         decay.until_end_(k_nBHCK)
         decay.since_start_(do_nBHCV)
-        entries_nBHKV = _entries(k_nBHCK, v_nBHCV, decay, entries.pop())
-        dexits_nBHKV = carry(q_nBHCK.mT @ do_nBHCV, decay.whole(piece.size), dstate, reverse=True)
-        multiply_add(dq_nBHCK, do_nBHCV, entries_nBHKV.mT)
-        multiply_add(dk_nBHCK, decay.until_end_(v_nBHCV), dexits_nBHKV.mT)
-        multiply_add(dv_nBHCV, k_nBHCK, dexits_nBHKV)
+        initials_nBHKV = _carry_initials(k_nBHCK, v_nBHCV, decay, initials.pop())
+        dfinals_nBHKV = carry(q_nBHCK.mT @ do_nBHCV, decay.whole(segment.size), dstate, reverse=True)
+        multiply_add(dq_nBHCK, do_nBHCV, initials_nBHKV.mT)
+        multiply_add(dk_nBHCK, decay.until_end_(v_nBHCV), dfinals_nBHKV.mT)
+        multiply_add(dv_nBHCV, k_nBHCK, dfinals_nBHKV)
         for out, value in ((dq, dq_nBHCK), (dk, dk_nBHCK), (dv, dv_nBHCV)):
-            scatter(out, piece, value)
+            scatter(out, segment, value)
 
 
-def _entries(k_nBHCK: Tensor, v_nBHCV: Tensor, decay: Decay, state: Tensor) -> Tensor:
-    """The states [n, B, H, K, V] that the chunks of a piece find, given keys decayed to the end of their chunks.
+def _carry_initials(k_nBHCK: Tensor, v_nBHCV: Tensor, decay: Decay, state: Tensor) -> Tensor:
+    """The states [n, B, H, K, V] that the chunks of a segment find, given keys decayed to the end of their chunks.
 
-    Moves the state in place to after the piece.
+    Moves the state in place to after the segment.
     """
     return carry(k_nBHCK.mT @ v_nBHCV, decay.whole(k_nBHCK.shape[-2]), state)
 
 
-def _pieces(q: Tensor, v: Tensor) -> list[Piece]:
+def _segments(q: Tensor, v: Tensor) -> list[Segment]:
     B, T, H, K = q.shape
-    return pieces(T, CHUNK, B * H * max(K, v.shape[-1]))
+    return cut_segments(T, CHUNK, B * H * max(K, v.shape[-1]))

@@ -1,4 +1,4 @@
-"""The sweeps of `linnet.ops.lightning.kernels` for Hopper GPUs, where tiles come through descriptors (TMA) and products
+"""The sweeps of `linnet.ops.lightning.triton` for Hopper GPUs, where tiles come through descriptors (TMA) and products
 of one chunk run beside each other: bfloat16, widths of 64, 128 or 256, sequences of whole chunks, no documents.
 
 Names are those of `sweep_kernel`. S chunks are in flight. The code writes out which products run while others do: the
@@ -28,11 +28,11 @@ def fetch(da, db, dc, row, i, j, sa, sb, sc, barriers, slot, wanted, BYTES: gl.c
 
 @gluon.jit
 def hopper_kernel(
-    a, b, c, o, a1, b1, c1, o1, a2, b2, c2, o2, entry, entry2, leave, sums, rates, offsets,
+    a, b, c, o, a1, b1, c1, o1, a2, b2, c2, o2, initial, initial2, final, sums, rates, offsets,
     scale, T, N, G, H: gl.constexpr,
     DA: gl.constexpr, DC: gl.constexpr, C: gl.constexpr, BC: gl.constexpr, ROLES: gl.constexpr,
-    REVERSE: gl.constexpr, FLIP: gl.constexpr, HAS_DECAY: gl.constexpr, HAS_ENTRY: gl.constexpr,
-    HAS_ENTRY2: gl.constexpr, HAS_LEAVE: gl.constexpr, SPLIT: gl.constexpr, S: gl.constexpr,
+    REVERSE: gl.constexpr, FLIP: gl.constexpr, HAS_DECAY: gl.constexpr, HAS_INITIAL: gl.constexpr,
+    HAS_INITIAL2: gl.constexpr, HAS_FINAL: gl.constexpr, SPLIT: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """States are transposed, [columns of c, width of a]."""
     pid = gl.program_id(0)
@@ -47,18 +47,18 @@ def hopper_kernel(
             a, b, c, o = a1, b1, c1, o1
         if role == 2:
             a, b, c, o = a2, b2, c2, o2
-        if HAS_ENTRY or HAS_ENTRY2:
+        if HAS_INITIAL or HAS_INITIAL2:
             if role > 0:
-                entry = entry2
+                initial = initial2
         reverse = (role > 0).to(gl.int32)
         flip = role < 2
-        has_entry = (HAS_ENTRY & (role == 0)) | (HAS_ENTRY2 & (role > 0))
-        has_leave = HAS_LEAVE & (role == 2)
+        has_initial = (HAS_INITIAL & (role == 0)) | (HAS_INITIAL2 & (role > 0))
+        has_final = HAS_FINAL & (role == 2)
     else:
         reverse = gl.to_tensor(REVERSE).to(gl.int32)
         flip = FLIP
-        has_entry = HAS_ENTRY
-        has_leave = HAS_LEAVE
+        has_initial = HAS_INITIAL
+        has_final = HAS_FINAL
 
     # Shared memory, and what each warp holds of a product: all rows of the state are split over the warps, 16 each.
     # A state of width 256 is split over two groups of warps, which pass it on through shared memory.
@@ -113,9 +113,9 @@ def hopper_kernel(
     j = block * BC + gl.arange(0, BC, gl.SliceLayout(1, STATE))
     i = gl.arange(0, DA, gl.SliceLayout(0, STATE))
     place = j[:, None] * gl.where(flip, DA, 1) + i[None, :] * gl.where(flip, 1, DC)
-    if HAS_ENTRY or HAS_ENTRY2:
-        if has_entry:
-            state += gl.load(entry + nh.to(gl.int64) * (DA * DC) + place)
+    if HAS_INITIAL or HAS_INITIAL2:
+        if has_initial:
+            state += gl.load(initial + nh.to(gl.int64) * (DA * DC) + place)
     if SPLIT:
         whole = gl.exp2(rate * per * C)
         for before in range(0, g):
@@ -184,19 +184,19 @@ def hopper_kernel(
         phase = next_phase
     warpgroup_mma_wait(0, deps=[scores])
     tma.store_wait(0)
-    if HAS_LEAVE:
-        if has_leave & (last >= chunks) & (first < chunks):
-            gl.store(leave + nh.to(gl.int64) * (DA * DC) + place, state)
+    if HAS_FINAL:
+        if has_final & (last >= chunks) & (first < chunks):
+            gl.store(final + nh.to(gl.int64) * (DA * DC) + place, state)
 
 
 @gluon.jit
 def narrow_kernel(
-    a, b, c, o, a1, b1, c1, o1, a2, b2, c2, o2, entry, entry2, leave, sums, rates, offsets,
+    a, b, c, o, a1, b1, c1, o1, a2, b2, c2, o2, initial, initial2, final, sums, rates, offsets,
     scale, T, N, G, H: gl.constexpr,
     DA: gl.constexpr, DC: gl.constexpr, C: gl.constexpr, BC: gl.constexpr, HAS_DECAY: gl.constexpr,
-    HAS_ENTRY: gl.constexpr, HAS_LEAVE: gl.constexpr, SPLIT: gl.constexpr, S: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, SPLIT: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """The forward sweep for so few heads of 64 that whole ones leave multiprocessors idle: a program of 4 warps has 32
+    """The forward sweep for so few heads of 64 that whole ones final multiprocessors idle: a program of 4 warps has 32
     of a head's columns. Arguments as `hopper_kernel`, without the other sweeps.
 
     Fewer than 64 columns cannot be the rows of an asynchronous product. So tokens are rows here, and states [width of
@@ -246,8 +246,8 @@ def narrow_kernel(
     i = gl.arange(0, DA, gl.SliceLayout(1, OUT))
     j = block * BC + gl.arange(0, BC, gl.SliceLayout(0, OUT))
     place = i[:, None] * DC + j[None, :]
-    if HAS_ENTRY:
-        state += gl.load(entry + nh.to(gl.int64) * (DA * DC) + place)
+    if HAS_INITIAL:
+        state += gl.load(initial + nh.to(gl.int64) * (DA * DC) + place)
     if SPLIT:
         whole = gl.exp2(rate * per * C)
         for before in range(0, g):
@@ -296,6 +296,6 @@ def narrow_kernel(
         phase = next_phase
     warpgroup_mma_wait(0, deps=[scores])
     tma.store_wait(0)
-    if HAS_LEAVE:
+    if HAS_FINAL:
         if (last >= chunks) & (first < chunks):
-            gl.store(leave + nh.to(gl.int64) * (DA * DC) + place, state)
+            gl.store(final + nh.to(gl.int64) * (DA * DC) + place, state)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from linnet.ops.chunks import exact
 from linnet.ops.registration import register_step
-from linnet.ops.stepping import append, check_pending, fits_kernel, use_kernel
+from linnet.ops.stepping import append, check_pending, check_step, fits_kernel, use_kernel
 
 
 def lightning_step(
@@ -41,16 +41,7 @@ def lightning_step(
     Raises:
         ValueError: shapes that do not go together, an unknown activation.
     """
-    B, H, K = q.shape
-    if activation not in ("none", "silu"):
-        raise ValueError(f"lightning_step: activation {activation!r} is unknown; use none or silu")
-    if k.shape != q.shape or v.shape[:-1] != (B, H) or state.shape != (B, H, K, v.shape[-1]):
-        raise ValueError(
-            f"lightning_step: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, state {list(state.shape)}; "
-            "give q and k [B, H, K], v [B, H, V] and the state [B, H, K, V]"
-        )
-    if log_decay is not None and log_decay.shape != (H,):
-        raise ValueError(f"lightning_step: log_decay has shape {list(log_decay.shape)}; give [{H}], one per head")
+    _check("lightning_step", q, k, v, state, log_decay, activation)
     if use_kernel("lightning", state, q, k, v, log_decay):
         return _step(q, k, v, state, log_decay, float(scale), activation)
     if activation == "silu":
@@ -96,21 +87,20 @@ def lightning_pending_step(
     Raises:
         ValueError: shapes or dtypes that do not go together, an unknown activation.
     """
-    B, H, K = q.shape
-    if activation not in ("none", "silu"):
-        raise ValueError(f"lightning_pending_step: activation {activation!r} is unknown; use none or silu")
-    if k.shape != q.shape or v.shape[:-1] != (B, H) or state.shape != (B, H, K, v.shape[-1]):
-        raise ValueError(
-            f"lightning_pending_step: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, state "
-            f"{list(state.shape)}; give q and k [B, H, K], v [B, H, V] and the state [B, H, K, V]"
-        )
+    _check("lightning_pending_step", q, k, v, state, log_decay, activation)
     check_pending("lightning_pending_step", pending, keys=(keys, k), values=(values, v))
-    if log_decay is not None and log_decay.shape != (H,):
-        raise ValueError(f"lightning_pending_step: log_decay is {list(log_decay.shape)}; give [{H}], one per head")
     if fits_kernel(pending, keys, values) and use_kernel("lightning", state, q, k, v, log_decay):
         return _pending_step(q, k, v, state, keys, values, pending, log_decay, float(scale), activation)
     with exact(q):
         return _pending_plain(q, k, v, state, keys, values, pending, log_decay, scale, activation)
+
+
+def _check(op: str, q, k, v, state, log_decay, activation) -> None:
+    if activation not in ("none", "silu"):
+        raise ValueError(f"{op}: activation {activation!r} is unknown; use none or silu")
+    check_step(op, v, state, q=q, k=k)
+    if log_decay is not None and log_decay.shape != q.shape[1:2]:
+        raise ValueError(f"{op}: log_decay has shape {list(log_decay.shape)}; give [{q.shape[1]}], one per head")
 
 
 def _pending_plain(q, k, v, state, keys, values, pending, log_decay, scale, activation):

@@ -5,18 +5,19 @@ the forward over q, k, v, and "reversed" meaning from the last token to the firs
 
     o = LA(q, k, v),   dq = LA(do, v, k),   dk = reversed LA(v, do, q),   dv = reversed LA(k, q, do)
 
-A program owns one head of one sequence (or document) and a block of the columns of c. It walks the chunks with the
-state (a's width x its columns, float32), so that no state but the first and last is ever stored; the three sweeps of a
-backward share one launch, and what two of them read at the same time comes from the cache. A reversed sweep takes the
-chunks, and the positions in them, from the end; beside that it differs in exponents alone, since the gradient of the
-final state reaches the last token undecayed.
+A program owns one head of one sequence (or document) and BC columns of c. It walks the chunks with the state [DA, BC]
+in float32, so that only the first and last states are stored; DA and DC are the widths of a and c, PA is DA padded to a
+power of two. The three sweeps of a backward share one launch, and tensors that two of them read at the same time come
+from the cache. A reversed sweep takes the chunks, and the positions in them, from the end; otherwise it differs in
+exponents only, since the gradient of the final state reaches the last token without decay. A state is [DA, DC] in
+memory, or [DC, DA] if `flip`.
 
-Where heads are few, a sequence is cut into segments: one launch sums each segment up (its state from zero), and the
-sweep of a segment starts from the decayed sum of the summaries before it.
+Where heads are few, a sequence is cut into segments: one launch computes the state of each segment from zero, and the
+sweep of a segment starts from the decayed sum of the states before it.
 
 On a Hopper GPU the usual shapes (bfloat16, widths of 64, 128 or 256, whole chunks, no documents) run in the kernels of
-`linnet.ops.lightning.hopper`. float64, mixed dtypes and widths that are no multiple of 8 or above
-256 run in the chunked form.
+`linnet.ops.lightning.hopper`. float64, mixed dtypes, and widths that are above 256 or not multiples of 8 run in the
+chunked form.
 """
 
 import functools
@@ -24,10 +25,12 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.documents import count_states, documents
+from linnet.ops.device import LOG2_E, load_tile
+from linnet.ops.documents import count_states
 from linnet.ops.launching import (
     Launcher,
     align,
@@ -38,7 +41,6 @@ from linnet.ops.launching import (
     pad,
 )
 from linnet.ops.lightning import chunked
-from linnet.ops.lightning.kernels import summarise_kernel, sweep_kernel
 from linnet.ops.registration import empty_state
 
 try:
@@ -129,18 +131,18 @@ class Form(NamedTuple):
     outer: int
     reverse: bool
     flip: bool
-    entry: bool
-    leave: bool
+    initial: bool
+    final: bool
 
 
-def _run(plan, sweeps, summaries, entry, last_entry, leave, rates, cu_seqlens, scale) -> None:
+def _run(plan, sweeps, summaries, initial, last_initial, final, rates, cu_seqlens, scale) -> None:
     """Fills what the sweeps write: in one launch where all states are square, and before it the segments' summaries.
 
     Args:
         sweeps: a, b, c and out of out = LA(a, b, c), four tensors for each sweep.
         summaries: for each direction the two whose products sum a segment up, in the order that states have.
-        entry, last_entry: the states (None for zero) that the first sweep and the reversed ones start from.
-        leave: takes the state after the last sweep, if requested.
+        initial, last_initial: the states (None for zero) that the first sweep and the reversed ones start from.
+        final: takes the state after the last sweep, if requested.
     """
     rates, cu_seqlens = align(rates), align(cu_seqlens)
     sums = None
@@ -151,18 +153,17 @@ def _run(plan, sweeps, summaries, entry, last_entry, leave, rates, cu_seqlens, s
         plan.summarise(b, c, *last, sums, rates, cu_seqlens, scale)
     if len(plan.launches) == 3:
         for i, launch in enumerate(plan.launches):
-            leaves = leave if i == 2 else None
             launch(
-                *sweeps[4 * i : 4 * i + 4], *_NONE, last_entry if i else entry, None, leaves, sums, rates, cu_seqlens,
-                scale,
+                *sweeps[4 * i : 4 * i + 4], *_NONE, last_initial if i else initial, None,
+                final if i == 2 else None, sums, rates, cu_seqlens, scale,
             )  # fmt: skip
     elif len(sweeps) == 4:
-        plan.launches[0](*sweeps, *_NONE, entry, None, leave, sums, rates, cu_seqlens, scale)
+        plan.launches[0](*sweeps, *_NONE, initial, None, final, sums, rates, cu_seqlens, scale)
     else:
-        # `entry` and `last_entry` must both be None or both be tensors; a dummy stands for the missing one.
-        if (entry is None) != (last_entry is None):
-            entry, last_entry = (_blank(sweeps[0].device) if x is None else x for x in (entry, last_entry))
-        plan.launches[0](*sweeps, entry, last_entry, leave, sums, rates, cu_seqlens, scale)
+        # `initial` and `last_initial` must both be None or both be tensors; a dummy stands for the missing one.
+        if (initial is None) != (last_initial is None):
+            initial, last_initial = (_blank(sweeps[0].device) if x is None else x for x in (initial, last_initial))
+        plan.launches[0](*sweeps, initial, last_initial, final, sums, rates, cu_seqlens, scale)
 
 
 _NONE = (None,) * 8  # the tensors of two more sweeps
@@ -177,19 +178,17 @@ class Plan(NamedTuple):
     launches: list[Launcher]
 
 
-def _find_plan(q, k, v, do, rates, cu_seqlens, entry, last_entry, leave) -> Plan | None:
+def _find_plan(q, k, v, do, rates, cu_seqlens, initial, last_initial, final) -> Plan | None:
     """None for what the kernels do not take: float64, mixed dtypes, widths that are no multiple of 8 or above 256."""
-    if backend.debugging():
-        documents(cu_seqlens, *q.shape[:2])
     dtypes = (q.dtype, k.dtype, v.dtype) if do is None else (q.dtype, k.dtype, v.dtype, do.dtype)
     return _plan(
         q.shape, v.shape[3], dtypes, None if rates is None else rates.dtype, cu_seqlens is not None,
-        count_states(cu_seqlens, q.shape[0]), q.device, entry, last_entry, leave,
+        count_states(cu_seqlens, q.shape[0]), q.device, initial, last_initial, final,
     )  # fmt: skip
 
 
 @functools.lru_cache(1024)
-def _plan(sizes, outer, dtypes, rates, documents, states, device, entry, last_entry, leave) -> Plan | None:
+def _plan(sizes, outer, dtypes, rates, documents, states, device, initial, last_initial, final) -> Plan | None:
     B, T, H, inner = sizes
     dtype = dtypes[0]
     if not backend.takes_kernels("lightning_attention", dtypes, (inner, outer)):
@@ -203,10 +202,10 @@ def _plan(sizes, outer, dtypes, rates, documents, states, device, entry, last_en
     # Its 184 KiB of shared memory are there on Hopper GPUs, not on those before.
     wide = heads_of_256 and _has_hopper_kernels(device) and 2 * states * H >= 3 * count_processors(device)
     shape = Shape(B, T, H, states, dtype, rates is not None, documents, wide, device)
-    forms = [Form(inner, outer, False, backward, entry, leave and not backward)]
+    forms = [Form(inner, outer, False, backward, initial, final and not backward)]
     if backward:
-        forms.append(Form(inner, outer, True, True, last_entry, False))
-        forms.append(Form(outer, inner, True, False, last_entry, leave))
+        forms.append(Form(inner, outer, True, True, last_initial, False))
+        forms.append(Form(outer, inner, True, False, last_initial, final))
     segments = _count_segments(shape, forms)
     hopper = _suits_hopper(shape, forms)
     if dtype == torch.bfloat16 and _has_hopper_kernels(device) and (odd := [D for D in (inner, outer) if _is_odd(D)]):
@@ -271,7 +270,7 @@ def _prepare_sweeps(shape: Shape, group: list[Form], segments: int) -> Launcher:
     constants = (
         shape.length, shape.states, segments, shape.heads,
         first.inner, first.outer, tiles.chunk, pad(first.inner), tiles.columns, len(group), first.reverse, first.flip,
-        shape.rates, first.entry, last.entry, last.leave,
+        shape.rates, first.initial, last.initial, last.final,
         shape.documents, not shape.documents and shape.length % tiles.chunk == 0, segments > 1,
         *choose_operands(shape.dtype), tiles.stages, tiles.transposed,
     )  # fmt: skip
@@ -294,7 +293,7 @@ def _has_hopper_kernels(device: torch.device) -> bool:
 
 
 def choose_hopper_tiles(inner: int, outer: int, programs: int, processors: int, sweeps: int) -> tuple[int, int]:
-    """Columns of a program and chunks in flight. One of 128 columns (8 warps) reads a and b once; where so few leave
+    """Columns of a program and chunks in flight. One of 128 columns (8 warps) reads a and b once; where so few final
     multiprocessors idle, two of 64 columns do better; of a forward's heads of 64, two of 32. More chunks of width 256
     do not fit into shared memory."""
     if inner == 256:
@@ -317,11 +316,200 @@ def _prepare_hopper(shape: Shape, group: list[Form], segments: int) -> Launcher:
         shape.length, shape.states, segments, shape.heads, first.inner, first.outer, HOPPER_CHUNK, columns,
     )  # fmt: skip
     if columns == 32:
-        constants = *sizes, shape.rates, first.entry, last.leave, segments > 1, stages
+        constants = *sizes, shape.rates, first.initial, last.final, segments > 1, stages
         return Launcher(narrow_kernel, programs, constants, scratch=True, num_warps=4)
     constants = (
-        *sizes, len(group), first.reverse, first.flip, shape.rates, first.entry, last.entry, last.leave, segments > 1,
-        stages,
+        *sizes, len(group), first.reverse, first.flip, shape.rates, first.initial, last.initial, last.final,
+        segments > 1, stages,
     )  # fmt: skip
     warps = columns // 16 * (1 + (first.inner == 256))
     return Launcher(hopper_kernel, programs, constants, scratch=True, num_warps=warps)
+
+
+@triton.jit
+def _first_row(offsets, n, T, C: tl.constexpr, DOCUMENTS: tl.constexpr, reverse):
+    """The row of [B*T] where the first chunk of a sweep begins, and the length of the sequence or document."""
+    begin, end = n.to(tl.int64) * 0, n.to(tl.int64) * 0 + T
+    if DOCUMENTS:
+        begin = tl.minimum(tl.maximum(tl.load(offsets + n), 0), T).to(tl.int64)
+        end = tl.maximum(tl.minimum(tl.load(offsets + n + 1), T), begin).to(tl.int64)
+        row = tl.where(reverse, end - C, begin)
+    else:
+        row = n.to(tl.int64) * T + tl.where(reverse, end - C, begin)
+    return row, (end - begin).to(tl.int32)
+
+
+@triton.jit
+def _rate(rates, h, HAS_DECAY: tl.constexpr):
+    """log2 of the decay per token; the bound keeps a decay to zero exact, as in the chunked form."""
+    if HAS_DECAY:
+        return tl.maximum(tl.load(rates + h).to(tl.float32), -1e30) * LOG2_E
+    return 0.0
+
+
+@triton.jit
+def _load_state(pointer, i, j, flip, DA: tl.constexpr, DC: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """[i, j] of a state stored as [DA, DC], or as [DC, DA] if `flip`; [j, i] if TRANSPOSED."""
+    mask = (i < DA)[:, None] & (j < DC)[None, :]
+    mask_transposed = (j < DC)[:, None] & (i < DA)[None, :]
+    if flip:
+        transposed = tl.load(pointer + j[:, None] * DA + i[None, :], mask=mask_transposed, other=0.0)
+        if TRANSPOSED:
+            state = transposed
+        else:
+            state = tl.trans(transposed)
+    else:
+        straight = tl.load(pointer + i[:, None] * DC + j[None, :], mask=mask, other=0.0)
+        if TRANSPOSED:
+            state = tl.trans(straight)
+        else:
+            state = straight
+    return state
+
+
+@triton.jit
+def summarise_kernel(
+    b, c, b1, c1, sums, rates, offsets, scale, T, N, G, H: tl.constexpr,
+    DA: tl.constexpr, DC: tl.constexpr, C: tl.constexpr, PA: tl.constexpr, BC: tl.constexpr, ROLES: tl.constexpr,
+    HAS_DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """[ROLES, N, H, G - 1, DA, DC]: of b and c from the first token on, of b1 and c1 from the last."""
+    pid = tl.program_id(0)
+    BLOCKS: tl.constexpr = (DC + BC - 1) // BC
+    block = pid % BLOCKS
+    reverse = (pid // BLOCKS) % ROLES
+    nh = (pid // (BLOCKS * ROLES)) % (N * H)
+    g = pid // (BLOCKS * ROLES * N * H)
+    n, h = nh // H, nh % H
+    if ROLES == 2:
+        if reverse > 0:
+            b, c = b1, c1
+    row, length = _first_row(offsets, n, T, C, DOCUMENTS, reverse > 0)
+    rate = _rate(rates, h, HAS_DECAY)
+    r, i, j = tl.arange(0, C), tl.arange(0, PA), block * BC + tl.arange(0, BC)
+    b += (row * H + h) * DA
+    c += (row * H + h) * DC
+    b_tile = r[:, None] * (H * DA) + i[None, :]
+    c_tile = r[:, None] * (H * DC) + j[None, :]
+    r = tl.where(reverse > 0, C - 1 - r, r)
+    key = tl.exp2(rate * (C - 1 - r + reverse)) * tl.where(reverse > 0, scale, 1.0)
+    chunks = tl.cdiv(length, C)
+    per = tl.cdiv(chunks, G)
+    hop = row * 0 + (1 - 2 * reverse) * (H * C)
+    state = tl.zeros([PA, BC], tl.float32)
+    # A segment that another follows consists of whole chunks; the summaries of the others are not read.
+    for x in tl.range(g * per, tl.minimum((g + 1) * per, chunks), num_stages=STAGES):
+        move = hop * x
+        left = length - x * C
+        tb = load_tile(b + move * DA, b_tile, r, i, left, 0.0, DA, PA != DA, EVEN).to(OPERAND)
+        tc = load_tile(c + move * DC, c_tile, r, j, left, 0.0, DC, DC % BC != 0, EVEN).to(OPERAND)
+        tc = (tc * key[:, None]).to(OPERAND)
+        state = tl.dot(tl.trans(tb), tc, state * tl.exp2(rate * C), input_precision=PRECISION)
+    to = sums + ((reverse * (N * H) + nh).to(tl.int64) * (G - 1) + g) * (DA * DC)
+    tl.store(to + i[:, None] * DC + j[None, :], state, mask=(i < DA)[:, None] & (j < DC)[None, :])
+
+
+@triton.jit
+def sweep_kernel(
+    a, b, c, o, a1, b1, c1, o1, a2, b2, c2, o2, initial, initial2, final, sums, rates, offsets,
+    scale, T, N, G, H: tl.constexpr,
+    DA: tl.constexpr, DC: tl.constexpr, C: tl.constexpr, PA: tl.constexpr, BC: tl.constexpr, ROLES: tl.constexpr,
+    REVERSE: tl.constexpr, FLIP: tl.constexpr, HAS_DECAY: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    HAS_INITIAL2: tl.constexpr, HAS_FINAL: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    SPLIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    BLOCKS: tl.constexpr = (DC + BC - 1) // BC
+    block = pid % BLOCKS
+    role = (pid // BLOCKS) % ROLES
+    nh = (pid // (BLOCKS * ROLES)) % (N * H)
+    g = pid // (BLOCKS * ROLES * N * H)
+    n, h = nh // H, nh % H
+    # Of three sweeps, the first runs forward, the others back; the last alone has its states as they are stored.
+    if ROLES == 3:
+        if role == 1:
+            a, b, c, o = a1, b1, c1, o1
+        if role == 2:
+            a, b, c, o = a2, b2, c2, o2
+        if HAS_INITIAL or HAS_INITIAL2:
+            if role > 0:
+                initial = initial2
+        reverse = (role > 0).to(tl.int32)
+        flip = role < 2
+        has_initial = (HAS_INITIAL & (role == 0)) | (HAS_INITIAL2 & (role > 0))
+        has_final = HAS_FINAL & (role == 2)
+    else:
+        reverse = tl.full([], REVERSE, tl.int32)
+        flip = FLIP
+        has_initial = HAS_INITIAL
+        has_final = HAS_FINAL
+    row, length = _first_row(offsets, n, T, C, DOCUMENTS, reverse > 0)
+    rate = _rate(rates, h, HAS_DECAY)
+    r, i, j = tl.arange(0, C), tl.arange(0, PA), block * BC + tl.arange(0, BC)
+    a += (row * H + h) * DA
+    b += (row * H + h) * DA
+    c += (row * H + h) * DC
+    o += (row * H + h) * DC
+    ab_tile = r[:, None] * (H * DA) + i[None, :]
+    co_tile = r[:, None] * (H * DC) + j[None, :]
+    r = tl.where(reverse > 0, C - 1 - r, r)  # from here on in the order of the sweep
+    chunks = tl.cdiv(length, C)
+    per = tl.cdiv(chunks, G)
+    hop = row * 0 + (1 - 2 * reverse) * (H * C)
+
+    if TRANSPOSED:
+        state = tl.zeros([BC, PA], tl.float32)
+        apart = r[None, :] - r[:, None]
+    else:
+        state = tl.zeros([PA, BC], tl.float32)
+        apart = r[:, None] - r[None, :]
+    if HAS_INITIAL or HAS_INITIAL2:
+        if has_initial:
+            state += _load_state(initial + nh.to(tl.int64) * (DA * DC), i, j, flip, DA, DC, TRANSPOSED)
+    if SPLIT:
+        whole = tl.exp2(rate * per * C)
+        for before in tl.range(0, g):
+            summary = sums + ((reverse * (N * H) + nh).to(tl.int64) * (G - 1) + before) * (DA * DC)
+            state = state * whole + _load_state(summary, i, j, flip, DA, DC, TRANSPOSED)
+
+    # The scale belongs to o or to do: to what last the state in a plain sweep, to what enters it in a reversed one.
+    inside = tl.where(apart >= 0, tl.exp2(rate * tl.maximum(apart, 0)) * scale, 0.0)
+    since = tl.exp2(rate * (r + 1 - reverse)) * tl.where(reverse > 0, 1.0, scale)
+    key_scale = tl.where(reverse > 0, scale, 1.0)
+    for x in tl.range(g * per, tl.minimum((g + 1) * per, chunks), num_stages=STAGES):
+        move = hop * x
+        left = length - x * C
+        size = tl.minimum(left, C)
+        ta = load_tile(a + move * DA, ab_tile, r, i, left, 0.0, DA, PA != DA, EVEN).to(OPERAND)
+        tb = load_tile(b + move * DA, ab_tile, r, i, left, 0.0, DA, PA != DA, EVEN).to(OPERAND)
+        tc = load_tile(c + move * DC, co_tile, r, j, left, 0.0, DC, DC % BC != 0, EVEN).to(OPERAND)
+        until = tl.exp2(rate * tl.maximum(size - 1 - r + reverse, 0)) * key_scale
+        over = tl.exp2(rate * size)
+        if TRANSPOSED:
+            scores = tl.dot(tb, tl.trans(ta), input_precision=PRECISION)
+            out = tl.dot(state.to(OPERAND), tl.trans(ta), input_precision=PRECISION) * since[None, :]
+            out = tl.dot(tl.trans(tc), (scores * inside).to(OPERAND), out, input_precision=PRECISION)
+            decayed = (tl.trans(tc) * until[None, :]).to(OPERAND)
+            state = tl.dot(decayed, tb, state * over, input_precision=PRECISION)
+            out = tl.trans(out)
+        else:
+            scores = tl.dot(ta, tl.trans(tb), input_precision=PRECISION)
+            out = tl.dot(ta, state.to(OPERAND), input_precision=PRECISION) * since[:, None]
+            out = tl.dot((scores * inside).to(OPERAND), tc, out, input_precision=PRECISION)
+            decayed = (tc * until[:, None]).to(OPERAND)
+            state = tl.dot(tl.trans(tb), decayed, state * over, input_precision=PRECISION)
+        to = o + move * DC + co_tile
+        if EVEN and DC % BC == 0:
+            tl.store(to, out.to(o.dtype.element_ty))
+        else:
+            tl.store(to, out.to(o.dtype.element_ty), mask=(r < left)[:, None] & (j < DC)[None, :])
+
+    if HAS_FINAL:
+        # By the program of the last chunk; for an empty document by the first.
+        if has_final & ((g + 1) * per >= chunks) & ((g * per < chunks) | (g == 0)):
+            to = final + nh.to(tl.int64) * (DA * DC)
+            if TRANSPOSED:
+                tl.store(to + i[None, :] * DC + j[:, None], state, mask=(j < DC)[:, None] & (i < DA)[None, :])
+            else:
+                tl.store(to + i[:, None] * DC + j[None, :], state, mask=(i < DA)[:, None] & (j < DC)[None, :])

@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from linnet.ops import backend
-from linnet.ops.arguments import check_decay_values, check_devices, check_state
+from linnet.ops.arguments import check_decay_values, check_sequence
 from linnet.ops.chunks import exact, state_dtype
-from linnet.ops.documents import check_documents, count_states
 from linnet.ops.longconv import chunked
 from linnet.ops.longconv.filter import ModalFilter, kernel_of, powers, read_table, turn, write_table
 from linnet.ops.longconv.heads import filtered_attention
@@ -169,14 +168,13 @@ def _check(x, filter, initial_state, output_final_state, cu_seqlens) -> None:
             f"{OP}: x {list(x.shape)}, filter {list(first.shape)}; give x [B, T, D] and filters [F, modes] or "
             "[F, lags], nothing empty, where F divides D"
         )
-    if not (x.is_floating_point() and first.is_floating_point()):
-        raise ValueError(f"{OP}: x and filter have dtypes {x.dtype}, {first.dtype}; give floating-point tensors")
-    parts = {"filter": filter} if isinstance(filter, Tensor) else filter._asdict()
-    check_devices(OP, x=x, **parts, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    check_documents(cu_seqlens, x.shape[0])
+    given = {"filter": filter} if isinstance(filter, Tensor) else filter._asdict()
+    if isinstance(filter, Tensor) and (initial_state is not None or output_final_state):
+        raise ValueError(f"{OP}: a filter given by its values has no state; give a ModalFilter")
+    inputs = {"x": x} | {name: y for name, y in given.items() if y is not None}
+    state_shape = x.shape[2], first.shape[1], 2
+    check_sequence(OP, inputs, initial_state, state_shape, state_dtype(x, first), cu_seqlens)
     if isinstance(filter, Tensor):
-        if initial_state is not None or output_final_state:
-            raise ValueError(f"{OP}: a filter given by its values has no state; give a ModalFilter")
         return
     if filter.log_decay.shape != first.shape or filter.residue.shape != (*first.shape, 2):
         raise ValueError(
@@ -184,6 +182,4 @@ def _check(x, filter, initial_state, output_final_state, cu_seqlens) -> None:
             f"{list(filter.residue.shape)}; give [F, modes], the same, and [F, modes, 2]"
         )
     if filter.skip is not None and filter.skip.shape != first.shape[:1]:
-        raise ValueError(f"{OP}: skip {list(filter.skip.shape)} beside {first.shape[0]} filters; give one a filter")
-    states = count_states(cu_seqlens, x.shape[0])
-    check_state(OP, initial_state, (states, x.shape[2], first.shape[1], 2), state_dtype(x, first))
+        raise ValueError(f"{OP}: skip {list(filter.skip.shape)} for {first.shape[0]} filters; give one per filter")

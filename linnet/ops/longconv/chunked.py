@@ -110,9 +110,9 @@ def _back(spectrum: Tensor, length: int) -> Tensor:
 
 def transpose(x: Tensor, dtype: torch.dtype) -> Tensor:
     """[M, A, C] -> [M, C, A] in `dtype`, contiguous, by a kernel: PyTorch's strided copy is many times slower."""
-    if torch.float64 in (x.dtype, dtype) or not backend.use_triton("longconv", x.is_cuda, "transpose_kernel"):
+    if torch.float64 in (x.dtype, dtype) or not backend.use_triton("longconv", x.is_cuda):
         return x.mT.to(dtype, memory_format=torch.contiguous_format).contiguous()
-    return importlib.import_module("linnet.ops.longconv.transpose_kernel").transpose(x, dtype)
+    return importlib.import_module("linnet.ops.longconv.triton").transpose(x, dtype)
 
 
 def to_lines(x: Tensor, dtype: torch.dtype) -> Tensor:

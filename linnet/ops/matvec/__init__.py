@@ -16,37 +16,36 @@ __all__ = ["gated_linear", "linear", "linears", "make_counters"]
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, counters: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`; for few rows on a GPU, without a gradient, by kernels of its own.
 
-    A library's product of matrices keeps few programs busy with one row. The one for a single row gives each program
-    some rows of the matrix, as many as keep the memory busy, and adds up in float32 in a fixed order. That for up to 64
-    rows, in 16 bits, cuts long sums into parts, where `counters` are given.
+    A library's matrix product keeps few programs busy with one row. The kernel for one row gives each program some rows
+    of the matrix and adds up in float32 in a fixed order. The kernel for up to 64 rows, in 16 bits, cuts long sums into
+    parts; it needs `counters`.
 
     Args:
         x: [..., K]; the kernels take [M, K].
         weight: [N, K]. bias: [N] or None.
-        counters: what `make_counters` gives, of this layer alone, whose calls follow one another on one stream.
+        counters: from `make_counters`, for this layer only; its calls must follow one another on one stream.
 
     Returns:
         [..., N] in the dtype of x.
     """
     if x.ndim == 2 and x.is_cuda and not torch.is_grad_enabled():
         if x.shape[0] == 1 and _has_kernel(x, weight, bias):
-            return importlib.import_module("linnet.ops.matvec.triton").matvec(x, weight, bias)
+            return _kernels().matvec(x, weight, bias)
         if _takes_rows(x, weight, bias, [weight.shape[0]], counters):
-            return _rows().few_rows(x, weight, [weight.shape[0]], counters)[0]
+            return _kernels().few_rows(x, weight, [weight.shape[0]], counters)[0]
     return F.linear(x, weight, bias)
 
 
 def linears(
     x: Tensor, weight: Tensor, sizes: list[int], bias: Tensor | None = None, counters: Tensor | None = None
 ) -> list[Tensor]:
-    """`linear` with several matrices below one another in `weight` [sum(sizes), K]: a tensor [M, size] each.
+    """`linear` with several matrices below one another in `weight` [sum(sizes), K]: one tensor [M, size] per matrix.
 
-    On a GPU they are contiguous where they are alike: slices of wider rows would be copied by the kernels that read
-    them.
+    On a GPU results of equal size are contiguous: the kernels that read slices of wider rows would copy them.
     """
     if x.shape[0] > 1 and x.is_cuda and not torch.is_grad_enabled():
         if _takes_rows(x, weight, bias, sizes, counters):
-            return _rows().few_rows(x, weight, sizes, counters)
+            return _kernels().few_rows(x, weight, sizes, counters)
         if bias is None and len(set(sizes)) == 1:
             stack = weight.view(len(sizes), sizes[0], -1).transpose(1, 2)
             return list(torch.bmm(x.expand(len(sizes), *x.shape), stack).unbind(0))
@@ -58,19 +57,18 @@ def gated_linear(x: Tensor, weight: Tensor, activation: str, counters: Tensor | 
     sizes = [weight.shape[0] // 2] * 2
     if x.shape[0] > 1 and x.is_cuda and not torch.is_grad_enabled():
         if _takes_rows(x, weight, None, sizes, counters, activation):
-            return _rows().few_rows(x, weight, sizes, counters, activation)[0]
+            return _kernels().few_rows(x, weight, sizes, counters, activation)[0]
     return gated_activation(*linears(x, weight, sizes, None, counters), activation)
 
 
 def make_counters(device: torch.device) -> Tensor:
-    """What a layer keeps for its sums in parts: zeros, which each call leaves as they were."""
+    """Returns the counters that a layer keeps for sums in parts: zeros, which each call resets to zero."""
     return torch.zeros(1024, dtype=torch.int32, device=device)
 
 
 def _has_kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    if not is_plain((x, weight, bias)) or not backend.use_triton("matvec", x.is_cuda):
-        return False
-    return importlib.import_module("linnet.ops.matvec.triton").supports(x, weight, bias)
+    plain = is_plain((x, weight, bias)) and backend.use_triton("matvec", x.is_cuda)
+    return plain and _kernels().supports(x, weight, bias)
 
 
 def _takes_rows(
@@ -79,8 +77,8 @@ def _takes_rows(
 ) -> bool:  # fmt: skip
     if bias is not None or counters is None or not is_plain((x, weight)):
         return False
-    return backend.use_triton("matvec", x.is_cuda, "rows") and _rows().supports(x, weight, sizes, activation)
+    return backend.use_triton("matvec", x.is_cuda) and _kernels().supports_rows(x, weight, sizes, activation)
 
 
-def _rows():
-    return importlib.import_module("linnet.ops.matvec.rows")
+def _kernels():
+    return importlib.import_module("linnet.ops.matvec.triton")

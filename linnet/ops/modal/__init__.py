@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.arguments import check_decay_values, check_devices, check_state
+from linnet.ops.arguments import check_decay_values, check_sequence
 from linnet.ops.chunks import count_pairs, state_dtype
-from linnet.ops.documents import check_documents, count_states
+from linnet.ops.documents import count_states
 from linnet.ops.modal import chunked
 from linnet.ops.modal.reference import modal_reference
 from linnet.ops.modal.step import modal_step
@@ -104,14 +104,5 @@ def _check(x, log_decay, weight, initial_state, cu_seqlens) -> None:
             f"{OP}: x {list(x.shape)}, log_decay {list(log_decay.shape)}, weight {list(weight.shape)}; "
             "give x [B, T, D] and log_decay, weight [D, E]"
         )
-    if 0 in x.shape or 0 in log_decay.shape:
-        raise ValueError(f"{OP}: x {list(x.shape)}, log_decay {list(log_decay.shape)}; every size must be at least 1")
-    if not all(y.is_floating_point() for y in (x, log_decay, weight)):
-        raise ValueError(
-            f"{OP}: x, log_decay, weight have dtypes {x.dtype}, {log_decay.dtype}, {weight.dtype}; "
-            "give floating-point tensors"
-        )
-    check_devices(OP, x=x, log_decay=log_decay, weight=weight, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    check_documents(cu_seqlens, x.shape[0])
-    shape = (count_states(cu_seqlens, x.shape[0]), *log_decay.shape)
-    check_state(OP, initial_state, shape, state_dtype(x, log_decay, weight))
+    inputs = {"x": x, "log_decay": log_decay, "weight": weight}
+    check_sequence(OP, inputs, initial_state, log_decay.shape, state_dtype(*inputs.values()), cu_seqlens)

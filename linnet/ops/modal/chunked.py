@@ -111,11 +111,7 @@ def modal_backward(x, log_decay, weight, initial_state, cu_seqlens, dy, dfinal) 
             dx_.flatten(1, 2).baddbmm_(met.flatten(1, 2), write.mT)
             _store(dx, dx_, begin, stop)
             gradients.add(
-                length,
-                _contract(dy_, x_).tril_(),
-                _contract(dy_, found),
-                _contract(x_, met),
-                (found * met).sum((1, 2)),
+                length, _contract(dy_, x_).tril_(), _contract(dy_, found), _contract(x_, met), (found * met).sum((1, 2))
             )
         dinitial[rows] = grad.transpose(0, 1)
     dlog_decay, dweight = gradients.parameters()

@@ -36,6 +36,4 @@ def modal_step(x: Tensor, log_decay: Tensor, weight: Tensor, state: Tensor) -> T
     return (state * weight.to(state.dtype)).sum(-1).to(x.dtype)
 
 
-_step = register_step(
-    "modal_step", "Tensor x, Tensor log_decay, Tensor weight, Tensor(a!) state", "modal.step_kernel.step"
-)
+_step = register_step("modal_step", "Tensor x, Tensor log_decay, Tensor weight, Tensor(a!) state", "modal.triton.step")

@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.arguments import check_decay_values, check_devices, check_state
+from linnet.ops.arguments import check_decay_values, check_sequence
 from linnet.ops.chunks import state_dtype
-from linnet.ops.documents import check_documents, count_states
+from linnet.ops.documents import count_states
 from linnet.ops.registration import empty_like, register
 from linnet.ops.scan import chunked
 from linnet.ops.scan.reference import scan_reference
@@ -105,13 +105,7 @@ def _check(x, log_decay, theta, initial_state, cu_seqlens) -> None:
             f"{OP}: x {list(x.shape)}, log_decay {list(log_decay.shape)}; give log_decay [B, T, D] and x "
             f"{'[B, T, D] (with theta [B, T, D, 2])' if theta is None else '[B, T, D, 2], because theta is given'}"
         )
-    if 0 in x.shape:
-        raise ValueError(f"{OP}: x {list(x.shape)}; every size must be at least 1")
-    if not (x.is_floating_point() and log_decay.is_floating_point()):
-        raise ValueError(f"{OP}: x and log_decay have dtypes {x.dtype}, {log_decay.dtype}; give floating-point tensors")
     if theta is not None and theta.shape != log_decay.shape[2:]:
         raise ValueError(f"{OP}: theta has shape {list(theta.shape)}; give [{log_decay.shape[2]}]")
-    check_devices(OP, x=x, log_decay=log_decay, theta=theta, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    check_documents(cu_seqlens, x.shape[0])
-    shape = (count_states(cu_seqlens, x.shape[0]), *x.shape[2:])
-    check_state(OP, initial_state, shape, state_dtype(x, log_decay))
+    inputs = {"x": x, "log_decay": log_decay} | ({} if theta is None else {"theta": theta})
+    check_sequence(OP, inputs, initial_state, x.shape[2:], state_dtype(x, log_decay), cu_seqlens)

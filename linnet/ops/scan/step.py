@@ -46,5 +46,5 @@ def diagonal_step(x: Tensor, log_decay: Tensor, state: Tensor, *, theta: Tensor 
 
 
 _step = register_step(
-    "diagonal_step", "Tensor x, Tensor log_decay, Tensor(a!) state, Tensor? theta", "scan.step_kernel.step"
+    "diagonal_step", "Tensor x, Tensor log_decay, Tensor(a!) state, Tensor? theta", "scan.triton.step"
 )

@@ -3,9 +3,8 @@
 from torch import Tensor
 
 from linnet.ops import backend
-from linnet.ops.arguments import check_devices, check_state
+from linnet.ops.arguments import check_sequence
 from linnet.ops.chunks import state_dtype
-from linnet.ops.documents import check_documents, count_states
 from linnet.ops.registration import empty_like, register
 from linnet.ops.selective_scan import chunked
 from linnet.ops.selective_scan.reference import selective_reference
@@ -132,15 +131,7 @@ def _check(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens) -> None:
             f"{OP}: {', '.join(f'{name} {list(y.shape)}' for name, y in inputs.items())}; "
             "give x, delta [Bt, T, D], A [D, N], B, C [Bt, T, N], D and delta_bias [D] or None"
         )
-    if 0 in x.shape or 0 in A.shape:
-        raise ValueError(f"{OP}: x {list(x.shape)}, A {list(A.shape)}; every size must be at least 1")
-    if not all(y.is_floating_point() for y in inputs.values()):
-        dtypes = ", ".join(f"{name} {y.dtype}" for name, y in inputs.items())
-        raise ValueError(f"{OP}: dtypes are {dtypes}; give floating-point tensors")
-    check_devices(OP, **inputs, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    check_documents(cu_seqlens, x.shape[0])
-    shape = (count_states(cu_seqlens, x.shape[0]), *A.shape)
-    check_state(OP, initial_state, shape, state_dtype(x, delta, A, B, C))
+    check_sequence(OP, inputs, initial_state, A.shape, state_dtype(x, delta, A, B, C), cu_seqlens)
 
 
 def _check_values(delta: Tensor | None, A: Tensor) -> None:

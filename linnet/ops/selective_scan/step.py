@@ -55,5 +55,5 @@ def selective_step(
 _step = register_step(
     "selective_step",
     "Tensor x, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor(a!) state",
-    "selective_scan.step_kernel.step",
+    "selective_scan.triton.step",
 )
