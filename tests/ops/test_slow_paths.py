@@ -12,13 +12,19 @@ from linnet.ops import (
     backend,
     diagonal_scan,
     forget_gated_attention,
+    gated_activation,
     gated_linear_attention,
     lightning_attention,
+    linear_cross_entropy,
     modal_convolution,
+    rms_norm,
+    rotate,
     selective_scan,
     short_convolution,
     use_backend,
 )
+from linnet.ops.activation import log_sigmoid
+from linnet.ops.attention import causal_attention
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -74,6 +80,20 @@ SLOW = {
     "scan": ("diagonal_scan", lambda: diagonal_scan(*[make(1, 4, 8, dtype=torch.float64)] * 2)),
     "modes": ("modal_convolution", lambda: modal_convolution(make(1, 4, 8), *[make(8, 65)] * 2)),
     "taps": ("short_convolution", lambda: short_convolution(make(1, 4, 8), make(8, 9))),
+    "cross entropy": (
+        "linear_cross_entropy",
+        lambda: linear_cross_entropy(
+            make(1025, 2, dtype=torch.float64), make(32768, 2, dtype=torch.float64), torch.zeros(1025, dtype=torch.long)
+        ),
+    ),
+    "attention": ("causal_attention", lambda: causal_attention(*heads(dtype=torch.float64))),
+    "activation": ("gated_activation", lambda: gated_activation(*[make(2, 8, dtype=torch.float64)] * 2)),
+    "log_sigmoid": ("log_sigmoid", lambda: log_sigmoid(make(2, 8, dtype=torch.float64))),
+    "norm": ("rms_norm", lambda: rms_norm(make(2, 8, dtype=torch.float64))),
+    "rotation": (
+        "rotate",
+        lambda: rotate(make(1, 4, 2, 8, dtype=torch.float64), torch.zeros(1, 4, dtype=torch.long), make(2, 4)),
+    ),
     "states": ("selective_scan", lambda: selective_scan(*[make(1, 4, 8)] * 2, make(8, 65), *[make(1, 4, 65)] * 2)),
 }
 

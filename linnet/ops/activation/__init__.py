@@ -73,11 +73,11 @@ def log_sigmoid(x: Tensor, divisor: float = 1.0) -> Tensor:
     On a GPU in eager mode one kernel does it and one its backward, which keep nothing but x; elsewhere, and for a
     compiler, it is a composition of PyTorch's functions.
     """
-    known = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.numel() > 0
-    if known and is_plain((x,)) and backend.use_triton("activation", x.is_cuda):
-        return _apply_log_sigmoid(x, float(divisor))
-    if known and is_mapped(x) and backend.use_triton("activation", x.is_cuda):
-        return Mapped.apply(_log_sigmoid_rule, x, divisor)
+    plain = is_plain((x,))
+    if (plain or is_mapped(x)) and backend.use_triton("activation", x.is_cuda) and x.numel() > 0:
+        if x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            return _apply_log_sigmoid(x, float(divisor)) if plain else Mapped.apply(_log_sigmoid_rule, x, divisor)
+        backend.is_wide("log_sigmoid", x)
     return F.logsigmoid(x if x.dtype == torch.float64 else x.float()) / divisor
 
 

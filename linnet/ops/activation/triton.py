@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linnet.ops import backend
 from linnet.ops.launching import Launcher, align
 
 BLOCK, WARPS = 2048, 4
@@ -14,6 +15,8 @@ BLOCK, WARPS = 2048, 4
 
 def supports(gate: Tensor, x: Tensor, activation: str) -> bool:
     """Whether the kernels take a call: two tensors of one dtype of at most 32 bits, any activation but gelu."""
+    if backend.is_wide("gated_activation", gate, x):
+        return False
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     alike = gate.dtype == x.dtype and gate.device == x.device and gate.dtype in dtypes
     return alike and activation != "gelu" and gate.numel() > 0

@@ -74,23 +74,18 @@ def is_whole(weight: Tensor) -> bool:
     return type(weight) in (Tensor, nn.Parameter)
 
 
-@torch.library.custom_op("linnet::linear_cross_entropy", mutates_args=())
-def cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    dtype: torch.dtype,
-    x_gradient: bool,
-    weight_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "linnet::linear_cross_entropy",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor targets, SymInt ignore_index, ScalarType dtype, bool x_gradient, "
+    "bool weight_gradient) -> (Tensor, Tensor, Tensor)",
+)
+def cross_entropy(x, *arguments):
     form = chunked
-    if backend.use_triton("cross_entropy", x.is_cuda) and dtype != torch.float64:
+    if backend.use_triton("cross_entropy", x.is_cuda) and not backend.is_wide("linear_cross_entropy", x, arguments[0]):
         form = importlib.import_module("linnet.ops.cross_entropy.triton")
     with exact(x):
-        return chunked.cross_entropy_blocks(
-            x, weight, targets, ignore_index, dtype, x_gradient, weight_gradient, form.softmax_in_place
-        )
+        return chunked.cross_entropy_blocks(x, *arguments, form.softmax_in_place)
 
 
 @cross_entropy.register_fake

@@ -15,16 +15,9 @@ BLOCK_LOGITS = 2**27
 
 
 def cross_entropy_blocks(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    dtype: torch.dtype,
-    x_gradient: bool,
-    weight_gradient: bool,
-    softmax: Callable,
+    x, weight, targets, ignore_index, dtype, x_gradient, weight_gradient, softmax: Callable
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of the negative log-likelihoods, and its gradients with respect to x and weight (empty if not needed).
+    """Returns the sum of the negative log-likelihoods, and its gradients of x and weight (empty if not needed).
 
     Args:
         x: [N, D]. weight: [V, D]. targets: int64 [N].

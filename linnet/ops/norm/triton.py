@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linnet.ops import backend
 from linnet.ops.launching import Launcher, align, count_processors, count_shared_memory
 
 WIDEST = 16_384  # of a row that a program holds
@@ -22,6 +23,8 @@ WHOLE, PART = 3072, 2048  # the widest row that a forward without more holds, an
 def supports(x: Tensor, weight: Tensor | None, gate: Tensor | None, residual: Tensor | None) -> bool:
     """Whether the kernels take a call: rows of at most 16,384 in at most 32 bits a number, on one device."""
     given = [t for t in (x, weight, gate, residual) if t is not None]
+    if backend.is_wide("rms_norm", *given):
+        return False
     alike = all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) and t.device == x.device for t in given)
     return alike and 1 <= x.shape[-1] <= WIDEST and x.numel() > 0
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linnet.ops import backend
 from linnet.ops.device import cosine_sine
 from linnet.ops.launching import Launcher, align, count_processors
 
@@ -19,6 +20,8 @@ WALKERS = 8  # programs that walk over the tokens, a multiprocessor
 
 def supports(x: Tensor, positions: Tensor, theta: Tensor) -> bool:
     """Whether the kernels take a call: at most 32 bits a number, all on one device."""
+    if backend.is_wide("rotate", x, theta):
+        return False
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     alike = x.dtype in dtypes and theta.dtype in dtypes and not positions.is_floating_point()
     return alike and x.device == positions.device == theta.device and x.numel() > 0
