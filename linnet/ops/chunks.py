@@ -1,7 +1,7 @@
-"""How the chunked forms of the matrix-state ops walk a sequence: segments of a few chunks that stay in the cache.
+"""How the chunked forms of the matrix-state ops walk a sequence: in segments of a few chunks that stay in the cache.
 
 A segment is `count` chunks of `size` tokens, laid out [count, B, H, size, D] so that one batched matrix product serves
-all chunks and heads, and the state can be carried from chunk to chunk through contiguous slices. A sequence is some
+all chunks and heads, and the state can be carried from chunk to chunk through contiguous slices. A sequence is
 segments of full chunks, then one chunk with the ragged tail.
 """
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from linnet.ops.documents import count_states
 
-# Elements of one gathered tensor: at 2**18 (1 MiB of float32) the dozen tensors of a backward segment stay in the outer
-# cache of a CPU, and the cost of calling an operation is still small beside its work.
+# Elements of one gathered tensor: at 2**18 (1 MiB of float32) the dozen tensors of a segment in the backward stay in
+# the outer cache of a CPU, and the cost of calling an operation is still small compared with its work.
 SEGMENT_ELEMENTS = 2**18
 
 
@@ -51,7 +51,7 @@ def gather(x: Tensor, segment: Segment, dtype: torch.dtype) -> Tensor:
 
 
 def scatter(out: Tensor, segment: Segment, value: Tensor) -> None:
-    """Writes value [count, B, H, size or more, D] to its place in out [B, T, H, D], without what pads its chunks."""
+    """Writes value [count, B, H, size or more, D] to its place in out [B, T, H, D], without padding."""
     out[:, segment.start : segment.end].unflatten(1, (segment.count, segment.size)).permute(1, 0, 3, 2, 4).copy_(
         value[..., : segment.size, :]
     )
@@ -67,13 +67,13 @@ def carry(update: Tensor, decay: Tensor | None, state: Tensor, reverse: bool = F
 
     Args:
         update: [count, B, H, K, V].
-        decay: what multiplies the state over a chunk, [count, ...] or the same for all chunks (broadcast to the state);
-            None for no decay.
+        decay: factor of the state over a chunk, [count, ...] or the same for all chunks (broadcast to the state); None
+            for no decay.
         state: [B, H, K, V].
         reverse: from the last chunk to the first, as gradients go.
 
     Returns:
-        [count, B, H, K, V]: the state as each chunk found it.
+        [count, B, H, K, V]: the initial state of each chunk.
     """
     found = torch.empty_like(update)
     chunks = range(update.shape[0] - 1, -1, -1) if reverse else range(update.shape[0])

@@ -1,5 +1,5 @@
-"""The fast path into a registered op: in plain eager use a call bypasses the dispatcher, which costs the host more than
-all the rest of it (some hundred microseconds for a forward and backward, where a kernel may take fifty)."""
+"""The fast path into a registered op: in plain eager use a call bypasses the dispatcher, which costs the host some
+hundred microseconds for a forward and backward, more than all the rest; a kernel may take fifty."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What the steps of the ops share: when a kernel takes one token, how a state is cut into programs, and pending tokens.
+"""Helpers that the steps of the ops share: argument checks, the choice of a kernel, its programs, and pending tokens.
 
 A step whose state is large is bound by the bytes of that state. It may be written only every N tokens: the tokens since
 then are pending, in buffers [B, H, N - 1, D] beside the state, and each step reads the state and all of them.
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from linnet.ops import backend, compat_torch
 
-PROGRAMS = 1024  # about eight for each multiprocessor of a large GPU
+PROGRAMS = 1024  # about eight per multiprocessor of a large GPU
 MOST_PENDING = 32  # tokens that a kernel looks at in one tile
 
 

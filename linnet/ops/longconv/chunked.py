@@ -124,3 +124,45 @@ def to_lines(x: Tensor, dtype: torch.dtype) -> Tensor:
 def from_lines(lines: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """The inverse, to [M, B, T, F, P] of `shape`."""
     return transpose(lines.reshape(shape[0], shape[3] * shape[4], -1), dtype).view(shape)
+
+
+# Attention with a long filter: all pairs of tokens at once, as the kernels compute it.
+
+
+def make_toeplitz(kernel: Tensor) -> Tensor:
+    """[..., C] -> [..., C, C] with kernel_{t-s} at (t, s)."""
+    index = torch.arange(kernel.shape[-1], device=kernel.device)
+    lag = index[:, None] - index
+    return kernel[..., lag.clamp(min=0)].masked_fill(lag < 0, 0.0)
+
+
+def attend_forward(q: Tensor, k: Tensor, v: Tensor, filters: Tensor) -> Tensor:
+    """y like q; arguments as in the registered op."""
+    q_, k_, v_ = _heads(q, k, v, filters)
+    return _tokens(torch.matmul(torch.matmul(q_, k_.mT) * _pair_weights(q, filters), v_)).to(q.dtype)
+
+
+def attend_backward(q: Tensor, k: Tensor, v: Tensor, filters: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+    """Gradients to q, k, v and the filters."""
+    q_, k_, v_, dy_ = _heads(q, k, v, dy, filters)
+    matrix = _pair_weights(q, filters)
+    scores, gradients = torch.matmul(q_, k_.mT), torch.matmul(dy_, v_.mT)
+    pairs = (scores * gradients).unflatten(0, (filters.shape[0], -1)).sum(1)
+    dfilters = torch.stack([pairs.diagonal(-lag, 2, 3).sum(-1) for lag in range(q.shape[1])], -1)
+    scores, gradients = scores * matrix, gradients * matrix
+    grads = (torch.matmul(gradients, k_), torch.matmul(gradients.mT, q_), torch.matmul(scores.mT, dy_))
+    return *(_tokens(x).to(y.dtype) for x, y in zip(grads, (q, k, v), strict=True)), dfilters.to(filters.dtype)
+
+
+def _pair_weights(q: Tensor, filters: Tensor) -> Tensor:
+    """[R, H, T, T] with filter_{t-s} at (t, s)."""
+    return make_toeplitz(filters.to(state_dtype(q, filters))).repeat_interleave(q.shape[0] // filters.shape[0], 0)
+
+
+def _heads(*tensors: Tensor) -> list[Tensor]:
+    """All but the last [R, T, H, D] -> [R, H, T, D], in the dtype of arithmetic."""
+    return [x.to(state_dtype(*tensors)).transpose(1, 2) for x in tensors[:-1]]
+
+
+def _tokens(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous()

@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 
 from linnet.ops import backend
 from linnet.ops.chunks import exact, state_dtype
-from linnet.ops.longconv import whole
+from linnet.ops.longconv import chunked
+from linnet.ops.longconv.chunked import make_toeplitz
 from linnet.ops.longconv.filter import ModalFilter, kernel_of, powers, read_table, write_table
 from linnet.ops.longconv.reference import modal_reference
 from linnet.ops.registration import empty_like, register
@@ -72,7 +73,7 @@ def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> 
             pad(x.to(dtype), (0, 0, 0, 0, 0, count * size - length)).unflatten(1, (count, size)).permute(3, 0, 1, 2, 4)
             for x in (q, k, v)
         )  # [H, B, chunks, C, D]
-        near = _toeplitz(kernel_of(filter, size))
+        near = make_toeplitz(kernel_of(filter, size))
         y = torch.matmul(torch.matmul(q_, k_.mT) * near[:, None, None], v_)
         if count > 1:
             keys = _outer(k_, write_table(filter, size).flip(1))
@@ -99,8 +100,8 @@ def _backward_flops(q_shape, *_, **__) -> int:
 attend = register(
     "filtered_attention",
     "Tensor q, Tensor k, Tensor v, Tensor filters",
-    lambda q, *arguments: backend.choose_form(OP, q, whole).attend_forward(q, *arguments),
-    lambda q, *arguments: backend.choose_form(OP, q, whole).attend_backward(q, *arguments),
+    lambda q, *arguments: backend.choose_form(OP, q, chunked).attend_forward(q, *arguments),
+    lambda q, *arguments: backend.choose_form(OP, q, chunked).attend_backward(q, *arguments),
     outputs=1,
     learned=range(4),
     shapes=lambda q, *_: empty_like(q),
@@ -120,16 +121,11 @@ def _found(written: Tensor, filter: ModalFilter, size: int) -> Tensor:
     """Of what each chunk writes to the modes, [H, B, chunks, N 2 D, V]: what each chunk finds in them."""
     heads, batch, count = written.shape[:3]
     modes = filter.theta.shape[1]
-    times = size * torch.arange(count - 1, device=written.device)
-    real, imaginary = (_toeplitz(pad(part, (1, 0))) for part in powers(filter, times))  # one chunk later at the least
+    times = size * torch.arange(count - 1, device=written.device)  # a mode reaches the next chunk at the earliest
+    real, imaginary = (
+        make_toeplitz(pad(part, (1, 0))) for part in powers(filter, times)
+    )  # one chunk later at the least
     turn = torch.cat([torch.cat([real, -imaginary], -1), torch.cat([imaginary, real], -1)], -2)  # [H, N, 2 n, 2 n]
     parts = written.unflatten(3, (modes, 2, -1)).permute(0, 3, 4, 2, 1, 5, 6)  # [H, N, 2, n, B, D, V]
     found = torch.matmul(turn, parts.reshape(heads, modes, 2 * count, -1)).view(parts.shape)
     return found.permute(0, 4, 3, 1, 2, 5, 6).flatten(3, 5)
-
-
-def _toeplitz(kernel: Tensor) -> Tensor:
-    """[..., C] -> [..., C, C] with kernel_{t-s} at (t, s)."""
-    index = torch.arange(kernel.shape[-1], device=kernel.device)
-    lag = index[:, None] - index
-    return kernel[..., lag.clamp(min=0)].masked_fill(lag < 0, 0.0)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from linnet.ops import backend
 from linnet.ops.launching import Launcher, align, choose_operands, count_processors, pad
-from linnet.ops.longconv import whole
+from linnet.ops.longconv import chunked
 from linnet.ops.longconv.chunked import sum_diagonals
 
 TILE = 64  # tokens of the attention; rows and columns of the transposition
@@ -28,7 +28,7 @@ TILE = 64  # tokens of the attention; rows and columns of the transposition
 def attend_forward(q: Tensor, k: Tensor, v: Tensor, filters: Tensor) -> Tensor:
     """y like q; arguments as in the registered op."""
     if not _supports(q, k, v, filters):
-        return whole.attend_forward(q, k, v, filters)
+        return chunked.attend_forward(q, k, v, filters)
     q, k, v = (align(x) for x in (q, k, v))
     y = torch.empty_like(q)
     _plan(forward_kernel, *_key(q, filters))(q, k, v, _surround(filters), y)
@@ -38,7 +38,7 @@ def attend_forward(q: Tensor, k: Tensor, v: Tensor, filters: Tensor) -> Tensor:
 def attend_backward(q: Tensor, k: Tensor, v: Tensor, filters: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
     """Gradients to q, k, v and the filters."""
     if not _supports(q, k, v, filters):
-        return whole.attend_backward(q, k, v, filters, dy)
+        return chunked.attend_backward(q, k, v, filters, dy)
     q, k, v, dy, values = (align(x) for x in (q, k, v, dy, _surround(filters)))
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     key = _key(q, filters)

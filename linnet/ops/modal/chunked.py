@@ -21,7 +21,7 @@ CHUNK = 32
 
 
 class Tables:
-    """What the parameters make of a chunk of up to C tokens: powers [D, C+1, E] and the Toeplitz matrix [D, C, C]."""
+    """Tables of the parameters for chunks of up to C tokens: powers [D, C+1, E], the Toeplitz matrix [D, C, C]."""
 
     def __init__(self, log_decay: Tensor, weight: Tensor, size: int):
         exponents = torch.arange(size + 1, dtype=log_decay.dtype, device=log_decay.device)

@@ -34,7 +34,7 @@ from linnet.ops.scan import chunked
 
 
 class Tiles(NamedTuple):
-    """Rows a tile (one a warp), tokens a row, channels, and tiles a group."""
+    """Rows per tile (one per warp), tokens per row, channels, and tiles per group."""
 
     rows: int
     length: int
@@ -85,7 +85,7 @@ def scan_backward(x, log_decay, theta, initial_state, cu_seqlens, h, dh, dfinal)
 
 
 class Plan(NamedTuple):
-    """A launch, its tiles a sequence, and the words they need to tell each other about themselves."""
+    """A launch, its tiles per sequence, and the words of `slots`."""
 
     launch: Launcher
     tiles: int
@@ -363,7 +363,7 @@ def forward_kernel(
         angle = tl.load(theta + d, mask=d < D, other=0.0).to(tl.float32)
         cos, sin = tl.cos(angle), tl.sin(angle)
 
-    # Down a row from zero. What is read stays in registers.
+    # Down each row from a zero state. Loaded values stay in registers.
     ar = tl.full([P, BD], 1.0, tl.float32)
     ai = tl.zeros([P, BD], tl.float32)
     hr = tl.zeros([P, BD], tl.float32)

@@ -7,8 +7,8 @@ from linnet.ops.arguments import check_sequence
 from linnet.ops.chunks import state_dtype
 from linnet.ops.registration import empty_like, register
 from linnet.ops.selective_scan import chunked
+from linnet.ops.selective_scan.chunked import Shape, runs_in_kernels
 from linnet.ops.selective_scan.reference import selective_reference
-from linnet.ops.selective_scan.shapes import Shape, runs_in_kernels
 from linnet.ops.selective_scan.step import selective_step
 
 __all__ = ["selective_scan", "selective_step"]

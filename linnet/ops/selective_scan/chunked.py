@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from linnet.ops import backend
 from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import count_states, documents
 from linnet.ops.scan.chunked import recur
@@ -26,9 +27,54 @@ SHORTEST, LONGEST = 16, 256  # tokens
 
 
 def chunk_length(batch: int, channels: int, states: int, is_cpu: bool) -> int:
-    """Tokens a chunk: at least 16, so that what enters the chunks is at most 1/16 of all states."""
+    """Tokens per chunk: at least 16, so that the initial states of chunks are at most 1/16 of all states."""
     elements = CPU_ELEMENTS if is_cpu else DEVICE_ELEMENTS
     return max(SHORTEST, min(LONGEST, elements // (batch * channels * states)))
+
+
+# Sizes that the registered op and its kernels share.
+
+MOST_STATES = 64  # per channel, in the kernels
+
+
+class Shape(NamedTuple):
+    """Rows of [R, T, D], their tokens and channels; states per channel, models, and documents per row (0 for none)."""
+
+    rows: int
+    length: int
+    channels: int
+    states: int
+    models: int
+    documents: int
+
+    @classmethod
+    def of(cls, x: Tensor, A: Tensor, cu_seqlens: Tensor | None) -> "Shape":
+        documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return cls(*x.shape, A.shape[2], A.shape[0], documents)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences or documents, each with its own state."""
+        return self.rows * max(1, self.documents)
+
+    def starts(self) -> tuple[int, int, int]:
+        """[slots, N, D]: the states that are kept of each sequence; each row has the same number."""
+        every = tokens_between(self.states)
+        slots = self.length // every + self.documents if self.documents else -(-self.length // every)
+        return self.rows * slots, self.states, self.channels
+
+
+def tokens_between(states: int) -> int:
+    """Tokens between the states that are kept for the backward: 2 bytes per token and channel at 4 or 16 states."""
+    return 8 if states <= 4 else 32
+
+
+def runs_in_kernels(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> bool:
+    """Whether the Triton kernels take a call; warns if not."""
+    if A.shape[2] > MOST_STATES:
+        backend.warn_slow("selective_scan", f"{A.shape[2]} states per channel", f"use at most {MOST_STATES}")
+        return False
+    return not backend.is_wide("selective_scan", x, delta, A, B, C)
 
 
 class Chunk(NamedTuple):

@@ -27,7 +27,7 @@ from torch import Tensor
 from linnet.ops.device import LOG2_E
 from linnet.ops.launching import Launcher, align, count_processors, launch
 from linnet.ops.selective_scan import chunked
-from linnet.ops.selective_scan.shapes import Shape, runs_in_kernels, tokens_between
+from linnet.ops.selective_scan.chunked import Shape, runs_in_kernels, tokens_between
 
 WARPS = {False: 20, True: 16}  # of a multiprocessor, until which sequences are cut into segments; True for the backward
 SHORTEST = 64  # tokens of a segment, on average
@@ -44,8 +44,9 @@ class Tile(NamedTuple):
     every: int
 
 
-# By states a channel, up to a power of two. Some channels a thread, so that they share sums over channels and reads of
-# B and C, and up to 16 states; the backward holds those of a chunk with their decays, so many states mean short chunks.
+# By states per channel, rounded up to a power of two. A thread has several channels, which share sums over channels and
+# reads of B and C, and up to 16 states; the backward holds the states of a chunk and their decays, so many states need
+# short chunks.
 FORWARD = {1: (128, 1, 1, 8), 2: (128, 1, 2, 8), 4: (128, 1, 4, 8)}
 BACKWARD = {1: (128, 1, 1, 8), 2: (128, 1, 2, 8), 4: (64, 2, 2, 8)}
 
