@@ -23,14 +23,6 @@ def fold(x: Tensor | None, dim: int | None, size: int, axis: int) -> Tensor | No
     return x.flatten(axis, axis + 1)
 
 
-def fold_all(
-    tensors: Sequence[Tensor | None], dims: Sequence[int | None], size: int, axes: Sequence[int | None]
-) -> list[Tensor | None]:
-    """`fold` of each tensor into its own axis; one whose axis is None stays. `axes` may go on beyond the tensors."""
-    pairs = zip(tensors, dims, axes, strict=False)
-    return [x if axis is None else fold(x, dim, size, axis) for x, dim, axis in pairs]
-
-
 def lead(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     """Returns a view of x with the model axis first; `dim` is its place, or None if all models share x."""
     if x is None:
