@@ -75,7 +75,7 @@ def test_any_layout_gets_the_paper_s_options_for_what_it_names():
     config = mad_model("(gla+moe A) x2", 32, {"A": "attention"})
     assert config.vocab_size == 32 and config.num_layers == 4
     assert config.options["gla"]["num_heads"] == OPTIONS["gla"]["num_heads"] == 8
-    assert config.options["moe"] == {"num_experts": 8, "num_active": 2, "inner": 16}
+    assert config.options["moe"] == {"num_experts": 8, "num_active": 2, "inner": 16, "balance_coefficient": 0.0}
     assert mad_model("tnl+sglu").options["sglu"] == {"inner": 0}
     with pytest.raises(ValueError, match="'gla'"):
         mad_model("glaa+moe")
