@@ -113,7 +113,7 @@ def test_what_is_wrong_with_a_plan_is_told_before_any_work(tmp_path):
     wrong.write_text(yaml.safe_dump(plan))
     runner = CliRunner()
     result = runner.invoke(app, ["evaluate", "demo", str(tmp_path / "demo"), "--plan", str(short)])
-    assert result.exit_code == 2 and "models.tnl.steps: 1 numbers for 3 stages; give one for each" in result.output
+    assert result.exit_code == 2 and "models.tnl.steps: 1 numbers for 3 stages" in result.output
     result = runner.invoke(app, ["evaluate", "demo", str(tmp_path / "demo"), "--plan", str(wrong)])
     for part in ("stages.0.lessons.sentence", "did you mean 'sentences'?", "recall"):
         assert part in result.output

@@ -173,7 +173,7 @@ def test_paths_that_are_something_else(linnet):
     for arguments, message in {
         ("study.yaml",): "study.yaml is a study, not one training; run: linnet study study.yaml",
         (".",): ".: ",
-        ("run.yaml", "--out", "file"): "file' is a file; name another folder for runs",
+        ("run.yaml", "--out", "file"): "file' is a file",
     }.items():
         done = linnet(*arguments)
         assert done.exit_code == 2 and message in done.output and "Traceback" not in done.output, done.output

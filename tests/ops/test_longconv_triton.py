@@ -7,7 +7,7 @@ import torch
 from precision import TOLERANCE, assert_near, launching, poison, widen
 
 from linnet.ops import ModalFilter, filtered_attention, long_convolution, use_backend
-from linnet.ops.longconv import whole
+from linnet.ops.longconv import chunked
 from linnet.ops.longconv.chunked import transpose
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -32,7 +32,7 @@ def assert_agrees(*sizes, **options):
     from linnet.ops.longconv import triton
 
     inputs, dy = make(*sizes, **options)
-    expected = run(whole, widen(inputs), dy.double())
+    expected = run(chunked, widen(inputs), dy.double())
     poison(expected, dy.dtype)
     with launching("longconv."):
         found = run(triton, inputs, dy)
@@ -48,7 +48,7 @@ def test_all_pairs_at_once_are_the_attention():
     rows = [products[i : i + 1] for i in range(4)]
     summed = torch.cat([long_convolution(x, filters[i // 2])[0] for i, x in enumerate(rows)])
     expected = (q[..., None] * summed.view(4, 9, 2, 3, 3)).sum(-2)
-    torch.testing.assert_close(whole.attend_forward(q, k, v, filters), expected)
+    torch.testing.assert_close(chunked.attend_forward(q, k, v, filters), expected)
     op = torch.ops.linnet.filtered_attention.default
     arguments = [x.requires_grad_() for x in (q, k, v, filters)]
     torch.library.opcheck(op, tuple(arguments))

@@ -149,13 +149,13 @@ INTERPRETED = [
 
 def use_small_units(monkeypatch):
     """A quarter of the tokens in a segment's unit, and read ahead, so that few tokens fill some."""
-    from linnet.ops.modal import kernels, triton
+    from linnet.ops.modal import triton
 
     def vectors(*call, vectors=triton.Call._vectors):
         count, ahead = vectors(*call)
         return count, ahead // 4
 
-    monkeypatch.setattr(kernels, "UNIT", type(kernels.UNIT)(kernels.UNIT.value // 4))
+    monkeypatch.setattr(triton, "UNIT", type(triton.UNIT)(triton.UNIT.value // 4))
     monkeypatch.setattr(triton.Call, "_vectors", vectors)
 
 

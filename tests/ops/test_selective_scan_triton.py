@@ -84,7 +84,7 @@ def use_segments(monkeypatch, count):
 
 def use_short_chunks(monkeypatch):
     """Chunks of half as many tokens, and fewer between the states that are kept, so that few tokens fill some."""
-    from linnet.ops.selective_scan import shapes, triton
+    from linnet.ops.selective_scan import chunked, triton
 
     def between(states):
         return 4 if states <= 4 else 8
@@ -95,7 +95,7 @@ def use_short_chunks(monkeypatch):
         return tile._replace(length=length, every=between(states) // length)
 
     monkeypatch.setattr(triton, "choose_tile", choose)
-    monkeypatch.setattr(shapes, "tokens_between", between)
+    monkeypatch.setattr(chunked, "tokens_between", between)
 
 
 @gpu

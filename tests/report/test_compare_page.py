@@ -129,7 +129,7 @@ def test_too_few_items_for_a_difference_are_told(tmp_path):
         comparisons = compare(groups)
         assert (comparisons[0].differences[0].p < 0.05) == (n == 6)
         html = write_comparison(groups, comparisons, tmp_path / f"{n}.html").read_text()
-        assert bool(re.search("q: .* 5 items.* 6 ", html)) == (n == 5)
+        assert bool(re.search("q: 5 items.* 6[ ,]", html)) == (n == 5)
 
 
 def test_a_single_p_value_is_no_bound(tmp_path):
