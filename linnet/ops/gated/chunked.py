@@ -183,7 +183,7 @@ def _scores_between(scores: Tensor, half: int) -> Tensor:
 
 
 def _diagonal_scores(q: Tensor, k: Tensor) -> Tensor:
-    """[..., C, C] with q_t k_t, which no decay touches, on the diagonal, and zeros."""
+    """Returns [..., C, C]: q_t k_t on the diagonal, where no decay applies, and zeros elsewhere."""
     scores = q.new_zeros(*q.shape[:-1], q.shape[-2])
     scores.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
     return scores

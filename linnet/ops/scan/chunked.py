@@ -131,7 +131,7 @@ class _Spans(NamedTuple):
     states: Tensor | None  # which documents have tokens; None for a plain batch
 
     def to_tokens(self, state: Tensor) -> Tensor:
-        """[N, D] as [B, documents, D], which fits x[:, first]."""
+        """Returns state [N, D] as [B, documents, D], the shape of x[:, first]."""
         return state[:, None] if self.states is None else state[self.states][None]
 
     def to_states(self, tokens: Tensor, state: Tensor) -> None:
