@@ -236,7 +236,7 @@ def _state(study: Study) -> str:
     small = close.loc[close["state_bytes"].idxmin()]
     return (
         f"Among the runs within {units.percent(CLOSE, 1)} of that loss, the smallest state is that of "
-        f"{_strong(small['architecture'])}: {units.size(small['state_bytes'])} a sequence, at a loss of "
+        f"{_strong(small['architecture'])}: {units.size(small['state_bytes'])} per sequence, at a loss of "
         f"{units.loss(small['loss'])}."
     )
 
