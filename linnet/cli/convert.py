@@ -35,7 +35,7 @@ def convert(
     Checkpoints: Llama and Mamba of transformers; HGRN2, GLA, LightNet, Transformer and Mamba of
     flash-linear-attention; TransNormerLLM. Settings that Linnet's layers cannot express are errors that name them.
 
-    [bold]linnet convert runs/tnl-0123456789ab --to hf[/], then `import linnet.hf` and AutoModelForCausalLM.
+    [bold]linnet convert runs/tnl-0123456789ab --to hf[/], then AutoModelForCausalLM with trust_remote_code=True.
 
     [bold]linnet convert TransNormerLLM-385M[/], then [bold]linnet generate TransNormerLLM-385M-linnet "Once"[/]
     """

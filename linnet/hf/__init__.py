@@ -1,7 +1,9 @@
 """Exports Linnet's models to transformers, and converts checkpoints of other projects to Linnet (the extra `hf`).
 
-import linnet.hf                                                # registers the classes below with transformers
-model = AutoModelForCausalLM.from_pretrained("folder")          # a folder of `linnet convert RUN --to hf`
+import linnet.hf                                         # registers the classes below with transformers
+model = AutoModelForCausalLM.from_pretrained("folder")   # of `linnet convert RUN --to hf`
+
+Without the import, `trust_remote_code=True` runs the folder's modelling file, which imports this package.
 """
 
 try:

@@ -6,6 +6,7 @@ import torch
 from transformers import GenerationConfig
 
 from linnet.config import ConfigError
+from linnet.hf.card import write_card
 from linnet.hf.config import LinnetConfig
 from linnet.hf.model import LinnetForCausalLM
 from linnet.hf.tokenizer import to_transformers
@@ -17,6 +18,9 @@ TEMPLATE = "chat_template.jinja"
 
 def export(path: str | Path, out: str | Path) -> Path:
     """Writes the model of a run or model folder as config.json, model.safetensors and the tokenizer's files.
+
+    A modelling file of a few lines (`linnet.hf.config.CODE`) lets programs load the folder with `trust_remote_code`,
+    and README.md is its model card.
 
     Args:
         path: a run or model folder.
@@ -46,6 +50,7 @@ def export(path: str | Path, out: str | Path) -> Path:
         template = path / TEMPLATE
         written = template.read_text(encoding="utf-8") if template.is_file() else None
         to_transformers(tokenizer, written).save_pretrained(out)
+    write_card(path, out, causal, tokenizer)
     return out
 
 

@@ -1,13 +1,20 @@
 """A transformers model that wraps a Linnet model: from_pretrained, generate, pipeline, Trainer, PEFT."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from linnet.hf.cache import LinnetCache
 from linnet.hf.config import LinnetConfig
 from linnet.models import CausalLM, build_model, empty_model
+from linnet.models.backbone import ModelState
 from linnet.runs.model import full_precision
 
 
@@ -22,6 +29,8 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = LinnetConfig
     base_model_prefix = "model"
     accepts_loss_kwargs = True  # forward takes num_items_in_batch
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True  # what softmax attention runs; every other attn_implementation but eager is refused
     _no_split_modules = ["Block"]
     _skip_keys_device_placement = ["past_key_values"]
     _is_stateful = True  # refuses generation with an assistant model, which must drop tokens from the cache
@@ -29,8 +38,13 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: LinnetConfig):
         super().__init__(config)
         self.model = CausalLM(config.linnet())
+        self.gradient_checkpointing = False
         self._keep_in_fp32_modules_strict = {f"model.{name}" for name in full_precision(self.model)}
         self.post_init()
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Does nothing: transformers would copy this module into the folders that it saves (`LinnetConfig`)."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -74,7 +88,7 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple:
-        """Returns logits, the loss if labels are given, and the cache after the last token.
+        """Returns logits, the loss if labels are given, the cache after the last token, and hidden states on request.
 
         Args:
             input_ids: int64 [B, T]. Give these or `inputs_embeds`.
@@ -85,15 +99,17 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache: whether to return a cache. Default: `config.use_cache`, and False in training.
             logits_to_keep: number of last positions (0: all), or a tensor of positions.
             num_items_in_batch: divisor of the loss; None takes the mean.
+            output_hidden_states: also return the input of each block and the features after the last norm, each
+                [B, T, D], zero where there is padding. Default: `config.output_hidden_states`.
 
         Raises:
-            ValueError: attention weights or hidden states are requested, both or none of `input_ids` and
+            ValueError: attention weights are requested, both or none of `input_ids` and
                 `inputs_embeds` are given, the mask has another shape, or the cache has another class or batch size.
         """
-        if output_attentions or output_hidden_states:
-            raise ValueError(
-                "output_attentions, output_hidden_states: Linnet's models return neither; leave both options off"
-            )
+        if output_attentions:
+            raise ValueError("output_attentions: Linnet's layers compute no attention weights; leave this option off")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: give exactly one of the two")
         x = self.model.embedding(input_ids) if inputs_embeds is None else inputs_embeds
@@ -108,7 +124,12 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
         mask = self._mask(attention_mask, x, 0 if cache is None else cache.seen)
         if cache is not None:
             cache.reserve(self.model, *x.shape[:2], x.device)
-        x = self._whole(x, cache) if mask is None else self._padded(x, mask, cache)
+        hidden = (
+            self._whole(x, cache, output_hidden_states)
+            if mask is None
+            else self._padded(x, mask, cache, output_hidden_states)
+        )
+        x = hidden[-1]
         if cache is not None:
             cache.seen += x.shape[1]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -118,7 +139,12 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
             )
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=cache,
+            hidden_states=tuple(hidden) if output_hidden_states else None,
+        )
         return output if return_dict is not False and self.config.return_dict else output.to_tuple()
 
     def _mask(self, mask: Tensor | None, x: Tensor, seen: int) -> Tensor | None:
@@ -133,33 +159,77 @@ class LinnetForCausalLM(PreTrainedModel, GenerationMixin):
         mask = mask[:, -length:].to(x.device).bool()
         return None if mask.all() else mask
 
-    def _whole(self, x: Tensor, cache: LinnetCache | None) -> Tensor:
-        """Runs the backbone over x [B, T, D] without padding."""
+    def _whole(self, x: Tensor, cache: LinnetCache | None, every: bool) -> list[Tensor]:
+        """Runs the backbone over x [B, T, D] without padding; returns its features, after those of `_run`."""
         if cache is None:
-            return self.model.backbone(x)[0]
-        if x.shape[1] == 1 and not torch.is_grad_enabled():  # a step writes its states in place
+            return self._run(x, None, every)[0]
+        if x.shape[1] == 1 and not torch.is_grad_enabled() and not every:  # a step writes its states in place
             x, cache.states = self.model.backbone.step(x[:, 0], cache.states)
-            return x[:, None]
-        x, cache.states = self.model.backbone(x, cache.states)
-        return x
+            return [x[:, None]]
+        hidden, cache.states = self._run(x, cache.states, every)
+        return hidden
 
-    def _padded(self, x: Tensor, mask: Tensor, cache: LinnetCache | None) -> Tensor:
+    def _padded(self, x: Tensor, mask: Tensor, cache: LinnetCache | None, every: bool) -> list[Tensor]:
         """Runs the backbone over the tokens of x [B, T, D] in `mask`, and returns zeros at the other places.
 
         Rows with the same number of tokens are computed together.
         """
-        if cache is None and not (mask[:, 1:] & ~mask[:, :-1]).any():
-            return self.model.backbone(x)[0]  # the model is causal: padding at the right does not change the tokens
+        if cache is None and not (mask[:, 1:] & ~mask[:, :-1]).any():  # padding at the right: the model is causal
+            hidden = self._run(x, None, every)[0]
+            return [part * mask[..., None] for part in hidden] if every else hidden
         counts = mask.sum(1)
-        y = torch.zeros_like(x)
+        found = [torch.zeros_like(x) for _ in range(len(self.model.backbone.blocks) + 1 if every else 1)]
         for count in counts.unique().tolist():
             if count == 0:
                 continue
             rows = (counts == count).nonzero()[:, 0]
             places = mask[rows].nonzero()[:, 1].view(len(rows), count)
-            part = x[rows[:, None], places]
-            part, states = self.model.backbone(part, None if cache is None else cache.take(rows))
-            y = y.index_put((rows[:, None], places), part)
+            hidden, states = self._run(x[rows[:, None], places], None if cache is None else cache.take(rows), every)
+            found = [
+                y.index_put((rows[:, None], places), part.to(y.dtype)) for y, part in zip(found, hidden, strict=True)
+            ]
             if cache is not None:
                 cache.put(rows, states)
-        return y
+        return found
+
+    def _run(self, x: Tensor, states: ModelState | None, every: bool) -> tuple[list[Tensor], ModelState | None]:
+        """Runs the backbone. Returns its features, preceded by the input of each block if `every` is set, and the
+        states after the last token."""
+        if not every:
+            y, states = self.model.backbone(x, states)
+            return [y], states
+        with _inputs(self.model.backbone.blocks) as hidden:
+            y, states = self.model.backbone(x, states)
+        return [*hidden, y], states
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:
+        """Makes every `every_n_layers`-th block compute its activations again in the backward pass of training."""
+        self.gradient_checkpointing = enable
+        for index, block in enumerate(self.model.backbone.blocks):
+            vars(block).pop("forward", None)
+            if enable and index % every_n_layers == 0:
+                block.forward = partial(_recomputed, block.forward, gradient_checkpointing_func)
+
+
+def _recomputed(forward: Callable[..., Any], recompute: Callable[..., Any], x: Tensor, state=None, *rest: Any):
+    """Calls a block's `forward` through torch's checkpoint, unless it carries a state or needs no gradient."""
+    if state is not None or not torch.is_grad_enabled():
+        return forward(x, state, *rest)
+    return recompute(forward, x, state, *rest)
+
+
+@contextmanager
+def _inputs(blocks: nn.ModuleList) -> Iterator[list[Tensor]]:
+    """Collects the input of each block while a backbone runs."""
+    found: list[Tensor] = []
+    handles = [block.register_forward_pre_hook(lambda _, given: found.append(given[0])) for block in blocks]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
