@@ -185,6 +185,17 @@ class Mixer(nn.Module):
         """Returns the forward FLOPs of one sequence that are neither in matrix products nor in registered ops."""
         return 0.0
 
+    def flops_masked(self, seq_len: int) -> float:
+        """Returns the forward FLOPs of one sequence on pairs of tokens that the causal mask hides.
+
+        `flops_exact` counts them, because SDPA is counted over all pairs; `flops_causal` does not.
+        """
+        return 0.0
+
+    def inactive_parameters(self) -> int:
+        """Returns the number of parameters that one token does not use, such as those of other experts."""
+        return 0
+
     def tp_plan(self) -> dict[str, str]:
         """Returns the tensor-parallel plan: parameter-owning submodule -> "colwise", "rowwise" or "replicate"."""
         return {}
@@ -218,6 +229,10 @@ class Channel(nn.Module):
     def flops(self, seq_len: int) -> float:
         """Returns the same as `Mixer.flops`."""
         return 0.0
+
+    def inactive_parameters(self) -> int:
+        """Returns the same as `Mixer.inactive_parameters`."""
+        return 0
 
     def tp_plan(self) -> dict[str, str]:
         """Returns the same as `Mixer.tp_plan`."""

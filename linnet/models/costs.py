@@ -1,18 +1,21 @@
-"""Parameters, FLOPs in two conventions and state bytes of a model, from its layers. Allocates nothing.
+"""Parameters, FLOPs in three conventions and the state of a model, from its layers. Allocates nothing.
 
 `flops_exact` sums the FLOP formulas of every matrix product and registered op with the real widths (2 per multiply-add,
 full tiles, attention without the causal discount, no element-wise work), forward and backward, plus the model's own
-`head_flops`. `flops_paper` is the convention of paper 000, Table 1 (ideal GLU 8d/3, leading terms, no embedding or
-head): three times the forward sum of `flops_paper` over the layers.
+`head_flops`. `flops_causal` is `flops_exact` without the pairs of tokens that the mask of softmax attention hides:
+kernels skip them, but compute the chunks of linear attention whole. `flops_paper` is the convention of paper 000, Table
+1 (ideal GLU 8d/3, leading terms, no embedding or head): three times the forward sum of `flops_paper` over the layers.
 """
 
 import copy
 from collections.abc import Callable
 from functools import lru_cache
+from math import prod
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from linnet.layers.base import Mixer
 from linnet.layers.block import Block
 from linnet.models.backbone import Backbone
 from linnet.models.causal_lm import CausalLM, empty_model
@@ -43,6 +46,33 @@ def model_flops(model: torch.nn.Module, seq_len: int, training: bool = True) -> 
 def flops_paper(config: ModelConfig, seq_len: int) -> float:
     """Returns the training FLOPs of one sequence as paper 000 counts them (Table 1)."""
     return _paper(config.model_dump_json(), seq_len)
+
+
+def flops_causal(config: ModelConfig, seq_len: int, batch: int = 1, training: bool = True) -> float:
+    """Returns `flops_exact` without the pairs of tokens that the mask of softmax attention hides."""
+    masked = _masked(config.model_dump_json(exclude=_OUTSIDE_BACKBONE), seq_len)
+    return flops_exact(config, seq_len, batch, training) - batch * (3.0 if training else 1.0) * masked
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Returns the non-embedding parameters that one token uses: of several experts, only those it is routed to."""
+    parts = meta_model(config.model_dump_json()).backbone.parts()
+    return count_parameters(config)[1] - sum(part.inactive_parameters() for part in parts)
+
+
+def attention_share(config: ModelConfig) -> float | None:
+    """Returns the share of softmax attention among the mixers of all blocks; None for a model without mixers."""
+    mixers = [block.mixer for block in meta_model(config.model_dump_json()).backbone.blocks if block.mixer is not None]
+    return sum(mixer.name == "attention" for mixer in mixers) / len(mixers) if mixers else None
+
+
+def state_numbers(config: ModelConfig, context_length: int) -> tuple[int, int]:
+    """Returns how many numbers one sequence carries between tokens, as paper 004 counts them: fixed and dynamic.
+
+    The fixed part is the recurrent states (`TensorSpec.size`) and the caches of windowed attention. The dynamic part is
+    the caches that grow with the context: 2 x KV width x `context_length` per layer of attention.
+    """
+    return _state_numbers(config.model_dump_json(exclude=_OUTSIDE_BACKBONE), context_length)
 
 
 def state_bytes(config: ModelConfig, context_length: int) -> int:
@@ -114,6 +144,29 @@ def _state(config_json: str, context_length: int) -> int:
 
     backbone = meta_model(config_json).backbone
     return _sum_over_layers(backbone, cost) + sum(spec.bytes for spec in backbone.own_state(1).values())
+
+
+@lru_cache(maxsize=4096)
+def _masked(config_json: str, seq_len: int) -> float:
+    mixers = [part for part in meta_model(config_json).backbone.parts() if isinstance(part, Mixer)]
+    return sum(mixer.flops_masked(seq_len) for mixer in mixers)
+
+
+@lru_cache(maxsize=4096)
+def _state_numbers(config_json: str, context_length: int) -> tuple[int, int]:
+    def caches(layer: torch.nn.Module, length: int) -> int:
+        specs = layer.state_spec(1, length).values()
+        return sum(prod(spec.shape) for spec in specs if spec.dtype.is_floating_point and not spec.counted)
+
+    fixed = dynamic = 0
+    for layer in meta_model(config_json).backbone.layers():
+        fixed += sum(spec.size for spec in layer.state_spec(1, context_length).values())
+        now, longer = caches(layer, context_length), caches(layer, 2 * context_length)
+        if longer > now:
+            dynamic += now
+        elif now > caches(layer, 1):  # a cache that a window limits; buffers of inputs do not depend on the context
+            fixed += now
+    return fixed, dynamic
 
 
 def summary(name: str, config: ModelConfig, context_length: int) -> dict:

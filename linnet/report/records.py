@@ -18,6 +18,7 @@ from linnet.config import ConfigError, read_yaml
 from linnet.runs import RunFolder
 from linnet.runs.record import curve_rows
 from linnet.study.collect import COLUMNS, read_plan
+from linnet.study.describe import TEXTS, complete, describe
 from linnet.study.fit import ArchitectureFit, Crossing, StudyFit, fit_study, load_study
 
 CURVE_BINS = 40  # points of a training curve that are drawn
@@ -115,7 +116,7 @@ def read_study(folder: str | Path, fit: StudyFit | None = None, bootstrap: int =
         study = Study(folder, config, _check_table(runs), None, planned=False)
         study.curves = _read_curves(study)
         return study
-    table = _read_table(folder / "table.csv")
+    table = _read_table(folder / "table.csv", folder)
     study = Study(folder, config, table, None)
     planned = _planned(folder)
     if planned > len(table):
@@ -146,7 +147,7 @@ def _planned(folder: Path) -> int:
         return 0
 
 
-def _read_table(path: Path):
+def _read_table(path: Path, folder: Path):
     import pandas as pd
 
     if not path.is_file():
@@ -162,7 +163,9 @@ def _read_table(path: Path):
         raise ConfigError(problems, "report")
     if table.empty:
         raise ConfigError([f"{path}: no rows; wait for the first run of linnet study to end"], "report")
-    return _check_table(table)
+    rows = table.to_dict("records")
+    complete(rows, folder)  # a table of an earlier release lacks the columns that follow from the configurations
+    return _check_table(rows)
 
 
 def _rows_of_runs(folder: Path) -> list[dict[str, Any]]:
@@ -185,7 +188,8 @@ def _rows_of_runs(folder: Path) -> list[dict[str, Any]]:
 
                 with contextlib.suppress(ConfigError):  # the run is shown even if its model cannot be read
                     row["params_total"], row["params_non_embedding"] = count_parameters(read_config(run))
-            rows.append(row | {name: result[name] for name in COLUMNS if name in result})
+            row |= {name: result[name] for name in COLUMNS if name in result}
+            rows.append(row | describe(run, row.get("flops")))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -198,7 +202,7 @@ def _check_table(rows):
     import pandas as pd
 
     table = pd.DataFrame(rows).reindex(columns=list(COLUMNS))
-    texts = ("run", "architecture", "status", "path")
+    texts = ("run", "architecture", "status", "path", *TEXTS)
     for name in COLUMNS:
         if name not in texts:
             table[name] = pd.to_numeric(table[name], errors="coerce")

@@ -10,6 +10,7 @@ from typing import Any
 from linnet.config import ConfigError
 from linnet.runs import RunFolder
 from linnet.runs.files import write_atomic
+from linnet.study.describe import DESCRIBED, describe
 
 PLAN, TABLE, RUNS = "plan.json", "table.csv", "runs"
 
@@ -22,14 +23,17 @@ COLUMNS = (
     "tokens",
     "flops",
     "flops_paper",
+    "flops_causal",
     "loss",
     "bits_per_byte",
     "state_bytes",
+    "unique_tokens",
+    *DESCRIBED,
     "seconds",
     "status",
     "path",
 )
-_FROM_RESULT = ("tokens", "flops", "flops_paper", "loss", "bits_per_byte", "state_bytes", "seconds")
+_FROM_RESULT = ("tokens", "flops", "flops_paper", "loss", "bits_per_byte", "state_bytes", "unique_tokens", "seconds")
 
 
 def collect(folder: str | Path) -> list[dict[str, Any]]:
@@ -61,6 +65,7 @@ def collect(folder: str | Path) -> list[dict[str, Any]]:
             row["status"] = result["status"]
         else:
             row["status"] = "failed" if run.error() is not None else "unfinished"
+        row |= describe(run, row["flops"])
         rows.append(row)
     if problems:
         raise ConfigError(problems, str(folder))

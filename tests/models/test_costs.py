@@ -7,12 +7,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from linnet.models import (
     CausalLM,
     ModelConfig,
+    active_parameters,
+    attention_share,
     count_parameters,
     family,
+    flops_causal,
     flops_exact,
     flops_paper,
     get_recipe,
     state_bytes,
+    state_numbers,
 )
 from linnet.models.autoencoder import AutoEncoder
 from linnet.models.costs import PAPER_BATCH, PAPER_SEQ_LEN, model_flops
@@ -121,3 +125,39 @@ def test_each_head_says_what_it_costs():
         hidden = 6.0 * 24 * config.d_model**2 if isinstance(model, AutoEncoder) else 0.0
         own = 3.0 * sum(p.flops(24) for b in model.backbone.blocks for p in (b.mixer, b.channel))
         assert counter.get_total_flops() + own == model_flops(model, 24) + hidden
+
+
+def test_causal_flops_leave_out_hidden_pairs_of_softmax_attention_alone():
+    one = ModelConfig(d_model=32, layout="attention+swiglu x2", vocab_size=256, options={"attention": {"num_heads": 2}})
+    T = 96
+    hidden = T * T - T * (T + 1) / 2
+    assert flops_exact(one, T) - flops_causal(one, T) == 3 * 2 * 4 * 32 * hidden  # 2 layers, forward and backward
+    assert flops_causal(get_recipe("tnl-70m"), T) == flops_exact(get_recipe("tnl-70m"), T)
+
+
+def test_causal_flops_of_a_window_count_the_pairs_in_it():
+    options = {"attention": {"num_heads": 2, "window": 16}}
+    one = ModelConfig(d_model=32, layout="attention x1", vocab_size=256, options=options)
+    T, visible = 512, 512 * 16 - 16 * 15 / 2
+    projections = flops_exact(one.model_copy(update={"layout": "attention x1"}), 1, training=False) - 2 * 32 * 256
+    bare = flops_causal(one, T, training=False) - 4 * 32 * visible - T * 2 * 32 * 256
+    assert bare == pytest.approx(T * (projections - 4 * 32), rel=1e-12)  # one token sees one pair
+
+
+def test_state_numbers_by_hand():
+    layout, heads = "attention+swiglu hgrn2+swiglu x2", {"num_heads": 4}
+    options = {"attention": heads | {"num_kv_heads": 2}, "hgrn2": heads}
+    hybrid = ModelConfig(d_model=32, layout=layout, vocab_size=256, options=options)
+    assert state_numbers(hybrid, 100) == (2 * 32 * 8, 1 * 2 * 16 * 100)
+    assert attention_share(hybrid) == pytest.approx(1 / 3)
+    options["attention"]["window"] = 10  # the cache no longer grows with the context
+    windowed = ModelConfig(d_model=32, layout=layout, vocab_size=256, options=options)
+    assert state_numbers(windowed, 100) == (2 * 32 * 8 + 2 * 16 * 10, 0)
+
+
+def test_active_parameters_leave_out_experts_that_a_token_does_not_use():
+    options = {"attention": {"num_heads": 2}, "moe": {"num_experts": 8, "num_active": 2, "inner": 16}}
+    sparse = ModelConfig(d_model=32, layout="attention+moe x2", vocab_size=256, options=options)
+    assert count_parameters(sparse)[1] - active_parameters(sparse) == 2 * 6 * 3 * 32 * 16
+    dense = get_recipe("llama-70m")
+    assert active_parameters(dense) == count_parameters(dense)[1]

@@ -2,12 +2,15 @@
 
 import csv
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
 from linnet.config import ConfigError
 from linnet.runs import RunFolder
 from linnet.study.collect import COLUMNS, collect
+from linnet.study.describe import complete
 
 RESULT = {
     "status": "done",
@@ -84,3 +87,24 @@ def test_a_damaged_result_is_named_and_the_table_stays(folder):
 def test_not_a_study_folder(tmp_path):
     with pytest.raises(ConfigError, match="study folder"):
         collect(tmp_path)
+
+
+def test_a_folder_of_an_earlier_release_gains_the_columns_of_its_configurations(tmp_path):
+    shutil.copytree(Path(__file__).parents[1] / "fixtures/v0.1/studies/tiny", tmp_path / "tiny")
+    done, _ = sorted(collect(tmp_path / "tiny"), key=lambda row: row["status"])
+    assert {name: done[name] for name in ("d_model", "num_layers", "attention_share", "layout")} == {
+        "d_model": 8,
+        "num_layers": 1,
+        "attention_share": 0.0,
+        "layout": "tnl+sglu x1",
+    }
+    assert (done["seq_len"], done["batch_tokens"], done["learning_rate"], done["seed"]) == (16, 32, 0.01, 0)
+    assert (done["state_fixed"], done["state_dynamic"], done["domain"]) == (64, 0, "text")
+    assert done["params_active"] == done["params_non_embedding"] == 960 and done["flops_causal"] == done["flops"]
+
+
+def test_rows_without_the_columns_are_completed_from_their_folders(tmp_path):
+    folder = shutil.copytree(Path(__file__).parents[1] / "fixtures/v0.1/studies/tiny", tmp_path / "tiny")
+    rows = [{"run": "tnl-30bad1ae3a37", "flops": 5971968.0, "seed": 7}, {"run": "gone"}]
+    assert complete(rows, folder) == 1
+    assert rows[0]["layout"] == "tnl+sglu x1" and rows[0]["seed"] == 7 and rows[1] == {"run": "gone"}

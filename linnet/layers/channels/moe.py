@@ -85,6 +85,12 @@ class Moe(Routed, Channel):
         d_model, experts, active = self.d_model, self.config.num_experts, self.config.num_active
         return float(seq_len) * d_model * (experts + self.inner * (4 * experts + 2 * active))
 
+    def inactive_parameters(self) -> int:
+        """Returns the parameters of the experts that a token is not routed to."""
+        projections = (self.gate_proj, self.up_proj, self.down_proj)
+        each = sum(projection.weight.numel() for projection in projections) // self.config.num_experts
+        return each * (self.config.num_experts - self.config.num_active)
+
     def tp_plan(self) -> dict[str, str]:
         """Splits the experts over the devices; the router is replicated."""
         return {"router": "replicate", "gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}

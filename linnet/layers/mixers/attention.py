@@ -4,10 +4,13 @@
 cache: a ring of `context_length` slots, or of `window` slots with a window, so a windowed layer has constant memory.
 """
 
+from functools import lru_cache
+
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.output import check_heads, split_heads
@@ -101,6 +104,12 @@ class Attention(Mixer):
         seen = min(n, self.config.window) if self.config.window else n
         return 8.0 * n * d**2 + 4.0 * n * seen * d + 4.0 * n * d
 
+    def flops_masked(self, seq_len: int) -> float:
+        """4 d for each pair of tokens that the kernel computes and the mask hides."""
+        seen = min(seq_len, self.config.window or seq_len)
+        visible = seq_len * seen - seen * (seen - 1) // 2
+        return 4.0 * self.d_model * (_computed_pairs(seq_len, self.config.window) - visible)
+
     def tp_plan(self) -> dict[str, str]:
         return {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "out_proj": "rowwise"}
 
@@ -153,3 +162,12 @@ class Attention(Mixer):
             "key_position": state["key_position"].index_put((rows, slot), last + 1),
             "position": state["position"] + positions.shape[1],
         }
+
+
+@lru_cache(maxsize=256)
+def _computed_pairs(seq_len: int, window: int) -> int:
+    """Returns how many pairs of tokens attention computes in one head, whether the mask hides them or not."""
+    x = torch.empty(1, seq_len, 1, 1, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        causal_attention(x, x, x, window)
+    return counter.get_total_flops() // 4

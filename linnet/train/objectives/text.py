@@ -167,6 +167,7 @@ class TextObjective(RunObjective):
             "flops_paper": step * config.batch_size * flops_paper(config.model, config.seq_len),
             "state_bytes": state_bytes(config.model, config.seq_len),
             "seq_len": config.seq_len,
+            "unique_tokens": len(self.corpus.train),
         }
 
     def files(self) -> dict[str, str]:
