@@ -13,7 +13,7 @@ from linnet.models.recipes.registry import default_heads
 from linnet.models.stack import AliasField, as_aliases, repeated
 
 
-def _size(value: Any) -> Any:
+def short_size(value: Any) -> Any:
     """Expands the short forms `[64, 3]`, `[64, 3, 4]` and `70m` to a mapping."""
     if isinstance(value, str):
         return {"recipe": value}
@@ -74,7 +74,7 @@ class Size(Config):
 
 
 # With `json_schema_input_type`, the output of `linnet schema` accepts the short forms too.
-_OneSize = Annotated[Size, BeforeValidator(_size, json_schema_input_type=Size | str | list[int])]
+_OneSize = Annotated[Size, BeforeValidator(short_size, json_schema_input_type=Size | str | list[int])]
 Sizes = Annotated[
     list[_OneSize],
     BeforeValidator(_sizes, json_schema_input_type=list[_OneSize] | dict[Literal["widths", "layers"], list[int]]),

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from linnet.config import Config
+from linnet.config import Config, ConfigError, nearest, parse
 from linnet.data import DataConfig
+from linnet.models import ModelConfig
 from linnet.study.architectures import (
     Architecture,
     InitStd,
@@ -22,8 +23,10 @@ from linnet.study.architectures import (
     Std,
     load_plugins,
     make_rungs,
+    short_size,
 )
 from linnet.study.executors import ExecutorConfig
+from linnet.train import TrainConfig
 
 
 def _named(value: Any) -> Any:
@@ -52,6 +55,24 @@ def _bounds(value: Any) -> Any:
     return {"low": value[0], "high": value[1]} if isinstance(value, list) and len(value) == 2 else value
 
 
+class Point(Config):
+    """One run beside the grid, such as those that `linnet study --until` adds.
+
+    The bounds of the grid (`minimum_steps`, `tokens_per_param`) do not apply to it.
+
+    Attributes:
+        architecture: name of one of the study's architectures.
+        budget: training FLOPs of the run.
+        size: its shape (see `Size`).
+        seed: seed of its weights and of its sample order.
+    """
+
+    architecture: str
+    budget: float = Field(gt=0, allow_inf_nan=False)
+    size: Annotated[Size, BeforeValidator(short_size, json_schema_input_type=Size | str | list[int])]
+    seed: int = Field(0, ge=0)
+
+
 _OneArchitecture = Annotated[Architecture, BeforeValidator(_named, json_schema_input_type=Architecture | str)]
 
 
@@ -74,6 +95,7 @@ class StudyConfig(Config):
         minimum_steps: points with fewer optimizer steps are dropped, because they would measure the warm-up.
         tokens_per_param: `[low, high]`; points outside are dropped, so that the sizes follow the budget.
         curve_points: number of points in the training curve that each run records.
+        points: single runs beside the grid of budgets and sizes (see `Point`).
         plugins: mixers from outside Linnet, `path/to/file.py:Class`.
         executor: where runs are trained, and how many at the same time.
     """
@@ -95,12 +117,13 @@ class StudyConfig(Config):
         Bounds()
     )
     curve_points: int = Field(60, gt=1)
+    points: list[Point] = []
     plugins: list[str] = []
     executor: ExecutorConfig = ExecutorConfig()
 
     @classmethod
     def extra_problems(cls, values: Any) -> list[str]:
-        """Returns the problems of architectures, sizes and plugins, for a configuration that has wrong keys elsewhere.
+        """Returns the problems of architectures, sizes, plugins and `train`, for a configuration that has others too.
 
         Without wrong keys, planning reports the same problems.
         """
@@ -113,8 +136,8 @@ class StudyConfig(Config):
             return []
         problems: list[str] = []
         load_plugins(config.plugins, problems)
-        make_rungs(config.architectures, config.sizes, config.init_std, 256, problems)
-        return problems
+        rungs = make_rungs(config.architectures, config.sizes, config.init_std, 256, problems)
+        return problems + (_train_problems(values.get("train"), rungs[0][2]) if rungs else [])
 
     # Pydantic validates fields in the order above, so a validator can read the fields before its own.
 
@@ -151,6 +174,21 @@ class StudyConfig(Config):
             raise ValueError(f"{', '.join(without)} has no sizes; add `sizes`, for example [[32, 2], [64, 3]]")
         return sizes
 
+    @field_validator("points")
+    @classmethod
+    def _points_of_budgets(cls, points: list[Point], info: ValidationInfo) -> list[Point]:
+        known = [architecture.name for architecture in info.data.get("architectures", [])]
+        unknown = sorted({point.architecture for point in points} - set(known))
+        if known and unknown:
+            raise ValueError(
+                "; ".join(f"architecture {name!r} is not in the study; {nearest(name, known)}" for name in unknown)
+            )
+        if points and info.data.get("tokens"):
+            raise ValueError(
+                "points spend a budget of FLOPs, but this study sets `tokens`; use `budgets`, or remove them"
+            )
+        return points
+
     @field_validator("batch_size")
     @classmethod
     def _one_a_budget(cls, batch_size: int | list[int], info: ValidationInfo) -> int | list[int]:
@@ -164,3 +202,37 @@ class StudyConfig(Config):
     def targets(self) -> list[float]:
         """The budgets in FLOPs, or the token counts if the study sets `tokens`."""
         return self.budgets or self.tokens
+
+
+SET_BY_THE_LADDER = {
+    "name": "the study names its runs",
+    "architecture": "set `architectures`",
+    "model": "set `architectures` and `sizes`",
+    "data": "set `data` of the study",
+    "seq_len": "set `seq_len` of the study",
+    "batch_size": "set `batch_size` of the study",
+    "steps": "set `budgets`, or `tokens`",
+    "tokens": "set `tokens` of the study",
+    "seed": "set `seeds`",
+    "curve_every": "set `curve_points` of the study",
+    "plugins": "set `plugins` of the study",
+    "plugin_digests": "set `plugins` of the study",
+}
+"""Keys of a training that a study sets itself, and where."""
+
+
+def _train_problems(train: Any, model: ModelConfig) -> list[str]:
+    """Returns the problems of the keys under `train`, with their full names."""
+    if not isinstance(train, dict):
+        return []  # reported as a wrong type
+    problems = fixed_keys(train)
+    try:
+        parse(TrainConfig, {key: train[key] for key in train if key not in SET_BY_THE_LADDER} | {"model": model})
+    except ConfigError as error:
+        problems += [f"train.{line}" for line in error.problems]
+    return problems
+
+
+def fixed_keys(train: dict[str, Any]) -> list[str]:
+    """Returns a problem for each key under `train` that the study sets itself."""
+    return [f"train.{key}: cannot be set here; {fix}" for key, fix in SET_BY_THE_LADDER.items() if key in train]

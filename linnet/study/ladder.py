@@ -3,6 +3,7 @@
 Planning checks the whole configuration before any work and reports all problems together.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,28 +15,13 @@ from linnet.data.problems import text_problems
 from linnet.data.sources import find_files
 from linnet.models import ModelConfig, count_parameters, flops_exact
 from linnet.study.architectures import Architecture, load_plugins, make_rungs
-from linnet.study.config import StudyConfig
+from linnet.study.config import SET_BY_THE_LADDER, StudyConfig, fixed_keys
 from linnet.train import TrainConfig, resolve
 from linnet.train.config import moved
 from linnet.train.identity import contents_of, find, name_of
 from linnet.train.loggers import check_loggers
 from linnet.train.objective import Data
 from linnet.train.objectives import find_objective
-
-SET_BY_THE_LADDER = {
-    "name": "the study names its runs",
-    "architecture": "set `architectures`",
-    "model": "set `architectures` and `sizes`",
-    "data": "set `data` of the study",
-    "seq_len": "set `seq_len` of the study",
-    "batch_size": "set `batch_size` of the study",
-    "steps": "set `budgets`, or `tokens`",
-    "tokens": "set `tokens` of the study",
-    "seed": "set `seeds`",
-    "curve_every": "set `curve_points` of the study",
-    "plugins": "set `plugins` of the study",
-    "plugin_digests": "set `plugins` of the study",
-}
 
 
 @dataclass(frozen=True)
@@ -143,11 +129,12 @@ def plan(
             if names := getattr(config.data, key):
                 find_files(names, f"data.{key}", problems, [])
     rungs = make_rungs(config.architectures, config.sizes, config.init_std, vocab_size, problems)
-    problems += [
-        f"train.{key}: cannot be set here; {instead}"
-        for key, instead in SET_BY_THE_LADDER.items()
-        if key in config.train
-    ]
+    named = {architecture.name: architecture for architecture in config.architectures}
+    extra = []
+    for point in config.points:
+        alone = named[point.architecture].model_copy(update={"sizes": [point.size]})
+        extra += make_rungs([alone], None, config.init_std, vocab_size, problems)
+    problems += fixed_keys(config.train)
     train = moved(config.train, prefix="train.")
     train = {key: value for key, value in train.items() if key not in SET_BY_THE_LADDER}
     if "log_every" in config.train:  # in 0.1.0, `log_every` also set the rows that fits read
@@ -168,24 +155,35 @@ def plan(
         raise ConfigError(list(dict.fromkeys(problems)), where)
 
     runs, dropped, contents = [], [], contents_of(first, cache)
+    chosen = []
     for architecture, size, model in rungs:
-        used = [plugins[name] for name in sorted(model.options) if name in plugins]
         for index, target in enumerate(config.targets):
-            reason, values = _point(config, architecture, model, index, target)
-            if reason:
+            values = _point(config, architecture, model, _batch_size(config, architecture, index), target)
+            if reason := _reason(config, values):
                 dropped.append(Dropped(architecture.name, target, size.label, reason))
-                continue
-            for seed in config.seeds:
-                settings = _train_values(
-                    config, train, architecture, size, model, values["batch_size"], values["steps"], seed, used
-                )
-                run = resolve(parse(TrainConfig, settings))
-                named = {"architecture": architecture.name, "size": size.label, "seed": seed, "train": run}
-                with gather(problems):
-                    name = name_of(run, contents) if root is None else find(run, root, contents).folder.path.name
-                    runs.append(PlannedRun(run=name, **named, **values))
+            else:
+                chosen += [(architecture, size, model, seed, values) for seed in config.seeds]
+    for point, (architecture, size, model) in zip(config.points, extra, strict=True):
+        index = min(range(len(config.budgets)), key=lambda i: abs(math.log(config.budgets[i] / point.budget)))
+        values = _point(config, architecture, model, _batch_size(config, architecture, index), point.budget)
+        if not values["steps"]:
+            problems.append(f"points: {architecture.name} {size.label}: {point.budget:g} FLOPs are less than one step")
+        chosen.append((architecture, size, model, point.seed, values))
+    if problems:
+        raise ConfigError(problems, where)
+    for architecture, size, model, seed, values in chosen:
+        used = [plugins[name] for name in sorted(model.options) if name in plugins]
+        settings = _train_values(
+            config, train, architecture, size, model, values["batch_size"], values["steps"], seed, used
+        )
+        run = resolve(parse(TrainConfig, settings))
+        named = {"architecture": architecture.name, "size": size.label, "seed": seed, "train": run}
+        with gather(problems):
+            name = name_of(run, contents) if root is None else find(run, root, contents).folder.path.name
+            runs.append(PlannedRun(run=name, **named, **values))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), where)
+    runs = list({run.run: run for run in runs}.values())  # a point of the grid may be given again under `points`
     if not runs:
         reasons = dict.fromkeys(f"{p.architecture} {p.size} at {p.target:.3g}: {p.reason}" for p in dropped)
         raise ConfigError(["no point of the ladder is left to train; every point is dropped", *reasons], where)
@@ -208,31 +206,34 @@ def evaluation_problems(train: TrainConfig, lengths: Iterable[int], data: Data |
     return [f"train.{line}" for line in dict.fromkeys(problems)]
 
 
-def _point(config: StudyConfig, architecture: Architecture, model: ModelConfig, index: int, target: float):
-    """Returns the reason why a point is dropped (or "") and the numbers of the point."""
-    seq_len, batch_size = architecture.seq_len or config.seq_len, _batch_size(config, architecture, index)
+def _point(config: StudyConfig, architecture: Architecture, model: ModelConfig, batch_size: int, target: float):
+    """Returns the numbers of a run: steps, tokens, FLOPs, parameters, learning rate."""
+    seq_len = architecture.seq_len or config.seq_len
     per_step = flops_exact(model, seq_len, batch_size)
     total, non_embedding = count_parameters(model)
-    steps = round(target / per_step) if config.budgets else round(target / (batch_size * seq_len))
-    tokens = steps * batch_size * seq_len
+    steps = round(target / (per_step if config.budgets else batch_size * seq_len))
     rate = architecture.learning_rate or config.learning_rate
-    values = {
+    return {
         "budget": target if config.budgets else steps * per_step,
         "seq_len": seq_len,
         "batch_size": batch_size,
         "steps": steps,
-        "tokens": tokens,
+        "tokens": steps * batch_size * seq_len,
         "flops": steps * per_step,
         "params_total": total,
         "params_non_embedding": non_embedding,
         "learning_rate": rate.at(model.d_model),
     }
-    bounds, ratio = config.tokens_per_param, tokens / non_embedding
-    if steps < config.minimum_steps:
-        return f"fewer than {config.minimum_steps} steps", values
+
+
+def _reason(config: StudyConfig, values: dict[str, Any]) -> str:
+    """Returns why a point of the grid is dropped, or ""."""
+    bounds, ratio = config.tokens_per_param, values["tokens"] / values["params_non_embedding"]
+    if values["steps"] < config.minimum_steps:
+        return f"fewer than {config.minimum_steps} steps"
     if not bounds.low <= ratio <= bounds.high:
-        return f"tokens per parameter outside [{bounds.low:g}, {bounds.high:g}]", values
-    return "", values
+        return f"tokens per parameter outside [{bounds.low:g}, {bounds.high:g}]"
+    return ""
 
 
 def _batch_size(config: StudyConfig, architecture: Architecture, index: int) -> int:

@@ -64,6 +64,22 @@ def test_nothing_left_is_an_error():
         plan_of(minimum_steps=100_000)
 
 
+def test_points_join_the_grid_once_and_without_its_bounds():
+    grid = plan_of()
+    new = {"architecture": "tnl", "budget": 3e9, "size": [24, 1]}
+    known = {"architecture": "tnl", "budget": 2e9, "size": [16, 1]}
+    again = plan_of(points=[new, {**new, "seed": 1}, known], tokens_per_param=[0, 1e9])
+    added = {run.run: run for run in again.runs if run.run not in {one.run for one in grid.runs}}
+    assert len(again.runs) == len(grid.runs) + 2
+    assert {(run.architecture, run.budget, run.size) for run in added.values()} == {("tnl", 3e9, "24x1")}
+    assert {run.seed for run in added.values()} == {0, 1}
+    strict = plan_of(points=[new], tokens_per_param=[1, 50])
+    assert len(strict.dropped) > 0 and any(run.size == "24x1" for run in strict.runs)
+    with pytest.raises(ConfigError) as error:
+        plan_of(points=[{**new, "budget": 1.0}, {**new, "size": [23, 1, 2]}])
+    assert "num_heads" in str(error.value) or "23" in str(error.value)
+
+
 def test_tokens_give_every_size_the_same_tokens():
     ladder = plan_of(budgets=[], tokens=[12_800.0])
     assert {run.tokens for run in ladder.runs} == {12_800}

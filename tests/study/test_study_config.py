@@ -54,9 +54,19 @@ def test_models_that_cannot_be_are_listed_beside_wrong_keys():
     assert re.match("architectures.tnll 16x1, 65x1: .*'tnll' .*'tnl'", problems[3])
 
 
+def test_wrong_keys_of_the_training_are_listed_beside_others_by_their_full_names():
+    with pytest.raises(ConfigError) as caught:
+        study(nmae="x", train={"schedule": {"warmpu": 0.1}, "stepz": 3, "steps": 3})
+    problems = "\n".join(caught.value.problems)
+    assert "train.schedule.warmpu: " in problems and "train.stepz: " in problems
+    assert "train.steps: cannot be set here" in problems
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
+        ({"points": [{"architecture": "tnk", "budget": 1e9, "size": [16, 1]}]}, "points: architecture 'tnk'"),
+        ({"points": [{"architecture": "tnl", "budget": -1, "size": [16, 1]}]}, "points.0.budget: "),
         ({"tokens": [1e6]}, "tokens: "),
         ({"budgets": []}, "budgets"),
         ({"sizes": None}, "sizes: tnl"),
