@@ -1,4 +1,4 @@
-"""Llama and Mamba checkpoints of transformers, against transformers' own models; files in all their forms."""
+"""Llama, its relatives and Mamba of transformers, against transformers' own models; files in all their forms."""
 
 import json
 import os
@@ -32,6 +32,25 @@ CASES = {
     "llama-3.1": lambda: transformers.LlamaConfig(**LLAMA, num_key_value_heads=1, rope_parameters=LLAMA3),
     "llama-linear": lambda: transformers.LlamaConfig(
         **LLAMA, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    ),
+    "llama-biases": lambda: transformers.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True),
+    "llama-wide-heads": lambda: transformers.LlamaConfig(**LLAMA, head_dim=12),
+    "mistral": lambda: transformers.MistralConfig(**LLAMA, num_key_value_heads=2, sliding_window=7),
+    "mistral-full": lambda: transformers.MistralConfig(
+        **LLAMA, num_key_value_heads=4, sliding_window=None, head_dim=12
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(**LLAMA, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen2-windows": lambda: transformers.Qwen2Config(
+        **LLAMA, num_key_value_heads=4, use_sliding_window=True, sliding_window=7, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**LLAMA, num_key_value_heads=2, head_dim=12, rms_norm_eps=1e-3),
+    "qwen3-windows": lambda: transformers.Qwen3Config(
+        **LLAMA,
+        num_key_value_heads=2,
+        head_dim=8,
+        use_sliding_window=True,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"],
     ),
     "mamba": lambda: transformers.MambaConfig(**SMALL, state_size=8, initializer_range=0.2, layer_norm_epsilon=1e-3),
     "mamba-plain": lambda: transformers.MambaConfig(

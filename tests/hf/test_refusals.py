@@ -12,9 +12,11 @@ from linnet.config import ConfigError
 pytest.importorskip("transformers", reason="needs the extra hf")
 hf = pytest.importorskip("linnet.hf")
 
+HEADED = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "num_attention_heads": 2}
 CONFIGS = {
-    "llama": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "num_attention_heads": 2},
+    "llama": HEADED,
     "mamba": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20},
+    **{kind: {**HEADED, "num_key_value_heads": 2} for kind in ("mistral", "qwen2", "qwen3")},
     "transnormer": {"decoder_embed_dim": 16, "hidden_dim": 16, "decoder_layers": 3, "vocab_size": 20},
     "hgrn2": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "expand_ratio": 8},
     "lightnet": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "expand_ratio": 8},
@@ -24,12 +26,13 @@ CONFIGS = {
 REFUSED = {
     "llama": {
         "attention_bias": True,
-        "mlp_bias": True,
         "hidden_act": "gelu",
-        "head_dim": 32,
         "rope_parameters": {"rope_type": "yarn"},
         "quantization_config": {"bits": 4},
     },
+    "mistral": {"sliding_window": 0, "hidden_act": "gelu", "quantization_config": {"bits": 4}},
+    "qwen2": {"layer_types": ["chunked_attention"], "rope_parameters": {"rope_type": "yarn"}},
+    "qwen3": {"attention_bias": True, "layer_types": ["full_attention"] * 2, "head_dim": 0},
     "mamba": {"use_bias": True, "hidden_act": "relu", "intermediate_size": 7},
     "transnormer": {
         "hidden_dim": 32,

@@ -13,7 +13,13 @@ D, B, T = 24, 2, 37
 
 # Each kind of mixer in its default form and in each form that changes the mathematics.
 FORMS = {
-    "attention": [{}, {"window": 5}, {"rope": False}, {"num_kv_heads": 1}],
+    "attention": [
+        {},
+        {"window": 5},
+        {"rope": False},
+        {"num_kv_heads": 1},
+        {"head_dim": 6, "qk_norm": True, "num_kv_heads": 1, "window": 5},
+    ],
     "cosformer2": [{}, {"gate_input": "residual"}, {"lrpe_shared_heads": True}],
     "gla": [{}, {"expand_k": 0.5}],
     "hgrn": [{}, {"complex": True}, {"norm_first": True}],

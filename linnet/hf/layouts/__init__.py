@@ -11,6 +11,9 @@ LAYOUTS: dict[str, tuple[str, Reader, str]] = {
     "linnet": ("Linnet", linnet.read, "model.embedding.weight"),
     "llama": ("Llama", llama.read, llama.EMBEDDING),
     "mamba": ("Mamba", mamba.read, mamba.EMBEDDING),
+    "mistral": ("Mistral", llama.read_mistral, llama.EMBEDDING),
+    "qwen2": ("Qwen2", llama.read_qwen2, llama.EMBEDDING),
+    "qwen3": ("Qwen3", llama.read_qwen3, llama.EMBEDDING),
     "transformer": ("Transformer of flash-linear-attention", fla.read_transformer, fla.EMBEDDING),
     "transnormer": ("TransNormerLLM", transnormer.read, transnormer.EMBEDDING),
 }

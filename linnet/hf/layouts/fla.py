@@ -88,13 +88,13 @@ def read_gla(settings: Settings) -> Plan:
 
 def read_transformer(settings: Settings) -> Plan:
     mixer = _attention(settings, 32)
-    settings.only("qk_norm", False, why="Linnet's attention does not normalise queries and keys")
+    settings.only("qk_norm", False, why="Linnet does not read flash-linear-attention's normalised queries and keys")
     return _plan(settings, "attention", mixer, QKV | OUT)
 
 
 def _attention(settings: Settings, heads: int | None) -> dict:
     heads = settings.integer("num_heads", heads)
-    settings.only("qkv_bias", False, why="Linnet's attention has no biases")
+    settings.only("qkv_bias", False, why="Linnet does not read flash-linear-attention's biases in attention")
     return {
         "num_heads": heads,
         "num_kv_heads": settings.integer("num_kv_heads", heads),

@@ -1,4 +1,12 @@
-"""Llama as transformers saves it (Touvron et al. 2023, arXiv:2302.13971), with grouped queries and scaled RoPE."""
+"""Llama and its near relatives as transformers saves them: Mistral, Qwen2 and Qwen3.
+
+All are pre-norm stacks of softmax attention with grouped queries and RoPE, and SwiGLU (Touvron et al. 2023,
+arXiv:2302.13971). Mistral (arXiv:2310.06825) adds a sliding window, Qwen2 (arXiv:2407.10671) biases of q, k and v, Qwen3
+(arXiv:2505.09388) norms of q and k and heads of a width of their own. Both Qwens may have windows in some layers.
+"""
+
+from collections.abc import Mapping
+from typing import Any
 
 from linnet.config import parse
 from linnet.hf.layouts.base import BLOCK, GLU, LARGEST, Plan, Settings, ends, stack
@@ -15,39 +23,133 @@ NAMES = {
     "channel_norm.weight": "post_attention_layernorm.weight",
     **GLU,
 }
+BIASES = {
+    "none": {},
+    "qkv": {f"mixer.{name}.bias": f"self_attn.{name}.bias" for name in ("q_proj", "k_proj", "v_proj")},
+}
+BIASES["all"] = {
+    **BIASES["qkv"],
+    "mixer.out_proj.bias": "self_attn.o_proj.bias",
+    **{f"channel.{name}.bias": f"mlp.{name}.bias" for name in ("gate_proj", "up_proj", "down_proj")},
+}
+QWEN = {"inner": 22016, "kv_heads": 32, "vocabulary": 151936}  # defaults of both
+QK_NORMS = {f"mixer.{name}.weight": f"self_attn.{name}.weight" for name in ("q_norm", "k_norm")}
 
 
 def read(settings: Settings) -> Plan:
+    attention, mlp = settings.flag("attention_bias", False), settings.flag("mlp_bias", False)
+    if attention != mlp:
+        settings.problems.append(
+            f"attention_bias: {attention} with mlp_bias {mlp} cannot be converted; Linnet's `bias: all` is both, and "
+            "`bias: none` neither"
+        )
+    return _plan(settings, inner=11008, bias="all" if attention and mlp else "none")
+
+
+def read_mistral(settings: Settings) -> Plan:
+    window = settings.values.get("sliding_window", 4096)  # null means none; a missing key, the default of transformers
+    layers = settings.integer("num_hidden_layers", 32, LARGEST["layers"])
+    return _plan(settings, inner=14336, kv_heads=8, windows=_windows(settings, layers, window, first=0))
+
+
+def read_qwen2(settings: Settings) -> Plan:
+    return _plan(settings, windows=_late_windows(settings), bias="qkv", **QWEN)
+
+
+def read_qwen3(settings: Settings) -> Plan:
+    settings.only("attention_bias", False, why="Linnet has no biases in attention alone, its output included")
+    return _plan(settings, windows=_late_windows(settings), extra={"qk_norm": True}, head_dim=128, **QWEN)
+
+
+def _plan(
+    settings: Settings,
+    inner: int,
+    kv_heads: int | None = None,
+    windows: list[int] | None = None,
+    bias: str = "none",
+    extra: Mapping[str, Any] | None = None,
+    head_dim: int | None = None,
+    vocabulary: int = 32000,
+) -> Plan:
+    """Returns the plan of a model.
+
+    Args:
+        inner, kv_heads, head_dim, vocabulary: defaults of transformers for this kind of model; None for `kv_heads` is
+            the number of heads, and for `head_dim` its share of the width.
+        windows: tokens that each layer sees, 0 for all; None for no windows.
+        bias: Linnet's key `bias`.
+        extra: further options of attention.
+    """
     width, layers = settings.integer("hidden_size", 4096), settings.integer("num_hidden_layers", 32, LARGEST["layers"])
     heads = settings.integer("num_attention_heads", 32)
+    if "num_key_value_heads" in settings.values:  # null means the number of heads, for every kind
+        kv_heads = None
+    own = settings.integer("head_dim", head_dim or max(1, width // heads))
     attention = {
         "num_heads": heads,
-        "num_kv_heads": settings.integer("num_key_value_heads", heads),
+        "num_kv_heads": settings.integer("num_key_value_heads", kv_heads or heads),
+        "head_dim": 0 if own * heads == width else own,
         **_rope(settings),
+        **(extra or {}),
     }
-    glu = {"inner": settings.integer("intermediate_size", 11008)}
-    vocabulary = settings.integer("vocab_size", 32000, LARGEST["vocabulary"])
+    glu = {"inner": settings.integer("intermediate_size", inner)}
+    vocabulary = settings.integer("vocab_size", vocabulary, LARGEST["vocabulary"])
     eps = settings.number("rms_norm_eps", 1e-6)
     settings.only("hidden_act", "silu", "swish", why="Linnet's swiglu gates with SiLU")
-    settings.only("attention_bias", False, why="Linnet's attention has no biases")
-    settings.only("mlp_bias", False, why="Linnet's swiglu has no biases")
-    settings.only("head_dim", width // heads, why="Linnet's heads divide the model's width equally")
     settings.check()
+    windows = windows or [0] * layers
+    layout, aliases = f"attention+swiglu x{layers}", {}
+    if len(set(windows)) == 1:
+        attention["window"] = windows[0]
+    else:  # a window in some layers
+        near = {"layer": "attention+swiglu", "options": {"attention": {"window": max(windows)}}}
+        aliases = {"near": near, "far": "attention+swiglu"}
+        layout = " ".join("near" if window else "far" for window in windows)
     model = parse(
         ModelConfig,
         {
             "d_model": width,
-            "layout": f"attention+swiglu x{layers}",
+            "layout": layout,
+            "aliases": aliases,
             "vocab_size": vocabulary,
             "options": {"attention": attention, "swiglu": glu},
             "norm": "rmsnorm",
             "norm_eps": eps,
+            "bias": bias,
             "tie_embeddings": settings.tied,
         },
         "config.json",
     )
-    parts = ends(settings, EMBEDDING, "model.norm.weight") | stack(range(layers), BLOCK, LAYER, NAMES)
+    names = NAMES | BIASES[bias] | (QK_NORMS if attention.get("qk_norm") else {})
+    parts = ends(settings, EMBEDDING, "model.norm.weight") | stack(range(layers), BLOCK, LAYER, names)
     return Plan(model, parts, (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",))
+
+
+def _late_windows(settings: Settings) -> list[int]:
+    """Returns the windows of the layers of a Qwen, which has them only if `use_sliding_window` is set."""
+    layers = settings.integer("num_hidden_layers", 32, LARGEST["layers"])
+    window = settings.values.get("sliding_window", 4096) if settings.flag("use_sliding_window", False) else None
+    first = settings.values.get("max_window_layers", 28)
+    return _windows(settings, layers, window, first if type(first) is int else 0)
+
+
+def _windows(settings: Settings, layers: int, window: Any, first: int) -> list[int]:
+    """Returns the window of each layer, 0 for none: from `layer_types`, or else from the layer `first` on."""
+    if window is not None and (type(window) is not int or not 1 <= window <= LARGEST["width"]):
+        settings.problems.append(
+            f"sliding_window: must be a whole number from 1 to {LARGEST['width']}, or null (given {window!r})"
+        )
+        return [0] * layers
+    kinds = settings.values.get("layer_types")
+    if kinds is None:
+        return [window if window is not None and layer >= first else 0 for layer in range(layers)]
+    known = {"full_attention": 0, "sliding_attention": window or 0}
+    if not isinstance(kinds, list) or len(kinds) != layers or any(str(kind) not in known for kind in kinds):
+        settings.problems.append(
+            f"layer_types: must have full_attention or sliding_attention for each of {layers} layers (given {kinds!r})"
+        )
+        return [0] * layers
+    return [known[kind] for kind in kinds]
 
 
 def _rope(settings: Settings) -> dict:

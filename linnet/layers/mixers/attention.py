@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.norm import RMSNorm
 from linnet.layers.output import check_heads, split_heads
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.rope import Rope, RopeScalingConfig, check_rope
@@ -22,20 +23,24 @@ from linnet.ops.attention import attend_window, causal_attention
 class AttentionConfig(LayerConfig):
     """Options of `attention`."""
 
-    num_heads: int = Field(8, ge=1, description="heads; must divide d_model")
+    num_heads: int = Field(8, ge=1, description="heads; must divide d_model unless head_dim is given")
     num_kv_heads: int = Field(0, ge=0, description="grouped-query attention; 0 means num_heads")
+    head_dim: int = Field(0, ge=0, description="width of a head; 0 means d_model / num_heads")
+    qk_norm: bool = Field(False, description="RMSNorm of each query and key, before their rotation, as in Qwen3")
     rope: bool = Field(True, description="rotary position embedding of queries and keys")
     rope_base: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="lower frequencies, for longer contexts")
     window: int = Field(0, ge=0, description="tokens that each token sees, itself included; 0 means all before it")
 
     def check(self, context: LayerContext) -> list[str]:
-        if problems := check_heads(context.d_model, self.num_heads):
+        problems = [] if self.head_dim else check_heads(context.d_model, self.num_heads)
+        if problems:
             return problems
         if self.num_kv_heads and self.num_heads % self.num_kv_heads:
             problems = [f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}; use a divisor"]
         if self.rope:
-            problems += check_rope(context.d_model // self.num_heads)
+            key = "head_dim" if self.head_dim else "num_heads"
+            problems += check_rope(self.head_dim or context.d_model // self.num_heads, key)
         return problems
 
 
@@ -47,16 +52,19 @@ class Attention(Mixer):
         super().__init__()
         d_model = context.d_model
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
-        self.head_dim = split_heads(d_model, config.num_heads, self.name)
+        self.head_dim = config.head_dim or split_heads(d_model, config.num_heads, self.name)
         for problem in config.check(context):
             raise ValueError(f"attention.{problem}")
         self.num_kv_heads = config.num_kv_heads or config.num_heads
-        kv_dim = self.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
+        dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(d_model, dim, bias=context.bias_qkv)
         self.k_proj = nn.Linear(d_model, kv_dim, bias=context.bias_qkv)
         self.v_proj = nn.Linear(d_model, kv_dim, bias=context.bias_qkv)
-        self.out_proj = nn.Linear(d_model, d_model, bias=context.bias_all)
+        self.out_proj = nn.Linear(dim, d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
+        self.q_norm, self.k_norm = (
+            RMSNorm(self.head_dim, context.norm_eps or 1e-6) if config.qk_norm else None for _ in range(2)
+        )
         self.rope = Rope(self.head_dim, config.rope_base, config.rope_scaling) if config.rope else None
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
@@ -99,10 +107,11 @@ class Attention(Mixer):
         }
 
     def flops_paper(self, seq_len: int) -> float:
-        """8nd^2 + 4n^2 d + 4nd (paper 000, A.1.1, without the softmax term, as in its Table 1)."""
-        n, d = seq_len, self.d_model
+        """8ndw + 4n^2 w + 4nw with w = d unless `head_dim` is given (paper 000, A.1.1, without the softmax term, as in
+        its Table 1)."""
+        n, d, w = seq_len, self.d_model, self.num_heads * self.head_dim
         seen = min(n, self.config.window) if self.config.window else n
-        return 8.0 * n * d**2 + 4.0 * n * seen * d + 4.0 * n * d
+        return 8.0 * n * d * w + 4.0 * n * seen * w + 4.0 * n * w
 
     def flops_masked(self, seq_len: int) -> float:
         """4 d for each pair of tokens that the kernel computes and the mask hides."""
@@ -118,6 +127,8 @@ class Attention(Mixer):
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = self.rope(q, positions), self.rope(k, positions)
         return q, k, v

@@ -52,11 +52,11 @@ class Rope(nn.Module):
         return rotate(x, positions, self.theta)
 
 
-def check_rope(head_dim: int) -> list[str]:
-    """Returns a list with one problem if the head width cannot be split into pairs, else an empty list."""
+def check_rope(head_dim: int, key: str = "num_heads") -> list[str]:
+    """Returns a list with one problem, of the option `key`, if the head width cannot be split into pairs."""
     if head_dim % 2 == 0:
         return []
-    return [f"num_heads: RoPE needs an even head width, not {head_dim}; change num_heads or set rope: false"]
+    return [f"{key}: RoPE needs an even head width, not {head_dim}; change {key} or set rope: false"]
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
