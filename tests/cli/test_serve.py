@@ -11,9 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-import openai
 import pytest
-from serving import TEMPLATE, tiny_model
+from serving import TEMPLATE, openai, tiny_model
 from typer.testing import CliRunner
 
 from linnet.cli import app

@@ -2,10 +2,9 @@
 
 import json
 
-import openai
 import pytest
 import torch
-from serving import Running, serve, tiny_model
+from serving import Running, openai, serve, tiny_model
 
 from linnet.data import ByteTokenizer
 from linnet.inference import Completion, Engine, Sampling

@@ -6,9 +6,8 @@ import json
 import threading
 import tracemalloc
 
-import openai
 import pytest
-from serving import LONG, Running, read_until, serve, wait_for
+from serving import LONG, Running, openai, read_until, serve, wait_for
 
 from linnet.inference import Piece
 from linnet.serve.errors import ApiError, Disconnected
