@@ -5,7 +5,11 @@ import os
 import random
 import signal
 import sys
+import tempfile
 from pathlib import Path
+
+# Tests make runs with plugins; these must not enter the user's own list of trusted files.
+os.environ["LINNET_CONFIG_HOME"] = tempfile.mkdtemp(prefix="linnet-tests-")
 
 # Read when numpy and torch are imported, here and in processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

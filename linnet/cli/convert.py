@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from linnet.cli.allow import ALLOW_PLUGINS
+
 
 class Target(StrEnum):
     """The layout that a conversion writes."""
@@ -29,6 +31,7 @@ def convert(
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Also read pytorch_model.bin; only if you trust its source.")
     ] = False,
+    allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
 ) -> None:
     """Turn a run into a folder that transformers loads, or a checkpoint of another project into a Linnet model.
 
@@ -57,7 +60,7 @@ def convert(
     except ImportError as error:
         raise ConfigError([str(error)], "convert") from None
     if target is Target.hf:
-        typer.echo(hf.export(path, out))
+        typer.echo(hf.export(path, out, allow_plugins=allow_plugins))
         return
     console = Console(stderr=True, soft_wrap=True)
     with console.status("reading the weights"):

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from linnet.cli.allow import ALLOW_PLUGINS
 from linnet.cli.evaluate_old import translate
 from linnet.cli.numbers import parse_numbers
 from linnet.config import ConfigError, gather, unwritable
@@ -104,6 +105,7 @@ evaluate = typer.Typer(
 RUN = typer.Argument(metavar="RUN", help="A run folder, or a folder of linnet convert.", show_default=False)
 DeviceOption = Annotated[Device, typer.Option(help="auto is the GPU if there is one.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Number format of weights and products.")]
+AllowOption = Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object with every item instead of tables.")]
 IncludeOption = Annotated[
     Path | None,
@@ -164,6 +166,7 @@ def text(
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.float32,
     as_json: JsonOption = False,
+    allow_plugins: AllowOption = False,
 ) -> None:
     """Score texts: perplexity per token, word and byte, with intervals over documents, and by context length.
 
@@ -178,7 +181,7 @@ def text(
         message = "has no effect with --method carried; leave it out, or give --method windowed"
         problems = [f"--{name}: {message}" for name in ("window", "stride") if _is_given(typed, name)]
     evaluator = TextEvaluator(tuple(paths), method.value, window, stride, text_key)
-    _run(typed, run, [evaluator], problems, device, dtype, as_json)
+    _run(typed, run, [evaluator], problems, device, dtype, as_json, allow_plugins)
 
 
 @evaluate.command()
@@ -212,6 +215,7 @@ def needle(
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.float32,
     as_json: JsonOption = False,
+    allow_plugins: AllowOption = False,
 ) -> None:
     """Look for needles in haystacks: accuracy by depth and context length, and the four scores of paper 000.
 
@@ -233,7 +237,7 @@ def needle(
         "digits": digits,
     }
     evaluators = [NeedleEvaluator(settings)] if settings["lengths"] else []
-    _run(typed, run, evaluators, problems, device, dtype, as_json)
+    _run(typed, run, evaluators, problems, device, dtype, as_json, allow_plugins)
 
 
 @evaluate.command()
@@ -252,6 +256,7 @@ def recall(
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.float32,
     as_json: JsonOption = False,
+    allow_plugins: AllowOption = False,
 ) -> None:
     """Ask MQAR and the recall tasks of MAD in tokens of the model's vocabulary, without training on them.
 
@@ -262,7 +267,7 @@ def recall(
     problems: list[str] = []
     settings = {"lengths": _numbers("lengths", lengths, problems), "pairs": _numbers("pairs", pairs, problems)}
     evaluators = [RecallEvaluator(settings | {"samples": samples})] if all(settings.values()) else []
-    _run(typed, run, evaluators, problems, device, dtype, as_json)
+    _run(typed, run, evaluators, problems, device, dtype, as_json, allow_plugins)
 
 
 @evaluate.command()
@@ -283,6 +288,7 @@ def tasks(
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.float32,
     as_json: JsonOption = False,
+    allow_plugins: AllowOption = False,
 ) -> None:
     """Ask tasks of lm-evaluation-harness, or of your own (needs the extra eval).
 
@@ -291,7 +297,7 @@ def tasks(
     from linnet.evaluate.evaluators import Questions, TaskEvaluator
 
     questions = Questions(include, shots, limit, context, too_long and too_long.value)
-    _run(typed, run, [TaskEvaluator(tuple(names), None, questions)], [], device, dtype, as_json)
+    _run(typed, run, [TaskEvaluator(tuple(names), None, questions)], [], device, dtype, as_json, allow_plugins)
 
 
 @evaluate.command()
@@ -307,6 +313,7 @@ def suite(
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.float32,
     as_json: JsonOption = False,
+    allow_plugins: AllowOption = False,
 ) -> None:
     """Ask the suites of papers 000 and 001 through lm-evaluation-harness: csr, perplexity, scrolls, mmlu, ceval.
 
@@ -319,7 +326,7 @@ def suite(
     questions = Questions(include, shots, limit, context, too_long and too_long.value)
     chosen = dict.fromkeys(name.value for name in names)
     evaluators = [TaskEvaluator((), name, questions) for name in chosen]
-    _run(typed, run, evaluators, [], device, dtype, as_json)
+    _run(typed, run, evaluators, [], device, dtype, as_json, allow_plugins)
 
 
 @evaluate.command()
@@ -359,6 +366,7 @@ class _Job:
     device: str
     dtype: str
     as_json: bool
+    allow_plugins: bool
     options: frozenset[str]
 
 
@@ -370,9 +378,10 @@ def _run(
     device: Device,
     dtype: Dtype,
     as_json: bool,
+    allow_plugins: bool,
 ) -> None:
     options = frozenset(one.name for one in typed.command.params if one.param_type_name == "option")
-    job = _Job(run, list(evaluators), list(problems), device.value, dtype.value, as_json, options)
+    job = _Job(run, list(evaluators), list(problems), device.value, dtype.value, as_json, allow_plugins, options)
     if _JOBS in typed.meta:
         typed.meta[_JOBS].append(job)
     else:
@@ -390,7 +399,7 @@ def _execute(job: _Job) -> None:
         device = choose(job.device)
     try:
         with Console(stderr=True).status("reading the questions and the model"):
-            session = prepare(job.run, job.evaluators, device, job.dtype, problems)
+            session = prepare(job.run, job.evaluators, device, job.dtype, problems, allow_plugins=job.allow_plugins)
     except ConfigError as error:
         raise ConfigError([_by_option(line, job.options) for line in error.problems], "evaluate") from None
     _warn(session, job)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from linnet.config import ConfigError, nearest
 from linnet.deprecation import warn
 
-FLAGS = ("--recall", "--json", "--demo")  # take no value
-COMMON = ("--device", "--dtype", "--json")
+FLAGS = ("--recall", "--json", "--demo", "--allow-plugins")  # take no value
+COMMON = ("--device", "--dtype", "--json", "--allow-plugins")
 ASKS = {"--text": "text", "--needle": "needle", "--recall": "recall", "--suite": "suite", "--task": "tasks"}
 QUESTIONS = ("--include", "--shots", "--limit", "--context", "--too-long")
 OPTIONS = {

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from linnet.cli.allow import ALLOW_PLUGINS
+
 
 def generate(
     run: Annotated[Path, typer.Argument(help="A run folder, as [bold]linnet train[/] prints it.", show_default=False)],
@@ -49,6 +51,7 @@ def generate(
     compile: Annotated[
         bool, typer.Option("--compile", help="Compile the step first; pays off from thousands of tokens on a CPU.")
     ] = False,
+    allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print a list of completions as JSON.")] = False,
 ) -> None:
     """Generate text with a trained model.
@@ -63,6 +66,7 @@ def generate(
     """
     import json
 
+    from linnet import trust
     from linnet.config import ConfigError, gather, parse, unwritable
     from linnet.runs import RunFolder
 
@@ -79,7 +83,8 @@ def generate(
     }
     problems, text = [], ""
     with gather(problems):
-        RunFolder.open(run)
+        folder = RunFolder.open(run)
+        trust.check_plugins(folder.config, folder.path / "config.yaml", allow_plugins)
     with gather(problems):
         text = _read_prompt(prompt, prompt_file, from_state is not None)
     if from_state is not None and not from_state.is_file():
@@ -118,6 +123,7 @@ def generate(
         device=device,
         dtype=None if dtype is None else getattr(torch, dtype),
         compile=compile,
+        allow_plugins=allow_plugins,
     )
     prefix = None if from_state is None else engine.load_prefix(from_state)
     if save_state is not None:

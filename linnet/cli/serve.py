@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from linnet.cli.allow import ALLOW_PLUGINS
+
 
 def serve(
     run: Annotated[Path, typer.Argument(help="A run folder, as [bold]linnet train[/] prints it, or a model folder.")],
@@ -46,6 +48,7 @@ def serve(
         str | None, typer.Option(help="float32 or bfloat16.", show_default="bfloat16 on a GPU, else float32")
     ] = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Compile the decoding step first.")] = False,
+    allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
 ) -> None:
     """Serve a trained model to any client of OpenAI's API.
 
@@ -95,7 +98,7 @@ def serve(
 
     listener = bind(settings)
     console.print(f"loading {escape(str(run))}")
-    service = _load(run, settings, name, chat_template, slots, context_length, device, dtype, compile_)
+    service = _load(run, settings, name, chat_template, slots, context_length, device, dtype, compile_, allow_plugins)
     engine = service.engine
     address, listening = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
@@ -147,7 +150,7 @@ def _settings(values: dict, dtype: str | None, problems: list[str]):
     return settings
 
 
-def _load(run, settings, name, chat_template, slots, context_length, device, dtype, compile_):
+def _load(run, settings, name, chat_template, slots, context_length, device, dtype, compile_, allow_plugins):
     import torch
 
     from linnet.inference import Engine
@@ -160,6 +163,7 @@ def _load(run, settings, name, chat_template, slots, context_length, device, dty
         device=device,
         dtype=None if dtype is None else getattr(torch, dtype),
         compile=compile_,
+        allow_plugins=allow_plugins,
         **({} if name is None else {"name": name}),
     )
     return Service(engine, settings, load_chat_template(run, engine.tokenizer, chat_template))

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from linnet.cli.allow import ALLOW_PLUGINS
+
 if TYPE_CHECKING:
     from linnet.study.config import StudyConfig
 
@@ -44,6 +46,7 @@ def study(
         bool, typer.Option("--plan", help="Show the runs, their cost and their time; train nothing.")
     ] = False,
     report: Annotated[bool, typer.Option(help="Write the report page at the end.")] = True,
+    allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
     json_: Annotated[
         bool, typer.Option("--json", help="Print the plan or the laws as JSON, in full precision.")
     ] = False,
@@ -63,6 +66,8 @@ def study(
     """
     from linnet.study.runner import CACHE
 
+    if config is not None:
+        _check_trust(config, allow_plugins)
     settings = _settings(config, mixer, architectures, budgets, workers, set_ or [], out / CACHE)
     make_study(settings, out, plan=plan, report=report, as_json=json_, where=str(config or "study"))
 
@@ -218,6 +223,19 @@ def _settings(config, mixer, architectures, budgets, workers, assignments, cache
         problems += text_problems(values.get("data", {}), cache, values.get("seq_len"), told=problems)
         raise ConfigError(problems, str(config or "study"))
     return settings
+
+
+def _check_trust(config: Path, allow_plugins: bool) -> None:
+    """Raises ConfigError if `config` is the study.yaml of a study folder and its Python files are not trusted."""
+    from linnet import trust
+    from linnet.config import read_yaml
+    from linnet.study.collect import PLAN
+
+    if config.name == "study.yaml" and (config.parent / PLAN).is_file():  # the folder may have been received
+        values = read_yaml(config)
+        train = values.get("train")
+        evaluations = train.get("evaluations") if isinstance(train, dict) else None
+        trust.check_training({**values, "evaluations": evaluations}, config, allow_plugins)
 
 
 def _check_mixers(settings) -> None:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from linnet.cli.allow import ALLOW_PLUGINS
+
 SHAPE = (256, 6)  # width and layers of a model with --mixer, the same as of tnl-10m
 
 
@@ -54,6 +56,7 @@ def train(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of runs; this one gets a folder in it.")] = Path("runs"),
     cache: Annotated[Path, typer.Option(help="Folder of prepared corpora.")] = Path("runs/cache"),
+    allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Train a language model and score it on held-out text.
@@ -80,9 +83,9 @@ def train(
     if extend is not None:
         if given := [name for name, value in (("CONFIG", config), ("--model", model), ("--mixer", mixer)) if value]:
             _no_other_settings(given)
-        settings, changes = _extended(extend, device, set_ or [])
+        settings, changes = _extended(extend, device, set_ or [], allow_plugins)
     else:
-        settings = _settings(config, model, mixer, data, device, set_ or [], cache)
+        settings = _settings(config, model, mixer, data, device, set_ or [], cache, allow_plugins)
     console = Console(stderr=json_, soft_wrap=True)
     with TerminalProgress(console) as progress:
 
@@ -92,7 +95,7 @@ def train(
             progress(row)
 
         if extend is not None:
-            folder = train_on(extend, cache, progress=show, **changes)
+            folder = train_on(extend, cache, progress=show, allow_plugins=allow_plugins, **changes)
         else:
             folder = run(settings, out, cache, show)
     if not progress.started:
@@ -116,7 +119,7 @@ def _no_other_settings(given: list[str]) -> None:
     raise ConfigError([message], "command line")
 
 
-def _extended(path: Path, device: str | None, assignments: list[str]):
+def _extended(path: Path, device: str | None, assignments: list[str], allow_plugins: bool):
     """Returns the training that an extended run becomes, and the arguments of `linnet.train.extend`."""
     from linnet.config import ConfigError, override
     from linnet.runs import RunFolder
@@ -131,7 +134,7 @@ def _extended(path: Path, device: str | None, assignments: list[str]):
         problems = [f"{line} when a run is extended; only steps (or tokens) and run can" for line in other]
         raise ConfigError(problems, "command line")
     changes = {"steps": changes.get("steps"), "tokens": changes.get("tokens"), "run": changes.get("run")}
-    return extended(folder, read_config(folder), **changes), changes
+    return extended(folder, read_config(folder, allow_plugins), **changes), changes
 
 
 def _settings(
@@ -142,8 +145,10 @@ def _settings(
     device: str | None,
     assignments: list[str],
     cache: Path,
+    allow_plugins: bool,
 ):
     """Returns the training that the command line describes."""
+    from linnet import trust
     from linnet.config import ConfigError, gather, override, parse, read_yaml
     from linnet.data.problems import text_problems
     from linnet.layers.base import load_plugin
@@ -158,6 +163,8 @@ def _settings(
     if model is not None and mixer is not None:
         raise ConfigError([f"--mixer, --model: {model!r} has mixers of its own; give one of the two"], "command line")
     values = read_yaml(config) if config is not None else {}
+    if config is not None and config.name == "config.yaml":  # of a run or model folder, which may have been received
+        trust.check_training(values, config, allow_plugins)
     if model is None and "architectures" in values:
         raise ConfigError(
             [f"CONFIG: {config} is a study, not one training; run: linnet study {config}"], "command line"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from linnet import trust
 from linnet.config import ConfigError, gather
 from linnet.evaluate.results import Evaluation, describe_model
 from linnet.runs import RunFolder
@@ -119,6 +120,8 @@ def prepare(
     device: "torch.device | str | None" = None,
     precision: str = "float32",
     problems: Sequence[str] = (),
+    *,
+    allow_plugins: bool = False,
 ) -> Session:
     """Checks all evaluators, loads the model, and checks the evaluators against it.
 
@@ -128,6 +131,7 @@ def prepare(
         device: device of the model; None is the CPU.
         precision: number format of weights and products.
         problems: problems that the caller found; they are reported with the others.
+        allow_plugins: as in `linnet.runs.load_model`.
 
     Raises:
         ConfigError: all problems of the run folder and the evaluators that need no model; if there are none, all
@@ -135,13 +139,15 @@ def prepare(
     """
     problems = list(problems)
     with gather(problems):
-        RunFolder.open(path)
+        folder = RunFolder.open(path)
+        trust.check_plugins(folder.config, folder.path / "config.yaml", allow_plugins)
     for evaluator in evaluators:
         with gather(problems):
             evaluator.check()
     if problems:  # several suites may report the same line about the source of data; only its last occurrence stays
         raise ConfigError(list(dict.fromkeys(reversed(problems)))[::-1], "evaluate")
-    session = open_session(path, device, precision, any(evaluator.needs_text for evaluator in evaluators))
+    needs_text = any(evaluator.needs_text for evaluator in evaluators)
+    session = open_session(path, device, precision, needs_text, allow_plugins=allow_plugins)
     for evaluator in evaluators:
         with gather(problems):
             evaluator.check_model(session)
@@ -151,7 +157,12 @@ def prepare(
 
 
 def open_session(
-    path: str | Path, device: "torch.device | str | None" = None, precision: str = "float32", needs_text: bool = True
+    path: str | Path,
+    device: "torch.device | str | None" = None,
+    precision: str = "float32",
+    needs_text: bool = True,
+    *,
+    allow_plugins: bool = False,
 ) -> Session:
     """Loads the model of a run or model folder.
 
@@ -160,6 +171,7 @@ def open_session(
         device: device of the model; None is the CPU.
         precision: number format of weights and products.
         needs_text: whether a tokenizer is required.
+        allow_plugins: as in `linnet.runs.load_model`.
 
     Raises:
         ConfigError: the folder holds no model, or it has no tokenizer although `needs_text` is True.
@@ -170,7 +182,7 @@ def open_session(
     from linnet.runs.model import load_checkpoint
 
     folder = RunFolder.open(path)
-    loaded = load_checkpoint(path, device, getattr(torch, precision))
+    loaded = load_checkpoint(path, device, getattr(torch, precision), allow_plugins=allow_plugins)
     if loaded.tokenizer is None and needs_text:
         message = f"{path}: has no tokenizer.json, which texts and prompts need; put one into the folder"
         raise ConfigError([message], "evaluate")

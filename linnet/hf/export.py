@@ -16,7 +16,7 @@ from linnet.runs import load_model
 TEMPLATE = "chat_template.jinja"
 
 
-def export(path: str | Path, out: str | Path) -> Path:
+def export(path: str | Path, out: str | Path, *, allow_plugins: bool = False) -> Path:
     """Writes the model of a run or model folder as config.json, model.safetensors and the tokenizer's files.
 
     A modelling file of a few lines (`linnet.hf.config.CODE`) lets programs load the folder with `trust_remote_code`,
@@ -25,6 +25,7 @@ def export(path: str | Path, out: str | Path) -> Path:
     Args:
         path: a run or model folder.
         out: a new or empty folder.
+        allow_plugins: as in `linnet.runs.load_model`.
 
     Returns:
         `out`.
@@ -35,7 +36,7 @@ def export(path: str | Path, out: str | Path) -> Path:
     path, out = Path(path), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError([f"{out}: is not an empty folder; choose a new one with --out"], "export")
-    causal, tokenizer = load_model(path)
+    causal, tokenizer = load_model(path, allow_plugins=allow_plugins)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

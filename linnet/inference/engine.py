@@ -137,12 +137,20 @@ class Engine:
         self._mail: dict[Request, deque[Piece]] = {}  # pieces for callers of `stream` and `generate`
 
     @classmethod
-    def of_run(cls, path: str | Path, **settings) -> "Engine":
-        """Returns the engine of a run or model folder. Raises `ConfigError` if the folder has no model."""
+    def of_run(cls, path: str | Path, *, allow_plugins: bool = False, **settings) -> "Engine":
+        """Returns the engine of a run or model folder.
+
+        Args:
+            allow_plugins: as in `linnet.runs.load_model`.
+            settings: as in the constructor.
+
+        Raises:
+            ConfigError: the folder has no model, or names plugins that are not trusted.
+        """
         path = Path(path)
         if not path.exists():
             raise ConfigError([f"{path}: does not exist; `linnet train` prints the folder of its run"], "run")
-        model, tokenizer = load_model(path)
+        model, tokenizer = load_model(path, allow_plugins=allow_plugins)
         return cls(model, tokenizer, **{"name": path.resolve().name, **settings})
 
     def submit(

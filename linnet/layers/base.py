@@ -7,6 +7,7 @@ these methods and never depends on the architecture.
 """
 
 import hashlib
+import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from linnet import deprecation
+from linnet import deprecation, trust
 from linnet.config import Config, ConfigError, nearest
 
 State = dict[str, Tensor]
@@ -276,6 +277,8 @@ def find_channel(name: str) -> type[Channel]:
 def load_plugin(spec: str) -> str:
     """Imports a mixer from a file outside the package and returns the name that it registered.
 
+    This runs the file. What a received folder names goes through `linnet.trust.check_plugins` first.
+
     Args:
         spec: `path/to/file.py:ClassName`.
 
@@ -292,7 +295,8 @@ def load_plugin(spec: str) -> str:
     module_name = f"linnet_plugin_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     module = sys.modules.get(module_name)
     if module is None:
-        module_spec = importlib.util.spec_from_file_location(module_name, path)
+        loader = _SourceOnly(module_name, str(path))
+        module_spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
         module = importlib.util.module_from_spec(module_spec)
         sys.modules[module_name] = module
         try:
@@ -302,6 +306,7 @@ def load_plugin(spec: str) -> str:
             raise ConfigError(
                 [f"mixer {spec!r}: importing {path} failed: {type(error).__name__}: {error}"], "plugins"
             ) from error
+        trust.accept([loader.digest])
     mixer = getattr(module, class_name, None)
     if mixer is None:
         own = [name for name, one in vars(module).items() if getattr(one, "__module__", None) == module_name]
@@ -311,10 +316,19 @@ def load_plugin(spec: str) -> str:
     return mixer.name
 
 
-def plugin_digest(spec: str) -> str:
-    """Returns the SHA-256 of the file that `load_plugin` imports, in hexadecimal; "" if the file does not exist."""
-    path = Path(spec.rpartition(":")[0])
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+class _SourceOnly(importlib.machinery.SourceFileLoader):
+    """Imports a file from its source. A received folder may contain bytecode (`__pycache__`) of other code.
+
+    Attributes:
+        digest: SHA-256 of the source that was imported.
+    """
+
+    digest = ""
+
+    def get_code(self, fullname: str):
+        source = self.get_data(self.path)
+        self.digest = hashlib.sha256(source).hexdigest()
+        return self.source_to_code(source, self.path)
 
 
 def _register(registry: dict, name: str, config: type[Config]):

@@ -12,7 +12,7 @@ without its history. `linnet convert` writes model folders:
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -20,9 +20,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from linnet import trust
 from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer, Tokenizer, load_tokenizer
-from linnet.layers.base import load_plugin, plugin_digest
+from linnet.layers.base import load_plugin
 from linnet.models import CausalLM, ModelConfig, empty_model, upgrade
 from linnet.runs import checkpoint
 from linnet.runs.checkpoint import CheckpointError
@@ -51,7 +52,11 @@ class Loaded(NamedTuple):
 
 
 def load_model(
-    path: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    path: str | Path,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    allow_plugins: bool = False,
 ) -> tuple[CausalLM, Tokenizer | None]:
     """Returns the model of a run or model folder, in evaluation mode, and its tokenizer (None if the folder has none).
 
@@ -59,20 +64,27 @@ def load_model(
         device: device of the model; None is the CPU.
         dtype: dtype of its parameters; None keeps the stored one. Below float32, the parameters of `full_precision`
             stay float32, as fixed tables (decays, RoPE) do.
+        allow_plugins: run the Python files that the folder names as `plugins`, although no run was made with them
+            here (`linnet.trust`).
 
     Raises:
-        ConfigError: the folder contains no model, or its parts do not fit together; the message lists all problems.
+        ConfigError: the folder contains no model, its parts do not fit together, or a plugin is not trusted; the
+            message lists all problems.
     """
-    loaded = load_checkpoint(path, device, dtype)
+    loaded = load_checkpoint(path, device, dtype, allow_plugins=allow_plugins)
     return loaded.model, loaded.tokenizer
 
 
 def load_checkpoint(
-    path: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    path: str | Path,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    allow_plugins: bool = False,
 ) -> Loaded:
     """Returns the model as `load_model` does, with the training step of the weights."""
     folder = RunFolder.open(path)
-    config = read_config(folder)
+    config = read_config(folder, allow_plugins)
     tokenizer = read_tokenizer(folder)
     model = empty_model(config)
     tensors, step, documents = _read_weights(folder)
@@ -80,22 +92,23 @@ def load_checkpoint(
     return Loaded(model.eval().to(device or "cpu"), tokenizer, step, documents)
 
 
-def read_config(folder: RunFolder) -> ModelConfig:
-    """Returns the configuration of the folder's model and imports its plugins; warns if a plugin has changed.
+def read_config(folder: RunFolder, allow_plugins: bool = False) -> ModelConfig:
+    """Returns the configuration of the folder's model and imports its plugins.
+
+    Args:
+        allow_plugins: import plugins that are not trusted, and those that have changed, with a warning.
 
     Raises:
-        ConfigError: the folder has no configuration, or a plugin is missing.
+        ConfigError: the folder has no configuration, or a plugin is missing, has changed or is not trusted.
     """
     values = folder.config
     if "model" not in values:
         raise ConfigError(
             [f"{folder.path}/config.yaml: has no key `model`, so this folder contains no single model"], "model"
         )
-    for plugin in values.get("plugins", []):
+    trust.check_plugins(values, folder.path / "config.yaml", allow_plugins)
+    for plugin in values.get("plugins") or []:
         load_plugin(plugin)
-    changed = [plugin for plugin, known in values.get("plugin_digests", {}).items() if plugin_digest(plugin) != known]
-    if changed:
-        warnings.warn(f"{folder.path}: {', '.join(changed)} has changed since this model was trained", stacklevel=2)
     model = values["model"]
     return parse(ModelConfig, upgrade(model) if isinstance(model, dict) else model, f"{folder.path}/config.yaml")
 
@@ -136,6 +149,9 @@ def save_model(
 ) -> Path:
     """Writes a model folder for `load_model`. The configuration is written last, so a torn folder has none.
 
+    Args:
+        plugins: files of the model's mixers. They are trusted from now on (`linnet.trust`).
+
     Raises:
         ConfigError: `path` is not empty, or the folder cannot be written.
     """
@@ -147,7 +163,10 @@ def save_model(
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path / WEIGHTS)
         if tokenizer is not None:
             tokenizer.save(path / TOKENIZER)
-        values = {"model": config.model_dump(mode="json")} | ({"plugins": plugins} if plugins else {})
+        values: dict[str, Any] = {"model": config.model_dump(mode="json")}
+        if plugins:
+            values |= {"plugins": plugins, "plugin_digests": trust.digests(plugins)}
+            trust.remember(plugins)
         if tokenizer is not None and tokenizer.prompt_start:
             values["prompt_start"] = list(tokenizer.prompt_start)
         write_atomic(path / "config.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))

@@ -20,6 +20,7 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 
+from linnet import trust
 from linnet.config import ConfigError, parse, read_yaml
 from linnet.runs import LockedError, RunFolder
 from linnet.runs.files import write_atomic
@@ -109,6 +110,8 @@ def train_run(job: Job) -> str:
     Raises:
         LockedError: another process still locks the run after `LOCK_PATIENCE` seconds.
     """
+    trust.accept(job.payload["trusted"])  # a worker on another machine has no list, and may have another file
+    trust.check_plugins(job.payload["config"], f"the plan of {job.payload['root']}")
     config = parse(TrainConfig, job.payload["config"])
     deadline = time.monotonic() + LOCK_PATIENCE
     while True:
@@ -131,10 +134,9 @@ def _train(
 ) -> None:
     executor = make_executor(config.executor)
     planned = {run.run: run for run in runs}
-    jobs = [
-        Job(run.run, {"config": run.train.model_dump(mode="json"), "root": str(root), "cache": str(cache)})
-        for run in runs
-    ]
+    trust.remember(config.plugins)
+    shared = {"root": str(root), "cache": str(cache), "trusted": list(trust.digests(config.plugins).values())}
+    jobs = [Job(run.run, {"config": run.train.model_dump(mode="json"), **shared}) for run in runs]
     progress = StudyProgress(runs, root, seconds, executor.workers, console)
     try:
         with progress, contextlib.closing(executor.run(jobs, train_run)) as outcomes:

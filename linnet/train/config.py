@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from linnet import deprecation
+from linnet import deprecation, trust
 from linnet.config import Config, ConfigError
 from linnet.data import DataConfig, given_vocabulary
-from linnet.layers.base import load_plugin, plugin_digest
+from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig
 from linnet.runs.folder import STATED
 from linnet.train.device import DeviceName
@@ -130,6 +130,7 @@ class TrainConfig(Config):
     @classmethod
     def _accept_old_places(cls, values: Any) -> Any:
         if isinstance(values, Mapping) and {"format", "digest"} <= values.keys():  # the config.yaml of a run folder
+            trust.check_training(values, "the config.yaml of a run")
             values = {key: value for key, value in values.items() if key not in STATED}
         return moved(values)
 
@@ -151,7 +152,7 @@ class TrainConfig(Config):
     @field_validator("plugin_digests")
     @classmethod
     def _same_plugins(cls, digests: dict[str, str]) -> dict[str, str]:
-        changed = [plugin for plugin, digest in digests.items() if plugin_digest(plugin) != digest]
+        changed = [plugin for plugin, digest in digests.items() if trust.plugin_digest(plugin) != digest]
         if changed:
             raise ValueError(f"{', '.join(changed)} changed since the run was made; restore the file, or train anew")
         return digests
@@ -204,6 +205,7 @@ class TrainConfig(Config):
     @field_validator("evaluations")
     @classmethod
     def _distinct_evaluations(cls, evaluations: list[Evaluation], info: ValidationInfo) -> list[Evaluation]:
+        trust.accept(trust.tasks_digest(include) for e in evaluations if (include := getattr(e, "include", None)))
         names = [label(evaluation) for evaluation in evaluations]
         twice = sorted({name for name in names if names.count(name) > 1})
         problems = [f"{name!r} is the name of several evaluations; give each its own `name`" for name in twice]
@@ -284,7 +286,7 @@ def _user_level() -> int:
 
 def resolve(config: TrainConfig) -> TrainConfig:
     """Returns the configuration with the digests of its plugins filled in, as config.yaml stores it."""
-    return config.model_copy(update={"plugin_digests": {plugin: plugin_digest(plugin) for plugin in config.plugins}})
+    return config.model_copy(update={"plugin_digests": trust.digests(config.plugins)})
 
 
 def check_vocabulary(model: int, tokenizer: int) -> None:

@@ -22,6 +22,8 @@ def extend(
     tokens: int | None = None,
     run: dict | None = None,
     progress: Progress | None = None,
+    *,
+    allow_plugins: bool = False,
 ) -> RunFolder:
     """Continues a finished or unfinished run in its folder. An existing result is kept as result-<steps>.json.
 
@@ -31,12 +33,13 @@ def extend(
         steps, tokens: the new length of the whole training; give one of the two.
         run: keys of `run` to change.
         progress: as in `train`.
+        allow_plugins: run the Python files that config.yaml names, although no run was made with them here.
 
     Raises:
         ConfigError: the schedule, the length or the state of the run forbids it; or an error of `train`.
     """
     folder = RunFolder.open(path)
-    old = read_config(folder)
+    old = read_config(folder, allow_plugins)
     new = extended(folder, old, steps, tokens, run or {})
     contents = contents_of(new, cache)
     if contents is None:

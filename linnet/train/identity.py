@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 import linnet
+from linnet import trust
 from linnet.config import ConfigError, digest, parse
 from linnet.models import upgrade
 from linnet.models.layout import LayerSpec
@@ -219,13 +220,18 @@ def _names(config: TrainConfig) -> dict[str, Any]:
     return found | {"tokenizer": data["tokenizer"].get("path")}
 
 
-def read_config(folder: RunFolder) -> TrainConfig:
-    """Returns the configuration of a run folder of any format.
+def read_config(folder: RunFolder, allow_plugins: bool = False) -> TrainConfig:
+    """Returns the configuration of a run folder of any format, and imports its plugins.
+
+    Args:
+        allow_plugins: import plugins although no run was made with them here.
 
     Raises:
-        ConfigError: a key no longer exists, a plugin changed, or a value is invalid; the message names it.
+        ConfigError: a key no longer exists, a plugin changed or is not trusted, or a value is invalid; the message
+            names it.
     """
     values = _present(folder.config)
+    trust.check_training(values, folder.path / "config.yaml", allow_plugins)
     try:
         return TrainConfig.model_validate(values)
     except ValidationError as error:
@@ -263,6 +269,10 @@ def _holds(folder: RunFolder, config: TrainConfig, wanted: dict) -> bool:
     values = copy.deepcopy(_read(folder.path, state.st_size, state.st_mtime_ns))
     cheap = ("seed", "seq_len", "batch_size", "architecture")  # compared first: few runs of a study agree in these
     if not isinstance(values, dict) or any(values.get(name) != getattr(config, name) for name in cheap):
+        return False
+    try:
+        trust.check_training(values, file)
+    except ConfigError:  # `config` runs no such file, so this is another training
         return False
     values, unknown = _known(values)
     try:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from linnet import provenance
+from linnet import provenance, trust
 from linnet.config import ConfigError, gather, unwritable
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.files import write_atomic
@@ -55,6 +55,7 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
     place = find(config, root, contents_of(config, cache))
     folder, config, problems = place.folder, as_begun(place, config), []
     if folder.done:
+        _remember(config)
         return folder
     if reason := unwritable(folder.path):
         problems.append(f"{folder.path}: {reason}; choose another folder for runs")
@@ -63,6 +64,7 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
     if problems:
         raise ConfigError(problems, "train")
     device = found.device
+    _remember(config)
     with place.make(config).lock():
         if folder.done:  # the process that held the lock before has finished it
             return folder
@@ -75,6 +77,12 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
                 folder.write_error(f"{error}\n" if isinstance(error, ConfigError) else traceback.format_exc())
             raise
     return folder
+
+
+def _remember(config: TrainConfig) -> None:
+    """Puts the Python files that a training runs on the user's list, so that its folder can be loaded here."""
+    includes = [include for one in config.evaluations if (include := getattr(one, "include", None))]
+    trust.remember(config.plugins, includes)
 
 
 def none_good(folder: RunFolder) -> str:

@@ -19,6 +19,7 @@ from linnet.models import build_model, empty_model, family
 from linnet.runs import load_model, save_model
 from linnet.runs.model import DamagedCheckpoint, assign_weights
 from linnet.train import TrainConfig, train
+from linnet.trust import ChangedPlugin
 
 
 @pytest.fixture(scope="module", params=["byte", "bpe:300"])
@@ -134,7 +135,7 @@ def test_an_empty_model_draws_nothing_and_takes_any_weights():
         assert torch.equal(model(tokens)[0], source(tokens)[0])
 
 
-def test_a_mixer_that_has_changed_since_is_warned_of(tmp_path):
+def test_a_mixer_that_has_changed_since_is_refused_unless_allowed(tmp_path):
     text = (Path(__file__).parents[2] / "examples" / "my_mixer.py").read_text()
     (mixer := tmp_path / "mine.py").write_text(text.replace('"my_mixer"', '"altered"'))  # other tests load the example
     values = {
@@ -152,5 +153,7 @@ def test_a_mixer_that_has_changed_since_is_warned_of(tmp_path):
         warnings.simplefilter("error")
         load_model(run)
     mixer.write_text(mixer.read_text() + "\n# changed\n")
-    with pytest.warns(UserWarning, match=r"mine\.py:MyMixer .*changed"):
+    with pytest.raises(ConfigError, match=r"mine\.py:MyMixer.*changed.*--allow-plugins"):
         load_model(run)
+    with pytest.warns(ChangedPlugin, match=r"mine\.py:MyMixer .*changed"):
+        load_model(run, allow_plugins=True)

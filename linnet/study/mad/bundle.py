@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet import provenance
+from linnet import provenance, trust
 from linnet.config import ConfigError, parse
 from linnet.data.order import shuffled
 from linnet.data.synthetic import Split, Task, find_task
@@ -47,6 +47,8 @@ def train_bundle(job: Job) -> str:
         ConfigError: one model alone does not fit into memory, or the disk is full.
     """
     payload = job.payload
+    trust.accept(payload["plugin_digests"].values())  # the files as the process that planned the runs has read them
+    trust.check_plugins(payload, f"the plan of {payload['root']}")
     for plugin in payload["plugins"]:
         load_plugin(plugin)
     with room(payload["root"]):

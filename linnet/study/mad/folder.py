@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from linnet import trust
 from linnet.config import ConfigError
-from linnet.layers.base import load_plugin, plugin_digest
+from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig
 from linnet.runs import LockedError, RunFolder
 from linnet.runs.files import FULL, write_atomic
@@ -48,7 +49,7 @@ def collect(folder: Path) -> list[dict[str, Any]]:
 
 def designs(architectures: Mapping[str, ModelConfig], plugins: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Returns the record of each architecture: its model, and the digests of the files of its mixers."""
-    sums = {load_plugin(one): plugin_digest(one)[:12] for one in plugins}
+    sums = {load_plugin(one): trust.plugin_digest(one)[:12] for one in plugins}
     return {
         name: recorded(model)
         | {"mixer file": {spec.mixer: sums[spec.mixer] for spec in model.blocks if spec.mixer in sums}}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.markup import escape
 
-from linnet import deprecation
+from linnet import deprecation, trust
 from linnet.config import ConfigError, gather, parse
 from linnet.models import ModelConfig
 from linnet.models.recipes.mad import fit_length
@@ -202,6 +202,7 @@ def train(work: Work, *, bundle: int | None = None, compile: bool = False, conso
         finish(RunFolder(path) for path in (folder / RUNS).iterdir())  # bundles that were killed while writing results
         check_plan(folder, work.about, work.models)  # again, since only now no other process can change it
         write_plan(folder, work.about, work.models, [run.run for run in work.runs])
+        trust.remember(work.plugins)
         missing = [run for run in work.runs if not RunFolder(folder / RUNS / run.run).done]
         if len(missing) < len(work.runs):
             console.print(f"{len(work.runs) - len(missing)} of {len(work.runs)} runs are done; {len(missing)} to go")
@@ -253,6 +254,7 @@ def _job(group: list[MadRun], work: Work, compile: bool) -> Job:
         "precision": work.about["precision"],
         "compile": compile,
         "plugins": list(work.plugins),
+        "plugin_digests": trust.digests(work.plugins),
         "common": {"state_size": state_size(model), "budget": work.about["budget"]},  # of all results
         "runs": [run.config for run in group],
     }

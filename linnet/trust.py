@@ -1,0 +1,172 @@
+"""Decides which Python files a folder may run: its config.yaml can name `plugins`, and importing one runs its code.
+
+A file that the user names (`--mixer`, a training or study file, `load_plugin`) runs, as any script does. A file that
+only the config.yaml of a run or model folder names runs if its SHA-256 is the one that the folder recorded and is on
+the user's list. The same holds for Python functions of an evaluation's own tasks when such a run is trained further.
+
+Linnet writes the list when it makes a run here. It is in the user's configuration folder, so no folder that is received
+can add to it. `--allow-plugins` (`allow_plugins=True`) runs files that are not on the list.
+"""
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from linnet.config import ConfigError, gather
+
+FOLDER = "LINNET_CONFIG_HOME"  # environment variable: the configuration folder, in place of ~/.config/linnet
+LIST = "trusted-plugins"
+
+_accepted: set[str] = set()  # digests of files that this process has imported or was told to import
+
+
+class ChangedPlugin(UserWarning):
+    """A plugin is not the file that a folder was made with, and runs because it was allowed."""
+
+
+def trusted_list() -> Path:
+    """Returns the path of the user's list: one line per file, its SHA-256 and its path when a run was made."""
+    if folder := os.environ.get(FOLDER):
+        return Path(folder) / LIST
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "linnet" / LIST
+
+
+def plugin_file(spec: str) -> Path:
+    """Returns the file of `path/to/file.py:Class`."""
+    return Path(spec.rpartition(":")[0])
+
+
+def plugin_digest(spec: str) -> str:
+    """Returns the SHA-256 of a plugin's file in hexadecimal; "" if the file does not exist."""
+    path = plugin_file(spec)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def tasks_digest(include: str | Path) -> str:
+    """Returns the SHA-256 of a folder of the harness's tasks that run code (`!function`); "" if they run none."""
+    files = sorted(path for path in Path(include).rglob("*") if path.suffix in (".yaml", ".py") and path.is_file())
+    texts = {path: path.read_bytes() for path in files}
+    if not any(b"!function" in text for path, text in texts.items() if path.suffix == ".yaml"):
+        return ""
+    found = hashlib.sha256()
+    for path, text in texts.items():
+        found.update(f"{path.relative_to(include).as_posix()} {len(text)}\n".encode() + text)
+    return found.hexdigest()
+
+
+def digests(plugins: Iterable[str]) -> dict[str, str]:
+    """Returns the SHA-256 of each plugin's file, as config.yaml records them under `plugin_digests`."""
+    return {plugin: plugin_digest(plugin) for plugin in plugins}
+
+
+def accept(found: Iterable[str]) -> None:
+    """Trusts files with these SHA-256 in this process, for example in a worker whose parent process trusts them."""
+    _accepted.update(one for one in found if one)
+
+
+def remember(plugins: Iterable[str], includes: Iterable[str] = ()) -> None:
+    """Adds files to the user's list, because a run is made with them. Warns if the list cannot be written.
+
+    Args:
+        plugins: files of mixers. includes: folders of tasks.
+    """
+    found = {one: plugin_file(plugin) for plugin, one in digests(plugins).items()}
+    found |= {tasks_digest(include): Path(include) for include in includes}
+    missing = {one: path for one, path in found.items() if one and one not in _listed()}
+    if not missing:
+        return
+    file = trusted_list()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "a", encoding="utf-8") as out:  # one write per line: several processes may append at once
+            for one, path in missing.items():
+                out.write(f"{one}  {json.dumps(str(path.resolve()))}\n")
+                out.flush()
+    except OSError as error:
+        message = f"{file}: cannot be written ({error.strerror}), so loading this run will need --allow-plugins"
+        warnings.warn(message, stacklevel=2)
+
+
+def check_plugins(values: Mapping[str, Any], where: str | Path, allow: bool = False) -> None:
+    """Checks the plugins of a folder's config.yaml before any of them is imported.
+
+    Args:
+        values: the content of config.yaml.
+        where: its path, for messages.
+        allow: accept files that are not on the user's list, and with a warning those that have changed.
+
+    Raises:
+        ConfigError: lists every plugin that is missing, changed or not trusted, with its digest and the fix.
+    """
+    where = str(where)
+    plugins, recorded = values.get("plugins") or [], values.get("plugin_digests") or {}
+    if not isinstance(plugins, list) or any(not isinstance(one, str) for one in plugins):
+        raise ConfigError([f"plugins: {plugins!r} is not a list; write path/to/file.py:Class in each line"], where)
+    if not isinstance(recorded, Mapping):
+        raise ConfigError([f"plugin_digests: {recorded!r} is not a mapping of plugins to SHA-256"], where)
+    problems, trusted = [], _listed() | _accepted
+    for plugin in dict.fromkeys(plugins):
+        found, known = plugin_digest(plugin), recorded.get(plugin)
+        if not found:
+            problems.append(_missing(plugin, where))
+        elif allow:
+            if known not in (None, found):
+                message = f"{where}: {plugin} has changed since then (SHA-256 {found}, recorded {known})"
+                warnings.warn(message, ChangedPlugin, stacklevel=4)
+        elif known not in (None, found):
+            problems.append(
+                f"plugins: {plugin!r} has changed since {where} was written (SHA-256 {found}, recorded {known}); "
+                "restore the file, or allow it as it is: --allow-plugins, in Python allow_plugins=True"
+            )
+        elif found not in trusted:
+            problems.append(
+                f"plugins: {where} would run {plugin!r} (SHA-256 {found}), and no run was made here with this file; "
+                "read it, and if you trust it, allow it: --allow-plugins, in Python allow_plugins=True"
+            )
+    if problems:
+        raise ConfigError(problems, where)
+    accept(plugin_digest(plugin) for plugin in plugins)
+
+
+def check_training(values: Mapping[str, Any], where: str | Path, allow: bool = False) -> None:
+    """Checks a folder's config.yaml as `check_plugins` does, and its evaluations, before it is trained further.
+
+    Raises:
+        ConfigError: as `check_plugins`; or the Python functions of an evaluation's own tasks are not trusted.
+    """
+    problems: list[str] = []
+    with gather(problems):
+        check_plugins(values, where, allow)
+    evaluations = values.get("evaluations")
+    trusted = _listed() | _accepted
+    for one in evaluations if isinstance(evaluations, list) else []:
+        include = one.get("include") if isinstance(one, Mapping) else None
+        found = tasks_digest(include) if isinstance(include, str) else ""
+        if found and not allow and found not in trusted:
+            problems.append(
+                f"evaluations: {where} would run the functions (!function) of the tasks in {include!r} (SHA-256 "
+                f"{found}), and no run was made here with them; read them, and if you trust them, allow them: "
+                "--allow-plugins, in Python allow_plugins=True"
+            )
+    if problems:
+        raise ConfigError(problems, str(where))
+
+
+def _missing(plugin: str, where: str) -> str:
+    path = plugin_file(plugin)
+    if path.suffix != ".py":
+        return f"plugins: {plugin!r}: write path/to/file.py:Class"
+    fix = "restore it" if path.is_absolute() else f"restore it (its path starts in {Path.cwd()})"
+    return f"plugins: {plugin!r} of {where}: the file {path} does not exist; {fix}"
+
+
+def _listed() -> set[str]:
+    try:
+        lines = trusted_list().read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    return {line.split()[0] for line in lines if line.strip()}

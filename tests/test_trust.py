@@ -1,0 +1,186 @@
+"""A folder that was received runs no code of its own until its user allows it."""
+
+import os
+import py_compile
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from linnet import trust
+from linnet.cli import app
+from linnet.config import ConfigError, parse
+from linnet.evaluate.session import open_session
+from linnet.hf import export
+from linnet.inference import Engine
+from linnet.layers.base import load_plugin
+from linnet.models import build_model, family
+from linnet.runs import RunFolder, load_model, save_model
+from linnet.study.executors import Job
+from linnet.study.runner import train_run
+from linnet.train import TrainConfig, extend, resolve, train
+from linnet.train.identity import read_config
+
+MIXER = """
+from pathlib import Path
+Path({trace!r}).write_text("ran")
+from linnet.config import Config
+from linnet.layers import Mixer, register_mixer
+
+class Options(Config):
+    pass
+
+@register_mixer({name!r}, Options)
+class Evil(Mixer):
+    pass
+"""
+
+
+@pytest.fixture
+def stranger(monkeypatch, tmp_path):
+    """A user who has made no run: an empty list, and a process that has imported no plugin."""
+    monkeypatch.setenv(trust.FOLDER, str(tmp_path / "user"))
+    monkeypatch.setattr(trust, "_accepted", set())
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def received(stranger, tmp_path):
+    """A model folder whose config.yaml names a file that writes another file, and that file."""
+    name = f"evil_{tmp_path.name}"
+    config = family("tnl")(16, 1, num_heads=1)
+    folder = save_model("received", config, build_model(config, seed=0).state_dict())
+    Path("received/evil.py").write_text(MIXER.format(trace=str(tmp_path / "trace"), name=name))
+    values = yaml.safe_load((folder / "config.yaml").read_text())
+    values["plugins"] = ["received/evil.py:Evil"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    (folder / "tokenizer.json").write_text('{"linnet": {"kind": "byte"}}')
+    return folder
+
+
+def refused(*arguments: str) -> str:
+    result = CliRunner().invoke(app, [str(one) for one in arguments])
+    assert result.exit_code == 2 and not Path("trace").exists(), result.output
+    return result.output
+
+
+def test_every_verb_refuses_it_and_names_file_digest_folder_and_fix(received):
+    digest = trust.plugin_digest("received/evil.py:Evil")
+    Path("text.txt").write_text("text")
+    for arguments in (
+        ("generate", received, "a"),
+        ("evaluate", "text", received, "text.txt"),
+        ("evaluate", "recall", received),
+        ("serve", received, "--port", "0"),
+        ("convert", received),
+        ("train", "--extend", received, "--set", "steps=2"),
+        ("train", received / "config.yaml"),
+    ):
+        said = refused(*arguments)
+        assert all(
+            part in said for part in ("received/evil.py:Evil", digest, "received/config.yaml", "--allow-plugins")
+        )
+    Path("plan.json").write_text("{}")
+    study = {"name": "s", "architectures": ["tnl"], "sizes": [[16, 1]], "budgets": [1e9]}
+    Path("study.yaml").write_text(yaml.safe_dump(study | {"plugins": ["received/evil.py:Evil"]}))
+    assert digest in refused("study", "study.yaml", "--plan")
+
+
+def test_python_refuses_it_until_it_is_allowed(received):
+    attempts = (
+        load_model,
+        Engine.of_run,
+        open_session,
+        lambda path: export(path, "out"),
+        lambda path: extend(path, "c"),
+    )
+    for attempt in (*attempts, lambda path: read_config(RunFolder(path))):
+        with pytest.raises(ConfigError, match=r"evil\.py:Evil.*allow_plugins=True"):
+            attempt(received)
+    values = {"format": 2, "digest": "0" * 12, **yaml.safe_load((received / "config.yaml").read_text())}
+    with pytest.raises(ConfigError, match=r"evil\.py:Evil"):
+        parse(TrainConfig, values)
+    assert not Path("trace").exists()
+    load_model(received, allow_plugins=True)
+    assert Path("trace").exists() and not trust.trusted_list().exists()  # allowed once, not for good
+
+
+def test_a_changed_file_is_refused_even_if_it_is_trusted(received):
+    Path("mine.py").write_text("mine = 1")
+    values = yaml.safe_load((received / "config.yaml").read_text())
+    values["plugin_digests"] = {"received/evil.py:Evil": trust.plugin_digest("mine.py:Mine")}
+    (received / "config.yaml").write_text(yaml.safe_dump(values))
+    trust.remember(["mine.py:Mine", "received/evil.py:Evil"])
+    with pytest.raises(ConfigError, match=r"has changed since received/config\.yaml"):
+        load_model(received)
+    for broken in ({"plugins": 3}, {"plugins": [3]}, {"plugins": ["none.py:X"]}, {"plugins": ["a"]}):
+        with pytest.raises(ConfigError, match="plugins"):
+            trust.check_plugins(values | broken, "config.yaml")
+
+
+def test_bytecode_beside_a_trusted_file_is_not_run(stranger, tmp_path):
+    source = MIXER.format(trace="honest", name=f"honest_{tmp_path.name}")
+    file = Path("mixer.py")
+    file.write_text(MIXER.format(trace="forged", name=f"honest_{tmp_path.name}"))
+    py_compile.compile(str(file))
+    before = file.stat()
+    file.write_text(source)  # of the same length, and with the same time, which is all that bytecode records
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    load_plugin("mixer.py:Evil")
+    assert Path("honest").exists() and not Path("forged").exists()
+
+
+def test_a_run_made_here_is_trusted_and_workers_learn_it_by_digest(stranger, tmp_path, monkeypatch):
+    text = (Path(__file__).parents[1] / "examples" / "my_mixer.py").read_text()
+    Path("mine.py").write_text(text.replace('"my_mixer"', f'"trusted_{tmp_path.name}"'))
+    Path("text.txt").write_text("".join(f"{n} and {n * n % 89}\n" for n in range(300)))
+    values = {
+        "plugins": ["mine.py:MyMixer"],
+        "data": {"source": ["text.txt"]},
+        "model": {"d_model": 16, "layout": f"trusted_{tmp_path.name}+sglu"},
+        "steps": 1,
+        "seq_len": 16,
+        "batch_size": 2,
+        "evaluate_tokens": 64,
+        "run": {"device": "cpu"},
+    }
+    config = parse(TrainConfig, values)
+    run = train(config, "runs", "cache")
+    assert trust.plugin_digest("mine.py:MyMixer") in trust.trusted_list().read_text()
+    monkeypatch.setattr(trust, "_accepted", set())
+    load_model(run.path)
+
+    monkeypatch.setenv(trust.FOLDER, str(tmp_path / "another machine"))
+    monkeypatch.setattr(trust, "_accepted", set())
+    with pytest.raises(ConfigError, match="no run was made here"):
+        load_model(run.path)
+    payload = {"config": resolve(config).model_dump(mode="json"), "root": "runs", "cache": "cache"}
+    job = Job("run", payload | {"trusted": list(trust.digests(config.plugins).values())})
+    assert train_run(job) == "done"
+    Path("mine.py").write_text(text + "\n# another file on the worker's machine\n")
+    with pytest.raises(ConfigError, match="has changed"):
+        train_run(job)
+
+
+def test_functions_of_an_evaluation_are_code_too(stranger):
+    Path("tasks").mkdir()
+    Path("tasks/one.yaml").write_text("task: one\nprocess_docs: !function code.run\n")
+    Path("tasks/code.py").write_text("")
+    values = {"evaluations": [{"kind": "tasks", "include": "tasks"}]}
+    with pytest.raises(ConfigError, match=r"evaluations: .*'tasks'"):
+        trust.check_training(values, "config.yaml")
+    trust.check_training(values, "config.yaml", allow=True)
+    trust.remember([], ["tasks"])
+    trust.check_training(values, "config.yaml")
+    Path("tasks/code.py").write_text("changed = 1")
+    with pytest.raises(ConfigError, match="evaluations"):
+        trust.check_training(values, "config.yaml")
+
+
+def test_a_list_that_cannot_be_written_does_not_stop_a_training(stranger, monkeypatch):
+    Path("file").write_text("")
+    monkeypatch.setenv(trust.FOLDER, str(Path("file").absolute()))
+    Path("mine.py").write_text("mine = 1")
+    with pytest.warns(UserWarning, match="--allow-plugins"):
+        trust.remember(["mine.py:Mine"])
