@@ -13,6 +13,8 @@ import inspect
 import json
 import os
 import re
+import reprlib
+import stat
 import tempfile
 import types
 import typing
@@ -25,11 +27,29 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationErro
 from linnet.deprecation import warn
 from linnet.install import install_command
 
+if typing.TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
 
-class Config(BaseModel):
-    """A frozen configuration: unknown keys and wrong types are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, protected_namespaces=())
+class _Explained(ModelMetaclass):
+    def __call__(cls, *args: typing.Any, **values: typing.Any) -> typing.Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:  # pydantic's own text names neither the nearest key nor the fix
+            raise ConfigError(_problems(cls, values, error), cls.__name__) from None
+
+
+class Config(BaseModel, metaclass=_Explained):
+    """A frozen configuration: unknown keys, wrong types, NaN and infinity are errors.
+
+    A key that may be infinite says so with `Field(allow_inf_nan=True)` and a bound, which excludes NaN.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
     ELSEWHERE: typing.ClassVar[dict[str, str]] = {}  # keys that people try -> where to write it instead
 
@@ -150,6 +170,11 @@ def unwritable(folder: str | Path) -> str | None:
 
 C = typing.TypeVar("C", bound=Config)
 MOST = 50  # upper bound of known names in a message
+MOST_SHOWN = 400  # characters of a value in a message
+MOST_PROBLEMS = 100  # of one configuration in a message
+MOST_BYTES = 1 << 20  # of a YAML file; its parser reads about 100 KB per second
+MOST_DEPTH = 50  # of YAML's nested lists and mappings
+MOST_VALUES = 100_000  # in YAML whose aliases (`*name`) are written out
 
 
 def parse(cls: type[C], values: Mapping, where: str = "configuration") -> C:
@@ -157,8 +182,32 @@ def parse(cls: type[C], values: Mapping, where: str = "configuration") -> C:
     try:
         return cls.model_validate(values)
     except ValidationError as error:
-        problems = [_explain(cls, problem) for problem in error.errors()]
-        raise ConfigError(problems + cls.extra_problems(values), where) from None
+        raise ConfigError(_problems(cls, values, error), where) from None
+
+
+def _problems(cls: type[Config], values: typing.Any, error: ValidationError) -> list[str]:
+    problems = [_explain(cls, problem) for problem in error.errors()]
+    if len(problems) > MOST_PROBLEMS:
+        problems = [*problems[:MOST_PROBLEMS], f"and {len(problems) - MOST_PROBLEMS:,} more problems"]
+    return problems + cls.extra_problems(values)
+
+
+class _Shown(reprlib.Repr):
+    """`repr` whose length and time are bounded, for values in messages."""
+
+    def __init__(self):
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 4, 200, 200, 80
+        self.maxlist = self.maxtuple = self.maxset = self.maxdict = 8
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if abs(x) < 1 << 256 else f"an integer of {x.bit_length():,} bits"  # Python writes no long ones
+
+
+def shown(value: typing.Any) -> str:
+    """Returns `repr(value)` for a message; of a long or deeply nested value the beginning, with `...`."""
+    text = _Shown().repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
@@ -166,6 +215,7 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     known = sorted(known)
     if not known:
         return "none is known"
+    name = name[:MOST_SHOWN]  # the comparison takes time with the square of the length
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if not close and len(name) > 3:  # also a part of a long name, or its beginning
         starts = {other[: len(name) + 1]: other for other in reversed(known)}
@@ -180,16 +230,21 @@ def read_yaml(path: str | Path) -> dict:
     """Reads a YAML mapping as `parse_yaml` does. Raises `ConfigError` naming file and line."""
     path = Path(path)
     try:
+        if problem := _not_yaml(path):
+            raise ConfigError([f"{path}: {problem}"])
         with path.open(encoding="utf-8") as file:
             values = parse_yaml(file)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError([f"{path}: no such file"]) from None
-    except IsADirectoryError:
-        raise ConfigError([f"{path}: a folder; give a YAML file"]) from None
     except DuplicateKeys as error:
         raise ConfigError(error.problems, str(path)) from None
+    except ConfigError:
+        raise
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([" ".join(str(error).split())], str(path)) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error  # ValueError: a path with NUL
+        raise ConfigError([f"{str(path)!r}: cannot be read ({reason}); give a YAML file"]) from None
     if not isinstance(values, dict):
         raise ConfigError([f"must be a mapping of keys to values, not {type(values).__name__}"], str(path))
     return values
@@ -211,16 +266,33 @@ def parse_yaml(text: str | typing.TextIO) -> typing.Any:
     """Parses YAML. `3e-4` is a float and `1e9` an integer, which float keys take too.
 
     Raises:
-        yaml.YAMLError: not YAML; from a file, the message names it. DuplicateKeys: all keys that come twice.
+        yaml.YAMLError: not YAML, nested too deeply, or too large once its aliases are written out; from a file, the
+            message names it. DuplicateKeys: all keys that come twice.
     """
     loader = _Loader(text)
     try:
         values = loader.get_single_data()
         if problems := loader.duplicates():
             raise DuplicateKeys(problems)
+    except UnicodeError:
+        raise
+    except ValueError as error:  # a date that does not exist, or a number with thousands of digits
+        raise yaml.YAMLError(f"a value cannot be read ({error})") from None
     finally:
         loader.dispose()
     return values
+
+
+def _not_yaml(path: Path) -> str | None:
+    """Returns why a path is not a file of YAML, without opening what could block or never end; None if it may be."""
+    state = path.stat()
+    if stat.S_ISDIR(state.st_mode):
+        return "a folder; give a YAML file"
+    if not stat.S_ISREG(state.st_mode):
+        return "a pipe, socket or device; give a YAML file"
+    if state.st_size > MOST_BYTES:
+        return f"{state.st_size:,} bytes, but a configuration has at most {MOST_BYTES:,}; give a YAML file"
+    return None
 
 
 def override(values: dict, assignments: list[str]) -> dict:
@@ -229,16 +301,19 @@ def override(values: dict, assignments: list[str]) -> dict:
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key:
-            problems.append(f"--set {assignment!r}: write key=value, for example --set steps=100")
+            problems.append(f"--set {shown(assignment)}: write key=value, for example --set steps=100")
+            continue
+        if key.count(".") >= MOST_DEPTH:
+            problems.append(f"--set {shown(assignment)}: the key has more than {MOST_DEPTH} levels; write fewer")
             continue
         try:
             result = _assigned(result, key.split("."), parse_yaml(text))
         except DuplicateKeys as error:
-            problems += [f"--set {assignment!r}: {line}" for line in error.problems]
+            problems += [f"--set {shown(assignment)}: {line}" for line in error.problems]
         except yaml.YAMLError as error:
-            problems.append(f"--set {assignment!r}: the value is not YAML ({' '.join(str(error).split())})")
+            problems.append(f"--set {shown(assignment)}: the value is not YAML ({' '.join(str(error).split())})")
         except IndexError as error:
-            problems.append(f"--set {assignment!r}: {error}")
+            problems.append(f"--set {shown(assignment)}: {error}")
     if problems:
         raise ConfigError(problems, "command line")
     return result
@@ -272,6 +347,35 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, stream: typing.Any):
         super().__init__(stream)
         self._twice: list[tuple[yaml.ScalarNode, yaml.Node, yaml.ScalarNode, yaml.Node]] = []
+        self._depth = 0
+        self._open: set[str] = set()  # anchors of the nodes that are being composed
+        self._sizes: dict[int, tuple[yaml.Node, int]] = {}  # by id: number of values, aliases written out
+
+    def compose_node(self, parent: yaml.Node | None, index: typing.Any) -> yaml.Node | None:
+        event = self.peek_event()
+        anchor = event.anchor
+        if isinstance(event, yaml.AliasEvent) and anchor in self._open:
+            raise self._refused(event, f"alias {anchor!r} contains itself; write the values instead")
+        if self._depth == MOST_DEPTH:
+            raise self._refused(event, f"nested more than {MOST_DEPTH} levels deep; write fewer levels")
+        self._depth += 1
+        if anchor is not None:
+            self._open.add(anchor)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        self._open.discard(anchor)
+        if node is not None and id(node) not in self._sizes:
+            parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+            inner = [part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,))]
+            size = 1 + sum(self._sizes[id(part)][1] for part in inner)
+            if size > MOST_VALUES:
+                message = f"{size:,} values, aliases written out, are more than {MOST_VALUES:,}; write fewer"
+                raise self._refused(event, message)
+            self._sizes[id(node)] = (node, size)
+        return node
+
+    def _refused(self, event: yaml.Event, message: str) -> yaml.YAMLError:
+        return yaml.constructor.ConstructorError(None, None, message, event.start_mark)
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -288,7 +392,7 @@ class _Loader(yaml.SafeLoader):
         found = []
         for first, before, again, value in self._twice:
             places = [
-                f"in line {key.start_mark.line + 1} ({self.construct_object(node, deep=True)!r})"
+                f"in line {key.start_mark.line + 1} ({shown(self.construct_object(node, deep=True))})"
                 for key, node in ((first, before), (again, value))
             ]
             found.append(f"{again.value}: given {' and '.join(places)}; keep one")
@@ -317,6 +421,12 @@ _KIND = re.compile(r"(constrained-)?(int|float|str|bool)|(list|dict|tuple)\[.*")
 
 
 def _explain(cls: type[BaseModel], problem: dict) -> str:
+    text = _explained(cls, problem)
+    return text if len(text) <= 10 * MOST_SHOWN else f"{text[: 10 * MOST_SHOWN - 3]}..."
+
+
+def _explained(cls: type[BaseModel], problem: dict) -> str:
+    given = shown(problem["input"])
     *parents, last = problem["loc"] or ("",)
     key = ".".join(str(part) for part in problem["loc"] if not _KIND.fullmatch(str(part)))
     if problem["type"] == "extra_forbidden":
@@ -324,23 +434,24 @@ def _explain(cls: type[BaseModel], problem: dict) -> str:
         places = [getattr(c, "ELSEWHERE", {}) for c in classes]
         fix = next((one[last] for one in places if last in one), None)
         fix = fix or nearest(str(last), {name for c in classes for name in c.model_fields})
-        return f"{key}: unknown key (value {problem['input']!r}); {fix}"
+        return f"{key}: unknown key (value {given}); {fix}"
     if problem["type"] == "missing":
         return f"{key}: required, but not given"
     if problem["type"] == "union_tag_not_found":
         tag = problem["ctx"]["discriminator"].strip("'")
-        return f"{key}.{tag}: required, but not given (given {problem['input']!r})"
+        return f"{key}.{tag}: required, but not given (given {given})"
     if problem["type"] == "union_tag_invalid":
         about = problem["ctx"]
-        return f"{key}.{about['discriminator'].strip(chr(39))}: {about['tag']!r} is not one of {about['expected_tags']}"
+        tag = about["discriminator"].strip("'")
+        return f"{key}.{tag}: {shown(about['tag'])} is not one of {about['expected_tags']}"
     if problem["type"] in ("model_attributes_type", "model_type"):
-        return f"{key}: must be a mapping of keys to values (given {problem['input']!r})"
+        return f"{key}: must be a mapping of keys to values (given {given})"
     cause = problem.get("ctx", {}).get("error")
     message = problem["msg"].removeprefix("Value error, ")
     if isinstance(cause, ConfigError):  # from a part that is parsed by itself
         message = "; ".join(cause.problems)
     message = f"{key}: {message}" if key else message  # about several keys, which it names itself
-    return message + ("" if problem["type"] == "value_error" else f" (given {problem['input']!r})")
+    return message + ("" if problem["type"] == "value_error" else f" (given {given})")
 
 
 def _models_at(cls: type[BaseModel], path: typing.Iterable) -> set[type[BaseModel]]:

@@ -1,5 +1,6 @@
 """Configurations: strict, all problems at once, each with key, value and fix."""
 
+import os
 import pickle
 import re
 from pathlib import Path
@@ -294,3 +295,78 @@ class Longer(Counted):
 
 def test_descriptions_are_inherited():
     assert Longer.descriptions() == Counted.descriptions() | {"steps": "of training."}
+
+
+class Numbers(Config):
+    rate: float = 0.1
+    rates: list[float] = []
+    most: float = Field(float("inf"), gt=0, allow_inf_nan=True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite_are_refused_by_key(value):
+    with pytest.raises(ConfigError) as error:
+        parse(Numbers, {"rate": value, "rates": [1.0, value]})
+    assert [line.partition(":")[0] for line in error.value.problems] == ["rate", "rates.1"]
+    assert parse(Numbers, {"most": float("inf")}).most == float("inf")
+    with pytest.raises(ConfigError, match="most"):
+        parse(Numbers, {"most": float("nan")})
+
+
+def test_a_configuration_made_in_python_explains_like_a_file():
+    with pytest.raises(ConfigError, match="widht: unknown key .*did you mean 'width'"):
+        Inner(widht=3)
+    with pytest.raises(ConfigError, match=r"Outer: 2 problems(.|\n)*inner.width(.|\n)*name: required"):
+        Outer(inner={"width": 0})
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        (BOMB, "aliases written out"),
+        ("a: &a [1, *a]", "contains itself"),
+        ("[" * 5000, "levels deep"),
+        ("- " * 200 + "x", "levels deep"),
+        ("a: 2001-99-99", "cannot be read"),
+        ("a: " + "9" * 5000, "cannot be read"),
+    ],
+)
+def test_small_files_that_would_never_load_are_refused(tmp_path, text, problem):
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=problem) as error:
+        read_yaml(path)
+    assert len(str(error.value)) < 1000
+
+
+def test_files_that_are_not_yaml_are_refused_before_they_are_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "large.yaml").write_text("# comment\n" * 200_000)
+    for path, problem in (
+        (tmp_path / "pipe.yaml", "pipe"),
+        (tmp_path / "large.yaml", "bytes"),
+        (Path("/dev/zero"), "device"),
+        (tmp_path / "large.yaml" / "below", "no such file"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            read_yaml(path)
+
+
+def test_messages_quote_a_bounded_part_of_a_value():
+    values: dict = {"rate": [["x" * 5000] * 5000] * 5000, "name": 10**6000, "k" * 100_000: 1}
+    with pytest.raises(ConfigError) as error:
+        parse(Outer, values)
+    assert all(len(line) < 5000 for line in error.value.problems)
+    with pytest.raises(ConfigError, match="levels"):
+        override({}, ["a" + ".a" * 2000 + "=1"])
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "file.yaml").write_bytes(b"a: \xff\n")
+    with pytest.raises(ConfigError, match=r"file\.yaml(.|\n)*utf-8"):
+        read_yaml(tmp_path / "file.yaml")

@@ -56,7 +56,7 @@ class BPETokenizerConfig(Config):
     """
 
     kind: Literal["bpe"] = "bpe"
-    vocab_size: int = Field(ge=257)
+    vocab_size: int = Field(ge=257, le=1 << 20)
     train_bytes: int = Field(100_000_000, ge=1)
 
 

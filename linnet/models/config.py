@@ -28,6 +28,8 @@ from linnet.models.stack import StackConfig
 class ModelConfig(StackConfig):
     """Everything that defines a causal language model except its weights."""
 
-    vocab_size: int = Field(256, ge=2, description="rows of the embedding: the tokens, and optional padding")
+    vocab_size: int = Field(
+        256, ge=2, le=1 << 31, description="rows of the embedding: the tokens, and optional padding"
+    )
     tie_embeddings: bool = Field(True, description="use the embedding as the head")
     embedding_scale: float = Field(1.0, gt=0, description="factor of the embedding; TNL v1 uses sqrt(d_model)")

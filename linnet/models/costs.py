@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from linnet.config import ConfigError
 from linnet.layers.base import Mixer
 from linnet.layers.block import Block
 from linnet.models.backbone import Backbone
@@ -86,7 +87,12 @@ _OUTSIDE_BACKBONE = {"vocab_size", "tie_embeddings", "embedding_scale", "init_st
 @lru_cache(maxsize=64)
 def meta_model(config_json: str) -> CausalLM:
     """Returns the model on the meta device, from the JSON of its configuration (which is hashable)."""
-    return empty_model(ModelConfig.model_validate_json(config_json), "meta")
+    try:
+        return empty_model(ModelConfig.model_validate_json(config_json), "meta")
+    except RuntimeError as error:  # a matrix has more elements than 64 bits count
+        reason = str(error).splitlines()[0]
+        message = f"model: has a matrix that no machine can hold ({reason}); lower d_model, inner or num_experts"
+        raise ConfigError([message], "model") from None
 
 
 @lru_cache(maxsize=4096)

@@ -25,6 +25,8 @@ from linnet.layers.base import CHANNELS, MIXERS
 _TOKEN = re.compile(r"[()]|[^\s():]+")
 _ALIAS = re.compile(r"(?![x*]\d+$)[^\s():+\d][^\s():+]*")
 MOST_BLOCKS = 4096  # a larger number is a typing error, and parsing it would take minutes and much memory
+MOST_DEPTH = 32  # of parentheses in each other, and of aliases that name aliases
+_LISTED = 20  # problems of a layout in a message
 _SHOWN = 100  # characters of a layout in a message
 _INDENT = " " * 6
 _OWN = ", or give a mixer of your own (--mixer FILE.py:Class, or `plugins` in a file)"
@@ -94,9 +96,10 @@ class LayoutError(ValueError):
     def __init__(self, layout: str, marks: list[tuple[int, int, str]], alias: str = ""):
         self.layout, self.marks = layout, sorted(marks)
         where = f"layout, alias {alias!r}" if alias else "layout"
-        super().__init__(
-            f"{where}: {'; '.join(what for *_, what in self.marks).replace('?;', '?')}\n{_excerpt(layout, self.marks)}"
-        )
+        problems = list(dict.fromkeys(what for *_, what in self.marks))
+        if len(problems) > _LISTED:
+            problems = [*problems[:_LISTED], f"and {len(problems) - _LISTED:,} more problems"]
+        super().__init__(f"{where}: {'; '.join(problems).replace('?;', '?')}\n{_excerpt(layout, self.marks)}")
 
 
 def parse_layout(layout: str, aliases: Mapping[str, str | Alias] | None = None) -> list[LayerSpec]:
@@ -197,16 +200,21 @@ def _names(layout: str) -> list[str]:
 
 def _way_back(name: str, uses: Mapping[str, list[str]]) -> list[str]:
     """Returns the aliases on the way from one back to itself, both ends included; [] if there is no such way."""
-    ways = [[name, used] for used in uses[name]]
-    seen: set[str] = set()
-    while ways:
-        way = ways.pop()
-        if way[-1] == name:
-            return way
-        if way[-1] not in seen:
-            seen.add(way[-1])
-            ways += [[*way, used] for used in uses[way[-1]]]
-    return []
+    left = [(name, used) for used in uses[name]]
+    user: dict[str, str] = {}  # alias -> the one through which it was reached
+    while left:
+        by, at = left.pop()
+        if at not in user:
+            user[at] = by
+            if at == name:
+                break
+            left += [(at, used) for used in uses[at]]
+    else:
+        return []
+    way = [name, user[name]]
+    while way[-1] != name:
+        way.append(user[way[-1]])
+    return way[::-1]
 
 
 def _alias_options(name: str, alias: str | Alias, aliases: Mapping[str, str | Alias]) -> list[str]:
@@ -251,8 +259,8 @@ def _over(options: Options, winner: Options) -> Options:
 
 
 class _Parser:
-    def __init__(self, layout: str, aliases: Mapping[str, str | Alias], alias: str = ""):
-        self.layout, self.aliases, self.alias = layout, aliases, alias
+    def __init__(self, layout: str, aliases: Mapping[str, str | Alias], alias: str = "", depth: int = 0):
+        self.layout, self.aliases, self.alias, self.depth = layout, aliases, alias, depth
         self.tokens = list(_TOKEN.finditer(layout))
         self.marks: list[tuple[int, int, str]] = []
 
@@ -280,17 +288,17 @@ class _Parser:
         start = start if before else 0
         return Stack(before, blocks, self.layout[:start], self.layout[start:])
 
-    def _first(self, token: str) -> LayerSpec | None:
+    def _first(self, token: str, depth: int = 0) -> LayerSpec | None:
         """Returns the mixer before the layers that a token names, or None."""
-        if token in self.aliases:
+        if token in self.aliases and depth <= MOST_DEPTH:
             alias = self.aliases[token]
-            spec = self._first(_text(alias).strip()) if _text(alias).strip() != token else None
+            spec = self._first(_text(alias).strip(), depth + 1) if _text(alias).strip() != token else None
             if spec is None or isinstance(alias, str):
                 return spec
             return LayerSpec(spec.mixer, None, _over(spec.options, alias.options), token)
         return LayerSpec(token, None) if token in MIXERS and MIXERS[token].before_layers else None
 
-    def _sequence(self, at: int) -> tuple[list[LayerSpec], int]:
+    def _sequence(self, at: int, depth: int = 0) -> tuple[list[LayerSpec], int]:
         """Returns the blocks from token `at` to the end or an unmatched ')', and the index of the ending token."""
         blocks: list[LayerSpec] = []
         group: list[LayerSpec] | None = None  # the blocks that a following xN repeats
@@ -298,15 +306,18 @@ class _Parser:
             token, opened = self.tokens[at], at
             at += 1
             if repeat := re.fullmatch(r"[x*](\d+)", token[0]):
-                if group is None or int(repeat[1]) < 1:
+                times = _count(repeat[1])
+                if group is None or times < 1:
                     what = f"{token[0]!r} needs a block or group before it and a count of at least 1"
                     raise self._error(*token.span(), what)
-                self._limit(len(blocks) + len(group) * (int(repeat[1]) - 1), token.span())
-                blocks += group * (int(repeat[1]) - 1)
+                self._limit(len(blocks) + len(group) * (times - 1), token.span())
+                blocks += group * (times - 1)
                 group = None
                 continue
             if token[0] == "(":
-                group, at = self._sequence(at)
+                if depth == MOST_DEPTH:
+                    raise self._error(*token.span(), f"more than {MOST_DEPTH} parentheses in each other; write fewer")
+                group, at = self._sequence(at, depth + 1)
                 if at == len(self.tokens):
                     raise self._error(*token.span(), "'(' is never closed")
                 at += 1
@@ -320,10 +331,14 @@ class _Parser:
 
     def _item(self, token: str, span: tuple[int, int]) -> list[LayerSpec]:
         counted = re.fullmatch(r"(\d+)(\D.*)", token)
-        count, name = (int(counted[1]), counted[2]) if counted else (1, token)
+        count, name = (_count(counted[1]), counted[2]) if counted else (1, token)
+        if count < 1:
+            raise self._error(*span, f"{token!r} repeats a block 0 times; give a count of at least 1, or leave it out")
         if name in self.aliases:
+            if self.depth == MOST_DEPTH:
+                raise self._error(*span, f"more than {MOST_DEPTH} aliases that name each other; write the layers")
             alias = self.aliases[name]
-            blocks = _Parser(_text(alias), self.aliases, name).parse().blocks
+            blocks = _Parser(_text(alias), self.aliases, name, self.depth + 1).parse().blocks
             if isinstance(alias, Alias) and alias.options:
                 own = [{layer: alias.options[layer] for layer in b.names if layer in alias.options} for b in blocks]
                 blocks = [
@@ -362,6 +377,11 @@ class _Parser:
 
     def _error(self, start: int, end: int, what: str) -> LayoutError:
         return LayoutError(self.layout, [*self.marks, (start, end, what)], self.alias)
+
+
+def _count(digits: str) -> int:
+    """Returns a count; of one with more than 10 digits, which no layout may have, the first 10."""
+    return int(digits.lstrip("0")[:10] or "0")
 
 
 def _excerpt(layout: str, marks: list[tuple[int, int, str]]) -> str:

@@ -12,12 +12,14 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 import linnet.layers  # noqa: F401  (registers the layers)
 from linnet import deprecation
-from linnet.config import Config, ConfigError, nearest, parse
+from linnet.config import Config, ConfigError, nearest, parse, shown
 from linnet.layers.base import CHANNELS, MIXERS, Bias, LayerContext
 from linnet.layers.norm import NormKind
 from linnet.layers.positions.absolute import PositionKind, check_positions
 from linnet.models.layout import Alias, LayerSpec, Stack, check_aliases, cut, parse_stack, written
 from linnet.models.registry import get_recipe
+
+MOST_OPTION = 1 << 24  # largest whole number in the options of a layer: a width, a number of heads, a length
 
 # Error locations include these tags; because they are written as kinds, `linnet.config` removes them from messages.
 AliasField = Annotated[
@@ -37,7 +39,7 @@ class StackConfig(Config):
         "write the layers in `layout`, for example 'tnl+sglu x6', or a pattern and `num_layers`",
     )
 
-    d_model: int = Field(ge=1, description="width D of the residual stream")
+    d_model: int = Field(ge=1, le=1 << 20, description="width D of the residual stream")
     layout: str = Field(description="the layers, for example 'tnl+sglu x24', or a list of blocks")
     options: dict[str, dict[str, Any]] = Field({}, description="options of each kind of layer, by its name")
     aliases: dict[str, AliasField] = Field(
@@ -48,7 +50,9 @@ class StackConfig(Config):
         None, gt=0, description="epsilon of these norms; null is the default of the kind (1e-6, LayerNorm 1e-5)"
     )
     positions: PositionKind = Field("none", description="absolute positions, added once to the embedding")
-    num_positions: int | None = Field(None, ge=1, description="longest sequence in tokens, for positions: learned")
+    num_positions: int | None = Field(
+        None, ge=1, le=1 << 31, description="longest sequence in tokens, for positions: learned"
+    )
     dropout: float = Field(
         0.0, ge=0, lt=1, description="probability of dropout on the embedding and on what each layer adds, in training"
     )
@@ -263,5 +267,12 @@ def _option_problems(config: StackConfig, name: str, spec: LayerSpec, context: L
         options = config.layer_options(name, spec)
     except ConfigError as error:
         return error.problems
+    large = [
+        f"{key}: {shown(value)} is too large; use at most {MOST_OPTION:,}"
+        for key, value in options
+        if type(value) is int and value > MOST_OPTION
+    ]
+    if large:
+        return large
     ask = getattr(options, "check", None)  # the options of a plugin may have no `check`
     return [] if ask is None else ask(context)

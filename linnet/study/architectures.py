@@ -95,7 +95,7 @@ class ByWidth(Config):
     value: float = Field(gt=0)
     width: int = Field(gt=0)
     exponent: float
-    maximum: float = Field(float("inf"), gt=0)
+    maximum: float = Field(float("inf"), gt=0, allow_inf_nan=True)
 
     def at(self, d_model: int) -> float:
         """Returns the number at a width, rounded to 4 digits to keep configurations readable."""

@@ -42,7 +42,7 @@ class Bounds(Config):
     """
 
     low: float = Field(0.0, ge=0)
-    high: float = Field(float("inf"), gt=0)
+    high: float = Field(float("inf"), gt=0, allow_inf_nan=True)
 
     @model_validator(mode="after")
     def _ordered(self):

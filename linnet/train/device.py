@@ -1,5 +1,6 @@
 """The device of a run: choice, peak speed, memory in use."""
 
+import os
 import resource
 import sys
 from typing import Literal
@@ -45,6 +46,16 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def capacity(device: torch.device) -> int | None:
+    """Returns the bytes of memory that tensors on a device may take together, or None if they are unknown."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def execution(device: torch.device, compiled: bool) -> dict:

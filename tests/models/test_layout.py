@@ -75,3 +75,29 @@ def test_commands_and_configurations_show_it():
     assert result.exit_code == 2 and "\n      gla+swigl x2\n          ^^^^^\n" in result.stderr
     with pytest.raises(ConfigError, match=r"'hyena'.*\n      \(hyenaa gla\) x2\n       \^{6}"):
         parse(ModelConfig, {"d_model": 64, "layout": "(hyenaa gla) x2"})
+
+
+@pytest.mark.parametrize(
+    "layout, problem",
+    [
+        ("(" * 3000, "parentheses"),
+        ("(" * 3000 + "tnl" + ")" * 3000, "parentheses"),
+        ("0tnl", "0 times"),
+        ("tnl x0", "at least 1"),
+        ("9" * 5000 + "tnl", "4,096"),
+        ("tnl x" + "9" * 5000, "4,096"),
+        ("nothing " * 4000, "unknown"),
+    ],
+)
+def test_absurd_layouts_are_refused_with_a_short_message(layout, problem):
+    with pytest.raises(LayoutError, match=problem) as error:
+        parse_layout(layout)
+    assert len(str(error.value)) < 16_000
+
+
+def test_long_chains_of_aliases_are_refused():
+    chain = {f"A{i}": f"A{i + 1}" for i in range(900)}
+    with pytest.raises(LayoutError, match="32 aliases"):
+        parse_layout("A0", chain | {"A900": "tnl"})
+    with pytest.raises(ValueError, match="refers to itself"):
+        parse_layout("A0", chain | {"A900": "A0"})
