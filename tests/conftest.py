@@ -47,6 +47,12 @@ def _seeds() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def openai():
+    """The client's package, which takes a second to import: not while every worker collects all tests."""
+    return pytest.importorskip("openai")
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """Real texts and scaling data (wikitext-2, tinyshakespeare, chinchilla), which are not in the repository."""

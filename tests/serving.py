@@ -10,14 +10,10 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lazy import lazy
-
 from linnet.data import ByteTokenizer, Tokenizer
 from linnet.inference import Engine
 from linnet.models import CausalLM, ModelConfig, build_model
 from linnet.serve import ChatTemplate, ServeConfig, Server, Service, bind
-
-openai = lazy("openai")  # takes a second
 
 LONG = 240  # seconds, after which something hangs: machines may be slow and busy
 TEMPLATE = (
@@ -57,7 +53,9 @@ class Running:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def client(self, **settings) -> "openai.OpenAI":
+    def client(self, **settings):
+        import openai  # takes a second: not while every worker collects all tests
+
         return openai.OpenAI(
             base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": LONG, **settings}
         )

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from serving import TEMPLATE, openai, tiny_model
+from serving import TEMPLATE, tiny_model
 from typer.testing import CliRunner
 
 from linnet.cli import app
@@ -55,7 +55,7 @@ def started(folder: Path):
         process.stderr.close()
 
 
-def test_serves_a_folder_and_stops_at_sigterm_when_streams_have_ended(started):
+def test_serves_a_folder_and_stops_at_sigterm_when_streams_have_ended(started, openai):
     options = ("--slots", "2", "--name", "my/model", "--grace", "300")
     process, url, _ = started(*options, LINNET_API_KEY="s3cret")
     client = openai.OpenAI(base_url=url, api_key="s3cret", max_retries=0)
@@ -75,7 +75,7 @@ def test_serves_a_folder_and_stops_at_sigterm_when_streams_have_ended(started):
         client.models.list()
 
 
-def test_warns_of_an_open_door_and_tells_streams_longer_than_the_grace_at_ctrl_c(started):
+def test_warns_of_an_open_door_and_tells_streams_longer_than_the_grace_at_ctrl_c(started, openai):
     process, url, said = started("--host", "0.0.0.0", "--grace", "0.5")
     assert url.startswith("http://0.0.0.0:") and "LINNET_API_KEY" in said
     client = openai.OpenAI(base_url=url.replace("0.0.0.0", "127.0.0.1"), api_key="none", max_retries=0)

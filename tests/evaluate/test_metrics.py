@@ -1,23 +1,21 @@
 """SCROLLS' metrics against values worked out by hand."""
 
-from importlib.util import find_spec
-
 import pytest
-from lazy import lazy
-
-if find_spec("rouge_score") is None:
-    pytest.skip("needs the extra eval", allow_module_level=True)
-
-metrics = lazy("linnet.evaluate.metrics")  # rouge-score imports nltk and scikit-learn
 
 
-def test_answers_are_compared_as_squad_does():
+@pytest.fixture(scope="module")
+def metrics():
+    """Imported for these tests only: rouge-score brings nltk and scikit-learn."""
+    return pytest.importorskip("linnet.evaluate.metrics", reason="needs the extra eval")
+
+
+def test_answers_are_compared_as_squad_does(metrics):
     assert metrics.normalise("The  Cat's, an  A+ theatre!\n") == "cats theatre"
     assert metrics.normalise("Panama's canal; anthem") == "panamas canal anthem"
     assert metrics.normalise("a the an") == ""
 
 
-def test_exact_match_takes_any_reference():
+def test_exact_match_takes_any_reference(metrics):
     assert metrics.exact_match(" The answer.", ["no", "answer"]) == 1.0
     assert metrics.exact_match("answers", ["answer"]) == 0.0
 
@@ -33,11 +31,11 @@ def test_exact_match_takes_any_reference():
         ("Unanswerable", ["unanswerable."], 1.0),
     ],
 )
-def test_f1_counts_words(prediction, references, expected):
+def test_f1_counts_words(metrics, prediction, references, expected):
     assert metrics.f1(prediction, references) == pytest.approx(expected)
 
 
-def test_rouge_of_one_reference():
+def test_rouge_of_one_reference(metrics):
     """9 and 6 words; 5 in common (the cat sat on the), of 8 and 5 pairs 3 (the cat, on the, cat sat); longest 5."""
     found = metrics.rouge("the cat sat there on the old grey mat", ["the cat sat on the rug"])
     assert found["rouge1"] == pytest.approx(2 * 5 / (9 + 6))
@@ -45,17 +43,17 @@ def test_rouge_of_one_reference():
     assert found["rougeL"] == pytest.approx(2 * 5 / (9 + 6))
 
 
-def test_rouge_takes_the_best_reference_of_each_kind_and_does_not_stem():
+def test_rouge_takes_the_best_reference_of_each_kind_and_does_not_stem(metrics):
     found = metrics.rouge("b a", ["a b", "b c a"])
     assert found["rouge1"] == 1.0 and found["rouge2"] == 0.0
     assert found["rougeL"] == pytest.approx(2 * 2 / (2 + 3))
     assert metrics.rouge("running", ["run"])["rouge1"] == 0.0
 
 
-def test_rouge_of_nothing_in_common():
+def test_rouge_of_nothing_in_common(metrics):
     assert metrics.rouge("", ["a b"]) == {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0}
 
 
-def test_the_geometric_mean():
+def test_the_geometric_mean(metrics):
     assert metrics.geometric_mean({"rouge1": 0.4, "rouge2": 0.1, "rougeL": 0.2}) == pytest.approx(0.2)
     assert metrics.geometric_mean({"rouge1": 0.4, "rouge2": 0.0, "rougeL": 0.2}) == 0.0

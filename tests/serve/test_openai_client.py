@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from serving import Running, openai, serve, tiny_model
+from serving import Running, serve, tiny_model
 
 from linnet.data import ByteTokenizer
 from linnet.inference import Completion, Engine, Sampling
@@ -174,7 +174,7 @@ def test_chat_without_a_limit_ends_at_the_servers(tiny: Running):
     assert found.usage.completion_tokens == 50 and found.choices[0].finish_reason == "length"
 
 
-def test_models(tiny: Running):
+def test_models(tiny: Running, openai):
     client = tiny.client()
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "linnet"
@@ -183,7 +183,7 @@ def test_models(tiny: Running):
     assert error.value.code == "model_not_found"
 
 
-def test_errors_become_the_clients_exceptions(tiny: Running):
+def test_errors_become_the_clients_exceptions(tiny: Running, openai):
     client = tiny.client()
     with pytest.raises(openai.NotFoundError) as error:
         client.completions.create(model="other", prompt="x")

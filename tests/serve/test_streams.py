@@ -7,7 +7,7 @@ import threading
 import tracemalloc
 
 import pytest
-from serving import LONG, Running, openai, read_until, serve, wait_for
+from serving import LONG, Running, read_until, serve, wait_for
 
 from linnet.inference import Piece
 from linnet.serve.errors import ApiError, Disconnected
@@ -59,7 +59,7 @@ def test_leaving_a_whole_answer_frees_its_slots_too():
         assert wait_for(lambda: running.service.live == 0 and not running.service.calls)
 
 
-def test_more_streams_than_slots_all_end_with_their_own_tokens():
+def test_more_streams_than_slots_all_end_with_their_own_tokens(openai):
     with serve(slots=3, queue=40) as running:
         seeds = range(10)
         ask = {"prompt": "The bird", "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
@@ -79,7 +79,7 @@ def test_more_streams_than_slots_all_end_with_their_own_tokens():
         assert asyncio.run(everyone()) == alone
 
 
-def test_full_server_says_when_to_come_again():
+def test_full_server_says_when_to_come_again(openai):
     with serve(slots=1, queue=2) as running:
         clients = [running.connect(**ENDLESS) for _ in range(3)]
         assert wait_for(lambda: running.service.live == 3)
