@@ -3,6 +3,9 @@
 A resample is a row of counts: how many times each row of the table was drawn. So weighted fits solve all resamples in
 one batch. Checkpoints of one run are not independent, so rows of one cluster are drawn together. If a design has groups
 (budgets), drawing within each stratum keeps the number of runs per group.
+
+Few runs do not survive this: a resample of five sizes has three or four of them, and its law is another one. Designs of
+few runs are resampled by residuals instead (`draw_errors`): every run stays, and its loss gets another error.
 """
 
 from collections.abc import Sequence
@@ -42,6 +45,41 @@ def draw_counts(
         for column in drawn.T:
             counts[np.arange(resamples), members[column]] += 1
     return counts[:, cluster]
+
+
+def draw_errors(
+    residuals: np.ndarray, freedom: int, resamples: int, shape: tuple[int, ...], seed: int = 0
+) -> np.ndarray:
+    """Draws errors for a residual bootstrap whose intervals are as wide as Student's t for few runs.
+
+    Residuals are drawn with replacement. All errors of a resample are then multiplied by the root of freedom / q with q
+    from the chi-squared distribution of `freedom`: the standard deviation of the errors is itself an estimate, and the
+    fewer residuals it comes from, the more it may be wrong. For a linear estimate with normal errors, percentiles of
+    the draws are then the t interval, and with many residuals they are those of the plain residual bootstrap.
+
+    Args:
+        residuals: [n] residuals divided by the root of one minus their leverage.
+        freedom: number of residuals minus the number of fitted parameters; their mean square is scaled to the residual
+            sum of squares over `freedom` by the caller.
+        resamples: number of resamples.
+        shape: shape of the errors of one resample.
+        seed: seed of the generator.
+
+    Returns:
+        Errors [resamples, *shape].
+    """
+    generator = np.random.default_rng(seed)
+    scale = np.sqrt(freedom / generator.chisquare(freedom, resamples))
+    drawn = generator.choice(residuals, (resamples, *shape))
+    return drawn * scale.reshape(-1, *(1 for _ in shape))
+
+
+def standardised(residuals: np.ndarray, leverage: np.ndarray, freedom: int) -> np.ndarray:
+    """Returns residuals [n] for `draw_errors`: of equal variance, centred, with the mean square of the errors."""
+    equal = residuals / np.sqrt(np.maximum(1 - leverage, 1e-9))
+    equal = equal - equal.mean()
+    square = float(np.mean(equal**2))
+    return equal * np.sqrt(float(residuals @ residuals) / freedom / square) if square > 0 else equal
 
 
 def is_clustered(clusters: Sequence | None) -> bool:

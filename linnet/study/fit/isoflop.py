@@ -1,7 +1,7 @@
 """IsoFLOP parabolas: find the best size at each budget, then fit laws to the optima (Hoffmann et al. 2022, Approach 2).
 
-At equal compute, the loss near its optimum is a parabola in log N. N_opt and D_opt are fitted separately, and a + b is
-reported: it must be 1 only if the cost is proportional to N D.
+At equal compute, the loss near its optimum is a parabola in log N, and in log D. N_opt and D_opt are fitted separately,
+and a + b is reported: it must be 1 only if the cost is proportional to N D.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,21 @@ import pandas as pd
 
 from linnet.study.fit import bootstrap as resampling
 from linnet.study.fit.law import Law
+from linnet.study.fit.parabola import WINDOWS, Parabola, akima_minimum, fit_parabola, outliers, window_of
 from linnet.study.fit.power import add_held_out, count_of, count_usable, finish, law_through
 from linnet.study.fit.results import Bootstrap, IsoflopFit, IsoflopGroup
 
 SIZES = 4
 """Number of different sizes that a budget needs. A parabola always fits three sizes, which leaves nothing to check."""
+BUDGETS = 3
+"""Number of optima that N_opt(C) and D_opt(C) need. Two points always lie on a line."""
 EDGE = 0.05
 """Share of the range of log N, at each end, in which an optimum counts as at the edge."""
-PAIRS = 8
-"""Number of sizes from which a group is resampled by drawing its rows; smaller groups are resampled by residuals."""
+BELOW = 3.0
+"""Standard deviations of the losses by which a minimum may be lower than every observed loss."""
+OFF_CURVE = (
+    "1 of 4 runs does not lie on the parabola of the other runs, and four cannot show which one; train more sizes"
+)
 
 
 def fit_isoflop(
@@ -31,53 +37,73 @@ def fit_isoflop(
     seed: int = 0,
     hold_out: float | None = None,
     cost: str = "exact",
+    window: str = "auto",
 ) -> IsoflopFit:
     """Fits a parabola of the loss in log10 N to each budget, and the three laws to the optima inside the data.
 
     L(C) is fitted to the minima of the parabolas. If fewer than three budgets have a minimum inside their sizes, N_opt
-    and D_opt are refused, and L(C) is fitted to the lowest observed loss of each budget.
+    and D_opt are refused, and L(C) is fitted to the lowest observed loss of each budget. Without any such minimum, no
+    law has an interval.
 
     Args:
         table: columns run, N, D, C, loss, and `spent` if the runs of a budget share a compute other than C (see
             `apply_convention`).
         groups: [rows] budget label of each row, -1 for rows without a budget (see `assign_budgets`).
         budgets: nominal FLOPs of each label, if known.
-        bootstrap: number of resamples, stratified by budget. Rows are resampled if every budget that counts has `PAIRS`
-            sizes; otherwise, the residuals of the parabolas are resampled.
+        bootstrap: number of resamples of the residuals of all parabolas.
         seed: seed of the resampling.
         hold_out: see `linnet.study.fit.heldout.threshold`.
         cost: "exact" places an optimum at the compute of its budget, "6nd" at 6 N D of the optimum.
+        window: which runs of a budget a parabola is fitted to; see `linnet.study.fit.parabola.window_of`.
+
+    Raises:
+        ValueError: unknown `window`.
     """
+    if window not in WINDOWS:
+        raise ValueError(f"window: {window!r} is unknown; use one of {', '.join(WINDOWS)}")
     fit = IsoflopFit("isoflop", ungrouped=int((groups < 0).sum()))
     parts = {g: table[groups == g].sort_values("N", kind="stable") for g in sorted(set(groups) - {-1})}
     order = sorted(parts, key=lambda g: parts[g]["C"].mean())
-    fit.groups = [_group(parts[g], None if budgets is None else float(budgets[g])) for g in order]
-    parts = [parts[g] for g in order]
+    found = [_Budget(_group(parts[g], None if budgets is None else float(budgets[g]))) for g in order]
+    fit.groups = [one.group for one in found]
     if fit.ungrouped:
         fit.notes.append(f"{count_of(fit.ungrouped, 'row')} left out: not at any budget")
+    _exclude(found, window)
+    for one in found:
+        one.fit(window)
+    for one in found:
+        noise = _noise_of(one, found)
+        one.judge(noise)
+        if window == "auto" and one.may_be_too_wide():
+            one.fit("near")
+            one.judge(noise)
+    fit.notes += _excluded(fit.groups)
     inside = np.array([group.inside for group in fit.groups], dtype=bool)
-    enough = inside.sum() >= 3
+    enough = inside.sum() >= BUDGETS
     fit.points = [_point(group, enough, cost) for group in fit.groups]
-    draws = _resample(fit, parts, inside, bootstrap, seed) if bootstrap and len(fit.groups) else None
     if not enough:
         _refuse_optimum(fit, inside)
         fit.notes.append("L(C) is fitted to the lowest observed loss of each budget, because the optima are not known")
     fitted = [p for p in fit.points if p["fitted"]]
     C = np.array([p["C"] for p in fitted])
-    draws_C = draws_N = draws_D = draws_L = None
-    if draws is not None:
-        keep = inside if enough else np.ones(len(inside), dtype=bool)
-        draws_N = np.exp(draws["log_N"][:, keep])
-        optima = [np.exp(_log_tokens(fit.groups[g], np.log(draws_N[:, i]))) for i, g in enumerate(np.flatnonzero(keep))]
-        draws_D = np.stack(optima, axis=1)
-        draws_L = draws["L" if enough else "lowest"][:, keep]
-        draws_C = 6 * draws_N * draws_D if cost == "6nd" and enough else np.broadcast_to(C, draws_L.shape)
     loss = [p["loss"] for p in fitted]
-    fit.L = law_through("L", C, loss, draws_C=draws_C, draws=draws_L)
-    fit.L_irreducible = law_through("L", C, loss, irreducible=True, draws_C=draws_C, draws=draws_L)
+    draws = {}
+    if bootstrap and fitted:
+        fit.bootstrap = Bootstrap("residuals of the law", bootstrap, bootstrap, seed)
+        if enough:
+            fit.bootstrap.scheme = "residuals of the parabolas"
+            draws = _resample([one for one in found if one.group.inside], _noise(found), C, cost, bootstrap, seed)
+        elif inside.any():
+            draws["L"] = {"residuals": bootstrap, "seed": seed}
+        else:
+            fit.bootstrap.usable = 0
+            fit.bootstrap.note = "no interval: no budget has an optimum inside its sizes"
+    fit.L = law_through("L", C, loss, **draws.get("L", {}))
+    fit.L_irreducible = law_through("L", C, loss, irreducible=True, **draws.get("L", {}))
     if enough:
-        fit.N_opt = law_through("N_opt", C, [p["N"] for p in fitted], draws_C=draws_C, draws=draws_N)
-        fit.D_opt = law_through("D_opt", C, [p["D"] for p in fitted], draws_C=draws_C, draws=draws_D)
+        fit.N_opt = law_through("N_opt", C, [p["N"] for p in fitted], **draws.get("N", {}))
+        fit.D_opt = law_through("D_opt", C, [p["D"] for p in fitted], **draws.get("D", {}))
+        _add_checks(fit, found, window)
     count_usable(fit)
     finish(fit)
     add_held_out(fit, hold_out)
@@ -85,66 +111,179 @@ def fit_isoflop(
 
 
 def _group(part: pd.DataFrame, budget: float | None) -> IsoflopGroup:
-    """Returns one budget with its parabola and its optimum, which is refused if the data do not support it."""
     # The runs of a budget have equal spent compute, even if C is counted in another way.
     spent = part["spent" if "spent" in part else "C"].astype(float)
     C = float(np.exp(np.log(spent).mean()))
     columns = {name: part[name].astype(float).tolist() for name in ("N", "D", "loss")}
     columns |= {"run": part["run"].astype(str).tolist(), "flops": spent.tolist()}
-    group = IsoflopGroup(C, **columns, budget=budget)
-    lowest = int(np.argmin(group.loss))
-    group.N_lowest, group.L_lowest, group.run_lowest = group.N[lowest], group.loss[lowest], group.run[lowest]
-    x, y = np.log10(group.N), np.array(group.loss)
-    sizes = len(np.unique(x))
-    if sizes < len(x):
-        group.notes.append(f"{count_of(sizes, 'size')} in {count_of(len(x), 'run')}: some sizes are repeated")
-    if sizes < SIZES:
-        group.refused.append(f"{count_of(sizes, 'size')}; a parabola that can be checked needs {SIZES}")
-        if sizes < 3:
-            return group
-    centre = x.mean()
-    c0, c1, c2 = parabolas((x - centre)[None], y[None], np.ones((1, len(x))))[0]
-    group.parabola = (float(c0 - c1 * centre + c2 * centre**2), float(c1 - 2 * c2 * centre), float(c2))
-    if not c2 > 1e-12 * max(1.0, abs(c0)):
-        group.refused = group.refused or ["the losses do not curve upwards, so no minimum lies between the sizes"]
-        return group
-    best = centre - c1 / (2 * c2)
-    # Far outside the sizes, the vertex of a nearly straight line has no meaning and may overflow.
-    if abs(best - centre) < 10:
-        group.N_opt, group.L_opt = float(10**best), float(c0 - c1**2 / (4 * c2))
-        group.D_opt = float(np.exp(_log_tokens(group, np.log(group.N_opt))))
-    margin = EDGE * (x.max() - x.min())
-    if group.refused:
-        return group
-    if best < x.min() + margin or best > x.max() - margin:
-        side, end, more = ("smallest", x.min(), "smaller") if best < centre else ("largest", x.max(), "larger")
-        where = "outside" if best < x.min() or best > x.max() else "at the edge of"
-        found = f" (N = {group.N_opt:.3g})" if group.N_opt else ""
-        group.refused.append(
-            f"the optimum{found} lies {where} the sizes trained ({side}: {10**end:.3g}); train {more} models here"
-        )
-    elif lowest in (0, len(x) - 1):
-        group.notes.append(f"the lowest observed loss is at the {'smallest' if lowest == 0 else 'largest'} size")
-    group.inside = not group.refused
-    return group
+    return IsoflopGroup(C, **columns, budget=budget)
 
 
-def parabolas(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Solves weighted least squares of y = c0 + c1 x + c2 x^2 for a batch: [R, n] -> [R, 3].
+class _Budget:
+    """One budget while it is fitted: the result, and the parabolas behind it."""
 
-    Rows with fewer than three different x give NaN.
+    def __init__(self, group: IsoflopGroup):
+        self.group = group
+        self.log_N, self.log_D = np.log10(group.N), np.log10(group.D)
+        self.loss = np.array(group.loss)
+        self.kept = np.ones(len(self.loss), dtype=bool)
+        self.unclear = False
+        self.rows = np.arange(len(self.loss))
+        self.N: Parabola | None = None
+        self.D: Parabola | None = None
+
+    @property
+    def margin(self) -> tuple[float, float]:
+        """Smallest and largest log10 N of an optimum that counts."""
+        x = self.log_N[self.rows]
+        edge = EDGE * float(np.ptp(x))
+        return float(x.min()) + edge, float(x.max()) - edge
+
+    def fit(self, window: str) -> None:
+        """Fits the parabolas in log N and log D to the runs of the window."""
+        group = self.group
+        loss = np.where(self.kept, self.loss, np.inf)
+        rule = "auto" if window == "near" else window
+        inside = window_of(self.log_N, loss, rule) if window != "near" else near_lowest(self.log_N, loss)
+        group.used, self.rows = inside.tolist(), np.flatnonzero(inside)
+        group.window = "all" if inside.sum() == self.kept.sum() else "near the lowest run"
+        lowest = int(loss.argmin())
+        group.N_lowest, group.L_lowest, group.run_lowest = group.N[lowest], group.loss[lowest], group.run[lowest]
+        self.N = fit_parabola(self.log_N[self.rows], self.loss[self.rows])
+        self.D = fit_parabola(self.log_D[self.rows], self.loss[self.rows])
+
+    def judge(self, noise: float | None) -> None:
+        """Fills in the optimum of the group, which is refused if the data do not support it."""
+        group = self.group
+        group.refused, group.notes, group.inside = [], [], False
+        group.parabola = group.parabola_D = group.N_opt = group.D_opt = group.D_check = group.L_opt = None
+        x = self.log_N[self.rows]
+        sizes = len(np.unique(x))
+        if sizes < len(x):
+            group.notes.append(f"{count_of(sizes, 'size')} in {count_of(len(x), 'run')}: some sizes are repeated")
+        if sizes < SIZES:
+            group.refused.append(f"{count_of(sizes, 'size')}; a parabola that can be checked needs {SIZES}")
+        if self.N is None:
+            return
+        group.parabola = self.N.plain
+        group.residual_sd = None if noise is None else noise * float(np.abs(self.N.fitted).mean())
+        best, low = map(float, self.N.vertex())
+        if not self.N.coefficients[2] > 1e-12 * max(1.0, abs(float(self.N.coefficients[0]))):
+            group.refused = group.refused or ["the losses do not curve upwards, so no minimum lies between the sizes"]
+            return
+        if np.isfinite(best):
+            group.N_opt, group.L_opt = float(10**best), low
+            group.D_check = float(np.exp(_log_tokens(group, np.log(group.N_opt))))
+            group.D_opt = self._tokens()
+            found = akima_minimum(x, np.log(self.loss[self.rows]))
+            group.N_akima = None if found is None else float(10**found)
+        if not group.refused:
+            self._refuse(best, low)
+        group.inside = not group.refused
+
+    def _tokens(self) -> float:
+        group = self.group
+        if self.D is not None:
+            group.parabola_D = self.D.plain
+            best = float(self.D.vertex()[0])
+            x = self.log_D[self.rows]
+            if x.min() < best < x.max():
+                return float(10**best)
+        group.notes.append("the parabola in log D has no minimum inside the tokens; D_opt follows from N_opt")
+        return group.D_check
+
+    def _refuse(self, best: float, low: float) -> None:
+        group, x = self.group, self.log_N[self.rows]
+        if self.unclear:
+            group.refused.append(OFF_CURVE)
+            return
+        centre, (least, most) = x.mean(), self.margin
+        kept = self.log_N[self.kept]
+        if not least <= best <= most:
+            side, end, more = ("smallest", x.min(), "smaller") if not best > centre else ("largest", x.max(), "larger")
+            where = "at the edge of" if x.min() <= best <= x.max() else "outside"
+            found = f" (N = {group.N_opt:.3g})" if group.N_opt else ""
+            if kept.min() < end < kept.max():
+                group.refused.append(
+                    f"the optimum{found} lies {where} the sizes near the lowest run ({side}: {10**end:.3g}), so the "
+                    "losses there are not a parabola; repeat these runs or train sizes between them"
+                )
+            else:
+                group.refused.append(
+                    f"the optimum{found} lies {where} the sizes trained ({side}: {10**end:.3g}); "
+                    f"train {more} models here"
+                )
+            return
+        # Between two sizes a parabola may be lower than both, by at most this if it passes through them.
+        right = int(np.searchsorted(np.unique(x), best).clip(1, len(np.unique(x)) - 1))
+        gap = float(np.diff(np.unique(x))[right - 1])
+        between = float(self.N.coefficients[2]) * (gap / 2) ** 2
+        slack = BELOW * (group.residual_sd or 0.0) + 1e-9 * abs(low)
+        if low < group.L_lowest - between - slack:
+            group.refused.append(
+                f"the minimum of the parabola ({low:.4g}) lies {group.L_lowest - low:.2g} below every observed loss, "
+                "which the noise does not explain; look for a diverged run, or train sizes near the lowest one"
+            )
+        elif group.N_lowest in (min(group.N), max(group.N)):
+            end = "smallest" if group.N_lowest == min(group.N) else "largest"
+            group.notes.append(f"the lowest observed loss is at the {end} size")
+
+    def may_be_too_wide(self) -> bool:
+        """Whether the optimum is refused although the lowest run lies in the interior, and a window leaves runs out."""
+        group = self.group
+        kept = self.log_N[self.kept]
+        if group.inside or self.unclear or self.N is None or not kept.min() < np.log10(group.N_lowest) < kept.max():
+            return False
+        near = near_lowest(self.log_N, np.where(self.kept, self.loss, np.inf))
+        return len(np.unique(self.log_N[near])) >= SIZES and int(near.sum()) < len(self.rows)
+
+
+def near_lowest(log_N: np.ndarray, loss: np.ndarray) -> np.ndarray:
+    """Returns the runs within three sizes of the lowest one or within 5 % of its loss."""
+    return window_of(log_N, loss, "sizes") | window_of(log_N, loss, "loss")
+
+
+def _exclude(found: list[_Budget], window: str) -> None:
+    """Marks the runs that the other runs of their budget contradict."""
+    excluded, unclear = outliers([(one.log_N, one.loss) for one in found], window)
+    for one, rows, hidden in zip(found, excluded, unclear, strict=True):
+        one.kept[list(rows)], one.unclear = False, hidden
+        group = one.group
+        group.excluded = [
+            {"run": group.run[row], "N": group.N[row], "loss": group.loss[row], "distance": far}
+            for row, far in rows.items()
+        ]
+
+
+def _excluded(groups: list[IsoflopGroup]) -> list[str]:
+    rows = [(group, row) for group in groups for row in group.excluded]
+    return [
+        f"{row['run']} left out at {group.C:.3g} FLOPs: its loss {row['loss']:.4g} lies {row['distance']:.0f} standard "
+        "deviations from the parabola of the other runs"
+        for group, row in rows
+    ]
+
+
+def _noise(found: list[_Budget]) -> tuple[float | None, np.ndarray, int]:
+    """Returns the noise of the losses as shares of the loss, from the parabolas of all budgets together.
+
+    The standard deviation (None if no budget has more than three runs), the residuals for `draw_errors`, and the
+    degrees of freedom.
     """
-    powers = np.stack([np.ones_like(x), x, x**2], axis=-1)
-    powers, weights = np.broadcast_to(powers, (*y.shape, 3)), np.broadcast_to(weights, y.shape)
-    # QR and not normal equations, so that the parabolas of data without noise are exact to the last digits.
-    root = np.sqrt(weights)[..., None]
-    q, r = np.linalg.qr(powers * root)
-    diagonal = np.abs(np.einsum("rii->ri", r))
-    poor = diagonal.min(axis=1) < 1e-9 * np.maximum(diagonal.max(axis=1), 1e-300)
-    r = np.where(poor[:, None, None], np.eye(3), r)
-    found = np.linalg.solve(r, np.matmul(q.transpose(0, 2, 1), y[..., None] * root))[..., 0]
-    found[poor] = np.nan
-    return found
+    used = [one for one in found if one.N is not None and len(one.rows) > 3 and not one.unclear]
+    freedom = sum(len(one.rows) - 3 for one in used)
+    if not freedom:
+        return None, np.zeros(0), 0
+    residuals = np.concatenate([(one.loss[one.rows] - one.N.fitted) / np.abs(one.N.fitted) for one in used])
+    leverage = np.concatenate([one.N.leverage for one in used])
+    deviation = float(np.sqrt(residuals @ residuals / freedom))
+    return deviation, resampling.standardised(residuals, leverage, freedom), freedom
+
+
+def _noise_of(one: _Budget, found: list[_Budget]) -> float | None:
+    """Returns the noise of one budget from the other budgets, which its own diverged runs do not raise."""
+    deviation, _, freedom = _noise([other for other in found if other is not one])
+    return deviation if freedom > SIZES else _noise(found)[0]
 
 
 def _log_tokens(group: IsoflopGroup, log_N: np.ndarray) -> np.ndarray:
@@ -164,7 +303,7 @@ def _point(group: IsoflopGroup, enough: bool, cost: str) -> dict:
         C = 6 * group.N_opt * group.D_opt if cost == "6nd" else group.C
         found = {"C": C, "loss": group.L_opt, "N": group.N_opt, "D": group.D_opt}
     else:
-        row = int(np.argmin(group.loss))
+        row = group.run.index(group.run_lowest)
         C = 6 * group.N[row] * group.D[row] if cost == "6nd" else group.C
         found = {"C": C, "loss": group.L_lowest, "N": group.N_lowest, "D": group.D[row]}
     return {**found, "run": group.run_lowest, "inside": group.inside, "fitted": group.inside or not enough}
@@ -174,49 +313,99 @@ def _refuse_optimum(fit: IsoflopFit, inside: np.ndarray) -> None:
     reason = (
         f"{count_of(int(inside.sum()), 'budget')} of {len(inside)} with an optimum inside the sizes; three are needed"
     )
-    fit.N_opt = Law("N_opt", points=int(inside.sum()), refused=[reason])
-    fit.D_opt = Law("D_opt", points=int(inside.sum()), refused=[reason])
+    for name in ("N_opt", "D_opt"):
+        setattr(fit, name, Law(name, points=int(inside.sum()), refused=[reason]))
+    fit.D_check, fit.N_akima = Law("D_opt", refused=[reason]), Law("N_opt", refused=[reason])
 
 
-def _resample(fit: IsoflopFit, parts: list[pd.DataFrame], inside: np.ndarray, resamples: int, seed: int) -> dict:
-    """Returns log N and loss of the optimum, and the lowest loss, of each group in each resample: arrays [R, G]."""
-    counting = [group for group in fit.groups if group.inside] or fit.groups
-    by_rows = min(len(set(group.N)) for group in counting) >= PAIRS
-    repeated = resampling.is_clustered(pd.concat(parts)["run"])
-    scheme = ("pairs" + ", clustered by run" * repeated) if by_rows else "residuals"
-    fit.bootstrap = Bootstrap(f"{scheme}, stratified by budget", resamples, resamples, seed)
-    generator = np.random.default_rng(seed)
-    residuals = _residuals(fit.groups)
-    draws = {name: np.full((resamples, len(parts)), np.nan) for name in ("log_N", "L", "lowest")}
-    for g, (group, part) in enumerate(zip(fit.groups, parts, strict=True)):
-        x, y = np.log10(group.N), np.broadcast_to(group.loss, (resamples, len(group.N)))
-        weights = np.ones_like(y)
-        if by_rows:
-            weights = resampling.draw_counts(resamples, len(x), seed + g, part["run"] if repeated else None)
-        elif group.parabola is not None and len(residuals):
-            smooth = np.polynomial.polynomial.polyval(x, group.parabola)
-            y = smooth + generator.choice(residuals, y.shape)
-        draws["lowest"][:, g] = np.where(weights > 0, y, np.inf).min(axis=1)
-        if len(np.unique(x)) < 3:
-            continue
-        c0, c1, c2 = parabolas((x - x.mean())[None], y, weights).T
-        with np.errstate(invalid="ignore", divide="ignore"):
-            best = -c1 / (2 * c2)
-            curved = (c2 > 1e-12) & (np.abs(best) < 10)
-            draws["log_N"][:, g] = np.where(curved, (best + x.mean()) * np.log(10), np.nan)
-            draws["L"][:, g] = np.where(curved, c0 - c1**2 / (4 * c2), np.nan)
-        if curved.mean() < 0.975:
-            group.notes.append(f"no minimum in {1 - curved.mean():.0%} of the resamples: the curvature is uncertain")
-        if group.inside and curved.mean() >= resampling.ENOUGH:
-            group.N_interval = tuple(float(np.exp(end)) for end in resampling.interval(draws["log_N"][:, g]))
-    return draws
+def _resample(found: list[_Budget], noise, C: np.ndarray, cost: str, resamples: int, seed: int) -> dict[str, dict]:
+    """Returns the optima of resampled losses as arguments of `law_through`, for "L", "N" and "D".
+
+    A resample keeps every run and gives it another error. In a resample, an optimum counts under the same condition as
+    in the data: inside the sizes, and with at least three such budgets.
+    """
+    _, residuals, freedom = noise
+    counts = [len(one.rows) for one in found]
+    errors = resampling.draw_errors(residuals, freedom, resamples, (sum(counts),), seed)
+    shape = (resamples, len(found))
+    draws = {name: np.full(shape, np.nan) for name in ("L", "N", "D")}
+    for g, (one, part) in enumerate(zip(found, np.split(errors, np.cumsum(counts)[:-1], axis=1), strict=True)):
+        group = one.group
+        best, low = one.N.vertex((one.N.fitted * (1 + part)) @ one.N.solver.T)
+        if group.D_opt != group.D_check:
+            tokens = 10 ** one.D.vertex((one.D.fitted + one.N.fitted * part) @ one.D.solver.T)[0]
+        else:
+            tokens = np.exp(_log_tokens(group, best * np.log(10)))
+        minimum = np.isfinite(best)
+        if minimum.mean() < 0.975:
+            group.notes.append(f"no minimum in {1 - minimum.mean():.0%} of the resamples: the curvature is uncertain")
+        if minimum.mean() >= resampling.ENOUGH:
+            group.N_interval = tuple(float(10**end) for end in resampling.interval(best))
+            group.D_interval = resampling.interval(tokens)
+        with np.errstate(invalid="ignore"):
+            counts_here = minimum & (one.margin[0] <= best) & (best <= one.margin[1]) & (low > 0)
+        for name, values in (("L", low), ("N", 10**best), ("D", tokens)):
+            draws[name][:, g] = np.where(counts_here, values, np.nan)
+    few = np.isfinite(draws["N"]).sum(axis=1) < BUDGETS
+    for values in draws.values():
+        values[few] = np.nan
+    draws_C = 6 * draws["N"] * draws["D"] if cost == "6nd" else np.broadcast_to(C, shape)
+    return {name: {"draws_C": draws_C, "draws": values} for name, values in draws.items()}
 
 
-def _residuals(groups: list[IsoflopGroup]) -> np.ndarray:
-    """Returns the residuals of all parabolas, scaled up by sqrt(n / (n - 3)) for their three fitted numbers."""
-    found = []
-    for group in groups:
-        if group.parabola is not None and len(group.N) > 3:
-            left = np.array(group.loss) - np.polynomial.polynomial.polyval(np.log10(group.N), group.parabola)
-            found.append(left * np.sqrt(len(left) / (len(left) - 3)))
-    return np.concatenate(found) if found else np.zeros(0)
+def _add_checks(fit: IsoflopFit, found: list[_Budget], window: str) -> None:
+    """Adds the laws by the other ways to find an optimum, and how the exponents move with windows and budgets."""
+    inside = [one.group for one in found if one.group.inside]
+    C = [group.C for group in inside]
+    fit.D_check = law_through("D_opt", C, [group.D_check for group in inside])
+    known = [group for group in inside if group.N_akima is not None]
+    if len(known) < BUDGETS:
+        reason = f"{count_of(len(known), 'budget')} with five sizes and a minimum between them; three are needed"
+        fit.N_akima = Law("N_opt", points=len(known), refused=[reason])
+    else:
+        fit.N_akima = law_through("N_opt", [group.C for group in known], [group.N_akima for group in known])
+    names = ("a", "b")
+    for law, other, name, how in (
+        (fit.N_opt, fit.N_akima, "a", "by Akima interpolation"),
+        (fit.D_opt, fit.D_check, "b", "from N_opt and the cost of the runs"),
+    ):
+        if law.exponent_interval and not other.refused and _outside(other.exponent, law.exponent_interval):
+            fit.notes.append(f"{name} is {other.exponent:.3f} {how}, outside its interval")
+    fit.sensitivity = [_row(rule, None, _optima_in(found, rule)) for rule in WINDOWS[1:]]
+    optima = [(group.C, group.N_opt, group.D_opt) for group in inside]
+    fit.sensitivity.insert(0, _row(window, None, optima))
+    for one in optima if len(optima) > BUDGETS else ():
+        row = _row(window, one[0], [other for other in optima if other != one])
+        fit.sensitivity.append(row)
+        for name, law in zip(names, (fit.N_opt, fit.D_opt), strict=True):
+            if law.exponent_interval and _outside(row[name], law.exponent_interval):
+                fit.notes.append(f"{name} is {row[name]:.3f} without {one[0]:.3g} FLOPs, outside its interval")
+
+
+def _outside(value: float | None, interval: tuple[float, float]) -> bool:
+    return value is not None and not interval[0] <= value <= interval[1]
+
+
+def _optima_in(found: list[_Budget], rule: str) -> list[tuple[float, float, float]]:
+    """Returns (C, N_opt, D_opt) of each budget with an optimum inside the sizes of another window."""
+    optima = []
+    for one in found:
+        other = _Budget(_copy(one.group))
+        other.kept, other.unclear = one.kept, one.unclear
+        other.fit(rule)
+        other.judge(_noise_of(one, found))
+        if other.group.inside:
+            optima.append((other.group.C, other.group.N_opt, other.group.D_opt))
+    return optima
+
+
+def _copy(group: IsoflopGroup) -> IsoflopGroup:
+    return IsoflopGroup(group.C, group.run, group.N, group.D, group.flops, group.loss, group.budget)
+
+
+def _row(window: str, without: float | None, optima: list[tuple[float, float, float]]) -> dict:
+    row = {"window": window, "without": without, "a": None, "b": None, "budgets": len(optima)}
+    if len(optima) >= BUDGETS:
+        C, N, D = zip(*optima, strict=True)
+        row["a"], row["b"] = law_through("N_opt", C, N).exponent, law_through("D_opt", C, D).exponent
+    return row

@@ -14,6 +14,9 @@ from linnet.study.fit.law import NAMES, Law
 from linnet.study.fit.lse import Term, solve
 from linnet.study.fit.results import MethodFit
 
+UNLIKELY = 0.01
+"""Probability below which the distance of the points from a law is not explained by the noise of the points."""
+
 
 def fit_power(
     C, values, *, quantity: str = "L", irreducible: bool = False, bootstrap: int = 0, seed: int = 0, clusters=None
@@ -25,7 +28,7 @@ def fit_power(
         values: [n] losses, parameters or tokens, positive.
         quantity: "L", "N_opt" or "D_opt"; determines the names of the parameters.
         irreducible: adds the constant E.
-        bootstrap: number of resamples of the pairs for intervals; 0 for none.
+        bootstrap: number of resamples of the residuals for intervals, or of the clusters; 0 for none.
         seed: seed of the resampling.
         clusters: [n] labels; points of one label are drawn together.
 
@@ -40,21 +43,37 @@ def fit_power(
         raise ValueError(f"C has shape {C.shape} and values {values.shape}; both must be vectors of the same length")
     if not (np.isfinite(C) & (C > 0) & np.isfinite(values) & (values > 0)).all():
         raise ValueError("C or values contain NaN, infinite, zero or negative numbers; all must be positive and finite")
-    weights = resampling.draw_counts(bootstrap, len(C), seed, clusters) if bootstrap and len(C) > 2 else None
-    return law_through(quantity, C, values, irreducible=irreducible, weights=weights)
+    if bootstrap and len(C) > 2 and resampling.is_clustered(clusters):
+        weights = resampling.draw_counts(bootstrap, len(C), seed, clusters)
+        return law_through(quantity, C, values, irreducible=irreducible, weights=weights)
+    return law_through(quantity, C, values, irreducible=irreducible, residuals=bootstrap, seed=seed)
 
 
-def law_through(quantity: str, C, values, *, irreducible: bool = False, weights=None, draws_C=None, draws=None) -> Law:
+def law_through(
+    quantity: str,
+    C,
+    values,
+    *,
+    irreducible: bool = False,
+    weights=None,
+    draws_C=None,
+    draws=None,
+    residuals: int = 0,
+    seed: int = 0,
+) -> Law:
     """Returns the law fitted to points, with intervals from resamples.
 
-    Resamples are given either as `weights` or as `draws_C` and `draws`.
+    Resamples are given as `weights`, as `draws_C` and `draws`, or are drawn from the residuals of the law.
 
     Args:
         quantity: "L", "N_opt" or "D_opt".
         C, values: [n] points.
         irreducible: adds the constant E.
         weights: [R, n] counts of a bootstrap of the points.
-        draws_C, draws: [R, m] points of each resample; NaN for missing points.
+        draws_C, draws: [R, m] points of each resample; NaN for missing points. If m = n, and the points lie farther
+            from the law than these draws explain, the residuals of the law are resampled instead.
+        residuals: number of resamples of the residuals of the law.
+        seed: seed of these resamples.
     """
     law = Law(quantity, points=len(C))
     C, values = np.asarray(C, dtype=float), np.asarray(values, dtype=float)
@@ -75,13 +94,56 @@ def law_through(quantity: str, C, values, *, irreducible: bool = False, weights=
         draws_C, draws, counts = np.broadcast_to(C, weights.shape), np.broadcast_to(values, weights.shape), weights
     elif draws is not None:
         counts = (np.isfinite(draws) & np.isfinite(draws_C)).astype(float)
+        if factor := _scatter(law, x, y, draws, counts):
+            law.notes.append(
+                f"the points lie {factor:.1f} times as far from the law as the noise of the losses explains, so the "
+                "interval is that of their distance from the law"
+            )
+            residuals, draws = len(draws), None
+    if draws is None and residuals:
+        drawn = _from_residuals(law, x, y, residuals, seed)
+        if drawn is not None:
+            draws_C, draws, counts = np.broadcast_to(C, drawn.shape), np.exp(drawn), np.ones_like(drawn)
     if draws is not None and len(draws) and different > 2:
-        with np.errstate(invalid="ignore"):
-            xs, ys = (np.where(counts > 0, np.log(a), 0.0) for a in (draws_C, draws))
+        xs, ys = (np.log(np.where(counts > 0, a, 1.0)) for a in (draws_C, draws))
         found = (_irreducible if irreducible else log_log)(xs, ys, counts, estimate)
         add_draws(law, found)
     add_band(law)
     return law
+
+
+def _basis(law: Law, x: np.ndarray) -> np.ndarray:
+    """Returns the derivatives of the log of the law by its parameters, as orthonormal columns [n, 2 or 3]."""
+    columns = [np.ones_like(x), x]
+    if law.constant is not None:
+        columns.append(np.exp(-np.log(law.coefficient) - law.exponent * x))
+    return np.linalg.qr(np.stack(columns, axis=1))[0]
+
+
+def _from_residuals(law: Law, x: np.ndarray, y: np.ndarray, resamples: int, seed: int) -> np.ndarray | None:
+    """Returns log values [R, n] with resampled residuals of the law, or None if no degree of freedom is left."""
+    basis = _basis(law, x)
+    freedom = len(x) - basis.shape[1]
+    if freedom < 1:
+        return None
+    fitted = np.log(law.predict(np.exp(x)))
+    pool = resampling.standardised(y - fitted, (basis**2).sum(axis=1), freedom)
+    return fitted + resampling.draw_errors(pool, freedom, resamples, x.shape, seed)
+
+
+def _scatter(law: Law, x: np.ndarray, y: np.ndarray, draws: np.ndarray, counts: np.ndarray) -> float | None:
+    """Returns how much farther the points lie from the law than in the draws, or None if chance explains it."""
+    whole = (counts > 0).all(axis=1) if counts.shape[1] == len(x) else np.zeros(0, dtype=bool)
+    basis = _basis(law, x)
+    if whole.sum() < 100 or len(x) <= basis.shape[1]:
+        return None
+    errors = np.log(draws[whole]) - y
+    errors = errors - errors @ basis @ basis.T
+    left = y - np.log(law.predict(np.exp(x)))
+    drawn, found = (errors**2).sum(axis=1), float(left @ left)
+    if found <= 1e-18 or (drawn >= found).mean() >= UNLIKELY:
+        return None
+    return float(np.sqrt(found / drawn.mean()))
 
 
 def log_log(x: np.ndarray, y: np.ndarray, weights: np.ndarray, _start=None) -> np.ndarray:
@@ -118,7 +180,9 @@ def _irreducible(x: np.ndarray, y: np.ndarray, weights: np.ndarray, start: np.nd
         starts = np.repeat([[start[0] + start[1] * shift, start[1], np.log(start[2])]], len(x), axis=0)
     copies = len(starts) // len(x)
     tiled = [np.tile(part, (copies, 1)) for part in (x - shift, y, weights)]
-    theta, objective = solve([Term(0, 1, tiled[0]), Term(2)], starts, tiled[1], tiled[2], tolerance=1e-14)
+    # Draws start at the optimum of the data and need fewer digits than an estimate.
+    effort = {"tolerance": 1e-14} if start is None else {"tolerance": 1e-8, "iterations": 60}
+    theta, objective = solve([Term(0, 1, tiled[0]), Term(2)], starts, tiled[1], tiled[2], **effort)
     objective = objective.reshape(copies, len(x))
     theta = theta.reshape(copies, len(x), 3)[objective.argmin(axis=0), np.arange(len(x))]
     found = np.stack([theta[:, 0] - theta[:, 1] * shift, theta[:, 1], np.exp(theta[:, 2])], axis=1)
@@ -149,10 +213,13 @@ def add_draws(law: Law, draws: np.ndarray) -> None:
 
 def add_band(law: Law, points: int = 41) -> None:
     """Adds values and intervals of a law from its smallest C to ten times its largest, for figures."""
-    law.band = []
-    for C in np.geomspace(law.c_min, 10 * law.c_max, points):
-        low, high = law.interval_at(C) or (None, None)
-        law.band.append({"C": float(C), "value": float(law.predict(C)), "low": low, "high": high})
+    grid = np.geomspace(law.c_min, 10 * law.c_max, points)
+    low, high = [None] * points, [None] * points
+    if law.draws is not None and len(law.draws):
+        values = np.exp(law.draws[:, :1] + law.draws[:, 1:2] * np.log(grid)) + law.draws[:, 2:]
+        low, high = np.percentile(values, [2.5, 97.5], axis=0).tolist()
+    columns = zip(grid.tolist(), law.predict(grid).tolist(), low, high, strict=True)
+    law.band = [dict(zip(("C", "value", "low", "high"), row, strict=True)) for row in columns]
 
 
 def count_usable(fit: MethodFit) -> None:

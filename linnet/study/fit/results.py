@@ -11,7 +11,7 @@ class Bootstrap(Result):
     """How the intervals of a fit were made.
 
     Attributes:
-        scheme: "pairs", "pairs, clustered by run", "pairs, stratified by budget", "residuals, stratified by budget".
+        scheme: "pairs", "pairs, clustered by run", "residuals of the parabolas", "residuals of the law".
         resamples: number of resamples drawn.
         usable: number of resamples that gave a law. The intervals use only these.
         seed: seed of the generator.
@@ -79,11 +79,20 @@ class IsoflopGroup(Result):
         C: geometric mean of the compute of the runs in FLOPs, used as the compute of the optimum.
         budget: planned or given FLOPs; None if the group was found by clustering.
         run, N, D, flops, loss: lists with one entry per run, in order of N.
+        used: whether the parabola is fitted to the run; one entry per run.
+        excluded: runs that the others contradict, left out of every fit: {"run", "N", "loss", "distance"}, the distance
+            from the parabola of the other runs in standard deviations.
+        window: "all" or, if sizes far from the lowest run are left out, "near the lowest run".
         parabola: (p0, p1, p2), or None.
-        N_opt, D_opt, L_opt: optimum of the parabola, or None. A refused optimum keeps its numbers if they can be
+        parabola_D: the parabola of the same losses in log10 D, or None.
+        residual_sd: standard deviation of the losses about a parabola, from the other budgets; None if unknown.
+        N_opt, L_opt: optimum of the parabola in log N, or None. A refused optimum keeps its numbers if they can be
             computed.
-        N_interval: 95 % interval of N_opt.
-        N_lowest, L_lowest, run_lowest: the observed row of lowest loss.
+        D_opt: optimum of the parabola in log D, fitted apart; `D_check` if that parabola has none.
+        D_check: tokens of N_opt at the cost of the runs beside it, as a check of D_opt.
+        N_akima: N at the minimum of an Akima interpolation of log loss in log N, or None.
+        N_interval, D_interval: 95 % intervals of N_opt and D_opt.
+        N_lowest, L_lowest, run_lowest: the row of lowest loss, without excluded runs.
         inside: True if the optimum counts for N_opt(C).
         refused: reasons why the optimum does not count.
         notes: doubts that do not refuse the optimum.
@@ -96,11 +105,19 @@ class IsoflopGroup(Result):
     flops: list[float]
     loss: list[float]
     budget: float | None = None
+    used: list[bool] = field(default_factory=list)
+    excluded: list[dict] = field(default_factory=list)
+    window: str = "all"
     parabola: tuple[float, float, float] | None = None
+    parabola_D: tuple[float, float, float] | None = None
+    residual_sd: float | None = None
     N_opt: float | None = None
     D_opt: float | None = None
     L_opt: float | None = None
+    D_check: float | None = None
+    N_akima: float | None = None
     N_interval: Interval | None = None
+    D_interval: Interval | None = None
     N_lowest: float | None = None
     L_lowest: float | None = None
     run_lowest: str | None = None
@@ -121,10 +138,17 @@ class IsoflopFit(MethodFit):
     Attributes:
         groups: one group per budget, in order of C.
         ungrouped: number of rows without a budget.
+        D_check: D_opt(C) through `IsoflopGroup.D_check`: the cost of the runs instead of a second parabola.
+        N_akima: N_opt(C) through `IsoflopGroup.N_akima`: interpolation instead of a parabola.
+        sensitivity: how the exponents move: {"window", "without", "a", "b", "budgets"} for every window with all
+            budgets, and for the window of the fit without each budget. `without` is the C that is left out, or None.
     """
 
     groups: list[IsoflopGroup] = field(default_factory=list)
     ungrouped: int = 0
+    D_check: Law = field(default_factory=lambda: Law("D_opt"))
+    N_akima: Law = field(default_factory=lambda: Law("N_opt"))
+    sensitivity: list[dict] = field(default_factory=list)
 
 
 @dataclass
