@@ -13,6 +13,7 @@ class Target(StrEnum):
     """The layout that a conversion writes."""
 
     hf = "hf"
+    llama = "llama"
     linnet = "linnet"
 
 
@@ -25,7 +26,8 @@ def convert(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="A new folder. Default: PATH's name with -hf or -linnet appended, in this folder.", show_default=False
+            help="A new folder. Default: PATH's name with -hf, -llama or -linnet appended, in this folder.",
+            show_default=False,
         ),
     ] = None,
     allow_pickle: Annotated[
@@ -40,6 +42,8 @@ def convert(
 
     [bold]linnet convert runs/tnl-0123456789ab --to hf[/], then AutoModelForCausalLM with trust_remote_code=True.
 
+    [bold]linnet convert runs/llama-0123456789ab --to llama[/]: a model of attention+swiglu as a plain Llama
+
     [bold]linnet convert TransNormerLLM-385M[/], then [bold]linnet generate TransNormerLLM-385M-linnet "Once"[/]
     """
     from rich.console import Console
@@ -51,16 +55,17 @@ def convert(
         message = f"{path}: has neither config.yaml (a run) nor config.json (a checkpoint); name a folder with one"
         raise ConfigError([message], "convert")
     target = to or (Target.hf if ours else Target.linnet)
-    if ours != (target is Target.hf):
-        fix = "it has Linnet's layout already" if ours else "convert it to linnet first, then the result to hf"
+    if ours == (target is Target.linnet):
+        fix = "it has Linnet's layout already" if ours else f"convert it to linnet first, then the result to {target}"
         raise ConfigError([f"--to {target}: {path} cannot be converted to it; {fix}"], "convert")
     out = out or Path(f"{path.resolve().name}-{target}")
     try:
         from linnet import hf
     except ImportError as error:
         raise ConfigError([str(error)], "convert") from None
-    if target is Target.hf:
-        typer.echo(hf.export(path, out, allow_plugins=allow_plugins))
+    if ours:
+        write = hf.export if target is Target.hf else hf.export_llama
+        typer.echo(write(path, out, allow_plugins=allow_plugins))
         return
     console = Console(stderr=True, soft_wrap=True)
     with console.status("reading the weights"):

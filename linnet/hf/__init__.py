@@ -17,7 +17,7 @@ except ImportError as error:
 from linnet.hf.cache import LinnetCache
 from linnet.hf.config import LinnetConfig
 from linnet.hf.convert import Converted, convert
-from linnet.hf.export import export
+from linnet.hf.export import export, export_llama
 from linnet.hf.model import LinnetForCausalLM
 from linnet.hf.tokenizer import to_transformers
 
@@ -31,5 +31,6 @@ __all__ = [
     "LinnetForCausalLM",
     "convert",
     "export",
+    "export_llama",
     "to_transformers",
 ]

@@ -18,14 +18,22 @@ from linnet.runs import RunFolder
 
 CARD = "README.md"
 INSTALL = "pip install 'linnet-lm[hf]'"
+TRUST = """
+`trust_remote_code=True` runs `modeling_linnet.py` of this folder, which imports the installed package `linnet-lm` and
+does nothing else. After `import linnet.hf` the model loads without it.
+"""
 
 
-def write_card(path: Path, out: Path, model: CausalLM, tokenizer: Tokenizer | None) -> None:
-    """Writes the card of the model of the run or model folder `path` into `out`."""
-    (out / CARD).write_text(card(path, out.resolve().name, model, tokenizer), encoding="utf-8")
+def write_card(path: Path, out: Path, model: CausalLM, tokenizer: Tokenizer | None, own_code: bool) -> None:
+    """Writes the card of the model of the run or model folder `path` into `out`.
+
+    Args:
+        own_code: whether the folder needs Linnet's code, which a Llama does not.
+    """
+    (out / CARD).write_text(card(path, out.resolve().name, model, tokenizer, own_code), encoding="utf-8")
 
 
-def card(path: Path, name: str, model: CausalLM, tokenizer: Tokenizer | None) -> str:
+def card(path: Path, name: str, model: CausalLM, tokenizer: Tokenizer | None, own_code: bool) -> str:
     """Returns the text of the card; `name` is the folder's name, for the examples."""
     folder = RunFolder.open(path)
     result: Mapping[str, Any] = {}
@@ -39,6 +47,7 @@ def card(path: Path, name: str, model: CausalLM, tokenizer: Tokenizer | None) ->
         {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["linnet", *mixers]},
         sort_keys=False,
     )
+    trust = ", trust_remote_code=True" if own_code else ""
     return f"""---
 {front}# license: choose one before you publish, for example apache-2.0
 ---
@@ -51,20 +60,17 @@ A causal language model made with [Linnet](https://pypi.org/project/linnet-lm/) 
 {_training(folder.config, result)}
 ## How to load it
 
-    {INSTALL}
+    {INSTALL if own_code else "pip install transformers"}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
+tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
 inputs = tokenizer(["The"], return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=40)))
 ```
-
-`trust_remote_code=True` runs `modeling_linnet.py` of this folder, which imports the installed package `linnet-lm` and
-does nothing else. After `import linnet.hf` the model loads without it.
-{_plugins(folder.config)}"""
+{TRUST if own_code else ""}{_plugins(folder.config)}"""
 
 
 def _sizes(model: CausalLM, tokenizer: Tokenizer | None) -> dict[str, str]:

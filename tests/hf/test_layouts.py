@@ -238,6 +238,72 @@ def test_what_a_tokenizer_puts_in_front_of_a_text_comes_along(tmp_path):
     assert "tokenizer.model" in note and "save_pretrained" in note
 
 
+LLAMAS = {
+    "plain": {},
+    "grouped-tied": {"options": {"attention": {"num_heads": 4, "num_kv_heads": 2}}, "tie_embeddings": True},
+    "biases": {"bias": "all", "norm_eps": 1e-3, "options": {"attention": {"num_heads": 4, "head_dim": 12}}},
+    "llama3": {
+        "options": {
+            "attention": {
+                "num_heads": 4,
+                "rope_base": 500.0,
+                "rope_scaling": {"kind": "llama3", "factor": 8.0, "low": 1.0, "high": 4.0, "length": 16},
+            },
+            "swiglu": {"inner": 56},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_a_model_of_attention_and_swiglu_becomes_a_plain_llama(name, tokens, tmp_path):
+    from linnet.config import parse
+    from linnet.data import train_bpe
+    from linnet.models import ModelConfig, build_model
+    from linnet.runs import save_model
+
+    values = {"d_model": 32, "layout": "attention+swiglu x2", "vocab_size": 300, "tie_embeddings": False}
+    values |= {"init_std": 0.2, "options": {"attention": {"num_heads": 4}}, **LLAMAS[name]}
+    model = build_model(parse(ModelConfig, values), seed=1).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that gains and biases show
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    words = train_bpe(["the cat sat on the mat; the dog sat on the log. " * 20], 260)
+    save_model(tmp_path / "model", model.config, model.state_dict(), words)
+    folder = hf.export_llama(tmp_path / "model", tmp_path / "llama")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(theirs) is transformers.LlamaForCausalLM and not list(folder.glob("*.py"))
+    assert theirs.config.eos_token_id == words.end_of_document
+    assert relative(theirs(tokens).logits, logits(model, tokens)) < 1e-5
+    assert "trust_remote_code" not in (folder / "README.md").read_text()
+    assert transformers.AutoTokenizer.from_pretrained(folder)("the cat").input_ids == words.encode("the cat").tolist()
+    again, _ = load_model(hf.convert(folder, tmp_path / "back").path)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+
+def test_what_no_llama_has_is_refused_by_key(tmp_path):
+    from linnet.models import ModelConfig, build_model
+    from linnet.runs import save_model
+
+    odd = {
+        "d_model": 32,
+        "layout": "attention+swiglu near",
+        "aliases": {"near": {"layer": "attention+swiglu", "options": {"attention": {"window": 8}}}},
+        "options": {"attention": {"num_heads": 4, "qk_norm": True, "rope": False}},
+        "norm": "srmsnorm",
+        "bias": "qkv",
+        "embedding_scale": 2.0,
+    }
+    for number, config in enumerate((ModelConfig(**odd), ModelConfig(d_model=32, layout="tnl+sglu attention+swiglu"))):
+        save_model(tmp_path / f"{number}", config, build_model(config).state_dict())
+        with pytest.raises(ConfigError) as error:
+            hf.export_llama(tmp_path / f"{number}", tmp_path / "out")
+        named = {problem.partition(":")[0] for problem in error.value.problems}
+        expected = {f"options.attention.{key}" for key in ("window", "qk_norm", "rope")}
+        assert named == ({"layout"} if number else {*expected, "norm", "bias", "embedding_scale"})
+        assert not (tmp_path / "out").exists()
+
+
 def test_an_export_comes_back(tmp_path):
     from hf_models import small
 

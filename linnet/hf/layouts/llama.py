@@ -1,15 +1,16 @@
 """Llama and its near relatives as transformers saves them: Mistral, Qwen2 and Qwen3.
 
 All are pre-norm stacks of softmax attention with grouped queries and RoPE, and SwiGLU (Touvron et al. 2023,
-arXiv:2302.13971). Mistral (arXiv:2310.06825) adds a sliding window, Qwen2 (arXiv:2407.10671) biases of q, k and v, Qwen3
-(arXiv:2505.09388) norms of q and k and heads of a width of their own. Both Qwens may have windows in some layers.
+arXiv:2302.13971). Mistral (arXiv:2310.06825) adds a sliding window, Qwen2 (arXiv:2407.10671) biases of q, k and v, and
+Qwen3 (arXiv:2505.09388) norms of q and k and heads of a width of their own. Both Qwens may have windows in some layers.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from linnet.config import parse
+from linnet.config import ConfigError, parse
 from linnet.hf.layouts.base import BLOCK, GLU, LARGEST, Plan, Settings, ends, stack
+from linnet.layers.channels.glu import default_inner
 from linnet.models import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -44,6 +45,73 @@ def read(settings: Settings) -> Plan:
             "`bias: none` neither"
         )
     return _plan(settings, inner=11008, bias="all" if attention and mlp else "none")
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """Returns the config.json of a Llama from the configuration of a Linnet model; `read` gives that model back.
+
+    Raises:
+        ConfigError: names all settings that a Llama does not have.
+    """
+    kinds = {spec.names for spec in config.blocks}
+    if config.stack.before or kinds != {("attention", "swiglu")}:
+        problem = f"layout: {config.layout!r} is not attention+swiglu alone; export it with --to hf"
+        raise ConfigError([problem], "export as Llama")
+    attention, swiglu = config.options["attention"], config.options["swiglu"]
+    heads, width = attention["num_heads"], config.d_model
+    values: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": attention["num_kv_heads"] or heads,
+        "head_dim": attention["head_dim"] or width // heads,
+        "intermediate_size": swiglu["inner"] or default_inner(width),
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.norm_eps or 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": config.bias == "all",
+        "mlp_bias": config.bias == "all",
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.init_std,
+        "rope_parameters": {"rope_type": "default", "rope_theta": attention["rope_base"]},
+    }
+    if scaling := attention["rope_scaling"]:
+        values["rope_parameters"] |= {"rope_type": scaling["kind"], "factor": scaling["factor"]}
+        if scaling["kind"] == "llama3":
+            values["rope_parameters"] |= {
+                "low_freq_factor": scaling["low"],
+                "high_freq_factor": scaling["high"],
+                "original_max_position_embeddings": scaling["length"],
+            }
+            values["max_position_embeddings"] = int(scaling["factor"] * scaling["length"])
+    again = read(Settings(values, config.tie_embeddings)).model
+    problems = [
+        f"{key}: {its!r} is not what a Llama does, which is {own!r}; export with --to hf"
+        for key, its, own in _differences(config, again)
+    ]
+    if problems:
+        raise ConfigError(problems, "export as Llama")
+    return values
+
+
+def _differences(config: ModelConfig, llama: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """Returns the keys, with both values, in which a model of attention+swiglu differs from a Llama of its shape."""
+    found = {}
+    for spec in config.blocks:
+        for name in ("attention", "swiglu"):
+            its = config.layer_options(name, spec).model_dump()
+            own = llama.options[name]
+            resolved = ("num_kv_heads", "head_dim", "inner")  # 0 is a default of the shape
+            found |= {
+                f"options.{name}.{key}": (value, own[key])
+                for key, value in its.items()
+                if value != own[key] and not (key in resolved and not value)
+            }
+    for key in ("norm", "bias", "positions", "embedding_scale"):
+        if getattr(config, key) != getattr(llama, key):
+            found[key] = (getattr(config, key), getattr(llama, key))
+    return [(key, its, own) for key, (its, own) in found.items()]
 
 
 def read_mistral(settings: Settings) -> Plan:

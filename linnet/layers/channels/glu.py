@@ -35,7 +35,7 @@ class GatedLinearUnit(Channel):
     def __init__(self, config: GluWidthConfig, context: LayerContext):
         super().__init__()
         d_model = context.d_model
-        inner = config.inner or -(-8 * d_model // 24) * 8
+        inner = config.inner or default_inner(d_model)
         self.gate_proj = nn.Linear(d_model, inner, bias=context.bias_all)
         self.up_proj = nn.Linear(d_model, inner, bias=context.bias_all)
         self.down_proj = nn.Linear(inner, d_model, bias=context.bias_all)
@@ -51,6 +51,11 @@ class GatedLinearUnit(Channel):
 
     def tp_plan(self) -> dict[str, str]:
         return {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+
+
+def default_inner(d_model: int) -> int:
+    """Returns 8/3 of the model width, rounded up to a multiple of 8."""
+    return -(-8 * d_model // 24) * 8
 
 
 @register_channel("swiglu", GluWidthConfig)
