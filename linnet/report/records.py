@@ -220,13 +220,16 @@ def _read_curves(study: Study):
     rows, silent = [], 0
     for _, run in study.table.iterrows():
         path = study.run_folder(run)
-        metrics = curve_rows(RunFolder(path).metrics()) if path is not None else []
+        problem = None if path is None else RunFolder(path).curve_problem()
+        if problem:
+            study.problems.append(f"the training curve of {run['run']} is left out: {problem}")
+        metrics = curve_rows(RunFolder(path).metrics()) if path is not None and not problem else []
         points = [
             (row["tokens"], row["flops"], row["loss"])
             for row in metrics
             if isinstance(row.get("loss"), int | float) and math.isfinite(row["loss"]) and row.get("flops", 0) > 0
         ]
-        silent += not points and bool(run["usable"])
+        silent += not points and not problem and bool(run["usable"])
         for point in thin(points, CURVE_BINS):
             rows.append((run["run"], run["architecture"], run["params_non_embedding"], *point))
     if silent:

@@ -9,11 +9,13 @@ detects later damage (a bad disk, a bad copy), names the damaged file, and renam
 `step-00000100.bad`.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,18 +121,35 @@ def content(folder: Path) -> str | None:
     return None
 
 
-def latest_good(folder: Path) -> tuple[Path | None, Tensors, dict, list[str]]:
+def latest_good(
+    folder: Path, refuse: Callable[[dict], str | None] = lambda meta: None
+) -> tuple[Path | None, Tensors, dict, list[str]]:
     """Returns the newest checkpoint that verifies: (path, tensors, meta, problems); path is None if none verifies.
 
-    `problems` names each newer checkpoint that does not verify, and why.
+    Args:
+        refuse: why a checkpoint with these plain values should not be used, or None. If all that verify are refused,
+            the newest of them is returned.
+
+    `problems` names each newer checkpoint that does not verify or is refused, and why.
     """
-    problems = []
+    problems: list[str] = []
     for path in reversed(listed(folder)):
         try:
+            if reason := refuse(read_meta(path)):
+                problems.append(f"{path.name}: {reason}")
+                continue
             return path, *load(path), problems
         except CheckpointError as error:
             problems.extend(error.problems)
+    for path in reversed(listed(folder)):
+        with contextlib.suppress(CheckpointError):
+            return path, *load(path), problems
     return None, {}, {}, problems
+
+
+def read_meta(path: Path) -> dict:
+    """Returns the plain values of a checkpoint without reading its tensors. Raises CheckpointError as `load` does."""
+    return _read_state(path)["meta"]
 
 
 def clean(folder: Path) -> None:

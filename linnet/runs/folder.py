@@ -24,7 +24,7 @@ import yaml
 from linnet.config import ConfigError, digest, read_yaml
 from linnet.runs import checkpoint
 from linnet.runs.files import write_atomic
-from linnet.runs.record import Record, plain, read_rows
+from linnet.runs.record import ROWS_LOST, Record, lost_rows, plain, read_rows
 
 FORMAT = 2
 STATED = ("format", "digest", "extended")  # keys of config.yaml that are not part of the configuration
@@ -165,6 +165,23 @@ class RunFolder:
     def metrics(self) -> list[dict]:
         """Returns all rows of metrics.jsonl, in order."""
         return read_rows(self._metrics_file)
+
+    def lost_rows(self, meta: Mapping) -> str | None:
+        """Returns a message if rows of metrics.jsonl from before a checkpoint are missing or changed, else None."""
+        return lost_rows(self._metrics_file, meta)
+
+    def curve_problem(self) -> str | None:
+        """Returns why the training curve in metrics.jsonl is not the one that was recorded, None if it is.
+
+        The newest checkpoint vouches for the rows before it. A run without checkpoints, or of 0.1.0, is not checked.
+        """
+        for path in reversed(self.checkpoints()):
+            with contextlib.suppress(ConfigError):
+                if problem := self.lost_rows(checkpoint.read_meta(path)):
+                    return problem
+                break
+        lost = next((row for row in self.metrics() if row.get("event") == ROWS_LOST), None)
+        return None if lost is None else f"{self._metrics_file}: rows were lost before the run continued"
 
     def record(self, keep: int | None = None) -> Record:
         """Opens metrics.jsonl for appending, truncated to its first `keep` rows. Call it only under `lock`."""

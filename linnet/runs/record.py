@@ -1,11 +1,13 @@
 """metrics.jsonl: one JSON object per line, appended while a run trains.
 
 Training rows, validation rows (`validation_loss`), evaluations (`evaluation`) and events (`event`; a failed evaluation
-is an event) share the file, in chronological order. A checkpoint records the number of rows at its time, so that a
-resumed run appends after exactly those rows: no row is written twice, and a line torn by a kill is dropped.
+is an event) share the file, in chronological order. A checkpoint records the number of rows at its time and their
+SHA-256, so that a resumed run appends after exactly those rows: no row is written twice, a line torn by a kill is
+dropped, and rows that were lost or edited are noticed.
 """
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -15,12 +17,16 @@ from pathlib import Path
 from linnet.config import ConfigError
 from linnet.runs.files import write_atomic
 
+ROWS_LOST = "rows_lost"
+"""`event` of the row that says that rows before it are missing or changed."""
+
 
 class Record:
     """The open metrics.jsonl of a training run.
 
     Attributes:
         rows: number of rows in the file.
+        sha256: SHA-256 of the rows, each with its line break, in hexadecimal.
     """
 
     def __init__(self, path: Path, keep: int | None = None):
@@ -31,7 +37,7 @@ class Record:
         text = "".join(line + "\n" for line in lines)
         if path.exists() and path.read_bytes() != text.encode():
             write_atomic(path, text)
-        self.rows = len(lines)
+        self.rows, self._sha256 = len(lines), hashlib.sha256(text.encode())
         self._file = open(path, "ab", buffering=0)
 
     def write(self, row: Mapping) -> None:
@@ -47,6 +53,11 @@ class Record:
         except OSError as error:
             raise self._failed(error) from error
         self.rows += 1
+        self._sha256.update(line)
+
+    @property
+    def sha256(self) -> str:
+        return self._sha256.hexdigest()
 
     def sync(self) -> None:
         """Waits until all rows are on the disk. Raises ConfigError as `write` does."""
@@ -79,6 +90,22 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in _whole_lines(path)]
 
 
+def lost_rows(path: Path, meta: Mapping) -> str | None:
+    """Returns a message if rows of a metrics.jsonl from before a checkpoint are missing or changed, else None.
+
+    Args:
+        meta: plain values of the checkpoint. Those of 0.1.0 have no SHA-256; then only the number of rows is compared.
+    """
+    expected = meta.get("rows", 0)
+    lines = _whole_lines(path)[:expected]
+    if len(lines) < expected:
+        return f"{path}: {expected - len(lines)} of the first {expected} rows are missing or cannot be read"
+    text = "".join(line + "\n" for line in lines)
+    if meta.get("rows_sha256") not in (None, hashlib.sha256(text.encode()).hexdigest()):
+        return f"{path}: some of the first {expected} rows were removed or changed after they were written"
+    return None
+
+
 def curve_rows(rows: list[dict]) -> list[dict]:
     """Returns the points of a training curve for fits and reports, each with its mean loss as `loss`.
 
@@ -109,8 +136,9 @@ def _whole_lines(path: Path) -> list[str]:
             break
         try:
             line = raw.decode("utf-8").rstrip("\n")
-            json.loads(line)
-        except ValueError:  # a power failure in the middle of a block: the following rows cannot be trusted either
+            if not isinstance(json.loads(line), dict):
+                break
+        except (ValueError, RecursionError):  # a power failure in the middle of a block: later rows may be wrong too
             break
         lines.append(line)
     return lines

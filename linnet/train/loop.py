@@ -19,6 +19,7 @@ from linnet import provenance, trust
 from linnet.config import ConfigError, gather, unwritable
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.files import write_atomic
+from linnet.runs.record import ROWS_LOST
 from linnet.train import device as devices
 from linnet.train.clock import Clock
 from linnet.train.config import TrainConfig, resolve
@@ -136,7 +137,9 @@ class Run:
         for name, text in self.objective.files().items():
             if not (self.folder.path / name).is_file():
                 write_atomic(self.folder.path / name, text)
-        path, tensors, meta, problems = checkpoint.latest_good(self.folder.checkpoint_folder)
+        refuse = self.folder.lost_rows  # then the checkpoint before it, whose rows may be whole, writes them again
+        path, tensors, meta, problems = checkpoint.latest_good(self.folder.checkpoint_folder, refuse)
+        lost = self.folder.lost_rows(meta)
         if problems and path is None:  # a run from step 0 would overwrite the rest, which may be months of work
             raise checkpoint.CheckpointError([*problems, none_good(self.folder)])
         checkpoint.set_aside_after(self.folder.checkpoint_folder, path)
@@ -159,10 +162,13 @@ class Run:
         if self.progress is not None:
             self.progress(event)
         if problems:
+            told = f"checkpoints set aside as *.bad: {'; '.join(problems)}; continuing from {path}"
+            if lost:
+                told = f"{lost}, before every checkpoint; the run continues, but fits will leave its training curve out"
             if self.progress is None:
-                told = f"damaged checkpoints set aside as *.bad: {'; '.join(problems)}; continuing from {path}"
                 warnings.warn(told, stacklevel=5)
-            self.write({"event": "damaged_checkpoint", "step": self.session.step, "problems": problems})
+            event = ROWS_LOST if lost else "damaged_checkpoint"
+            self.write({"event": event, "step": self.session.step, "problems": [told] if lost else problems})
         if path is not None:
             self.note_changes(meta, rows[:kept])
 
@@ -363,7 +369,12 @@ class Run:
             self.record.sync()
             tensors, meta = self.session.state()
             meta |= {"digest": self.digest, "execution": devices.execution(self.device, self.config.run.compile)}
-            meta |= {"rows": self.record.rows, "row_step": self.row_step, "clock": self.clock.state()}
+            meta |= {
+                "rows": self.record.rows,
+                "rows_sha256": self.record.sha256,
+                "row_step": self.row_step,
+                "clock": self.clock.state(),
+            }
             keep = max(self.config.run.keep_checkpoints, 2 if self.config.guard.policy == "rollback" else 1)
             checkpoint.save(self.folder.checkpoint_folder, self.session.step, tensors, meta, keep)
         self.saved_step = self.session.step

@@ -6,6 +6,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from linnet.runs.record import ROWS_LOST
+
 QUIET = 30.0  # seconds between two lines if the output is not a terminal
 SLOW = 2.0  # seconds of scoring after which a line reports it if the output is not a terminal
 
@@ -100,6 +102,8 @@ class TerminalProgress:
             return escape(
                 f"damaged checkpoint set aside: {'; '.join(row['problems'])}; continuing from step {row['step']}"
             )
+        if row["event"] == ROWS_LOST:
+            return escape("; ".join(row["problems"]))
         if row["event"] == "evaluation_failed":
             return escape(f"step {row['step']:,}: evaluation {row['evaluation']} failed ({row['error']}); continuing")
         if row["event"] == "extended":

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from linnet.config import ConfigError
-from linnet.runs import CheckpointError, LockedError, RunFolder, checkpoint
+from linnet.runs import CheckpointError, LockedError, Record, RunFolder, checkpoint
+from linnet.study.fit.table import load_study
 from linnet.train import run_folder, train
 
 TIMES = {"tokens_per_second", "seconds", "memory_bytes", "flop_utilisation", "date"}
@@ -158,6 +159,50 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(settings, cach
     assert event["event"] == "damaged_checkpoint" and event["step"] == 18
     assert "optimizer.safetensors" in event["problems"][0]
     assert [row for row in record(run) if "event" not in row] == record(whole)
+
+
+def edited(run: RunFolder, change) -> None:
+    """Changes the list of lines of metrics.jsonl."""
+    file = run.path / "metrics.jsonl"
+    change(lines := file.read_text().splitlines(keepends=True))
+    file.write_text("".join(lines))
+
+
+@pytest.mark.parametrize("change", [lambda lines: lines.pop(-2), lambda lines: lines.__setitem__(-1, '{"step": 20}\n')])
+def test_rows_that_are_gone_are_written_again_from_the_checkpoint_before(settings, cache, tmp_path, whole, change):
+    run = interrupted(settings, cache, tmp_path)
+    edited(run, change)
+    with pytest.warns(UserWarning, match=r"step-00000020: .*metrics\.jsonl.*step-00000018"):
+        run = train(settings(**LONG), tmp_path, cache)
+    assert [row["step"] for row in record(run) if "event" in row] == [18]
+    assert [row for row in record(run) if "event" not in row] == record(whole)
+    assert run.curve_problem() is None
+
+
+def test_rows_that_no_checkpoint_can_write_again_are_said_and_leave_the_fit(settings, cache, tmp_path):
+    run = interrupted(settings, cache, tmp_path)
+    edited(run, lambda lines: lines.pop(3))
+    assert "missing" in run.curve_problem()
+    with pytest.warns(UserWarning, match="1 of the first .* rows are missing.*fits will leave"):
+        run = train(settings(**LONG), tmp_path, cache)
+    assert [row["event"] for row in record(run) if "event" in row] == ["rows_lost"]
+    assert "lost" in run.curve_problem() and run.result()["status"] == "done"
+    other = train(settings(seed=1), tmp_path, cache)
+    row = {key: other.result()[key] for key in ("params_non_embedding", "tokens", "flops", "loss")}
+    rows = [f"{one.path.name},{','.join(map(str, row.values()))}" for one in (run, other)]
+    (tmp_path / "table.csv").write_text("\n".join(["run," + ",".join(row), rows[0], rows[1] + "1"]) + "\n")
+    (tmp_path / "runs").symlink_to(tmp_path)
+    _, curves, notes = load_study(tmp_path)
+    assert set(curves["run"]) == {other.path.name} and any(run.path.name in note for note in notes)
+
+
+def test_a_checkpoint_of_0_1_vouches_for_the_number_of_its_rows(settings, cache, tmp_path, whole, monkeypatch):
+    monkeypatch.setattr(Record, "sha256", None)
+    run = interrupted(settings, cache, tmp_path)
+    monkeypatch.undo()
+    edited(run, lambda lines: lines.__setitem__(0, lines[0].replace("}", ', "more": 1}')))
+    assert run.curve_problem() is None
+    assert record(train(settings(**LONG), tmp_path, cache))[1:] == record(whole)[1:]
 
 
 def test_with_no_good_checkpoint_it_stops_and_touches_nothing(settings, cache, tmp_path, whole):

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from linnet.config import ConfigError, nearest
+from linnet.runs import RunFolder
 from linnet.runs.record import curve_rows
 
 ALIASES = {
@@ -125,7 +126,11 @@ def load_study(
     table, notes = load_table(path / "table.csv", columns)
     parts, without, broken = [], 0, 0
     for row in table.to_dict("records"):
-        records, bad = _records(path / str(row.get("path") or f"runs/{row['run']}") / "metrics.jsonl")
+        folder = path / str(row.get("path") or f"runs/{row['run']}")
+        if problem := RunFolder(folder).curve_problem():
+            notes.append(f"training curve of {row['run']} left out: {problem}")
+            continue
+        records, bad = _records(folder / "metrics.jsonl")
         broken += bad
         if not records:
             without += 1
