@@ -11,7 +11,7 @@ from linnet.config import FITS, ConfigError, check_study, gather, nearest
 CHOICES = {
     "method": ("all", "power", "isoflop", "envelope", "parametric"),
     "count": ("non-embedding", "total"),
-    "flops": ("exact", "6nd"),
+    "flops": ("exact", "paper", "causal", "6nd"),
     "envelope": ("minimum", "hull"),
     "unit": ("flops", "pf-days"),
 }
@@ -49,7 +49,12 @@ def fit(
         str, typer.Option(help="Which parameters N counts.", metavar="|".join(CHOICES["count"]))
     ] = "non-embedding",
     flops: Annotated[
-        str, typer.Option(help="C as in the table, or 6ND.", metavar="|".join(CHOICES["flops"]))
+        str,
+        typer.Option(
+            help="C as in the table; as paper 000 counts it; without the pairs of tokens that the causal mask of "
+            "attention hides; or 6ND.",
+            metavar="|".join(CHOICES["flops"]),
+        ),
     ] = "exact",
     hold_out: Annotated[
         float | None,

@@ -52,7 +52,7 @@ def convention_table(study: Study) -> str:
             reason = escape("; ".join(convention.refused))
             any_refused = any_refused or bool(reason)
             first = f"<th>{shell.swatch(study.architectures, name) if index == 0 else ''}</th>"
-            flops = "exact" if convention.flops == "exact" else "6ND"
+            flops = FLOPS[convention.flops]
             rows.append(f'<tr>{first}<td>{count}</td><td>{flops}</td>{cells}<td class="why">{reason}</td></tr>')
     if not rows:
         return ""
@@ -79,6 +79,8 @@ def left_out_table(study: Study, page_folder: Path) -> str:
     head = "<th>Run</th><th>Architecture</th><th>Budget</th><th>Status</th><th>Last words</th>"
     return shell.table("left-out", head, rows) if rows else ""
 
+
+FLOPS = {"exact": "exact", "paper": "paper 000", "causal": "exact, causal", "6nd": "6ND"}
 
 RUN_COLUMNS = (
     ("budget", "Budget (FLOPs)", units.scientific),

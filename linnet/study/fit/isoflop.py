@@ -53,7 +53,8 @@ def fit_isoflop(
         bootstrap: number of resamples of the residuals of all parabolas.
         seed: seed of the resampling.
         hold_out: see `linnet.study.fit.heldout.threshold`.
-        cost: "exact" places an optimum at the compute of its budget, "6nd" at 6 N D of the optimum.
+        cost: "exact" places an optimum at the compute of its budget, "6nd" at 6 N D of the optimum, and another
+            convention at its own count, interpolated in log N between the runs.
         window: which runs of a budget a parabola is fitted to; see `linnet.study.fit.parabola.window_of`.
 
     Raises:
@@ -116,6 +117,7 @@ def _group(part: pd.DataFrame, budget: float | None) -> IsoflopGroup:
     C = float(np.exp(np.log(spent).mean()))
     columns = {name: part[name].astype(float).tolist() for name in ("N", "D", "loss")}
     columns |= {"run": part["run"].astype(str).tolist(), "flops": spent.tolist()}
+    columns |= {"counted": part["C"].astype(float).tolist()}
     return IsoflopGroup(C, **columns, budget=budget)
 
 
@@ -298,13 +300,24 @@ def _log_tokens(group: IsoflopGroup, log_N: np.ndarray) -> np.ndarray:
     return np.log(group.C) - log_N - np.interp(log_N, x, cost)
 
 
+def _compute(group: IsoflopGroup, N, D, cost: str):
+    """Returns the compute of models of N parameters and D tokens at the budget of the group, as `cost` counts it."""
+    if cost == "exact":
+        return group.C
+    if cost == "6nd":
+        return 6 * N * D
+    x, rows = np.unique(np.log(group.N), return_inverse=True)
+    ratio = np.bincount(rows, np.log(np.array(group.counted) / np.array(group.flops))) / np.bincount(rows)
+    return group.C * np.exp(np.interp(np.log(N), x, ratio))
+
+
 def _point(group: IsoflopGroup, enough: bool, cost: str) -> dict:
     if group.inside and enough:
-        C = 6 * group.N_opt * group.D_opt if cost == "6nd" else group.C
+        C = float(_compute(group, group.N_opt, group.D_opt, cost))
         found = {"C": C, "loss": group.L_opt, "N": group.N_opt, "D": group.D_opt}
     else:
         row = group.run.index(group.run_lowest)
-        C = 6 * group.N[row] * group.D[row] if cost == "6nd" else group.C
+        C = float(_compute(group, group.N[row], group.D[row], cost))
         found = {"C": C, "loss": group.L_lowest, "N": group.N_lowest, "D": group.D[row]}
     return {**found, "run": group.run_lowest, "inside": group.inside, "fitted": group.inside or not enough}
 
@@ -349,7 +362,10 @@ def _resample(found: list[_Budget], noise, C: np.ndarray, cost: str, resamples: 
     few = np.isfinite(draws["N"]).sum(axis=1) < BUDGETS
     for values in draws.values():
         values[few] = np.nan
-    draws_C = 6 * draws["N"] * draws["D"] if cost == "6nd" else np.broadcast_to(C, shape)
+    draws_C = np.broadcast_to(C, shape)
+    if cost != "exact":
+        pairs = zip(found, draws["N"].T, draws["D"].T, strict=True)
+        draws_C = np.stack([_compute(one.group, N, D, cost) for one, N, D in pairs], axis=1)
     return {name: {"draws_C": draws_C, "draws": values} for name, values in draws.items()}
 
 

@@ -78,7 +78,8 @@ class IsoflopGroup(Result):
     Attributes:
         C: geometric mean of the compute of the runs in FLOPs, used as the compute of the optimum.
         budget: planned or given FLOPs; None if the group was found by clustering.
-        run, N, D, flops, loss: lists with one entry per run, in order of N.
+        run, N, D, flops, loss: lists with one entry per run, in order of N; `counted` has the FLOPs in the convention
+            of the fit.
         used: whether the parabola is fitted to the run; one entry per run.
         excluded: runs that the others contradict, left out of every fit: {"run", "N", "loss", "distance"}, the distance
             from the parabola of the other runs in standard deviations.
@@ -108,6 +109,7 @@ class IsoflopGroup(Result):
     used: list[bool] = field(default_factory=list)
     excluded: list[dict] = field(default_factory=list)
     window: str = "all"
+    counted: list[float] = field(default_factory=list)
     parabola: tuple[float, float, float] | None = None
     parabola_D: tuple[float, float, float] | None = None
     residual_sd: float | None = None
@@ -226,7 +228,7 @@ class Convention(Result):
 
     Attributes:
         count: "non-embedding" or "total".
-        flops: "exact" or "6nd".
+        flops: one of `linnet.study.fit.table.FLOPS`.
         method: the headline method.
         alpha: exponent of L(C); None if refused.
         a, b: exponents of N_opt and D_opt; None if refused.

@@ -14,7 +14,7 @@ from linnet.study.fit.isoflop import fit_isoflop
 from linnet.study.fit.law import Law
 from linnet.study.fit.parametric import fit_parametric
 from linnet.study.fit.results import ArchitectureFit, Convention, Crossing, EnvelopeFit, MethodFit, StudyFit
-from linnet.study.fit.table import apply_convention, assign_budgets, curves_of
+from linnet.study.fit.table import COUNTED, FLOPS, apply_convention, assign_budgets, counted_flops, curves_of
 
 METHODS = ("isoflop", "envelope", "power", "parametric")
 """Methods in order of preference as headline. The first, a parabola at a fixed budget, makes the fewest assumptions."""
@@ -46,7 +46,7 @@ def fit_study(
         bootstrap: number of resamples for the 95 % intervals; 0 for none.
         seed: seed of the resampling.
         count: how N is counted, "non-embedding" or "total".
-        flops: how C is counted, "exact" as in the table, or "6nd".
+        flops: how C is counted, "exact" as in the table, "paper", "causal" or "6nd"; see `apply_convention`.
         hold_out: fraction (below 1) of the points, those of largest C, that the held-out test predicts; or the largest
             C in FLOPs that its fit uses. Default: 0.2.
         budgets, tolerance: see `assign_budgets`.
@@ -90,6 +90,9 @@ def _counted(table, curves, name: str, count: str, flops: str):
     if curves is None:
         return part, None
     own = curves[curves["architecture"] == name]
+    if flops in COUNTED and len(own):  # the records of a run share the ratio of its two counts
+        ratio = counted_flops(table, flops) / table["C"]
+        own = own.assign(**{COUNTED[flops]: own["C"] * own["run"].map(dict(zip(table["run"], ratio, strict=True)))})
     return part, apply_convention(own, count, flops) if len(own) else None
 
 
@@ -141,10 +144,12 @@ def _conventions(table, curves, done: ArchitectureFit, current: tuple[str, str],
     settings = {"bootstrap": 0, "seed": 0, "hold_out": None}
     has_total = table["N_total"][table["architecture"] == name].notna().all()
     for count in ("non-embedding", "total")[: 1 + has_total]:
-        for flops in ("exact", "6nd"):
+        for flops in FLOPS:
+            if flops in COUNTED and not (counted_flops(table[table["architecture"] == name], flops) > 0).all():
+                continue
             part, own = _counted(table, curves, name, count, flops)
-            if flops != current[1] and np.allclose(part["spent"], 6 * part["N"] * part["D"], rtol=1e-6):
-                continue  # exact FLOPs are 6ND in this table
+            if flops not in ("exact", current[1]) and np.allclose(part["spent"], part["C"], rtol=1e-6):
+                continue  # the same as exact FLOPs in this table
             if (count, flops) == current:
                 fit = done.best
             else:

@@ -31,6 +31,10 @@ ALIASES = {
 """Canonical name -> column names that are recognised, in any case and spacing."""
 
 NUMBERS = ("N", "N_total", "D", "C", "loss", "budget")
+FLOPS = ("exact", "paper", "causal", "6nd")
+"""Ways of counting C; see `linnet.models.costs`."""
+COUNTED = {"paper": "flops_paper", "causal": "flops_causal"}
+"""Ways of counting C that have a column of their own."""
 SHOWN = 30
 """Largest number of problems of one file that are listed. A count stands for the others."""
 
@@ -173,17 +177,19 @@ def filter_table(
 
 
 def apply_convention(table: pd.DataFrame, count: str, flops: str) -> pd.DataFrame:
-    """Returns the table with N counted with or without embeddings, and C exact or as 6 N D.
+    """Returns the table with N counted with or without embeddings, and C counted in one of `FLOPS`.
+
+    "exact" is the column of C, "paper" and "causal" are the columns `COUNTED`, and "6nd" is 6 N D.
 
     The column `spent` keeps the exact C, which runs of one budget have in common.
 
     Raises:
-        ConfigError: total counts are requested, but missing in the table.
+        ConfigError: total counts, or FLOPs of another convention, are requested, but missing in the table.
         ValueError: unknown convention.
     """
-    if count not in ("non-embedding", "total") or flops not in ("exact", "6nd"):
+    if count not in ("non-embedding", "total") or flops not in FLOPS:
         raise ValueError(
-            f"count: {count!r} must be 'non-embedding' or 'total', and flops: {flops!r} must be 'exact' or '6nd'"
+            f"count: {count!r} must be 'non-embedding' or 'total', and flops: {flops!r} one of {', '.join(FLOPS)}"
         )
     counted = table.copy()
     counted["spent"] = table["C"]
@@ -194,7 +200,20 @@ def apply_convention(table: pd.DataFrame, count: str, flops: str) -> pd.DataFram
         counted["N"] = table["N_total"]
     if flops == "6nd":
         counted["C"] = 6 * counted["N"] * counted["D"]
+    elif flops in COUNTED:
+        counted["C"] = counted_flops(table, flops)
+        bad = ~(np.isfinite(counted["C"]) & (counted["C"] > 0))
+        if bad.any():
+            where = _lines(table["line"][bad]) if "line" in table else f"{int(bad.sum())} rows"
+            fix = "a study writes it; in another CSV, add the column, or use --flops exact"
+            raise ConfigError([f"flops {flops}: no number in column {COUNTED[flops]} in {where}; {fix}"], "fit")
     return counted
+
+
+def counted_flops(table: pd.DataFrame, flops: str) -> pd.Series:
+    """Returns the FLOPs of the rows in the convention "paper" or "causal"; NaN where the table has none."""
+    column = COUNTED[flops]
+    return pd.to_numeric(table[column], errors="coerce") if column in table else pd.Series(np.nan, table.index)
 
 
 def assign_budgets(

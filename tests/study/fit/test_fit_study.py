@@ -161,3 +161,21 @@ def test_any_table_gives_numbers_or_reasons(seed):
     for method in study["tnl"].methods.values():
         for found in (method.L, method.L_irreducible, method.N_opt, method.D_opt):
             assert bool(found.refused) == (found.coefficient is None) == (found.parameters == {})
+
+
+def test_exponents_under_the_count_of_paper_000_and_without_hidden_pairs():
+    """With counts C' = C N^k and N_opt = C^0.5, N_opt = C'^(0.5 / (1 + k/2))."""
+    rows = []
+    for C in np.geomspace(1e18, 1e21, 4):
+        for N in C**0.5 * np.geomspace(0.3, 3, 7):
+            loss = 20 * C**-0.05 + 0.3 * np.log10(N / C**0.5) ** 2
+            row = {"run": f"run {len(rows)}", "architecture": "one", "N": N, "D": C / 6 / N, "C": C, "loss": loss}
+            rows.append(row | {"flops_paper": C * (N / 1e9) ** 0.04, "flops_causal": C * (N / 1e9) ** -0.02})
+    table = pd.DataFrame(rows).assign(N_total=np.nan)
+    for flops, k in (("exact", 0.0), ("paper", 0.04), ("causal", -0.02)):
+        fit = fit_study(table, method="isoflop", bootstrap=20, flops=flops)["one"]
+        assert fit.N_opt.exponent == pytest.approx(0.5 / (1 + k / 2), rel=1e-9)
+        assert fit.L.exponent == pytest.approx(-0.05 / (1 + k / 2), rel=1e-9)
+        assert {c.flops: c.a for c in fit.conventions}["paper"] == pytest.approx(0.5 / 1.02, rel=1e-9)
+    with pytest.raises(ConfigError, match="flops_causal"):
+        fit_study(table.drop(columns="flops_causal"), method="isoflop", bootstrap=0, flops="causal")
