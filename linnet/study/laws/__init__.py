@@ -1,0 +1,101 @@
+"""Further laws of a table of runs, each with intervals, a held-out test where it means something, and refusals.
+
+    table, notes = load_table("runs.csv")
+    laws, unsupported = fit_laws(table, ["gap", "state"])      -> [LawFit], {name: reasons}
+    laws, unsupported = fit_laws(table, ["all"])               all that the table supports, and why not the others
+    laws[0].estimates                                          [Estimate]: .name .of .value .interval .p .note .refused
+    laws[0].tests, .predictions, .points, .to_json()
+
+    allocation        a and b of N_opt and D_opt, and their differences between architectures
+    joint             surfaces with shared or own E and exponents, and tests of them
+    efficiency        compute that one architecture needs for the loss of another
+    over-training     loss by compute and tokens per parameter (Gadre et al. 2024)
+    gap               loss of sizes off the optimum at equal compute (paper 004)
+    state             perplexity by size of state (paper 004)
+    share             best share of attention (paper 004)
+    topology          order of the blocks (paper 004)
+    batch             shift of the optimum with the batch size (paper 004)
+    data-constrained  value of repeated data (Muennighoff et al. 2023)
+
+Needs only NumPy, SciPy and pandas (the extra `study`), not torch. docs/laws.md has the equations.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pandas as pd
+
+from linnet.config import ConfigError, nearest
+from linnet.study.fit import apply_convention
+from linnet.study.laws.allocation import fit_allocation
+from linnet.study.laws.base import Estimate, LawFit, Options, Prediction, Test, last_rows
+from linnet.study.laws.batch import fit_batch
+from linnet.study.laws.columns import read_columns
+from linnet.study.laws.data_constrained import fit_data_constrained
+from linnet.study.laws.efficiency import fit_efficiency
+from linnet.study.laws.gap import fit_gap
+from linnet.study.laws.joint import fit_joint
+from linnet.study.laws.over_training import fit_over_training
+from linnet.study.laws.share import fit_share
+from linnet.study.laws.state import fit_state
+from linnet.study.laws.topology import TOPOLOGIES, fit_topology
+
+LAWS: dict[str, Callable[[pd.DataFrame, Options], LawFit]] = {
+    "allocation": fit_allocation,
+    "joint": fit_joint,
+    "efficiency": fit_efficiency,
+    "over-training": fit_over_training,
+    "gap": fit_gap,
+    "state": fit_state,
+    "share": fit_share,
+    "topology": fit_topology,
+    "batch": fit_batch,
+    "data-constrained": fit_data_constrained,
+}
+
+__all__ = ["Estimate", "LAWS", "LawFit", "Options", "Prediction", "TOPOLOGIES", "Test", "fit_laws"]
+
+
+def fit_laws(
+    table: pd.DataFrame,
+    names: Sequence[str],
+    options: Options | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[list[LawFit], dict[str, list[str]]]:
+    """Fits laws to a table.
+
+    Args:
+        table: from `linnet.study.fit.load_table` or `load_study`, with the columns of `linnet.study.describe` that the
+            laws need. The last row of each run counts.
+        names: keys of `LAWS`, or "all".
+        options: see `Options`.
+        progress: called with one line of text before each law.
+
+    Returns:
+        The laws in the order of `LAWS`, without those that "all" names and the table does not support; and these, each
+        with its reasons. A law that is named itself is always in the list, refused or not.
+
+    Raises:
+        ConfigError: a name is unknown, or a cell of a column is not a number in its range.
+    """
+    options = options or Options()
+    unknown = [
+        f"law {name!r}: unknown; {nearest(name, [*LAWS, 'all'])}" for name in names if name not in (*LAWS, "all")
+    ]
+    if options.of not in ("loss", "perplexity"):
+        unknown.append(f"of: {options.of!r} is unknown; use loss or perplexity")
+    if unknown:
+        raise ConfigError(unknown, "fit")
+    rows = last_rows(apply_convention(read_columns(table), options.count, options.flops))
+    found, unsupported = [], {}
+    for name, fit in LAWS.items():
+        if name not in names and "all" not in names:
+            continue
+        if progress:
+            progress(name)
+        law = replace(fit(rows, options), flops=options.flops, count=options.count)
+        if law.refused and name not in names:
+            unsupported[name] = law.refused
+        else:
+            found.append(law)
+    return found, unsupported

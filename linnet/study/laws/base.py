@@ -1,0 +1,188 @@
+"""What every law returns, its options, and the statistics that several laws share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+
+from linnet.study.fit.law import Interval, Result
+
+ENOUGH = 0.5
+"""Share of the resamples that must give a number. With fewer, the resamples that did are a biased sample."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the laws are fitted.
+
+    Attributes:
+        bootstrap, seed: number of resamples (0 for no intervals), and the seed of the resampling.
+        hold_out: see `linnet.study.fit.heldout.threshold`.
+        budgets, tolerance: see `linnet.study.fit.assign_budgets`.
+        of: what the parabolas of `allocation` are fitted to, "loss" or "perplexity".
+        context: tokens of context at which `state` and `share` count caches; None is the context of training.
+        reference: the architecture that `topology`, `state` and `efficiency` compare with; None is the first.
+        flops, count: how C and N were counted, for the reader.
+    """
+
+    bootstrap: int = 1000
+    seed: int = 0
+    hold_out: float | None = None
+    budgets: list[float] | None = None
+    tolerance: float = 0.06
+    of: str = "loss"
+    context: int | None = None
+    reference: str | None = None
+    flops: str = "exact"
+    count: str = "non-embedding"
+
+
+@dataclass
+class Estimate(Result):
+    """One number of a law.
+
+    Attributes:
+        name: the symbol, such as "c".
+        value: the number, or None if it is refused; `refused` then says why.
+        interval: 95 % interval; None without a bootstrap.
+        of: what it belongs to: an architecture, a pair, a budget; "" for the whole table.
+        p: two-sided p-value of "the number is `null`", adjusted by Holm's method over its family; None if not tested.
+        null: the value that `p` tests.
+        note: a remark.
+    """
+
+    name: str
+    value: float | None = None
+    interval: Interval | None = None
+    of: str = ""
+    p: float | None = None
+    null: float | None = None
+    note: str = ""
+    refused: str = ""
+
+
+@dataclass
+class Test(Result):
+    """A hypothesis test. `conclusion` says its result in words."""
+
+    name: str
+    statistic: float
+    p: float
+    conclusion: str
+    p_bootstrap: float | None = None
+    degrees: tuple[int, ...] = ()
+
+
+@dataclass
+class Prediction(Result):
+    """A held-out test: a part of the table is fitted, and the rest predicted.
+
+    Attributes:
+        name: what is predicted from what.
+        trained, tested: number of points fitted and predicted.
+        mean_error, max_error: mean and maximum of |predicted / observed - 1|; None if there is no test.
+        refused: why there is no test.
+    """
+
+    name: str
+    trained: int = 0
+    tested: int = 0
+    mean_error: float | None = None
+    max_error: float | None = None
+    refused: str = ""
+
+
+@dataclass
+class LawFit(Result):
+    """One law of a table.
+
+    Attributes:
+        law: its name on the command line.
+        title, equation, source: what it is, as text. `source` says which part is our own definition.
+        estimates: the numbers, in the order in which they are shown.
+        tests, predictions: hypothesis tests and held-out tests.
+        points: named lists of rows, for figures and further work.
+        scheme: what the intervals come from.
+        flops, count: how C and N were counted.
+        refused: reasons why there is no law; `estimates` is then empty.
+        notes: remarks on the data and on what was left out.
+    """
+
+    law: str
+    title: str
+    equation: str
+    source: str
+    estimates: list[Estimate] = field(default_factory=list)
+    tests: list[Test] = field(default_factory=list)
+    predictions: list[Prediction] = field(default_factory=list)
+    points: dict[str, list[dict]] = field(default_factory=dict)
+    scheme: str = ""
+    flops: str = "exact"
+    count: str = "non-embedding"
+    refused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def estimate(self, name: str, of: str = "") -> Estimate:
+        """Returns the estimate of a name. Raises KeyError if there is none."""
+        for one in self.estimates:
+            if one.name == name and one.of == of:
+                return one
+        raise KeyError((name, of))
+
+
+def generators(options: Options, names: Sequence[str]) -> dict[str, np.random.Generator]:
+    """Returns an independent generator for each name, so that a resample of one does not depend on the others."""
+    return {name: np.random.default_rng([options.seed, index]) for index, name in enumerate(names)}
+
+
+def interval(draws: np.ndarray) -> Interval | None:
+    """Returns the 95 % percentile interval of draws, or None if fewer than `ENOUGH` of them are numbers."""
+    kept = draws[np.isfinite(draws)]
+    if len(kept) < 20 or len(kept) < ENOUGH * len(draws):
+        return None
+    low, high = np.percentile(kept, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def two_sided(draws: np.ndarray, null: float = 0.0) -> float | None:
+    """Returns the two-sided p-value of `null` from draws of an estimate; at least 2 / (number of draws + 1)."""
+    kept = draws[np.isfinite(draws)]
+    if len(kept) < 20 or len(kept) < ENOUGH * len(draws):
+        return None
+    beyond = min((kept <= null).sum(), (kept >= null).sum()) + 1
+    return float(min(1.0, 2 * beyond / (len(kept) + 1)))
+
+
+def holm(estimates: Sequence[Estimate]) -> None:
+    """Adjusts the p-values of a family of estimates by Holm's method, in place."""
+    tested = sorted((one for one in estimates if one.p is not None), key=lambda one: one.p)
+    highest = 0.0
+    for rank, one in enumerate(tested):
+        highest = max(highest, min(1.0, one.p * (len(tested) - rank)))
+        one.p = highest
+
+
+def theil_sen(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Returns the median of the slopes between all pairs of points: x [n], y [..., n] -> [...]."""
+    first, second = np.triu_indices(len(x), 1)
+    apart = x[second] != x[first]
+    first, second = first[apart], second[apart]
+    return np.median((y[..., second] - y[..., first]) / (x[second] - x[first]), axis=-1)
+
+
+def last_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """Returns the row of most tokens of each run: rows of one training are not independent."""
+    ordered = table.sort_values(["D"], kind="stable")
+    return ordered.groupby(["architecture", "run"], sort=False).tail(1).sort_index().reset_index(drop=True)
+
+
+def errors(name: str, trained: int, predicted, observed) -> Prediction:
+    """Returns the held-out test of predictions against observations."""
+    error = np.abs(np.asarray(predicted) / np.asarray(observed) - 1)
+    return Prediction(name, trained, len(error), float(error.mean()), float(error.max()))
+
+
+def count(number: int, noun: str) -> str:
+    """Returns a number and its noun: `1 budget`, `2 budgets`."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
