@@ -1,0 +1,98 @@
+"""The harness's own command with `--model linnet`, from its command line, on a local task."""
+
+import json
+import sys
+from functools import partialmethod
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="needs the extra eval")
+
+from linnet.data import ByteTokenizer
+from linnet.models import build_model, family
+from linnet.runs import save_model
+
+TASK = """
+task: local_pick
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}/pick.jsonl}}}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{question}}}} Answer:"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("harness")
+    config = family("tnl")(32, 1, vocab_size=256)
+    save_model(path / "model", config, build_model(config, seed=3).state_dict(), ByteTokenizer())
+    rows = [{"question": f"is {n} odd", "choices": ["yes", "no"], "answer": n % 2} for n in range(8)]
+    (path / "pick.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "pick.yaml").write_text(TASK.format(path=path))
+    return path
+
+
+@pytest.fixture
+def command(folder, monkeypatch, capsys):
+    """Runs the command as from a shell; returns its exit status and its two outputs.
+
+    The harness does not look at its 10,000 own tasks first, which takes it 10 seconds.
+    """
+    from lm_eval.tasks import TaskManager
+
+    from linnet import lm_eval
+
+    monkeypatch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["lm_eval", *map(str, arguments)])
+        try:
+            lm_eval.main()
+            status = 0
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_its_options_reach_the_harness(command, folder, tmp_path):
+    given = f"pretrained={folder / 'model'},max_length=64"
+    options = ["--tasks", "local_pick", "--include_path", folder, "--limit", "5", "--batch_size", "2", "--log_samples"]
+    status, out, _ = command(
+        "--model", "linnet", "--model_args", given, *options, "--device", "cpu", "--output_path", tmp_path / "found"
+    )
+    assert status == 0 and "local_pick" in out
+    [file] = (tmp_path / "found").rglob("results_*.json")
+    values = json.loads(file.read_text())
+    assert values["n-samples"]["local_pick"]["effective"] == 5
+    assert values["config"]["model"] == "linnet" and values["config"]["model_num_parameters"] > 0
+    assert list((tmp_path / "found").rglob("samples_local_pick_*.jsonl"))
+
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from linnet.evaluate.harness import LinnetLM
+    from linnet.inference import Engine
+
+    lm = LinnetLM(Engine.of_run(folder / "model", device="cpu"), 64)
+    manager = TaskManager(include_path=str(folder))
+    own = simple_evaluate(lm, tasks=["local_pick"], task_manager=manager, limit=5, bootstrap_iters=0)
+    assert values["results"]["local_pick"]["acc,none"] == own["results"]["local_pick"]["acc,none"]
+
+
+def test_wrong_arguments_are_named_together(command, folder):
+    tasks = ("--tasks", "local_pick", "--include_path", folder)
+    wrong = "pretraind=x,dtype=float7,max_length=0"
+    status, _, err = command("--model", "linnet", "--model_args", wrong, *tasks, "--batch_size", "0")
+    assert status == 2
+    assert all(part in err for part in ("'pretrained'", "float7", "max_length: ", "batch_size: ", "5 problems"))
+    status, _, err = command("--model", "linnet", "--model_args", f"pretrained={folder / 'none'}", *tasks)
+    assert status == 2 and "none: does not exist" in err
+    given = f"pretrained={folder / 'model'}"
+    status, _, err = command("--model", "linnet", "--model_args", given, *tasks, "--apply_chat_template")
+    assert status == 2 and "--apply_chat_template" in err
