@@ -15,9 +15,6 @@ from scipy import stats
 from linnet.study.fit import IsoflopGroup, assign_budgets, fit_isoflop
 from linnet.study.laws.base import Options, generators
 
-FAR = 6.0
-"""A residual beyond this many standard deviations (by the median) belongs to a run that the parabola leaves out."""
-
 
 @dataclass
 class Optimum:
@@ -119,7 +116,8 @@ def _with_draws(name: str, part: pd.DataFrame, groups: list[IsoflopGroup], optio
 
 def _parabola(group: IsoflopGroup, part: pd.DataFrame):
     """Returns the runs of a budget, ln N around its mean, the parabola in it, residuals, and which runs are used."""
-    rows = part[part["run"].astype(str).isin(group.run)].sort_values("N", kind="stable").reset_index(drop=True)
+    by_run = part.set_index(part["run"].astype(str))
+    rows = by_run.loc[group.run].reset_index(drop=True)
     x = np.log(rows["N"].to_numpy(float))
     x = x - x.mean()
     middle = np.log(rows["N"]).mean() / np.log(10)
@@ -127,11 +125,7 @@ def _parabola(group: IsoflopGroup, part: pd.DataFrame):
     ten = np.log(10)
     coefficients = np.array([p0 + p1 * middle + p2 * middle**2, (p1 + 2 * p2 * middle) / ten, p2 / ten**2])
     rest = rows["loss"].to_numpy(float) - np.polynomial.polynomial.polyval(x, coefficients)
-    spread = 1.4826 * np.median(np.abs(rest))
-    used = np.abs(rest) <= max(FAR * spread, 1e-12)
-    if len(np.unique(x[used])) < 3:
-        used[:] = True
-    return rows, x, coefficients, rest, used
+    return rows, x, coefficients, rest, np.array(group.used, dtype=bool)
 
 
 def _vertex(coefficients: np.ndarray, group: IsoflopGroup) -> dict[str, np.ndarray]:
