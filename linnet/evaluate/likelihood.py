@@ -5,6 +5,7 @@ copies its state (or its cache, for attention) for every answer, and then reads 
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from linnet.config import ConfigError
 from linnet.evaluate.mode import evaluating
 from linnet.models import CausalLM
 from linnet.models.causal_lm import IGNORE
@@ -56,6 +58,7 @@ def log_likelihoods(
         progress: called after each batch with the number of requests that it answered.
 
     Raises:
+        ConfigError: the model gives likelihoods that are not finite.
         ValueError: a context or a continuation has no token.
     """
     groups: dict[bytes, _Group] = {}
@@ -76,6 +79,9 @@ def log_likelihoods(
             answered(_score(model, batch, _pad(batch, with_context=True), None, found))
         for batch in _batches([group for group in groups.values() if len(group.places) > 1], of_one_length=True):
             answered(_score(model, batch, _pad(batch, with_context=False), _read(model, batch), found))
+    if bad := sum(not math.isfinite(one.nats) for one in found):
+        problem = f"{bad} of {len(found)} requests have no finite likelihood; the model's logits are NaN or infinite"
+        raise ConfigError([problem], "model")
     return found
 
 

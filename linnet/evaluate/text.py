@@ -237,6 +237,7 @@ def score_text(
         progress: called after each forward pass with the number of tokens that it scored.
 
     Raises:
+        ConfigError: the model gives losses that are not finite.
         ValueError: there is nothing to score, or window, stride or chunk is out of range.
     """
     stride = window // 2 if stride is None else stride
@@ -252,6 +253,9 @@ def score_text(
                 losses, contexts = _carried(model, document.tokens, chunk, scored), np.arange(1, len(document.tokens))
             else:
                 losses, contexts = _windowed(model, document.tokens, window, stride, scored)
+            if not np.isfinite(losses).all():
+                bad = f"{np.count_nonzero(~np.isfinite(losses))} of {len(losses)} tokens have no finite loss"
+                raise ConfigError([f"{document.name}: {bad}; the model's logits are NaN or infinite"], "model")
             bucket = np.frexp(contexts)[1] - 1  # [2^b, 2^(b+1))
             sums += np.bincount(bucket, losses, minlength=64)
             counts += np.bincount(bucket, minlength=64)

@@ -32,6 +32,7 @@ from linnet.models import CausalLM, ModelState
 from linnet.models.backbone import UNBOUNDED_CONTEXT
 from linnet.runs import load_model
 
+NOT_FINITE = "the logits are NaN or infinite; its training diverged, or its weights overflow at this precision"
 CONTEXT_LENGTH = 4096  # default capacity of KV caches in tokens
 READ_AT_ONCE = 4  # most prompts that are read by turns; each has its own states in addition to the slots
 
@@ -220,7 +221,7 @@ class Engine:
         """
         events = self._drop_cancelled()
         self.counters.rounds += 1
-        self._read()
+        events += self._read()
         events += self._decode()
         for _, piece in events:
             if piece.finish is not None:
@@ -260,7 +261,11 @@ class Engine:
     def stream(
         self, prompt: str | Sequence[int], sampling: Sampling | None = None, prefix: Prefix | None = None
     ) -> Iterator[Piece]:
-        """Yields the pieces of one request as they are generated. Leaving the loop early cancels the request."""
+        """Yields the pieces of one request as they are generated. Leaving the loop early cancels the request.
+
+        Raises:
+            ConfigError: the prompt is invalid, or the model gives logits that are not finite.
+        """
         request = self.submit(prompt, sampling, prefix)
         mail = self._mail[request] = deque()
         ended = False
@@ -270,6 +275,7 @@ class Engine:
                     self._deliver()
                 piece = mail.popleft()
                 ended = piece.finish is not None
+                _raise_error(piece)
                 yield piece
         finally:
             del self._mail[request]
@@ -291,7 +297,8 @@ class Engine:
             prefix: a prefix that all prompts continue.
 
         Raises:
-            ConfigError: a prompt is invalid; raised before anything is generated.
+            ConfigError: a prompt is invalid, raised before anything is generated; or the model gives logits that are
+                not finite.
             ValueError: the number of settings differs from that of prompts.
         """
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
@@ -310,6 +317,8 @@ class Engine:
                 del self._mail[request]
                 if not mail[request] or mail[request][-1].finish is None:
                     self.cancel(request)
+        for pieces in mail.values():
+            _raise_error(pieces[-1])
         return [Completion.of(request, pieces) for request, pieces in mail.items()]
 
     @torch.no_grad()
@@ -359,10 +368,11 @@ class Engine:
                 self._readings = deque(reading for reading in self._readings if reading.request is not request)
         return [(request, Piece(None, finish="cancelled")) for request in gone]
 
-    def _read(self) -> None:
+    def _read(self) -> list[tuple[Request, Piece]]:
         """Reads a chunk of the next prompt. After its last chunk, the request begins to decode.
 
-        Up to `READ_AT_ONCE` prompts take turns, so that a short prompt does not wait until a long one is read.
+        Up to `READ_AT_ONCE` prompts take turns, so that a short prompt does not wait until a long one is read. A
+        request whose logits are then NaN or infinite ends with an error: its tokens would mean nothing.
         """
         while len(self._readings) < READ_AT_ONCE and None in self._slots:
             with self._lock:
@@ -373,15 +383,19 @@ class Engine:
             self._slots[slot] = request
             self._readings.append(self._begin(request, slot, prefix))
         if not self._readings:
-            return
+            return []
         reading = self._readings.popleft()
         if reading.done < len(reading.request.prompt):
             self._read_chunk(reading)
         if reading.done < len(reading.request.prompt):
             self._readings.append(reading)
+        elif not reading.logits.isfinite().all():
+            self._slots[reading.slot] = None
+            return [(reading.request, Piece(None, finish="error", error=f"{self.name}: {NOT_FINITE}"))]
         else:
             self._decoder.insert(reading.slot, reading.states, reading.logits[None])
             self._decoder.knobs.set(reading.slot, reading.request.sampling, reading.request.seed, reading.seen)
+        return []
 
     def _begin(self, request: Request, slot: int, prefix: Prefix | None) -> _Reading:
         if prefix is None:
@@ -426,6 +440,11 @@ class Engine:
                 self._slots[slot] = None
         self.counters.generated_tokens += len(events)
         return events
+
+
+def _raise_error(piece: Piece) -> None:
+    if piece.finish == "error":
+        raise ConfigError([piece.error], "model")
 
 
 def _copy(states: ModelState) -> ModelState:

@@ -91,7 +91,7 @@ def load(path: Path, groups: list[str] | None = None) -> tuple[Tensors, dict]:
             raise CheckpointError([f"{file}: the file is missing"])
         if file.stat().st_size != expected["bytes"]:
             raise CheckpointError([f"{file}: {file.stat().st_size} bytes, but {expected['bytes']} were written"])
-        if _sha256(file) != expected["sha256"]:
+        if sha256(file) != expected["sha256"]:
             raise CheckpointError([f"{file}: the contents changed since they were written (SHA-256 differs)"])
         tensors[group] = load_file(file)
     if groups is not None and (missing := set(groups) - set(tensors)):
@@ -180,7 +180,7 @@ def _write(temporary: Path, step: int, tensors: Tensors, meta: dict) -> None:
         file = temporary / f"{group}.safetensors"
         save_file({name: tensor.detach().contiguous() for name, tensor in named.items()}, file)
         sync_file(file)
-        sums[file.name] = {"sha256": _sha256(file), "bytes": file.stat().st_size}
+        sums[file.name] = {"sha256": sha256(file), "bytes": file.stat().st_size}
     state = {"format": _FORMAT, "step": step, "sha256": sums, "meta": meta}
     state["self"] = _own_sum(state)
     file = temporary / "state.json"
@@ -209,7 +209,8 @@ def _own_sum(state: dict) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

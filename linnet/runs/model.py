@@ -7,6 +7,7 @@ without its history. `linnet convert` writes model folders:
                          `prompt_start` if token ids precede each prompt
     model.safetensors    its weights
     tokenizer.json       its tokenizer, in the format of `linnet.data.load_tokenizer`, if it has one
+    SHA256SUMS           of the two files above, verified on load; `sha256sum -c` reads it too. 0.1.0 did not write it
 """
 
 import warnings
@@ -30,7 +31,8 @@ from linnet.runs.checkpoint import CheckpointError
 from linnet.runs.files import write_atomic
 from linnet.runs.folder import RunFolder
 
-TOKENIZER, WEIGHTS = "tokenizer.json", "model.safetensors"
+TOKENIZER, WEIGHTS, SUMS = "tokenizer.json", "model.safetensors", "SHA256SUMS"
+SHOWN = 5  # largest number of tensors that a message names
 
 
 class DamagedCheckpoint(UserWarning):
@@ -68,8 +70,8 @@ def load_model(
             here (`linnet.trust`).
 
     Raises:
-        ConfigError: the folder contains no model, its parts do not fit together, or a plugin is not trusted; the
-            message lists all problems.
+        ConfigError: the folder contains no model, its parts do not fit together, a file or weight is damaged, or a
+            plugin is not trusted; the message lists all problems.
     """
     loaded = load_checkpoint(path, device, dtype, allow_plugins=allow_plugins)
     return loaded.model, loaded.tokenizer
@@ -89,6 +91,8 @@ def load_checkpoint(
     model = empty_model(config)
     tensors, step, documents = _read_weights(folder)
     assign_weights(model, tensors, str(path), dtype)
+    if problems := not_finite(tensors) + _changed_files(folder.path):
+        raise ConfigError(problems, str(path))
     return Loaded(model.eval().to(device or "cpu"), tokenizer, step, documents)
 
 
@@ -163,6 +167,8 @@ def save_model(
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path / WEIGHTS)
         if tokenizer is not None:
             tokenizer.save(path / TOKENIZER)
+        names = [name for name in (WEIGHTS, TOKENIZER) if (path / name).is_file()]
+        write_atomic(path / SUMS, "".join(f"{checkpoint.sha256(path / name)}  {name}\n" for name in names))
         values: dict[str, Any] = {"model": config.model_dump(mode="json")}
         if plugins:
             values |= {"plugins": plugins, "plugin_digests": trust.digests(plugins)}
@@ -196,6 +202,39 @@ def full_precision(model: nn.Module) -> set[str]:
         for prefix, module in model.named_modules()
         for name in getattr(module, "full_precision", ())
     }
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns a problem if weights are NaN or infinite: such a model predicts nothing."""
+    # The extremes of a tensor are NaN if it has a NaN. They need no memory beside the tensor.
+    bad = [
+        name
+        for name, x in tensors.items()
+        if x.is_floating_point() and x.numel() and not torch.stack(torch.aminmax(x)).isfinite().all()
+    ]
+    if not bad:
+        return []
+    named = ", ".join(bad[:SHOWN]) + (f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else "")
+    return [f"{len(bad)} of {len(tensors)} tensors have weights that are NaN or infinite: {named}; use other weights"]
+
+
+def _changed_files(folder: Path) -> list[str]:
+    """Returns a problem for each file of a model folder that is missing or differs from the written one."""
+    sums, problems = folder / SUMS, []
+    if not sums.is_file():
+        return []
+    lines = [line.split() for line in sums.read_text(encoding="utf-8", errors="replace").splitlines()]
+    expected = {line[1]: line[0] for line in lines if len(line) == 2}
+    for name in (WEIGHTS, TOKENIZER):
+        file = folder / name
+        if name in expected and not file.is_file():
+            problems.append(f"{file}: the file is missing, but {SUMS} names it; copy it again")
+        elif name in expected and checkpoint.sha256(file) != expected[name]:
+            problems.append(
+                f"{file}: the contents changed since they were written (SHA-256 differs); copy the folder again, or "
+                f"delete {sums} if you changed the file yourself"
+            )
+    return problems
 
 
 def mismatches(own: Mapping[str, tuple], given: Mapping[str, tuple]) -> list[str]:

@@ -358,3 +358,19 @@ def test_generation_that_is_stopped_leaves_no_request_behind(monkeypatch):
     monkeypatch.undo()
     assert [len(found.tokens) for found in engine.generate(["ab"], Sampling(max_tokens=3, ignore_end=True))] == [3]
     assert not engine.busy and not engine._mail
+
+
+def test_logits_that_are_not_finite_end_their_request_alone():
+    model = build_model(family("tnl")(16, 1, num_heads=2, vocab_size=VOCAB))
+    with torch.no_grad():
+        model.embedding.weight[5] = torch.nan
+        model.head = torch.nn.Linear(16, VOCAB, bias=False)  # the embedding's own row would spoil every logit
+    engine = Engine(model, slots=2)
+    requests = [engine.submit([token], Sampling(max_tokens=3)) for token in (5, 6)]
+    ends = {}
+    while engine.busy:
+        ends |= {request: piece for request, piece in engine.advance() if piece.finish}
+    assert [ends[request].finish for request in requests] == ["error", "length"]
+    for attempt in (lambda: engine.generate([[5]]), lambda: list(engine.stream([5]))):
+        with pytest.raises(ConfigError, match="NaN or infinite"):
+            attempt()

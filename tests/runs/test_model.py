@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import ConfigError, parse
-from linnet.data import load_tokenizer
+from linnet.data import ByteTokenizer, load_tokenizer
 from linnet.models import build_model, empty_model, family
 from linnet.runs import load_model, save_model
 from linnet.runs.model import DamagedCheckpoint, assign_weights
@@ -157,3 +157,32 @@ def test_a_mixer_that_has_changed_since_is_refused_unless_allowed(tmp_path):
         load_model(run)
     with pytest.warns(ChangedPlugin, match=r"mine\.py:MyMixer .*changed"):
         load_model(run, allow_plugins=True)
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
+    config = family("tnl")(16, 1, num_heads=2)
+    tensors = dict(build_model(config).state_dict())
+    tensors["embedding.weight"] = torch.full_like(tensors["embedding.weight"], torch.nan)
+    tensors["backbone.blocks.0.mixer.q_proj.weight"][3, 1] = -torch.inf
+    folder = save_model(tmp_path / "model", config, tensors, ByteTokenizer())
+    (text := tmp_path / "text.txt").write_text("some text")
+    for command in (["generate", str(folder), "a"], ["evaluate", "text", str(folder), str(text)]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2 and "backbone.blocks.0.mixer.q_proj.weight, embedding.weight" in result.output
+
+
+def test_files_of_a_model_folder_that_changed_are_named(tmp_path):
+    config = family("tnl")(16, 1, num_heads=2)
+    model = build_model(config)
+    folder = save_model(tmp_path / "model", config, model.state_dict(), ByteTokenizer())
+    load_model(folder)
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1  # of the last weight's exponent or sign: a number all the same
+    weights.write_bytes(content)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError) as error:
+        load_model(folder)
+    assert len(error.value.problems) == 2 and all(name in str(error.value) for name in ("SHA-256", "tokenizer.json"))
+    (folder / "SHA256SUMS").unlink()  # as in a folder of 0.1.0
+    assert load_model(folder)[1] is None
