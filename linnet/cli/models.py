@@ -12,6 +12,9 @@ def models(
     ] = None,
     context: Annotated[int, typer.Option(help="Context length in tokens, for the bytes of state.", min=1)] = 8192,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects in full precision.")] = False,
+    recount: Annotated[
+        bool, typer.Option("--recount", help="Count from the layers (12 s for all) instead of reading stored counts.")
+    ] = False,
 ) -> None:
     """List the model recipes: shape, parameters, training FLOPs and bytes of state.
 
@@ -22,15 +25,15 @@ def models(
     """
     from linnet.config import ConfigError
     from linnet.models import RECIPES
-    from linnet.models.costs import summary
     from linnet.models.recipes.registry import unknown_recipe
+    from linnet.models.recipes.table import recipe_summary
 
     wanted = names or [""]
     unknown = [name for name in wanted if not any(recipe.startswith(name) for recipe in RECIPES)]
     if unknown:
         raise ConfigError([unknown_recipe(name) for name in unknown], "linnet models")
     chosen = [recipe for recipe in RECIPES if any(recipe.startswith(name) for name in wanted)]
-    rows = [summary(name, RECIPES[name](), context) for name in chosen]
+    rows = [recipe_summary(name, context, recount) for name in chosen]
     if as_json:
         print(json.dumps(rows, indent=2))
         return

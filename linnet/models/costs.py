@@ -8,9 +8,10 @@ kernels skip them, but compute the chunks of linear attention whole. `flops_pape
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -175,25 +176,42 @@ def _state_numbers(config_json: str, context_length: int) -> tuple[int, int]:
     return fixed, dynamic
 
 
-def summary(name: str, config: ModelConfig, context_length: int) -> dict:
+def summary(name: str, config: ModelConfig, context_length: int, counts: Mapping[str, Any] | None = None) -> dict:
     """Returns one row of `linnet models --json`: the shape and every count of a model, in full precision.
 
-    `pflops_per_step` is in 10^15 FLOPs per optimizer step at the batch of paper 000 (480 x 8192), as in its Table 7.
+    Args:
+        counts: the result of `count`, if it is known.
     """
-    total, non_embedding = count_parameters(config)
+    counts = counts or count(config, context_length)
     return {
         "name": name,
         "layout": config.layout,
         "num_layers": config.num_layers,
         "d_model": config.d_model,
         "num_heads": config.shown_option("num_heads"),
-        "glu_width": _glu_width(config),
+        "glu_width": counts["glu_width"],
         "vocab_size": config.vocab_size,
+        "params_total": counts["params_total"],
+        "params_non_embedding": counts["params_non_embedding"],
+        "pflops_per_step": counts["pflops_per_step"],
+        "pflops_per_step_exact": counts["pflops_per_step_exact"],
+        "context_length": context_length,
+        "state_bytes": counts["state_bytes"],
+    }
+
+
+def count(config: ModelConfig, context_length: int) -> dict[str, Any]:
+    """Returns the parameters, FLOPs and state bytes of a model.
+
+    `pflops_per_step` is in 10^15 FLOPs per optimizer step at the batch of paper 000 (480 x 8192), as in its Table 7.
+    """
+    total, non_embedding = count_parameters(config)
+    return {
+        "glu_width": _glu_width(config),
         "params_total": total,
         "params_non_embedding": non_embedding,
         "pflops_per_step": PAPER_BATCH * flops_paper(config, PAPER_SEQ_LEN) / 1e15,
         "pflops_per_step_exact": flops_exact(config, PAPER_SEQ_LEN, PAPER_BATCH) / 1e15,
-        "context_length": context_length,
         "state_bytes": state_bytes(config, context_length),
     }
 

@@ -6,7 +6,8 @@ import re
 from typer.testing import CliRunner
 
 from linnet.cli import app
-from linnet.models import RECIPES
+from linnet.models import RECIPES, ModelConfig
+from linnet.models.recipes import table
 
 
 def test_json_has_full_precision():
@@ -22,6 +23,24 @@ def test_json_has_full_precision():
 def test_the_table_fits_eighty_columns():
     result = CliRunner().invoke(app, ["models", "hgrn2"], env={"COLUMNS": "80"})
     assert result.exit_code == 0 and "…" not in result.output and "hgrn2-wt103" in result.output
+
+
+def test_the_stored_counts_are_those_of_the_layers():
+    assert set(table.stored()) == set(RECIPES)
+    small = {"mad-hyena-experts-attention-moe", *(name for name in RECIPES if name.endswith("-10m"))}
+    assert len(small) > 4
+    for name in small:
+        assert table.counted(name) == table.stored()[name], "run python -m linnet.models.recipes.table"
+        assert table.recipe_summary(name, 4096) == table.recipe_summary(name, 4096, recount=True)
+
+
+def test_no_stored_count_is_of_another_configuration(monkeypatch):
+    digests = {name: table.digest(RECIPES[name]()) for name in RECIPES}
+    fix = "run python -m linnet.models.recipes.table"
+    assert {name: row["digest"] for name, row in table.stored().items()} == digests, fix
+    changed = ModelConfig(**{**RECIPES["tnl-10m"]().model_dump(), "d_model": 128})
+    monkeypatch.setitem(RECIPES, "tnl-10m", lambda: changed)
+    assert table.recipe_summary("tnl-10m", 64)["params_total"] < table.stored()["tnl-10m"]["params_total"]
 
 
 def test_an_unknown_recipe_gets_the_nearest():
