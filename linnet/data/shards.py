@@ -18,12 +18,18 @@ from pathlib import Path
 
 import numpy as np
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 from linnet.config import ConfigError
 from linnet.data.sources import fingerprint
 
 METADATA = "corpus.json"
 OFFSET = np.dtype("<i8")
-ABANDONED = 24 * 3600  # seconds after which an unfinished folder counts as left by a killed process
+# Seconds after which an unfinished folder counts as left by a killed process, where folders cannot be locked.
+ABANDONED = 24 * 3600
 
 _verified: set[tuple] = set()  # (path, size, modification time) of the files that this process has verified
 
@@ -198,8 +204,7 @@ def new_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target.parent)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    temporary.mkdir()
+    temporary, lock = _locked_folder(target)
     try:
         yield temporary
         if replace and target.is_dir():
@@ -213,6 +218,8 @@ def new_folder(target: Path, replace: bool = False) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
 
 
 def damaged(folder: Path, problems: list[str]) -> CorpusDamaged:
@@ -221,11 +228,58 @@ def damaged(folder: Path, problems: list[str]) -> CorpusDamaged:
     return CorpusDamaged([f"{problem}; {fix}" for problem in problems], "data")
 
 
+def _locked_folder(target: Path) -> tuple[Path, int | None]:
+    """Makes an unfinished folder beside `target` and locks it for as long as this process lives.
+
+    Returns:
+        The folder, and the descriptor that holds the lock; None where folders cannot be locked.
+    """
+    while True:
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        temporary.mkdir()
+        if fcntl is None:
+            return temporary, None
+        try:
+            lock = os.open(temporary, os.O_RDONLY)
+        except FileNotFoundError:  # another process removed it before it was locked
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if temporary.is_dir():
+                return temporary, lock
+        except BlockingIOError:  # another process is about to remove it
+            pass
+        except OSError:  # a file system without locks: the folder counts as left behind by its age
+            os.close(lock)
+            return temporary, None
+        os.close(lock)
+
+
 def _remove_abandoned(folder: Path) -> None:
+    """Removes unfinished folders whose process has ended, and, where that cannot be known, those of yesterday."""
     for path in folder.glob(".*.tmp"):
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > ABANDONED:
-                shutil.rmtree(path)
+            if not path.is_dir():
+                if time.time() - path.stat().st_mtime > ABANDONED:
+                    path.unlink()
+            elif fcntl is None:
+                _remove_old(path)
+            else:
+                lock = os.open(path, os.O_RDONLY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path)
+                except BlockingIOError:  # its process lives
+                    pass
+                except OSError:
+                    _remove_old(path)
+                finally:
+                    os.close(lock)
+
+
+def _remove_old(path: Path) -> None:
+    if time.time() - path.stat().st_mtime > ABANDONED:
+        shutil.rmtree(path)
 
 
 def _checksum(values: dict) -> str:

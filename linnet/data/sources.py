@@ -1,21 +1,30 @@
 """Sources of text: the standard library, files, folders, globs, JSONL and Parquet.
 
-A text file is one document, a JSONL file has one document per line, and a Parquet file one per row. A folder is read
-recursively: all of its UTF-8 files are read in the order of their paths, except hidden ones; other files are skipped
-and listed. Files that are named directly (by a path or a glob) must be text: a binary or badly encoded one is an error.
+A text file is one document, a JSONL file has one document per line, and a Parquet file one per row. Text and JSONL may
+be compressed (`.gz`, `.zst`). Reading is bounded by the size of a file, so that a few kilobytes that expand to
+terabytes are an error.
+
+A folder is read recursively: all of its UTF-8 files are read in the order of their paths, except hidden ones; other
+files are skipped and listed. Files that are named directly (by a path or a glob) must be text: a binary or badly
+encoded one is an error.
 """
 
 import contextlib
 import glob
+import gzip
 import hashlib
+import io
 import json
 import os
 import sysconfig
 import time
+import typing
 import uuid
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from linnet.config import nearest
 from linnet.install import install_command
@@ -28,6 +37,11 @@ SNIFF = 8192  # bytes to read from the start of a file; enough to recognize most
 LARGE = 16 << 20  # bytes from which the fingerprint of a file is stored
 SETTLED = 2.0  # seconds after which another change to a file certainly changes its times
 REPORTED = 5  # most problems listed per file
+COMPRESSED = (".gz", ".zst")
+# Text shrinks 3 to 20 times. A file whose documents hold more than EXPANSION times its bytes, and more than EXPANDED
+# bytes, is refused.
+EXPANSION, EXPANDED = 200, 1 << 26
+SYSTEM = ("/proc", "/sys", "/dev")  # folders of devices and of the kernel's tables, which block or never end
 
 
 @dataclass(frozen=True)
@@ -77,10 +91,32 @@ def read_documents(file: SourceFile, text_key: str, problems: list[str]) -> Iter
         problems: problems are appended here, at most about `REPORTED` lines; invalid documents are not yielded.
     """
     reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}[file.kind]
+    held, most = 0, max(EXPANDED, EXPANSION * file.path.stat().st_size)
     try:
-        yield from reader(file.path, text_key, problems)
+        for text in reader(file.path, text_key, problems):
+            held += len(text)
+            if held > most:
+                raise _TooLarge(most)
+            yield text
+    except _TooLarge as error:
+        problems.append(f"{file.path}: {error}")
+    except (EOFError, zlib.error, gzip.BadGzipFile, _BadZstd) as error:
+        kind = file.path.suffix.lower()
+        problems.append(f"{file.path}: is not a whole {kind} file ({error}); make it again, or leave it out")
     except OSError as error:
         problems.append(f"{file.path}: cannot be read: {error.strerror or error}")
+
+
+class _TooLarge(Exception):
+    def __init__(self, most: int):
+        super().__init__(
+            f"holds more than {most:,} bytes of text, {EXPANSION} times its size or more; no real text shrinks so "
+            "far. Decompress it, or leave it out"
+        )
+
+
+class _BadZstd(Exception):
+    pass
 
 
 def fingerprint(path: Path) -> str:
@@ -132,7 +168,11 @@ def _find(name: str, skipped: list[str]) -> tuple[list[SourceFile], str | None]:
         paths = [path for path in _walk(root, NOT_LIBRARY) if path.suffix == ".py" and path.stat().st_size]
         files = [SourceFile(path, "text", named=False) for path in paths]
         return files, None if files else f"found no Python source in {root}; give your own files"
+    if "\0" in name:
+        return [], "contains NUL, which no path can; name a file, folder or glob"
     path = Path(name).expanduser()
+    if place := _system(path):
+        return [], f"is in {place}, which holds devices and tables of the kernel, not text; name other files"
     if path.is_dir():
         files = [file for file in (_sniff(path, skipped) for path in _walk(path)) if file]
         return (
@@ -151,35 +191,133 @@ def _find(name: str, skipped: list[str]) -> tuple[list[SourceFile], str | None]:
     return [], f"does not exist; check the path (relative ones start in {Path.cwd()})"
 
 
+def _system(path: Path) -> str | None:
+    """Returns the folder of `SYSTEM` that a path leads into, or None. Files in shared memory (/dev/shm) are files."""
+    real = os.path.realpath(path)
+    if real.startswith("/dev/shm/"):
+        return None
+    return next((place for place in SYSTEM if real == place or real.startswith(f"{place}/")), None)
+
+
+def _kind(path: Path) -> str:
+    """Returns the kind of a file by the end of its name, without the end that says how it is compressed."""
+    inner = Path(path.stem) if path.suffix.lower() in COMPRESSED else path
+    return KINDS.get(inner.suffix.lower(), "text")
+
+
 def _named(path: Path) -> tuple[list[SourceFile], str | None]:
-    files = [SourceFile(path, KINDS.get(path.suffix.lower(), "text"), named=True)]
+    files = [SourceFile(path, _kind(path), named=True)]
     if not path.is_file():
         return [], "is neither a file nor a folder"
+    if place := _system(path):
+        return [], f"is in {place}, which holds devices and tables of the kernel, not text; name other files"
+    if reason := _unreadable(files[0]):
+        return [], reason
     return files, None if path.stat().st_size else "is an empty file; leave it out or give one with text"
 
 
 def _walk(folder: Path, leave_out: frozenset[str] = frozenset({"__pycache__"})) -> Iterator[Path]:
     paths = []
     for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and name not in leave_out and os.path.join(parent, name) not in SYSTEM
+        ]
         paths += [Path(parent, name) for name in names if not name.startswith(".")]
     yield from sorted(
-        (path for path in paths if os.path.isfile(path)), key=lambda path: path.relative_to(folder).as_posix()
+        (path for path in paths if os.path.isfile(path) and not (os.path.islink(path) and _system(path))),
+        key=lambda path: path.relative_to(folder).as_posix(),
     )
 
 
 def _sniff(path: Path, skipped: list[str]) -> SourceFile | None:
-    kind = KINDS.get(path.suffix.lower(), "text")
+    kind = _kind(path)
+    if reason := _unreadable(SourceFile(path, kind, named=False)):
+        skipped.append(f"{path}: {reason}")
+        return None
     try:
-        with open(path, "rb") as file:
+        with _open(path) as file:
             start = file.read(SNIFF)
     except OSError as error:
-        skipped.append(f"{path}: cannot be read: {error.strerror}")
+        skipped.append(f"{path}: cannot be read: {error.strerror or error}")
+        return None
+    except (EOFError, zlib.error, _BadZstd) as error:
+        skipped.append(f"{path}: is not a whole {path.suffix.lower()} file ({error})")
         return None
     if not start or kind == "text" and b"\0" in start:
         skipped.append(f"{path}: {'is empty' if not start else _text_problem(start)}")
         return None
     return SourceFile(path, kind, named=False)
+
+
+def _unreadable(file: SourceFile) -> str | None:
+    """Returns why Linnet cannot read a file of this kind and compression, None if it can."""
+    suffix = file.path.suffix.lower()
+    if suffix in COMPRESSED and file.kind == "parquet":
+        return f"is Parquet inside {suffix}; decompress it first, Parquet is compressed by itself"
+    if suffix == ".zst":
+        try:
+            import zstandard  # noqa: F401
+        except ImportError:
+            return f"needs zstandard; install it: {install_command('data')}"
+    return None
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file for reading, decompressed if its name says that it is compressed.
+
+    Raises:
+        EOFError, zlib.error, gzip.BadGzipFile, _BadZstd: while reading, the file is not whole.
+    """
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        with gzip.open(path, "rb") as file:
+            yield typing.cast(BinaryIO, file)
+    elif suffix == ".zst":
+        import zstandard
+
+        try:
+            with open(path, "rb") as raw:
+                with io.BufferedReader(_Zstd(raw)) as file:
+                    yield file
+        except (zstandard.ZstdError, MemoryError) as error:  # a frame may ask for a window of gigabytes
+            raise _BadZstd(error) from None
+    else:
+        with open(path, "rb") as file:
+            yield file
+
+
+class _Zstd(io.RawIOBase):
+    """The text of a Zstandard file of one or more frames. zstandard's own reader takes a cut file for a whole one."""
+
+    STEP = 4096  # compressed bytes at a time, which become at most 128 MB
+
+    def __init__(self, raw: BinaryIO):
+        self._raw, self._text, self._unused = raw, memoryview(b""), b""
+        self._frame: typing.Any = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: typing.Any) -> int:
+        import zstandard
+
+        while not self._text:
+            data = self._unused or self._raw.read(self.STEP)
+            self._unused = b""
+            if not data:
+                if self._frame is not None:
+                    raise EOFError("it ends in the middle")
+                return 0
+            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            self._text = memoryview(self._frame.decompress(data))
+            if self._frame.eof:
+                self._unused, self._frame = self._frame.unused_data, None
+        size = min(len(buffer), len(self._text))
+        buffer[:size], self._text = self._text[:size], self._text[size:]
+        return size
 
 
 def _text_problem(text: bytes) -> str | None:
@@ -196,7 +334,11 @@ def _text_problem(text: bytes) -> str | None:
 
 
 def _read_text(path: Path, text_key: str, problems: list[str]) -> Iterator[bytes]:
-    text = path.read_bytes()
+    most = max(EXPANDED, EXPANSION * path.stat().st_size)
+    with _open(path) as file:
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise _TooLarge(most)
     if reason := _text_problem(text):
         problems.append(f"{path}: {reason}")
     elif text:
@@ -204,9 +346,12 @@ def _read_text(path: Path, text_key: str, problems: list[str]) -> Iterator[bytes
 
 
 def _read_jsonl(path: Path, text_key: str, problems: list[str]) -> Iterator[bytes]:
-    wrong, total = 0, 0
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
+    wrong, total, read, most = 0, 0, 0, max(EXPANDED, EXPANSION * path.stat().st_size)
+    with _open(path) as lines:
+        for number, line in enumerate(iter(lambda: lines.readline(most + 1), b""), 1):
+            read += len(line)
+            if read > most:
+                raise _TooLarge(most)
             if not line.strip():
                 continue
             total += 1
@@ -231,6 +376,8 @@ def _json_text(line: bytes, text_key: str) -> tuple[bytes | None, str | None]:
         return None, f"is not JSON: {error.msg} at character {error.pos}"
     except RecursionError:
         return None, "is JSON that is nested too deeply to read"
+    except ValueError:
+        return None, "has a number with too many digits to read"
     if not isinstance(values, dict):
         return None, f"is not a JSON object but {type(values).__name__}; write {{{json.dumps(text_key)}: ...}}"
     if text_key not in values:
@@ -260,14 +407,18 @@ def _read_parquet(path: Path, text_key: str, problems: list[str]) -> Iterator[by
         problems.append(f"{path}: reading Parquet needs pyarrow; install it: {install_command('data')}")
         return
     try:
-        file = parquet.ParquetFile(path)
-        columns = file.schema_arrow.names
+        columns = parquet.read_schema(path).names
         if text_key not in columns:
             problems.append(f"{path}: has no column {text_key!r}; set text_key ({nearest(text_key, columns)})")
             return
+        # A column that stores each distinct text once stays so in memory.
+        file = parquet.ParquetFile(path, read_dictionary=[text_key])
+        most = max(EXPANDED, EXPANSION * path.stat().st_size)
+        if file.metadata.num_rows > most or _parquet_bytes(file.metadata, text_key) > most:
+            raise _TooLarge(most)
         row, wrong = 0, 0
         for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
-            for text in batch.column(0).to_pylist():
+            for text in _column_texts(batch.column(0)):
                 encoded, reason = (b"", None) if text is None else _checked(text, f"column {text_key!r}")
                 if encoded:
                     yield encoded
@@ -276,5 +427,25 @@ def _read_parquet(path: Path, text_key: str, problems: list[str]) -> Iterator[by
                 row += 1
         if wrong > REPORTED:
             problems.append(f"{path}: and {wrong - REPORTED} more bad rows of {row}")
-    except pyarrow.ArrowException as error:
-        problems.append(f"{path}: is not a readable Parquet file ({str(error).splitlines()[0]})")
+    except (pyarrow.ArrowException, OSError, MemoryError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        problems.append(f"{path}: is not a readable Parquet file ({reason})")
+
+
+def _parquet_bytes(metadata, column: str) -> int:
+    """Returns the bytes of a column after decompression, as the file states them."""
+    total = 0
+    for group in range(metadata.num_row_groups):
+        chunks = (metadata.row_group(group).column(i) for i in range(metadata.num_columns))
+        total += sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
+    return total
+
+
+def _column_texts(column) -> Iterator[object]:
+    """Yields the values of an Arrow column; one that is a dictionary is not written out."""
+    if not hasattr(column, "dictionary"):
+        yield from column.to_pylist()
+        return
+    values = column.dictionary.to_pylist()
+    for index in column.indices.to_pylist():
+        yield None if index is None else values[index]

@@ -7,7 +7,8 @@ document that contains its spelling ("<|endoftext|>") is encoded as ordinary tex
 import functools
 import json
 import re
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,7 @@ import tokenizers
 from pydantic import Field
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from linnet.config import Config, ConfigError, digest
+from linnet.config import Config, ConfigError, digest, shown
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Common names of the end-of-document token in a tokenizer.json, the likeliest first.
@@ -33,6 +34,11 @@ COMMON_ENDS = (
     "[SEP]",
 )
 PIECE = 1 << 20  # characters of a document that are encoded at a time
+WORD = 4096  # characters of a word from which merges are learned; the time per word grows with the square of its length
+MOST_IDS = 1 << 24  # ids of a tokenizer.json
+# Seconds that a regex of a tokenizer.json may take: at least 5, and 20 microseconds per byte, 20 times the usual.
+LEAST_SECONDS, SECONDS_PER_BYTE = 5.0, 20e-6
+_LONG_WORD = re.compile(rf"(?<!\S)\S{{{WORD},}}|(?<!\s)\s{{{WORD},}}")
 _WORD_START = re.compile(r"(?<=\S)[ \t\n]")
 
 
@@ -196,6 +202,7 @@ class FileTokenizer(Tokenizer):
         values = json.loads(inner.to_str())
         self.unknown = values["model"].get("unk_id", vocab.get(values["model"].get("unk_token")))
         self.byte_lengths = self._count_bytes(values, vocab)
+        self._backtracks = '"Regex":' in inner.to_str()  # a pattern of the file, which may take any time
 
     def encode(self, text: str) -> np.ndarray:
         return np.concatenate([np.asarray(piece, dtype=np.int64) for piece in self._encode([text])[0]])
@@ -228,8 +235,24 @@ class FileTokenizer(Tokenizer):
         # memory per token of a piece.
         pieces = [_pieces(text) if self.byte_lengths is not None else [text] for text in texts]
         flat = [piece for group in pieces for piece in group]
-        found = iter(self._inner.encode_batch_fast(flat, add_special_tokens=False))
+        found = iter(self._encoded(flat))
         return [[next(found).ids for _ in group] for group in pieces]
+
+    def _encoded(self, texts: list[str]) -> list:
+        def encode() -> list:
+            return self._inner.encode_batch_fast(texts, add_special_tokens=False)
+
+        if not self._backtracks:
+            return encode()
+        try:
+            return _within(LEAST_SECONDS + SECONDS_PER_BYTE * sum(map(len, texts)), encode)
+        except TimeoutError as error:
+            what = f"a regex of {self.name} takes too long for this text ({error})"
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # the library's, when a regex gives up
+                raise
+            what = f"a regex of {self.name} fails on this text ({error})"
+        raise ConfigError([f"tokenizer: {what}; simplify its pre_tokenizer, or use another tokenizer"], "data")
 
     def _count_bytes(self, values: dict, vocab: dict[str, int]) -> np.ndarray | None:
         whole = set(pre_tokenizers.ByteLevel.alphabet()) <= vocab.keys()
@@ -260,7 +283,8 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> FileTokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    inner.train_from_iterator((piece for document in documents for piece in _pieces(document)), trainer=trainer)
+    texts = (part for document in documents for piece in _pieces(document) for part in _short_words(piece))
+    inner.train_from_iterator(texts, trainer=trainer)
     if (found := inner.get_vocab_size()) != vocab_size:
         fix = f"the training text gives only {found} tokens; use at most {found}, or more text"
         raise ConfigError([f"tokenizer.vocab_size: {vocab_size} is too large: {fix}"], "data")
@@ -295,19 +319,72 @@ def load_tokenizer(path: str | Path, end_of_document: str | None = None) -> Toke
     """
     path = Path(path).expanduser()
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise OSError("it is a pipe, socket or device")
         values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise TypeError("it holds no object")
         notes = values.pop("linnet", {})
+        if not isinstance(notes, dict):
+            notes = {}
         if notes.get("kind") == "byte":
             return ByteTokenizer()
+        if problem := _bad_id(values):
+            raise ConfigError([f"tokenizer {path}: {problem}"], "data")
         inner = tokenizers.Tokenizer.from_str(json.dumps(values))
         return FileTokenizer(inner, end_of_document or notes.get("end_of_document"), name=path.name)
+    except ConfigError:
+        raise
     except OSError as error:
-        reason = f"cannot be read: {error.strerror}; give the path of a tokenizer.json as data.tokenizer, or byte"
+        reason = (
+            f"cannot be read: {error.strerror or error}; give the path of a tokenizer.json as data.tokenizer, or byte"
+        )
     except ValueError as error:
         reason = str(error) if "end_of_document" in str(error) else f"is not JSON ({error})"
-    except Exception as error:  # the library raises a bare Exception for a file that it cannot use
+    except RecursionError:
+        reason = "is JSON that is nested too deeply to read"
+    except BaseException as error:  # the library raises a bare Exception or panics for a file that it cannot use
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         reason = f"is not a tokenizer.json of the tokenizers library ({error})"
     raise ConfigError([f"tokenizer {path}: {reason}"], "data")
+
+
+def _bad_id(values: dict) -> str | None:
+    """Returns a problem if a tokenizer.json names an id that no table of tokens can have, else None."""
+    model = values.get("model")
+    vocab, added = model.get("vocab") if isinstance(model, dict) else None, values.get("added_tokens")
+    named = list(vocab.items()) if isinstance(vocab, dict) else []
+    named += [(one.get("content"), one.get("id")) for one in added or [] if isinstance(one, dict)]
+    for token, number in named:
+        if type(number) is int and not 0 <= number < MOST_IDS:
+            return f"token {shown(token)} has the id {shown(number)}; ids are 0 to {MOST_IDS - 1:,}"
+    return None
+
+
+def _within(seconds: float, function: Callable[[], list]) -> list:
+    """Returns the result of a function that leaves Python's lock while it works.
+
+    Raises:
+        TimeoutError: it takes longer; it goes on in a thread that ends with the process.
+    """
+    result: list = []
+    error: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(function())
+        except BaseException as caught:
+            error.append(caught)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"more than {seconds:.0f} s")
+    if error:
+        raise error[0]
+    return result[0]
 
 
 def _byte_level(values: dict) -> bool:
@@ -327,13 +404,26 @@ def _byte_level(values: dict) -> bool:
 def _pieces(text: str) -> list[str]:
     """Cuts long text before white space that follows another character; GPT-2's rule always starts a new word there.
 
-    Other byte-level splitting rules may place one token differently at a cut, once per `PIECE` characters.
+    Other byte-level splitting rules may place one token differently at a cut, once per `PIECE` characters. Text that
+    has no such place within another `PIECE` characters is cut anyway.
     """
     pieces, start = [], 0
     while len(text) - start > PIECE:
-        cut = _WORD_START.search(text, start + PIECE)
-        if cut is None:
+        cut = _WORD_START.search(text, start + PIECE, start + 2 * PIECE)
+        if cut is None and len(text) - start <= 2 * PIECE:
             break
-        pieces.append(text[start : cut.start()])
-        start = cut.start()
+        end = start + 2 * PIECE if cut is None else cut.start()
+        pieces.append(text[start:end])
+        start = end
     return [*pieces, text[start:]]
+
+
+def _short_words(text: str) -> Iterator[str]:
+    """Yields the text in parts such that words of `WORD` characters or more, as in text without spaces, are cut."""
+    start = 0
+    for match in _LONG_WORD.finditer(text):
+        for cut in range(match.start() + WORD, match.end() + 1, WORD):
+            yield text[start:cut]
+            start = cut
+    if start < len(text) or not text:
+        yield text[start:]

@@ -281,6 +281,22 @@ def test_what_fails_leaves_nothing_behind(texts, tmp_path, monkeypatch):
     assert list((tmp_path / "cache").iterdir()) == []  # nor what a killed process left long ago
 
 
+def test_the_unfinished_folder_of_a_killed_process_is_removed_at_once(tmp_path):
+    code = (
+        "import os, sys, pathlib\nfrom linnet.data import shards\n"
+        f"with shards.new_folder(pathlib.Path({str(tmp_path)!r}) / 'name') as folder:\n"
+        "    print(folder.name, flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    unfinished = tmp_path / process.stdout.readline().strip()
+    with shards.new_folder(tmp_path / "other"):
+        assert unfinished.is_dir()  # its process lives
+    process.kill()
+    process.communicate()
+    with shards.new_folder(tmp_path / "third"):
+        assert not unfinished.exists()
+
+
 @pytest.mark.parametrize("moment", ["_read", "_scan", "_build"])
 def test_a_source_that_changes_while_it_is_read_is_refused(texts, tmp_path, monkeypatch, moment):
     original = getattr(corpus, moment)

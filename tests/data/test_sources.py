@@ -1,6 +1,7 @@
 """Sources: what is read, in which order, and what is said about what cannot be read."""
 
 import builtins
+import gzip
 import json
 import os
 import re
@@ -167,3 +168,74 @@ def test_fingerprints_of_large_files_are_remembered_until_they_change(tmp_path, 
     assert fingerprints(files, cache) == ["read again"]
     (cache / "fingerprints.json").write_text("broken")
     assert fingerprints(files, cache) == ["read again"]
+
+
+def read_one(path, key="text"):
+    problems: list[str] = []
+    files = find_files([str(path)], "source", problems, [])
+    texts = [text for file in files for text in read_documents(file, key, problems)]
+    return texts, problems
+
+
+def compressors():
+    zstandard = pytest.importorskip("zstandard")
+    return {".gz": gzip.compress, ".zst": zstandard.compress}
+
+
+@pytest.mark.parametrize("end", [".gz", ".zst"])
+def test_compressed_text_and_jsonl_are_read(tmp_path, end):
+    compress = compressors()[end]
+    lines = '{"text": "one"}\n\n{"text": "zwei ü"}\n'.encode()
+    (tmp_path / f"a.txt{end}").write_bytes(compress("first é\n".encode()) + compress(b"second"))  # two members
+    (tmp_path / f"b.jsonl{end}").write_bytes(compress(lines))
+    assert read_one(tmp_path / f"a.txt{end}") == (["first é\nsecond".encode()], [])
+    assert read_one(tmp_path / f"b.jsonl{end}") == ([b"one", "zwei ü".encode()], [])
+    assert read_one(tmp_path)[0] == ["first é\nsecond".encode(), b"one", "zwei ü".encode()]
+
+
+@pytest.mark.parametrize("end", [".gz", ".zst"])
+def test_compressed_files_that_are_not_whole_are_named(tmp_path, end):
+    whole = compressors()[end](bytes(range(33, 126)) * 50)
+    for name, data in (("cut", whole[:-9]), ("other", b"plain text"), ("binary", compressors()[end](b"a\0b"))):
+        path = tmp_path / f"{name}.txt{end}"
+        path.write_bytes(data)
+        assert read_one(path)[0] == [] and name in read_one(path)[1][0]
+    (tmp_path / f"table.parquet{end}").write_bytes(whole)
+    assert "decompress it first" in read_one(tmp_path / f"table.parquet{end}")[1][0]
+
+
+@pytest.mark.parametrize("name", ["bomb.txt.gz", "bomb.jsonl.zst", "bomb.parquet"])
+def test_files_that_expand_without_end_are_refused(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("linnet.data.sources.EXPANDED", 1 << 18)
+    path = tmp_path / name
+    if name.endswith(".parquet"):
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        indices = pyarrow.array([0] * 5000, pyarrow.int32())
+        texts = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(["x" * 4000]))
+        parquet.write_table(pyarrow.table({"text": texts}), path)
+    else:
+        lines = b'{"text": "xxxx"}\n' * 200_000 if "jsonl" in name else b"x" * 4_000_000
+        path.write_bytes(compressors()[path.suffix](lines))
+    texts, problems = read_one(path)
+    assert sum(map(len, texts)) <= max(1 << 18, 200 * path.stat().st_size)
+    assert "holds more than" in problems[0]
+
+
+def test_devices_pipes_and_the_kernels_tables_are_refused_by_name(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link.txt").symlink_to("/dev/zero")
+    (tmp_path / "mem.txt").symlink_to("/proc/self/mem")
+    for path in (tmp_path / "pipe", tmp_path / "link.txt", tmp_path / "mem.txt", "/dev/zero", "/proc", "/sys/kernel"):
+        (problem,) = find_problems(path)
+        assert str(path) in problem
+    (tmp_path / "text.txt").write_text("text")
+    assert read_one(tmp_path) == ([b"text"], [])
+    assert "NUL" in find_problems("a\0b")[0]
+
+
+def find_problems(path) -> list[str]:
+    problems: list[str] = []
+    find_files([str(path)], "source", problems, [])
+    return problems

@@ -1,6 +1,7 @@
 """Tokenizers: exact round trips, exact byte counts, an end of document that text never produces."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from linnet.data import (
     tokenizer,
     train_bpe,
 )
+from linnet.data.tokenizer import WORD, _short_words
 
 TEXTS = [
     "the cat sat on the mat, and the cat's hat sat there\n" * 3,
@@ -178,3 +180,45 @@ def test_a_tokenizer_in_the_home_folder_is_found(tmp_path, monkeypatch):
         config = DataConfig(source=["x"], tokenizer=short)
         assert given_vocabulary(config.tokenizer) == count
     assert given_tokenizer(config.tokenizer) is None
+
+
+@pytest.mark.parametrize("text", ["ab" * 100_000, "深" * 30_000 + " " * 30_000, "x y " * 10 + "z" * 60_000 + " end"])
+def test_merges_are_learned_from_text_without_spaces_in_time(text):
+    start = time.process_time()
+    tokenizer = train_bpe([text], 258)
+    assert time.process_time() - start < 3
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert "".join(_short_words(text)) == text
+
+
+def test_only_very_long_words_are_cut_before_merges_are_learned():
+    text = " ".join(["a" * (WORD - 1), "b", "c" * (2 * WORD)])
+    assert [len(part) for part in _short_words(text)] == [2 * WORD + 2, WORD]
+    assert list(_short_words("one two " * 5000)) == ["one two " * 5000]
+
+
+def with_regex(tmp_path, pattern: str):
+    values = json.loads(train_bpe(["def hello world " * 200], 262).to_json())
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    values["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, bytes_]}
+    (tmp_path / "t.json").write_text(json.dumps(values))
+    return load_tokenizer(tmp_path / "t.json")
+
+
+def test_a_regex_that_backtracks_is_an_error(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="regex"):  # the library gives up
+        with_regex(tmp_path, "(x+x+)+y").encode("x" * 40)
+    monkeypatch.setattr("linnet.data.tokenizer.LEAST_SECONDS", 0.05)
+    with pytest.raises(ConfigError, match="too long"):  # just below the library's limit, many times over
+        with_regex(tmp_path, "(x+x+)+y").encode(("x" * 20 + " ") * 20)
+    assert with_regex(tmp_path, r"\s*\w+").encode("def hello").size
+
+
+@pytest.mark.parametrize("number", [2**31, 2**32, 10**30, -1])
+def test_ids_that_no_table_can_have_are_refused(tmp_path, number):
+    values = json.loads(train_bpe(["def hello world " * 200], 262).to_json())
+    values["model"]["vocab"]["a"] = number
+    (tmp_path / "t.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"'a' has the id"):
+        load_tokenizer(tmp_path / "t.json")
