@@ -13,6 +13,7 @@ os.environ["LINNET_CONFIG_HOME"] = tempfile.mkdtemp(prefix="linnet-tests-")
 
 # Read when numpy and torch are imported, here and in processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes, each of which imports torch
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
