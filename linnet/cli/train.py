@@ -102,6 +102,9 @@ def train(
         _show_plan(settings, console)
         console.print("this run is done already; another setting (--set seed=1) makes another run", highlight=False)
     result = folder.result()
+    shown = ("loss", "bits_per_byte", "tokens", "seconds", "steps")
+    if wrong := [key for key in shown if not isinstance(result.get(key, ""), int | float | None)]:
+        raise folder.damaged_result(f"{', '.join(wrong)} missing or not a number")
     if json_:
         typer.echo(json.dumps({"path": str(folder.path), **result}, indent=1))
     else:
@@ -145,7 +148,7 @@ def _settings(
     device: str | None,
     assignments: list[str],
     cache: Path,
-    allow_plugins: bool,
+    allow_plugins: bool = False,
 ):
     """Returns the training that the command line describes."""
     from linnet import trust

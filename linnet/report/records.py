@@ -86,8 +86,11 @@ class Study:
     def made(self) -> str:
         """When and with what the runs were made: dates, versions and devices, from their result.json."""
         folders = [self.run_folder(row) for _, row in self.usable.iterrows()]
-        runs = [RunFolder(folder) for folder in folders if folder is not None]
-        return provenance.shown(run.result() for run in runs if run.done)
+        results = []
+        for folder in folders:
+            with contextlib.suppress(ConfigError):  # a run that is not done, or a damaged result
+                results += [RunFolder(folder).result()] if folder is not None else []
+        return provenance.shown(results)
 
     def run_folder(self, row) -> Path | None:
         """The folder of a run of the table, or None where the table names none. Relative paths start at the study."""

@@ -55,8 +55,7 @@ def save(folder: Path, step: int, tensors: Tensors, meta: dict, keep: int | None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write(temporary, step, tensors, meta)
-        if target.exists():  # only after a fallback to an older checkpoint; the old folder is then still there
-            shutil.rmtree(target)
+        _remove(target)  # it exists only after a fallback to an older checkpoint
         os.rename(temporary, target)
         sync_folder(folder)
     except (OSError, SafetensorError) as error:
@@ -67,7 +66,7 @@ def save(folder: Path, step: int, tensors: Tensors, meta: dict, keep: int | None
         raise
     if keep is not None:
         for old in listed(folder)[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
     return target
 
 
@@ -89,19 +88,28 @@ def load(path: Path, groups: list[str] | None = None) -> tuple[Tensors, dict]:
         file = path / name
         if not file.is_file():
             raise CheckpointError([f"{file}: the file is missing"])
-        if file.stat().st_size != expected["bytes"]:
-            raise CheckpointError([f"{file}: {file.stat().st_size} bytes, but {expected['bytes']} were written"])
-        if sha256(file) != expected["sha256"]:
-            raise CheckpointError([f"{file}: the contents changed since they were written (SHA-256 differs)"])
-        tensors[group] = load_file(file)
+        try:
+            if (size := file.stat().st_size) != expected["bytes"]:
+                raise CheckpointError([f"{file}: {size} bytes, but {expected['bytes']} were written"])
+            if sha256(file) != expected["sha256"]:
+                raise CheckpointError([f"{file}: the contents changed since they were written (SHA-256 differs)"])
+            tensors[group] = load_file(file)
+        except OSError as error:
+            raise CheckpointError([f"{file}: cannot be read ({error.strerror})"]) from None
     if groups is not None and (missing := set(groups) - set(tensors)):
         raise CheckpointError([f"{path}: has no {', '.join(sorted(missing))}"])
     return tensors, state["meta"]
 
 
 def listed(folder: Path) -> list[Path]:
-    """Returns the checkpoints in `folder`, oldest first, without unfinished and damaged ones."""
+    """Returns the checkpoints in `folder`, oldest first, without unfinished and damaged ones.
+
+    Raises:
+        CheckpointError: `folder` is a file.
+    """
     if not folder.is_dir():
+        if folder.exists():
+            raise CheckpointError([f"{folder}: is a file, not a folder of checkpoints; move it away"])
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
     return sorted(found, key=step_of)
@@ -165,9 +173,17 @@ def set_aside_after(folder: Path, good: Path | None) -> list[Path]:
     for path in listed(folder):
         if good is None or step_of(path) > step_of(good):
             bad = path.with_name(path.name + ".bad")
-            shutil.rmtree(bad, ignore_errors=True)
+            _remove(bad)
             moved.append(path.rename(bad))
     return moved
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint, or the file or link that is in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _write(temporary: Path, step: int, tensors: Tensors, meta: dict) -> None:
@@ -196,7 +212,11 @@ def _read_state(path: Path) -> dict:
         expected = state.pop("self")
     except FileNotFoundError:
         raise CheckpointError([f"{file}: the file is missing"]) from None
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except NotADirectoryError:
+        raise CheckpointError([f"{path}: is a file, but a checkpoint is a folder"]) from None
+    except OSError as error:
+        raise CheckpointError([f"{file}: cannot be read ({error.strerror})"]) from None
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise CheckpointError([f"{file}: is damaged: its JSON cannot be read"]) from None
     if _own_sum(state) != expected:
         raise CheckpointError([f"{file}: the contents changed since they were written (SHA-256 differs)"])

@@ -144,12 +144,19 @@ class RunFolder:
     def result(self) -> dict:
         """Returns the content of result.json. Raises `ConfigError` if the run is not done or the file is damaged."""
         try:
-            return json.loads(self._result_file.read_text(encoding="utf-8"))
+            found = json.loads(self._result_file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError([f"{self.path}: the run is not done (no result.json)"], "run folder") from None
-        except ValueError as error:
-            message = f"{self._result_file}: is damaged ({error}); delete it and run again"
-            raise ConfigError([message], "run folder") from None
+        except (ValueError, RecursionError) as error:
+            raise self.damaged_result(str(error)) from None
+        if not isinstance(found, dict) or not isinstance(found.get("status"), str):
+            raise self.damaged_result("it has no status")
+        return found
+
+    def damaged_result(self, reason: str) -> ConfigError:
+        """Returns the error for a result.json that is not what a run wrote."""
+        message = f"{self._result_file}: is damaged ({reason}); delete it and run again"
+        return ConfigError([message], "run folder")
 
     def write_result(self, result: Mapping) -> None:
         """Writes result.json, which marks the run done. Numbers that are not finite become null."""

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import shutil
 
 import pytest
 import torch
@@ -89,9 +90,27 @@ def damage_number(path):
     return "state.json: the contents changed"
 
 
-@pytest.mark.parametrize(
-    "damage", [damage_truncate, damage_flip, damage_missing, damage_state, damage_number], ids=lambda f: f.__name__
-)
+def damage_nested(path):
+    (path / "state.json").write_text("[" * 100_000)
+    return "state.json: is damaged"
+
+
+def damage_folder(path):
+    shutil.rmtree(path)
+    path.write_text("")
+    return "is a file"
+
+
+def damage_files(path):
+    (path / "state.json").unlink()
+    (path / "state.json").mkdir()
+    return "state.json: cannot be read"
+
+
+DAMAGES = [damage_truncate, damage_flip, damage_missing, damage_state, damage_number, damage_nested, damage_folder]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, damage_files], ids=lambda f: f.__name__)
 def test_damage_is_named_and_the_last_good_one_offered(tmp_path, damage):
     good, bad = write(tmp_path, 10), write(tmp_path, 20)
     message = damage(bad)
@@ -103,6 +122,17 @@ def test_damage_is_named_and_the_last_good_one_offered(tmp_path, damage):
     assert len(problems) == 1 and message in problems[0] and str(bad) in problems[0]
     assert checkpoint.set_aside_after(tmp_path, good) == [bad.with_name("step-00000020.bad")]
     assert checkpoint.listed(tmp_path) == [good]
+    write(tmp_path, 20)
+    assert latest_good(tmp_path)[2]["step"] == 20
+
+
+def test_files_in_the_place_of_folders(tmp_path):
+    (tmp_path / "step-00000005").write_text("")
+    write(tmp_path, 5)
+    assert latest_good(tmp_path)[2]["step"] == 5
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(CheckpointError, match="checkpoints: is a file"):
+        checkpoint.listed(tmp_path / "checkpoints")
 
 
 def test_no_good_checkpoint(tmp_path):

@@ -61,6 +61,10 @@ def test_the_result_makes_it_done(tmp_path):
     assert run.done and run.error() is None
     assert run.result() == {"status": "diverged", "loss": None, "flops": 1e12}
     assert sorted(os.listdir(run.path)) == ["config.yaml", "result.json"]
+    for text in ("{}", "[]", "[" * 100_000, '{"status": 3}'):
+        (run.path / "result.json").write_text(text)
+        with pytest.raises(ConfigError, match="result.json: is damaged"):
+            run.result()
     (run.path / "result.json").write_text('{"status": "do')
     with pytest.raises(ConfigError, match="result.json: "):
         run.result()

@@ -26,6 +26,7 @@ from linnet.study.mad.results import PLAN, RUNS, TABLE, read_layers, read_plan
 
 _OPTIONS = {"spare_decay": "--no-weight-decay"}  # keys of plan.json, which never change -> current options
 
+_SORTED = ("architecture", "setting", "learning_rate", "weight_decay", "seed")
 COLUMNS = (
     "architecture task setting varied learning_rate weight_decay seed accuracy macro_batch validation_accuracy loss "
     "validation_loss train_loss epoch parameters state_size status diverged_at steps budget spec decay loads run layers"
@@ -36,9 +37,11 @@ def collect(folder: Path) -> list[dict[str, Any]]:
     """Writes the results of all run folders to mad.csv, atomically, and returns them by architecture and setting."""
     rows, layers = [], read_layers(folder)
     for path in sorted((folder / RUNS).glob("*/result.json")):
-        row = RunFolder(path.parent).result()
+        row = (run := RunFolder(path.parent)).result()
+        if missing := [key for key in _SORTED if key not in row]:
+            raise run.damaged_result(f"it has no {', '.join(missing)}")
         rows.append(row | {"run": path.parent.name, "layers": " ".join(layers.get(row["architecture"], ()))})
-    rows.sort(key=lambda row: [row[k] for k in ("architecture", "setting", "learning_rate", "weight_decay", "seed")])
+    rows.sort(key=lambda row: [row[key] for key in _SORTED])
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
