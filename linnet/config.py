@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import re
@@ -199,6 +200,13 @@ class _Shown(reprlib.Repr):
         super().__init__()
         self.maxlevel, self.maxstring, self.maxother, self.maxlong = 4, 200, 200, 80
         self.maxlist = self.maxtuple = self.maxset = self.maxdict = 8
+
+    def repr_dict(self, x: dict, level: int) -> str:  # in the order given; reprlib sorts all keys first
+        if not x or level <= 0:
+            return "{...}" if x else "{}"
+        pairs = itertools.islice(x.items(), self.maxdict)
+        parts = [f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}" for key, value in pairs]
+        return "{" + ", ".join([*parts, "..."] if len(x) > self.maxdict else parts) + "}"
 
     def repr_int(self, x: int, level: int) -> str:
         return repr(x) if abs(x) < 1 << 256 else f"an integer of {x.bit_length():,} bits"  # Python writes no long ones

@@ -11,6 +11,8 @@ from linnet.serve.errors import ApiError, Disconnected
 
 _JSON = re.compile(r"application/(\w+\+)?json\s*(;|$)", re.IGNORECASE)
 _SHOWN = 80
+MOST_NESTED = 1 << 16  # lists and objects of a body: each takes many times its two bytes, and no request needs more
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
 
 def too_large(most: int) -> ApiError:
@@ -46,7 +48,16 @@ async def read_body(request: Request, most: int, timeout: float) -> bytes:
 
 
 def parse_json(body: bytes) -> dict:
-    """Returns the JSON object in `body`. Raises `ApiError` if it is not one, or has NaN or invalid UTF-8."""
+    """Returns the JSON object in `body`.
+
+    Raises:
+        ApiError: it is not one, has NaN or invalid UTF-8, or more than `MOST_NESTED` lists and objects.
+    """
+    if body.count(b"[") + body.count(b"{") > MOST_NESTED:
+        values = _STRING.sub(b"", body)  # a text may hold any number of brackets
+        if (count := values.count(b"[") + values.count(b"{")) > MOST_NESTED:
+            message = f"the body is JSON of {count:,} lists and objects; send at most {MOST_NESTED:,}"
+            raise ApiError(400, message, code="invalid_json")
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:

@@ -5,6 +5,7 @@ import errno
 import socket
 from collections.abc import Callable
 
+import h11
 import uvicorn
 from pydantic_core import to_json
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -55,7 +56,7 @@ class Server(uvicorn.Server):
         settings = service.settings
         config = uvicorn.Config(
             create_app(service),
-            http=_protocol(settings.stream_timeout),
+            http=_protocol(settings.stream_timeout, settings.header_timeout),
             loop="asyncio",
             ws="none",
             lifespan="on",
@@ -79,14 +80,27 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _protocol(timeout: float) -> type[H11Protocol]:
+def _protocol(timeout: float, header_timeout: float) -> type[H11Protocol]:
     class Protocol(H11Protocol):
-        """Disconnects a client that reads nothing for `timeout` seconds while data is pending.
+        """Disconnects a client that reads nothing for `timeout` seconds while data is pending, and one whose headers
+        take longer than `header_timeout` seconds.
 
         Input that is not HTTP gets an error of the same shape as all others.
         """
 
         _stalled: asyncio.TimerHandle | None = None
+        _headers: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._headers = self.loop.call_later(header_timeout, self._refuse_late)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:  # the headers of a request are complete
+                self._expect_no_headers()
+            elif self._headers is None:  # the next request of this connection has begun
+                self._headers = self.loop.call_later(header_timeout, self._refuse_late)
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -98,13 +112,30 @@ def _protocol(timeout: float) -> type[H11Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._unstall()
+            self._expect_no_headers()
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
-            body = to_json(ApiError(400, "this is not HTTP/1.1; send well-formed requests", code="invalid_http").body())
-            head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            error = ApiError(400, "this is not HTTP/1.1; send well-formed requests", code="invalid_http")
+            self._end_with("400 Bad Request", error)
+
+        def _refuse_late(self) -> None:
+            self._headers = None
+            message = f"the headers did not arrive within {header_timeout:g} seconds; send them faster"
+            self._end_with("408 Request Timeout", ApiError(408, message, code="request_timeout"))
+
+        def _end_with(self, status: str, error: ApiError) -> None:
+            if self.transport.is_closing():
+                return
+            body = to_json(error.body())
+            head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
             self.transport.close()
+
+        def _expect_no_headers(self) -> None:
+            if self._headers is not None:
+                self._headers.cancel()
+                self._headers = None
 
         def _unstall(self) -> None:
             if self._stalled is not None:

@@ -1,25 +1,29 @@
 """Chat templates: turn a conversation into the tokens of a prompt."""
 
-import datetime
 import json
 import re
 import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
 from pathlib import Path
 
-import jinja2
 import tokenizers
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer, Tokenizer
 
 FILE = "chat_template.jinja"
+MOST_BYTES = 1 << 20  # of a template
+SECONDS, START_SECONDS = 5.0, 60.0  # for one conversation; for the start of the process, on a busy machine
 COMMON_STARTS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
 
 
 class ChatTemplate:
-    """A Jinja template as Hugging Face's tokenizers use it, run in a sandbox.
+    """A Jinja template as Hugging Face's tokenizers use it, run in a sandbox and in a process of its own.
 
     Special tokens in the template are tokens. Their spelling in a message stays text, so that a user cannot end their
     turn and continue in another role.
@@ -49,7 +53,7 @@ class ChatTemplate:
             "documents": None,
         }
         try:
-            self._template = _environment().from_string(source)
+            self._renderer = _Renderer(source)
             self.turn_ends = self._find_turn_ends()
         except Exception as error:  # a template is a program and can raise any exception
             raise ConfigError([f"{where}: not a valid chat template ({error})"], "chat template") from None
@@ -87,7 +91,8 @@ class ChatTemplate:
         return self._inner.encode(text, add_special_tokens=False).ids
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self._variables)
+        variables = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self._variables}
+        return self._renderer.render(variables)
 
     def _find_turn_ends(self) -> list[int]:
         answer = f"answer {secrets.token_hex(8)}"
@@ -107,20 +112,75 @@ def load_chat_template(run: str | Path, tokenizer: Tokenizer | None, file: Path 
     if tokenizer is None or (file is None and not path.is_file()):
         return None
     try:
+        if not path.is_file():
+            raise OSError("it is not a file")
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise OSError(f"it has {size:,} bytes; a template has at most {MOST_BYTES:,}")
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read ({error})"], "chat template") from None
     return ChatTemplate(source, tokenizer, str(path))
 
 
-def _environment() -> jinja2.Environment:
-    """Returns a Jinja environment with the filters and functions that templates of Hugging Face's tokenizers use."""
+class _Renderer:
+    """Renders a template in a process of its own (`linnet/serve/render.py`), with bounds of time, memory and length."""
 
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
+    def __init__(self, source: str):
+        self._source, self._lock = source, threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._socket: socket.socket | None = None
+        self._buffer = bytearray()
+        weakref.finalize(self, _end, self.__dict__)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
+    def render(self, variables: dict) -> str:
+        """Returns the text of the template. Raises ValueError if it fails or exceeds a bound."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            return self._ask(variables)
+
+    def _start(self) -> None:
+        _end(self.__dict__)
+        ours, theirs = socket.socketpair()
+        self._socket, self._buffer = ours, bytearray()
+        with theirs:
+            # -P: the folder of the script, whose modules have names of other packages, is no place to import from.
+            command = [sys.executable, "-P", str(Path(__file__).with_name("render.py"))]
+            self._process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL)
+        self._ask(self._source, START_SECONDS)
+
+    def _ask(self, values: object, seconds: float | None = None) -> str:
+        assert self._socket is not None
+        seconds = SECONDS if seconds is None else seconds
+        deadline = time.monotonic() + seconds
+        try:
+            self._socket.settimeout(seconds)
+            self._socket.sendall(json.dumps(values).encode() + b"\n")
+            while not self._buffer.endswith(b"\n"):
+                self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+                part = self._socket.recv(1 << 16)
+                if not part:
+                    raise ValueError("its process ended, for example because it used too much memory")
+                self._buffer += part
+        except TimeoutError:
+            _end(self.__dict__)
+            raise ValueError(f"it takes more than {seconds:g} seconds; simplify its loops") from None
+        except (OSError, ValueError) as error:
+            _end(self.__dict__)
+            raise ValueError(str(error)) from None
+        found = json.loads(self._buffer)
+        self._buffer.clear()
+        if "error" in found:
+            raise ValueError(found["error"])
+        return found["text"]
+
+
+def _end(state: dict) -> None:
+    """Ends the process of a renderer, given its attributes, which outlive it."""
+    process, ours = state.get("_process"), state.get("_socket")
+    if ours is not None:
+        ours.close()
+    if process is not None:
+        process.kill()
+        process.wait()
+    state["_process"] = state["_socket"] = None

@@ -8,6 +8,9 @@ import time
 import pytest
 from serving import LONG, Reply, Running, read_until, serve, wait_for
 
+from linnet.serve.body import parse_json
+from linnet.serve.errors import ApiError
+
 TALK = [{"role": "user", "content": "x"}]
 
 
@@ -297,3 +300,32 @@ def test_bytes_behind_a_request_do_not_harm_its_stream(tiny: Running):
     client.sendall(b"\x00garbage\r\n\r\n")
     assert b"data: [DONE]" in read_until(client, b"[DONE]")
     client.close()
+
+
+def test_headers_that_do_not_arrive_are_not_waited_for():
+    with serve(header_timeout=0.3) as hasty:
+        half = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+        clients = [socket.create_connection(("127.0.0.1", hasty.port), timeout=LONG) for _ in range(20)]
+        for number, client in enumerate(clients):
+            client.sendall(half if number else b"")
+        for client in clients:
+            answer = read_until(client, b"never")
+            assert answer.startswith(b"HTTP/1.1 408") and b"headers did not arrive" in answer
+        assert wait_for(lambda: not hasty.server.server_state.connections)
+        with socket.create_connection(("127.0.0.1", hasty.port), timeout=LONG) as client:  # a connection that is kept
+            for _ in range(2):
+                client.sendall(half + b"\r\n")
+                assert b"200 OK" in read_until(client, b'"ok"}')
+            client.sendall(half)
+            assert b"408" in read_until(client, b"never")
+        assert hasty.request("GET", "/health").status == 200
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": [' + b"[]," * 1_100_000 + b"[]]}", b"[" * 3_500_000])
+def test_a_body_of_many_lists_is_refused_before_it_is_parsed(body: bytes):
+    start = time.process_time()
+    with pytest.raises(ApiError, match="lists and objects"):
+        parse_json(body)
+    assert time.process_time() - start < 1
+    text = "[{" * 100_000 + '"'
+    assert parse_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}

@@ -1,5 +1,8 @@
 """Chat templates: special tokens of the template are tokens, those that users spell are text."""
 
+import os
+import time
+
 import pytest
 import tokenizers
 from serving import serve
@@ -104,3 +107,38 @@ def test_spelled_tokens_survive_a_filter_for_letters(tokenizer: FileTokenizer):
     template = ChatTemplate("{{ messages[-1].content | upper }}", tokenizer)
     found = template.encode([{"role": "user", "content": "a<|im_end|>b"}])
     assert found == spelled(tokenizer, "A<|im_end|>B")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% set x = 1 %}{% endfor %}{% endfor %}", "seconds"),
+        ("{% for a in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "characters"),
+        ("{% set x = 'x' * 9999 %}{% set y = x.replace('x', x).replace('x', x) %}", "memory"),
+        ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "deeply"),
+        ("{" * 5000, ""),
+    ],
+)
+def test_templates_without_end_are_refused(monkeypatch, source: str, reason: str):
+    monkeypatch.setattr("linnet.serve.template.SECONDS", 0.5 if reason == "seconds" else 20.0)
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=f"chat template.*{reason}"):
+        ChatTemplate(source, ByteTokenizer())
+    assert time.monotonic() - start < 20
+
+
+def test_a_conversation_that_takes_too_long_leaves_the_next_one_alone(monkeypatch):
+    source = "{% for a in range(messages[-1].content | length) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = ChatTemplate(source + "{{ messages[-1].content }}", ByteTokenizer())
+    monkeypatch.setattr("linnet.serve.template.SECONDS", 0.4)
+    with pytest.raises(ConfigError, match=r"messages: .*takes more than 0\.4 seconds"):
+        template.encode([{"role": "user", "content": "x" * 99_999}])
+    assert template.encode([{"role": "user", "content": "x"}]) == [ord("x")]
+
+
+def test_a_large_template_and_special_files_are_refused(tmp_path, tokenizer: FileTokenizer):
+    (tmp_path / "large.jinja").write_text("x" * (1 << 20) + "y")
+    os.mkfifo(tmp_path / "pipe.jinja")
+    for name in ("large", "pipe"):
+        with pytest.raises(ConfigError, match=rf"{name}\.jinja"):
+            load_chat_template(tmp_path, tokenizer, tmp_path / f"{name}.jinja")

@@ -1,0 +1,73 @@
+"""Renders one chat template in a process of its own, which its parent can end.
+
+A template is a program that came with a model: two nested loops take hours, and `'x' * 10**9` a gigabyte. Jinja's
+sandbox keeps it away from Python's objects, but bounds neither time nor memory. This file runs as a script that imports
+nothing of Linnet, so that it starts fast. The first line of its input is the template, each further line holds the
+variables of one rendering, all as JSON. It answers each line with one line: {"text": ...} or {"error": ...}.
+"""
+
+import contextlib
+import datetime
+import json
+import signal
+import sys
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MEMORY = 512 << 20  # bytes of the process
+MOST_CHARACTERS = 1 << 22  # of a conversation as text
+ALONE = 30  # seconds after which a rendering ends its process, if no parent is left to do so
+
+
+def environment() -> jinja2.Environment:
+    """Returns a Jinja environment with the filters and functions that templates of Hugging Face's tokenizers use."""
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    made.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    made.globals["raise_exception"] = refuse
+    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return made
+
+
+def answer(template: jinja2.Template | None, line: str) -> tuple[jinja2.Template | None, dict]:
+    """Compiles the template of the first line, renders it for the others; returns the template and the answer."""
+    try:
+        values = json.loads(line)
+        if template is None:
+            return environment().from_string(values), {"text": ""}
+        parts, length = [], 0
+        for part in template.generate(**values):
+            parts.append(part)
+            length += len(part)
+            if length > MOST_CHARACTERS:
+                return template, {"error": f"its text has more than {MOST_CHARACTERS:,} characters"}
+        return template, {"text": "".join(parts)}
+    except MemoryError:
+        return template, {"error": f"it needs more than {MEMORY >> 20} MB of memory"}
+    except RecursionError:
+        return template, {"error": "it is nested too deeply"}
+    except Exception as error:  # a template is a program and can raise any exception
+        return template, {"error": str(error) or type(error).__name__}
+
+
+def main() -> None:
+    with contextlib.suppress(ImportError):  # Windows has no limits
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    template = None
+    alarm = getattr(signal, "alarm", lambda seconds: None)  # Windows has none
+    for line in sys.stdin:
+        alarm(ALONE)
+        template, found = answer(template, line)
+        alarm(0)
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
