@@ -3,6 +3,8 @@
 Reads the path of a file a line and answers with a line of JSON: how it ended and what it wrote.
 """
 
+import functools
+import inspect
 import json
 import os
 import runpy
@@ -16,6 +18,29 @@ import torch.fx.experimental.symbolic_shapes  # noqa: F401  what the first gradi
 import triton.language  # noqa: F401
 
 import linnet.ops  # noqa: F401
+
+
+def patch_faster() -> None:
+    """Saves a fifth of the time: each device function's call looks at all names of Triton's language.
+
+    Only those that are built in at first are ever replaced.
+    """
+    from triton.runtime import interpreter
+
+    original = getattr(interpreter, "_patch_builtin", None)
+    if original is None or list(inspect.signature(original).parameters) != ["pkg", "builder", "scope"]:
+        return  # another version of Triton
+
+    @functools.cache
+    def built_in(package) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if triton.language.core.is_builtin(member)]
+
+    def patch(pkg, builder, scope) -> None:
+        for name in built_in(pkg):
+            if triton.language.core.is_builtin(member := getattr(pkg, name)):
+                interpreter._patch_attr(pkg, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch
 
 
 def run(path: str) -> None:
@@ -35,6 +60,7 @@ def run(path: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    patch_faster()
     for line in sys.stdin:
         with tempfile.TemporaryFile() as output:
             if (pid := os.fork()) == 0:
