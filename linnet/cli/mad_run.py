@@ -59,11 +59,14 @@ def run(
         typer.Option("--set", help="Change every model, such as d_model=64; may be given again.", metavar="KEY=VALUE"),
     ] = None,
     state: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="Fixed state of a model without attention, in numbers; 0 takes the options as they are.", min=0
+            help="Fixed state of a model without attention, in numbers; 0 takes the options as they are. Default: "
+            "4096, but a mixer of your own keeps its state if no option reaches that.",
+            min=0,
+            show_default=False,
         ),
-    ] = 4096,
+    ] = None,
     spec: Annotated[str, typer.Option(help="Distributions of the tasks.", metavar="paper|mad-lab")] = "paper",
     seed: Annotated[
         str, typer.Option(help="Seed of data, weights and order; several (0,1,2) give a spread.", metavar="N,...")
@@ -119,6 +122,7 @@ def run(
     from linnet.study.mad.results import RUNS
     from linnet.study.mad.run import prepare, train
     from linnet.study.mad.settings import BUDGETS
+    from linnet.study.mad.state import TOTAL
 
     if spare_decay:
         deprecation.warn("--spare-decay", "--no-weight-decay")
@@ -129,14 +133,14 @@ def run(
     with gather(problems):
         changes = override({}, set_ or [])
     with gather(problems):
-        models, plain = _models(layouts or [], mixer or [], changes, None if mqar else state, problems)
+        models, plain = _models(layouts or [], mixer or [], changes, state, mqar, problems)
     if not all(part.strip().isdecimal() and int(part) < 1 << 63 for part in seed.split(",")):
         problems.append(f"--seed {seed!r}: write numbers below 2^63 with commas between, such as 0,1,2")
     else:
         seeds = list(dict.fromkeys(int(part) for part in seed.split(",")))
     if device not in ("auto", "cpu", "cuda"):
         problems.append(f"--device {device!r} is unknown; use auto, cpu or cuda")
-    if mqar and state != 4096:
+    if mqar and state not in (None, TOTAL):
         problems.append(f"--state {state}: has no effect on MQAR, whose models keep their own state; leave it out")
     if executor not in ("inline", "local", "ray"):
         problems.append(f"--executor {executor!r} is unknown; use inline, local or ray")
@@ -163,6 +167,8 @@ def run(
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
     for name, model in models.items():
         console.print(_about(name, model, plain[name], mqar), markup=False)
+        if not mqar and state is None and (short := _another_state(model)):
+            console.print(f"[yellow]note[/] {escape(name)}: {short}")
     result = train(work, bundle=bundle, compile=compile_, console=console)
     if as_json:
         rows = result.scores.to_rows() if result.scores is not None else []
@@ -258,38 +264,61 @@ def _about(name: str, model, plain, mqar: bool) -> str:
     return f"{name}:{layout} {'; '.join(sizes)}" + (f" (for which {'; '.join(changed)})" if changed else "")
 
 
-def _models(layouts: list[str], mixers: list[str], changes: dict, state: int | None, problems: list[str]):
+def _another_state(model) -> str | None:
+    """Returns what a fixed state other than the usual one means for a score; None if the model has the usual one."""
+    from linnet.study.mad.state import state_size, target_size
+
+    size, target = state_size(model), target_size(model)
+    if size == target:
+        return None
+    return (
+        f"its fixed state is {size:,}, not {target:,}, which no free option of the mixer reaches; a larger state helps "
+        "in recall, so compare its scores with models of the same state"
+    )
+
+
+def _models(layouts: list[str], mixers: list[str], changes: dict, state: int | None, mqar: bool, problems: list[str]):
     """Returns name -> model with the asked state, and the same with the options as given.
 
     Args:
-        state: None for the models of MQAR.
+        state: None is the usual one, or that of a mixer from a file if no option reaches the usual one.
+        mqar: whether the models are those of MQAR, which keep their own state.
         problems: takes those of models that cannot be built.
     """
     from linnet.config import ConfigError, gather
     from linnet.layers.base import load_plugin
     from linnet.layers.check import check_mixers
     from linnet.study.mad.architectures import architecture, mqar_architecture
+    from linnet.study.mad.state import TOTAL
 
     if not layouts and not mixers:
         problems.append("LAYOUT: give a layout ('tnl+swiglu x2') or recipe, or --mixer FILE.py:Class")
-    form = "{}" if state is None else "{}+swiglu x2"
-    names, loaded, models, plain = list(layouts), [], {}, {}
+    form = "{}" if mqar else "{}+swiglu x2"
+    own, loaded, models, plain = [], [], {}, {}
     for mixer in mixers:
         with gather(problems):
-            names.append(form.format(load_plugin(mixer)))
+            own.append(form.format(load_plugin(mixer)))
             loaded.append(mixer)
-    for name in names:
+    for name in (*layouts, *own):
         hint = ""
         try:
-            plain[name] = mqar_architecture(name, changes) if state is None else architecture(name, changes, 0)
+            plain[name] = mqar_architecture(name, changes) if mqar else architecture(name, changes, 0)
             wrong: list[str] = []
             with gather(wrong):
                 check_mixers(loaded, plain[name].options, plain[name].d_model, plain[name].norm)
             if wrong:
                 problems += wrong
                 continue
+            if mqar or state == 0:
+                models[name] = plain[name]
+                continue
             hint = "; choose another with --state, or --state 0 to take the model as it is"
-            models[name] = architecture(name, changes, state) if state else plain[name]
+            try:
+                models[name] = architecture(name, changes, TOTAL if state is None else state)
+            except ConfigError:
+                if state is not None or name not in own:
+                    raise
+                models[name] = plain[name]
         except ConfigError as error:
             problems += [f"{name}: {problem}{hint}" for problem in error.problems]
     return models, plain

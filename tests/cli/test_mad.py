@@ -152,6 +152,20 @@ def test_run_scores_layouts_and_a_mixer_file(tmp_path, monkeypatch):
     assert (out / "scores.csv").is_file() and (out / "mad.csv").is_file()
 
 
+def test_a_mixer_from_a_file_keeps_its_state_if_no_option_reaches_the_usual_one():
+    from linnet.cli.mad_run import _another_state, _models
+
+    mixer, odd = str(Path(__file__).parents[2] / "examples" / "my_mixer.py:MyMixer"), {"d_model": 24}
+    problems: list[str] = []
+    models, plain = _models([], [mixer], odd, None, False, problems)
+    assert not problems and models == plain and "not 4,096" in _another_state(models["my_mixer+swiglu x2"])
+    models, _ = _models([], [mixer], {"d_model": 64}, None, False, problems)
+    assert not problems and _another_state(models["my_mixer+swiglu x2"]) is None  # reached where it can be
+    for layouts, mixers, state in (([], [mixer], 4096), (["hgrn+swiglu x2"], [], None)):
+        _models(layouts, mixers, odd, state, False, problems)
+        assert "--state 0" in problems.pop() and not problems
+
+
 def test_a_mixer_that_fails_while_it_trains_leaves_the_others_their_scores(tmp_path):
     """It passes what is asked on the meta device, and of a layer in eval mode, before any run."""
     text = (Path(__file__).parents[2] / "examples" / "my_mixer.py").read_text()
