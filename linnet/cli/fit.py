@@ -80,6 +80,29 @@ def fit(
     unit: Annotated[
         str, typer.Option(help="Unit of C in the printed laws.", metavar="|".join(CHOICES["unit"]))
     ] = "flops",
+    law: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Fit a further law in place of the methods: allocation, joint, efficiency, over-training, gap, state, "
+            "share, topology, batch, data-constrained; [bold]all[/] fits those that the table supports and says why "
+            "not the others. May be given again.",
+            metavar="NAME",
+        ),
+    ] = None,
+    of: Annotated[
+        str, typer.Option(help="What the parabolas of --law allocation are fitted to.", metavar="loss|perplexity")
+    ] = "loss",
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens of context at which --law state counts caches.", show_default="as in training"),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="Architecture that laws compare the others with.", show_default="the first in the table"),
+    ] = None,
+    architectures: Annotated[
+        str | None, typer.Option(help="Only these architectures, with commas between.", metavar="NAME,...")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, by parameter name.")] = False,
 ) -> None:
     """Fit scaling laws: L(C), N_opt(C), D_opt(C), with intervals and a held-out test.
@@ -90,6 +113,8 @@ def fit(
     [bold]linnet fit studies/demo[/]
 
     [bold]linnet fit runs.csv --columns "N=Model Size,C=FLOP" --method parametric --json[/]
+
+    [bold]linnet fit studies/demo --law all[/]
     """
     settings = {"method": method, "count": count, "flops": flops, "envelope": envelope, "unit": unit}
     nominal, problems = _check(settings, budgets, bootstrap, hold_out, smooth)
@@ -98,11 +123,16 @@ def fit(
             problems.append(f"--{name} {limit:g}: give a number from 0 up, or leave it out")
     with gather(problems):
         check_study(FITS, "fit")
+        from linnet.cli.fit_laws import problems_of
+
+        problems += problems_of(law or [], of, context, method)
     if problems:
         raise ConfigError(problems, "command line")
 
     from rich.console import Console
 
+    from linnet.cli.fit_laws import fit_and_show
+    from linnet.study.describe import complete_table
     from linnet.study.fit import filter_table, fit_study, load_study, load_table, parse_columns
 
     mapping = parse_columns(columns or [])
@@ -111,7 +141,23 @@ def fit(
         rows, curves, notes = load_study(table, mapping)
     else:
         rows, notes = load_table(table, mapping)
+    if architectures is not None:
+        rows = keep_architectures(rows, architectures)
+    if reference is not None and reference not in set(rows["architecture"]):
+        problem = (
+            f"--reference {reference!r}: not in the table; {nearest(reference, sorted(set(rows['architecture'])))}"
+        )
+        raise ConfigError([problem], "command line")
+    if table.is_dir() and (law or flops == "causal"):
+        rows = complete_table(rows, table)
     rows, dropped = filter_table(rows, max_loss, min_tokens_per_param)
+    if law:
+        from linnet.study.laws import Options
+
+        settings = {"bootstrap": bootstrap, "seed": seed, "hold_out": hold_out, "budgets": nominal}
+        settings |= {"of": of, "context": context, "reference": reference, "flops": flops, "count": count}
+        fit_and_show(rows, table, law, Options(**settings), notes + dropped, as_json)
+        return
     if curves is not None:
         curves = curves[curves["run"].isin(rows["run"])]
     with Console(stderr=True).status("fitting") as status:
@@ -137,6 +183,18 @@ def fit(
     from linnet.cli.fit_page import show
 
     show(study, str(table), len(rows), unit)
+
+
+def keep_architectures(rows, names: str):
+    """Returns the rows of the named architectures. Raises ConfigError if one is not in the table."""
+    known = list(dict.fromkeys(rows["architecture"]))
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    problems = [
+        f"--architectures {name!r}: not in the table; {nearest(name, known)}" for name in chosen if name not in known
+    ]
+    if problems or not chosen:
+        raise ConfigError(problems or ["--architectures: names none; leave it out"], "command line")
+    return rows[rows["architecture"].isin(chosen)].reset_index(drop=True)
 
 
 def _check(settings: dict[str, str], budgets: str | None, bootstrap: int, hold_out: float | None, smooth: int | None):

@@ -6,6 +6,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from linnet.study.fit import IsoflopFit, Law, MethodFit, ParametricFit, StudyFit
+from linnet.study.fit.table import CONVENTIONS
 
 TITLES = {
     "isoflop": "IsoFLOP: a parabola in each budget, laws through the optima",
@@ -15,19 +16,11 @@ TITLES = {
 }
 
 
-FLOPS = {
-    "exact": "as in the table",
-    "paper": "as paper 000 counts it",
-    "causal": "without the pairs that attention's mask hides",
-    "6nd": "as 6 N D",
-}
-
-
 def show(study: StudyFit, source: str, rows: int, unit: str) -> None:
     """Prints a study's fits to the console."""
     console = Console(highlight=False)
     count = "without embeddings" if study.count == "non-embedding" else "with embeddings"
-    cost = FLOPS[study.flops]
+    cost = CONVENTIONS[study.flops]
     in_unit = "FLOPs" if unit == "flops" else "PF-days (8.64e19 FLOPs)"
     console.print(f"[bold]{escape(source)}[/]: {rows} rows; N {count}, C {cost}, in {in_unit}")
     for note in study.notes:

@@ -7,12 +7,15 @@ made on the meta device and need torch; the other columns are read from config.y
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from linnet.config import ConfigError
 from linnet.runs import RunFolder
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 DESCRIBED = (
     "params_active",
@@ -63,11 +66,20 @@ def complete(rows: list[dict[str, Any]], folder: Path) -> int:
         path = folder / str(row["path"] if not _absent(row.get("path")) else f"runs/{row.get('run')}")
         if not missing or not (path / "config.yaml").is_file():
             continue
-        flops = row.get("flops", row.get("C"))
+        flops: Any = row.get("flops", row.get("C"))
         found = describe(RunFolder(path), None if _absent(flops) else float(flops))
         row.update({name: found[name] for name in missing if name in found})
         gained += any(name in found for name in missing)
     return gained
+
+
+def complete_table(table: "pd.DataFrame", folder: Path) -> "pd.DataFrame":
+    """Returns a table of `linnet.study.fit.load_study` with the missing columns of `describe`."""
+    import pandas as pd
+
+    rows = table.to_dict("records")
+    gained = complete(rows, folder)
+    return pd.DataFrame(rows, index=table.index) if gained else table
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +105,7 @@ def _counted(run: RunFolder, config: Mapping[str, Any], flops: float | None) -> 
     from linnet.runs.model import read_config
 
     model = read_config(run)
-    found = {"num_layers": model.num_layers, "params_active": active_parameters(model)}
+    found: dict[str, Any] = {"num_layers": model.num_layers, "params_active": active_parameters(model)}
     found["attention_share"] = attention_share(model)
     seq_len = config.get("seq_len")
     if isinstance(seq_len, int):

@@ -110,3 +110,28 @@ def test_chinchilla_within_the_bar(real_data):
         assert found["parameters"][name] == pytest.approx(value, abs=tolerance)
         assert found["intervals"][name][0] < value < found["intervals"][name][1]
     assert any(note.startswith("5 rows ") and "3.42" in note for note in found["notes"])
+
+
+def test_laws_as_text_and_as_json(table):
+    shown = run(table, "--law", "all", "--bootstrap", 30)
+    assert shown.exit_code == 0, shown.output
+    assert "gap(delta) = exp" in shown.output and "Not supported by this table" in shown.output
+    assert "state: no column state_fixed" in shown.output and "C as in the table" in shown.output
+    found = json.loads(run(table, "--law", "gap", "--law", "batch", "--bootstrap", 30, "--json").stdout)
+    assert list(found["laws"]) == ["gap", "batch"] and found["flops"] == "exact"
+    assert found["laws"]["gap"]["estimates"][0]["value"] > 0 and found["laws"]["batch"]["refused"]
+
+
+def test_bad_options_of_laws_are_listed_together(table):
+    result = run(table, "--law", "gapp", "--of", "bits", "--context", 0, "--method", "power")
+    assert result.exit_code == 2
+    for part in ("'gapp'", "did you mean 'gap'", "'bits'", "--context 0", "leave out --method"):
+        assert part in result.output
+    assert "add --law" in run(table, "--context", 8).output
+    assert "not in the table" in run(table, "--law", "gap", "--architectures", "tnl,x").output
+    assert "--reference 'x'" in run(table, "--law", "gap", "--reference", "x").output
+
+
+def test_only_some_architectures(table):
+    found = json.loads(run(table, "--architectures", "tnl", "--bootstrap", 0, "--json", "--method", "isoflop").stdout)
+    assert list(found["architectures"]) == ["tnl"]

@@ -25,7 +25,7 @@ from linnet.study.fit.bootstrap import draw_counts
 from linnet.study.fit.downstream import Downstream, Transfer, fit_downstream
 from linnet.study.fit.envelope import fit_envelope
 from linnet.study.fit.frontier import fit_frontier
-from linnet.study.fit.isoflop import fit_isoflop
+from linnet.study.fit.isoflop import fit_groups, fit_isoflop
 from linnet.study.fit.law import PF_DAY, HeldOut, Law
 from linnet.study.fit.parametric import fit_parametric
 from linnet.study.fit.power import fit_power
@@ -80,6 +80,7 @@ __all__ = [
     "fit_downstream",
     "fit_envelope",
     "fit_frontier",
+    "fit_groups",
     "fit_isoflop",
     "fit_parametric",
     "fit_power",

@@ -63,21 +63,10 @@ def fit_isoflop(
     if window not in WINDOWS:
         raise ValueError(f"window: {window!r} is unknown; use one of {', '.join(WINDOWS)}")
     fit = IsoflopFit("isoflop", ungrouped=int((groups < 0).sum()))
-    parts = {g: table[groups == g].sort_values("N", kind="stable") for g in sorted(set(groups) - {-1})}
-    order = sorted(parts, key=lambda g: parts[g]["C"].mean())
-    found = [_Budget(_group(parts[g], None if budgets is None else float(budgets[g]))) for g in order]
+    found = _fit_budgets(table, groups, budgets, window)
     fit.groups = [one.group for one in found]
     if fit.ungrouped:
         fit.notes.append(f"{count_of(fit.ungrouped, 'row')} left out: not at any budget")
-    _exclude(found, window)
-    for one in found:
-        one.fit(window)
-    for one in found:
-        noise = _noise_of(one, found)
-        one.judge(noise)
-        if window == "auto" and one.may_be_too_wide():
-            one.fit("near")
-            one.judge(noise)
     fit.notes += _excluded(fit.groups)
     inside = np.array([group.inside for group in fit.groups], dtype=bool)
     enough = inside.sum() >= BUDGETS
@@ -109,6 +98,29 @@ def fit_isoflop(
     finish(fit)
     add_held_out(fit, hold_out)
     return fit
+
+
+def fit_groups(
+    table: pd.DataFrame, groups: np.ndarray, budgets: Sequence[float] | None = None, window: str = "auto"
+) -> list[IsoflopGroup]:
+    """Returns the budgets with their optima, in order of C, without laws; the arguments are those of `fit_isoflop`."""
+    return [one.group for one in _fit_budgets(table, groups, budgets, window)]
+
+
+def _fit_budgets(table, groups: np.ndarray, budgets: Sequence[float] | None, window: str) -> "list[_Budget]":
+    parts = {g: table[groups == g].sort_values("N", kind="stable") for g in sorted(set(groups) - {-1})}
+    order = sorted(parts, key=lambda g: parts[g]["C"].mean())
+    found = [_Budget(_group(parts[g], None if budgets is None else float(budgets[g]))) for g in order]
+    _exclude(found, window)
+    for one in found:
+        one.fit(window)
+    for one in found:
+        noise = _noise_of(one, found)
+        one.judge(noise)
+        if window == "auto" and one.may_be_too_wide():
+            one.fit("near")
+            one.judge(noise)
+    return found
 
 
 def _group(part: pd.DataFrame, budget: float | None) -> IsoflopGroup:

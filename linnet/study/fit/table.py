@@ -27,12 +27,28 @@ ALIASES = {
     "run": ("run", "run_id", "name"),
     "budget": ("budget",),
     "status": ("status",),
+    "flops_paper": ("flops_paper",),
+    "flops_causal": ("flops_causal",),
+    "attention_share": ("attention_share",),
+    "state_fixed": ("state_fixed",),
+    "state_dynamic": ("state_dynamic",),
+    "seq_len": ("seq_len", "context_length"),
+    "batch_tokens": ("batch_tokens",),
+    "unique_tokens": ("unique_tokens",),
+    "seed": ("seed",),
 }
 """Canonical name -> column names that are recognised, in any case and spacing."""
 
 NUMBERS = ("N", "N_total", "D", "C", "loss", "budget")
 FLOPS = ("exact", "paper", "causal", "6nd")
 """Ways of counting C; see `linnet.models.costs`."""
+CONVENTIONS = {
+    "exact": "as in the table",
+    "paper": "as paper 000 counts it",
+    "causal": "without the pairs that attention's mask hides",
+    "6nd": "as 6 N D",
+}
+"""The same in words."""
 COUNTED = {"paper": "flops_paper", "causal": "flops_causal"}
 """Ways of counting C that have a column of their own."""
 SHOWN = 30

@@ -30,7 +30,7 @@ from linnet.study.fit import apply_convention
 from linnet.study.laws.allocation import fit_allocation
 from linnet.study.laws.base import Estimate, LawFit, Options, Prediction, Test, last_rows
 from linnet.study.laws.batch import fit_batch
-from linnet.study.laws.columns import read_columns
+from linnet.study.laws.columns import read_columns, with_state
 from linnet.study.laws.data_constrained import fit_data_constrained
 from linnet.study.laws.efficiency import fit_efficiency
 from linnet.study.laws.gap import fit_gap
@@ -86,7 +86,9 @@ def fit_laws(
         unknown.append(f"of: {options.of!r} is unknown; use loss or perplexity")
     if unknown:
         raise ConfigError(unknown, "fit")
+    options = replace(options, shared={})
     rows = last_rows(apply_convention(read_columns(table), options.count, options.flops))
+    rows = with_state(rows, options.context)
     found, unsupported = [], {}
     for name, fit in LAWS.items():
         if name not in names and "all" not in names:

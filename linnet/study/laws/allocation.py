@@ -50,7 +50,7 @@ def fit_allocation(table: pd.DataFrame, options: Options) -> LawFit:
         family = []
         for first, second in combinations(names, 2):
             apart = draws[symbol, first] - draws[symbol, second]
-            difference = law.estimate(symbol, first).value - law.estimate(symbol, second).value
+            difference = law.estimate(symbol, first).number - law.estimate(symbol, second).number
             pair = f"{first} - {second}"
             one = Estimate(f"{symbol} difference", difference, interval(apart), pair, two_sided(apart), 0.0)
             family.append(one)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 
 from linnet.study.fit.law import Interval, Result
 
@@ -24,6 +25,7 @@ class Options:
         context: tokens of context at which `state` and `share` count caches; None is the context of training.
         reference: the architecture that `topology`, `state` and `efficiency` compare with; None is the first.
         flops, count: how C and N were counted, for the reader.
+        shared: results that several laws need, kept for the next law (see `linnet.study.laws.optima.find_optima`).
     """
 
     bootstrap: int = 1000
@@ -36,6 +38,7 @@ class Options:
     reference: str | None = None
     flops: str = "exact"
     count: str = "non-embedding"
+    shared: dict = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass
@@ -60,6 +63,13 @@ class Estimate(Result):
     null: float | None = None
     note: str = ""
     refused: str = ""
+
+    @property
+    def number(self) -> float:
+        """The value. Raises ValueError if it is refused."""
+        if self.value is None:
+            raise ValueError(f"{self.name} of {self.of} was refused: {self.refused}")
+        return self.value
 
 
 @dataclass
@@ -146,21 +156,27 @@ def interval(draws: np.ndarray) -> Interval | None:
 
 
 def two_sided(draws: np.ndarray, null: float = 0.0) -> float | None:
-    """Returns the two-sided p-value of `null` from draws of an estimate; at least 2 / (number of draws + 1)."""
+    """Returns the two-sided p-value of `null` from draws of an estimate.
+
+    Below ten draws beyond `null`, the normal distribution with the mean and deviation of the draws continues them.
+    """
     kept = draws[np.isfinite(draws)]
     if len(kept) < 20 or len(kept) < ENOUGH * len(draws):
         return None
-    beyond = min((kept <= null).sum(), (kept >= null).sum()) + 1
-    return float(min(1.0, 2 * beyond / (len(kept) + 1)))
+    beyond = int(min((kept <= null).sum(), (kept >= null).sum()))
+    if beyond >= 10:
+        return float(min(1.0, 2 * (beyond + 1) / (len(kept) + 1)))
+    deviation = kept.std()
+    return float(2 * stats.norm.sf(abs(kept.mean() - null) / deviation)) if deviation > 0 else float(kept[0] == null)
 
 
 def holm(estimates: Sequence[Estimate]) -> None:
     """Adjusts the p-values of a family of estimates by Holm's method, in place."""
-    tested = sorted((one for one in estimates if one.p is not None), key=lambda one: one.p)
+    tested = sorted(((one.p, index) for index, one in enumerate(estimates) if one.p is not None))
     highest = 0.0
-    for rank, one in enumerate(tested):
-        highest = max(highest, min(1.0, one.p * (len(tested) - rank)))
-        one.p = highest
+    for rank, (p, index) in enumerate(tested):
+        highest = max(highest, min(1.0, p * (len(tested) - rank)))
+        estimates[index].p = highest
 
 
 def theil_sen(x: np.ndarray, y: np.ndarray) -> np.ndarray:

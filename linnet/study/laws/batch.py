@@ -11,7 +11,7 @@ import pandas as pd
 
 from linnet.study.laws.base import Estimate, LawFit, Options, holm, interval, two_sided
 from linnet.study.laws.columns import lacking
-from linnet.study.laws.optima import find_optima
+from linnet.study.laws.optima import Optimum, find_optima
 
 APART = "\x1f"  # between an architecture and its batch size in a label
 
@@ -32,15 +32,15 @@ def fit_batch(table: pd.DataFrame, options: Options) -> LawFit:
     split = known.assign(architecture=known["architecture"] + APART + known["batch_tokens"].map("{:.10g}".format))
     optima, refused = find_optima(split, options)
     law.notes += [line.replace(APART, ", batch of ") for line in refused]
-    groups: dict[tuple[str, float], dict[float, object]] = {}
-    for label, found in optima.items():
+    groups: dict[tuple[str, float], dict[float, Optimum]] = {}
+    for label, optima_of in optima.items():
         name, _, batch = label.partition(APART)
-        for one in found:
+        for one in optima_of:
             groups.setdefault((name, one.budget), {})[float(batch)] = one
     family = []
-    for (name, budget), found in sorted(groups.items()):
-        for batch, one in sorted(found.items()):
-            row = {"architecture": name, "budget": budget, "batch_tokens": batch, "N": float(np.exp(one.log_N))}
+    for (name, budget), found in sorted(groups.items(), key=lambda item: item[0]):
+        for tokens, one in sorted(found.items(), key=lambda item: item[0]):
+            row = {"architecture": name, "budget": budget, "batch_tokens": tokens, "N": float(np.exp(one.log_N))}
             ends = interval(np.exp(one.draws["log_N"])) if one.draws else None
             low, high = ends or (None, None)
             law.points.setdefault("optima", []).append(row | {"loss": one.value, "low": low, "high": high})
@@ -52,9 +52,9 @@ def fit_batch(table: pd.DataFrame, options: Options) -> LawFit:
             drawn = other.draws["value"] - one.draws["value"] if len(drawn) else np.empty(0)
             law.estimates.append(Estimate("loss difference", other.value - one.value, interval(drawn), of))
     holm(family)
-    for one in family:
-        moves = "smaller" if one.value < 0 else "larger"
-        one.note = "" if one.p is None else f"to {moves} models" if one.p < 0.05 else "no shift shown"
+    for shift in family:
+        moves = "smaller" if shift.number < 0 else "larger"
+        shift.note = "" if shift.p is None else f"to {moves} models" if shift.p < 0.05 else "no shift shown"
     law.estimates = [*family, *law.estimates]
     if not family:
         law.refused.append(

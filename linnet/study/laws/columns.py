@@ -43,6 +43,15 @@ def read_columns(table: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
+def with_state(table: pd.DataFrame, context: int | None) -> pd.DataFrame:
+    """Returns the table with a column `state`: numbers carried between tokens, with caches at `context` tokens.
+
+    Without `context`, caches are those of the context of training.
+    """
+    scale = 1.0 if context is None else context / table["seq_len"]
+    return table.assign(state=table["state_fixed"] + table["state_dynamic"] * scale)
+
+
 def lacking(table: pd.DataFrame, *names: str) -> list[str]:
     """Returns a reason for each column that no row has."""
     fix = "a study writes it (an old one on `linnet report`); in another CSV, add the column"

@@ -88,14 +88,14 @@ def _slopes(optima: dict[str, list[Optimum]], law: LawFit) -> list[Estimate]:
                 budgets.setdefault(one.budget, []).append((share, row["gap"], one))
     estimates = []
     for budget in sorted(budgets):
-        shares, gaps, found = zip(*budgets[budget], strict=True)
+        shares, gaps, at = zip(*budgets[budget], strict=True)
         of = f"budget {budget:.3g}"
         if len(set(shares)) < 3:
             continue
         slope = float(theil_sen(np.array(shares), np.array(gaps)))
         drawn = np.empty(0)
-        if all(one.draws for one in found):
-            drawn = theil_sen(np.array(shares), np.stack([drawn_gap(one, HALF) for one in found], axis=1))
+        if all(one.draws for one in at):
+            drawn = theil_sen(np.array(shares), np.stack([drawn_gap(one, HALF) for one in at], axis=1))
         p = two_sided(drawn)
         note = "" if p is None else "the gap grows with the share" if p < 0.05 and slope > 0 else "no growth shown"
         estimates.append(Estimate("slope of gap(-0.5) on attention_share", slope, interval(drawn), of, p, 0.0, note))

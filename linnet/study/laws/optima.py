@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from linnet.study.fit import IsoflopGroup, assign_budgets, fit_isoflop
+from linnet.study.fit import IsoflopGroup, assign_budgets, fit_groups
 from linnet.study.laws.base import Options, generators
 
 
@@ -67,10 +67,22 @@ def find_optima(
     """Returns the accepted optima of each architecture in order of budget, and the reasons of the others.
 
     Args:
-        table: one row per run, with `spent` (see `linnet.study.fit.apply_convention`).
+        table: one row per run, with `spent` (see `linnet.study.fit.apply_convention`). Laws of the same table and
+            options share the result.
         options: `bootstrap`, `seed`, `budgets` and `tolerance` are used.
         value: what the parabolas are fitted to, as a function of the loss; None is the loss itself.
     """
+    known = options.shared.get((id(table), value))
+    if known is None:
+        known = options.shared[id(table), value] = (
+            table,
+            _find(table, options, value),
+        )  # keeps the table, and so its id
+    optima, refused = known[1]
+    return dict(optima), list(refused)
+
+
+def _find(table: pd.DataFrame, options: Options, value) -> tuple[dict[str, list[Optimum]], list[str]]:
     found, refused = {}, []
     names = list(dict.fromkeys(table["architecture"]))
     random = generators(options, names)
@@ -78,9 +90,9 @@ def find_optima(
         part = table[table["architecture"] == name].reset_index(drop=True)
         part = part if value is None else part.assign(loss=value(part["loss"]))
         groups, nominal = assign_budgets(part, options.budgets, options.tolerance)
-        fit = fit_isoflop(part, groups, nominal)
-        refused += [f"{name} at {group.C:.3g} FLOPs: {reason}" for group in fit.groups for reason in group.refused]
-        found[name] = _with_draws(name, part, [group for group in fit.groups if group.inside], options, random[name])
+        fitted = fit_groups(part, groups, nominal)
+        refused += [f"{name} at {group.C:.3g} FLOPs: {reason}" for group in fitted for reason in group.refused]
+        found[name] = _with_draws(name, part, [group for group in fitted if group.inside], options, random[name])
     return found, refused
 
 
@@ -121,6 +133,7 @@ def _parabola(group: IsoflopGroup, part: pd.DataFrame):
     x = np.log(rows["N"].to_numpy(float))
     x = x - x.mean()
     middle = np.log(rows["N"]).mean() / np.log(10)
+    assert group.parabola is not None  # an optimum inside the sizes has one
     p0, p1, p2 = group.parabola
     ten = np.log(10)
     coefficients = np.array([p0 + p1 * middle + p2 * middle**2, (p1 + 2 * p2 * middle) / ten, p2 / ten**2])

@@ -11,7 +11,7 @@ import pandas as pd
 from linnet.study.laws.base import Estimate, LawFit, Options, Prediction, count, interval
 from linnet.study.laws.columns import lacking
 from linnet.study.laws.optima import Optimum, find_optima
-from linnet.study.laws.state import fit_state, with_state
+from linnet.study.laws.state import fit_state
 
 SHARES = 3
 
@@ -49,7 +49,7 @@ def fit_share(table: pd.DataFrame, options: Options) -> LawFit:
     if c is None:
         why = "; ".join(state.refused) if state is not None else "no column state_fixed"
         law.notes.append(f"no state-aware share: {why}")
-    optima, refused = find_optima(with_state(table, options.context) if aware else table, options)
+    optima, refused = find_optima(table, options)
     law.notes += refused
     budgets: dict[float, dict[float, Optimum]] = {}
     for name, found in optima.items():

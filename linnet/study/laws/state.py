@@ -32,7 +32,7 @@ def fit_state(table: pd.DataFrame, options: Options) -> LawFit:
         law.refused += lacking(table, "seq_len")
     if law.refused:
         return law
-    optima, refused = find_optima(with_state(table, options.context), options)
+    optima, refused = find_optima(table, options)
     law.notes += refused
     kept = {}
     for name, found in optima.items():
@@ -53,8 +53,8 @@ def fit_state(table: pd.DataFrame, options: Options) -> LawFit:
         return law
     c, offsets, rest = fit_shared(x, y)
     drawn = _draws(kept, options)
-    found, law.notes = _with_interval(c, drawn, rest, x, y, law.notes)
-    law.estimates.append(found)
+    shared, law.notes = _with_interval(c, drawn, rest, x, y, law.notes)
+    law.estimates.append(shared)
     law.tests += _own_slopes(rest, x, y)
     reference = options.reference if options.reference in kept else next(iter(kept))
     law.estimates += _offsets(offsets, drawn, c, reference)
@@ -70,12 +70,6 @@ def fit_state(table: pd.DataFrame, options: Options) -> LawFit:
             for M in ends
         )
     return law
-
-
-def with_state(table: pd.DataFrame, context: int | None) -> pd.DataFrame:
-    """Returns the table with a column `state`: M at the context of training, or at `context` tokens."""
-    scale = 1.0 if context is None else context / table["seq_len"]
-    return table.assign(state=table["state_fixed"] + table["state_dynamic"] * scale)
 
 
 def fit_shared(x: dict[str, np.ndarray], y: dict[str, np.ndarray]) -> tuple[float, dict[str, float], np.ndarray]:

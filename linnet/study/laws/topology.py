@@ -78,15 +78,17 @@ def fit_topology(table: pd.DataFrame, options: Options) -> LawFit:
         difference = float((row.to_numpy(float) - base).mean())
         perplexity = float(np.exp(row.mean()))
         point = {"architecture": name, "loss": float(row.mean()), "perplexity": perplexity, "difference": difference}
-        known = name != reference
-        low, high = (difference - half, difference + half) if known else (None, None)
-        law.points.setdefault("topologies", []).append(point | {"low": low, "high": high, "reference": reference})
-        if known:
+        point |= {"low": None, "high": None, "reference": reference}
+        if name != reference:
+            ends = (difference - half, difference + half)
+            point |= {"low": ends[0], "high": ends[1]}
             p = float(2 * stats.t.sf(abs(difference) / error, degrees)) if error else float(difference == 0)
-            family.append(Estimate("difference", difference, (low, high), f"{name} - {reference}", p, 0.0))
+            family.append(Estimate("difference", difference, ends, f"{name} - {reference}", p, 0.0))
+        law.points.setdefault("topologies", []).append(point)
     holm(family)
     for one in family:
-        one.note = "cannot be told apart" if one.p >= 0.05 else "better" if one.value < 0 else "worse"
+        different = one.p is not None and one.p < 0.05
+        one.note = "cannot be told apart" if not different else "better" if one.number < 0 else "worse"
     law.estimates = family
     law.notes.append(f"{whole.shape[1]} seeds, {degrees} degrees of freedom")
     return law

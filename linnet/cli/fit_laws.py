@@ -1,0 +1,109 @@
+"""`linnet fit --law`: fits the further laws of a table (`linnet.study.laws`) and prints them."""
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from linnet.config import nearest
+from linnet.study.fit.table import CONVENTIONS
+
+if TYPE_CHECKING:
+    from linnet.study.laws import Estimate, LawFit, Options
+
+
+def problems_of(laws: list[str], of: str, context: int | None, method: str) -> list[str]:
+    """Returns the problems of the options that belong to laws."""
+    if not laws:
+        alone = {"--of": of != "loss", "--context": context is not None}
+        return [f"{name}: only laws use it; add --law NAME" for name, given in alone.items() if given]
+    from linnet.study.laws import LAWS
+
+    known = [*LAWS, "all"]
+    problems = [f"--law {name!r}: unknown; {nearest(name, known)}" for name in laws if name not in known]
+    if of not in ("loss", "perplexity"):
+        problems.append(f"--of {of!r}: unknown; use loss or perplexity")
+    if context is not None and context < 1:
+        problems.append(f"--context {context}: not positive; give tokens, such as 8192")
+    if method != "all":
+        problems.append(f"--method {method!r}: laws have methods of their own; leave out --method or --law")
+    return problems
+
+
+def fit_and_show(rows, source: Path, laws: list[str], options: "Options", notes: list[str], as_json: bool) -> None:
+    """Fits the laws to the rows of a table, and prints them as text or JSON."""
+    from linnet.study.laws import fit_laws
+
+    with Console(stderr=True).status("fitting") as status:
+        found, unsupported = fit_laws(rows, laws, options, lambda name: status.update(f"fitting {name}"))
+    if as_json:
+        values = {law.law: law.to_json() for law in found}
+        shown = {"table": str(source), "flops": options.flops, "count": options.count, "notes": notes}
+        shown |= {"laws": values, "not_supported": unsupported}
+        typer.echo(json.dumps(shown, allow_nan=False))
+        return
+    console = Console(highlight=False)
+    count = "without embeddings" if options.count == "non-embedding" else "with embeddings"
+    counted = f"N {count}, C {CONVENTIONS[options.flops]}"
+    console.print(f"[bold]{escape(str(source))}[/]: {len(rows)} rows; {counted}, in FLOPs")
+    for note in notes:
+        _line(console, note)
+    for law in found:
+        show(law, console)
+    if unsupported:
+        console.print("\n[bold yellow]Not supported by this table[/]")
+        for name, reasons in unsupported.items():
+            console.print(f"  {escape(name)}: {escape('; '.join(dict.fromkeys(reasons)))}", soft_wrap=True)
+
+
+def show(law: "LawFit", console: Console) -> None:
+    """Prints one law: its equation and source, its numbers, its tests, and what was refused."""
+    console.print(f"\n[bold]{escape(law.title)}[/] ({escape(law.law)})", soft_wrap=True)
+    console.print(f"  {escape(law.equation)}", soft_wrap=True)
+    _line(console, law.source)
+    for reason in law.refused:
+        console.print(f"  [yellow]refused[/]: {escape(reason)}", soft_wrap=True)
+    if law.estimates:
+        console.print(estimates(law.estimates))
+    for test in law.tests:
+        p = f"p = {test.p:.3g}" + ("" if test.p_bootstrap is None else f", by bootstrap {test.p_bootstrap:.3g}")
+        line = f"{test.name}: {p}: {test.conclusion}"
+        console.print(f"  {escape(line)}", soft_wrap=True)
+    for test in law.predictions:
+        error = f"mean error {test.mean_error:.2%} on {test.tested}" if test.mean_error is not None else "no test"
+        why = f" ({test.refused})" if test.refused else ""
+        _line(console, f"held out, {test.name}: {error}{why}")
+    if law.estimates and any(one.interval for one in law.estimates):
+        _line(console, f"intervals: 95 %, {law.scheme}")
+    for note in law.notes:
+        _line(console, note)
+
+
+def estimates(found: "list[Estimate]") -> Table:
+    """Returns the numbers of a law as a table."""
+    tested = any(one.p is not None for one in found)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), header_style="dim")
+    for column in ("", "of", "value", "95 %", *(["p"] if tested else []), ""):
+        table.add_column(column, overflow="fold")
+    for one in found:
+        value = "[yellow]refused[/]" if one.value is None else number(one.value)
+        ends = "" if one.interval is None else f"{number(one.interval[0])} to {number(one.interval[1])}"
+        p = [] if not tested else ["" if one.p is None else f"{one.p:.3g}"]
+        table.add_row(escape(one.name), escape(one.of), value, ends, *p, escape(one.refused or one.note))
+    return table
+
+
+def number(value: float) -> str:
+    """Four digits, in a power of ten if the number is large or small."""
+    if value and not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.3e}"
+    return f"{value:.4g}" if math.isfinite(value) else "-"
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(f"  [dim]{escape(text)}[/]", soft_wrap=True)
