@@ -8,13 +8,16 @@ counts for N_opt only if both a smaller and a larger model have curves at this c
 import numpy as np
 import pandas as pd
 
-from linnet.study.fit import bootstrap as resampling
 from linnet.study.fit.law import Law
-from linnet.study.fit.power import add_held_out, count_of, count_usable, finish, law_through, log_log
+from linnet.study.fit.parabola import fit_parabola, near_lowest
+from linnet.study.fit.power import add_held_out, add_reflected, count_of, count_usable, finish, law_through, log_log
 from linnet.study.fit.results import Bootstrap, EnvelopeFit
 
 WARMUP = 0.002
 """Share of a curve's tokens that is dropped at its beginning. It is small: curves in warm-up are rarely the lowest."""
+
+SIZES = 5
+"""Number of sizes with a curve at one compute from which their distance from a parabola shows the noise."""
 
 
 def fit_envelope(
@@ -22,6 +25,7 @@ def fit_envelope(
     *,
     mode: str = "minimum",
     points: int = 60,
+    keep_ends: bool = False,
     warmup: float = WARMUP,
     smooth: int = 1,
     bootstrap: int = 0,
@@ -36,10 +40,11 @@ def fit_envelope(
             the lowest (N_opt by a parabola through the lowest size and its two neighbours). "hull" takes the vertices
             of the lower convex hull of all records in log-log.
         points: number of values of C in mode "minimum".
+        keep_ends: also counts the points at which no smaller or no larger model has a curve, for all laws.
         warmup: share of a curve's tokens that is dropped at its beginning. With a learning_rate, the records before it
             first reaches its maximum are dropped too.
         smooth: odd number of records in a centred moving average of log loss against log C; 1 for no smoothing.
-        bootstrap: number of resamples of whole runs, because the records of one run are not independent.
+        bootstrap: number of resamples, each with other effects of whole runs: the records of a run are not independent.
         seed: seed of the resampling.
         hold_out: see `linnet.study.fit.heldout.threshold`.
 
@@ -57,18 +62,20 @@ def fit_envelope(
         return _refuse(
             fit, f"{count_of(len(kept.run), 'training curve')} with two records or more; an envelope needs two curves"
         )
-    hull = _hull(kept)
+    hull_rows = _own_hulls(kept)
+    hull = _hull(kept, hull_rows)
     fit.hull_size = len(hull)
     grid = _grid(kept, points)
     surface = kept.at(grid)
     everything = np.ones(len(kept.run), dtype=bool)
-    found = _lowest(kept, surface, everything) if mode == "minimum" else _vertices(kept, hull, everything)
-    inside = found["inside"]
+    found = _lowest(kept, surface, everything) if mode == "minimum" else _vertices(kept, hull)
+    inside = np.ones(len(found["C"]), dtype=bool) if keep_ends else found["inside"]
     sizes = len(np.unique(found["best_N"][inside]))
     enough = sizes >= 3
     fit.points = [
         {**{name: float(found[name][i]) for name in ("C", "loss", "N", "D")},
-         "run": str(kept.run[found["row"][i]]), "inside": bool(inside[i]), "fitted": bool(inside[i] or not enough)}
+         "run": str(kept.run[found["row"][i]]), "inside": bool(found["inside"][i]),
+         "fitted": bool(inside[i] or not enough)}
         for i in range(len(inside))
     ]  # fmt: skip
     fit.runs_on_envelope = len(set(found["row"]))
@@ -77,18 +84,29 @@ def fit_envelope(
         fit.N_opt = Law("N_opt", points=int(inside.sum()), refused=[reason])
         fit.D_opt = Law("D_opt", points=int(inside.sum()), refused=[reason])
         fit.notes.append("L(C) is fitted to the whole envelope, including the ends, which other sizes could lower")
+    elif keep_ends:
+        ends = count_of(int((~found["inside"]).sum()), "point")
+        fit.notes.append(f"{ends} at the ends of the envelope kept, which other sizes could lower")
     else:
         fit.notes.append(f"{count_of(int((~inside).sum()), 'point')} at the ends of the envelope left out")
-    draws = None
+    made = None
     if bootstrap:
-        fit.bootstrap = Bootstrap("pairs, clustered by run", bootstrap, bootstrap, seed)
-        draws = _resample(kept, surface, mode, enough, bootstrap, seed)
+        fit.bootstrap = Bootstrap("residuals of the runs", bootstrap, bootstrap, seed)
+        noise = _noise(kept, surface)
+        if noise is None:
+            fit.bootstrap.usable = 0
+            fit.bootstrap.note = f"no interval: no compute has curves of {SIZES} sizes, so the noise is not known"
+        else:
+            made = _resample(kept, surface, hull_rows, mode, (enough, keep_ends), noise, bootstrap, seed)
     chosen = inside if enough else np.ones(len(inside), dtype=bool)
     C = found["C"][chosen]
 
     def law(quantity: str, name: str, irreducible: bool = False) -> Law:
-        extra = {"draws_C": draws["C"], "draws": draws[name]} if draws else {}
-        return law_through(quantity, C, found[name][chosen], irreducible=irreducible, **extra)
+        fitted = law_through(quantity, C, found[name][chosen], irreducible=irreducible)
+        if made is not None:
+            centre, draws = made
+            add_reflected(fitted, (centre["C"], centre[name]), (draws["C"], draws[name]))
+        return fitted
 
     fit.L, fit.L_irreducible = law("L", "loss"), law("L", "loss", irreducible=True)
     if enough:
@@ -202,63 +220,119 @@ def _between(at: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return y[1] + np.where(at < x[1], lower, upper) * (at - x[1])
 
 
-def _hull(kept: _Curves, chosen: np.ndarray | None = None) -> np.ndarray:
-    """Returns the vertices of the lower convex hull of the records in log-log, in order of falling loss.
+def _own_hulls(kept: _Curves) -> np.ndarray:
+    """Returns the vertices of the lower convex hull of each run in log-log, rows (run index, record index).
 
-    Rows are (run index, record index).
+    No other record can lie on the hull of all runs, also if the loss of each run is multiplied by a factor.
     """
-    runs = range(len(kept.run)) if chosen is None else np.flatnonzero(chosen)
-    labels = np.array([(r, i) for r in runs for i in range(len(kept.log_C[r]))])
-    xy = np.array([(kept.log_C[r][i], kept.log_loss[r][i]) for r, i in labels])
-    stack: list[int] = []
-    for p in np.lexsort((xy[:, 1], xy[:, 0])):
-        while len(stack) >= 2 and _turn(xy[stack[-2]], xy[stack[-1]], xy[p]) <= 0:
-            stack.pop()
-        stack.append(int(p))
+    rows = []
+    for r, (x, y) in enumerate(zip(kept.log_C, kept.log_loss, strict=True)):
+        rows += [(r, i) for i in _chain(np.arange(len(x)), x, y)]
+    return np.array(rows)
+
+
+def _hull(kept: _Curves, rows: np.ndarray, factors: np.ndarray | None = None) -> np.ndarray:
+    """Returns the vertices of the lower convex hull of the records `rows` in log-log, in order of falling loss.
+
+    Args:
+        rows: [n, 2] run index and record index, such as `_own_hulls`.
+        factors: [runs] added to the log losses of each run.
+    """
+    x = np.array([kept.log_C[r][i] for r, i in rows])
+    y = np.array([kept.log_loss[r][i] for r, i in rows])
+    if factors is not None:
+        y = y + factors[rows[:, 0]]
+    stack = _chain(np.lexsort((y, x)), x, y)
     # To the right of its lowest point the hull rises: more compute with no lower loss. This part is dropped.
-    lowest = int(np.argmin(xy[stack, 1]))
-    return labels[stack[: lowest + 1]]
+    return rows[stack[: int(np.argmin(y[stack])) + 1]]
 
 
-def _turn(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> float:
-    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
+def _chain(order: np.ndarray, x: np.ndarray, y: np.ndarray) -> list[int]:
+    """Returns the indices of the lower convex hull of points that `order` sorts by x."""
+    stack: list[int] = []
+    points: list[tuple[float, float]] = []
+    for p, px, py in zip(order.tolist(), x[order].tolist(), y[order].tolist(), strict=True):
+        while len(stack) >= 2:
+            (ax, ay), (bx, by) = points[-2:]
+            if (bx - ax) * (py - ay) - (by - ay) * (px - ax) > 0:
+                break
+            stack.pop()
+            points.pop()
+        stack.append(p)
+        points.append((px, py))
+    return stack
 
 
-def _vertices(kept: _Curves, hull: np.ndarray, chosen: np.ndarray) -> dict[str, np.ndarray]:
+def _vertices(kept: _Curves, hull: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the vertices of a hull as points of the envelope.
 
     A point is inside if both smaller and larger sizes have curves at its compute.
     """
     rows = hull[:, 0]
     C, D, loss = (np.array([values[r][i] for r, i in hull]) for values in (kept.log_C, kept.log_D, kept.log_loss))
-    N, inside = kept.size[rows], np.zeros(len(hull), dtype=bool)
+    N = kept.size[rows]
     low, high = np.array([c[0] for c in kept.log_C]), np.array([c[-1] for c in kept.log_C])
-    for i, x in enumerate(C):
-        sizes = kept.size[chosen & (low <= x) & (x <= high)]
-        inside[i] = bool((sizes < N[i]).any() and (sizes > N[i]).any())
+    there = (low <= C[:, None]) & (C[:, None] <= high)
+    smaller, larger = kept.size < N[:, None], kept.size > N[:, None]
+    inside = (there & smaller).any(axis=1) & (there & larger).any(axis=1)
     found = {"C": np.exp(C), "loss": np.exp(loss), "N": N, "D": np.exp(D)}
     return {**found, "row": rows, "best_N": N, "inside": inside}
 
 
-def _resample(kept: _Curves, surface: dict, mode: str, enough: bool, resamples: int, seed: int) -> dict:
-    """Returns the envelopes of resampled runs, padded with NaN to one length: C, loss, N, D as [R, m]."""
-    counts = resampling.draw_counts(resamples, len(kept.run), seed)
+def _noise(kept: _Curves, surface: dict) -> tuple[np.ndarray, float, int] | None:
+    """Returns what the runs differ by beside their size: the effect of each run, their deviation, degrees of freedom.
+
+    At each compute, log loss is a parabola in log N near the lowest curve. A run that lies above or below it does so
+    over much of its curve, so its effect is one number: the mean residual. None if no compute has enough sizes.
+    """
+    log_N = np.log10(kept.size)
+    sums, seen, squares, freedom = np.zeros(len(log_N)), np.zeros(len(log_N)), 0.0, 0
+    for column in surface["loss"].T:
+        rows = np.flatnonzero(np.isfinite(column))
+        if len(np.unique(log_N[rows])) < SIZES:
+            continue
+        rows = rows[near_lowest(log_N[rows], np.exp(column[rows]))]
+        parabola = fit_parabola(log_N[rows], column[rows])
+        if parabola is None or len(rows) <= 3:
+            continue
+        residuals = column[rows] - parabola.fitted
+        sums[rows] += residuals
+        seen[rows] += 1
+        squares += float(residuals @ residuals)
+        freedom += len(rows) - 3
+    if not freedom:
+        return None
+    runs = int((seen > 0).sum())
+    return sums / np.maximum(seen, 1), float(np.sqrt(squares / freedom)), max(1, runs - 3)
+
+
+def _resample(kept, surface, rows, mode: str, counted, noise, resamples: int, seed: int) -> tuple[dict, dict]:
+    """Returns the envelope without the effects of the runs, and envelopes with drawn effects, padded with NaN.
+
+    Every run stays, and its whole curve moves by one factor. Each is C, loss, N, D as [R, m], with R = 1 for the first.
+    """
+    enough, keep_ends = counted
+    effects, deviation, freedom = noise
+    generator = np.random.default_rng(seed)
+    drawn = generator.normal(0, deviation, (resamples, len(effects)))
+    drawn *= np.sqrt(freedom / generator.chisquare(freedom, (resamples, 1)))
+    everything = np.ones(len(effects), dtype=bool)
     found = []
-    for drawn in counts > 0:
+    for factors in np.concatenate([np.zeros((1, len(effects))), drawn]) - effects:
         if mode == "minimum":
-            one = _lowest(kept, surface, drawn)
+            one = _lowest(kept, {**surface, "loss": surface["loss"] + factors[:, None]}, everything)
         else:
-            one = _vertices(kept, _hull(kept, drawn), drawn)
-        keep = one["inside"] if enough else np.ones(len(one["C"]), dtype=bool)
+            one = _vertices(kept, _hull(kept, rows, factors))
+        keep = one["inside"] if enough and not keep_ends else np.ones(len(one["C"]), dtype=bool)
         # One size does not determine a law of N, so such a resample counts as one without a law.
         few = enough and len(np.unique(one["best_N"][keep])) < 2
         found.append({name: one[name][keep][: 0 if few else None] for name in ("C", "loss", "N", "D")})
     width = max(2, *(len(one["C"]) for one in found))
-    draws = {name: np.full((resamples, width), np.nan) for name in ("C", "loss", "N", "D")}
+    draws = {name: np.full((len(found), width), np.nan) for name in ("C", "loss", "N", "D")}
     for r, one in enumerate(found):
         for name, values in one.items():
             draws[name][r, : len(values)] = values
-    return draws
+    return {name: values[:1] for name, values in draws.items()}, {name: values[1:] for name, values in draws.items()}
 
 
 def _refuse(fit: EnvelopeFit, reason: str) -> EnvelopeFit:

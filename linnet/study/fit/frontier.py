@@ -22,7 +22,8 @@ def fit_frontier(
         groups: [rows] budget label of each row, -1 for none (see `assign_budgets`). If at least half of the rows belong
             to budgets with several sizes, the other rows are left out, because the lowest of one row means nothing.
             Otherwise each row of label -1 is its own group.
-        bootstrap: number of resamples; 0 for none.
+        bootstrap: number of resamples of the residuals of each law, or of whole runs if a run has several rows; 0 for
+            none.
         seed: seed of the resampling.
         hold_out: see `linnet.study.fit.heldout.threshold`.
     """
@@ -42,28 +43,25 @@ def fit_frontier(
         alone += len(np.unique(N[rows])) < 3
         inside = bool(N[rows].min() < N[row] < N[rows].max())
         point = {"C": C[row], "loss": loss[row], "N": N[row], "D": D[row], "run": str(table["run"].iloc[row])}
-        best.append({**point, "inside": inside, "fitted": True})
+        best.append({**point, "inside": inside, "fitted": True, "step": _step(N[rows], N[row])})
     best.sort(key=lambda point: point["C"])
-    fit.points = best
+    fit.points = [{name: value for name, value in point.items() if name != "step"} for point in best]
     grouped = int(np.sum(np.bincount(labels) > 1)) if len(labels) else 0
     if grouped:
         fit.notes.append(f"L(C) is fitted to the lowest loss of each of {count_of(len(best), 'budget')}")
-    clustered = resampling.is_clustered(table["run"])
-    # If most groups have several runs, runs are resampled within their group; otherwise, over all rows.
-    inside_groups = grouped >= len(best) / 2
-    counts = None
-    if bootstrap and len(table) > 2:
-        strata = labels if inside_groups else None
-        counts = resampling.draw_counts(bootstrap, len(table), seed, table["run"] if clustered else None, strata)
-        scheme = "pairs" + ", clustered by run" * clustered + ", stratified by budget" * inside_groups
-        fit.bootstrap = Bootstrap(scheme, bootstrap, bootstrap, seed)
-    draws = _draws(counts, labels, C, N, D, loss)
     points = pd.DataFrame(best)
+    draws = {name: {} for name in ("L", "N", "D")}
+    if bootstrap and len(table) > 2 and resampling.is_clustered(table["run"]):
+        # Rows of one run are not independent, and they lie in several budgets: whole runs are resampled.
+        counts = resampling.draw_counts(bootstrap, len(table), seed, table["run"])
+        found = _draws(counts, labels, C, N, D, loss)
+        draws = {name: {"draws_C": found["C" if name == "L" else "C_in"], "draws": found[name]} for name in draws}
+        fit.bootstrap = Bootstrap("pairs, clustered by run", bootstrap, bootstrap, seed)
+    elif bootstrap and len(table) > 2:
+        draws = dict.fromkeys(draws, {"residuals": bootstrap, "seed": seed})
+        fit.bootstrap = Bootstrap("residuals of the law", bootstrap, bootstrap, seed)
     for name, irreducible in (("L", False), ("L_irreducible", True)):
-        law = law_through(
-            "L", points["C"], points["loss"], irreducible=irreducible, draws_C=draws["C"], draws=draws["L"]
-        )
-        setattr(fit, name, law)
+        setattr(fit, name, law_through("L", points["C"], points["loss"], irreducible=irreducible, **draws["L"]))
     inner = points[points["inside"]]
     for name, column in (("N_opt", "N"), ("D_opt", "D")):
         if len(inner) < 3:
@@ -73,11 +71,19 @@ def fit_frontier(
                 reason = "no budget has three sizes, so none shows an optimum; train more sizes per budget"
             setattr(fit, name, Law(name, points=len(inner), refused=[reason]))
             continue
-        setattr(fit, name, law_through(name, inner["C"], inner[column], draws_C=draws["C_in"], draws=draws[column]))
+        # The optimum lies anywhere between the neighbours of the lowest size, however well these sizes follow a law.
+        rounding = {"smallest_error": inner["step"].mean() / np.sqrt(12)} if "residuals" in draws[column] else {}
+        setattr(fit, name, law_through(name, inner["C"], inner[column], **draws[column], **rounding))
     count_usable(fit)
     finish(fit)
     add_held_out(fit, hold_out)
     return fit
+
+
+def _step(sizes: np.ndarray, lowest: float) -> float:
+    """Returns half the distance between the neighbours of a size in log N; 0 if it is the smallest or the largest."""
+    smaller, larger = sizes[sizes < lowest], sizes[sizes > lowest]
+    return float(np.log(larger.min() / smaller.max()) / 2) if len(smaller) and len(larger) else 0.0
 
 
 def _draws(counts, labels, C, N, D, loss) -> dict:
@@ -86,8 +92,6 @@ def _draws(counts, labels, C, N, D, loss) -> dict:
     C_in, N and D are NaN if the lowest point is the smallest or the largest size of its group.
     """
     names = ("C", "C_in", "L", "N", "D")
-    if counts is None:
-        return dict.fromkeys(names)
     shape = (len(counts), labels.max() + 1)
     draws = {name: np.full(shape, np.nan) for name in names}
     for label in range(shape[1]):

@@ -11,7 +11,16 @@ import pandas as pd
 
 from linnet.study.fit import bootstrap as resampling
 from linnet.study.fit.law import Law
-from linnet.study.fit.parabola import WINDOWS, Parabola, akima_minimum, fit_parabola, outliers, window_of
+from linnet.study.fit.parabola import (
+    WIDE,
+    WINDOWS,
+    Parabola,
+    akima_minimum,
+    fit_parabola,
+    near_lowest,
+    outliers,
+    window_of,
+)
 from linnet.study.fit.power import add_held_out, count_of, count_usable, finish, law_through
 from linnet.study.fit.results import Bootstrap, IsoflopFit, IsoflopGroup
 
@@ -242,6 +251,18 @@ class _Budget:
             end = "smallest" if group.N_lowest == min(group.N) else "largest"
             group.notes.append(f"the lowest observed loss is at the {end} size")
 
+    def residuals(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """Returns the residuals as shares of the loss, their leverage, and the number of fitted parameters.
+
+        Over more than `WIDE` decades a parabola is off by more than the noise, so there the noise is what a polynomial
+        of degree 4 leaves.
+        """
+        x, y = self.log_N[self.rows], self.loss[self.rows]
+        degree = 4 if np.ptp(x) > WIDE and len(np.unique(x)) >= 7 else 2
+        basis = np.linalg.qr(np.vander((x - x.mean()) / np.ptp(x), degree + 1))[0]
+        residuals = (y - basis @ (basis.T @ y)) / np.abs(self.N.fitted)
+        return residuals, (basis**2).sum(axis=1), degree + 1
+
     def may_be_too_wide(self) -> bool:
         """Whether the optimum is refused although the lowest run lies in the interior, and a window leaves runs out."""
         group = self.group
@@ -250,11 +271,6 @@ class _Budget:
             return False
         near = near_lowest(self.log_N, np.where(self.kept, self.loss, np.inf))
         return len(np.unique(self.log_N[near])) >= SIZES and int(near.sum()) < len(self.rows)
-
-
-def near_lowest(log_N: np.ndarray, loss: np.ndarray) -> np.ndarray:
-    """Returns the runs within three sizes of the lowest one or within 5 % of its loss."""
-    return window_of(log_N, loss, "sizes") | window_of(log_N, loss, "loss")
 
 
 def _exclude(found: list[_Budget], window: str) -> None:
@@ -284,14 +300,15 @@ def _noise(found: list[_Budget]) -> tuple[float | None, np.ndarray, int]:
     The standard deviation (None if no budget has more than three runs), the residuals for `draw_errors`, and the
     degrees of freedom.
     """
-    used = [one for one in found if one.N is not None and len(one.rows) > 3 and not one.unclear]
-    freedom = sum(len(one.rows) - 3 for one in used)
+    parts = [one.residuals() for one in found if one.N is not None and not one.unclear]
+    freedom = sum(len(residuals) - parameters for residuals, _, parameters in parts)
     if not freedom:
         return None, np.zeros(0), 0
-    residuals = np.concatenate([(one.loss[one.rows] - one.N.fitted) / np.abs(one.N.fitted) for one in used])
-    leverage = np.concatenate([one.N.leverage for one in used])
+    residuals = np.concatenate([part[0] for part in parts])
+    leverage = np.concatenate([part[1] for part in parts])
     deviation = float(np.sqrt(residuals @ residuals / freedom))
-    return deviation, resampling.standardised(residuals, leverage, freedom), freedom
+    kept = leverage < 1 - 1e-9  # a run that determines its own fitted loss has no residual
+    return deviation, resampling.standardised(residuals[kept], leverage[kept], freedom), freedom
 
 
 def _noise_of(one: _Budget, found: list[_Budget]) -> float | None:

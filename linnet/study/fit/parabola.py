@@ -48,6 +48,11 @@ def window_of(log_N: np.ndarray, loss: np.ndarray, rule: str) -> np.ndarray:
     return {"sizes": near, "loss": close, "auto": near | close}[rule]
 
 
+def near_lowest(log_N: np.ndarray, loss: np.ndarray) -> np.ndarray:
+    """Returns the runs within three sizes of the lowest one or within 5 % of its loss, however few sizes there are."""
+    return window_of(log_N, loss, "sizes") | window_of(log_N, loss, "loss")
+
+
 @dataclass(frozen=True)
 class Parabola:
     """Least squares of y = c0 + c1 (x - centre) + c2 (x - centre)^2.

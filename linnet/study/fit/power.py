@@ -59,6 +59,7 @@ def law_through(
     draws_C=None,
     draws=None,
     residuals: int = 0,
+    smallest_error: float = 0.0,
     seed: int = 0,
 ) -> Law:
     """Returns the law fitted to points, with intervals from resamples.
@@ -73,6 +74,7 @@ def law_through(
         draws_C, draws: [R, m] points of each resample; NaN for missing points. If m = n, and the points lie farther
             from the law than these draws explain, the residuals of the law are resampled instead.
         residuals: number of resamples of the residuals of the law.
+        smallest_error: standard deviation of log values that these residuals have at least.
         seed: seed of these resamples.
     """
     law = Law(quantity, points=len(C))
@@ -101,7 +103,7 @@ def law_through(
             )
             residuals, draws = len(draws), None
     if draws is None and residuals:
-        drawn = _from_residuals(law, x, y, residuals, seed)
+        drawn = _from_residuals(law, x, y, residuals, smallest_error, seed)
         if drawn is not None:
             draws_C, draws, counts = np.broadcast_to(C, drawn.shape), np.exp(drawn), np.ones_like(drawn)
     if draws is not None and len(draws) and different > 2:
@@ -120,7 +122,9 @@ def _basis(law: Law, x: np.ndarray) -> np.ndarray:
     return np.linalg.qr(np.stack(columns, axis=1))[0]
 
 
-def _from_residuals(law: Law, x: np.ndarray, y: np.ndarray, resamples: int, seed: int) -> np.ndarray | None:
+def _from_residuals(
+    law: Law, x: np.ndarray, y: np.ndarray, resamples: int, smallest: float, seed: int
+) -> np.ndarray | None:
     """Returns log values [R, n] with resampled residuals of the law, or None if no degree of freedom is left."""
     basis = _basis(law, x)
     freedom = len(x) - basis.shape[1]
@@ -128,6 +132,8 @@ def _from_residuals(law: Law, x: np.ndarray, y: np.ndarray, resamples: int, seed
         return None
     fitted = np.log(law.predict(np.exp(x)))
     pool = resampling.standardised(y - fitted, (basis**2).sum(axis=1), freedom)
+    if pool.std() < smallest:
+        pool = smallest * np.array([-1.0, 1.0])
     return fitted + resampling.draw_errors(pool, freedom, resamples, x.shape, seed)
 
 
@@ -211,6 +217,30 @@ def add_draws(law: Law, draws: np.ndarray) -> None:
     law.intervals = {n: resampling.interval(c) for n, c in zip(names, columns, strict=True) if n in law.parameters}
 
 
+def add_reflected(law: Law, centre: tuple, resamples: tuple) -> None:
+    """Adds draws from resamples that are biased as the estimate is, reflected at the estimate, and the band.
+
+    A resample's estimate differs from that of the points without noise as the estimate differs from the truth, so the
+    truth lies on the other side (the basic bootstrap).
+
+    Args:
+        law: the law of the data; nothing is added if it is refused.
+        centre: C and values [1, m] of the points from which the resamples were made.
+        resamples: C and values [R, m]; NaN for missing points.
+    """
+    if law.refused or law.points <= 2:
+        return
+    solver = log_log if law.constant is None else _irreducible
+    start = np.array([np.log(law.coefficient), law.exponent, law.constant or 0.0])
+    found = []
+    for C, values in (centre, resamples):
+        counts = (np.isfinite(C) & np.isfinite(values)).astype(float)
+        x, y = (np.log(np.where(counts > 0, a, 1.0)) for a in (C, values))
+        found.append(solver(x, y, counts, start))
+    add_draws(law, start + found[0] - found[1])
+    add_band(law)
+
+
 def add_band(law: Law, points: int = 41) -> None:
     """Adds values and intervals of a law from its smallest C to ten times its largest, for figures."""
     grid = np.geomspace(law.c_min, 10 * law.c_max, points)
@@ -224,7 +254,10 @@ def add_band(law: Law, points: int = 41) -> None:
 
 def count_usable(fit: MethodFit) -> None:
     """Records in `fit.bootstrap` how many resamples gave L(C) and, without intervals, the reason."""
-    if fit.L.draws is not None:
+    if fit.L.draws is None and fit.bootstrap.resamples and not fit.bootstrap.note:
+        fit.bootstrap.usable = 0
+        fit.bootstrap.note = f"no interval: {count_of(fit.L.points, 'point')} of L(C) leave nothing to show the noise"
+    elif fit.L.draws is not None:
         fit.bootstrap.usable = len(fit.L.draws)
         fit.bootstrap.note = next((note for note in fit.L.notes if note.startswith("no interval")), "")
 

@@ -82,21 +82,37 @@ def test_smoothing_keeps_a_straight_curve_and_quietens_noise(surface):
     assert errors[1] < errors[0]
 
 
-def test_bootstrap_resamples_runs(surface):
-    curves = surface.curves(SIZES)
-    found = fit_envelope(curves, warmup=0.0, bootstrap=60)
-    assert found.bootstrap.scheme == "pairs, clustered by run" and found.bootstrap.usable == 60
+def noisy(curves, deviation=0.003, seed=0):
+    """Returns the curves with one factor per run, as between seeds."""
+    runs, rows = np.unique(curves["run"], return_inverse=True)
+    factors = np.exp(np.random.default_rng(seed).normal(0, deviation, len(runs)))
+    return curves.assign(loss=curves["loss"] * factors[rows])
+
+
+@pytest.mark.parametrize("mode", ["minimum", "hull"])
+def test_bootstrap_draws_the_effects_of_runs(surface, mode):
+    options = {"mode": mode, "warmup": 0.0, "bootstrap": 60}
+    found = fit_envelope(noisy(surface.curves(SIZES)), **options)
+    assert found.bootstrap.scheme == "residuals of the runs" and found.bootstrap.usable >= 57
     low, high = found.intervals["a"]
-    assert low < surface.a < high and high - low < 0.1
+    assert low < surface.a < high and 0.01 < high - low < 0.2
     # Ten times as many records per run must not narrow the interval, because the number of runs is the same.
-    often = fit_envelope(surface.curves(SIZES, points=1200), warmup=0.0, bootstrap=60)
+    often = fit_envelope(noisy(surface.curves(SIZES, points=1200)), **options)
     assert np.subtract(*often.intervals["a"]) == pytest.approx(low - high, rel=0.5)
 
 
-def test_too_few_runs_for_an_interval_are_told(surface):
-    found = fit_envelope(surface.curves(SIZES[4:9]), warmup=0.0, bootstrap=60)
+def test_too_few_sizes_for_an_interval_are_told(surface):
+    found = fit_envelope(surface.curves(SIZES[4:8]), warmup=0.0, bootstrap=60, keep_ends=True)
     assert not found.N_opt.refused and not found.N_opt.intervals
-    assert found.bootstrap.note.startswith("no interval: ")
+    assert found.bootstrap.note.startswith("no interval: ") and found.bootstrap.usable == 0
+
+
+def test_ends_can_be_kept(surface):
+    curves = surface.curves(SIZES)
+    found = fit_envelope(curves, mode="hull", warmup=0.0, keep_ends=True)
+    C, N = np.array([(point["C"], point["N"]) for point in found.points]).T
+    assert found.N_opt.points == len(C) > fit_envelope(curves, mode="hull", warmup=0.0).N_opt.points
+    assert found.N_opt.exponent == pytest.approx(np.polyfit(np.log(C), np.log(N), 1)[0], rel=1e-9)
 
 
 def test_one_curve_is_refused(surface):

@@ -1,7 +1,10 @@
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import linregress
+from scipy.stats import t as student
 
 from linnet.study.fit import PF_DAY, Law, fit_frontier, fit_power, load_table
 from linnet.study.fit.heldout import threshold
@@ -76,6 +79,20 @@ def test_bootstrap_of_pairs_covers_the_truth_and_repeats():
     assert widths[-1] > min(widths) * 1.5
 
 
+@pytest.mark.parametrize("budgets", [3, 5])
+def test_single_runs_per_budget_have_the_intervals_of_student(budgets):
+    x = np.linspace(40, 46, budgets)
+    y = 3 - 0.05 * x + np.random.default_rng(budgets).normal(0, 0.01, budgets)
+    table = pd.DataFrame(
+        {"C": np.exp(x), "loss": np.exp(y), "N": 1e8, "D": 1e9, "run": [f"r{i}" for i in range(budgets)]}
+    )
+    fit = fit_frontier(table, np.arange(budgets), bootstrap=4000)
+    line = linregress(x, y)
+    half = student.ppf(0.975, budgets - 2) * line.stderr
+    low, high = fit.intervals["alpha"]
+    assert (low + high) / 2 == pytest.approx(line.slope, abs=0.3 * half) and 0.75 < (high - low) / (2 * half) < 1.25
+
+
 def test_clustered_bootstrap_is_wider_than_pairs_for_copies_of_runs():
     generator = np.random.default_rng(0)
     runs = np.repeat(np.arange(12), 20)
@@ -98,7 +115,9 @@ def test_frontier_takes_the_best_run_of_each_budget(surface):
     assert fit.L_irreducible.constant == pytest.approx(surface.E, rel=1e-5)
     assert fit.L_irreducible.exponent == pytest.approx(slope, rel=1e-5)
     assert fit.L_irreducible.held_out.max_error < 1e-6 < 0.005 < fit.L.held_out.max_error
-    assert fit.bootstrap.scheme == "pairs, stratified by budget"
+    # The lowest sizes follow a law exactly, but the optimum may lie anywhere between their neighbours.
+    assert fit.bootstrap.scheme == "residuals of the law"
+    assert fit.intervals["a"][0] < surface.a - 0.005 < surface.a + 0.005 < fit.intervals["a"][1]
     assert fit.extrapolation["pure"] < fit.extrapolation["irreducible"]
 
 
