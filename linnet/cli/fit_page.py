@@ -5,7 +5,9 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from linnet.study.fit import IsoflopFit, Law, MethodFit, ParametricFit, StudyFit
+from linnet.study.fit import HeldOut, IsoflopFit, Law, MethodFit, ParametricFit, StudyFit
+from linnet.study.fit.power import count_of
+from linnet.study.fit.results import law_of_form
 from linnet.study.fit.table import CONVENTIONS
 
 TITLES = {
@@ -14,6 +16,9 @@ TITLES = {
     "power": "Lowest loss of each budget",
     "parametric": "Surface L(N, D) = E + A / N^alpha + B / D^beta",
 }
+
+
+FORMS = {"pure": "without a constant", "constant": "with a constant"}
 
 
 def show(study: StudyFit, source: str, rows: int, unit: str) -> None:
@@ -28,35 +33,59 @@ def show(study: StudyFit, source: str, rows: int, unit: str) -> None:
     methods = list(next(iter(study.values())).methods)
     fits = {name: fit.best for name, fit in study.items()}
     if not all(fit.refused for fit in fits.values()):
-        console.print(f"\n[bold]{TITLES[study.headline]}[/]")
-        console.print(_laws(fits, unit))
+        console.print(f"\n[bold]{TITLES[study.headline]}; L(C) {FORMS[study.form]}[/]")
+        if reason := _chosen(study):
+            _line(console, f"[dim]{reason}[/]")
+        console.print(_laws(study, unit))
         if study.headline == "isoflop" and len(methods) == 1:
             console.print(_optima(fits))
         if study.headline == "parametric":
             console.print(_surfaces(fits))
-        _under(console, fits)
+        _under(console, study)
+    if len(study.candidates) > 1:
+        console.print("\n[bold]Held-out errors[/] of the methods that could be the headline")
+        console.print(_candidates(study))
     if len(methods) > 1:
-        console.print("\n[bold]The other methods[/]")
+        console.print("\n[bold]The other methods[/], exponents with 95 %")
         console.print(_others(study, [method for method in methods if method != study.headline]))
+    if any(fit.isoflop is not None and len(fit.isoflop.sensitivity) > 1 for fit in study.values()):
+        console.print("\n[bold]How the IsoFLOP exponents move[/]")
+        console.print(_sensitivity(study))
     if any(len(fit.conventions) > 1 for fit in study.values()):
         console.print(f"\n[bold]Other ways of counting[/] ({study.headline})")
         console.print(_conventions(study))
     _crossings(console, study)
+    _excluded(console, study)
     _refusals(console, study)
 
 
-def _laws(fits: dict[str, MethodFit], unit: str) -> Table:
-    table = _table("", "95 % of the exponent", "held-out error")
-    for name, fit in fits.items():
-        both = "" if fit.a_plus_b is None else f"a + b = {fit.a_plus_b:.3f}"
+def _chosen(study: StudyFit) -> str:
+    """Returns why this method and form are the headline; "" if there was nothing to choose."""
+    best = next((one for one in study.candidates if one.chosen), None)
+    if best is None or len(study.candidates) < 2:
+        return ""
+    if best.error is None:
+        return "not chosen by held-out error: no larger budgets are left to predict"
+    return f"chosen by the lowest held-out error, {best.error:.2%} over {count_of(best.tested, 'budget')}"
+
+
+def _laws(study: StudyFit, unit: str) -> Table:
+    table = _table("", "exponent (95 %)", "held-out error")
+    for name, fit in study.items():
+        both = "" if fit.best.a_plus_b is None else f"a + b = {fit.best.a_plus_b:.3f}"
         table.add_row(f"[bold]{escape(name)}[/]", "", "")
-        for law in _all_laws(fit):
+        for law in (fit.L, fit.N_opt, fit.D_opt):
             if law.refused:
-                if law is not fit.L_irreducible:
-                    table.add_row(f"  {law.quantity}: [yellow]refused[/]", "", "")
+                table.add_row(f"  {law.quantity}: [yellow]refused[/]", "", "")
                 continue
-            last = _held_out(law) if law.quantity == "L" else both if law.quantity == "D_opt" else ""
+            last = _held_out(fit.held_out) if law is fit.L else both if law is fit.D_opt else ""
             table.add_row(f"  {law.text(unit)}", _exponent_interval(law), last)
+            table.add_row(f"   [dim]{_value_at_end(law)}[/]", "", "")
+            if law is fit.L and fit.other_L is not None:
+                other = fit.other_L
+                test = fit.tests.get(fit.headline, {}).get("pure" if other.constant is None else "constant")
+                text = other.text(unit).removeprefix("L = ")
+                table.add_row(f"  [dim]or[/] {text}", _exponent_interval(other), _held_out(test))
     return table
 
 
@@ -64,14 +93,28 @@ def _exponent_interval(law: Law) -> str:
     if law.exponent_interval is None:
         return "[dim]none[/]"
     low, high = law.exponent_interval
-    return f"{low:.4f} to {high:.4f}"
+    return f"{low:.3f} to {high:.3f}"
 
 
-def _held_out(law: Law) -> str:
-    test = law.held_out
+def _value_at_end(law: Law) -> str:
+    form, rough = ("{:.4f}", "{:.4f}") if law.quantity == "L" else ("{:.3g}", "{:.2g}")
+    value, span = form.format(float(law.predict(law.c_max))), law.interval_at(law.c_max)
+    ends = f" ({' to '.join(rough.format(end) for end in span)})" if span else ""
+    return f"at {law.c_max:.2g}: {value}{ends}"
+
+
+def _held_out(test: HeldOut | None) -> str:
     if test is None or test.refused:
         return "[dim]no test[/]"
     return f"{test.mean_error:.2%} on {test.tested}"
+
+
+def _candidates(study: StudyFit) -> Table:
+    table = _table("method", "L(C)", "held-out error", "budgets predicted", "")
+    for one in study.candidates:
+        error = "[dim]no test[/]" if one.error is None else f"{one.error:.2%}"
+        table.add_row(one.method, FORMS[one.form], error, str(one.tested), "headline" if one.chosen else "")
+    return table
 
 
 def _others(study: StudyFit, methods: list[str]) -> Table:
@@ -82,12 +125,37 @@ def _others(study: StudyFit, methods: list[str]) -> Table:
             found = fit.methods[method]
             if found.refused:
                 continue
-            numbers = [
-                "refused" if law.refused else f"{law.exponent:.4f}" for law in (found.L, found.N_opt, found.D_opt)
-            ]
-            table.add_row(first, method, *numbers, "" if found.L.refused else _held_out(found.L))
+            loss = law_of_form(found, study.form)
+            test = fit.tests.get(method, {}).get("pure" if loss.constant is None else "constant")
+            numbers = [_exponent(law) for law in (loss, found.N_opt, found.D_opt)]
+            table.add_row(first, method, *numbers, "" if loss.refused else _held_out(test))
             first = ""
     return table
+
+
+def _exponent(law: Law) -> str:
+    if law.refused:
+        return "refused"
+    span = law.exponent_interval
+    return f"{law.exponent:.3f}" + (f" ({span[0]:.3f} to {span[1]:.3f})" if span else "")
+
+
+def _sensitivity(study: StudyFit) -> Table:
+    """One row per architecture and exponent; the page and the JSON have every window and every budget."""
+    table = _table("", "", "as fitted", "other windows", "without one budget")
+    for name, fit in study.items():
+        rows = fit.isoflop.sensitivity if fit.isoflop is not None else []
+        for symbol in "ab" if rows else "":
+            others = [row[symbol] for row in rows[1:] if row["without"] is None and row[symbol] is not None]
+            without = [row[symbol] for row in rows if row["without"] is not None and row[symbol] is not None]
+            first = escape(name) if symbol == "a" else ""
+            table.add_row(first, symbol, f"{rows[0][symbol]:.4f}", _range(others), _range(without))
+    return table
+
+
+def _range(values: list[float]) -> str:
+    low, high = f"{min(values, default=0):.4f}", f"{max(values, default=0):.4f}"
+    return "-" if not values else low if low == high else f"{low} to {high}"
 
 
 def _surfaces(fits: dict[str, ParametricFit]) -> Table:
@@ -119,7 +187,8 @@ def _optima(fits: dict[str, IsoflopFit]) -> Table:
     return table
 
 
-def _under(console: Console, fits: dict[str, MethodFit]) -> None:
+def _under(console: Console, study: StudyFit) -> None:
+    fits = {name: fit.best for name, fit in study.items()}
     schemes = {fit.bootstrap.scheme: fit.bootstrap for fit in fits.values() if fit.bootstrap.resamples}
     for scheme, made in schemes.items():
         _line(console, f"[dim]intervals: bootstrap of {scheme}; {made.resamples:,} resamples, seed {made.seed}[/]")
@@ -139,8 +208,11 @@ def _under(console: Console, fits: dict[str, MethodFit]) -> None:
             lines.append(f"6 N_opt D_opt / C goes from {ends[0]} to {ends[1]}")
         far = fit.extrapolation
         if far.get("irreducible") is not None and fit.L is not fit.L_irreducible:
+            chosen = study[name].L
+            span = chosen.interval_at(far["C"])
+            ends = f" (95 % {FORMS[study[name].form]}: {span[0]:.3f} to {span[1]:.3f})" if span else ""
             with_and_without = f"{far['pure']:.3f} without, {far['irreducible']:.3f} with a constant"
-            lines.append(f"loss at {far['C']:.2g} FLOPs: {with_and_without}")
+            lines.append(f"loss at {far['C']:.2g} FLOPs: {with_and_without}{ends}")
         for line in lines:
             notes.setdefault(line, []).append(name)
     for line, names in notes.items():
@@ -162,18 +234,31 @@ def _crossings(console: Console, study: StudyFit) -> None:
     if not study.crossings:
         return
     console.print()
-    console.print(f"[bold]Where the laws of loss cross[/] ({study.headline})")
+    console.print(f"[bold]Where the laws of loss cross[/] ({study.headline}, {FORMS[study.form]})")
     for c in met:
-        between = f" [{c.interval[0]:.2g}, {c.interval[1]:.2g}]" if c.interval else ""
-        beyond = "" if c.inside else ", outside the data"
-        names = f"{escape(c.lower_below)} is lower below and {escape(c.lower_above)} above"
-        _line(console, f"{names} {c.C:.3g} FLOPs{escape(between)}{beyond}")
+        names = f"{escape(c.first)} and {escape(c.second)} cross at {c.C:.3g} FLOPs"
+        if c.interval:
+            names += escape(f" [{c.interval[0]:.2g}, {c.interval[1]:.2g}]")
+            names += f"; {escape(c.lower_below)} is lower below and {escape(c.lower_above)} above"
+        _line(console, names + ("" if c.inside else ", outside the data"))
+        if c.other_C is not None:
+            other = FORMS["constant" if c.other_form == "constant" else "pure"]
+            _line(console, f"[dim]{other}: at {c.other_C:.3g} FLOPs[/]", 4)
         for reason in c.refused:
             _line(console, f"[dim]{escape(reason)}[/]", 4)
     for c in study.crossings:
         if c.C is None:
             line = f"{c.first} and {c.second}: {'; '.join(c.refused)}"
             _line(console, f"[dim]{escape(line)}[/]")
+
+
+def _excluded(console: Console, study: StudyFit) -> None:
+    if not study.excluded:
+        return
+    console.print("\n[bold]Runs left out[/]")
+    for row in study.excluded:
+        whose = f"{row['run']} of {row['architecture']}" if len(study) > 1 else row["run"]
+        _line(console, escape(f"{whose}, loss {row['loss']:.4g}: {row['reason']}"))
 
 
 def _refusals(console: Console, study: StudyFit) -> None:
@@ -202,6 +287,6 @@ def _line(console: Console, markup: str, indent: int = 2) -> None:
 
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column in columns:
-        table.add_column(column, no_wrap=True)
+    for index, column in enumerate(columns):
+        table.add_column(column, no_wrap=index == 0)
     return table

@@ -60,7 +60,7 @@ def print_laws(study: "StudyFit", console: Console) -> None:
     width = max(map(len, study))
     reasons: dict[str, list[str]] = {}
     for name, fit in study.items():
-        test = fit.L.held_out
+        test = fit.held_out
         error = f"  (held-out error {test.mean_error:.2%})" if test is not None and not test.refused else ""
         allocation = [f"{law.quantity} refused" if law.refused else law.text() for law in (fit.N_opt, fit.D_opt)]
         loss = "L refused" if fit.L.refused else fit.L.text()

@@ -107,14 +107,14 @@ def _fit(series: Series, study: Study, architecture: str, bootstrap: int) -> Dow
 
 
 def _law(study: Study, architecture: str) -> Law | None:
-    """The study's L(C), with a constant where one shows, if it goes through the lowest losses of each budget.
+    """The study's L(C), if it goes through the lowest losses of each budget.
 
     That of the envelope is of training losses, and that of a surface lies below what any size that was trained reached.
     """
     fit = study.fits.get(architecture)
     if fit is None or fit.headline not in ("isoflop", "power"):
         return None
-    return fit.L if fit.L_irreducible.refused else fit.L_irreducible
+    return fit.L
 
 
 def _of_training(records: list[dict]) -> list[tuple]:

@@ -3,7 +3,7 @@
 from html import escape
 
 from linnet.report import units
-from linnet.report.laws import exponent_interval, gain_of_doubling, through_optima
+from linnet.report.laws import exponent_interval, gain_interval, gain_of_doubling, through_optima
 from linnet.report.records import Study
 
 CLOSE = 0.02  # losses within this fraction of the lowest count as close to it
@@ -61,21 +61,48 @@ def _at_largest(study: Study):
 
 
 def _lowest_loss(study: Study) -> str:
+    """The lowest loss at the largest budget, and which architectures differ from the one that has it."""
     rows, where = _at_largest(study)
     if rows.empty:
         return "No run has ended with a finite loss yet, so there is nothing to compare."
     best = rows.loc[rows.groupby("architecture")["loss"].idxmin()].sort_values("loss")
-    first = best.iloc[0]
+    first, others = best.iloc[0], best.iloc[1:]
     bits = f" ({units.significant(first['bits_per_byte'], 4)} bits per byte)" if first["bits_per_byte"] > 0 else ""
     text = (
-        f"{where}, {_strong(first['architecture'])} has the lowest held-out loss: "
-        f"<b>{units.loss(first['loss'])} nats per token</b>{bits}, with {units.count(first['params_non_embedding'])} "
+        f"{where}, the lowest held-out loss seen is <b>{units.loss(first['loss'])} nats per token</b>{bits}, "
+        f"of {_strong(first['architecture'])} with {units.count(first['params_non_embedding'])} "
         f"parameters and {units.count(first['tokens'])} tokens."
     )
-    others = []
-    for _, row in best[1:].iterrows():
-        others.append(f"{_strong(row['architecture'])} (+{units.percent(row['loss'] / first['loss'] - 1)})")
-    return text + (f" Then {units.listed(others)}." if others else "")
+    if others.empty:
+        return text
+    apart = [row for _, row in others.iterrows() if _differ(study, first["architecture"], row["architecture"])]
+    known = {row["architecture"] for row in apart}
+    level = sorted(set(others["architecture"]) - known, key=study.architectures.index)
+    if apart:
+        shown = [f"{_strong(row['architecture'])} (+{units.percent(row['loss'] / first['loss'] - 1)})" for row in apart]
+        text += f" The loss of {units.listed(shown)} is higher."
+    if not level:
+        return text
+    tested = [name for name in level if name in study.fits and study.fits[name].L.intervals]
+    if tested:
+        text += f" The intervals of the laws of loss do not tell {_all(tested)} apart from it."
+    if rest := [name for name in level if name not in tested]:
+        text += (
+            f" Whether {_all(rest)} {'differs' if len(rest) == 1 else 'differ'} is not known: there are no intervals."
+        )
+    return text
+
+
+def _differ(study: Study, lower: str, higher: str) -> bool:
+    """Whether the 95 % intervals of two laws of loss are apart at the largest compute of both."""
+    if lower not in study.fits or higher not in study.fits:
+        return False
+    one, two = study.fits[lower].L, study.fits[higher].L
+    if one.refused or two.refused:
+        return False
+    at = min(one.c_max, two.c_max)
+    first, second = one.interval_at(at), two.interval_at(at)
+    return bool(first and second and first[1] < second[0])
 
 
 def _loss_exponents(study: Study) -> str:
@@ -97,20 +124,23 @@ def _all(names: list[str]) -> str:
 
 
 def _steepest(known: dict) -> str:
-    """Returns which loss falls fastest and which slowest, among laws through optima."""
+    """Returns which loss falls fastest and which slowest among laws through optima, if the intervals are apart."""
     order = sorted(known, key=lambda name: gain_of_doubling(known[name]), reverse=True)
     steep, flat = order[0], order[-1]
     if len(known) == 1:
         return f"The loss of {_strong(steep)} falls {_power(known[steep])}."
-    text = (
-        f"Loss falls fastest with compute for {_strong(steep)}, {_power(known[steep])}. "
-        f"It falls slowest for {_strong(flat)}, {_power(known[flat])}."
+    first, last = gain_interval(known[steep]), gain_interval(known[flat])
+    if first and last and first[0] > last[1]:
+        return (
+            f"Loss falls fastest with compute for {_strong(steep)}, {_power(known[steep])}. "
+            f"It falls slowest for {_strong(flat)}, {_power(known[flat])}."
+        )
+    gains = [units.percent(gain_of_doubling(known[name])) for name in (flat, steep)]
+    why = "the 95 % intervals overlap" if first and last else "there are no intervals"
+    return (
+        f"How fast the loss falls with compute does not differ clearly between {_all(list(known))} ({why}): "
+        f"twice the compute takes {gains[0]} to {gains[1]} off."
     )
-    first, last = exponent_interval(known[steep]), exponent_interval(known[flat])
-    if first and last:
-        overlap = first[1] >= last[0]
-        text += " The intervals overlap, so these runs cannot tell the two slopes apart." if overlap else ""
-    return text
 
 
 def _power(law) -> str:
@@ -179,15 +209,17 @@ def _range(symbol: str, laws: dict) -> str:
 
 
 def _held_out(study: Study) -> str:
-    tests = {name: fit.L.held_out for name, fit in study.fits.items() if fit.L.held_out and not fit.L.held_out.refused}
+    tests = {name: fit.held_out for name, fit in study.fits.items() if fit.held_out and not fit.held_out.refused}
     if not tests:
         return ""
     errors = {name: test.mean_error for name, test in tests.items()}
-    low, high = min(errors, key=errors.get), max(errors, key=errors.get)
-    shown = units.percent(errors[high])
-    if low != high:
-        shown = f"{units.percent(errors[low])} ({_strong(low)}) to {shown} ({_strong(high)})"
+    low, high = min(errors.values()), max(errors.values())
+    shown = units.percent(high) if units.percent(low) == units.percent(high) else _span_of(low, high)
     return f"Laws fitted to the smaller budgets alone miss the losses at the largest by {shown}, on average."
+
+
+def _span_of(low: float, high: float) -> str:
+    return f"{units.percent(low)} to {units.percent(high)}"
 
 
 def _crossings(study: Study) -> str:
@@ -195,11 +227,12 @@ def _crossings(study: Study) -> str:
     for crossing in study.crossings:
         if crossing.C is None or not crossing.inside:
             continue
-        ends = crossing.interval
-        span = f" (95 %: {units.scientific(ends[0])} to {units.scientific(ends[1])})" if ends else ""
+        if crossing.interval is None:
+            continue  # the table of crossings has it, with the reason
+        low, high = (units.scientific(end) for end in crossing.interval)
         texts.append(
-            f"The laws of {_strong(crossing.first)} and {_strong(crossing.second)} cross at {units.flops(crossing.C)}"
-            f"{span}; above it {_strong(crossing.lower_above)} has the lower loss."
+            f"The laws of {_strong(crossing.first)} and {_strong(crossing.second)} cross at {units.flops(crossing.C)} "
+            f"(95 %: {low} to {high}); above it {_strong(crossing.lower_above)} has the lower loss."
         )
     rest = f" So do {len(texts) - 3} more pairs." if len(texts) > 3 else ""
     return " ".join(texts[:3]) + rest
@@ -222,7 +255,7 @@ def _refused(study: Study) -> str:
         if names:
             laws.setdefault(_all(names), []).append(shown)
     if not laws:
-        return text + "No law had to be refused."
+        return text or "No law had to be refused."
     named = "; ".join(f"{units.listed(shown)} of {names}" for names, shown in laws.items())
     return f"{text}Refused laws, because the runs cannot tell: {named}. The table gives the reasons."
 

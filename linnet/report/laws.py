@@ -4,6 +4,8 @@ With every method, a point is "inside" if the optimum of its budget lies between
 is the lowest observed loss, which another size could lower.
 """
 
+import numpy as np
+
 from linnet.study.fit import ArchitectureFit, IsoflopGroup, Law
 
 Interval = tuple[float, float]
@@ -21,6 +23,15 @@ def gain_of_doubling(law: Law) -> float:
     """Returns the share by which the loss falls if the largest compute of the data is doubled."""
     now, doubled = law.predict([law.c_max, 2 * law.c_max])
     return float(1 - doubled / now)
+
+
+def gain_interval(law: Law) -> Interval | None:
+    """Returns the 95 % interval of `gain_of_doubling`, or None without bootstrap draws."""
+    if law.draws is None or not len(law.draws):
+        return None
+    now, doubled = (np.exp(law.draws[:, 0] + law.draws[:, 1] * np.log(C)) for C in (law.c_max, 2 * law.c_max))
+    low, high = np.percentile(1 - (doubled + law.draws[:, 2]) / (now + law.draws[:, 2]), [2.5, 97.5])
+    return float(low), float(high)
 
 
 def through_optima(fit: ArchitectureFit) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from linnet.config import FIGURES, FITS, check_study
-from linnet.report import downstream, downstream_figures, shell, tables
+from linnet.report import downstream, downstream_figures, shell, tables, units
 from linnet.report.drawing import Figure
 from linnet.report.figures import draw
 from linnet.report.findings import findings, summary
@@ -83,16 +83,47 @@ def _laws(study: Study) -> list[str]:
     if not study.fits:
         return []
     method, command = study.fit.headline, shell.typed("linnet", "fit", study.folder, json=True)
-    preferred = "" if method == "isoflop" else ", since too few optima lie between the sizes for the IsoFLOP method"
     caption = (
-        f"Power laws as in paper 000's Table 3, C in FLOPs, by the {_METHODS[method]}{preferred}. Under each law stand "
-        "the 95 % bootstrap intervals of its exponent and coefficient, its value at the largest compute, and for the "
-        "loss the same law with an irreducible constant. Exponent and coefficient move together, so compare values "
-        "rather than coefficients. The held-out error is that of a law fitted to less compute. "
-        f"<code>{escape(command)}</code> prints all of it, by all methods and in full."
+        f"Power laws as in paper 000's Table 3, C in FLOPs, by the {_METHODS[method]}, {_chosen(study.fit)}. "
+        "Under each law stand the 95 % bootstrap intervals of its exponent and coefficient, its value at the largest "
+        "compute, and for the loss the other form, with both values at ten times the largest compute. Exponent and "
+        "coefficient move together, so compare values rather than coefficients. The held-out error is that of the law "
+        f"fitted to the smaller budgets, at the largest. <code>{escape(command)}</code> prints everything in full."
     )
-    return ["<h2>The laws</h2>", f'<p class="caption">{caption}</p>', tables.law_table(study)]
+    parts = ["<h2>The laws</h2>", f'<p class="caption">{caption}</p>', tables.law_table(study)]
+    for title, words, table in (
+        ("How the headline was chosen", _CANDIDATES, tables.candidate_table(study)),
+        ("The other methods", _OTHERS, tables.method_table(study)),
+        ("Where the laws of loss meet", _CROSSINGS, tables.crossing_table(study)),
+        ("How the exponents move with the runs", _SENSITIVITY, tables.sensitivity_table(study)),
+    ):
+        if table:
+            parts += [f"<h3>{title}</h3>", f'<p class="caption">{words}</p>', table]
+    return parts
 
+
+def _chosen(fit: StudyFit) -> str:
+    form = tables.FORMS[fit.form]
+    best = next((one for one in fit.candidates if one.chosen and one.error is not None), None)
+    if best is None:
+        return f"L(C) {form} (no budgets are left to choose by held-out error)"
+    return f"L(C) {form}: the lowest held-out error, {units.percent(best.error)}" if len(fit.candidates) > 1 else form
+
+
+_CANDIDATES = (
+    "Each method, with each form of L(C), is fitted to the smaller budgets and predicts the best loss of the largest. "
+    "All predict the same losses: the minima of the parabolas of these budgets, or the lowest losses seen if there are "
+    "fewer than three parabolas. The lowest error is the headline of all architectures."
+)
+_OTHERS = "The same exponents by the other methods, with 95 % intervals."
+_CROSSINGS = (
+    "There is no interval if it would not be honest: if too few budgets leave the form of the laws untested, or if the "
+    "laws of the other form meet outside it."
+)
+_SENSITIVITY = (
+    "The exponents of the IsoFLOP method with other windows of sizes, and without each budget. A value outside the "
+    "interval of the law means that this choice moves the exponent by more than the noise of the runs."
+)
 
 _METHODS = {
     "isoflop": "IsoFLOP method (the optimum of a parabola in each budget)",
@@ -129,8 +160,8 @@ def _conventions(study: Study) -> list[str]:
 
 
 def _runs(study: Study, folder: Path) -> list[str]:
-    lost = tables.left_out_table(study, folder)
-    parts = ["<h2>Runs that took no part in the fits</h2>", lost] if lost else []
+    lost, excluded = tables.left_out_table(study, folder), tables.excluded_table(study)
+    parts = ["<h2>Runs that took no part in the fits</h2>", lost, excluded] if lost or excluded else []
     caption = (
         "Every number above comes from these runs. A name leads to the run's folder (config.yaml, metrics.jsonl, "
         "result.json). Clicking a point in a figure leads here, clicking a column sorts, and pointing at a number "

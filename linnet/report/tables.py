@@ -9,6 +9,8 @@ from linnet.report import shell, units
 from linnet.report.laws import coefficient_interval, exponent_interval, through_optima
 from linnet.report.records import Study
 from linnet.runs import RunFolder
+from linnet.study.fit import ArchitectureFit, Law
+from linnet.study.fit.results import law_of_form
 
 
 def law_table(study: Study) -> str:
@@ -19,18 +21,18 @@ def law_table(study: Study) -> str:
         '<th class="n">a + b</th><th class="n">Held-out error</th>'
     )
     rows = []
-    reasons = {"; ".join(fit.L_irreducible.refused) for fit in study.fits.values()}
-    common = reasons.pop() if len(reasons) == 1 else ""  # then it is said once, below the table
+    without = {"; ".join(fit.L_irreducible.refused) for fit in study.fits.values() if not fit.L.refused}
+    common = without.pop() if len(without) == 1 else ""  # then it is said once, below the table
     for name, fit in study.fits.items():
         edge = "" if fit.L.refused or through_optima(fit) else '<div class="fine">through the lowest losses seen</div>'
-        constant = "" if common or fit.L.refused or fit.L.constant is not None else _with_constant(fit.L_irreducible)
+        constant = "" if common or fit.L.refused else _other_form(fit)
         cells = (
             f"<th>{shell.swatch(study.architectures, name)}</th>",
             f"<td>{_law(fit.L, 'β', 'α', 'L', _loss)}{edge}{constant}</td>",
             f"<td>{_law(fit.N_opt, 'k', 'a', 'N', units.count)}</td>",
             f"<td>{_law(fit.D_opt, 'k', 'b', 'D', units.count)}</td>",
             f'<td class="n">{units.significant(fit.best.a_plus_b)}</td>',
-            f'<td class="n">{_held_out(fit.L.held_out)}</td>',
+            f'<td class="n">{_held_out(fit.held_out)}</td>',
         )
         rows.append(f"<tr>{''.join(cells)}</tr>")
     note = (
@@ -39,6 +41,113 @@ def law_table(study: Study) -> str:
         else ""
     )
     return shell.table("laws", head, rows) + note
+
+
+FORMS = {"pure": "without a constant", "constant": "with a constant"}
+
+
+def candidate_table(study: Study) -> str:
+    """The methods and forms that could be the headline, with the error by which it was chosen; "" for one alone."""
+    candidates = study.fit.candidates if study.fit is not None else []
+    rows = []
+    for one in candidates if len(candidates) > 1 else ():
+        error = units.MISSING if one.error is None else units.percent(one.error)
+        rows.append(
+            f'<tr><th>{one.method}</th><td>{FORMS[one.form]}</td><td class="n">{error}</td>'
+            f'<td class="n">{one.tested}</td><td>{"headline" if one.chosen else ""}</td></tr>'
+        )
+    head = '<th>Method</th><th>L(C)</th><th class="n">Held-out error</th><th class="n">Budgets predicted</th><th></th>'
+    return shell.table("candidates", head, rows) if rows else ""
+
+
+def method_table(study: Study) -> str:
+    """The exponents of every other method with their intervals, as `linnet fit` prints them."""
+    rows = []
+    for name, fit in study.fits.items():
+        for method, found in fit.methods.items():
+            if method == fit.headline or found.refused:
+                continue
+            loss = law_of_form(found, fit.form)
+            cells = [_exponent(law) for law in (loss, found.N_opt, found.D_opt)]
+            tests = fit.tests.get(method, {})
+            test = tests.get("constant" if loss.constant is not None else "pure")
+            error = units.MISSING if test is None or test.refused else units.percent(test.mean_error)
+            cells = "".join(f"<td>{cell}</td>" for cell in cells)
+            swatch = shell.swatch(study.architectures, name)
+            rows.append(f'<tr><th>{swatch}</th><td>{method}</td>{cells}<td class="n">{error}</td></tr>')
+    head = (
+        "<th>Architecture</th><th>Method</th><th>Exponent of L(C)</th><th>a of N<sub>opt</sub></th>"
+        '<th>b of D<sub>opt</sub></th><th class="n">Held-out error</th>'
+    )
+    return shell.table("methods", head, rows) if rows else ""
+
+
+def _exponent(law: Law) -> str:
+    if law.refused:
+        return '<span class="refused">refused</span>'
+    span = law.exponent_interval
+    ends = f" ({units.significant(span[0])} to {units.significant(span[1])})" if span else ""
+    return units.significant(law.exponent) + ends
+
+
+def crossing_table(study: Study) -> str:
+    """Where the laws of loss of each pair of architectures meet."""
+    rows = []
+    for one in study.crossings:
+        names = " and ".join(shell.swatch(study.architectures, name) for name in (one.first, one.second))
+        at = units.MISSING if one.C is None else units.scientific(one.C)
+        at += "" if one.C is None or one.inside else ", outside the data"
+        span = " to ".join(units.scientific(end) for end in one.interval) if one.interval else units.MISSING
+        other = ""
+        if one.other_form is not None and one.C is not None:
+            place = "they do not meet" if one.other_C is None else units.scientific(one.other_C)
+            other = f"{place} {FORMS[one.other_form]}"
+        why = escape("; ".join(one.refused))
+        rows.append(f'<tr><th>{names}</th><td>{at}</td><td>{span}</td><td>{other}</td><td class="why">{why}</td></tr>')
+    head = (
+        "<th>Laws of</th><th>Meet at C (FLOPs)</th><th>95 %</th><th>In the other form</th>"
+        "<th>Why there is no crossing or no interval</th>"
+    )
+    return shell.table("crossings", head, rows) if rows else ""
+
+
+WINDOW_WORDS = {"auto": "as fitted", "all": "all sizes", "sizes": "three sizes each way", "loss": "losses within 5 %"}
+
+
+def sensitivity_table(study: Study) -> str:
+    """How the exponents of the IsoFLOP method move with the window of sizes and without each budget."""
+    rows = []
+    for name, fit in study.fits.items():
+        if fit.isoflop is None or fit.isoflop.N_opt.refused:
+            continue
+        for index, row in enumerate(fit.isoflop.sensitivity):
+            first = shell.swatch(study.architectures, name) if index == 0 else ""
+            without = "" if row["without"] is None else f", without {units.flops(row['without'])}"
+            what = WINDOW_WORDS.get(row["window"], row["window"]) + without
+            cells = "".join(f'<td class="n">{units.significant(row[symbol])}</td>' for symbol in "ab")
+            rows.append(f'<tr><th>{first}</th><td>{what}</td>{cells}<td class="n">{row["budgets"]}</td></tr>')
+    head = (
+        '<th>Architecture</th><th>Parabolas through</th><th class="n">a of N<sub>opt</sub></th>'
+        '<th class="n">b of D<sub>opt</sub></th><th class="n">Budgets</th>'
+    )
+    return shell.table("sensitivity", head, rows) if rows else ""
+
+
+def excluded_table(study: Study) -> str:
+    """Runs that a request or a fit left out, with reasons."""
+    rows = []
+    for one in study.fit.excluded if study.fit is not None else ():
+        name = shell.swatch(study.architectures, one["architecture"])
+        loss = units.loss(one["loss"])
+        rows.append(
+            f'<tr><td>{escape(one["run"])}</td><td>{name}</td><td class="n">{loss}</td>'
+            f'<td class="why">{escape(one["reason"])}</td></tr>'
+        )
+    return (
+        shell.table("excluded", '<th>Run</th><th>Architecture</th><th class="n">Loss</th><th>Reason</th>', rows)
+        if rows
+        else ""
+    )
 
 
 def convention_table(study: Study) -> str:
@@ -131,11 +240,16 @@ def _law(law, coefficient: str, exponent: str, quantity: str, shown) -> str:
     return f'<div class="law">{_formula(law)}</div>' + "".join(f'<div class="fine">{line}</div>' for line in lines)
 
 
-def _with_constant(law) -> str:
-    """The same law with an irreducible loss, which bends less beyond the data."""
-    if law.refused:
-        return f'<div class="why">with a constant: refused, {escape("; ".join(law.refused))}</div>'
-    return f'<div class="fine">or {_formula(law)}</div>'
+def _other_form(fit: ArchitectureFit) -> str:
+    """The law of loss in the form that was not chosen, or why there is none."""
+    if fit.other_L is not None:
+        at = 10 * fit.L.c_max
+        both = " or ".join(_loss(float(law.predict(at))) for law in (fit.L, fit.other_L))
+        values = f"at {units.scientific(at, 2)}: {both}"
+        return f'<div class="fine">or {_formula(fit.other_L)}</div><div class="fine">{values}</div>'
+    if fit.L_irreducible.refused:
+        return f'<div class="why">with a constant: refused, {escape("; ".join(fit.L_irreducible.refused))}</div>'
+    return ""
 
 
 def _formula(law) -> str:

@@ -139,7 +139,7 @@ def test_findings_agree_with_the_table(ladder, page):
     table = pd.read_csv(ladder[0] / "table.csv")
     top = table[(table["budget"] == table["budget"].max()) & (table["status"] == "done")]
     best = top.loc[top["loss"].idxmin()]
-    assert re.search(rf"1\.2×10¹² FLOPs.*{best['architecture']} .*{best['loss']:.4f}", page.text)
+    assert re.search(rf"1\.2×10¹² FLOPs.*{best['loss']:.4f} nats.*of {best['architecture']} ", page.text)
     assert re.search(r"2 of 72 runs .*\(1 failed and 1 diverged\)", page.text)
     assert "RuntimeError: out of memory" in page.text
     assert "72 runs of 3 architectures" in page.text
@@ -152,7 +152,7 @@ def test_laws_on_the_page_are_those_that_made_the_data(page):
         _, _, alpha, _, beta = LAWS[name][:5]
         assert name in row
         exponents = [float(x.replace("−", "-")) for x in re.findall(r'class="law">[^<]+<sup>([^<]+)</sup>', row)]
-        assert -0.2 < exponents[0] < -0.1
+        assert -0.3 < exponents[0] < -0.1  # with or without a constant
         assert exponents[1] == pytest.approx(beta / (alpha + beta), abs=0.06)
         assert row.count(" to ") >= 6  # the 95 % intervals
 
@@ -169,6 +169,17 @@ def test_same_folder_gives_the_same_bytes(study, tmp_path, quick_fits, monkeypat
         assert path.read_bytes() == (second / path.name).read_bytes(), path.name
 
 
+def test_architectures_that_intervals_do_not_tell_apart_are_not_ranked(study, write):
+    """Two names for one law: the page gives the lowest loss seen, no order, and no crossing without its interval."""
+    folder = study(architectures=("tnl", "copy"), curves=False)
+    text = write(folder, fit=fit_study(load_study(folder)[0], method="isoflop", bootstrap=40)).text
+    assert re.search("intervals of the laws of loss do not tell (tnl|copy) apart", text)
+    assert "How fast the loss falls with compute does not differ clearly between tnl and copy" in text
+    assert "Loss falls fastest" not in text and "has the lower loss" not in text
+    assert "No law had to be refused" in text
+    assert "How the headline was chosen" in text and "Where the laws of loss meet" in text
+
+
 def test_refused_optima_are_shown_as_refused(study, write):
     """Without the small models of an architecture its optima lie at the edge: N_opt is refused, L(C) still given."""
     folder = study(architectures=("llama", "tnl"), widths=(16, 24, 32, 48, 64, 80, 96, 128, 160), curves=False)
@@ -177,7 +188,7 @@ def test_refused_optima_are_shown_as_refused(study, write):
     assert "4 of 8 optima" in page.text
     assert re.search("Refused laws.*: Nopt and Dopt of llama", page.text)
     assert page.source.count('<span class="refused">') == 2
-    assert "The loss of tnl falls as C" in page.text
+    assert re.search("The loss of tnl falls as .*C−", page.text)
     assert re.search("law of llama .*lowest losses", page.text)
     marks = [row for rows in page.specs()["isoflop-curves"]["datasets"].values() for row in rows]
     refused = [row for row in marks if row.get("refused because")]
@@ -243,7 +254,7 @@ def test_unfinished_study_of_one_architecture_written_elsewhere(study, write, tm
     page = write(folder, out=tmp_path / "elsewhere" / "tnl.html")
     assert page.path == tmp_path / "elsewhere" / "tnl.html"
     assert "7 of 25 planned runs" in page.text
-    assert "The loss of tnl falls as C" in page.text
+    assert re.search("The loss of tnl falls as .*C−", page.text)
     assert set(page.specs()) == FIGURES
     linked = [link for link in page.links if (page.path.parent / link).is_dir()]
     assert len(linked) == 18 and not any(Path(link).is_absolute() for link in page.links)
@@ -260,7 +271,7 @@ def test_an_architecture_of_which_nothing_ended_well(study, write):
     _edit(folder, lambda row: row | {"status": "diverged", "loss": ""} if row["architecture"] == "hgrn2" else row)
     page = write(folder)
     assert re.search(r"15 of 30 runs .*\(15 diverged\)", page.text)
-    assert "The loss of tnl falls as C" in page.text
+    assert re.search("The loss of tnl falls as .*C−", page.text)
 
 
 def test_no_run_ended_well(study, write):
@@ -277,7 +288,7 @@ def test_laws_of_the_parametric_surface(study, write):
     table, curves, _ = load_study(folder)
     page = write(folder, fit=fit_study(table, curves, method="parametric", bootstrap=0))
     assert re.search(r'class="law">0\.\d+ \+ \d+ C<sup>−0\.1\d+</sup>', page.source)
-    assert "as 0." in page.text and "by the parametric surface L(N, D)" in page.text
+    assert "twice the compute takes" in page.text and "by the parametric surface L(N, D)" in page.text
     assert "isoflop-curves" not in page.specs()
     for name in ("optimal-size-and-tokens", "loss-against-compute"):
         rows = [row for rows in page.specs()[name]["datasets"].values() for row in rows]
@@ -292,7 +303,7 @@ def test_study_at_fixed_tokens_has_no_budgets(study, write):
     del config["budgets"]
     (folder / "study.yaml").write_text(yaml.safe_dump(config))
     page = write(folder)
-    assert re.search("tnl has the lowest", page.text)
+    assert re.search("lowest held-out loss seen is .*of tnl", page.text)
     assert "Lines join" not in page.text
 
 
@@ -370,4 +381,4 @@ def test_a_run_that_nobody_can_read_hides_no_other(tmp_path, write):
         if done:
             (tmp_path / name / "result.json").write_text(json.dumps({"status": "done"} | numbers))
     page = write(tmp_path)
-    assert "good has the lowest" in page.text and "1 unfinished" in page.text
+    assert "nats per token, of good" in page.text and "1 unfinished" in page.text

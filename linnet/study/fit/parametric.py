@@ -112,6 +112,17 @@ def predict(theta: np.ndarray, N: np.ndarray, D: np.ndarray) -> np.ndarray:
     return np.exp(log_sum(_terms(N, D), theta[None])[0][0])
 
 
+def loss_law(rows: pd.DataFrame, near: dict[str, float]) -> Law:
+    """Returns L(C) of the surface fitted to some rows of a table, from the surface `near` of the whole table."""
+    N, D, C, loss = (rows[name].to_numpy(float) for name in ("N", "D", "C", "loss"))
+    if reason := _unfit(N, D):
+        return Law("L", refused=[reason])
+    start = np.array([*(np.log(near[name]) for name in "ABE"), near["alpha"], near["beta"]])
+    theta, _, _ = _best(N, D, loss, "coarse", near=start)
+    k = float(np.exp(np.log(C / (N * D)).mean()))
+    return _law("L", _laws(theta[None], k)["L"][0], C)
+
+
 def objective_of(surface: dict[str, float], N, D, loss) -> float:
     """Returns the objective at given E, A, B, alpha and beta, for example published ones."""
     theta = np.array([*(np.log(surface[name]) for name in "ABE"), surface["alpha"], surface["beta"]])

@@ -61,6 +61,7 @@ def law_through(
     residuals: int = 0,
     smallest_error: float = 0.0,
     seed: int = 0,
+    fewest: int = 4,
 ) -> Law:
     """Returns the law fitted to points, with intervals from resamples.
 
@@ -76,11 +77,13 @@ def law_through(
         residuals: number of resamples of the residuals of the law.
         smallest_error: standard deviation of log values that these residuals have at least.
         seed: seed of these resamples.
+        fewest: number of different C that a law with a constant needs. Three determine it without a check, which is
+            enough to predict other points in a held-out test.
     """
     law = Law(quantity, points=len(C))
     C, values = np.asarray(C, dtype=float), np.asarray(values, dtype=float)
     different = len(np.unique(np.round(np.log(C), 9))) if len(C) else 0
-    if different < (4 if irreducible else 2):
+    if different < (fewest if irreducible else 2):
         needed = "a law with a constant has three numbers and needs at least four" if irreducible else "a law needs two"
         law.refused.append(f"{count_of(different, 'different budget')}; {needed}")
         return law

@@ -245,6 +245,27 @@ class Convention(Result):
 
 
 @dataclass
+class Candidate(Result):
+    """A method and a form of L(C) that could be the headline, and how well they predict the largest budgets.
+
+    Attributes:
+        method: "power", "isoflop", "envelope" or "parametric".
+        form: "pure" for L = beta C^alpha, "constant" for L = E + beta C^alpha.
+        error: mean of |predicted / target - 1| over the held-out budgets of `architectures`; None if not tested.
+        tested: number of held-out budgets, over all these architectures.
+        architectures: those on which every candidate was tested.
+        chosen: whether it is the headline.
+    """
+
+    method: str
+    form: str
+    error: float | None = None
+    tested: int = 0
+    architectures: list[str] = field(default_factory=list)
+    chosen: bool = False
+
+
+@dataclass
 class ArchitectureFit(Result):
     """All fits of one architecture.
 
@@ -253,6 +274,10 @@ class ArchitectureFit(Result):
         rows: number of rows used from the table.
         methods: method name -> fit, for the requested methods (power, isoflop, envelope, parametric).
         headline: the method that summaries show. It is the same for all architectures of a study.
+        form: the form of L(C) that summaries show, "pure" or "constant"; the same for all architectures of a study.
+        budgets: number of budgets, or of points of the largest compute, that the held-out tests could use.
+        tests: method -> form -> held-out test of L(C) on the targets that all methods share
+            (`linnet.study.fit.selection`). `Law.held_out` is the test of a method on its own points.
         conventions: exponents of the headline method under each way of counting that the table allows.
         notes: dropped rows and the reasons.
     """
@@ -261,6 +286,9 @@ class ArchitectureFit(Result):
     rows: int
     methods: dict[str, MethodFit]
     headline: str
+    form: str = "pure"
+    budgets: int = 0
+    tests: dict[str, dict[str, HeldOut]] = field(default_factory=dict)
     conventions: list[Convention] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -273,11 +301,26 @@ class ArchitectureFit(Result):
 
     @property
     def L(self) -> Law:
-        return self.best.L
+        """L(C) of the headline method in the chosen form; pure if the form with a constant was refused."""
+        return law_of_form(self.best, self.form)
+
+    @property
+    def other_L(self) -> Law | None:
+        """L(C) of the headline method in the other form; None if the method has one form only, or refused it."""
+        other = self.best.L if self.L is self.best.L_irreducible else self.best.L_irreducible
+        return None if other is self.L or other.coefficient is None else other
 
     @property
     def L_irreducible(self) -> Law:
         return self.best.L_irreducible
+
+    @property
+    def held_out(self) -> HeldOut | None:
+        """The held-out test of `L` that all methods share; if there is none, that on the method's own points."""
+        found = self.tests.get(self.headline, {})
+        form = "constant" if self.L.constant is not None else "pure"
+        test = found.get(form)
+        return test if test is not None and not test.refused else self.L.held_out
 
     @property
     def N_opt(self) -> Law:
@@ -324,14 +367,21 @@ class ArchitectureFit(Result):
         return lines
 
 
+def law_of_form(fit: MethodFit, form: str) -> Law:
+    """Returns L(C) of a method in a form, "pure" or "constant"; pure if the form with a constant was refused."""
+    return fit.L_irreducible if form == "constant" and not fit.L_irreducible.refused else fit.L
+
+
 @dataclass
 class Crossing(Result):
     """Where the loss laws of two architectures meet.
 
     Attributes:
         first, second: names of the architectures.
-        C: FLOPs at the crossing, or None.
+        C: FLOPs at the crossing of the headline laws, or None.
         interval: 95 % interval of C, from independent bootstrap draws of both laws.
+        form, other_form: form of the headline laws, and the form of `other_C`; None without another form.
+        other_C: FLOPs at the crossing of the laws of the other form, or None.
         lower_below, lower_above: name of the architecture with the lower loss below and above C.
         inside: True if C is in the range of the data of both.
         refused: reasons why there is no crossing or no interval.
@@ -341,6 +391,9 @@ class Crossing(Result):
     second: str
     C: float | None = None
     interval: Interval | None = None
+    form: str = "pure"
+    other_form: str | None = None
+    other_C: float | None = None
     lower_below: str | None = None
     lower_above: str | None = None
     inside: bool = False
@@ -354,17 +407,40 @@ class StudyFit(Result, Mapping):
     Attributes:
         architectures: name -> fit, in the order of the table.
         headline: the method that summaries show for all architectures.
+        form: the form of L(C) that they show.
+        candidates: the methods and forms that could be the headline, with their held-out errors.
         count, flops: the counting convention.
         crossings: one entry per pair of architectures.
+        columns: name in the laws (N, D, C, loss) -> column of the table that it is.
+        dropped: runs left out by request: {"run", "architecture", "loss", "reason"}. `excluded` also has those that
+            the fits left out.
         notes: rows dropped from the table before fitting.
     """
 
     architectures: dict[str, ArchitectureFit]
     headline: str
+    form: str = "pure"
+    candidates: list[Candidate] = field(default_factory=list)
     count: str = "non-embedding"
     flops: str = "exact"
     crossings: list[Crossing] = field(default_factory=list)
+    columns: dict[str, str] = field(default_factory=dict)
+    dropped: list[dict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    computed = ("excluded",)
+
+    @property
+    def excluded(self) -> list[dict]:
+        """Runs left out by request or by the parabolas: {"run", "architecture", "loss", "reason"}."""
+        found = list(self.dropped)
+        for name, fit in self.architectures.items():
+            for group in fit.isoflop.groups if fit.isoflop is not None else ():
+                for row in group.excluded:
+                    far = f"{row['distance']:.0f} standard deviations from the parabola of the other runs"
+                    reason = f"isoflop at {group.C:.3g} FLOPs: {far}"
+                    found.append({"run": row["run"], "architecture": name, "loss": row["loss"], "reason": reason})
+        return found
 
     def __getitem__(self, name: str) -> ArchitectureFit:
         return self.architectures[name]

@@ -13,11 +13,24 @@ from linnet.study.fit.frontier import fit_frontier
 from linnet.study.fit.isoflop import fit_isoflop
 from linnet.study.fit.law import Law
 from linnet.study.fit.parametric import fit_parametric
-from linnet.study.fit.results import ArchitectureFit, Convention, Crossing, EnvelopeFit, MethodFit, StudyFit
+from linnet.study.fit.power import count_of
+from linnet.study.fit.results import (
+    ArchitectureFit,
+    Convention,
+    Crossing,
+    EnvelopeFit,
+    MethodFit,
+    StudyFit,
+    law_of_form,
+)
+from linnet.study.fit.selection import BUDGETS, Targets, choose, targets_of
 from linnet.study.fit.table import COUNTED, FLOPS, apply_convention, assign_budgets, counted_flops, curves_of
 
 METHODS = ("isoflop", "envelope", "power", "parametric")
-"""Methods in order of preference as headline. The first, a parabola at a fixed budget, makes the fewest assumptions."""
+"""All methods, in the order of the output. Equal held-out errors are decided by this order."""
+
+SURE = 0.95
+"""Share of the resampled pairs of laws that must meet, with the same one lower above, for an interval of a crossing."""
 
 
 def fit_study(
@@ -73,11 +86,15 @@ def fit_study(
                 progress(f"{name}: {chosen_method}")
             methods[chosen_method] = _fit(chosen_method, part, own, flops, settings, options)
         fits[name] = ArchitectureFit(name, len(part), methods, headline=chosen[0])
-    headline = _headline(fits, chosen)
-    for fit in fits.values():
-        fit.headline = headline
+    targets = {}
+    for name in fits:
+        part, _ = _counted(table, curves, name, count, flops)
+        targets[name] = _targets(part, fits[name], flops, hold_out, options)
+    headline, form, candidates = choose(fits, targets)
+    for name, fit in fits.items():
+        fit.headline, fit.form, fit.budgets = headline, form, targets[name].budgets
         fit.conventions = _conventions(table, curves, fit, (count, flops), options)
-    study = StudyFit(fits, headline, count, flops)
+    study = StudyFit(fits, headline, form, candidates, count, flops)
     names = list(fits)
     study.crossings = [
         crossing(fits[first], fits[second]) for i, first in enumerate(names) for second in names[i + 1 :]
@@ -120,22 +137,10 @@ def _fit_envelope(curves, settings: dict, options: dict) -> EnvelopeFit:
     return fit_envelope(curves, mode=options["envelope"], smooth=smooth, **settings)
 
 
-def _headline(fits: dict[str, ArchitectureFit], methods: tuple[str, ...]) -> str:
-    """Returns the headline method of all architectures: laws of different methods in one table are not comparable.
-
-    It is the first method with L for every architecture and N_opt for at least half of them. If there is none, it is
-    the method with L for the most architectures; ties go to N_opt for the most, then to the order of `METHODS`.
-    """
-
-    def given(method: str) -> tuple[int, int]:
-        found = [fit.methods[method] for fit in fits.values()]
-        return sum(not f.L.refused for f in found), sum(not f.N_opt.refused for f in found)
-
-    for method in methods:
-        losses, optima = given(method)
-        if losses == len(fits) and optima >= len(fits) / 2:
-            return method
-    return max(methods, key=given)
+def _targets(part: pd.DataFrame, fit: ArchitectureFit, flops: str, hold_out: float | None, options: dict) -> Targets:
+    groups, nominal = assign_budgets(part, options["budgets"], options["tolerance"])
+    isoflop = fit.isoflop or fit_isoflop(part, groups, nominal, cost=flops)
+    return targets_of(part, groups, isoflop, hold_out)
 
 
 def _conventions(table, curves, done: ArchitectureFit, current: tuple[str, str], options: dict) -> list[Convention]:
@@ -154,7 +159,8 @@ def _conventions(table, curves, done: ArchitectureFit, current: tuple[str, str],
                 fit = done.best
             else:
                 fit = _fit(method, part, own, flops, settings, {**options, "starts": "coarse"})
-            law = Convention(count, flops, method, fit.L.exponent, fit.N_opt.exponent, fit.D_opt.exponent)
+            loss = law_of_form(fit, done.form)
+            law = Convention(count, flops, method, loss.exponent, fit.N_opt.exponent, fit.D_opt.exponent)
             law.refused = list(fit.N_opt.refused)
             found.append(law)
     return found
@@ -165,9 +171,13 @@ def crossing(first: ArchitectureFit, second: ArchitectureFit) -> Crossing:
 
     Pure laws cross at C = (beta_1 / beta_2)^(1 / (alpha_2 - alpha_1)). Laws with a constant are solved numerically
     within a thousand times the range of the data. A crossing outside the data of both is reported with `inside` False.
+
+    There is no interval if fewer than four budgets leave the form of the laws untested, or if the laws of the other
+    form cross outside the interval: the form then moves the crossing by more than the noise does.
     """
-    result = Crossing(first.architecture, second.architecture)
     one, two = first.L, second.L
+    result = Crossing(first.architecture, second.architecture)
+    result.form = "pure" if one.constant is None and two.constant is None else "constant"
     for fit, law in ((first, one), (second, two)):
         if law.refused:
             result.refused.append(f"{fit.architecture} has no L(C): {'; '.join(law.refused)}")
@@ -176,6 +186,10 @@ def crossing(first: ArchitectureFit, second: ArchitectureFit) -> Crossing:
     low, high = min(one.c_min, two.c_min), max(one.c_max, two.c_max)
     reach = (low / 1e3, high * 1e3)
     C = _meet(_numbers(one), _numbers(two), reach)
+    others = [fit.other_L or fit.L for fit in (first, second)]
+    if others[0] is not one or others[1] is not two:
+        result.other_form = "constant" if result.form == "pure" else "pure"
+        result.other_C = _meet(*map(_numbers, others), reach)
     middle = np.sqrt(low * high)
     better = first if one.predict(middle) < two.predict(middle) else second
     if C is None:
@@ -188,16 +202,44 @@ def crossing(first: ArchitectureFit, second: ArchitectureFit) -> Crossing:
     result.lower_below, result.lower_above = below.architecture, (second if below is first else first).architecture
     result.inside = bool(max(one.c_min, two.c_min) <= C <= min(one.c_max, two.c_max))
     if one.intervals and two.intervals:
-        rows = min(len(one.draws), len(two.draws))
-        # Both laws may use the same seed. Shifting one by half of the draws makes the pairs independent.
-        other = np.roll(two.draws[:rows], rows // 2, axis=0)
-        met = [_meet(a, b, reach) for a, b in zip(one.draws[:rows], other, strict=True)]
-        found = np.array([value for value in met if value is not None])
-        if len(found) >= 0.95 * rows:
-            result.interval = resampling.interval(found)
-        else:
-            result.refused.append(f"no interval: {rows - len(found)} of {rows} resampled pairs of laws do not meet")
+        _add_interval(result, first, second, reach)
     return result
+
+
+def _add_interval(result: Crossing, first: ArchitectureFit, second: ArchitectureFit, reach) -> None:
+    for fit in (first, second):
+        if fit.L.constant is None and fit.L.points < BUDGETS:
+            number = count_of(fit.L.points, "budget")
+            reason = f"{fit.architecture} has {number}, and {BUDGETS} are needed to test the form of its law"
+            result.refused.append(f"no interval: {reason}")
+            return
+    one, two = first.L.draws, second.L.draws
+    rows = min(len(one), len(two))
+    # Both laws may use the same seed. Shifting one by half of the draws makes the pairs independent.
+    other = np.roll(two[:rows], rows // 2, axis=0)
+    pairs = list(zip(one[:rows], other, strict=True))
+    met = [_meet(a, b, reach) for a, b in pairs]
+    found = np.array([value for value in met if value is not None])
+    if len(found) < SURE * rows:
+        result.refused.append(f"no interval: {rows - len(found)} of {rows} resampled pairs of laws do not meet")
+        return
+    falls = [_slope(a, C) < _slope(b, C) for (a, b), C in zip(pairs, met, strict=True) if C is not None]
+    if max(np.mean(falls), 1 - np.mean(falls)) < SURE:
+        share = 1 - max(np.mean(falls), 1 - np.mean(falls))
+        result.refused.append(f"no interval: in {share:.0%} of the resamples the other law is lower above the crossing")
+        return
+    low, high = resampling.interval(found)
+    if result.other_form and not (result.other_C is not None and low <= result.other_C <= high):
+        place = "do not cross" if result.other_C is None else f"cross at {result.other_C:.3g} FLOPs"
+        what = "with a constant" if result.other_form == "constant" else "without a constant"
+        result.refused.append(f"no interval: the laws {what} {place}, so the form decides more than the noise")
+        return
+    result.interval = (low, high)
+
+
+def _slope(numbers, C: float) -> float:
+    log_coefficient, exponent, _ = numbers
+    return exponent * np.exp(log_coefficient + exponent * np.log(C))
 
 
 def _numbers(law: Law) -> tuple[float, float, float]:

@@ -51,7 +51,7 @@ class Surface:
         return pd.concat(parts, ignore_index=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def surface() -> Surface:
     return Surface()
 

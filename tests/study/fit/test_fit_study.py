@@ -6,7 +6,6 @@ import pytest
 
 from linnet.config import ConfigError
 from linnet.study.fit import ArchitectureFit, Law, MethodFit, crossing, fit_study
-from linnet.study.fit.study import _headline
 
 BUDGETS = np.geomspace(1e18, 1e21, 4)
 
@@ -74,32 +73,6 @@ def test_curves_in_the_table_or_beside_it(surface):
 def test_one_method_is_its_own_headline(ladder):
     study = fit_study(ladder, method="power", bootstrap=0)
     assert study.headline == "power" and list(study["tnl"].methods) == ["power"]
-
-
-def gives(*laws: bool) -> MethodFit:
-    """Returns the fit of a method that gives L, N_opt and D_opt, or refuses them."""
-    kept = [Law(name, refused=[] if given else ["no"]) for name, given in zip(("L", "N_opt"), laws, strict=True)]
-    return MethodFit("any", L=kept[0], N_opt=kept[1])
-
-
-@pytest.mark.parametrize(
-    "found, headline",
-    [
-        # for each architecture: does the method give (L, N_opt)?
-        ({"isoflop": [(1, 0), (1, 0)], "parametric": [(1, 1), (0, 0)]}, "isoflop"),
-        ({"isoflop": [(1, 0), (1, 0), (1, 0)], "parametric": [(1, 1), (1, 0), (1, 0)]}, "parametric"),
-        ({"isoflop": [(1, 0), (0, 0)], "parametric": [(0, 0), (1, 1)]}, "parametric"),
-        ({"isoflop": [(1, 0), (1, 0)], "power": [(1, 0), (1, 0)]}, "isoflop"),
-        ({"isoflop": [(1, 0), (1, 0)], "parametric": [(1, 1), (1, 0)]}, "parametric"),
-    ],
-)
-def test_headline_gives_every_architecture_its_loss_before_any_its_size(found, headline):
-    rows = zip(*found.values(), strict=True)
-    fits = {
-        str(i): ArchitectureFit(str(i), 4, {name: gives(*laws) for name, laws in zip(found, row, strict=True)}, "")
-        for i, row in enumerate(rows)
-    }
-    assert _headline(fits, tuple(found)) == headline
 
 
 def test_unknown_method_names_the_nearest(ladder):

@@ -1,0 +1,109 @@
+"""The choice of the headline: method and form by held-out error, on targets that all candidates share."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from linnet.study.fit import ArchitectureFit, Law, MethodFit, crossing, fit_study
+from linnet.study.fit.selection import better_form
+
+BUDGETS = np.geomspace(1e18, 1e20, 5)
+
+
+def noisy(table: pd.DataFrame, seed: int = 0, sd: float = 0.002) -> pd.DataFrame:
+    return table.assign(loss=table["loss"] * np.exp(np.random.default_rng(seed).normal(0, sd, len(table))))
+
+
+@pytest.fixture(scope="module")
+def ladder(surface):
+    table = noisy(surface.ladder(BUDGETS, np.linspace(-1.2, 1.2, 5)))
+    return fit_study(table, bootstrap=60), surface
+
+
+def test_the_headline_has_the_lowest_held_out_error(ladder):
+    study, _ = ladder
+    chosen = [one for one in study.candidates if one.chosen]
+    assert [(one.method, one.form) for one in chosen] == [(study.headline, study.form)]
+    assert chosen[0].error == min(one.error for one in study.candidates)
+    assert {one.method for one in study.candidates} == {"isoflop", "power", "parametric"}
+    fit = study["tnl"]
+    assert fit.held_out.mean_error == pytest.approx(chosen[0].error)
+
+
+def test_all_candidates_predict_the_same_losses(ladder):
+    study, surface = ladder
+    tests = [test for forms in study["tnl"].tests.values() for test in forms.values()]
+    assert len(tests) == 5  # two forms of isoflop and power, and the surface
+    targets = {tuple((p["C"], p["loss"]) for p in test.points) for test in tests}
+    assert len(targets) == 1
+    ((C, loss),) = targets.pop()
+    assert C == pytest.approx(BUDGETS[-1])
+    assert loss == pytest.approx(surface.loss(surface.optimum(C), C / 6 / surface.optimum(C)), rel=0.005)
+
+
+def test_a_surface_with_a_floor_needs_the_constant(ladder):
+    study, surface = ladder
+    fit, C = study["tnl"], 1e21
+    assert study.form == "constant" and fit.L.constant is not None
+    for name in ("isoflop", "power"):
+        forms = fit.tests[name]
+        assert forms["constant"].mean_error < forms["pure"].mean_error
+    low, high = fit.L.interval_at(C)
+    assert low <= surface.loss(surface.optimum(C), C / 6 / surface.optimum(C)) <= high
+
+
+def test_pure_data_keep_the_pure_law():
+    C = np.geomspace(1e18, 1e21, 7)
+    loss = 30 * C**-0.05 * np.exp(np.random.default_rng(1).normal(0, 0.001, 7))
+    assert better_form(C, loss) == "pure"
+    assert better_form(C, 1.7 + 1000 * C**-0.15) == "constant"
+    assert better_form(C[:3], (1.7 + 1000 * C**-0.15)[:3]) == "pure"  # the form cannot be tested
+
+
+@pytest.mark.parametrize("sizes", [1, 2])
+def test_isoflop_is_no_headline_without_a_parabola(surface, sizes):
+    table = noisy(surface.ladder(BUDGETS, np.linspace(0, 0.3, sizes)))
+    study = fit_study(table, bootstrap=60)
+    assert study.headline != "isoflop"
+    assert "isoflop" not in {one.method for one in study.candidates}
+
+
+def architecture(name: str, pure: Law, constant: Law | None = None, form: str = "pure") -> ArchitectureFit:
+    return ArchitectureFit(name, 4, {"power": MethodFit("power", pure, constant or Law("L"))}, "power", form)
+
+
+def law(coefficient, exponent, constant=None, points=5) -> Law:
+    found = Law("L", coefficient, exponent, constant, c_min=1e18, c_max=1e20, points=points)
+    noise = np.random.default_rng(int(points)).normal(0, 1e-3, (200, 1))
+    found.draws = np.hstack(
+        [np.log(coefficient) + noise, np.full((200, 1), exponent), np.full((200, 1), constant or 0)]
+    )
+    found.intervals = {"alpha": (exponent, exponent)}
+    return found
+
+
+def test_three_budgets_give_no_interval_of_a_crossing():
+    one, two = law(30, -0.05, points=3), law(30 * 1e19**0.01, -0.06, points=3)
+    found = crossing(architecture("a", one), architecture("b", two))
+    assert found.C == pytest.approx(1e19, rel=1e-6) and found.interval is None and "3 budgets" in found.refused[0]
+
+
+def test_forms_that_disagree_give_both_crossings_and_no_interval():
+    laws = [(law(30, -0.05), law(1000, -0.15, 1.7)), (law(30 * 1e19**0.01, -0.06), law(900, -0.15, 1.75))]
+    fits = [architecture(name, *pair, form="constant") for name, pair in zip("ab", laws, strict=True)]
+    found = crossing(*fits)
+    assert (found.form, found.other_form) == ("constant", "pure")
+    assert found.other_C == pytest.approx(1e19, rel=1e-6) and found.C != pytest.approx(1e19, rel=0.1)
+    assert found.interval is None and "without a constant" in found.refused[0]
+    alone = crossing(*(architecture(name, pair[0]) for name, pair in zip("ab", laws, strict=True)))
+    assert alone.interval[0] < alone.C < alone.interval[1]
+
+
+def test_laws_that_cannot_be_told_apart_have_no_interval_of_their_crossing():
+    one, two = law(30, -0.05), law(30 * 1e19**0.0001, -0.0501)
+    for found, seed in ((one, 1), (two, 2)):
+        turn = np.random.default_rng(seed).normal(0, 1e-3, 200)  # the slopes, about the middle of the data
+        found.draws[:, 0] = np.log(found.coefficient) - turn * np.log(1e19)
+        found.draws[:, 1] = found.exponent + turn
+    found = crossing(architecture("a", one), architecture("b", two))
+    assert found.interval is None and "the other law is lower" in found.refused[0]
