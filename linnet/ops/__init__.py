@@ -26,7 +26,7 @@ from linnet.ops.norm import rms_norm
 from linnet.ops.rotation import rotate
 from linnet.ops.scan import diagonal_scan, diagonal_step
 from linnet.ops.selective_scan import selective_scan, selective_step
-from linnet.ops.shortconv import short_convolution
+from linnet.ops.shortconv import short_convolution, short_convolution_step
 
 __all__ = [
     "ModalFilter",
@@ -57,6 +57,7 @@ __all__ = [
     "selective_scan",
     "selective_step",
     "short_convolution",
+    "short_convolution_step",
     "use_backend",
 ]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from precision import TOLERANCE, assert_near, poison, widen
 
-from linnet.ops import short_convolution, use_backend
+from linnet.ops import short_convolution, short_convolution_step, use_backend
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -86,6 +86,76 @@ def test_vmap_equals_one_model_at_a_time(shared, bias):
         torch.testing.assert_close(a, e)
 
 
+def stepped(x, weight, state, bias=None, offset=None, silu=False):
+    """Token by token, with a state of its own for each, so that autograd can go back."""
+    tokens = []
+    for t in range(x.shape[1]):
+        state = state.clone()
+        tokens.append(short_convolution_step(x[:, t], weight, state, bias, offset=offset, silu=silu))
+    return torch.stack(tokens, 1), state
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("sizes", [(2, 19, 5, 4), (3, 2, 2, 3), (1, 9, 3, 1), (2, 3, 2, 8)])
+def test_every_form_continues_from_a_state(sizes, silu):
+    """At once, in two calls, token by token, and the reference, in float64: outputs, states and all gradients."""
+    x, weight, bias, offset = make(*sizes)
+    B, T, D, W = sizes
+    state = torch.randn(B, W - 1, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    inputs = [x, weight, bias, offset, state]
+    options = {"offset": offset, "silu": silu, "output_final_state": True}
+
+    def whole():
+        return short_convolution(x, weight, bias, initial_state=state, **options)
+
+    def in_two_calls():
+        first, between = short_convolution(x[:, : T // 2], weight, bias, initial_state=state, **options)
+        second, final = short_convolution(x[:, T // 2 :], weight, bias, initial_state=between, **options)
+        return torch.cat([first, second], 1), final
+
+    def reference():
+        with use_backend("reference"):
+            return whole()
+
+    def everything(form):
+        y, final = form()
+        loss = (y.sin() * torch.arange(1.0, T + 1)[:, None]).sum() + final.square().sum()
+        return [y, final, *torch.autograd.grad(loss, inputs)]
+
+    expected = everything(lambda: stepped(x, weight, state, bias, offset, silu))
+    for form in (whole, in_two_calls, reference):
+        torch.testing.assert_close(everything(form), expected)
+
+
+def test_without_a_state_the_zeros_before_the_first_token_are_one():
+    x, weight, bias, offset = make()
+    y, final = short_convolution(x, weight, bias, offset=offset, output_final_state=True)
+    torch.testing.assert_close(y, run(x, weight, bias, offset))
+    torch.testing.assert_close(final, (x + offset)[:, -3:])
+    _, short = short_convolution(x[:, :2], weight, bias, output_final_state=True)
+    assert not short[:, 0].any() and torch.equal(short[:, 1:], x[:, :2])
+    half = short_convolution(x.bfloat16(), weight, bias, output_final_state=True)
+    assert [part.dtype for part in half] == [torch.bfloat16, torch.float64]
+
+
+def test_documents_have_states_of_their_own():
+    x, weight, bias, offset = make(B=1)
+    bounds, options = [0, 2, 2, 11, 19], {"offset": offset, "silu": True, "output_final_state": True}
+    state = torch.randn(4, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    together = short_convolution(
+        x, weight, bias, initial_state=state, cu_seqlens=torch.tensor(bounds, dtype=torch.int32), **options
+    )
+    alone = [
+        short_convolution(x[:, a:b], weight, bias, initial_state=state[i : i + 1], **options)
+        for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
+    ]
+    expected = [torch.cat([y for y, _ in alone], 1), torch.cat([final for _, final in alone])]
+    torch.testing.assert_close(list(together), expected)
+    inputs = [x, weight, bias, offset, state]
+    found, wanted = (torch.autograd.grad(y.sin().sum() + s.square().sum(), inputs) for y, s in (together, expected))
+    torch.testing.assert_close(found, wanted)
+
+
 def test_no_tokens():
     x, weight, bias, _ = make(T=1)
     assert short_convolution(x[:, :0], weight, bias).shape == (2, 0, 5)
@@ -96,6 +166,12 @@ def test_wrong_arguments_are_named():
     for call in ((x[0], weight), (x, weight.mT), (x, weight, bias[1:]), (x, weight[:, :0]), (x.long(), weight)):
         with pytest.raises(ValueError, match=r"short_convolution: x \["):
             short_convolution(*call)
+    for state in (x.new_zeros(2, 4, 5), x.new_zeros(1, 3, 5), x.new_zeros(2, 3, 5).long()):
+        with pytest.raises(ValueError, match="initial_state"):
+            short_convolution(x, weight, initial_state=state)
+        if state.is_floating_point():
+            with pytest.raises(ValueError, match="short_convolution_step: x"):
+                short_convolution_step(x[:, 0], weight, state)
 
 
 @gpu

@@ -1,26 +1,68 @@
 """The short convolution: a few taps per channel on the tokens before, and an activation (Mamba, Hyena)."""
 
+from typing import Literal, overload
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.ops import backend
 from linnet.ops.arguments import check_devices
 from linnet.ops.chunks import state_dtype
+from linnet.ops.documents import check_documents, count_states
 from linnet.ops.registration import empty_like, register
 from linnet.ops.shortconv import chunked
+from linnet.ops.shortconv.packed import convolve_documents, last_inputs
+from linnet.ops.shortconv.step import short_convolution_step
 
-__all__ = ["short_convolution"]
+__all__ = ["short_convolution", "short_convolution_step"]
 
 OP = "shortconv"
 
 
+@overload
 def short_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, offset: Tensor | None = None, silu: bool = False
-) -> Tensor:
-    """y_t = act(sum_j w_j (x_{t - (W - 1) + j} + a) + b), each channel on its own; nothing is before the first token.
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    offset: Tensor | None = None,
+    silu: bool = False,
+    initial_state: Tensor | None = None,
+    output_final_state: Literal[False] = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor: ...
 
-    Computes in float32 (float64 for float64 inputs), whatever autocast says, and rounds once. On a GPU it is one launch
-    and one for the backward, which keep nothing but the inputs.
+
+@overload
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    offset: Tensor | None = None,
+    silu: bool = False,
+    initial_state: Tensor | None = None,
+    output_final_state: Literal[True],
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    offset: Tensor | None = None,
+    silu: bool = False,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """y_t = act(sum_j w_j (x_{t - (W - 1) + j} + a) + b), each channel on its own; zeros are before the first token.
+
+    Without state and documents it computes in float32 (float64 for float64 inputs), whatever autocast says, and rounds
+    once. On a GPU it is one launch and one for the backward, which keep nothing but the inputs.
 
     Args:
         x: [B, T, D].
@@ -28,9 +70,14 @@ def short_convolution(
         bias: b, [D] or None.
         offset: a, [D] or None: the bias of a linear layer that x comes from, which costs no pass of its own here.
         silu: whether the activation is x sigmoid(x); else there is none.
+        initial_state: [N, W - 1, D], the inputs (x + a) before the first token of each sequence or document, oldest
+            first; None for zeros.
+        output_final_state: also return the state after the last token.
+        cu_seqlens: int32 [N+1] document boundaries with B = 1; a document does not see the tokens before it.
 
     Returns:
-        y [B, T, D] in the dtype of x. Gradients reach every argument.
+        y [B, T, D] in the dtype of x; with `output_final_state` also the state [N, W - 1, D], in the dtype of
+        `initial_state` (float32 or float64 without one). Gradients reach every argument.
 
     Raises:
         ValueError: shapes or dtypes that do not go together.
@@ -51,6 +98,30 @@ def short_convolution(
             "or None, with at least one channel and tap"
         )
     check_devices("short_convolution", **parts)
+    if initial_state is None and not output_final_state and cu_seqlens is None:
+        return _convolve(x, weight, bias, offset, silu)
+    check_documents(cu_seqlens, *x.shape[:2])
+    size = (count_states(cu_seqlens, x.shape[0]), weight.shape[1] - 1, x.shape[2])
+    if initial_state is not None and (tuple(initial_state.shape) != size or not initial_state.is_floating_point()):
+        raise ValueError(
+            f"short_convolution: initial_state {list(initial_state.shape)} {initial_state.dtype}; give floating-point "
+            f"{list(size)}, the inputs before each sequence or document"
+        )
+    if offset is not None:
+        x = x + offset.to(x.dtype)
+    if initial_state is None and output_final_state:
+        initial_state = x.new_zeros(size, dtype=state_dtype(x, weight))
+    if cu_seqlens is not None:
+        y = convolve_documents(x, weight, bias, initial_state if size[1] else None, cu_seqlens)
+        y = (F.silu(y) if silu else y).to(x.dtype)
+        return (y, last_inputs(x, initial_state, cu_seqlens)) if output_final_state else y
+    line = torch.cat([initial_state.to(x.dtype), x], 1)
+    y = _convolve(line, weight, bias, None, silu)[:, size[1] :]
+    return (y, line[:, x.shape[1] :].to(initial_state.dtype)) if output_final_state else y
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None, silu: bool) -> Tensor:
+    """Returns the convolution of x [B, T, D] with zeros before the first token."""
     if x.numel() == 0:
         return x.clone()
     if backend.use_reference():
