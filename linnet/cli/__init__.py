@@ -22,6 +22,7 @@ from linnet.cli.generate import generate
 from linnet.cli.mad import mad
 from linnet.cli.models import models
 from linnet.cli.report import report
+from linnet.cli.runs import runs
 from linnet.cli.schema import schema
 from linnet.cli.serve import serve
 from linnet.cli.study import study
@@ -141,6 +142,7 @@ for verb in (demo, models, data, train, generate, serve, compare, study, fit, co
     app.command(name=verb.__name__)(verb)
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(mad, name="mad")
+app.add_typer(runs, name="runs")
 app.add_typer(bench, name="bench")
 
 

@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -221,12 +222,17 @@ class RunFolder:
         """
         import fcntl  # missing on Windows, where reading runs must still work
 
-        with open(self.path / ".lock", "a+", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                raise LockedError(self.path, file.read().strip()) from None
+        with open(self._lock_file, "a+", encoding="utf-8") as file:
+            for patience in (True, False):  # `owner` of another process may hold the lock for a moment
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if patience:
+                        time.sleep(0.05)
+                        continue
+                    file.seek(0)
+                    raise LockedError(self.path, file.read().strip()) from None
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
@@ -235,6 +241,21 @@ class RunFolder:
             finally:
                 file.truncate(0)
                 fcntl.flock(file, fcntl.LOCK_UN)
+
+    def owner(self) -> str | None:
+        """Returns the id of the process that holds the lock, as text ("" if it is not known); None if none holds it."""
+        if not self._lock_file.is_file():
+            return None
+        import fcntl
+
+        with open(self._lock_file, encoding="utf-8") as file:
+            if not (written := file.read().strip()):  # the holder writes its id at once and empties the file at the end
+                return None
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return written
+        return None  # the holder was killed
 
     def clean(self) -> None:
         """Removes half-written files of killed processes. Call it only under `lock`."""
@@ -248,6 +269,10 @@ class RunFolder:
     @property
     def _config_file(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / ".lock"
 
     @property
     def _metrics_file(self) -> Path:

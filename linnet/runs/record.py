@@ -6,6 +6,7 @@ SHA-256, so that a resumed run appends after exactly those rows: no row is writt
 dropped, and rows that were lost or edited are noticed.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -84,10 +85,35 @@ class Record:
     def close(self) -> None:
         self._file.close()
 
+    def __enter__(self) -> "Record":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 def read_rows(path: Path) -> list[dict]:
     """Returns all complete rows of a metrics.jsonl; skips a torn last line of a running or killed process."""
     return [json.loads(line) for line in _whole_lines(path)]
+
+
+def last_rows(path: Path, count: int) -> list[dict]:
+    """Returns the last complete rows of a metrics.jsonl, at most `count`, without reading a long file whole."""
+    if not path.is_file():
+        return []
+    with open(path, "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        block, text = 1 << 16, b""
+        while end > 0 and text.count(b"\n") <= count:
+            start = max(0, end - block)
+            file.seek(start)
+            text, end = file.read(end - start) + text, start
+    lines = text.splitlines(keepends=True)[0 if end == 0 else 1 :]
+    rows = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):  # a row that a running process is writing, or damage
+            rows += [row] if line.endswith(b"\n") and isinstance(row := json.loads(line), dict) else []
+    return rows[-count:]
 
 
 def lost_rows(path: Path, meta: Mapping) -> str | None:

@@ -1,0 +1,230 @@
+"""`linnet runs`: lists the runs on this disk, shows the last rows of one, removes some."""
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+USUAL = ("runs", "studies")  # where train and study put their runs
+SHOWN = "run status params_non_embedding step tokens loss seconds changed".split()
+HEADS = {"params_non_embedding": "params", "bits_per_byte": "bits/byte", "seconds": "time"}
+
+
+class _Runs(typer.core.TyperGroup):
+    """Takes `linnet runs ...` without a sub-command as `linnet runs list ...`."""
+
+    def parse_args(self, ctx, args):
+        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+runs = typer.Typer(
+    cls=_Runs,
+    rich_markup_mode="rich",
+    help="List the runs on this disk (the default), show the last rows of one, or remove some.",
+    epilog="[bold]linnet runs[/] alone is [bold]linnet runs list[/].",
+)
+
+
+@runs.command(name="list")
+def list_runs(
+    places: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="PATH",
+            help="Runs, folders of runs, studies, or folders of studies. Default: runs and studies.",
+            show_default=False,
+        ),
+    ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only runs with status=done, architecture=tnl*, loss<4 or any key of config.yaml, such as "
+            "optimizer.learning_rate>=1e-3; may be given again.",
+            metavar="CONDITION",
+            show_default=False,
+        ),
+    ] = None,
+    sort: Annotated[str, typer.Option(help="Key to sort by; runs without it come last.")] = "changed",
+    reverse: Annotated[bool, typer.Option("--reverse", help="Largest first.")] = False,
+    columns: Annotated[
+        str | None, typer.Option(help="Keys to show, with commas: run,loss,seed.", show_default=False)
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Show only the last N.", min=1, show_default="all")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects in full precision.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV in full precision.")] = False,
+) -> None:
+    """List runs: status, size, steps, losses, time. Reads the folders alone and imports none of their plugins.
+
+    status is done, diverged, running, failed (error.txt says why), unfinished or damaged.
+
+    [bold]linnet runs list --where status=done --where architecture=tnl --sort loss[/]
+
+    [bold]linnet runs list studies/demo --columns run,loss,optimizer.learning_rate --csv > runs.csv[/]
+    """
+    from rich.console import Console
+
+    from linnet.config import ConfigError
+    from linnet.runs.overview import COLUMNS, find_runs, select
+
+    if as_json and as_csv:
+        raise ConfigError(["--json, --csv: both are given; drop one"], "command line")
+    named = [key.strip() for key in (columns or "").split(",") if key.strip()]
+    usual = [Path(name) for name in USUAL if Path(name).is_dir()]
+    found = find_runs(places or usual)
+    rows = select(found, where or [], sort, reverse, named)
+    rows = rows if limit is None else rows[-limit:]
+    keys = named or list(COLUMNS)
+    if as_json:
+        typer.echo(json.dumps([{key: row[key] for key in keys} for row in rows], indent=1))
+    elif as_csv:
+        typer.echo(_csv(rows, keys), nl=False)
+    elif rows:
+        _table(rows, named or SHOWN, Console(soft_wrap=False))
+    if not rows:
+        searched = ", ".join(map(str, places or usual)) or "this folder (it has neither runs nor studies)"
+        what = "no run meets all conditions" if found else "no runs; linnet train and linnet study make some"
+        Console(stderr=True, soft_wrap=True).print(f"{searched}: {what}", highlight=False, markup=False)
+
+
+@runs.command()
+def tail(
+    run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
+    rows: Annotated[int, typer.Option("--rows", "-n", help="How many of the last rows.", min=1)] = 10,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Continue with new rows until the run ends; stop with Ctrl-C.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as they are in metrics.jsonl.")] = False,
+) -> None:
+    """Show the last rows of a run's record: steps, losses, evaluations and events.
+
+    [bold]linnet runs tail runs/tnl-10m-0123456789ab --follow[/]
+    """
+    from rich.console import Console
+
+    from linnet.runs import RunFolder
+    from linnet.runs.record import last_rows
+
+    folder = RunFolder.open(run)
+    file, console = folder.path / "metrics.jsonl", Console(soft_wrap=True, highlight=False)
+
+    def show(found: list[dict]) -> None:
+        for row in found:
+            typer.echo(json.dumps(row)) if as_json else console.print(_line(row), markup=False)
+
+    read = _number_of_rows(file)
+    show(last_rows(file, rows))
+    while follow and not folder.done:
+        time.sleep(0.5)
+        now = _number_of_rows(file)
+        if now > read:
+            show(last_rows(file, now - read))
+        read = now  # fewer rows than before: the run went back to a checkpoint
+
+
+@runs.command()
+def remove(
+    paths: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.", show_default=False)],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove run folders with their checkpoints, records and results, for good. Asks first.
+
+    Refuses folders that are no runs, runs that a process trains, and links; links inside a run are not followed.
+
+    [bold]linnet runs remove runs/tnl-10m-0123456789ab[/]
+    """
+    from rich.console import Console
+
+    from linnet.config import ConfigError
+    from linnet.report import units
+    from linnet.runs import RunFolder, overview
+
+    paths = list(dict.fromkeys(Path(str(path).rstrip("/") or "/") for path in paths))
+    if problems := [line for path in paths for line in overview.refusals(path)]:
+        raise ConfigError(problems + ["nothing was removed"], "runs remove")
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    for path in paths:
+        row, other = overview.describe(RunFolder(path)), overview.foreign(path)
+        beside = f", and {', '.join(other)}, which Linnet did not write" if other else ""
+        console.print(f"{path}: {row['status']}, {units.size(row['bytes'])}{beside}", markup=False)
+    what = "this run" if len(paths) == 1 else f"these {len(paths)} runs"
+    if not yes and not typer.confirm(f"Remove {what} for good?", err=True):
+        console.print("nothing was removed")
+        raise typer.Exit(1)
+    for path in paths:
+        overview.remove(path)
+        typer.echo(path)
+
+
+def _table(rows: list[dict[str, Any]], keys: list[str], console: "Console") -> None:
+    from rich.box import SIMPLE
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    for key in keys:
+        numbers = any(isinstance(row[key], int | float) for row in rows)
+        name = key in ("run", "path")  # the next command needs names whole, so they wrap
+        table.add_column(HEADS.get(key, key), justify="right" if numbers else "left", overflow="fold", no_wrap=not name)
+    for row in rows:
+        table.add_row(*(escape(_cell(key, row)) for key in keys))
+    console.print(table)
+
+
+def _cell(key: str, row: dict[str, Any]) -> str:
+    from linnet.report import units
+
+    value = row[key]
+    if value is None:
+        return units.MISSING
+    if key == "step" and row["steps"] is not None and row["steps"] != value:
+        return f"{value:,}/{row['steps']:,}"
+    if key == "bytes":
+        return units.size(value)
+    if key == "seconds":
+        return units.duration(value)
+    if key in ("params_non_embedding", "params_total", "tokens", "flops"):
+        return units.count(value)
+    if key == "changed":
+        return str(value)[5:16]
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.4f}" if key in ("loss", "train_loss", "bits_per_byte") else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _csv(rows: list[dict[str, Any]], keys: list[str]) -> str:
+    import csv
+    import io
+
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(keys)
+    writer.writerows(["" if row[key] is None else row[key] for key in keys] for row in rows)
+    return text.getvalue()
+
+
+def _line(row: dict[str, Any]) -> str:
+    """Returns one line about a row of metrics.jsonl: its step, and its numbers or its event."""
+    rest = {key: value for key, value in row.items() if key not in ("step", "tokens", "flops", "curve")}
+    if "event" in rest:
+        rest = {rest.pop("event"): "", **rest}
+    parts = [f"{key} {_short(value)}".strip() for key, value in rest.items() if value is not None]
+    return f"step {row.get('step', '?'):>8}  " + "  ".join(parts)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _number_of_rows(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.is_file() else 0
