@@ -1,12 +1,17 @@
-"""Log-likelihoods of continuations; a context that several continuations share is read once.
+"""Log-likelihoods of continuations; tokens that several requests begin with are read once.
 
-A harness that scores whole rows reads a question with four answers four times. Here the model reads the context once,
-copies its state (or its cache, for attention) for every answer, and then reads only the answers.
+A harness that scores whole rows reads a question with four answers four times. Here requests form a tree of their
+common beginnings: questions that start with the same examples, answers to one question, answers that differ only at
+their end. The model reads a common beginning once and copies its state (or its cache, for attention) for every branch.
+
+Only the scored tokens get logits, and in the last block only they pass the channel mixer. Requests of similar length
+are read together: a batch ends when its padding costs more than another call of the model.
 """
 
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +21,10 @@ from torch import Tensor
 from linnet.config import ConfigError
 from linnet.evaluate.mode import evaluating
 from linnet.models import CausalLM
-from linnet.models.causal_lm import IGNORE
+from linnet.models.backbone import ModelState
 
-TOKENS = 2**15  # upper bound of tokens per batch, padding included
+SHARED = 16  # a common beginning of fewer further tokens is read again for each branch
+STATES = 2**30  # upper bound of bytes of states kept at once, and copied for one call
 LOGITS = 2**26  # upper bound of logits at once
 
 
@@ -34,12 +40,60 @@ class Likelihood(NamedTuple):
     greedy: bool
 
 
-class _Group(NamedTuple):
-    """Continuations of one context: their tokens, and their positions in the list of requests."""
+class _Cost(NamedTuple):
+    """What batches aim at on a device.
 
-    context: np.ndarray
+    Attributes:
+        call: one call of the model takes about as long as this many tokens.
+        tokens: upper bound of tokens per call, padding included.
+        states: upper bound of states that are kept at once, for the requests that continue them.
+    """
+
+    call: int
+    tokens: int
+    states: int
+
+
+_CPU = _Cost(32, 2**11, 64)  # the activations of a call stay in the cache
+_GPU = _Cost(2**12, 2**15, 1024)
+
+
+@dataclass
+class _Row:
+    """Different requests with the same tokens and the same start of the continuation are one row.
+
+    Attributes:
+        tokens: context and continuation, int64 [n].
+        known: number of tokens of the context.
+        places: positions in the list of requests.
+        nats, wrong: score so far; `wrong` counts tokens that are not the likeliest.
+    """
+
+    tokens: np.ndarray
+    known: int
     places: list[int]
-    continuations: list[np.ndarray]
+    nats: float = 0.0
+    wrong: int = 0
+
+
+class _Node(NamedTuple):
+    """Sorted rows that share their tokens up to `end`, or a single row whose last input is the token before `end`.
+
+    Attributes:
+        begin: the first token that is not read yet.
+        states: states after the tokens before `begin`; None at the start of the tokens.
+        line: the line of `states` that belongs to these rows.
+    """
+
+    rows: list[_Row]
+    begin: int
+    end: int
+    states: ModelState | None
+    line: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
 
 
 @torch.no_grad()
@@ -61,109 +115,193 @@ def log_likelihoods(
         ConfigError: the model gives likelihoods that are not finite.
         ValueError: a context or a continuation has no token.
     """
-    groups: dict[bytes, _Group] = {}
-    for place, (context, continuation) in enumerate(requests):
-        context, continuation = (np.asarray(ids, dtype=np.int64) for ids in (context, continuation))
-        if not len(context) or not len(continuation):
-            raise ValueError(
-                f"request {place}: {len(context)} tokens of context and {len(continuation)} to score; give at least "
-                "one of each; if there is no context, use the end-of-document token"
-            )
-        group = groups.setdefault(context.tobytes(), _Group(context, [], []))
-        group.places.append(place)
-        group.continuations.append(continuation)
-    found: list[Likelihood | None] = [None] * len(requests)
-    answered = progress or (lambda count: None)
+    rows = _rows(requests)
+    reader = _Reader(model, progress or (lambda count: None))
     with evaluating(model), autocast or contextlib.nullcontext():
-        for batch in _batches([group for group in groups.values() if len(group.places) == 1]):
-            answered(_score(model, batch, _pad(batch, with_context=True), None, found))
-        for batch in _batches([group for group in groups.values() if len(group.places) > 1], of_one_length=True):
-            answered(_score(model, batch, _pad(batch, with_context=False), _read(model, batch), found))
+        pending = reader.score(_split(rows, 0, None, 0))
+        while pending:
+            pending += reader.score(reader.read(pending.pop()))
+    found: list[Likelihood | None] = [None] * len(requests)
+    for row in rows:
+        for place in row.places:
+            found[place] = Likelihood(row.nats, row.wrong == 0)
     if bad := sum(not math.isfinite(one.nats) for one in found):
         problem = f"{bad} of {len(found)} requests have no finite likelihood; the model's logits are NaN or infinite"
         raise ConfigError([problem], "model")
     return found
 
 
-def _batches(groups: list[_Group], of_one_length: bool = False) -> Iterator[list[_Group]]:
-    """Yields groups that are read together, the longest first; with `of_one_length`, their contexts have one length."""
-    groups = sorted(groups, key=lambda g: (-len(g.context), -max(map(len, g.continuations))))
-    batch: list[_Group] = []
-    rows = width = 0
-    for group in groups:
-        longest = len(group.context) + max(map(len, group.continuations))
-        full = (rows + len(group.places)) * max(width, longest) > TOKENS
-        if batch and (full or (of_one_length and len(group.context) != len(batch[0].context))):
+def _rows(requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[_Row]:
+    """Returns the rows of requests, sorted by their tokens, so that rows with a common beginning are neighbours."""
+    rows: dict[tuple[bytes, int], _Row] = {}
+    for place, (context, continuation) in enumerate(requests):
+        if not len(context) or not len(continuation):
+            raise ValueError(
+                f"request {place}: {len(context)} tokens of context and {len(continuation)} to score; give at least "
+                "one of each; if there is no context, use the end-of-document token"
+            )
+        tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in (context, continuation)])
+        key = (tokens.astype(">i8").tobytes(), len(context))
+        rows.setdefault(key, _Row(tokens, len(context), [])).places.append(place)
+    return [rows[key] for key in sorted(rows)]
+
+
+def _common(first: _Row, second: _Row) -> int:
+    """Returns how many tokens two rows have in common at their beginning."""
+    n = min(len(first.tokens), len(second.tokens))
+    apart = np.flatnonzero(first.tokens[:n] != second.tokens[:n])
+    return int(apart[0]) if len(apart) else n
+
+
+def _split(rows: list[_Row], begin: int, states: ModelState | None, line: int) -> list[_Node]:
+    """Returns the nodes of sorted rows whose tokens before `begin` are read.
+
+    Rows whose next SHARED tokens agree are one node. Its input ends one token before the rows part, since the output at
+    that token is compared with a different target in each row.
+    """
+    common = [_common(*pair) - 1 for pair in zip(rows, rows[1:], strict=False)]
+    nodes, first = [], 0
+    for last in range(len(rows)):
+        if last < len(common) and common[last] >= begin + SHARED:
+            continue
+        end = min(common[first:last], default=len(rows[first].tokens) - 1)
+        nodes.append(_Node(rows[first : last + 1], begin, end, states, line))
+        first = last + 1
+    return nodes
+
+
+class _Reader:
+    """Reads nodes with a model and adds the scores to their rows."""
+
+    def __init__(self, model: CausalLM, answered: Callable[[int], None]):
+        self.model, self.answered = model, answered
+        self.device = next(model.parameters()).device
+        self.cost = _CPU if self.device.type == "cpu" else _GPU
+
+    def score(self, nodes: list[_Node]) -> list[list[_Node]]:
+        """Scores the single rows among nodes, and returns the others in groups for `read`."""
+        shared, single = [], []
+        for node in nodes:
+            (shared if len(node.rows) > 1 else single).append(node)
+        for batch in self._batches(sorted(single, key=lambda node: -node.size)):
+            if batch[0].size:
+                self._forward(batch, batch[0].size, self._take(batch, batch[0].size))
+            self.answered(sum(len(node.rows[0].places) for node in batch))
+        shared.sort(key=lambda node: node.end)  # caches in a group have similar sizes; the longest group comes first
+        most = min(self.cost.states, self._most_states(max((node.end for node in shared), default=1)))
+        return [shared[i : i + most] for i in range(0, len(shared), most)]
+
+    def read(self, nodes: list[_Node]) -> list[_Node]:
+        """Reads the tokens that the rows of each node share, or most of them, and returns the nodes below."""
+        below = []
+        for batch in self._cuts(sorted(nodes, key=lambda node: -node.size)):
+            size = batch[-1].size
+            states = self._forward(batch, size, self._take(batch, size) or self._start(len(batch), size))
+            for line, node in enumerate(batch):
+                below += _split(node.rows, node.begin + size, states, line)
+        return below
+
+    def _batches(self, nodes: list[_Node]) -> Iterator[list[_Node]]:
+        """Yields single rows that are read together: padding is at most what another call costs."""
+        batch: list[_Node] = []
+        waste = longest = 0
+        for node in nodes:
+            longest = max(longest, node.end)
+            padding = batch[0].size - node.size if batch else 0
+            full = (len(batch) + 1) * (batch[0].size if batch else 0) > self.cost.tokens
+            full = full or (node.states is not None and len(batch) >= self._most_states(longest))
+            if batch and (
+                full or waste + padding > self.cost.call or (node.states is None) != (batch[0].states is None)
+            ):
+                yield batch
+                batch, waste, padding, longest = [], 0, 0, node.end
+            batch.append(node)
+            waste += padding
+        if batch:
             yield batch
-            batch, rows, width = [], 0, 0
-        batch.append(group)
-        rows, width = rows + len(group.places), max(width, longest)
-    if batch:
-        yield batch
 
+    def _cuts(self, nodes: list[_Node]) -> Iterator[list[_Node]]:
+        """Yields nodes that are read together, as many tokens as the shortest one has.
 
-def _pad(batch: list[_Group], with_context: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns inputs and targets, int64 [rows, T], padded on the right; targets that are not scored are -100.
+        Each branch of the others reads their remaining tokens again, which costs at most another call.
+        """
+        batch: list[_Node] = []
+        waste = branches = 0
+        for node in nodes:
+            again = (batch[-1].size - node.size) * branches if batch else 0
+            full = (len(batch) + 1) * (batch[0].size if batch else 0) > self.cost.tokens
+            if batch and (full or waste + again > self.cost.call):
+                yield batch
+                batch, waste, branches, again = [], 0, 0, 0
+            batch.append(node)
+            waste, branches = waste + again, branches + len(node.rows) - 1
+        if batch:
+            yield batch
 
-    If `with_context` is False, a row begins with the last token of the context, which the state has not read.
-    """
-    rows = []
-    for group in batch:
-        context = group.context if with_context else group.context[-1:]
-        rows += [(np.concatenate([context, c]), len(context)) for c in group.continuations]
-    width = max(len(row) for row, _ in rows) - 1
-    inputs, targets = np.zeros((len(rows), width), dtype=np.int64), np.full((len(rows), width), IGNORE, dtype=np.int64)
-    for i, (row, known) in enumerate(rows):
-        inputs[i, : len(row) - 1] = row[:-1]
-        targets[i, known - 1 : len(row) - 1] = row[known:]
-    return inputs, targets
+    def _start(self, lines: int, room: int) -> ModelState:
+        return self.model.init_state(lines, room, self.device)
 
+    def _most_states(self, room: int) -> int:
+        """Returns how many states of `room` tokens are kept at once."""
+        return max(1, STATES // max(1, self.model.backbone.state_bytes(room)))
 
-def _read(model: CausalLM, batch: list[_Group]) -> dict:
-    """Returns the states after all but the last token of each context, one copy per continuation of the context."""
-    parameter = next(model.parameters())
-    contexts = torch.from_numpy(np.stack([group.context for group in batch])).to(parameter.device)
-    counts = torch.tensor([len(group.places) for group in batch], device=parameter.device)
-    room = contexts.shape[1] + max(len(c) for group in batch for c in group.continuations)
-    dtype = torch.float64 if parameter.dtype == torch.float64 else None
-    states = model.init_state(len(batch), room, parameter.device, dtype)
-    if contexts.shape[1] > 1:
-        _, states = model.backbone(model.embed(contexts[:, :-1]), states)
-    return {
-        layer: {name: x.repeat_interleave(counts, dim=0) for name, x in state.items()}
-        for layer, state in states.items()
-    }
+    def _take(self, nodes: list[_Node], size: int) -> ModelState | None:
+        """Returns copies of the states of nodes, with caches that hold `size` further tokens; None for None."""
+        if nodes[0].states is None:
+            return None
+        taken = self._start(len(nodes), max(node.begin for node in nodes) + size)
+        sources = {id(node.states): node.states for node in nodes}
+        for key, states in sources.items():
+            places = [i for i, node in enumerate(nodes) if id(node.states) == key]
+            lines = torch.tensor([nodes[i].line for i in places], device=self.device)
+            place = torch.tensor(places, device=self.device)
+            for layer, state in states.items():
+                for name, x in state.items():
+                    # The state for a shorter context is the leading corner of that for a longer one.
+                    target, own = taken[layer][name], x[lines]
+                    corner = tuple(slice(min(n, m)) for n, m in zip(target.shape[1:], own.shape[1:], strict=True))
+                    target[(slice(None), *corner)].index_copy_(0, place, own[(slice(None), *corner)].to(target.dtype))
+        return taken
 
+    def _forward(self, nodes: list[_Node], size: int, states: ModelState | None) -> ModelState | None:
+        """Reads `size` tokens or fewer of each node, adds the scores to all rows, and returns the new states."""
+        inputs = np.zeros((len(nodes), size), dtype=np.int64)
+        lines, columns, targets, spans = [], [], [], []
+        for i, node in enumerate(nodes):
+            tokens, end = node.rows[0].tokens, min(node.end, node.begin + size)
+            inputs[i, : end - node.begin] = tokens[node.begin : end]
+            first = min(max(node.begin, min(row.known for row in node.rows) - 1), end)
+            spans.append((first, end))
+            lines.append(np.full(end - first, i))
+            columns.append(np.arange(first, end) - node.begin)
+            targets.append(tokens[first + 1 : end + 1])
+        line, column, target = (self._join(parts) for parts in (lines, columns, targets))
+        if not len(line):  # no layer sees an empty tensor
+            line = column = torch.zeros(1, dtype=torch.int64, device=self.device)
+        embedded = self.model.embed(torch.from_numpy(inputs).to(self.device))
+        x, states = self.model.backbone(embedded, states, keep=(line, column))
+        if not len(target):
+            return states
+        nats, hits = self._compare(x, target)
+        start = 0
+        for node, (first, end) in zip(nodes, spans, strict=True):
+            for row in node.rows:
+                own = slice(start + min(max(row.known - 1, first), end) - first, start + end - first)
+                row.nats += float(nats[own].sum())
+                row.wrong += int((~hits[own]).sum())
+            start += end - first
+        return states
 
-def _score(
-    model: CausalLM,
-    batch: list[_Group],
-    padded: tuple[np.ndarray, np.ndarray],
-    states: dict | None,
-    found: list[Likelihood | None],
-) -> int:
-    """Writes the scores of the rows of `batch` into `found` and returns their number.
+    def _join(self, parts: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(self.device)
 
-    Only the scored tokens get logits.
-    """
-    device = next(model.parameters()).device
-    inputs, targets = (torch.from_numpy(x).to(device) for x in padded)
-    x, _ = model.backbone(model.embed(inputs), states)
-    row, column = (targets != IGNORE).nonzero(as_tuple=True)
-    nats = torch.zeros(len(targets), dtype=torch.float64, device=device)
-    wrong = torch.zeros(len(targets), dtype=torch.int64, device=device)
-    size = max(1, LOGITS // model.config.vocab_size)
-    for r, c in zip(row.split(size), column.split(size), strict=True):
-        logs, likeliest = _compare(model.logits(x[r, c]), targets[r, c])
-        nats.index_add_(0, r, logs)
-        wrong.index_add_(0, r, (~likeliest).long())
-    places = [place for group in batch for place in group.places]
-    for place, sum_, misses in zip(places, nats.tolist(), wrong.tolist(), strict=True):
-        found[place] = Likelihood(sum_, misses == 0)
-    return len(places)
-
-
-def _compare(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the log-probabilities of targets, float64 [n], and whether each is the likeliest token, bool [n]."""
-    logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    return logs.gather(-1, targets[:, None])[:, 0].double(), logs.argmax(-1) == targets
+    def _compare(self, x: Tensor, targets: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Returns log-probabilities of targets, float64 [n], and whether each is the likeliest token, bool [n]."""
+        nats, hits = [], []
+        size = max(1, LOGITS // self.model.config.vocab_size)
+        for features, target in zip(x.split(size), targets.split(size), strict=True):
+            logits = self.model.logits(features)
+            logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+            nats.append(logs.gather(-1, target[:, None])[:, 0].double())
+            hits.append(logs.argmax(-1) == target)
+        return torch.cat(nats).cpu().numpy(), torch.cat(hits).cpu().numpy()

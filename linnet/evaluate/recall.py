@@ -247,6 +247,8 @@ def _answer(
         x, _ = model.backbone(model.embed(inputs))
         row, column = (targets != IGNORE).nonzero(as_tuple=True)
         logits = model.logits(x[row, column + (first is not None)])
+        if not logits.isfinite().all():
+            raise ConfigError(["the model's logits are NaN or infinite, so they have no likeliest token"], "model")
         expected, counts = targets[row, column], torch.bincount(row, minlength=len(targets)).double()
         for likeliest in (logits.argmax(-1), logits.masked_fill(~values[row], -torch.inf).argmax(-1)):
             right = torch.zeros_like(counts).index_add_(0, row, (likeliest == expected).double())

@@ -48,23 +48,28 @@ class Block(nn.Module):
         state: State | None = None,
         cu_seqlens: Tensor | None = None,
         dropout_keys: Tensor | None = None,
+        keep: tuple[Tensor, Tensor] | None = None,
     ):
         """x [B, T, D] -> (x [B, T, D], state after the last token or None).
 
         Args:
             dropout_keys: from `DropoutPosition`, [B, T, 2]; None applies no dropout. They are an argument and not
                 looked up inside, so that recomputing a block gives the masks of its first pass.
+            keep: rows and columns, int64 [n] each, of the tokens to return, as [n, D]; None is all. The channel mixer
+                computes only these.
         """
         if self.mixer is not None:
             y, x = norm_and_keep(self.mixer_norm, x)
             y, state = self.mixer(y, state, cu_seqlens)
             if dropout_keys is not None:
                 y = self.mixer_dropout(y, dropout_keys)
+            if keep is not None:
+                x, y, dropout_keys = x[keep], y[keep], None if dropout_keys is None else dropout_keys[keep]
             if self.channel is None:
                 return x + y, state
             y, x = add_and_norm(self.channel_norm, y, x)
         else:
-            y, x = norm_and_keep(self.channel_norm, x)
+            y, x = norm_and_keep(self.channel_norm, x if keep is None else x[keep])
         y = self.channel(y)
         return x + (y if dropout_keys is None else self.channel_dropout(y, dropout_keys)), state
 

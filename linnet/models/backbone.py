@@ -57,8 +57,18 @@ class Backbone(nn.Module):
         self.dropout = Dropout(config.dropout, 0) if config.dropout else None
         self.dropout_position = DropoutPosition() if config.dropout else None
 
-    def forward(self, x: Tensor, states: ModelState | None = None, cu_seqlens: Tensor | None = None):
+    def forward(
+        self,
+        x: Tensor,
+        states: ModelState | None = None,
+        cu_seqlens: Tensor | None = None,
+        keep: tuple[Tensor, Tensor] | None = None,
+    ):
         """Returns the features of all tokens, and the states after the last token (None if none were given).
+
+        Args:
+            keep: rows and columns, int64 [n] each, of the tokens whose features are returned, [n, D]; None is all
+                tokens. The channel mixer of the last block, which no other token reads, computes these tokens only.
 
         Raises:
             ValueError: a row is longer than the table of `positions: learned`.
@@ -74,8 +84,10 @@ class Backbone(nn.Module):
             x, state = mixer(x, None if states is None else states[name], cu_seqlens)
             if after is not None:
                 after[name] = state
+        last = {} if keep is None else {"keep": keep}
         for index, block in enumerate(self.blocks):
-            x, state = block(x, None if states is None else states[str(index)], cu_seqlens, keys)
+            state, options = None if states is None else states[str(index)], last if block is self.blocks[-1] else {}
+            x, state = block(x, state, cu_seqlens, keys, **options)
             if after is not None:
                 after[str(index)] = state
         return self.norm(x), after

@@ -33,12 +33,42 @@ def requests() -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("tokens", [50, 2**15])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_is_what_its_whole_row_gives(name, tokens, monkeypatch):
-    monkeypatch.setattr(likelihood, "TOKENS", tokens)
+    monkeypatch.setattr(likelihood, "_CPU", likelihood._Cost(8, tokens, 3))
     monkeypatch.setattr(likelihood, "LOGITS", 3 * 61)
     model = build_model(family(name)(32, 2, vocab_size=61)).double().eval()
     for found, (context, continuation) in zip(log_likelihoods(model, requests()), requests(), strict=True):
         nats, greedy = by_hand(model, context, continuation)
         assert found.nats == pytest.approx(nats, rel=1e-9) and found.greedy == greedy
+
+
+@pytest.mark.parametrize("states", [2, 64])
+@pytest.mark.parametrize("name", ["tnl", "llama", "mamba"])
+def test_requests_that_part_at_different_places(name, states, monkeypatch):
+    monkeypatch.setattr(likelihood, "_CPU", likelihood._Cost(8, 2**11, states))
+    generator = np.random.default_rng(1)
+
+    def draw(n: int) -> list[int]:
+        return generator.integers(0, 61, n).tolist()
+
+    examples, asked = draw(30), []
+    for question in (draw(25), draw(40), draw(19)):
+        start, answer = examples + question, draw(24)
+        asked += [
+            (start, answer),
+            (start, answer[:20] + draw(5)),
+            (start, draw(9)),
+            (start, answer),
+            (start, answer[:3]),
+        ]
+        asked.append((start + answer[:2], answer[2:]))  # the same tokens, of which fewer are scored
+    asked += [(draw(4), draw(3)), (examples[:20], examples[20:] + draw(2))]
+    model, read = build_model(family(name)(32, 2, vocab_size=61)).double().eval(), []
+    model.backbone.register_forward_pre_hook(lambda module, arguments: read.append(arguments[0].shape[:2].numel()))
+    for found, (context, continuation) in zip(log_likelihoods(model, asked), asked, strict=True):
+        nats, greedy = by_hand(model, context, continuation)
+        assert found.nats == pytest.approx(nats, rel=1e-9) and found.greedy == greedy
+    whole = sum(len(context) + len(continuation) - 1 for context, continuation in asked)
+    assert sum(read) - whole < 0.5 * whole  # `by_hand` reads whole rows
 
 
 def test_the_likeliest_tokens_are_greedy():
