@@ -12,6 +12,7 @@ CHOICES = {
     "method": ("all", "power", "isoflop", "envelope", "parametric"),
     "count": ("non-embedding", "total"),
     "flops": ("exact", "paper", "causal", "6nd"),
+    "window": ("auto", "all", "sizes", "loss"),
     "envelope": ("minimum", "hull"),
     "unit": ("flops", "pf-days"),
 }
@@ -64,12 +65,26 @@ def fit(
             show_default="0.2",
         ),
     ] = None,
+    window: Annotated[
+        str,
+        typer.Option(
+            help="Runs of a budget that a parabola is fitted to: all, three sizes on each side of the lowest run, or "
+            "losses within 5 %. auto: all, if the sizes span at most 1.5 decades.",
+            metavar="|".join(CHOICES["window"]),
+        ),
+    ] = "auto",
     envelope: Annotated[
         str,
         typer.Option(
             help="The lowest curve at each compute, or the convex hull of all.", metavar="|".join(CHOICES["envelope"])
         ),
     ] = "minimum",
+    keep_ends: Annotated[
+        bool,
+        typer.Option(
+            "--keep-ends", help="Take the envelope of all records, with its ends and without smoothing, as published."
+        ),
+    ] = False,
     smooth: Annotated[
         int | None,
         typer.Option(help="Records averaged along a training curve (odd).", show_default="a 20th of the shortest"),
@@ -116,7 +131,8 @@ def fit(
 
     [bold]linnet fit studies/demo --law all[/]
     """
-    settings = {"method": method, "count": count, "flops": flops, "envelope": envelope, "unit": unit}
+    settings = {"method": method, "count": count, "flops": flops, "unit": unit}
+    settings |= {"window": window, "envelope": envelope}
     nominal, problems = _check(settings, budgets, bootstrap, hold_out, smooth)
     for name, limit in (("max-loss", max_loss), ("min-tokens-per-param", min_tokens_per_param)):
         if limit is not None and not 0 <= limit < float("inf"):
@@ -171,7 +187,9 @@ def fit(
             flops=flops,
             hold_out=hold_out,
             budgets=nominal,
+            window=window,
             envelope=envelope,
+            keep_ends=keep_ends,
             smooth=smooth,
             starts="full" if full_grid else "coarse",
             progress=lambda line: status.update(f"fitting {line}"),

@@ -62,6 +62,20 @@ def test_total_parameters_and_6nd(table):
     assert total["count"] == "total" and k_N[1] == pytest.approx(1.2 * k_N[0] / 1.2**0.5, rel=1e-6)
 
 
+def test_the_window_and_the_ends_of_the_envelope(tmp_path):
+    lines = ["run,N,D,C,loss"]
+    for i, N in enumerate(np.geomspace(1e8, 1e9, 6)):
+        for D in np.geomspace(N, 300 * N, 40):
+            lines.append(f"r{i},{N},{D},{6 * N * D},{1.7 + 400 / N**0.34 + 2000 / D**0.37}")
+    path = tmp_path / "curves.csv"
+    path.write_text("\n".join(lines))
+    options = ["--bootstrap", 0, "--json", "--method", "envelope", "--envelope", "hull"]
+    plain, kept = (json.loads(run(path, *options, *extra).stdout) for extra in ((), ("--keep-ends",)))
+    points = [next(iter(found["architectures"].values()))["methods"]["envelope"]["N_opt"] for found in (plain, kept)]
+    assert points[1]["points"] > points[0]["points"]
+    assert "--window 'most'" in run(path, "--window", "most").output
+
+
 def test_all_bad_options_are_listed(table):
     options = [
         "--method",

@@ -76,7 +76,6 @@ def fit_isoflop(
     fit.groups = [one.group for one in found]
     if fit.ungrouped:
         fit.notes.append(f"{count_of(fit.ungrouped, 'row')} left out: not at any budget")
-    fit.notes += _excluded(fit.groups)
     inside = np.array([group.inside for group in fit.groups], dtype=bool)
     enough = inside.sum() >= BUDGETS
     fit.points = [_point(group, enough, cost) for group in fit.groups]
@@ -283,15 +282,6 @@ def _exclude(found: list[_Budget], window: str) -> None:
             {"run": group.run[row], "N": group.N[row], "loss": group.loss[row], "distance": far}
             for row, far in rows.items()
         ]
-
-
-def _excluded(groups: list[IsoflopGroup]) -> list[str]:
-    rows = [(group, row) for group in groups for row in group.excluded]
-    return [
-        f"{row['run']} left out at {group.C:.3g} FLOPs: its loss {row['loss']:.4g} lies {row['distance']:.0f} standard "
-        "deviations from the parabola of the other runs"
-        for group, row in rows
-    ]
 
 
 def _noise(found: list[_Budget]) -> tuple[float | None, np.ndarray, int]:

@@ -8,7 +8,7 @@ from scipy.optimize import brentq
 
 from linnet.config import ConfigError, nearest
 from linnet.study.fit import bootstrap as resampling
-from linnet.study.fit.envelope import fit_envelope
+from linnet.study.fit.envelope import WARMUP, fit_envelope
 from linnet.study.fit.frontier import fit_frontier
 from linnet.study.fit.isoflop import fit_isoflop
 from linnet.study.fit.law import Law
@@ -45,7 +45,9 @@ def fit_study(
     hold_out: float | None = None,
     budgets: list[float] | None = None,
     tolerance: float = 0.06,
+    window: str = "auto",
     envelope: str = "minimum",
+    keep_ends: bool = False,
     smooth: int | None = None,
     starts: str = "coarse",
     progress: Callable[[str], None] | None = None,
@@ -63,7 +65,10 @@ def fit_study(
         hold_out: fraction (below 1) of the points, those of largest C, that the held-out test predicts; or the largest
             C in FLOPs that its fit uses. Default: 0.2.
         budgets, tolerance: see `assign_budgets`.
+        window: see `fit_isoflop`.
         envelope: mode of `fit_envelope`.
+        keep_ends: takes the envelope of all records, as published hulls are: the ends count, no warm-up is dropped if
+            there is no learning rate, and nothing is smoothed unless `smooth` is given.
         smooth: window of `fit_envelope`; None means a twentieth of the shortest curve.
         starts: see `fit_parametric`.
         progress: called with one line of text before each fit.
@@ -76,7 +81,8 @@ def fit_study(
     chosen = METHODS if method == "all" else (method,)
     curves = curves_of(table) if curves is None else curves
     settings = {"bootstrap": bootstrap, "seed": seed, "hold_out": hold_out}
-    options = {"budgets": budgets, "tolerance": tolerance, "envelope": envelope, "smooth": smooth, "starts": starts}
+    options = {"budgets": budgets, "tolerance": tolerance, "window": window, "starts": starts}
+    options |= {"envelope": envelope, "keep_ends": keep_ends, "smooth": smooth}
     fits = {}
     for name in dict.fromkeys(table["architecture"]):
         part, own = _counted(table, curves, name, count, flops)
@@ -121,7 +127,7 @@ def _fit(method: str, part: pd.DataFrame, curves, flops: str, settings: dict, op
     groups, nominal = assign_budgets(part, options["budgets"], options["tolerance"])
     if method == "power":
         return fit_frontier(part, groups, **settings)
-    return fit_isoflop(part, groups, nominal, **settings, cost=flops)
+    return fit_isoflop(part, groups, nominal, **settings, cost=flops, window=options["window"])
 
 
 def _fit_envelope(curves, settings: dict, options: dict) -> EnvelopeFit:
@@ -131,10 +137,11 @@ def _fit_envelope(curves, settings: dict, options: dict) -> EnvelopeFit:
             name: Law(name.partition("_i")[0], refused=[reason]) for name in ("L", "L_irreducible", "N_opt", "D_opt")
         }
         return EnvelopeFit("envelope", **laws, refused=[reason])
-    smooth = options["smooth"]
+    smooth, ends = options["smooth"], options["keep_ends"]
     if smooth is None:
-        smooth = int(curves.groupby("run").size().min()) // 20 // 2 * 2 + 1
-    return fit_envelope(curves, mode=options["envelope"], smooth=smooth, **settings)
+        smooth = 1 if ends else int(curves.groupby("run").size().min()) // 20 // 2 * 2 + 1
+    warmup = 0.0 if ends else WARMUP
+    return fit_envelope(curves, mode=options["envelope"], keep_ends=ends, warmup=warmup, smooth=smooth, **settings)
 
 
 def _targets(part: pd.DataFrame, fit: ArchitectureFit, flops: str, hold_out: float | None, options: dict) -> Targets:

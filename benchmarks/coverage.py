@@ -1,0 +1,406 @@
+"""Simulates ladders of a known law, fits them, and counts how often the 95 % intervals contain the truth.
+
+    python benchmarks/coverage.py                              # short form: 100 repetitions per design (parametric: 20)
+    OMP_NUM_THREADS=1 python benchmarks/coverage.py --full --workers 32 --csv    # 1,000 repetitions (parametric: 200)
+    python benchmarks/coverage.py --methods isoflop --designs "5x5;demo" --repetitions 50
+
+A design is a set of budgets and sizes. Each repetition draws the noise of every run, with its own seed, and fits the
+table by one method. The columns of the result, for every method, design and quantity:
+
+    n         repetitions with an interval
+    refused   repetitions without one
+    bias      mean estimate minus truth
+    sd        standard deviation of the estimates
+    coverage  share of the intervals that contain the truth
+    p         of the exact binomial test that the coverage is 95 %
+    rejected  whether this test rejects at 1 % (Holm over all rows)
+    width     mean width of the intervals over the ideal: the mean width of Student's t interval for an estimate of this
+              standard deviation, with the degrees of freedom that the design leaves (at most 1.3 wanted)
+    known     the same over 3.92 standard deviations, the width if the noise were known
+
+The last line is JSON. `--csv` writes benchmarks/results/coverage.csv; with --full, also the table of
+docs/scaling-laws.md.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy.special import gammaln
+from scipy.stats import binomtest
+from scipy.stats import t as student
+
+from linnet import provenance
+from linnet.study.fit import fit_envelope, fit_frontier, fit_isoflop, fit_parametric
+
+HERE = Path(__file__).parent
+RESULTS, PLAN = HERE / "results" / "coverage.csv", HERE / "results" / "coverage_demo.csv"
+PAGE = HERE.parent / "docs" / "scaling-laws.md"
+LEVEL = 0.01
+CHUNK = 10
+"""Repetitions per task of a worker."""
+
+
+@dataclass(frozen=True)
+class Surface:
+    """L = E + A / N^alpha + B / D^beta with C = 6 N D."""
+
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+
+    def optimum(self, C):
+        both = self.alpha + self.beta
+        G = (self.alpha * self.A / (self.beta * self.B)) ** (1 / both)
+        return G * (C / 6) ** (self.beta / both)
+
+    def loss(self, N, D):
+        return self.E + self.A / N**self.alpha + self.B / D**self.beta
+
+    @property
+    def truth(self) -> dict[str, float]:
+        both = self.alpha + self.beta
+        gamma = -self.alpha * self.beta / both
+        return {"a": self.beta / both, "b": self.alpha / both, "alpha": gamma, "E": self.E}
+
+
+CHINCHILLA = Surface(1.7, 400.0, 2000.0, 0.34, 0.37)
+PURE = Surface(0.0, 12.0, 24.0, 0.1, 0.11)
+"""A surface without an irreducible loss, so that L(C) is the pure power law that `power` fits."""
+DEMO = Surface(0.7, 11.0, 42.0, 0.3, 0.3)
+"""About the surface of the models of bytes that configs/demo.yaml trains."""
+DEMO_NOISE = 0.008
+"""Standard deviation of log loss about the parabolas of the demo."""
+
+
+@dataclass(frozen=True)
+class Design:
+    """Runs without noise.
+
+    Attributes:
+        spread: for each budget, log(N / N_opt) of its runs.
+        noise: standard deviation of log loss between runs.
+        diverged: added to the loss of one run, drawn anew in each repetition.
+        scatter: standard deviation of the log of the cost per parameter and token, drawn anew for every run.
+        curves: number of records per run if the design has training curves, each with half of the noise of its own.
+    """
+
+    budgets: tuple[float, ...]
+    spread: tuple[tuple[float, ...], ...]
+    surface: Surface = CHINCHILLA
+    noise: float = 0.002
+    diverged: float = 0.0
+    scatter: float = 0.0
+    curves: int = 0
+
+    def table(self, generator: np.random.Generator) -> pd.DataFrame:
+        rows = []
+        for C, spread in zip(self.budgets, self.spread, strict=True):
+            for step in spread:
+                N = float(self.surface.optimum(C) * np.exp(step))
+                rows.append({"N": N, "D": C / (6 * N), "C": C, "budget": C, "run": f"r{len(rows)}"})
+        table = pd.DataFrame(rows)
+        table["D"] *= np.exp(generator.normal(0, self.scatter, len(table)))
+        table["loss"] = self.surface.loss(table["N"], table["D"])
+        return self.noisy(table, generator)
+
+    def noisy(self, table: pd.DataFrame, generator: np.random.Generator) -> pd.DataFrame:
+        table["loss"] *= np.exp(generator.normal(0, self.noise, len(table)))
+        if self.diverged:
+            table.loc[int(generator.integers(len(table))), "loss"] += self.diverged
+        return table
+
+    @property
+    def runs(self) -> int:
+        return sum(map(len, self.spread))
+
+    @property
+    def left(self) -> int:
+        """Degrees of freedom of the noise after a parabola in each budget."""
+        return self.runs - 3 * len(self.spread)
+
+
+@dataclass(frozen=True)
+class Ladder(Design):
+    """The runs that `linnet study configs/demo.yaml` plans for one architecture after the other.
+
+    The loss depends on N and C as on the surface with 6ND, so that N_opt is a power law although the cost is exact.
+    """
+
+    plan: tuple[pd.DataFrame, ...] = field(default=(), compare=False)
+
+    def table(self, generator: np.random.Generator) -> pd.DataFrame:
+        table = self.plan[int(generator.integers(len(self.plan)))].copy()
+        table["loss"] = self.surface.loss(table["N"], table["C"] / (6 * table["N"]))
+        return self.noisy(table, generator)
+
+    @property
+    def left(self) -> int:
+        return round(np.mean([len(part) - 3 * part["budget"].nunique() for part in self.plan]))
+
+
+@dataclass(frozen=True)
+class Curves(Design):
+    """Training curves of several sizes, whose runs differ by one factor over the whole curve."""
+
+    sizes: tuple[float, ...] = ()
+
+    def table(self, generator: np.random.Generator) -> pd.DataFrame:
+        parts = []
+        for i, N in enumerate(self.sizes):
+            D = np.geomspace(0.2 * N, 1000 * N, self.curves)
+            noise = generator.normal(0, self.noise) + generator.normal(0, self.noise / 2, len(D))
+            loss = self.surface.loss(N, D) * np.exp(noise)
+            parts.append(pd.DataFrame({"run": f"r{i}", "N": N, "D": D, "C": 6 * N * D, "loss": loss}))
+        return pd.concat(parts, ignore_index=True)
+
+
+def grid(budgets: int, sizes: int, half: float = 1.0, drift: float = 0.0, **options) -> Design:
+    """Returns a design with sizes between exp(-half) and exp(half) times the optimum, which drift with the budget."""
+    middles = np.linspace(-drift, drift, budgets)
+    spread = tuple(tuple(middle + np.linspace(-half, half, sizes)) for middle in middles)
+    return Design(tuple(np.geomspace(1e18, 1e20, budgets)), spread, **options)
+
+
+def line(budgets: int) -> Design:
+    """Returns one run per budget with D = 20 N, the commonest table. Its losses follow a pure power law."""
+    surface = Surface(0.0, 12.0, 24.0, 0.1, 0.1)
+    C = np.geomspace(1e18, 1e21, budgets)
+    N = np.sqrt(C / 120)
+    return Design(tuple(C), tuple((float(np.log(n / surface.optimum(c))),) for n, c in zip(N, C, strict=True)), surface)
+
+
+def demo() -> Ladder:
+    plan = pd.read_csv(PLAN)
+    parts = tuple(part.reset_index(drop=True) for _, part in plan.groupby("architecture"))
+    return Ladder((), (), DEMO, DEMO_NOISE, plan=parts)
+
+
+def designs() -> dict[str, Design]:
+    return {
+        "1x5": line(5),
+        "1x8": line(8),
+        "5x5": grid(5, 5),
+        "5x7": grid(5, 7),
+        "5x9": grid(5, 9),
+        "5x13 over 2.5 decades": grid(5, 13, 2.9),
+        "5x9 over 3 decades": grid(5, 9, 3.45),
+        "5x7, edges drift": grid(5, 7, 1.0, 0.5),
+        "5x9, one diverged": grid(5, 9, diverged=0.5),
+        "5x9, cost off by 5 %": grid(5, 9, scatter=0.05),
+        "demo": demo(),
+        "9 curves": Curves((), (), curves=120, sizes=tuple(np.geomspace(1e8, 1e10, 9))),
+        "13 curves": Curves((), (), curves=120, sizes=tuple(np.geomspace(1e8, 1e10, 13))),
+    }
+
+
+def groups_of(table: pd.DataFrame) -> tuple[np.ndarray, list[float]]:
+    budgets = np.unique(table["budget"])
+    return np.searchsorted(budgets, table["budget"]), budgets.tolist()
+
+
+def isoflop(table, resamples: int, seed: int) -> dict:
+    fit = fit_isoflop(table, *groups_of(table), bootstrap=resamples, seed=seed)
+    return {"a": (fit.N_opt, "a"), "b": (fit.D_opt, "b"), "alpha": (fit.L_irreducible, "alpha")}
+
+
+def power(table, resamples: int, seed: int) -> dict:
+    fit = fit_frontier(table, groups_of(table)[0], bootstrap=resamples, seed=seed)
+    return {"alpha": (fit.L, "alpha")}
+
+
+def parametric(table, resamples: int, seed: int) -> dict:
+    fit = fit_parametric(table, bootstrap=resamples, seed=seed)
+    return {"a": (fit.N_opt, "a"), "alpha": (fit.L, "gamma"), "E": (fit.L, "E")}
+
+
+def envelope(table, resamples: int, seed: int) -> dict:
+    fit = fit_envelope(table, warmup=0.0, smooth=5, bootstrap=resamples, seed=seed)
+    return {"a": (fit.N_opt, "a"), "b": (fit.D_opt, "b")}
+
+
+def hull(table, resamples: int, seed: int) -> dict:
+    fit = fit_envelope(table, mode="hull", warmup=0.0, smooth=5, bootstrap=resamples, seed=seed)
+    return {"a": (fit.N_opt, "a"), "b": (fit.D_opt, "b")}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method with its designs, and the degrees of freedom that are left for the noise."""
+
+    fit: Callable
+    designs: tuple[str, ...]
+    freedom: Callable[[Design], int]
+    slow: bool = False
+
+
+GRIDS = ("5x5", "5x7", "5x9", "5x13 over 2.5 decades", "5x9 over 3 decades", "5x7, edges drift", "5x9, one diverged")
+METHODS = {
+    "isoflop": Method(isoflop, (*GRIDS, "5x9, cost off by 5 %", "demo"), lambda d: d.left),
+    "power": Method(power, ("1x5", "1x8"), lambda d: len(d.spread) - 2),
+    "parametric": Method(parametric, ("5x5", "5x9"), lambda d: d.runs - 5, slow=True),
+    "envelope": Method(envelope, ("9 curves", "13 curves"), lambda d: len(d.sizes) - 3),
+    "envelope, hull": Method(hull, ("9 curves", "13 curves"), lambda d: len(d.sizes) - 3),
+}
+
+
+def simulate(task: tuple) -> list[dict]:
+    """Fits some repetitions of one design by one method. Returns {quantity: (estimate, low, high) or None} of each."""
+    method, name, first, count, resamples = task
+    design, results = designs()[name], []
+    for repetition in range(first, first + count):
+        table = design.table(np.random.default_rng([repetition, sum(map(ord, name))]))
+        found = {}
+        for quantity, (law, parameter) in METHODS[method].fit(table, resamples, repetition).items():
+            interval = law.intervals.get(parameter)
+            found[quantity] = None if law.refused or interval is None else (law.parameters[parameter], *interval)
+        results.append(found)
+    return results
+
+
+def summary(method: str, name: str, quantity: str, found: list) -> dict:
+    design = designs()[name]
+    truth = design.surface.truth[quantity]
+    kept = np.array([row for row in found if row is not None])
+    row = {"method": method, "design": name, "quantity": quantity, "n": len(kept), "refused": len(found) - len(kept)}
+    if len(kept) < 2:
+        return row | dict.fromkeys(("bias", "sd", "coverage", "p", "width", "known"))
+    estimate, low, high = kept.T
+    inside = (low <= truth) & (truth <= high)
+    deviation = float(estimate.std(ddof=1))
+    freedom = METHODS[method].freedom(design)
+    # The mean of the root of a chi-squared over its degrees of freedom.
+    shrink = np.sqrt(2 / freedom) * np.exp(gammaln((freedom + 1) / 2) - gammaln(freedom / 2))
+    ideal = 2 * student.ppf(0.975, freedom) * shrink * deviation
+    return row | {
+        "bias": float(estimate.mean() - truth),
+        "sd": deviation,
+        "coverage": float(inside.mean()),
+        "p": float(binomtest(int(inside.sum()), len(inside), 0.95).pvalue),
+        "width": float((high - low).mean() / ideal),
+        "known": float((high - low).mean() / (3.92 * deviation)),
+    }
+
+
+def reject(rows: list[dict]) -> None:
+    """Marks the rows whose coverage is not 95 %, by Holm's procedure."""
+    tested = sorted((row for row in rows if row["p"] is not None), key=lambda row: row["p"])
+    going = True
+    for rank, row in enumerate(tested):
+        going = going and row["p"] < LEVEL / (len(tested) - rank)
+        row["rejected"] = going
+    for row in rows:
+        row.setdefault("rejected", None)
+
+
+def write_plan() -> None:
+    """Writes the runs that configs/demo.yaml plans, so that a machine without torch can simulate them."""
+    from linnet.config import parse, read_yaml
+    from linnet.study.config import StudyConfig
+    from linnet.study.ladder import plan
+
+    config = parse(StudyConfig, read_yaml(HERE.parent / "configs" / "demo.yaml"))
+    runs = plan(config, check_data=False).runs
+    rows = [(run.architecture, run.size, run.budget, run.params_non_embedding, run.tokens, run.flops) for run in runs]
+    table = pd.DataFrame(rows, columns=["architecture", "run", "budget", "N", "D", "C"])
+    table.sort_values(["architecture", "budget", "N"]).to_csv(PLAN, index=False, lineterminator="\n")
+
+
+def shown(row: dict) -> list[str]:
+    if row["coverage"] is None:
+        return [row["method"], row["design"], row["quantity"], str(row["n"]), str(row["refused"]), *["-"] * 6]
+    numbers = [f"{row['bias']:+.4f}", f"{row['sd']:.4f}", f"{row['coverage']:.1%}", "no" if row["rejected"] else "yes"]
+    numbers += [f"{row['width']:.2f}", f"{row['known']:.2f}"]
+    return [row["method"], row["design"], row["quantity"], str(row["n"]), str(row["refused"]), *numbers]
+
+
+HEADER = ["method", "design", "", "n", "refused", "bias", "sd", "coverage", "95 %?", "width", "known"]
+
+
+def write_page(rows: list[dict]) -> None:
+    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+    lines += ["| " + " | ".join(shown(row)) + " |" for row in rows]
+    block = "<!-- coverage -->\n" + "\n".join(lines) + "\n<!-- /coverage -->"
+    text = PAGE.read_text(encoding="utf-8")
+    text = re.sub(r"<!-- coverage -->.*?<!-- /coverage -->", lambda _: block, text, flags=re.S)
+    PAGE.write_text(text, encoding="utf-8")
+
+
+def chosen(options) -> list[tuple[str, str]]:
+    """Returns the pairs of method and design to simulate."""
+    methods = options.methods.split(";") if options.methods else list(METHODS)
+    names = options.designs.split(";") if options.designs else list(designs())
+    unknown = [*set(methods) - set(METHODS), *set(names) - set(designs())]
+    if unknown:
+        sys.exit(f"unknown: {', '.join(unknown)}; methods: {'; '.join(METHODS)}; designs: {'; '.join(designs())}")
+    return [(method, name) for method in methods for name in METHODS[method].designs if name in names]
+
+
+def run(cells: list[tuple[str, str]], options) -> dict[tuple[str, str], list[dict]]:
+    tasks = []
+    for method, name in cells:
+        slow = METHODS[method].slow
+        count = options.repetitions or ((200 if slow else 1000) if options.full else (20 if slow else 100))
+        step = 2 if slow else CHUNK
+        tasks += [(method, name, i, min(step, count - i), options.bootstrap) for i in range(0, count, step)]
+    tasks.sort(key=lambda task: not METHODS[task[0]].slow)  # slow tasks first, so that no worker ends with one
+    results: dict[tuple[str, str], list[dict]] = {cell: [] for cell in cells}
+    with ProcessPoolExecutor(options.workers) as pool:
+        for done, (task, part) in enumerate(zip(tasks, pool.map(simulate, tasks), strict=True), 1):
+            results[task[:2]] += part
+            print(f"\r{done}/{len(tasks)} tasks", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="1,000 repetitions (parametric: 200)")
+    parser.add_argument("--repetitions", type=int, help="per design")
+    parser.add_argument("--bootstrap", type=int, default=400, help="resamples per fit")
+    parser.add_argument("--methods", default="", help="with semicolons between")
+    parser.add_argument("--designs", default="", help="with semicolons between")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--csv", action="store_true", help=f"write {RESULTS.name}; with --full also the table in docs")
+    parser.add_argument("--plan", action="store_true", help=f"only write {PLAN.name} from configs/demo.yaml")
+    options = parser.parse_args()
+    if options.plan:
+        return write_plan()
+    start = time.perf_counter()
+    rows = []
+    for (method, name), found in run(chosen(options), options).items():
+        quantities = ["a"] if name == "demo" else found[0]
+        rows += [summary(method, name, quantity, [one[quantity] for one in found]) for quantity in quantities]
+    reject(rows)
+    table = [HEADER, *map(shown, rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if options.csv:
+        pd.DataFrame(rows).assign(commit=provenance.commit()).to_csv(RESULTS, index=False, lineterminator="\n")
+        if options.full:
+            write_page(rows)
+    times = os.times()
+    record = {
+        "rows": len(rows),
+        "rejected": sum(bool(row["rejected"]) for row in rows),
+        "wider_than_1.3": sum(row["width"] is not None and row["width"] > 1.3 for row in rows),
+        "seconds": round(time.perf_counter() - start),
+        "cpu_seconds": round(times.user + times.children_user),
+    }
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
