@@ -20,12 +20,12 @@ def data(
         list[str],
         typer.Argument(
             metavar="PATH",
-            help="Text files, JSONL (.jsonl), Parquet, folders of them, globs in quotes, or [bold]stdlib[/]: the "
-            "source text of the Python standard library.",
+            help="Text files, JSONL (.jsonl), Parquet, folders of them, globs in quotes, [bold]hf:NAME:CONFIG:SPLIT[/] "
+            "of the Hugging Face Hub, or [bold]stdlib[/]: the source text of the Python standard library.",
         ),
     ],
     tokenizer: Annotated[
-        str, typer.Option(help="byte, bpe:4096 (learned from the text, any size), or the path of a tokenizer.json.")
+        str, typer.Option(help="byte, bpe:4096 (learned from the text, any size), a tokenizer.json, or hf:NAME.")
     ] = "byte",
     out: Annotated[Path, typer.Option(help="Folder of prepared corpora; each gets a subfolder.")] = Path("runs/cache"),
     validation: Annotated[

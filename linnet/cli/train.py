@@ -29,8 +29,8 @@ def train(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text to train on: a file, folder or quoted glob; may be given again. Default: CONFIG's, or the "
-            "source text of Python's standard library.",
+            help="Text to train on: a file, folder, quoted glob or hf:NAME; may be given again. Default: CONFIG's, or "
+            "the source text of Python's standard library.",
             metavar="PATH",
             show_default=False,
         ),

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
 from linnet.config import Config, ConfigError, digest, gather, unwritable
-from linnet.data import shards, sources
+from linnet.data import hub, shards, sources
 from linnet.data.order import uniform
 from linnet.data.sources import SourceFile
 from linnet.data.split import Split, cut_text, given_split, split_documents, take
@@ -28,6 +28,7 @@ from linnet.data.tokenizer import (
     given_tokenizer,
     load_tokenizer,
     token_dtype,
+    tokenizer_path,
     train_bpe,
 )
 
@@ -46,10 +47,10 @@ class DataConfig(Config):
 
     Attributes:
         source: "stdlib" (the source text of the Python standard library of this machine), or a list of paths of files
-            and folders, globs, and "stdlib".
+            and folders, globs, `hf:NAME[:CONFIG[:SPLIT]]` (a data set of the Hub), and "stdlib".
         text_key: key (JSONL) or column (Parquet) of the text.
         tokenizer: {kind: byte}, {kind: bpe, vocab_size: N} or {kind: file, path: tokenizer.json}; in short `byte`,
-            `bpe:N` or the path.
+            `bpe:N`, the path, or `hf:NAME` (a model of the Hub).
         validation: sources of held-out text. Exact copies of their documents are left out of training. If empty,
             `validation_fraction` of `source` is held out.
         validation_fraction: share of the bytes to hold out, by document (see linnet/data/split.py).
@@ -284,7 +285,16 @@ def content(config: DataConfig, cache_dir: str | Path | None = None) -> dict[str
     cache = None if cache_dir is None else Path(cache_dir)
     found = {key: digest(_content(listed, cache)) for key, listed in files.items()}
     if isinstance(config.tokenizer, FileTokenizerConfig):
-        found["tokenizer"] = sources.fingerprint(Path(config.tokenizer.path).expanduser())[:12]
+        found["tokenizer"] = sources.fingerprint(tokenizer_path(config.tokenizer.path))[:12]
+    return found
+
+
+def revisions(config: DataConfig) -> dict[str, str]:
+    """Returns the commit of each name on the Hub that a configuration has, by the name."""
+    names = [] if isinstance(config.source, str) else config.source
+    found = hub.revisions([*names, *config.validation], "dataset")
+    if isinstance(config.tokenizer, FileTokenizerConfig):
+        found |= hub.revisions([config.tokenizer.path], "model")
     return found
 
 
@@ -296,7 +306,7 @@ def _content(files: list[SourceFile], cache: Path | None) -> list[list]:
 def _identity(config: DataConfig, train: list[SourceFile], held: list[SourceFile], cache: Path) -> dict:
     values = config.model_dump(mode="json", exclude={"packing"})
     if isinstance(config.tokenizer, FileTokenizerConfig):
-        values["tokenizer"]["path"] = sources.fingerprint(Path(config.tokenizer.path).expanduser())
+        values["tokenizer"]["path"] = sources.fingerprint(tokenizer_path(config.tokenizer.path))
     if held:
         del values["validation_fraction"]
     for key, files in (("source", train), ("validation", held)):
@@ -394,6 +404,8 @@ def _build(
         "tokenizer": {"name": tokenizer.name, **shards.file_entry(folder / TOKENIZER)},
         "splits": splits,
     }
+    if found := revisions(config):
+        values["revisions"] = found
     shards.write_metadata(folder, values)
 
 

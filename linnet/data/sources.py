@@ -1,4 +1,4 @@
-"""Sources of text: the standard library, files, folders, globs, JSONL and Parquet.
+"""Sources of text: the standard library, files, folders, globs, JSONL and Parquet, and data sets of the Hub (`hub.py`).
 
 A text file is one document, a JSONL file has one document per line, and a Parquet file one per row. Text and JSONL may
 be compressed (`.gz`, `.zst`). Reading is bounded by the size of a file, so that a few kilobytes that expand to
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from linnet.config import nearest
+from linnet.data import hub
 from linnet.install import install_command
 
 STDLIB = "stdlib"
@@ -62,7 +63,7 @@ def find_files(source: str | list[str], key: str, problems: list[str], skipped: 
     """Lists the files of a source without reading all of their content.
 
     Args:
-        source: "stdlib", or a list of paths of files and folders, globs, and "stdlib".
+        source: "stdlib", or a list of paths of files and folders, globs, names on the Hub, and "stdlib".
         key: the name of the configuration key, for messages.
         problems: problems are appended here, one line each.
         skipped: files in folders that are not text are appended here with the reason.
@@ -170,6 +171,8 @@ def _find(name: str, skipped: list[str]) -> tuple[list[SourceFile], str | None]:
         return files, None if files else f"found no Python source in {root}; give your own files"
     if "\0" in name:
         return [], "contains NUL, which no path can; name a file, folder or glob"
+    if hub.is_name(name):
+        return _of_hub(name)
     path = Path(name).expanduser()
     if place := _system(path):
         return [], f"is in {place}, which holds devices and tables of the kernel, not text; name other files"
@@ -189,6 +192,15 @@ def _find(name: str, skipped: list[str]) -> tuple[list[SourceFile], str | None]:
         reasons = [f"matches {files[0].path}, which {reason}" for files, reason in results if reason]
         return [file for files, _ in results for file in files], "; it also ".join(reasons) or None
     return [], f"does not exist; check the path (relative ones start in {Path.cwd()})"
+
+
+def _of_hub(name: str) -> tuple[list[SourceFile], str | None]:
+    try:
+        results = [_named(path) for path in hub.dataset_files(name)]
+    except hub.HubError as error:
+        return [], str(error)
+    reasons = [f"has {files[0].path if files else 'a file'}, which {reason}" for files, reason in results if reason]
+    return [file for files, _ in results for file in files], "; it also ".join(reasons) or None
 
 
 def _system(path: Path) -> str | None:

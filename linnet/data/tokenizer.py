@@ -18,6 +18,7 @@ from pydantic import Field
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from linnet.config import Config, ConfigError, digest, shown
+from linnet.data import hub
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Common names of the end-of-document token in a tokenizer.json, the likeliest first.
@@ -71,7 +72,7 @@ class FileTokenizerConfig(Config):
 
     Attributes:
         kind: file: a tokenizer.json.
-        path: the file.
+        path: the file, or `hf:NAME` of a model on the Hub.
         end_of_document: the token that ends a document; None takes the first of `COMMON_ENDS` that the file has.
     """
 
@@ -81,16 +82,18 @@ class FileTokenizerConfig(Config):
 
 
 def expand_tokenizer(value: object) -> object:
-    """Expands the short forms `byte`, `bpe:4096` and `path/to/tokenizer.json`; returns other values unchanged."""
+    """Expands the short forms `byte`, `bpe:4096`, `path/to/tokenizer.json` and `hf:NAME`; returns others unchanged."""
     if not isinstance(value, str):
         return value
     if value == "byte":
         return {"kind": "byte"}
     if match := re.fullmatch(r"bpe:(\d+)", value):
         return {"kind": "bpe", "vocab_size": int(match[1])}
-    if value.endswith(".json") or Path(value).expanduser().is_file():
+    if hub.is_name(value) or value.endswith(".json") or Path(value).expanduser().is_file():
         return {"kind": "file", "path": value}
-    raise ValueError(f"{value!r} is not a tokenizer; use byte, bpe:4096 (any size) or the path of a tokenizer.json")
+    raise ValueError(
+        f"{value!r} is not a tokenizer; use byte, bpe:4096 (any size), the path of a tokenizer.json or hf:NAME"
+    )
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -310,13 +313,18 @@ def load_tokenizer(path: str | Path, end_of_document: str | None = None) -> Toke
     """Reads a tokenizer.json, or a file that `Tokenizer.save` wrote.
 
     Args:
-        path: the file.
-        end_of_document: the token that ends a document; None takes the one noted in the file, else the first of
-            `COMMON_ENDS` that the tokenizer has.
+        path: the file, or `hf:NAME` of a model on the Hub.
+        end_of_document: the token that ends a document; None takes the one noted in the file (or, on the Hub, in its
+            tokenizer_config.json), else the first of `COMMON_ENDS` that the tokenizer has.
 
     Raises:
         ConfigError: the file does not exist, is not a tokenizer, or has no end-of-document token.
     """
+    if hub.is_name(str(path)):
+        file, end = _of_hub(str(path))
+        tokenizer = load_tokenizer(file, end_of_document or end)
+        tokenizer.name = str(path)
+        return tokenizer
     path = Path(path).expanduser()
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -385,6 +393,18 @@ def _within(seconds: float, function: Callable[[], list]) -> list:
     if error:
         raise error[0]
     return result[0]
+
+
+def tokenizer_path(path: str) -> Path:
+    """Returns the file of a `FileTokenizerConfig`. Raises ConfigError for a name on the Hub that cannot be had."""
+    return _of_hub(path)[0] if hub.is_name(path) else Path(path).expanduser()
+
+
+def _of_hub(name: str) -> tuple[Path, str | None]:
+    try:
+        return hub.tokenizer_file(name)
+    except hub.HubError as error:
+        raise ConfigError([f"tokenizer {name}: {error}"], "data") from None
 
 
 def _byte_level(values: dict) -> bool:

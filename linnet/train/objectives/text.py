@@ -23,7 +23,7 @@ from linnet.data import (
     prepare,
     validation_batches,
 )
-from linnet.data.corpus import content
+from linnet.data.corpus import content, revisions
 from linnet.data.loader import ValidationBatches
 from linnet.data.problems import in_data
 from linnet.evaluate import score
@@ -168,6 +168,7 @@ class TextObjective(RunObjective):
             "state_bytes": state_bytes(config.model, config.seq_len),
             "seq_len": config.seq_len,
             "unique_tokens": len(self.corpus.train),
+            **({"revisions": found} if (found := revisions(config.data)) else {}),
         }
 
     def files(self) -> dict[str, str]:
