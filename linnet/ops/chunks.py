@@ -62,7 +62,18 @@ def multiply_add(total: Tensor, x: Tensor, y: Tensor) -> None:
     total.flatten(0, 2).baddbmm_(x.flatten(0, 2), y.flatten(0, 2))
 
 
-def carry(update: Tensor, decay: Tensor | None, state: Tensor, reverse: bool = False) -> Tensor:
+def decay_rest(log_decay: Tensor, decay: Tensor) -> Tensor:
+    """Returns exp(log_decay) - decay, where `decay` is exp(log_decay) rounded: at most 6e-8 in float32.
+
+    A state that decays by 1 - 1e-8 in each of many steps needs this rest, because rounding adds up in one direction. It
+    is exact from a decay of 1/2 on, where decay - 1 is, and 0 below, where the rounding of one factor is forgotten.
+    """
+    return torch.where(decay >= 0.5, torch.expm1(log_decay) - (decay - 1), 0.0)
+
+
+def carry(
+    update: Tensor, decay: Tensor | None, state: Tensor, reverse: bool = False, rest: Tensor | None = None
+) -> Tensor:
     """Passes a state from chunk to chunk: state <- decay state + update[c] in place, for c = 0, 1, ... or from the end.
 
     Args:
@@ -71,6 +82,7 @@ def carry(update: Tensor, decay: Tensor | None, state: Tensor, reverse: bool = F
             for no decay.
         state: [B, H, K, V].
         reverse: from the last chunk to the first, as gradients go.
+        rest: what rounding took from `decay` (`decay_rest`), in its shape; None to leave it out.
 
     Returns:
         [count, B, H, K, V]: the initial state of each chunk.
@@ -82,7 +94,8 @@ def carry(update: Tensor, decay: Tensor | None, state: Tensor, reverse: bool = F
         if decay is None:
             torch.add(found[c], update[c], out=following)
         else:
-            torch.addcmul(update[c], found[c], decay[c] if decay.ndim == update.ndim else decay, out=following)
+            added = update[c] if rest is None else torch.addcmul(update[c], found[c], rest[c])
+            torch.addcmul(added, found[c], decay[c] if decay.ndim == update.ndim else decay, out=following)
     return found
 
 

@@ -238,3 +238,32 @@ def test_forms_without_a_kernel_count_on_the_meta_device():
     assert gated_step(x, x, x, x, state).shape == x.shape
     with use_backend("reference"):
         assert gated_linear_attention(x[None], x[None], x[None], x[None])[0].shape == (1, 1, 2, 3)
+
+
+@pytest.mark.parametrize("strength", [1e-8, 1e-6])
+def test_weak_decays_do_not_drift_over_many_tokens(strength):
+    """float32 has no number between 1 - 6e-8 and 1: a product of rounded decays would lose or double this one."""
+    T, generator = 20_000, torch.Generator().manual_seed(0)
+    q, k, v = (torch.rand(1, T, 1, 2, generator=generator) for _ in range(3))
+    call = dict(q=q, k=k, v=v, log_decay=torch.full_like(q, -strength))
+    wide = {name: x.double() for name, x in call.items()}
+    with use_backend("chunked"):
+        actual = gated_linear_attention(**call, output_final_state=True)
+        expected = gated_linear_attention(**wide, output_final_state=True)
+    for a, e in zip(actual, expected, strict=True):
+        assert (a - e).abs().max() < 2e-6 * e.abs().max()
+    state = torch.zeros(1, 1, 2, 2)
+    for t in range(4000):
+        gated_step(*(x[:, t] for x in call.values()), state)
+    with use_backend("chunked"):
+        _, expected = gated_linear_attention(**{n: x[:, :4000] for n, x in wide.items()}, output_final_state=True)
+    assert (state - expected).abs().max() < 4e-6 * expected.abs().max()
+
+
+def test_float16_decays_with_a_gradient_are_refused():
+    call = detached(make(dtype=torch.float16))
+    call["log_decay"] = call["log_decay"].half()
+    gated_linear_attention(**call)
+    call["log_decay"].requires_grad_()
+    with pytest.raises(ValueError, match="log_decay is float16"):
+        gated_linear_attention(**call)

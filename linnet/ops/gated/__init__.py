@@ -1,5 +1,6 @@
 """Gated linear attention: linear attention with data-dependent decays, one per channel of the key (002, 003)."""
 
+import torch
 from torch import Tensor
 
 from linnet.ops import backend
@@ -39,7 +40,8 @@ def gated_linear_attention(
     ones are refused. No decay overflows: exp(log_decay) may be anything from 1 down to 0, -inf included.
 
     Args:
-        q, k, log_decay: [B, T, H, K]; log_decay at most 0. Keep it in float32: bfloat16 rounds decays near 1 to 1.
+        q, k, log_decay: [B, T, H, K]; log_decay at most 0. Keep it in float32: bfloat16 rounds decays near 1 to 1, and
+            float16 is refused where it needs a gradient, because that overflows.
         v: [B, T, H, V].
         scale: multiplies o.
         initial_state: [N, H, K, V], float32 (float64 for float64 inputs), the state after the token before the first;
@@ -51,13 +53,18 @@ def gated_linear_attention(
         o [B, T, H, V] in the dtype of v, and the final state [N, H, K, V] or None. All tensors have gradients.
 
     Raises:
-        ValueError: shapes or dtypes that do not go together, float16 on a GPU, offsets that do not rise from 0 to T.
+        ValueError: shapes or dtypes that do not go together, float16 on a GPU or of a log_decay with a gradient,
+            offsets that do not rise from 0 to T.
     """
     check_matrix_state("gated_linear_attention", q, k, v, initial_state, cu_seqlens)
     if log_decay.shape != q.shape or not log_decay.is_floating_point():
         raise ValueError(
             f"gated_linear_attention: log_decay has shape {list(log_decay.shape)} and dtype {log_decay.dtype}; "
             f"give floating-point {list(q.shape)}, one per channel of the key"
+        )
+    if log_decay.dtype == torch.float16 and log_decay.requires_grad:
+        raise ValueError(
+            "gated_linear_attention: log_decay is float16, whose gradient sums over tokens and overflows; give float32"
         )
     check_devices("gated_linear_attention", q=q, log_decay=log_decay)
     if backend.debugging():

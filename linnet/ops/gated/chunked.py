@@ -23,7 +23,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from linnet.ops.chunks import Segment, carry, count_pairs, cut_segments, gather, multiply_add, scatter, start_states
+from linnet.ops.chunks import (
+    Segment,
+    carry,
+    count_pairs,
+    cut_segments,
+    decay_rest,
+    gather,
+    multiply_add,
+    scatter,
+    start_states,
+)
 from linnet.ops.documents import documents
 
 CHUNK = 64  # a power of two
@@ -58,13 +68,13 @@ def _forward_span(q, k, v, log_decay, scale: float, state, o) -> None:
     for segment in _segments(q, v):
         q_nBHCK, k_nBHCK, v_nBHCV, log_decay_nBHCK = _gather(segment, state.dtype, q, k, v, log_decay)
         q_nBHCK.mul_(scale)
-        decays = _products(log_decay_nBHCK.exp_())
+        decays, rest = _decays(log_decay_nBHCK)
         scores_nBHCC = _diagonal_scores(q_nBHCK, k_nBHCK)
         q_nBHCK.mul_(decays[0])
         for half in _halvings(decays, since=[q_nBHCK], until=[k_nBHCK]):
             _scores_between(scores_nBHCC, half).copy_(_late(q_nBHCK, half) @ _early(k_nBHCK, half).mT)
         o_nBHCV = scores_nBHCC @ v_nBHCV
-        initials_nBHVK = carry(v_nBHCV.mT @ k_nBHCK, decays[-1], state)
+        initials_nBHVK = carry(v_nBHCV.mT @ k_nBHCK, decays[-1], state, rest=rest)
         multiply_add(o_nBHCV, q_nBHCK, initials_nBHVK.mT)
         scatter(o, segment, o_nBHCV)
 
@@ -79,7 +89,7 @@ def _backward_span(q, k, v, log_decay, do, scale: float, state, dstate, dq, dk, 
     for segment in reversed(cut):
         q_nBHCK, k_nBHCK, v_nBHCV, log_decay_nBHCK, do_nBHCV = _gather(segment, state.dtype, q, k, v, log_decay, do)
         do_nBHCV.mul_(scale)
-        decays = _products(log_decay_nBHCK.exp_())
+        decays, rest = _decays(log_decay_nBHCK)
 
         # Inside the chunks. `since` and `until` become the decays from the start and to the end of the chunk.
         scores_nBHCC = _diagonal_scores(q_nBHCK, k_nBHCK)
@@ -97,8 +107,8 @@ def _backward_span(q, k, v, log_decay, do, scale: float, state, dstate, dq, dk, 
         dv_nBHCV = scores_nBHCC.mT @ do_nBHCV
 
         # Between the chunks.
-        initials_nBHVK = carry(v_nBHCV.mT @ early_k_nBHCK, decays[-1], initials.pop())
-        dfinals_nBHVK = carry(do_nBHCV.mT @ late_q_nBHCK, decays[-1], dstate, reverse=True)
+        initials_nBHVK = carry(v_nBHCV.mT @ early_k_nBHCK, decays[-1], initials.pop(), rest=rest)
+        dfinals_nBHVK = carry(do_nBHCV.mT @ late_q_nBHCK, decays[-1], dstate, reverse=True, rest=rest)
         dq_initial_nBHCK = (do_nBHCV @ initials_nBHVK).mul_(since_nBHCK)
         dk_final_nBHCK = (v_nBHCV @ dfinals_nBHVK).mul_(until_nBHCK)
         multiply_add(dv_nBHCV, early_k_nBHCK, dfinals_nBHVK.mT)
@@ -121,10 +131,10 @@ def _backward_span(q, k, v, log_decay, do, scale: float, state, dstate, dq, dk, 
 def _pass(k, v, log_decay, segment: Segment, state) -> None:
     """Moves the state [B, H, V, K] in place to after the segment."""
     k_nBHCK, v_nBHCV, log_decay_nBHCK = _gather(segment, state.dtype, k, v, log_decay)
-    decays = _products(log_decay_nBHCK.exp_())
+    decays, rest = _decays(log_decay_nBHCK)
     for _ in _halvings(decays, since=[], until=[k_nBHCK]):
         pass
-    carry(v_nBHCV.mT @ k_nBHCK, decays[-1], state)
+    carry(v_nBHCV.mT @ k_nBHCK, decays[-1], state, rest=rest)
 
 
 def _segments(q: Tensor, v: Tensor) -> list[Segment]:
@@ -139,20 +149,26 @@ def _gather(segment: Segment, dtype: torch.dtype, *inputs: Tensor) -> list[Tenso
     return [pad(x, (0, 0, 0, missing)) for x in gathered] if missing else gathered
 
 
-def _products(decay: Tensor) -> list[Tensor]:
-    """Of decays [..., C, D], the products over blocks of 1, 2, 4, ... C tokens: [..., C / size, D] each."""
-    products = [decay]
-    while products[-1].shape[-2] > 1:
-        first, second = products[-1].unflatten(-2, (-1, 2)).unbind(-2)
-        products.append(first * second)
-    return products
+def _decays(log_decay: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Of log-decays [..., C, D], the decays over blocks of 1, 2, 4, ... C tokens, [..., C / size, D] each, and the
+    `rest` of the last one.
+
+    Each is the exponential of a sum: a product of exponentials would round every factor, and float32 has no number
+    between 1 - 6e-8 and 1, so that a log-decay of 1e-8 would be lost.
+    """
+    sums = [log_decay]
+    while sums[-1].shape[-2] > 1:
+        first, second = sums[-1].unflatten(-2, (-1, 2)).unbind(-2)
+        sums.append(first + second)
+    decays = [x.exp() for x in sums]
+    return decays, decay_rest(sums[-1], decays[-1])
 
 
 def _halvings(decays: list[Tensor], since: list[Tensor], until: list[Tensor]) -> Iterator[int]:
     """Yields 1, 2, 4, ... C/2, the size of the halves that meet; in between, merges them in place.
 
     Args:
-        decays: from `_products`.
+        decays: from `_decays`.
         since: tensors [..., C, D] that start as x_t a_t, and end as x_t a_1 ... a_t.
         until: tensors [..., C, D] that start as x_t, and end as x_t a_{t+1} ... a_C.
     """

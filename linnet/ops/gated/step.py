@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linnet.ops.chunks import exact
+from linnet.ops.chunks import decay_rest, exact
 from linnet.ops.gated.forget import forget_gate
 from linnet.ops.registration import register_step
 from linnet.ops.stepping import append, check_pending, check_step, fits_kernel, use_kernel
@@ -29,8 +29,11 @@ def gated_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
     if use_kernel("gated", state, q, k, v, log_decay):
         return _step(q, k, v, log_decay, None, state, float(scale))
     with exact(q):
-        state.mul_(log_decay.to(state.dtype).exp()[..., None])
-        state.addcmul_(k.to(state.dtype)[..., None], v.to(state.dtype)[..., None, :])
+        log_decay = log_decay.to(state.dtype)
+        decay = log_decay.exp()
+        update = k.to(state.dtype)[..., None] * v.to(state.dtype)[..., None, :]
+        update.addcmul_(state, decay_rest(log_decay, decay)[..., None])
+        state.mul_(decay[..., None]).add_(update)
         return (scale * (q.to(state.dtype)[..., None, :] @ state).squeeze(-2)).to(v.dtype)
 
 
