@@ -50,6 +50,12 @@ OTHERS = [
     None, True, False, "", "x", " ", "nan", "1e9", "auto", "x" * 5000, "a\0b", "é😀", "../..", "/dev/zero", "[", "{}",
     [], {}, [[]], [None], [1, 2], {"a": 1}, {1: 2}, {"a": {"b": {"c": [1]}}}, [math.nan], "2001-01-01", "no-such-file",
 ]  # fmt: skip
+WORDS = [  # that some key knows
+    "cosine", "linear", "wsd", "constant", "inverse_sqrt", "adamw", "muon", "rmsnorm", "layernorm", "none", "all", "qkv",
+    "bfloat16", "float32", "rollback", "skip", "stop", "block", "selective", "sinusoidal", "learned", "cross", "reset",
+    "byte", "bpe:260", "text.txt", "tnl+sglu", "tnl+sglu x3", "(attention+swiglu tnl+sglu) x1", "tpe lightnet+swiglu",
+    "mamba", "stdlib", "tnl-10m", "cpu", "local", "silu", "sigmoid", "swish", "power", "isoflop", "6nd", "total",
+]  # fmt: skip
 BOMB = "b0: &b0 [x, x, x, x, x, x, x, x]\n" + "".join(
     f"b{i}: &b{i} [{', '.join([f'*b{i - 1}'] * 8)}]\n" for i in range(1, 12)
 )
@@ -93,7 +99,7 @@ def make_fixtures(folder: Path) -> None:
         values = train_values(f"{layout} x2", layout.partition("+")[0]) | {"name": layout.partition("+")[0]}
         (folder / "train.yaml").write_text(yaml.safe_dump(values))
         with contextlib.chdir(folder):
-            status, output, error = call(["train", "train.yaml", "--out", "runs", "--cache", "cache"])
+            status, _, output, error = call(["train", "train.yaml", "--out", "runs", "--cache", "cache"])
         if status:
             raise SystemExit(f"the fixtures cannot be made: {output}\n{error or ''}")
     for n, run in enumerate(sorted(path.parent for path in (folder / "runs").glob("*/result.json"))):
@@ -115,6 +121,7 @@ def train_values(layout: str = "tnl+sglu x2", mixer: str = "tnl") -> dict:
         "data": {"source": ["text.txt"], "tokenizer": "byte", "max_bytes": 20_000},
         "model": {"d_model": 16, "layout": layout, "options": heads},
         "seq_len": 16, "batch_size": 2, "steps": 2, "evaluate_tokens": 64, "run": {"device": "cpu"},
+        "schedule": {"name": "constant"},
     }  # fmt: skip
 
 
@@ -122,7 +129,7 @@ def study_values() -> dict:
     return {
         "name": "fuzz",
         "architectures": [{"name": "tnl", "options": {"tnl": {"slopes": "log_spaced"}}}],
-        "budgets": [1e7],
+        "budgets": [5e7],
         "sizes": [[8, 1, 2], [12, 1, 2]],
         "tokens_per_param": [0.1, 500],
         "seq_len": 16, "batch_size": 2,
@@ -150,7 +157,22 @@ def parent(values: Any, path: tuple) -> Any:
     return values
 
 
+def plausible_value(rng: random.Random, old: Any) -> Any:
+    """Returns a value of the same type that may well be valid, so that commands also get beyond their checks."""
+    if isinstance(old, bool):
+        return not old
+    if isinstance(old, int):
+        return rng.choice([1, 2, 3, 4, 5, 8, 17, 32, 64, 100, old + 1, 2 * old, max(old - 1, 0)])
+    if isinstance(old, float):
+        return rng.choice([0.0, 1e-8, 1e-3, 0.1, 0.3, 0.5, 0.9, 1.0, 2.5, 10.0, old / 3, old * 7])
+    if isinstance(old, list) and old:
+        return rng.choice([old[:1], old[::-1], old + old[-1:], [plausible_value(rng, old[0])]])
+    return rng.choice([*WORDS, None, 1, 0.5])
+
+
 def new_value(rng: random.Random, old: Any) -> Any:
+    if rng.random() < 0.5:
+        return plausible_value(rng, old)
     if isinstance(old, (int, float)) and not isinstance(old, bool) and rng.random() < 0.8:
         return rng.choice([*NUMBERS, old * 2, old / 2, -old, old + 1, old * 10**6, str(old)])
     if isinstance(old, str) and rng.random() < 0.4:
@@ -163,7 +185,9 @@ def mutated(rng: random.Random, values: dict) -> tuple[dict, list[tuple[tuple, A
     """Changes one to three places; returns the values and the (path, value) pairs that were put in."""
     values, put = json.loads(json.dumps(values)), []
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        path = rng.choice(list(paths(values)))
+        if not (places := list(paths(values))):
+            break
+        path = rng.choice(places)
         holder, key = parent(values, path), path[-1]
         how = rng.random()
         if how < 0.8:
@@ -269,11 +293,11 @@ def mad_case(rng: random.Random, folder: Path, fixtures: Path) -> Case:
             value = yaml.safe_dump(new_value(rng, keys[key]), default_flow_style=True, width=1e9)
             arguments += ["--set", f"{key}={value.removesuffix(chr(10) + '...' + chr(10)).strip()}"]
         return Case(arguments)
-    known = {"tasks": "compression", "settings": "x", "spec": "paper", "seed": "0", "device": "cpu",
+    known = {"tasks": "compression", "settings": "compression", "spec": "paper", "seed": "0", "device": "cpu",
              "executor": "inline", "workers": 1, "state": 4096, "budget": "smoke"}  # fmt: skip
     layout = rng.choice(["tnl+swiglu x2", "tnl x2", "0tnl", "(" * 500, "", "mad-hyena", "tnl+swiglu x9999", "x" * 3000])
     changes = ["--set", f"d_model={rng.choice(NUMBERS)}"] if rng.random() < 0.3 else []
-    return Case(["mad", "run", layout, "--plan", *changes, *flags(rng, known)])
+    return Case(["mad", "run", layout, "--out", "out", "--device", "cpu", *changes, *flags(rng, known)], stop=3.0)
 
 
 def serve_case(rng: random.Random, folder: Path, fixtures: Path) -> Case:
@@ -305,16 +329,22 @@ def evaluate_case(rng: random.Random, folder: Path, fixtures: Path) -> Case:
     text = rng.choice(["text.txt", "lines.jsonl"])
     shutil.copy(fixtures / text, folder)
     kind = rng.choice(["text", "text", "needle", "recall"])
-    common = {"device": "cpu", "dtype": "float32", "batch-size": 2, "max-bytes": 2000}
+    common = {"dtype": "float32"}
     if kind == "text":
-        known = common | {"window": 8, "stride": 4, "text-key": "text", "method": "full"}
+        known = common | {"window": 8, "stride": 4, "text-key": "text", "method": "auto"}
         if rng.random() < 0.3:
             (folder / text).write_bytes(damaged_bytes(rng, (folder / text).read_bytes()[:3000]))
-        return Case(["evaluate", "text", "run", text, "--device", "cpu", *flags(rng, known)])
+        return Case(["evaluate", "text", "run", text, "--json", "--device", "cpu", *flags(rng, known)])
     known = common | {"lengths": "16:32:2", "samples": 1}
-    known |= {"depths": 2, "mode": "easy", "digits": 1} if kind == "needle" else {"pairs": "2"}
+    known |= (
+        {"depths": 2, "mode": "easy", "digits": 1, "scoring": "x", "haystack": text}
+        if kind == "needle"
+        else {"pairs": "2"}
+    )
     small = ["--samples", "1", *(["--depths", "2"] if kind == "needle" else [])]
-    return Case(["evaluate", kind, "run", "--device", "cpu", "--lengths", "64:96:2", *small, *flags(rng, known)])
+    return Case(
+        ["evaluate", kind, "run", "--json", "--device", "cpu", "--lengths", "64:96:2", *small, *flags(rng, known)]
+    )
 
 
 def table_case(rng: random.Random, folder: Path, fixtures: Path) -> Case:
@@ -432,8 +462,8 @@ def folder_case(rng: random.Random, folder: Path, fixtures: Path) -> Case:
     shutil.copy(fixtures / "text.txt", folder)
     path = str(run.relative_to(folder))
     kinds = [
-        ["generate", path, "def f(", "--max-tokens", "4", "--device", "cpu"],
-        ["evaluate", "text", path, "text.txt", "--max-bytes", "500", "--device", "cpu"],
+        ["generate", path, "def f(", "--json", "--logprobs", "2", "--max-tokens", "4", "--device", "cpu"],
+        ["evaluate", "text", path, "text.txt", "--json", "--device", "cpu"],
         ["report", "out", "--bootstrap", "0"],
         ["train", "--extend", path, "--set", "steps=3", "--out", "out", "--cache", str(fixtures / "cache")],
         ["fit", "out", "--json", "--bootstrap", "0"],
@@ -450,8 +480,12 @@ MAKERS: dict[str, Callable[[random.Random, Path, Path], Case]] = {
 # Running and judging
 
 
-def call(arguments: list[str]) -> tuple[int, str, str | None]:
-    """Runs the command line in this process. Returns exit status, output, and the traceback of an exception."""
+Outcome = tuple[str | None, int | None]  # what is wrong, or None; the exit status
+End = tuple[int, str, str, str | None]  # exit status, standard output, all output, and the traceback of an exception
+
+
+def call(arguments: list[str]) -> End:
+    """Runs the command line in this process."""
     from typer.testing import CliRunner
 
     from linnet.cli import app
@@ -459,18 +493,18 @@ def call(arguments: list[str]) -> tuple[int, str, str | None]:
     result = CliRunner().invoke(app, arguments, prog_name="linnet")
     error = result.exception
     if error is None or isinstance(error, SystemExit):
-        return result.exit_code, result.output, None
+        return result.exit_code, result.stdout, result.output, None
     if isinstance(error, Overdue):
         raise error
-    return 1, result.output, "".join(traceback.format_exception(error))
+    return 1, result.stdout, result.output, "".join(traceback.format_exception(error))
 
 
-def begun(folder: Path) -> bool:
-    """Whether a training of the case has written its first rows, so that time passes for a good reason."""
-    return any(path.stat().st_size for path in folder.rglob("metrics.jsonl"))
+def begun(folder: Path, since: float) -> bool:
+    """Whether a training of the case has written rows since a time, so that time passes for a good reason."""
+    return any(path.stat().st_size and path.stat().st_mtime > since for path in folder.rglob("metrics.jsonl"))
 
 
-def judge(case: Case, folder: Path, status: int, output: str, error: str | None) -> str | None:
+def judge(case: Case, folder: Path, status: int, result: str, output: str, error: str | None) -> str | None:
     """Returns what is wrong with the end of a case, or None."""
     if error is not None or "Traceback (most recent call last)" in output:
         return f"traceback: {(error or output).strip().splitlines()[-1][:300]}"
@@ -480,10 +514,11 @@ def judge(case: Case, folder: Path, status: int, output: str, error: str | None)
         if not output.strip():
             return f"exit status {status} without a message"
         return f"a message of {len(output):,} characters" if len(output) > MESSAGE else None
+    since = (folder / "command.txt").stat().st_mtime
     for path in folder.rglob("result.json"):
-        if "run" != path.parent.name and not finite(json.loads(path.read_text())):
+        if path.is_file() and path.stat().st_mtime > since and not finite(json.loads(path.read_text())):
             return f"exit status 0, but {path.parent.name}/{path.name} holds a number that is not finite"
-    if "--json" in case.arguments and not finite(json.loads(output[output.index("{") :])):
+    if "--json" in case.arguments and not finite(json.loads(result)):
         return "exit status 0, but the printed result holds a number that is not finite"
     resolved = [*folder.glob("out/*/config.yaml"), *folder.glob("out/*/study.yaml")]
     if case.expected and resolved:
@@ -509,6 +544,8 @@ def shows(resolved: Any, path: tuple, value: Any) -> bool:
     if value is None or isinstance(value, (str, list, dict)):  # a name, a shorthand, or nothing, written out
         return True
     for key in path:
+        if isinstance(key, int) and isinstance(resolved, dict):  # a list that is short for a mapping
+            return True
         try:
             resolved = resolved[key]
         except (KeyError, IndexError, TypeError):
@@ -516,22 +553,23 @@ def shows(resolved: Any, path: tuple, value: Any) -> bool:
     return resolved == value or isinstance(resolved, (dict, list))
 
 
-def run_case(kind: str, number: int, folder: Path, fixtures: Path, limit: float, patience: float) -> str | None:
-    """Makes and runs one case in `folder`. Returns what is wrong, or None."""
+def run_case(kind: str, number: int, folder: Path, fixtures: Path, limit: float, patience: float) -> Outcome:
+    """Makes and runs one case in `folder`."""
     folder.mkdir(parents=True)
     with contextlib.chdir(folder):
         case = MAKERS[kind](random.Random(f"{kind}:{number}"), folder, fixtures)
         (folder / "command.txt").write_text(f"linnet {' '.join(map(repr, case.arguments))}\n")
         if number % REAL == REAL - 1:
-            return judge(case, folder, *run_process(case, folder, limit, patience))
-        started = time.monotonic()
+            end = run_process(case, folder, limit, patience)
+            return judge(case, folder, *end), end[0]
+        started, since = time.monotonic(), time.time()
 
         def check(*_: object) -> None:
             spent = time.monotonic() - started
             if case.stop is not None and spent > case.stop:
                 signal.setitimer(signal.ITIMER_REAL, limit)
                 os.kill(os.getpid(), signal.SIGINT)
-            elif begun(folder) and spent > patience:
+            elif begun(folder, since) and spent > patience:
                 signal.setitimer(signal.ITIMER_REAL, limit)
                 raise KeyboardInterrupt
             elif spent > limit:
@@ -545,44 +583,49 @@ def run_case(kind: str, number: int, folder: Path, fixtures: Path, limit: float,
         except (Overdue, KeyboardInterrupt):
             frames = traceback.format_exc().splitlines()
             places = [line.strip() for line in frames if "linnet/" in line and "fuzz.py" not in line]
-            return f"takes more than {limit:g} seconds: {places[-1] if places else ''}"
+            return f"takes more than {limit:g} seconds: {places[-1] if places else ''}", None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        return judge(case, folder, *end)
+        return judge(case, folder, *end), end[0]
 
 
-def run_process(case: Case, folder: Path, limit: float, patience: float) -> tuple[int, str, str | None]:
+def run_process(case: Case, folder: Path, limit: float, patience: float) -> End:
     """Runs a case as a process of its own. The time it takes to start does not count."""
     command = [sys.executable, "-m", "linnet", *case.arguments]
-    with open(folder / "output.txt", "w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        started, interrupted = time.monotonic(), False
+    with open(folder / "result.txt", "w+") as result, open(folder / "output.txt", "w+") as output:
+        process = subprocess.Popen(command, stdout=result, stderr=output, stdin=subprocess.DEVNULL)
+        started, since, interrupted = time.monotonic(), time.time(), False
         start = 30.0  # for imports, on a busy machine
         while process.poll() is None:
             spent = time.monotonic() - started
-            soon = (case.stop is not None and spent > case.stop + start / 2) or (begun(folder) and spent > patience)
+            soon = (case.stop is not None and spent > case.stop + start / 2) or (
+                begun(folder, since) and spent > patience
+            )
             if soon and not interrupted:
                 process.send_signal(signal.SIGINT)
                 interrupted = True
             if spent > limit + start:
                 process.kill()
-                return 1, "", f"takes more than {limit:g} seconds"
+                return 1, "", "", f"takes more than {limit:g} seconds"
             time.sleep(0.05)
+        result.seek(0)
         output.seek(0)
-        return process.returncode, output.read(), None
+        printed = result.read()
+        stopped = interrupted and process.returncode == -signal.SIGINT  # while Python started or ended
+        return 130 if stopped else process.returncode, printed, printed + output.read(), None
 
 
 def work(connection: Any, cases: list[tuple[str, int]], root: Path, fixtures: Path, options: Any) -> None:
-    """Runs cases in a child process; sends (index, problem) after each."""
+    """Runs cases in a child process; sends (index, problem, exit status) after each."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     sys.stdout = sys.stderr = open(os.devnull, "w")
     for index, (kind, number) in enumerate(cases):
         folder = root / f"{kind}-{number}"
         try:
-            problem = run_case(kind, number, folder, fixtures, options.limit, options.patience)
+            problem, status = run_case(kind, number, folder, fixtures, options.limit, options.patience)
         except BaseException:
-            problem = f"the case itself: {traceback.format_exc()[-1500:]}"
-        connection.send((index, problem))
+            problem, status = f"the case itself: {traceback.format_exc()[-1500:]}", None
+        connection.send((index, problem, status))
         if problem is None:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -590,6 +633,7 @@ def work(connection: Any, cases: list[tuple[str, int]], root: Path, fixtures: Pa
 def run_all(cases: list[tuple[str, int]], root: Path, options: Any) -> list[tuple[str, int, str]]:
     """Runs cases in children, a new one whenever one dies or hangs. Returns (kind, number, problem) of failures."""
     context, failures, done = multiprocessing.get_context("fork"), [], 0
+    statuses: Counter[int | None] = Counter()
     fixtures = root / "fixtures"
     while done < len(cases):
         ours, theirs = context.Pipe()
@@ -604,7 +648,8 @@ def run_all(cases: list[tuple[str, int]], root: Path, options: Any) -> list[tupl
                     child.kill()
                     problem, alive = f"takes more than {options.limit:g} seconds in native code", False
                 else:
-                    index, problem = ours.recv()
+                    index, problem, status = ours.recv()
+                    statuses[status] += 1
                     assert index == done - first
             except EOFError:
                 child.join()
@@ -619,6 +664,7 @@ def run_all(cases: list[tuple[str, int]], root: Path, options: Any) -> list[tupl
             if not alive:
                 break
         child.join()
+    print("exit statuses:", ", ".join(f"{status}: {count:,}" for status, count in statuses.most_common()))
     return failures
 
 

@@ -82,6 +82,13 @@ class _Group(typer.core.TyperGroup):
                 raise
             console.print(f"[bold red]error[/] {escape(message)}", highlight=False)
             raise typer.Exit(2) from None
+        except (MemoryError, RuntimeError) as error:
+            if not _out_of_memory(error):
+                raise
+            message = "out of memory: lower the batch, the length or the size of the model, or use a larger machine"
+            reason = escape(str(error).partition("\n")[0][:300])
+            console.print(f"[bold red]error[/] {message} ({reason})", highlight=False)
+            raise typer.Exit(2) from None
         except KeyboardInterrupt:
             console.print(f"[bold yellow]stopped[/]; {STOPPED.get(ctx.invoked_subcommand, ANEW)}")
             raise typer.Exit(130) from None
@@ -91,6 +98,12 @@ class _Group(typer.core.TyperGroup):
             if (flag, value) == ("--out", "") or flag == "--out=":  # an empty path would be the current folder
                 raise ConfigError(["--out '': is empty; name a folder, or '.' for the current one"], "command line")
         return super().resolve_command(ctx, args)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether an error of Python or PyTorch, which has no class of its own on a CPU, says that memory is exhausted."""
+    signs = ("can't allocate memory", "out of memory", "Storage size calculation overflowed", "numel: integer multipl")
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
 
 
 def _bad_value(error: typer.BadParameter) -> str:

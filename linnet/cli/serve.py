@@ -70,9 +70,9 @@ def serve(
         raise ConfigError([f"{', '.join(missing)}: not installed; install them: {install_command('serve')}"], "serve")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     problems = [
-        f"--{option}: {value} is below 1; give 1 or more"
+        f"--{option}: {value} is {'below 1' if value < 1 else 'too large'}; give 1 to {1 << 31:,}"
         for option, value in {"slots": slots, "context-length": context_length}.items()
-        if value is not None and value < 1
+        if value is not None and not 1 <= value <= 1 << 31
     ]
     if not run.exists():
         problems.append(f"{run}: not found; `linnet train` prints the folder of its run")

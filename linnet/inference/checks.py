@@ -14,7 +14,9 @@ NOTHING = np.zeros(0, np.int64)
 def check_settings(slots: int, context_length: int | None, prefill_chunk: int | None, device: str) -> None:
     """Raises `ConfigError` with all invalid settings of an engine."""
     whole = {"slots": slots, "context_length": context_length, "prefill_chunk": prefill_chunk}
-    problems = [f"{key}: {value} is not above 0" for key, value in whole.items() if value is not None and value < 1]
+    given = {key: value for key, value in whole.items() if value is not None}
+    problems = [f"{key}: {value} is not above 0" for key, value in given.items() if value < 1]
+    problems += [f"{key}: {value} is above {1 << 31:,}" for key, value in given.items() if value > 1 << 31]
     if device not in ("auto", "cpu", "cuda"):
         problems.append(f"device: {device!r} is unknown; use auto, cpu or cuda")
     elif device == "cuda" and not torch.cuda.is_available():

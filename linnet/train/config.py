@@ -84,8 +84,8 @@ class TrainConfig(Config):
         description="a recipe's name, a recipe with changes, or a layout; `vocab_size` defaults to the tokenizer's"
     )
     architecture: str = Field("", description="label in tables and figures; default: the names of the layout's mixers")
-    seq_len: int = Field(512, ge=1, description="tokens per sequence")
-    batch_size: int = Field(16, ge=1, description="sequences per step, over all its `accumulation` parts")
+    seq_len: int = Field(512, ge=1, le=1 << 40, description="tokens per sequence")
+    batch_size: int = Field(16, ge=1, le=1 << 40, description="sequences per step, over all its `accumulation` parts")
     accumulation: int = Field(
         1,
         ge=1,
