@@ -15,6 +15,7 @@ def report(
         typer.Option(help="The page; the pictures go beside it. Default: STUDY/report/index.html.", show_default=False),
     ] = None,
     bootstrap: Annotated[int, typer.Option(help="Resamples for the 95 % intervals; 0 for none.", min=0)] = 1000,
+    laws: Annotated[bool, typer.Option(help="Fit the further laws too (docs/laws.md).")] = True,
     open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
 ) -> None:
     """Write the report of a study: one page that needs no network, and a PNG and an SVG of each figure.
@@ -38,7 +39,7 @@ def report(
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     with console.status("fitting the laws, drawing the figures") if console.is_terminal else nullcontext():
-        page = write_report(study, out, bootstrap=bootstrap, tell=console.print)
+        page = write_report(study, out, bootstrap=bootstrap, laws=laws, tell=console.print)
     typer.echo(page)
     if open_:
         webbrowser.open(page.resolve().as_uri())

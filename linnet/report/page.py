@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from linnet.config import FIGURES, FITS, check_study
-from linnet.report import downstream, downstream_figures, shell, tables, units
+from linnet.report import downstream, downstream_figures, further, shell, tables, units
 from linnet.report.drawing import Figure
 from linnet.report.figures import draw
 from linnet.report.findings import findings, summary
@@ -22,6 +22,7 @@ def write_report(
     *,
     fit: StudyFit | None = None,
     bootstrap: int = 1000,
+    laws: bool = True,
     tell: Callable[[str], None] | None = None,
 ) -> Path:
     """Writes the report of a study from its records alone; nothing is trained.
@@ -31,6 +32,7 @@ def write_report(
         out: the page; default `report/index.html` in the study folder. The figures go beside it.
         fit: the laws, where the caller has fitted them to this folder already.
         bootstrap: resamples for the 95 % intervals of the laws; 0 for none.
+        laws: whether the page has the further laws (`linnet.study.laws`).
         tell: is called with a line for each fit to the evaluations of the runs.
 
     Returns:
@@ -44,14 +46,17 @@ def write_report(
         shell.check_page(shell.page_name(study_folder, out))
     study = read_study(study_folder, fit, bootstrap)
     page = shell.page_path(study_folder, out)
-    command = shell.typed("linnet", "report", study_folder, out=out, bootstrap=None if bootstrap == 1000 else bootstrap)
+    changed = {"bootstrap": None if bootstrap == 1000 else bootstrap, "no_laws": None if laws else True}
+    command = shell.typed("linnet", "report", study_folder, out=out, **changed)
     series = downstream.read_series(study, bootstrap)
     for line in downstream.lines(series) if tell is not None else ():
         tell(line)
     figures = draw(study), downstream_figures.draw(study, series)
-    for figure in [*figures[0], *figures[1]]:
+    sections, unsupported = further.read(study, bootstrap) if laws else ([], {})
+    for figure in [*figures[0], *figures[1], *(figure for _, figure in sections if figure is not None)]:
         shell.write_pictures(page.parent, figure)
-    write_atomic(page, _page(study, series, figures, page.parent, command))
+    section = further.parts(study, sections, unsupported, command)
+    write_atomic(page, _page(study, series, figures, section, page.parent, command))
     return page
 
 
@@ -59,6 +64,7 @@ def _page(
     study: Study,
     series: list[downstream.Series],
     figures: tuple[list[Figure], list[Figure]],
+    section: list[str],
     folder: Path,
     command: str,
 ) -> str:
@@ -72,6 +78,7 @@ def _page(
         *_laws(study),
         *(shell.section(figure, command) for part in figures for figure in part),
         *_downstream(study, series),
+        *section,
         *_conventions(study),
         *_runs(study, folder),
         *_making(study, command),

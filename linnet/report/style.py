@@ -135,6 +135,16 @@ AXES: dict[str, tuple[str, Callable[[float, int], str], int, Callable]] = {
     "params": ("non-embedding parameters N", units.count, 3, decimal_ticks),
     "tokens": ("training tokens D", units.count, 3, decimal_ticks),
     "bytes": ("state bytes per sequence", units.size, 3, binary_ticks),
+    "number": ("", units.significant, 1, decimal_ticks),
+    "factor": ("compute at equal loss, relative", units.significant, 1, decimal_ticks),
+    "ratio": ("tokens per parameter M", units.significant, 1, decimal_ticks),
+    "offset": ("offset from the best size", units.significant, 1, decimal_ticks),
+    "percent": ("perplexity over the lowest (%)", units.significant, 1, decimal_ticks),
+    "perplexity": ("optimal perplexity P*", units.significant, 2, decimal_ticks),
+    "numbers": ("numbers in the state M", units.count, 2, decimal_ticks),
+    "share": ("share of attention", units.significant, 1, decimal_ticks),
+    "batch": ("tokens per step", units.count, 2, decimal_ticks),
+    "passes": ("passes over the data", units.significant, 1, decimal_ticks),
     "seconds": ("seconds of training", lambda value, digits: units.duration(value), 3, duration_ticks),
 }
 

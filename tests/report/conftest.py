@@ -23,4 +23,4 @@ def ladder(tmp_path_factory):
     """A whole study of three architectures with one failed and one diverged run, and its report: (folder, page)."""
     folder = tmp_path_factory.mktemp("studies") / "ladder"
     write_study(folder, architectures=("llama", "tnl", "hgrn2"), spoil={"tnl": "failed", "hgrn2": "diverged"})
-    return folder, write_report(folder, bootstrap=RESAMPLES)
+    return folder, write_report(folder, bootstrap=RESAMPLES, laws=False)

@@ -67,7 +67,7 @@ def test_the_page_has_figures_fits_and_refusals(evaluated, monkeypatch):
         lambda table, curves, bootstrap: fit_study(table, curves, method="isoflop", bootstrap=0),
     )
     told = []
-    source = write_report(evaluated, bootstrap=RESAMPLES, tell=told.append).read_text()
+    source = write_report(evaluated, bootstrap=RESAMPLES, laws=False, tell=told.append).read_text()
     specs = {
         name: json.loads(text.replace("<\\/", "</"))
         for name, text in re.findall(r'id="spec-([\w-]+)">(.*?)</script>', source, re.S)
@@ -208,14 +208,14 @@ def test_a_study_of_seconds_from_training_to_the_page(tmp_path, monkeypatch):
     result = run_study(parse(StudyConfig, config), tmp_path)
     assert len(result.rows) == 6 and not result.broken
     told = []
-    page = write_report(result.folder, bootstrap=RESAMPLES, tell=told.append)
+    page = write_report(result.folder, bootstrap=RESAMPLES, laws=False, tell=told.append)
     assert {path.stem for path in page.parent.glob("*.png")} == set(wanted)
     text = {line.partition(":")[0]: line for line in told if ", tnl: " in line}
     assert "bits_per_byte = " in text["other"] and "refused" not in text["other"]
     assert "loss -> metric: " in text["needle"]
 
     monkeypatch.setattr(shell, "write_pictures", lambda folder, figure: None)
-    runs = write_report(result.folder / "runs", bootstrap=RESAMPLES)
+    runs = write_report(result.folder / "runs", bootstrap=RESAMPLES, laws=False)
     source = runs.read_text()
     assert runs.parent == result.folder / "runs" / "report" and "<h1>Runs: runs</h1>" in source
     assert 'id="evaluations"' in source and 'id="training-curves"' in source and "No laws could be" not in source

@@ -87,7 +87,7 @@ def quick_fits(monkeypatch):
 def write(monkeypatch, quick_fits):
     """Writes the page of a folder, without the pictures."""
     monkeypatch.setattr("linnet.report.shell.write_pictures", lambda folder, figure: None)
-    return lambda folder, **options: Page(write_report(folder, **options))
+    return lambda folder, **options: Page(write_report(folder, **{"laws": False} | options))
 
 
 def test_page_and_pictures_are_where_they_were_promised(ladder):

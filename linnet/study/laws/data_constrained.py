@@ -61,7 +61,7 @@ def _fit_one(law: LawFit, name: str, part: pd.DataFrame, options: Options, rando
     inside = [LIMITS[0] * 1.01 < value < LIMITS[1] * 0.99 for value in np.exp(theta[5:])]
     drawn = np.empty((0, len(theta)))
     if options.bootstrap:
-        samples = wild(model.predict(theta), y, len(theta), min(options.bootstrap, RESAMPLES), random)
+        samples = wild(model.predict(theta), y, model.slopes(theta), min(options.bootstrap, RESAMPLES), random)
         drawn = np.stack([model.fit(sample, theta) for sample in samples])
     for symbol, value, draws, known in zip(("R_D", "R_N"), theta[5:], drawn.T[5:], inside, strict=False):
         if not known:
@@ -81,7 +81,8 @@ def _fit_one(law: LawFit, name: str, part: pd.DataFrame, options: Options, rando
     law.predictions.append(_held_out(name, part, base.surface, passes, y))
     for row, times, fitted in zip(part.to_dict("records"), passes, np.exp(model.predict(theta)), strict=True):
         point = {"architecture": name, "run": str(row["run"]), "passes": float(times), "loss": float(row["loss"])}
-        law.points.setdefault("runs", []).append(point | {"N": float(row["N"]), "fitted": float(fitted)})
+        point |= {"N": float(row["N"]), "unique_tokens": float(row["unique_tokens"]), "fitted": float(fitted)}
+        law.points.setdefault("runs", []).append(point)
     return ""
 
 
@@ -113,6 +114,11 @@ class _Repeats:
             N = unique + unique * R_N * -np.expm1(-excess / R_N)
         terms = np.stack([log_A - alpha * np.log(N), log_B - beta * np.log(D), np.full(len(D), log_E)])
         return np.logaddexp.reduce(terms, axis=0)
+
+    def slopes(self, theta: np.ndarray) -> np.ndarray:
+        """Returns the derivatives of `predict`, [n, P], by central differences."""
+        steps = 1e-5 * np.eye(len(theta))
+        return np.stack([(self.predict(theta + step) - self.predict(theta - step)) / 2e-5 for step in steps], axis=1)
 
     def fit(self, y: np.ndarray, start: np.ndarray | None = None) -> np.ndarray:
         """Returns theta. The surface moves with R_D and R_N: all runs count, those of one pass included."""

@@ -71,11 +71,13 @@ def fit_joint(table: pd.DataFrame, options: Options) -> LawFit:
     own = fits["all own"][0]
     drawn = np.empty((0, surfaces.size(())))
     if options.bootstrap:
-        predicted = surfaces.model(())(own[None])[0][0]
+        predicted, slopes = (part[0] for part in surfaces.model(())(own[None]))
         samples = np.empty((options.bootstrap, len(y)))
         for k, name in enumerate(kept):
             mine = surfaces.of == k
-            samples[:, mine] = wild(predicted[mine], y[mine], 5, options.bootstrap, random[name])
+            samples[:, mine] = wild(
+                predicted[mine], y[mine], slopes[mine][:, surfaces.places(())[k]], options.bootstrap, random[name]
+            )
         drawn = surfaces.each(own, samples)
         drawn[(surfaces.values(drawn, ())[..., 3:] <= 1e-3).any(axis=(1, 2))] = np.nan
     _add(law, surfaces, own, drawn)

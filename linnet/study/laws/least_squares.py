@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
+from scipy import stats
 
 Model = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """theta [S, P] -> log loss [S, n] and its derivatives [S, n, P]."""
@@ -68,11 +69,19 @@ def _solve(model: Model, start, y, iterations: int, tolerance: float):
     return final, value_of
 
 
-def wild(predicted: np.ndarray, y: np.ndarray, parameters: int, resamples: int, random) -> np.ndarray:
+def wild(predicted: np.ndarray, y: np.ndarray, slopes: np.ndarray, resamples: int, random) -> np.ndarray:
     """Returns resamples [R, n] of log losses: fitted values plus residuals with random signs.
 
     The wild bootstrap (Wu 1986) keeps the design and the scale of each run's residual, so it works for few runs and for
-    noise that changes with size. Residuals are scaled up for the fitted numbers.
+    noise that changes with size. A residual is divided by sqrt(1 - leverage), because the fit draws near to runs that
+    decide it, and scaled up by Student's t, because the noise is known from few residuals.
+
+    Args:
+        predicted, y: [n] fitted and observed log losses.
+        slopes: [n, P] derivatives of the fitted ones.
     """
-    rest = (y - predicted) * np.sqrt(len(y) / max(len(y) - parameters, 1))
-    return predicted + rest * random.choice((-1.0, 1.0), (resamples, len(y)))
+    freedom = max(len(y) - slopes.shape[1], 1)
+    leverage = (np.linalg.qr(slopes / np.maximum(np.abs(slopes).max(axis=0), 1e-300))[0] ** 2).sum(axis=1)
+    scale = stats.t.ppf(0.975, freedom) / stats.norm.ppf(0.975)
+    rest = (y - predicted) / np.sqrt(np.maximum(1 - leverage, 1 / len(y)))
+    return predicted + scale * rest * random.choice((-1.0, 1.0), (resamples, len(y)))

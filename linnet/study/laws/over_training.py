@@ -45,7 +45,7 @@ def fit_over_training(table: pd.DataFrame, options: Options) -> LawFit:
         elif options.bootstrap:
             law.notes.append(f"{name}: no intervals from {len(y)} runs; they need {ROWS_FOR_INTERVALS}")
         _add(law, name, theta, drawn, C, M)
-        law.predictions += _held_out(name, C, M, y, options)
+        law.predictions += _held_out(name, theta, C, M, y, options)
         for c, m, n, loss, run in zip(C, M, part["N"], part["loss"], part["run"], strict=True):
             row = {"architecture": name, "run": str(run), "C": float(c), "M": float(m), "N": float(n)}
             fitted = float(np.exp(predict(theta[None], np.array([c]), np.array([m]))[0, 0]))
@@ -67,8 +67,9 @@ def fit(C, M, y, start: np.ndarray | None = None) -> tuple[np.ndarray, float]:
             for eta in (0.05, 0.1, 0.2, 0.3)
             for part in (0.1, 0.5)
         ]
-        start = np.array(grid)
-    thetas, values = solve_lse(_terms(C, M), start, y)
+        thetas, values = solve_lse(_terms(C, M), np.array(grid), y, iterations=40, tolerance=1e-4)
+        start = thetas[np.argsort(values)[:3]]
+    thetas, values = solve_lse(_terms(C, M), np.atleast_2d(start), y)
     best = int(np.nanargmin(values))
     return thetas[best], float(2 * values[best])
 
@@ -102,7 +103,11 @@ def _degenerate(theta: np.ndarray, C: np.ndarray, M: np.ndarray) -> str:
 
 
 def _draws(theta, C, M, y, resamples: int, random) -> np.ndarray:
-    drawn = wild(predict(theta[None], C, M)[0], y, 4, resamples, random)
+    terms = _terms(C, M)
+    predicted, share = log_sum(terms, theta[None])
+    a, b, E = share[:, 0]
+    slopes = np.stack([a, b, E, a * terms[0].x + b * terms[1].x], axis=1)
+    drawn = wild(predicted[0], y, slopes, resamples, random)
     found, _ = solve_lse(_terms(C, M), np.tile(theta, (resamples, 1)), drawn, tolerance=1e-9)
     found[(found[:, 3] <= 1e-3) | (np.abs(found[:, :3]) > 200).any(axis=1)] = np.nan
     return found
@@ -130,7 +135,7 @@ def _add(law: LawFit, name: str, theta, drawn, C, M) -> None:
         law.estimates.append(Estimate(label, float(price[0, 0]), interval(prices), name))
 
 
-def _held_out(name: str, C, M, y, options: Options) -> list[Prediction]:
+def _held_out(name: str, start: np.ndarray, C, M, y, options: Options) -> list[Prediction]:
     """Predicts the runs of most compute from the others, and the runs of most tokens per parameter from the others."""
     found = []
     for what, values, hold_out in (("most compute", C, options.hold_out), ("most tokens per parameter", M, None)):
@@ -140,7 +145,7 @@ def _held_out(name: str, C, M, y, options: Options) -> list[Prediction]:
         if seen.all() or (reason := _unfit(C[seen], M[seen])):
             found.append(Prediction(label, refused="none are left" if seen.all() else f"of the others, {reason}"))
             continue
-        theta, _ = fit(C[seen], M[seen], y[seen])
+        theta, _ = fit(C[seen], M[seen], y[seen], start)
         predicted = np.exp(predict(theta[None], C[~seen], M[~seen])[0])
         found.append(errors(label, int(seen.sum()), predicted, np.exp(y[~seen])))
     return found
