@@ -32,6 +32,8 @@ EDGE = 0.05
 """Share of the range of log N, at each end, in which an optimum counts as at the edge."""
 BELOW = 3.0
 """Standard deviations of the losses by which a minimum may be lower than every observed loss."""
+MANY = 10_000
+"""Number of runs of all budgets from which the errors of a resample are not drawn one by one."""
 OFF_CURVE = (
     "1 of 4 runs does not lie on the parabola of the other runs, and four cannot show which one; train more sizes"
 )
@@ -357,15 +359,15 @@ def _resample(found: list[_Budget], noise, C: np.ndarray, cost: str, resamples: 
     in the data: inside the sizes, and with at least three such budgets.
     """
     _, residuals, freedom = noise
-    counts = [len(one.rows) for one in found]
-    errors = resampling.draw_errors(residuals, freedom, resamples, (sum(counts),), seed)
     shape = (resamples, len(found))
     draws = {name: np.full(shape, np.nan) for name in ("L", "N", "D")}
-    for g, (one, part) in enumerate(zip(found, np.split(errors, np.cumsum(counts)[:-1], axis=1), strict=True)):
+    for g, (one, (moved_N, moved_D)) in enumerate(
+        zip(found, _moved(found, residuals, freedom, resamples, seed), strict=True)
+    ):
         group = one.group
-        best, low = one.N.vertex((one.N.fitted * (1 + part)) @ one.N.solver.T)
+        best, low = one.N.vertex(one.N.coefficients + moved_N)
         if group.D_opt != group.D_check:
-            tokens = 10 ** one.D.vertex((one.D.fitted + one.N.fitted * part) @ one.D.solver.T)[0]
+            tokens = 10 ** one.D.vertex(one.D.coefficients + moved_D)[0]
         else:
             tokens = np.exp(_log_tokens(group, best * np.log(10)))
         minimum = np.isfinite(best)
@@ -386,6 +388,25 @@ def _resample(found: list[_Budget], noise, C: np.ndarray, cost: str, resamples: 
         pairs = zip(found, draws["N"].T, draws["D"].T, strict=True)
         draws_C = np.stack([_compute(one.group, N, D, cost) for one, N, D in pairs], axis=1)
     return {name: {"draws_C": draws_C, "draws": values} for name, values in draws.items()}
+
+
+def _moved(found: list[_Budget], residuals: np.ndarray, freedom: int, resamples: int, seed: int) -> list[np.ndarray]:
+    """Returns by how much resampled errors move the coefficients of both parabolas of each budget, [2, R, 3] each."""
+    # Both parabolas have the same losses, so the same errors.
+    solvers = [np.concatenate([p.solver * one.N.fitted for p in (one.N, one.D or one.N)]) for one in found]
+    counts = [len(one.rows) for one in found]
+    if sum(counts) <= MANY:
+        errors = resampling.draw_errors(residuals, freedom, resamples, (sum(counts),), seed)
+        parts = np.split(errors, np.cumsum(counts)[:-1], axis=1)
+        moved = [part @ solver.T for part, solver in zip(parts, solvers, strict=True)]
+    else:
+        # Sums of so many errors are normal, whatever the errors are; drawing each would need gigabytes.
+        normal = np.random.default_rng(seed).normal(size=(resamples, 6 * len(found)))
+        scale = residuals.std() * np.sqrt(freedom / np.random.default_rng(seed + 1).chisquare(freedom, (resamples, 1)))
+        roots = [np.linalg.svd(solver, full_matrices=False) for solver in solvers]
+        parts = np.split(normal * scale, len(found), axis=1)
+        moved = [part[:, : len(v)] @ (u * v).T for part, (u, v, _) in zip(parts, roots, strict=True)]
+    return [part.reshape(resamples, 2, 3).swapaxes(0, 1) for part in moved]
 
 
 def _add_checks(fit: IsoflopFit, found: list[_Budget], window: str) -> None:

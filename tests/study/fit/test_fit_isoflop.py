@@ -2,7 +2,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from linnet.study.fit import apply_convention, assign_budgets, fit_isoflop, parabola
+from linnet.study.fit import apply_convention, assign_budgets, fit_isoflop, isoflop, parabola
 
 BUDGETS = np.geomspace(1e18, 1e22, 5)
 
@@ -126,6 +126,17 @@ def test_residuals_are_resampled_at_every_count_of_sizes(sizes):
         assert group.N_interval[0] < C**0.5 * 1.1 and group.N_interval[1] > C**0.5 / 1.1
         assert group.D_interval[0] < group.D_opt < group.D_interval[1]
     assert found.N_opt.interval_at(1e24)[0] < 1e12 < found.N_opt.interval_at(1e24)[1]
+
+
+def test_many_runs_have_the_same_intervals(monkeypatch):
+    table = parabolic([1.0] * 5, sizes=40)
+    table["loss"] *= np.exp(np.random.default_rng(0).normal(0, 0.002, len(table)))
+    each = fit(table, bootstrap=1000)
+    monkeypatch.setattr(isoflop, "MANY", 100)
+    normal = fit(table, bootstrap=1000)
+    for name in ("a", "b", "alpha"):
+        widths = [np.ptp(found.intervals[name]) for found in (each, normal)]
+        assert widths[0] == pytest.approx(widths[1], rel=0.15)
 
 
 @pytest.mark.parametrize("sizes", [1, 2, 3])
