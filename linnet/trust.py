@@ -8,6 +8,7 @@ Linnet writes the list when it makes a run here. It is in the user's configurati
 can add to it. `--allow-plugins` (`allow_plugins=True`) runs files that are not on the list.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -29,10 +30,20 @@ class ChangedPlugin(UserWarning):
 
 
 def trusted_list() -> Path:
-    """Returns the path of the user's list: one line per file, its SHA-256 and its path when a run was made."""
+    """Returns the path of the user's list: one line per file, its SHA-256 and its path when a run was made.
+
+    Raises:
+        OSError: the user has no home folder.
+    """
     if folder := os.environ.get(FOLDER):
         return Path(folder) / LIST
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "linnet" / LIST
+    folder = os.environ.get("XDG_CONFIG_HOME", "")
+    if os.path.isabs(folder):  # a relative one would be below the current folder, which may have been received
+        return Path(folder) / "linnet" / LIST
+    try:
+        return Path.home() / ".config" / "linnet" / LIST
+    except RuntimeError as error:
+        raise OSError(errno.ENOENT, str(error), "~") from None
 
 
 def plugin_file(spec: str) -> Path:
@@ -79,15 +90,15 @@ def remember(plugins: Iterable[str], includes: Iterable[str] = ()) -> None:
     missing = {one: path for one, path in found.items() if one and one not in _listed()}
     if not missing:
         return
-    file = trusted_list()
     try:
+        file = trusted_list()
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "a", encoding="utf-8") as out:  # one write per line: several processes may append at once
             for one, path in missing.items():
                 out.write(f"{one}  {json.dumps(str(path.resolve()))}\n")
                 out.flush()
     except OSError as error:
-        message = f"{file}: cannot be written ({error.strerror}), so loading this run will need --allow-plugins"
+        message = f"the list of trusted plugins cannot be written ({error}), so loading this run needs --allow-plugins"
         warnings.warn(message, stacklevel=2)
 
 

@@ -60,6 +60,8 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
         return folder
     if reason := unwritable(folder.path):
         problems.append(f"{folder.path}: {reason}; choose another folder for runs")
+    if (folder.path / "result.json").is_dir():  # writing the result would fail after all the work
+        problems.append(f"{folder.path / 'result.json'}: is a folder; move it away")
     with gather(problems):
         found = preflight(config, cache, progress)
     if problems:

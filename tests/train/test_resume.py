@@ -205,6 +205,13 @@ def test_a_checkpoint_of_0_1_vouches_for_the_number_of_its_rows(settings, cache,
     assert record(train(settings(**LONG), tmp_path, cache))[1:] == record(whole)[1:]
 
 
+def test_a_folder_in_the_place_of_the_result_is_told_before_training(settings, cache, tmp_path):
+    run = interrupted(settings, cache, tmp_path, step=3)
+    (run.path / "result.json").mkdir()
+    with pytest.raises(ConfigError, match="result.json: is a folder"):
+        train(settings(**LONG), tmp_path, cache)
+
+
 def test_with_no_good_checkpoint_it_stops_and_touches_nothing(settings, cache, tmp_path, whole):
     run = interrupted(settings, cache, tmp_path)
     rows, names = record(run), os.listdir(run.checkpoint_folder)

@@ -1,0 +1,283 @@
+"""Kills trainings and studies with SIGKILL at random moments, and compares what they end with to runs never killed.
+
+    python benchmarks/kills.py --kills 200 --seed 0
+
+Two fifths of the kills hit a training, two fifths a study that trains in its own process, and one fifth a study with
+two worker processes, or one of its workers. The command is started again after each kill until it ends; then all begins
+anew. Checked:
+
+- every row of metrics.jsonl without its times, every result, the table of a study, and the bytes of weights, optimizer
+  and random state in the last checkpoint are those of the run that was never killed;
+- after each kill, no process of it is left within 30 s, and every run and study can be locked again;
+- in the end no half-written file is left.
+
+Prints a summary, and each difference with the seed. Exit status 1 if anything differs. `tests/train/test_resume.py` has
+a short form. Linux only: it reads /proc.
+"""
+
+import argparse
+import collections
+import contextlib
+import csv
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from linnet.config import parse
+from linnet.runs import LockedError, RunFolder
+from linnet.study import StudyConfig, run_study
+from linnet.train import TrainConfig, train
+
+TIMES = {"tokens_per_second", "seconds", "memory_bytes", "flop_utilisation", "date"}
+PATIENCE = 30.0  # seconds in which the processes of a killed study must end
+
+TRAINING = {
+    "model": {"recipe": "tnl-10m", "d_model": 16, "layout": "tnl+sglu x2", "options": {"tnl": {"num_heads": 2}}},
+    "seq_len": 32,
+    "batch_size": 4,
+    "steps": 60,
+    "evaluate_tokens": 512,
+    "optimizer": {"learning_rate": 1e-2},
+    "curve_every": 7,
+    "run": {"device": "cpu", "log_every": 1, "checkpoint_every": 3, "evaluate_every": 8},
+}
+STUDY = {
+    "name": "killed",
+    "architectures": ["llama", "tnl"],
+    "budgets": [4e8],
+    "sizes": [[16, 1], [24, 1]],
+    "seq_len": 32,
+    "batch_size": 4,
+    "minimum_steps": 5,
+    "train": {"evaluate_tokens": 1024, "run": {"device": "cpu", "log_every": 5, "checkpoint_every": 4}},
+}
+
+
+class Trial:
+    """A command that is killed and started again.
+
+    Attributes:
+        root: folder of everything that it writes, emptied after each comparison.
+        runs: glob of its run folders below `root`.
+    """
+
+    def __init__(self, name: str, root: Path, work: Callable[[Path], None], runs: str):
+        self.name, self.root, self.work, self.runs = name, root, work, runs
+        self.expected: dict = {}
+        self.seconds = 0.0
+
+    def measure(self) -> None:
+        """Runs it once without a kill, and keeps its result and its time."""
+        began = time.monotonic()
+        status = wait(start(self.work, self.root))
+        if status != 0:
+            sys.exit(f"{self.name}: fails without a kill (status {status})")
+        self.seconds, self.expected = time.monotonic() - began, self.found()
+        shutil.rmtree(self.root)
+
+    def found(self) -> dict:
+        """Returns everything that must not depend on kills, by name."""
+        values: dict = {}
+        for folder in self.folders():
+            rows = [{key: value for key, value in row.items() if key not in TIMES} for row in folder.metrics()]
+            result = {key: value for key, value in folder.result().items() if key not in TIMES}
+            state = json.loads((folder.checkpoints()[-1] / "state.json").read_text())
+            values |= {f"{folder.path.name} {what}": x for what, x in
+                       (("rows", rows), ("result", result), ("weights", state["sha256"]))}  # fmt: skip
+        for table in self.root.glob("*/table.csv"):
+            values["table"] = [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(open(table))]
+        return values
+
+    def folders(self) -> list[RunFolder]:
+        return [RunFolder(path.parent) for path in sorted(self.root.glob(f"{self.runs}/config.yaml"))]
+
+
+def start(work: Callable[[Path], None], root: Path) -> int:
+    """Forks: the child needs no time to import torch. Returns its process id."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+            work(root)
+            status = 0
+        finally:
+            os._exit(status)
+    return pid
+
+
+def wait(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns the processes below `pid`, its children first."""
+    children = collections.defaultdict(list)
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            text = Path(f"/proc/{int(entry)}/stat").read_text()
+            children[int(text.rpartition(")")[2].split()[1])].append(int(entry))
+    found, rest = [], [pid]
+    while rest:
+        found += (below := children[rest.pop(0)])
+        rest += below
+    return found
+
+
+def is_worker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def left_after(pids: list[int]) -> list[int]:
+    """Waits until the processes have ended. Returns those that have not after `PATIENCE`."""
+    deadline = time.monotonic() + PATIENCE
+    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def locked(trial: Trial) -> list[str]:
+    """Returns the folders that cannot be locked, or claim an owner."""
+    found = []
+    for folder in [*trial.folders(), *(RunFolder(path.parent) for path in trial.root.glob("*/study.yaml"))]:
+        try:
+            if folder.owner() is not None:
+                raise LockedError(folder.path, "")
+            with folder.lock():
+                pass
+        except LockedError:
+            found.append(str(folder.path))
+    return found
+
+
+def halves(root: Path) -> list[str]:
+    """Returns the half-written files and folders below `root`."""
+    return [str(path) for path in root.rglob("*.tmp")]
+
+
+def kill_until_done(trial: Trial, budget: int, moments: random.Random, told: Callable[[str], None]) -> dict[str, int]:
+    """Starts the trial until it ends, and kills it at most `budget` times. Returns the counts of what happened."""
+    counts = collections.Counter()
+    while True:
+        pid = start(trial.work, trial.root)
+        if counts["kills"] < budget:
+            time.sleep(trial.seconds * moments.uniform(0.0, 0.7))
+            below = descendants(pid)
+            workers = [one for one in below if is_worker(one)]
+            victim = moments.choice(workers) if workers and moments.random() < 0.4 else pid
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+                counts["kills"] += 1
+                counts["kills of workers"] += victim != pid
+            if victim != pid:  # the study gives the run to another worker and goes on
+                time.sleep(trial.seconds * moments.uniform(0.0, 0.3))
+                below = descendants(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    counts["kills"] += 1
+        else:
+            below = []
+        status = wait(pid)
+        if left := left_after(below):
+            told(f"{trial.name}: processes {left} are left after a kill")
+            counts["orphans"] += len(left)
+            for one in left:
+                os.kill(one, signal.SIGKILL)
+        if stale := locked(trial):
+            told(f"{trial.name}: locked after a kill: {', '.join(stale)}")
+            counts["stale locks"] += len(stale)
+        if status == 0 and all(folder.done for folder in trial.folders()):
+            break
+        if status not in (0, -signal.SIGKILL):
+            told(f"{trial.name}: ended with status {status}")
+            counts["failures"] += 1
+            break
+    found = trial.found() if status == 0 else {}
+    for name in trial.expected.keys() | found.keys():
+        if status == 0 and trial.expected.get(name) != found.get(name):
+            told(f"{trial.name}: {name} differs from the run that was never killed")
+            counts["differences"] += 1
+    if torn := halves(trial.root):
+        told(f"{trial.name}: left half-written: {', '.join(torn)}")
+        counts["half-written files"] += len(torn)
+    counts["comparisons"] += status == 0
+    shutil.rmtree(trial.root)
+    return counts
+
+
+def trials(folder: Path) -> list[Trial]:
+    text = folder / "text.txt"
+    words = random.Random(0)
+    vocabulary = ["".join(words.choices("abcdefgh", k=words.randint(2, 6))) for _ in range(60)]
+    text.write_text("\n".join(" ".join(words.choices(vocabulary, k=8)) for _ in range(1000)))
+    data, cache = {"data": {"source": [str(text)]}}, folder / "cache"
+
+    def training(root: Path) -> None:
+        train(parse(TrainConfig, TRAINING | data), root, cache)
+
+    def study(executor: dict) -> Callable[[Path], None]:
+        return lambda root: run_study(parse(StudyConfig, STUDY | data | {"executor": executor}), root, cache)
+
+    pool = {"kind": "local", "workers": 2, "threads": 1}
+    return [
+        Trial("training", folder / "training", training, "*"),
+        Trial("study in one process", folder / "inline", study({"kind": "inline"}), "*/runs/*"),
+        Trial("study with two workers", folder / "pool", study(pool), "*/runs/*"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=200, help="SIGKILLs in all (default: 200)")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1_000_000), help="of the moments")
+    parser.add_argument("--pool-share", type=float, default=0.2, help="share of kills for the study with two workers")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    moments, problems = random.Random(options.seed), []
+
+    def told(problem: str) -> None:
+        problems.append(problem)
+        print(f"seed {options.seed}: {problem}", flush=True)
+
+    rest = options.kills - round(options.kills * options.pool_share)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="linnet-kills-") as place:
+        os.environ["LINNET_CONFIG_HOME"] = place
+        total = collections.Counter()
+        for trial, budget in zip(trials(Path(place)), (rest - rest // 2, rest // 2, options.kills - rest), strict=True):
+            trial.measure()
+            counts = collections.Counter()
+            while counts["kills"] < budget:
+                counts += kill_until_done(trial, min(budget - counts["kills"], 16), moments, told)
+            named = ("kills", "kills of workers", "comparisons")
+            shown = ", ".join(f"{counts[key]} {key}" for key in named if counts[key])
+            print(f"{trial.name}: {shown} ({trial.seconds:.1f} s without a kill)", flush=True)
+            total += counts
+    bad = ("differences", "orphans", "stale locks", "half-written files", "failures")
+    print(
+        f"{total['kills']} SIGKILLs, seed {options.seed}, {time.monotonic() - began:.0f} s: {total['comparisons']} "
+        f"comparisons with runs that were never killed, " + ", ".join(f"{total[key]} {key}" for key in bad)
+    )
+    sys.exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main()
