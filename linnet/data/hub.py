@@ -190,10 +190,10 @@ def _find(name: str, kind: str) -> Resolved:
             raise HubError(f"has no revision {revision!r}; give a commit, branch or tag of it") from None
         except Exception as error:  # the library raises what its transport does
             why = _line(error)
-    folder = _cached(Path(constants.HF_HUB_CACHE), repo, kind, revision or "main")
-    if folder is None:
+    cached = _cached(Path(constants.HF_HUB_CACHE), repo, kind, revision or "main")
+    if cached is None:
         raise HubError(f"cannot be reached ({why}) and is not in the cache{_download(repo, kind, revision)}")
-    return Resolved(repo, kind, folder, folder.name, _names(folder), online=False)
+    return Resolved(repo, kind, cached, cached.name, _names(cached), online=False)
 
 
 def _cached(cache: Path, repo: str, kind: str, revision: str) -> Path | None:

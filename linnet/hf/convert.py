@@ -11,7 +11,7 @@ from torch import Tensor
 from linnet.config import ConfigError, nearest
 from linnet.data import Tokenizer, load_tokenizer
 from linnet.hf.export import TEMPLATE
-from linnet.hf.layouts import HEAD, LAYOUTS, Plan, Settings
+from linnet.hf.layouts import HEAD, LAYOUTS, MISSING, Plan, Settings
 from linnet.hf.source import Source, open_source
 from linnet.models import CausalLM, ModelConfig
 from linnet.runs import save_model
@@ -51,6 +51,9 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     """
     source = open_source(path, allow_pickle)
     kind = source.config.get("model_type")
+    if isinstance(kind, str) and kind in MISSING:
+        problem = f"model_type: {kind!r} needs a layer that Linnet does not have: {MISSING[kind]}; a mixer of your own"
+        raise ConfigError([f"{problem} can add it (docs/mixers.md), but this checkpoint cannot be read"], str(path))
     if not isinstance(kind, str) or kind not in LAYOUTS:
         raise ConfigError(
             [f"model_type: {kind!r} is not a layout that Linnet reads; {nearest(str(kind), LAYOUTS)}"], str(path)

@@ -1,7 +1,8 @@
 """flash-linear-attention's layouts against restatements in float64, and, where it and a GPU are there, against itself.
 
-The restatements run each layer's recurrence token by token as the papers write it (HGRN2: paper 002, 3.2; GLA:
-arXiv:2312.06635, 4; LightNet: paper 003, 4.1), with what that project adds: its scale, its epsilons, its names.
+The restatements run each layer's recurrence token by token as the papers write it (HGRN: arXiv:2311.04823; HGRN2:
+paper 002, 3.2; GLA: arXiv:2312.06635, 4; LightNet: paper 003, 4.1), with what that project adds: its scale, its
+epsilons, its names.
 """
 
 import importlib.util
@@ -17,6 +18,13 @@ hf = pytest.importorskip("linnet.hf")
 
 COMMON = {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 50, "intermediate_size": 48, "norm_eps": 1e-3}
 CONFIGS = {
+    "hgrn": {**COMMON, "model_type": "hgrn"},
+    "hgrn-hybrid": {
+        **COMMON,
+        "model_type": "hgrn",
+        "use_lower_bound": False,
+        "attn": {"layers": [1], "num_heads": 2},
+    },
     "hgrn2": {**COMMON, "model_type": "hgrn2", "expand_ratio": 8, "num_heads": 4},
     "hgrn2-free": {**COMMON, "model_type": "hgrn2", "expand_ratio": None, "num_heads": 2, "use_lower_bound": False},
     "gla": {**COMMON, "model_type": "gla", "num_heads": 2, "expand_k": 0.5},
@@ -55,6 +63,8 @@ def mixer_shapes(kind, config):
     d, key = config["hidden_size"], int(config["hidden_size"] * config.get("expand_k", 1))
     square = (d, d)
     match kind:
+        case "hgrn":
+            return {"i_proj": square, "f_proj": square, "g_proj": square, "o_proj": square, "g_norm": (d,)}
         case "hgrn2":
             return {"q_proj": square, "f_proj": square, "i_proj": square, "o_proj": square, "g_norm": (d,)}
         case "gla":
@@ -82,7 +92,7 @@ def shapes(config):
         found[f"{name}.mlp.down_proj.weight"] = (d, g)
         if kind == "gla":
             found[f"{name}.attn.gk_proj.1.bias"] = attn["gk_proj.1"][:1]
-    if config["model_type"] == "hgrn2" and config.get("use_lower_bound", True):
+    if config["model_type"] in ("hgrn", "hgrn2") and config.get("use_lower_bound", True):
         found["model.lower_bounds"] = (config["num_hidden_layers"], d)
     return found
 
@@ -103,6 +113,20 @@ def recurrence(q, k, v, decay):
         state = decay[:, t, :, :, None] * state + k[:, t, :, :, None] * v[:, t, :, None, :]
         outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * q.shape[-1] ** -0.5)
     return torch.stack(outputs, 1)
+
+
+def hgrn(config, w, layer, x):
+    """arXiv:2311.04823, equations 1 to 5, with a real state, and the gate after the norm."""
+    i, f = swish(x @ w["i_proj.weight"].T), (x @ w["f_proj.weight"].T).sigmoid()
+    if "lower_bounds" in w:
+        bound = w["lower_bounds"].softmax(0)[1 : layer + 1].sum(0)
+        f = bound + (1 - bound) * f
+    state, outputs = torch.zeros_like(i[:, 0]), []
+    for t in range(x.shape[1]):
+        state = f[:, t] * state + (1 - f[:, t]) * i[:, t]
+        outputs.append(state)
+    o = rms(torch.stack(outputs, 1), w["g_norm.weight"], config["norm_eps"]) * swish(x @ w["g_proj.weight"].T)
+    return o @ w["o_proj.weight"].T
 
 
 def hgrn2(config, w, layer, x):
@@ -158,7 +182,7 @@ def transformer(config, w, layer, x):
     return torch.einsum("bhts,bshd->bthd", shares, v).flatten(-2) @ w["o_proj.weight"].T
 
 
-MIXERS = {"hgrn2": hgrn2, "gla": gla, "lightnet": lightnet, "transformer": transformer}
+MIXERS = {"hgrn": hgrn, "hgrn2": hgrn2, "gla": gla, "lightnet": lightnet, "transformer": transformer}
 
 
 def restated(config, tensors, tokens):
@@ -199,7 +223,7 @@ def has_fla():
 
 
 @pytest.mark.skipif(not has_fla(), reason="needs flash-linear-attention and a GPU, where its kernels run")
-@pytest.mark.parametrize("name", ["HGRN2", "GLA", "LightNet", "Mamba"])
+@pytest.mark.parametrize("name", ["HGRN", "HGRN2", "GLA", "LightNet", "Mamba"])
 def test_logits_are_those_of_flash_linear_attention(name, tmp_path):
     import fla.models
 

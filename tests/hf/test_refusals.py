@@ -19,6 +19,7 @@ CONFIGS = {
     **{kind: {**HEADED, "num_key_value_heads": 2} for kind in ("mistral", "qwen2", "qwen3")},
     "transnormer": {"decoder_embed_dim": 16, "hidden_dim": 16, "decoder_layers": 3, "vocab_size": 20},
     "hgrn2": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "expand_ratio": 8},
+    "hgrn": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20},
     "lightnet": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "expand_ratio": 8},
     "gla": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "num_heads": 2},
     "transformer": {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "num_heads": 2},
@@ -42,6 +43,7 @@ REFUSED = {
         "linear_use_lrpe_list": [0, 1, 0],
     },
     "hgrn2": {"use_short_conv": True, "elementwise_affine": False, "attn": {"layers": [0]}, "expand_ratio": 5},
+    "hgrn": {"use_short_conv": True, "expand_ratio": 2, "attn": {"layers": [0], "num_heads": 2}},
     "lightnet": {"use_short_conv": True, "num_heads": 7, "hidden_act": "powlu"},
     "gla": {"num_kv_heads": 1, "feature_map": "relu", "clamp_min": -1.0, "expand_v": 2, "use_output_gate": False},
     "transformer": {"qkv_bias": True, "qk_norm": True, "attnres_block_size": 2},
@@ -110,6 +112,8 @@ def test_folders_that_are_none(tmp_path):
     (tmp_path / "source" / "config.json").write_text(json.dumps({"model_type": "llamas"}))
     with pytest.raises(ConfigError, match="model.safetensors"):
         hf.convert(tmp_path / "source", tmp_path / "out")
+    with pytest.raises(ConfigError, match="'mamba2' needs a layer .* Mamba-2"):
+        hf.convert(write_folder(tmp_path / "two", {"model_type": "mamba2"}, {"x": torch.zeros(1)}), tmp_path / "out")
     with pytest.raises(ConfigError, match="'llama'"):
         hf.convert(write_folder(tmp_path / "typo", {"model_type": "llamas"}, {"x": torch.zeros(1)}), tmp_path / "out")
 

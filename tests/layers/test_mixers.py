@@ -22,7 +22,7 @@ FORMS = {
     ],
     "cosformer2": [{}, {"gate_input": "residual"}, {"lrpe_shared_heads": True}],
     "gla": [{}, {"expand_k": 0.5}],
-    "hgrn": [{}, {"complex": True}, {"norm_first": True}],
+    "hgrn": [{}, {"complex": True}, {"norm_first": True, "norm_eps": 1e-2, "lower_bound": "none"}],
     "hgrn2": [{}, {"lower_bound": "exclusive"}, {"lower_bound": "none", "output_activation": "none"}],
     "hyena": [{}, {"num_modes": 3, "conv_width": 4}],
     "hyena_experts": [{}, {"num_experts": 3, "num_active": 3, "expert_width": 5}],

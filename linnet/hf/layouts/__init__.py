@@ -6,6 +6,7 @@ from linnet.hf.layouts.base import HEAD, Part, Plan, Reader, Settings
 # model_type -> (name for messages, reader, name of the embedding tensor)
 LAYOUTS: dict[str, tuple[str, Reader, str]] = {
     "gla": ("GLA of flash-linear-attention", fla.read_gla, fla.EMBEDDING),
+    "hgrn": ("HGRN of flash-linear-attention", fla.read_hgrn, fla.EMBEDDING),
     "hgrn2": ("HGRN2 of flash-linear-attention", fla.read_hgrn2, fla.EMBEDDING),
     "lightnet": ("LightNet of flash-linear-attention", fla.read_lightnet, fla.EMBEDDING),
     "linnet": ("Linnet", linnet.read, "model.embedding.weight"),
@@ -18,4 +19,15 @@ LAYOUTS: dict[str, tuple[str, Reader, str]] = {
     "transnormer": ("TransNormerLLM", transnormer.read, transnormer.EMBEDDING),
 }
 
-__all__ = ["HEAD", "LAYOUTS", "Part", "Plan", "Settings"]
+# model_type -> the layer that Linnet lacks
+MISSING = {
+    "deltanet": "the delta rule",
+    "delta_net": "the delta rule",
+    "gated_deltanet": "the gated delta rule",
+    "mamba2": "Mamba-2 (SSD: one decay per head and token, and a convolution of x, B and C together)",
+    "rwkv": "RWKV",
+    "rwkv6": "RWKV-6",
+    "rwkv7": "RWKV-7",
+}
+
+__all__ = ["HEAD", "LAYOUTS", "MISSING", "Part", "Plan", "Settings"]

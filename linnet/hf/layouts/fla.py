@@ -1,9 +1,9 @@
-"""HGRN2, GLA, LightNet and the Transformer as flash-linear-attention saves them (version 0.6).
+"""HGRN, HGRN2, GLA, LightNet and the Transformer as flash-linear-attention saves them (version 0.6).
 
 All have RMSNorm and SwiGLU. The kernels of flash-linear-attention multiply queries by K^(-1/2); Linnet's HGRN2 and
 LightNet do not. A norm follows, so an epsilon that is K times as large has the same effect. The norms inside HGRN2 and
-LightNet ignore `norm_eps`: they use 1e-5 and 1e-6. Some layers may be attention layers (`attn`). For HGRN2 this works
-only without lower bounds, because it distributes lower bounds over all layers, including attention layers.
+LightNet ignore `norm_eps`: they use 1e-5 and 1e-6. Some layers may be attention layers (`attn`). For HGRN and HGRN2
+this works only without lower bounds, because it distributes lower bounds over all layers, including attention layers.
 """
 
 from itertools import groupby
@@ -18,6 +18,27 @@ NORMS = {"mixer_norm.weight": "attn_norm.weight", "channel_norm.weight": "mlp_no
 OUT = {"mixer.out_proj.weight": "attn.o_proj.weight"}
 QKV = {f"mixer.{name}.weight": f"attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj")}
 HGRN2_EPS, LIGHTNET_EPS = 1e-5, 1e-6
+
+
+def read_hgrn(settings: Settings) -> Plan:
+    bounded = settings.flag("use_lower_bound", True)
+    mixer = {
+        "norm": "rmsnorm",
+        "norm_eps": settings.number("norm_eps", 1e-6),
+        "norm_first": True,
+        "lower_bound": "inclusive" if bounded else "none",
+    }
+    settings.only("expand_ratio", 1, 1.0, why="Linnet's real HGRN has one state per channel of the model")
+    names = {
+        "mixer.in_proj.weight": "attn.i_proj.weight",
+        "mixer.f_proj.weight": "attn.f_proj.weight",
+        "mixer.gate_proj.weight": "attn.g_proj.weight",
+        "mixer.norm.weight": "attn.g_norm.weight",
+    }
+    plan = _plan(settings, "hgrn", mixer, names | OUT)
+    if bounded:
+        plan.parts["backbone.shared.hgrn.gamma"] = Part("model.lower_bounds")
+    return plan
 
 
 def read_hgrn2(settings: Settings) -> Plan:

@@ -7,6 +7,7 @@ the real form with a state of twice the size is better.
 """
 
 from functools import partial
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -24,7 +25,12 @@ class HgrnConfig(LayerConfig):
 
     complex: bool = Field(False, description="complex recurrence with a learned rotation")
     norm: NormKind = Field("layernorm", description="norm of the output")
+    norm_eps: float | None = Field(None, gt=0, description="epsilon of the norm; null is the default of its kind")
     norm_first: bool = Field(False, description="Norm(h) * gate instead of the paper's Norm(h * gate)")
+    lower_bound: Literal["inclusive", "none"] = Field(
+        "inclusive",
+        description="learned bound of the forget gate, which rises with the layers; none leaves it at 0",
+    )
 
 
 @register_mixer("hgrn", HgrnConfig)
@@ -41,18 +47,21 @@ class Hgrn(Mixer):
         self.in_proj = nn.Linear(d_model, features, bias=context.bias_qkv)
         self.f_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.gate_proj = nn.Linear(d_model, features, bias=context.bias_all)
-        self.norm = build_norm(config.norm, features)
+        self.norm = build_norm(config.norm, features, config.norm_eps)
         self.out_proj = nn.Linear(features, d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
         if config.complex:
             self.theta = nn.Parameter(geometric_frequencies(d_model))
         else:
             self.theta = None
-        self.bounds = self.shared(self.name, config, context)
+        bounded = config.lower_bound != "none"
+        self.bounds = self.shared(self.name, config, context) if bounded else ()
 
     @classmethod
     def shared_spec(cls, config: HgrnConfig, context: LayerContext):
-        """Returns one table of lower bounds for all layers of this kind."""
+        """Returns one table of lower bounds for all layers of this kind, if this layer has a bound."""
+        if config.lower_bound == "none":
+            return {}
         return {cls.name: partial(LowerBounds, context.mixer_count, context.d_model)}
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
@@ -81,7 +90,7 @@ class Hgrn(Mixer):
         return {"in_proj": "colwise", "f_proj": "colwise", "gate_proj": "colwise", "out_proj": "rowwise"}
 
     def _project(self, x: Tensor):
-        beta = self.bounds[0](self.index, "inclusive") if self.index else None
+        beta = self.bounds[0](self.index, "inclusive") if self.bounds and self.index else None
         log_decay, k = forget_gate(self.f_proj(x), beta)
         c = F.silu(self.in_proj(x))
         if self.config.complex:  # neighbouring features are the real and the imaginary part
