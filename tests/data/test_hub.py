@@ -1,6 +1,9 @@
 """Data sets and tokenizers by their names on the Hub, from folders in the layout of its cache."""
 
+import hashlib
+import http.server
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -127,3 +130,65 @@ def test_a_corpus_and_its_record(cache, tmp_path):
     again = prepare(parse(DataConfig, local), tmp_path / "cache")
     assert again.digest == corpus.digest and revisions(parse(DataConfig, local)) == {}
     assert "tokenizer.json" in str(_error(lambda: load_tokenizer(f"hf:{data}")))
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """The endpoints of the Hub for one data set."""
+
+    files = {"README.md": CARD, "en/tr1.jsonl": lines("a"), "en/tr2.jsonl": lines("b"), "other.bin": "x"}
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        name = path.partition(f"/datasets/org/books/resolve/{COMMIT}/")[2]
+        if path.startswith("/api/datasets/org/books/tree/"):
+            self._answer(
+                json.dumps([{"type": "file", "path": k, "size": len(v), "oid": k} for k, v in self.files.items()])
+            )
+        elif path.startswith("/api/datasets/org/books"):
+            siblings = [{"rfilename": file} for file in self.files]
+            self._answer(json.dumps({"id": "org/books", "sha": COMMIT, "siblings": siblings}))
+        elif name in self.files:
+            self._answer(self.files[name])
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    do_HEAD = do_GET
+
+    def _answer(self, text: str):
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha1(text.encode()).hexdigest()}"')
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(text.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_what_is_needed_is_downloaded_once(cache, monkeypatch):
+    """Through huggingface_hub, from a server on this machine; then without it, from the cache that it left."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        assert found("hf:org/books") == ["tr1.jsonl", "tr2.jsonl"]
+        assert "does not exist on the Hub" in problem("hf:org/none")
+        folder = hub.resolve("org/books", "dataset").folder
+        assert folder.name == COMMIT and not (folder / "other.bin").exists()
+    finally:
+        server.shutdown()
+        server.server_close()
+    hub._resolve.cache_clear()
+    assert found("hf:org/books") == ["tr1.jsonl", "tr2.jsonl"]
+    assert hub.revisions(["hf:org/books", "text.txt"], "dataset") == {"hf:org/books": COMMIT}
+    assert "cannot be reached" in problem("hf:org/other")
