@@ -9,7 +9,11 @@ import typer
 from linnet.cli.allow import ALLOW_PLUGINS
 
 if TYPE_CHECKING:
+    from linnet.study.adaptive import Limit
     from linnet.study.config import StudyConfig
+    from linnet.study.design import Question
+
+    Further = tuple[Question | None, Limit | None]
 
 
 def study(
@@ -45,6 +49,32 @@ def study(
     plan: Annotated[
         bool, typer.Option("--plan", help="Show the runs, their cost and their time; train nothing.")
     ] = False,
+    propose: Annotated[
+        str | None,
+        typer.Option(
+            help="Train nothing; name the runs that narrow the interval of a quantity most per FLOP: a, b, E, alpha, "
+            "beta, L(C), N_opt(C) or D_opt(C).",
+            metavar="[ARCH:]QUANTITY",
+            show_default=False,
+        ),
+    ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            help="Then add such runs until the interval is reached: 'a +- 0.05', 'tnl: L(1e12) +- 1%'.",
+            metavar="QUESTION",
+            show_default=False,
+        ),
+    ] = None,
+    at_most: Annotated[
+        str | None,
+        typer.Option(
+            help="Largest cost of the runs that --until adds: FLOPs (2e13) or time (30min). Default: the FLOPs of "
+            "CONFIG's runs.",
+            metavar="COST",
+            show_default=False,
+        ),
+    ] = None,
     report: Annotated[bool, typer.Option(help="Write the report page at the end.")] = True,
     allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
     json_: Annotated[
@@ -63,13 +93,16 @@ def study(
     [bold]linnet study --mixer examples/my_mixer.py:MyMixer[/]
 
     [bold]linnet study configs/demo.yaml --architectures tnl,gla --plan[/]
+
+    [bold]linnet study configs/demo.yaml --until "tnl: a +- 0.05" --at-most 10min[/]
     """
     from linnet.study.runner import CACHE
 
     if config is not None:
         _check_trust(config, allow_plugins)
     settings = _settings(config, mixer, architectures, budgets, workers, set_ or [], out / CACHE)
-    make_study(settings, out, plan=plan, report=report, as_json=json_, where=str(config or "study"))
+    further = _further(settings, plan, propose, until, at_most)
+    make_study(settings, out, plan=plan, report=report, as_json=json_, where=str(config or "study"), further=further)
 
 
 def make_study(
@@ -80,6 +113,7 @@ def make_study(
     report: bool = True,
     as_json: bool = False,
     where: str = "study",
+    further: "Further" = (None, None),
 ) -> Path | None:
     """Plans a study, trains its runs, fits its laws, and prints each.
 
@@ -89,6 +123,8 @@ def make_study(
         report: write the report page; its path is returned.
         as_json: print the plan or the laws as JSON.
         where: what errors call the configuration.
+        further: a quantity whose interval further runs narrow, and the largest cost of these runs. Without a cost, the
+            runs are only shown.
     """
     import json
 
@@ -98,12 +134,24 @@ def make_study(
     from linnet.cli.study_page import print_laws, print_plan
     from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, unwritable
     from linnet.study.collect import RUNS
+    from linnet.study.config import remembered
     from linnet.study.executors import worker_slots
     from linnet.study.ladder import plan as make_plan
     from linnet.study.runner import CACHE, run_study
     from linnet.study.timing import estimate
 
     console, problems, ladder = Console(stderr=True) if as_json else Console(), [], None
+    own, settings = settings.points, remembered(settings, out / settings.name)
+    question, limit = further
+    if question and not limit:
+        from linnet.cli.study_adaptive import show_proposals
+
+        check_study(FITS, "study")
+        ladder = make_plan(settings, check_data=False, cache=out / CACHE, root=out / settings.name / RUNS)
+        records = show_proposals(ladder, out / settings.name, question, console)
+        if as_json:
+            typer.echo(json.dumps(records, indent=1, allow_nan=False))
+        return None
     if not plan:
         with gather(problems):
             check_study(
@@ -131,6 +179,10 @@ def make_study(
         console.print(line, highlight=False, soft_wrap=True)
     if len(result.broken) == len(result.rows):
         raise typer.Exit(1)
+    if question:
+        from linnet.cli.study_adaptive import narrow
+
+        narrow(settings, own, out, question, limit, console)
     laws = _fit(result.folder, console)
     print_laws(laws, console)
     if as_json:
@@ -142,6 +194,41 @@ def make_study(
         console.print(f"\nreport: [bold]{escape(str(page))}[/]", highlight=False, soft_wrap=True)
         return page
     return None
+
+
+def _further(
+    settings: "StudyConfig", plan: bool, propose: str | None, until: str | None, at_most: str | None
+) -> "Further":
+    """Returns the question of --propose or --until, and for --until the largest cost."""
+    if propose is None and until is None and at_most is None:
+        return None, None
+    from linnet.config import ConfigError, gather
+    from linnet.study.adaptive import Limit, parse_limit
+    from linnet.study.design import parse_question
+    from linnet.study.ladder import plan as make_plan
+
+    option, text = ("--propose", propose) if until is None else ("--until", until)
+    problems: list[str] = []
+    question = limit = None
+    if text is None:
+        problems.append("--at-most: limits --until, which is not given; add --until 'a +- 0.05', or remove it")
+    else:
+        with gather(problems):
+            question = parse_question(text, [architecture.name for architecture in settings.architectures], option)
+    if until is not None and (propose is not None or plan):
+        problems.append(f"--until: trains runs, and {'--plan' if plan else '--propose'} does not; give one of them")
+    elif propose is not None and at_most is not None:
+        problems.append("--at-most: limits --until; --propose trains nothing; remove one")
+    if settings.tokens:
+        problems.append(f"{option}: needs a study of `budgets`, but this one sets `tokens`")
+    if at_most is not None:
+        with gather(problems):
+            limit = parse_limit(at_most)
+    if problems:
+        raise ConfigError(problems, "command line")
+    if until is not None and limit is None:
+        limit = Limit(flops=make_plan(settings, check_data=False).flops)
+    return question, limit
 
 
 def _fit(folder: Path, console):

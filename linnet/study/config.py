@@ -6,11 +6,13 @@ has a minimum. With `tokens` instead of `budgets`, every size trains on the same
 section 3.3, and the optimum is read from the envelope of the training curves.
 """
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from linnet.config import Config, ConfigError, nearest, parse
+from linnet.config import Config, ConfigError, nearest, parse, read_yaml
 from linnet.data import DataConfig
 from linnet.models import ModelConfig
 from linnet.study.architectures import (
@@ -236,3 +238,27 @@ def _train_problems(train: Any, model: ModelConfig) -> list[str]:
 def fixed_keys(train: dict[str, Any]) -> list[str]:
     """Returns a problem for each key under `train` that the study sets itself."""
     return [f"train.{key}: cannot be set here; {fix}" for key, fix in SET_BY_THE_LADDER.items() if key in train]
+
+
+def remembered(config: StudyConfig, folder: Path) -> StudyConfig:
+    """Returns a study with the points that its folder has from earlier proposals."""
+    file = folder / "study.yaml"
+    if not file.is_file():
+        return config
+    names = {architecture.name for architecture in config.architectures}
+    found = read_yaml(file).get("points") or []
+    with_names = [point for point in found if isinstance(point, dict) and point.get("architecture") in names]
+    values = {
+        "name": config.name,
+        "architectures": sorted(names),
+        "budgets": [1.0],
+        "sizes": [[8, 1]],
+        "points": with_names,
+    }
+    return with_points(config, parse(StudyConfig, values, str(file)).points)
+
+
+def with_points(config: StudyConfig, points: Iterable[Point]) -> StudyConfig:
+    """Returns a study with further points; those that it has already are not added again."""
+    added = {point.model_dump_json(): point for point in [*config.points, *points]}
+    return config.model_copy(update={"points": list(added.values())})

@@ -158,14 +158,14 @@ def plan(
     chosen = []
     for architecture, size, model in rungs:
         for index, target in enumerate(config.targets):
-            values = _point(config, architecture, model, _batch_size(config, architecture, index), target)
+            values = numbers(config, architecture, model, _batch_size(config, architecture, index), target)
             if reason := _reason(config, values):
                 dropped.append(Dropped(architecture.name, target, size.label, reason))
             else:
                 chosen += [(architecture, size, model, seed, values) for seed in config.seeds]
     for point, (architecture, size, model) in zip(config.points, extra, strict=True):
-        index = min(range(len(config.budgets)), key=lambda i: abs(math.log(config.budgets[i] / point.budget)))
-        values = _point(config, architecture, model, _batch_size(config, architecture, index), point.budget)
+        batch_size = batch_size_at(config, architecture, point.budget)
+        values = numbers(config, architecture, model, batch_size, point.budget)
         if not values["steps"]:
             problems.append(f"points: {architecture.name} {size.label}: {point.budget:g} FLOPs are less than one step")
         chosen.append((architecture, size, model, point.seed, values))
@@ -206,7 +206,7 @@ def evaluation_problems(train: TrainConfig, lengths: Iterable[int], data: Data |
     return [f"train.{line}" for line in dict.fromkeys(problems)]
 
 
-def _point(config: StudyConfig, architecture: Architecture, model: ModelConfig, batch_size: int, target: float):
+def numbers(config: StudyConfig, architecture: Architecture, model: ModelConfig, batch_size: int, target: float):
     """Returns the numbers of a run: steps, tokens, FLOPs, parameters, learning rate."""
     seq_len = architecture.seq_len or config.seq_len
     per_step = flops_exact(model, seq_len, batch_size)
@@ -239,6 +239,12 @@ def _reason(config: StudyConfig, values: dict[str, Any]) -> str:
 def _batch_size(config: StudyConfig, architecture: Architecture, index: int) -> int:
     shared = config.batch_size[index] if isinstance(config.batch_size, list) else config.batch_size
     return architecture.batch_size or shared
+
+
+def batch_size_at(config: StudyConfig, architecture: Architecture, budget: float) -> int:
+    """Returns the batch size at a budget, for other budgets than those of the grid the one of the nearest."""
+    near = min(range(len(config.budgets)), key=lambda i: abs(math.log(config.budgets[i] / budget)))
+    return _batch_size(config, architecture, near)
 
 
 def _train_values(config, train, architecture, size, model, batch_size, steps, seed, plugins) -> dict[str, Any]:

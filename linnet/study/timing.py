@@ -19,26 +19,42 @@ TIMED_STEPS = 2
 PATIENCE = 2.0  # longest expected time in seconds of a step that is timed
 
 
+StepCosts = dict[str, tuple[float, float]]
+"""Architecture -> (seconds per step, seconds per FLOP)."""
+
+
 def estimate(plan: Plan) -> dict[str, float] | None:
     """Returns run name -> seconds, or None if this machine cannot time even the smallest model quickly."""
+    costs = step_costs(plan)
+    if costs is None:
+        return None
+    return {run.run: seconds_of(costs[run.architecture], run.steps, run.flops) for run in plan.runs}
+
+
+def step_costs(plan: Plan) -> StepCosts | None:
+    """Returns the cost of a step of each architecture on a worker of this machine, or None as `estimate` does."""
     executor = plan.config.executor
+    names = list(dict.fromkeys(run.architecture for run in plan.runs))
     if executor.throughput is not None:
-        return {run.run: run.flops / executor.throughput for run in plan.runs}
+        return {name: (0.0, 1 / executor.throughput) for name in names}
     before = torch.get_num_threads()
     torch.set_num_threads(before if executor.kind == "inline" else worker_threads(executor))
     try:
-        lines = {}
-        for name in dict.fromkeys(run.architecture for run in plan.runs):
-            lines[name] = _line([run for run in plan.runs if run.architecture == name])
-            if lines[name] is None:
+        costs: StepCosts = {}
+        for name in names:
+            line = _line([run for run in plan.runs if run.architecture == name])
+            if line is None:
                 return None
+            costs[name] = line
     finally:
         torch.set_num_threads(before)
-    seconds = {}
-    for run in plan.runs:
-        fixed, rate = lines[run.architecture]
-        seconds[run.run] = run.steps * fixed + run.flops * rate
-    return seconds
+    return costs
+
+
+def seconds_of(cost: tuple[float, float], steps: int, flops: float) -> float:
+    """Returns the seconds of a run from the cost of a step."""
+    fixed, rate = cost
+    return steps * fixed + flops * rate
 
 
 def wall_seconds(seconds: Sequence[float], workers: int) -> float:

@@ -46,13 +46,37 @@ def linnet(*arguments) -> str:
     return result.output
 
 
-def test_a_study_ends_with_laws_and_a_report(config, tmp_path):
+def test_a_study_ends_with_laws_and_a_report_and_then_narrows_an_interval(config, tmp_path):
     shown = linnet("study", config, "--architectures", "tnl", "--out", tmp_path / "studies")
     assert "12 runs" in shown and "12/12" in shown
     assert "L = " in shown
     report = Path(shown.replace("\n", "").rpartition("report: ")[2].strip())
     assert report.is_file()
-    assert (tmp_path / "studies" / "tiny" / "table.csv").read_text().count("\n") == 13
+    table = tmp_path / "studies" / "tiny" / "table.csv"
+    assert table.read_text().count("\n") == 13
+
+    again = ("study", config, "--architectures", "tnl", "--no-report", "--out", tmp_path / "studies")
+    [found] = json.loads(linnet(*again, "--propose", "a", "--json").partition("[")[2].join("[ "))
+    assert found["runs"][-1]["expected_half_width"] < found["half_width"]
+    shown = linnet(*again, "--until", f"a +- {found['half_width'] / 3}", "--at-most", "1e7")
+    assert "priced out" in shown and " FLOPs" in shown.partition("priced out")[2]
+    assert table.read_text().count("\n") == 13, "what would cost more than the limit is not trained"
+    asked = ("--until", f"tnl: a +- {found['half_width'] * 0.98}", "--at-most", "2e9")
+    assert "training " in linnet(*again, *asked)
+    trained = {path: path.stat().st_mtime_ns for path in table.parent.glob("runs/*/result.json")}
+    assert 12 < len(trained) == table.read_text().count("\n") - 1
+    shown = linnet(*again)
+    assert f"{len(trained)} of {len(trained)} runs are done" in shown, "the added runs stay in the study"
+    assert {path: path.stat().st_mtime_ns for path in table.parent.glob("runs/*/result.json")} == trained
+
+
+def test_wrong_questions_are_errors_before_any_work(config, tmp_path):
+    wrong = ["--until", "tnl: q", "--plan", "--at-most", "soon", "--out", str(tmp_path / "studies")]
+    result = CliRunner().invoke(app, ["study", str(config), *wrong])
+    assert result.exit_code == 2 and all(key in result.stderr for key in ("'q'", "--plan", "--at-most"))
+    result = CliRunner().invoke(app, ["study", str(config), "--propose", "a", "--out", str(tmp_path / "studies")])
+    assert result.exit_code == 2 and "run `linnet study`" in result.stderr
+    assert not (tmp_path / "studies").exists()
 
 
 def test_plan_trains_nothing(config, tmp_path):

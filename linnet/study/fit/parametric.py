@@ -84,7 +84,7 @@ def fit_parametric(
         {"C": c, "loss": y, "N": n, "D": d, "run": str(r), "inside": True, "fitted": True}
         for c, y, n, d, r in zip(C, loss, N, D, table["run"], strict=True)
     ]
-    for name, estimate in _laws(theta[None], fit.flops_per_nd).items():
+    for name, estimate in closed_form(theta[None], fit.flops_per_nd).items():
         setattr(fit, name, _law(name, estimate[0], C))
     fit.L.rms_log_error = float(np.sqrt(np.mean(np.log(predict(theta, N, D) / loss) ** 2)))
     fit.L_irreducible = fit.L
@@ -213,7 +213,7 @@ def _extrapolated(fit: ParametricFit, N: np.ndarray, D: np.ndarray) -> str:
     return f"at every C of these rows, the best N and D of the surface lie outside the trained ones; train {wanted}"
 
 
-def _laws(theta: np.ndarray, k: float) -> dict[str, np.ndarray]:
+def closed_form(theta: np.ndarray, k: float) -> dict[str, np.ndarray]:
     """Returns (log coefficient, exponent, constant) of L, N_opt and D_opt for each row of theta [R, 5]."""
     log_A, log_B, log_E, alpha, beta = theta.T
     both = alpha + beta
@@ -257,7 +257,7 @@ def _add_intervals(fit: ParametricFit, table: pd.DataFrame, theta: np.ndarray, r
     fit.bootstrap.usable, fit.bootstrap.note = len(kept), reason and f"no interval: {reason}"
     if reason:
         return
-    laws = _laws(kept, fit.flops_per_nd)
+    laws = closed_form(kept, fit.flops_per_nd)
     for name in () if fit.L.refused else laws:
         add_draws(getattr(fit, name), laws[name])
     log_A, log_B, log_E, alpha, beta = kept.T

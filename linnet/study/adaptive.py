@@ -1,0 +1,273 @@
+"""Further runs of a study: chooses those that narrow an interval (design.py), and knows what they cost.
+
+The runs are stored as `points` of the study in its study.yaml, so a study that is stopped while it trains them goes on
+with them.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from linnet.config import ConfigError
+from linnet.study.architectures import Architecture, Size, make_rungs
+from linnet.study.config import Point, StudyConfig
+from linnet.study.design import STAR, Answer, Place, Question, answer
+from linnet.study.fit.results import ArchitectureFit
+from linnet.study.ladder import Plan, batch_size_at, numbers
+
+SEVERAL = 8
+"""Every round of the greedy choice adds one copy of the best candidate per this many runs that are chosen already."""
+MOST = 4000
+"""Number of runs from which an interval counts as out of reach."""
+SAME = 0.1
+"""Largest difference in log N of two sizes that count as one."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run that could be added: its point, its place, its parameters, steps, tokens and FLOPs."""
+
+    point: Point
+    place: Place
+    params: int
+    steps: int
+    tokens: int
+    flops: float
+
+
+@dataclass
+class Proposal:
+    """The runs that answer a question about one architecture.
+
+    Attributes:
+        now: the present estimate, or the reason why there is none.
+        runs: the chosen runs in order.
+        expected: expected half-width of the interval after each of them; NaN while there is no estimate.
+        wanted: half-width to reach, or None.
+        enough: whether the wanted half-width is expected to be reached with `runs`.
+    """
+
+    architecture: str
+    now: Answer | str
+    runs: list[Candidate] = field(default_factory=list)
+    expected: list[float] = field(default_factory=list)
+    wanted: float | None = None
+    enough: bool = False
+
+    @property
+    def reached(self) -> bool:
+        return isinstance(self.now, Answer) and self.wanted is not None and self.now.half_width <= self.wanted
+
+    @property
+    def flops(self) -> float:
+        return sum(run.flops for run in self.runs)
+
+
+def propose(plan: Plan, fit: ArchitectureFit, question: Question, most: int = MOST) -> Proposal:
+    """Chooses further runs of one architecture.
+
+    Args:
+        plan: the study with all of its runs so far.
+        fit: their fit, by "isoflop" and "parametric".
+        question: the quantity. With a half-width, runs are chosen until it is expected to be reached.
+        most: largest number of runs to choose.
+    """
+    found = answer(fit, question)
+    grid = _Grid(plan, fit.architecture)
+    if isinstance(found, str):
+        runs = grid.first_optima(fit)[:most]
+        return Proposal(fit.architecture, found, runs, [math.nan] * len(runs), None)
+    result = Proposal(fit.architecture, found, wanted=question.wanted(found.value))
+    now, places = found.half_width, []
+    while len(result.runs) < most:
+        if result.wanted is not None and now <= result.wanted:
+            break
+        best, gain = [], 0.0
+        for bundle in grid.candidates(found):
+            there = [run.place for run in bundle]
+            here = (now - found.expected([*places, *there])) / sum(run.flops for run in bundle)
+            if here > gain:
+                best, gain = bundle, here
+        if not best:
+            break
+        copies = 1 if len(best) > 1 else max(1, len(result.runs) // SEVERAL)
+        for run in best * copies:
+            run = grid.take(run)
+            places.append(run.place)
+            result.runs.append(run)
+        now = found.expected(places)
+        result.expected += [now] * (len(result.runs) - len(result.expected))
+    result.enough = result.wanted is not None and now <= result.wanted
+    return result
+
+
+class _Grid:
+    """The sizes and budgets at which runs of an architecture can be added, and the seeds that are left there."""
+
+    def __init__(self, plan: Plan, name: str):
+        self.config = plan.config
+        self.architecture = next(a for a in self.config.architectures if a.name == name)
+        runs = [run for run in plan.runs if run.architecture == name]
+        self.budgets = sorted({run.budget for run in runs} | set(self.config.budgets))
+        self.models = {size: model for _, size, model in _shapes(self.config, self.architecture)}
+        self.known: dict[tuple[float, str], int] = {}
+        for run in runs:
+            key = run.budget, run.size
+            self.known[key] = max(self.known.get(key, -1), run.seed)
+        self.trained: dict[float, list[float]] = {}
+        for run in runs:
+            self.trained.setdefault(run.budget, []).append(math.log(run.params_non_embedding))
+        self._made: dict[tuple[Size, float], Candidate] = {}
+
+    def candidates(self, found: Answer) -> Iterator[list[Candidate]]:
+        """Yields single runs at the budgets of the study, and groups of sizes at new ones and where none counts."""
+        for budget in self.budgets:
+            straddling = [x - math.log(found.optimum(budget)) for x in self.trained.get(budget, [])]
+            if len(straddling) >= 4 and min(straddling) < 0 < max(straddling):
+                runs = [run for size in self.models if (run := self.at(size, budget)) is not None]
+                offsets = [run.place.log_N - math.log(found.optimum(budget)) for run in runs]
+                near = sorted(filter(lambda x: x < 0, offsets))[-2:] + sorted(filter(lambda x: x >= 0, offsets))[:2]
+                for run, offset in zip(runs, offsets, strict=True):
+                    if offset in near or found.inside(run.place):
+                        yield [run]
+            elif group := self.around(found.optimum(budget), budget):
+                yield group
+        for budget in self.new_budgets():
+            if found.method == "isoflop":
+                group = self.around(found.optimum(budget), budget)
+                if len(group) == len(STAR):
+                    yield group
+            else:
+                for size in self.models:
+                    run = self.at(size, budget)
+                    if run is not None and found.inside(run.place):
+                        yield [run]
+
+    def new_budgets(self) -> list[float]:
+        """Returns budgets between those of the study that are more than 1.5x apart, and one above all."""
+        if len(self.budgets) == 1:
+            return [2 * self.budgets[0], 4 * self.budgets[0]]
+        pairs = list(zip(self.budgets, self.budgets[1:], strict=False))
+        between = [math.sqrt(low * high) for low, high in pairs if high > 1.5 * low]
+        step = (self.budgets[-1] / self.budgets[0]) ** (1 / len(pairs))
+        return [float(f"{budget:.3g}") for budget in [*between, self.budgets[-1] * min(max(step, 1.5), 4.0)]]
+
+    def around(self, optimum: float, budget: float) -> list[Candidate]:
+        """Returns runs of the sizes nearest to `STAR` around an optimum, those that are not trained yet if any is."""
+        found: dict[Size, Candidate] = {}
+        for offset in STAR:
+            runs = [run for size in self.models if (run := self.at(size, budget)) is not None]
+            if runs:
+                near = min(runs, key=lambda run: abs(run.place.log_N - math.log(optimum) - offset))
+                found[near.point.size] = near
+        new = [
+            run for run in found.values() if all(abs(run.place.log_N - x) > SAME for x in self.trained.get(budget, []))
+        ]
+        return new or list(found.values())
+
+    def at(self, size: Size, budget: float) -> Candidate | None:
+        """Returns the run of a size at a budget with the next free seed; None if it has too few steps."""
+        if (size, budget) not in self._made:
+            batch_size = batch_size_at(self.config, self.architecture, budget)
+            found = numbers(self.config, self.architecture, self.models[size], batch_size, budget)
+            params, tokens = found["params_non_embedding"], found["tokens"]
+            self._made[size, budget] = Candidate(
+                Point(architecture=self.architecture.name, budget=budget, size=size),
+                Place(math.log(params), math.log(max(tokens, 1)), math.log(budget)),
+                params,
+                found["steps"],
+                tokens,
+                found["flops"],
+            )
+        run = self._made[size, budget]
+        return run if run.steps >= self.config.minimum_steps else None
+
+    def take(self, run: Candidate) -> Candidate:
+        """Returns the run with a free seed, and counts it as trained."""
+        point = run.point
+        key = point.budget, point.size.label
+        first = min(self.config.seeds)
+        self.known[key] = seed = max(self.known.get(key, first - 1) + 1, first)
+        self.trained.setdefault(point.budget, []).append(run.place.log_N)
+        if point.budget not in self.budgets:
+            self.budgets = sorted([*self.budgets, point.budget])
+        return replace(run, point=point.model_copy(update={"seed": seed}))
+
+    def first_optima(self, fit: ArchitectureFit) -> list[Candidate]:
+        """Returns runs at budgets that show no optimum yet, around the sizes where it is likely to be."""
+        guesses: dict[float, float] = {}
+        missing: list[float] = list(self.budgets)
+        for group in fit.isoflop.groups if fit.isoflop is not None else []:
+            budget = min(self.budgets, key=lambda one: abs(math.log(one / group.C)))
+            guess = group.N_opt if group.inside and group.N_opt else group.N_lowest or group.N[0]
+            if group.inside:
+                missing.remove(budget)
+            elif group.N_lowest in (min(group.N), max(group.N)):
+                guess *= 0.5 if group.N_lowest == min(group.N) else 2.0
+            guesses[budget] = guess
+        if (
+            not missing and len(self.budgets) >= 3
+        ):  # optima are known, but the surface is not: a larger budget shows more
+            self.budgets.append(self.new_budgets()[-1])
+            missing.append(self.budgets[-1])
+        while len(self.budgets) < 3:
+            self.budgets.append(2 * self.budgets[-1])
+            missing.append(self.budgets[-1])
+        runs: list[Candidate] = []
+        for budget in missing:
+            known = min(guesses, key=lambda one: abs(math.log(one / budget)), default=None)
+            if known is None:
+                continue
+            optimum = guesses[known] * math.sqrt(budget / known)  # N_opt grows about as C^0.5
+            runs += [self.take(run) for run in self.around(optimum, budget)]
+        return runs
+
+
+def _shapes(config: StudyConfig, architecture: Architecture) -> list:
+    """Returns the sizes of an architecture as rungs: those of the study, widths between them, one beyond each end."""
+    sizes = list(architecture.sizes or config.sizes or [])
+    plain = sorted((s for s in sizes if s.d_model and s.inner is None), key=lambda s: (s.num_layers, s.d_model))
+    step = math.gcd(*(size.d_model or 0 for size in plain)) if plain else 1
+    for first, second in zip(plain, plain[1:], strict=False):
+        if first.num_layers == second.num_layers:
+            sizes.append(_wider(first, round(math.sqrt(first.d_model * second.d_model) / step) * step))
+    for end in {(size.num_layers, size.num_heads): size for size in plain}.values():
+        sizes.append(_wider(end, round(1.25 * end.d_model / step) * step))
+    for end in {(size.num_layers, size.num_heads): size for size in reversed(plain)}.values():
+        sizes.append(_wider(end, round(0.75 * end.d_model / step) * step))
+    shapes, unusable = [], []  # type: ignore[var-annotated]
+    for size in {size.model_dump_json(): size for size in sizes if size.d_model != 0}.values():
+        shapes += make_rungs([architecture.model_copy(update={"sizes": [size]})], None, config.init_std, 256, unusable)
+    return shapes
+
+
+def _wider(size: Size, d_model: int) -> Size:
+    return size.model_copy(update={"d_model": d_model})
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The largest cost of added runs: training FLOPs, or seconds on this machine."""
+
+    flops: float = math.inf
+    seconds: float = math.inf
+
+
+_TIME = re.compile(r"(\d+\.?\d*)\s*(s|min|h|d|days?)")
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "day": 86400, "days": 86400}
+
+
+def parse_limit(text: str) -> Limit:
+    """Parses `2e13` (FLOPs) or `30min`. Raises ConfigError for anything else."""
+    if match := _TIME.fullmatch(text.strip()):
+        return Limit(seconds=float(match[1]) * _SECONDS[match[2]])
+    try:
+        flops = float(text)
+    except ValueError:
+        flops = math.nan
+    if not (math.isfinite(flops) and flops > 0):
+        raise ConfigError(
+            [f"--at-most {text!r}: give FLOPs, such as 2e13, or a time, such as 30min or 2h"], "command line"
+        )
+    return Limit(flops=flops)
