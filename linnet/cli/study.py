@@ -133,7 +133,7 @@ def make_study(
 
     from linnet.cli.study_page import print_laws, print_plan
     from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, unwritable
-    from linnet.study.collect import RUNS
+    from linnet.study.collect import RUNS, TABLE
     from linnet.study.config import remembered
     from linnet.study.executors import worker_slots
     from linnet.study.ladder import plan as make_plan
@@ -147,6 +147,9 @@ def make_study(
         from linnet.cli.study_adaptive import show_proposals
 
         check_study(FITS, "study")
+        if not (out / settings.name / TABLE).is_file():
+            problem = f"--propose: {out / settings.name} has no runs yet; run `linnet study` without --propose first"
+            raise ConfigError([problem], where)
         ladder = make_plan(settings, check_data=False, cache=out / CACHE, root=out / settings.name / RUNS)
         records = show_proposals(ladder, out / settings.name, question, console)
         if as_json:

@@ -120,7 +120,7 @@ def loss_law(rows: pd.DataFrame, near: dict[str, float]) -> Law:
     start = np.array([*(np.log(near[name]) for name in "ABE"), near["alpha"], near["beta"]])
     theta, _, _ = _best(N, D, loss, "coarse", near=start)
     k = float(np.exp(np.log(C / (N * D)).mean()))
-    return _law("L", _laws(theta[None], k)["L"][0], C)
+    return _law("L", closed_form(theta[None], k)["L"][0], C)
 
 
 def objective_of(surface: dict[str, float], N, D, loss) -> float:
