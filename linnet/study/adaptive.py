@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from linnet.config import ConfigError
-from linnet.study.architectures import Architecture, Size, make_rungs
+from linnet.study.architectures import Architecture, Rung, Size, make_rungs
 from linnet.study.config import Point, StudyConfig
 from linnet.study.design import STAR, Answer, Place, Question, answer
 from linnet.study.fit.results import ArchitectureFit
@@ -79,7 +79,8 @@ def propose(plan: Plan, fit: ArchitectureFit, question: Question, most: int = MO
         runs = grid.first_optima(fit)[:most]
         return Proposal(fit.architecture, found, runs, [math.nan] * len(runs), None)
     result = Proposal(fit.architecture, found, wanted=question.wanted(found.value))
-    now, places = found.half_width, []
+    now = found.half_width
+    places: list[Place] = []
     while len(result.runs) < most:
         if result.wanted is not None and now <= result.wanted:
             break
@@ -224,26 +225,25 @@ class _Grid:
         return runs
 
 
-def _shapes(config: StudyConfig, architecture: Architecture) -> list:
+def _shapes(config: StudyConfig, architecture: Architecture) -> list[Rung]:
     """Returns the sizes of an architecture as rungs: those of the study, widths between them, one beyond each end."""
     sizes = list(architecture.sizes or config.sizes or [])
     plain = sorted((s for s in sizes if s.d_model and s.inner is None), key=lambda s: (s.num_layers, s.d_model))
     step = math.gcd(*(size.d_model or 0 for size in plain)) if plain else 1
     for first, second in zip(plain, plain[1:], strict=False):
         if first.num_layers == second.num_layers:
-            sizes.append(_wider(first, round(math.sqrt(first.d_model * second.d_model) / step) * step))
-    for end in {(size.num_layers, size.num_heads): size for size in plain}.values():
-        sizes.append(_wider(end, round(1.25 * end.d_model / step) * step))
-    for end in {(size.num_layers, size.num_heads): size for size in reversed(plain)}.values():
-        sizes.append(_wider(end, round(0.75 * end.d_model / step) * step))
-    shapes, unusable = [], []  # type: ignore[var-annotated]
+            sizes.append(_widened(first, math.sqrt((second.d_model or 1) / (first.d_model or 1)), step))
+    sizes += [_widened(size, 1.25, step) for size in {(s.num_layers, s.num_heads): s for s in plain}.values()]
+    sizes += [_widened(size, 0.75, step) for size in {(s.num_layers, s.num_heads): s for s in plain[::-1]}.values()]
+    shapes: list[Rung] = []
+    unusable: list[str] = []
     for size in {size.model_dump_json(): size for size in sizes if size.d_model != 0}.values():
         shapes += make_rungs([architecture.model_copy(update={"sizes": [size]})], None, config.init_std, 256, unusable)
     return shapes
 
 
-def _wider(size: Size, d_model: int) -> Size:
-    return size.model_copy(update={"d_model": d_model})
+def _widened(size: Size, factor: float, step: int) -> Size:
+    return size.model_copy(update={"d_model": round(factor * (size.d_model or 0) / step) * step})
 
 
 @dataclass(frozen=True)

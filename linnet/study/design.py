@@ -174,15 +174,15 @@ def _by_parabolas(fit: IsoflopFit, question: Question) -> Answer | str:
     if law.refused:
         return f"isoflop: {'; '.join(law.refused)}"
     if question.compute is None:
-        value, interval = law.exponent, law.exponent_interval
+        value, interval = float(law.exponent or 0.0), law.exponent_interval
     else:
         value, interval = float(law.predict(question.compute)), law.interval_at(question.compute)
     if interval is None or not interval[1] > interval[0]:
         return f"isoflop: {next(iter(law.notes), 'no interval')}"
     groups = [group for group in fit.groups if group.inside]
     # The parabola is in log10 N.
-    curvature = float(np.mean([group.parabola[2] for group in groups])) / math.log(10) ** 2
-    lowest = float(np.mean([group.L_opt for group in groups]))
+    curvature = float(np.mean([group.parabola[2] for group in groups if group.parabola])) / math.log(10) ** 2
+    lowest = float(np.mean([group.L_opt or group.loss[0] for group in groups]))
     best = fit.N_opt
     trained = [(math.log(group.C), np.log(group.N)[np.array(group.used, dtype=bool)]) for group in fit.groups]
     kept = {round(math.log(group.C), 3) for group in groups}
@@ -225,8 +225,8 @@ def _moments(x: np.ndarray) -> np.ndarray:
 def _by_surface(fit: ParametricFit, question: Question) -> Answer | str:
     if fit.refused or fit.N_opt.refused:
         return f"parametric: {'; '.join(fit.refused or fit.N_opt.refused)}"
-    law = {"a": fit.N_opt, "b": fit.D_opt, "L": fit.L, "N_opt": fit.N_opt, "D_opt": fit.D_opt}.get(question.name)
     if question.compute is not None:
+        law = {"L": fit.L, "N_opt": fit.N_opt, "D_opt": fit.D_opt}[question.name]
         value, interval = float(law.predict(question.compute)), law.interval_at(question.compute)
     else:
         value, interval = fit.parameters[question.name], fit.intervals.get(question.name)
@@ -236,11 +236,16 @@ def _by_surface(fit: ParametricFit, question: Question) -> Answer | str:
     theta = np.array([*(math.log(surface[name]) for name in ("A", "B", "E")), surface["alpha"], surface["beta"]])
     gradient = _gradient(lambda t: _quantity(t, fit.flops_per_nd, question), theta)
     points = [Place(math.log(p["N"]), math.log(p["D"]), math.log(p["C"])) for p in fit.points]
-    information = sum(np.outer(row, row) for row in (_row(theta, place) for place in points))
-    ratios = [place.log_D - place.log_N for place in points]
+
+    def information(runs: Sequence[Place]) -> np.ndarray:
+        rows = np.array([_row(theta, run) for run in runs]).reshape(-1, len(theta))
+        return rows.T @ rows
+
+    now = information(points)
+    ratios: list[float] = [place.log_D - place.log_N for place in points]
 
     def spread(runs: Sequence[Place]) -> float:
-        total = information + sum((np.outer(row, row) for row in (_row(theta, run) for run in runs)), np.zeros((5, 5)))
+        total = now + information(runs)
         scale = 1 / np.sqrt(np.diag(total))  # the parameters differ by orders of magnitude
         inverse = np.linalg.pinv(total * scale * scale[:, None], rcond=1e-13)
         return float(np.sqrt(max((gradient * scale) @ inverse @ (gradient * scale), 0.0)))
