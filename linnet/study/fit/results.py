@@ -11,7 +11,8 @@ class Bootstrap(Result):
     """How the intervals of a fit were made.
 
     Attributes:
-        scheme: "pairs", "pairs, clustered by run", "residuals of the parabolas", "residuals of the law".
+        scheme: "pairs", "pairs, clustered by run", "weights of rows", "residuals of the parabolas", "residuals of the
+            law", "residuals of the runs".
         resamples: number of resamples drawn.
         usable: number of resamples that gave a law. The intervals use only these.
         seed: seed of the generator.

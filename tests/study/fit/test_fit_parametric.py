@@ -78,7 +78,7 @@ def test_bootstrap_keeps_checkpoints_of_a_run_together(surface):
     table = surface.ladder(BUDGETS)
     table["loss"] *= np.exp(np.random.default_rng(0).normal(0, 0.003, len(table)))
     pairs = fit_parametric(table, bootstrap=100)
-    assert pairs.bootstrap.scheme == "pairs" and pairs.bootstrap.usable > 90
+    assert pairs.bootstrap.scheme == "weights of rows" and pairs.bootstrap.usable > 90
     low, high = pairs.intervals["a"]
     assert low < surface.a < high
     assert set(pairs.intervals) == set(pairs.parameters) and pairs.deviations["a"] > 0
