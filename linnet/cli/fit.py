@@ -15,11 +15,17 @@ CHOICES = {
     "window": ("auto", "all", "sizes", "loss"),
     "envelope": ("minimum", "hull"),
     "unit": ("flops", "pf-days"),
+    "loss-unit": ("nats", "bits", "any"),
 }
 
 
 def fit(
-    table: Annotated[Path, typer.Argument(help="A CSV of runs, or a study folder.", metavar="TABLE.csv|STUDY")],
+    table: Annotated[
+        Path,
+        typer.Argument(
+            help="A CSV or JSONL file of runs (or the same with .gz), or a study folder.", metavar="TABLE|STUDY"
+        ),
+    ],
     method: Annotated[
         str,
         typer.Option(
@@ -40,6 +46,25 @@ def fit(
     max_loss: Annotated[float | None, typer.Option(help="Leave out rows with a higher loss.")] = None,
     min_tokens_per_param: Annotated[
         float | None, typer.Option(help="Leave out rows with fewer tokens per parameter.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Leave out the rows with this value of a column, such as run=NAME; * stands for any text. May be "
+            "given again. A column `exclude` in the table does the same.",
+            metavar="COLUMN=VALUE",
+        ),
+    ] = None,
+    best_of: Annotated[
+        bool, typer.Option("--best-of", help="Keep the lowest loss of each architecture, N and D (after a sweep).")
+    ] = False,
+    loss_unit: Annotated[
+        str | None,
+        typer.Option(
+            help="Unit of the losses: bits are converted to nats; any is not checked.",
+            metavar="nats|bits|any",
+            show_default="nats",
+        ),
     ] = None,
     budgets: Annotated[
         str | None, typer.Option(help="Budgets in FLOPs; without it, found from the table.", metavar="1e18,3e18,...")
@@ -133,6 +158,8 @@ def fit(
     """
     settings = {"method": method, "count": count, "flops": flops, "unit": unit}
     settings |= {"window": window, "envelope": envelope}
+    if loss_unit is not None:
+        settings["loss-unit"] = loss_unit
     nominal, problems = _check(settings, budgets, bootstrap, hold_out, smooth)
     for name, limit in (("max-loss", max_loss), ("min-tokens-per-param", min_tokens_per_param)):
         if limit is not None and not 0 <= limit < float("inf"):
@@ -153,10 +180,11 @@ def fit(
 
     mapping = parse_columns(columns or [])
     curves = None
+    reading = {"exclude": exclude or (), "best_of": best_of, "loss_unit": loss_unit}
     if table.is_dir() or (not table.exists() and not table.suffix):
-        rows, curves, notes = load_study(table, mapping)
+        rows, curves, notes = load_study(table, mapping, **reading)
     else:
-        rows, notes = load_table(table, mapping)
+        rows, notes = load_table(table, mapping, **reading)
     if architectures is not None:
         rows = keep_architectures(rows, architectures)
     if reference is not None and reference not in set(rows["architecture"]):
@@ -194,7 +222,7 @@ def fit(
             starts="full" if full_grid else "coarse",
             progress=lambda line: status.update(f"fitting {line}"),
         )
-    study.notes = notes + dropped
+    study.notes = notes + dropped + study.notes
     if as_json:
         typer.echo(json.dumps(_as_json(study, table, method), allow_nan=False))
         return

@@ -24,10 +24,9 @@ FORMS = {"pure": "without a constant", "constant": "with a constant"}
 def show(study: StudyFit, source: str, rows: int, unit: str) -> None:
     """Prints a study's fits to the console."""
     console = Console(highlight=False)
-    count = "without embeddings" if study.count == "non-embedding" else "with embeddings"
-    cost = CONVENTIONS[study.flops]
     in_unit = "FLOPs" if unit == "flops" else "PF-days (8.64e19 FLOPs)"
-    console.print(f"[bold]{escape(source)}[/]: {rows} rows; N {count}, C {cost}, in {in_unit}")
+    counted = escape(f"N is {_size_column(study)}, C is {_cost_column(study)}, in {in_unit}")
+    console.print(f"[bold]{escape(source)}[/]: {rows} rows; {counted}")
     for note in study.notes:
         _line(console, f"[dim]{escape(note)}[/]")
     methods = list(next(iter(study.values())).methods)
@@ -57,6 +56,20 @@ def show(study: StudyFit, source: str, rows: int, unit: str) -> None:
     _crossings(console, study)
     _excluded(console, study)
     _refusals(console, study)
+
+
+def _size_column(study: StudyFit) -> str:
+    """Returns what N is: the column of the table, and what it counts where its name is one that Linnet writes."""
+    name = "N" if study.count == "non-embedding" else "N_total"
+    column = study.columns.get(name, name)
+    known = {"params_non_embedding": " (without embeddings)", "params_total": " (with embeddings)"}
+    return f"column {column}{known.get(column, '')}"
+
+
+def _cost_column(study: StudyFit) -> str:
+    if study.flops == "exact":
+        return f"column {study.columns['C']}" if "C" in study.columns else "6 N D"
+    return CONVENTIONS[study.flops].removeprefix("as ")
 
 
 def _chosen(study: StudyFit) -> str:
@@ -258,7 +271,8 @@ def _excluded(console: Console, study: StudyFit) -> None:
     console.print("\n[bold]Runs left out[/]")
     for row in study.excluded:
         whose = f"{row['run']} of {row['architecture']}" if len(study) > 1 else row["run"]
-        _line(console, escape(f"{whose}, loss {row['loss']:.4g}: {row['reason']}"))
+        loss = "" if row["loss"] is None else f", loss {row['loss']:.4g}"
+        _line(console, escape(f"{whose}{loss}: {row['reason']}"))
 
 
 def _refusals(console: Console, study: StudyFit) -> None:

@@ -16,6 +16,13 @@ def report(
     ] = None,
     bootstrap: Annotated[int, typer.Option(help="Resamples for the 95 % intervals; 0 for none.", min=0)] = 1000,
     laws: Annotated[bool, typer.Option(help="Fit the further laws too (docs/laws.md).")] = True,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave runs out of the fits, such as run=NAME, as in linnet fit.", metavar="COLUMN=VALUE"),
+    ] = None,
+    best_of: Annotated[
+        bool, typer.Option("--best-of", help="Fit the lowest loss of each architecture, N and D (after a sweep).")
+    ] = False,
     open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
 ) -> None:
     """Write the report of a study: one page that needs no network, and a PNG and an SVG of each figure.
@@ -39,7 +46,8 @@ def report(
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     with console.status("fitting the laws, drawing the figures") if console.is_terminal else nullcontext():
-        page = write_report(study, out, bootstrap=bootstrap, laws=laws, tell=console.print)
+        left_out = {"exclude": exclude or (), "best_of": best_of}
+        page = write_report(study, out, bootstrap=bootstrap, laws=laws, **left_out, tell=console.print)
     typer.echo(page)
     if open_:
         webbrowser.open(page.resolve().as_uri())

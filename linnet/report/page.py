@@ -1,6 +1,6 @@
 """The report of a study: the content of its page."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -23,6 +23,8 @@ def write_report(
     fit: StudyFit | None = None,
     bootstrap: int = 1000,
     laws: bool = True,
+    exclude: Sequence[str] = (),
+    best_of: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> Path:
     """Writes the report of a study from its records alone; nothing is trained.
@@ -33,6 +35,7 @@ def write_report(
         fit: the laws, where the caller has fitted them to this folder already.
         bootstrap: resamples for the 95 % intervals of the laws; 0 for none.
         laws: whether the page has the further laws (`linnet.study.laws`).
+        exclude, best_of: which runs the fits leave out; see `linnet.study.fit.load_table`.
         tell: is called with a line for each fit to the evaluations of the runs.
 
     Returns:
@@ -44,10 +47,12 @@ def write_report(
     check_study(FIGURES + FITS, "report")
     if out is not None or Path(study_folder).is_dir():  # reading reports a folder that does not exist
         shell.check_page(shell.page_name(study_folder, out))
-    study = read_study(study_folder, fit, bootstrap)
+    study = read_study(study_folder, fit, bootstrap, exclude, best_of)
     page = shell.page_path(study_folder, out)
     changed = {"bootstrap": None if bootstrap == 1000 else bootstrap, "no_laws": None if laws else True}
-    command = shell.typed("linnet", "report", study_folder, out=out, **changed)
+    changed["best_of"] = True if best_of else None
+    words = [word for request in exclude for word in ("--exclude", request)]
+    command = shell.typed("linnet", "report", study_folder, *words, out=out, **changed)
     series = downstream.read_series(study, bootstrap)
     for line in downstream.lines(series) if tell is not None else ():
         tell(line)

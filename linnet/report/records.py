@@ -9,6 +9,7 @@ Or any folder of run folders, whose table is made here.
 
 import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,12 +100,19 @@ class Study:
         return self.folder / row["path"]
 
 
-def read_study(folder: str | Path, fit: StudyFit | None = None, bootstrap: int = 1000) -> Study:
+def read_study(
+    folder: str | Path,
+    fit: StudyFit | None = None,
+    bootstrap: int = 1000,
+    exclude: Sequence[str] = (),
+    best_of: bool = False,
+) -> Study:
     """Reads a study folder and fits its laws.
 
     Args:
         fit: the laws, where the caller has fitted them to this folder already.
         bootstrap: resamples for the intervals of the laws, as in `linnet fit`.
+        exclude, best_of: see `linnet.study.fit.load_table`.
 
     Raises:
         ConfigError: there is no such folder, neither table.csv nor runs in it, or the table lacks columns or rows.
@@ -128,14 +136,16 @@ def read_study(folder: str | Path, fit: StudyFit | None = None, bootstrap: int =
     if not config:
         study.problems.append("There is no study.yaml, so the configuration is not shown")
     study.curves = _read_curves(study)
-    study.fit = fit if fit is not None else _fit(study, bootstrap)
+    study.fit = fit if fit is not None else _fit(study, bootstrap, exclude, best_of)
     return study
 
 
-def _fit(study: Study, bootstrap: int) -> StudyFit | None:
+def _fit(study: Study, bootstrap: int, exclude: Sequence[str], best_of: bool) -> StudyFit | None:
     """Fits the laws; if this fails, the page reports the problem and shows the rest."""
     try:
-        table, curves, _ = load_study(study.folder)
+        table, curves, _ = load_study(study.folder, exclude=exclude, best_of=best_of)
+        if curves is not None:
+            curves = curves[curves["run"].isin(table["run"])]
         return fit_study(table, curves, bootstrap=bootstrap)
     except ConfigError as error:
         study.problems.append(f"No laws could be fitted: {'; '.join(error.problems)}")

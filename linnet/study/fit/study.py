@@ -80,6 +80,7 @@ def fit_study(
         raise ConfigError([f"method {method!r}: unknown; {nearest(method, [*METHODS, 'all'])}"], "fit")
     chosen = METHODS if method == "all" else (method,)
     curves = curves_of(table) if curves is None else curves
+    unmatched = _unmatched(table, budgets or [], tolerance)
     settings = {"bootstrap": bootstrap, "seed": seed, "hold_out": hold_out}
     options = {"budgets": budgets, "tolerance": tolerance, "window": window, "starts": starts}
     options |= {"envelope": envelope, "keep_ends": keep_ends, "smooth": smooth}
@@ -101,11 +102,32 @@ def fit_study(
         fit.headline, fit.form, fit.budgets = headline, form, targets[name].budgets
         fit.conventions = _conventions(table, curves, fit, (count, flops), options)
     study = StudyFit(fits, headline, form, candidates, count, flops)
+    study.columns, study.dropped = dict(table.attrs.get("columns", {})), list(table.attrs.get("excluded", []))
+    study.notes = unmatched
     names = list(fits)
     study.crossings = [
         crossing(fits[first], fits[second]) for i, first in enumerate(names) for second in names[i + 1 :]
     ]
     return study
+
+
+def _unmatched(table: pd.DataFrame, budgets: list[float], tolerance: float) -> list[str]:
+    """Returns a note per given budget that an architecture has no row at. Raises ConfigError if none has one."""
+    log_C = np.log10(table["C"].to_numpy(float))
+    notes, problems = [], []
+    for budget in budgets:
+        near = np.abs(log_C - np.log10(budget)) < tolerance
+        if not near.any():
+            closest = table["C"].iloc[int(np.abs(log_C - np.log10(budget)).argmin())]
+            problems.append(f"budgets: {budget:g} matches no row; the nearest C in the table is {closest:.3g} FLOPs")
+        without = [
+            name for name in dict.fromkeys(table["architecture"]) if name not in set(table["architecture"][near])
+        ]
+        if near.any() and without:
+            notes.append(f"budget {budget:g}: no row of {', '.join(without)}")
+    if problems:
+        raise ConfigError(problems, "fit")
+    return notes
 
 
 def _counted(table, curves, name: str, count: str, flops: str):

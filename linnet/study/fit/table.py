@@ -4,10 +4,10 @@ All problems of a file are reported together with their line numbers, because on
 law wrong without any visible sign.
 """
 
-import csv
-import io
+import fnmatch
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +16,20 @@ import pandas as pd
 from linnet.config import ConfigError, nearest
 from linnet.runs import RunFolder
 from linnet.runs.record import curve_rows
+from linnet.study.fit.reading import lines_of, read_cells
 
 ALIASES = {
-    "N": ("params_non_embedding", "N", "params", "parameters", "n_params", "model_size"),
+    "N": ("params_non_embedding", "N", "params", "parameters", "n_params", "num_params", "model_size"),
     "N_total": ("params_total", "N_total"),
-    "D": ("tokens", "D", "training_tokens", "train_tokens"),
-    "C": ("flops", "C", "training_flops", "training_flop", "train_flops", "compute"),
-    "loss": ("loss", "validation_loss", "val_loss", "final_loss"),
+    "D": ("tokens", "D", "training_tokens", "train_tokens", "num_tokens"),
+    "C": ("flops", "C", "training_flops", "training_flop", "train_flops", "flop", "compute"),
+    "loss": ("loss", "validation_loss", "val_loss", "final_loss", "eval_loss", "test_loss"),
     "architecture": ("architecture", "arch", "model"),
-    "run": ("run", "run_id", "name"),
+    "run": ("run", "run_id", "run_name", "name"),
     "budget": ("budget",),
     "status": ("status",),
+    "exclude": ("exclude", "excluded"),
+    "learning_rate": ("learning_rate", "lr"),
     "flops_paper": ("flops_paper",),
     "flops_causal": ("flops_causal",),
     "attention_share": ("attention_share",),
@@ -51,6 +54,19 @@ CONVENTIONS = {
 """The same in words."""
 COUNTED = {"paper": "flops_paper", "causal": "flops_causal"}
 """Ways of counting C that have a column of their own."""
+DONE = ("", "done", "finished", "completed", "complete", "success", "succeeded", "ok")
+"""Words in the column `status`, in any case, of runs that count."""
+KEEP = ("", "0", "0.0", "false", "no", "n", "nan", "none", "null")
+"""Words in the column `exclude`, in any case, of runs that count. Any other text is the reason to leave a run out."""
+LOSS_UNITS = ("nats", "bits", "any")
+ENTROPY = 0.4
+"""Smallest plausible loss in nats per token; the best models of text in bytes are near it."""
+REPEATS = 0.03
+"""Largest difference between losses of repeated runs, as a share. Seeds of small models differ by 0.2 to 1 %."""
+SWEPT = 0.005
+"""The same for runs of different learning rates."""
+LARGE, KEPT = 20_000, 2_000
+"""A table with more rows is thinned to about this number: a fit does not need every record of long curves."""
 SHOWN = 30
 """Largest number of problems of one file that are listed. A count stands for the others."""
 
@@ -78,24 +94,39 @@ def parse_columns(assignments: list[str]) -> dict[str, str]:
     return found
 
 
-def load_table(path: str | Path, columns: dict[str, str] | None = None) -> tuple[pd.DataFrame, list[str]]:
-    """Reads a CSV of runs.
+def load_table(
+    path: str | Path,
+    columns: dict[str, str] | None = None,
+    *,
+    exclude: Sequence[str] = (),
+    best_of: bool = False,
+    loss_unit: str | None = None,
+) -> tuple[pd.DataFrame, list[str]]:
+    """Reads a table of runs: CSV, TSV or JSONL, plain or gzipped.
 
     Args:
         path: the file.
         columns: canonical name -> column of the file, for columns with other names than those in `ALIASES`.
+        exclude: COLUMN=VALUE of rows to leave out; COLUMN is a canonical name or a column of the file, and VALUE may
+            contain `*`.
+        best_of: keeps the lowest loss of each architecture, N and D, as after a sweep of learning rates.
+        loss_unit: "nats"; "bits", which are converted to nats; or "any", which is not checked. None means nats, and
+            refuses losses that cannot be.
 
     Returns:
         A table with columns run, architecture, N, D, C, loss, line (of the file), N_total and budget (NaN if the file
         has none), and the other columns of the file; and notes on dropped rows and derived columns. Without a column D,
-        D = C / (6 N); without C, C = 6 N D. Rows with a status other than "done" (for example, diverged) are dropped.
+        D = C / (6 N); without C, C = 6 N D. Rows whose status is not one of `DONE` (for example, diverged) and rows
+        with something in the column `exclude` are dropped. `table.attrs` has "columns", canonical name -> column of
+        the file, and "excluded", the rows left out by request: {"run", "architecture", "loss", "reason"}.
 
     Raises:
-        ConfigError: lists every problem: no such file, not a CSV, missing columns, cells that are not numbers, NaN,
-            zero or negative values, duplicate rows.
+        ConfigError: lists every problem: no such file, not a table, missing columns, cells that are not numbers, NaN,
+            zero or negative values, duplicate rows, losses in another unit, runs of one N and D whose losses differ by
+            more than repeats do.
     """
     path = Path(path)
-    raw = _read(path)
+    raw = read_cells(path)
     found, problems = _find_columns(list(raw.columns), columns or {})
     if problems:
         raise ConfigError(problems, str(path))
@@ -103,34 +134,46 @@ def load_table(path: str | Path, columns: dict[str, str] | None = None) -> tuple
     table = raw.drop(columns=[name for name in raw if name in ALIASES and name not in found.values()])
     table = table.rename(columns={column: name for name, column in found.items()})
     table["line"] = raw.index
-    notes = []
+    table["architecture"] = table["architecture"].str.strip() if "architecture" in table else path.stem
+    table["run"] = table["run"].str.strip() if "run" in table else [f"line {line}" for line in table["line"]]
+    notes: list[str] = []
     if "status" in table:
-        stopped = ~table["status"].str.strip().isin(("", "done"))
+        stopped = ~table["status"].str.strip().str.lower().isin(DONE)
         for status, rows in table[stopped].groupby("status"):
-            notes.append(f"{_rows(len(rows))} left out: {status.strip()} ({_lines(rows['line'])})")
+            notes.append(f"{_rows(len(rows))} left out: {status.strip()} ({lines_of(rows['line'])})")
         table = table[~stopped].copy()
         if table.empty:
             raise ConfigError(["status: no run is done, so no row is left; " + "; ".join(notes)], str(path))
+    table, excluded, problems = _exclude(table, found, exclude)
+    if problems:
+        raise ConfigError(problems, str(path))
     problems = _numbers(table, found)
     if not problems:
         _derive(table, notes)
-        table["architecture"] = table["architecture"].str.strip() if "architecture" in table else path.stem
-        table["run"] = table["run"].str.strip() if "run" in table else [f"line {line}" for line in table["line"]]
-        problems = _duplicates(table)
+        problems = _duplicates(table) + _unit(table, found["loss"], loss_unit, notes)
+    if not problems:
+        table, problems = _one_per_point(table, best_of, notes)
     if problems:
         rest = len(problems) - SHOWN
         raise ConfigError(problems[:SHOWN] + ([f"and {rest} more problems"] if rest > 0 else []), str(path))
-    return table.reset_index(drop=True), notes
+    table = _thin(table, notes).reset_index(drop=True)
+    table.attrs = {"columns": found, "excluded": excluded}
+    return table, notes
 
 
 def load_study(
-    path: str | Path, columns: dict[str, str] | None = None
+    path: str | Path,
+    columns: dict[str, str] | None = None,
+    *,
+    exclude: Sequence[str] = (),
+    best_of: bool = False,
+    loss_unit: str | None = None,
 ) -> tuple[pd.DataFrame, pd.DataFrame | None, list[str]]:
     """Reads a study folder: its table.csv and the training curves of its runs (metrics.jsonl).
 
     Args:
         path: the study folder.
-        columns: see `load_table`.
+        columns, exclude, best_of, loss_unit: see `load_table`.
 
     Returns:
         The table, the curves and the notes. The curves have columns run, architecture, N, N_total, D, C, loss (training
@@ -143,7 +186,7 @@ def load_study(
     if not (path / "table.csv").is_file():
         fix = "run `linnet study` to write it, or give a CSV" if path.is_dir() else "there is no such file or folder"
         raise ConfigError([f"{path}: no table.csv there; {fix}"], "study")
-    table, notes = load_table(path / "table.csv", columns)
+    table, notes = load_table(path / "table.csv", columns, exclude=exclude, best_of=best_of, loss_unit=loss_unit)
     parts, without, broken = [], 0, 0
     for row in table.to_dict("records"):
         folder = path / str(row.get("path") or f"runs/{row['run']}")
@@ -212,7 +255,7 @@ def apply_convention(table: pd.DataFrame, count: str, flops: str) -> pd.DataFram
     if count == "total":
         if table["N_total"].isna().any():
             fix = "name the column with --columns N_total=NAME, or use --count non-embedding"
-            raise ConfigError([f"count total: the table lacks N_total in {_lines(_missing(table))}; {fix}"], "fit")
+            raise ConfigError([f"count total: the table lacks N_total in {lines_of(_missing(table))}; {fix}"], "fit")
         counted["N"] = table["N_total"]
     if flops == "6nd":
         counted["C"] = 6 * counted["N"] * counted["D"]
@@ -220,7 +263,7 @@ def apply_convention(table: pd.DataFrame, count: str, flops: str) -> pd.DataFram
         counted["C"] = counted_flops(table, flops)
         bad = ~(np.isfinite(counted["C"]) & (counted["C"] > 0))
         if bad.any():
-            where = _lines(table["line"][bad]) if "line" in table else f"{int(bad.sum())} rows"
+            where = lines_of(table["line"][bad]) if "line" in table else f"{int(bad.sum())} rows"
             fix = "a study writes it; in another CSV, add the column, or use --flops exact"
             raise ConfigError([f"flops {flops}: no number in column {COUNTED[flops]} in {where}; {fix}"], "fit")
     return counted
@@ -261,53 +304,29 @@ def assign_budgets(
 
 
 def _cluster(log_C: np.ndarray, tolerance: float) -> np.ndarray:
-    labels, found, free = np.full(len(log_C), -1), [], np.ones(len(log_C), dtype=bool)
-    near = np.abs(log_C[:, None] - log_C) < tolerance
+    labels, found = np.full(len(log_C), -1), []
+    order = np.argsort(log_C, kind="stable")
+    x, free = log_C[order], np.ones(len(log_C), dtype=bool)
+    # Rows near each row are a range of the sorted rows, so sums over them are differences of running sums.
+    left, right = np.searchsorted(x, x - tolerance, "right"), np.searchsorted(x, x + tolerance, "left")
+    shifted = x - x.mean() if len(x) else x
     while free.any():
-        sizes = np.where(free, (near & free).sum(axis=1), 0)
-        distance = np.where(near & free, np.abs(log_C[:, None] - log_C), 0).sum(axis=1)
-        centre = min(np.flatnonzero(sizes == sizes.max()), key=lambda row: distance[row])
-        members = near[centre] & free
-        free &= ~members
+        count, total = (np.concatenate([[0], np.cumsum(np.where(free, part, 0))]) for part in (1, shifted))
+        middle = np.arange(len(x))
+        below = shifted * (count[middle] - count[left]) - (total[middle] - total[left])
+        above = (total[right] - total[middle]) - shifted * (count[right] - count[middle])
+        sizes = np.where(free, count[right] - count[left], 0)
+        ties = np.flatnonzero(sizes == sizes.max())
+        distance = np.round((below + above)[ties], 9)
+        centre = min(ties[distance == distance.min()], key=lambda row: order[row])
+        members = np.flatnonzero(free[left[centre] : right[centre]]) + left[centre]
+        free[members] = False
         # A few rows near a cluster with more than three times as many are outliers of it, not a separate budget.
-        beside = [size for other, size in found if abs(log_C[centre] - other) < 3 * tolerance]
-        if members.sum() >= max(beside, default=0) / 3:
-            labels[members] = len(found)
-            found.append((log_C[centre], members.sum()))
+        beside = [size for other, size in found if abs(x[centre] - other) < 3 * tolerance]
+        if len(members) >= max(beside, default=0) / 3:
+            labels[order[members]] = len(found)
+            found.append((x[centre], len(members)))
     return labels
-
-
-def _read(path: Path) -> pd.DataFrame:
-    """Reads all cells as text. The index is the line number in the file."""
-    if path.is_dir():
-        raise ConfigError([f"{path}: a folder, not a CSV"], "table")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError([f"{path}: there is no such file or folder"], "table") from None
-    except (UnicodeDecodeError, OSError) as error:
-        raise ConfigError([f"cannot be read as UTF-8 text: {error}"], str(path)) from None
-    if "\0" in text:
-        raise ConfigError(["contains NUL bytes, so it is a binary file; give a CSV"], str(path))
-    header = text.partition("\n")[0]
-    separator = max(",;\t", key=header.count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
-    rows = [(reader.line_num, row) for row in reader]
-    if not rows or not any(cell.strip() for cell in rows[0][1]):
-        raise ConfigError(["empty: a table needs a header line and rows"], str(path))
-    names = [name.strip() for name in rows[0][1]]
-    problems = [
-        f"column {name!r} occurs twice; rename one" for name in sorted({n for n in names if names.count(n) > 1})
-    ]
-    body = [(number, row) for number, row in rows[1:] if any(cell.strip() for cell in row)]
-    ragged = [number for number, row in body if len(row) != len(names)]
-    if ragged:
-        problems.append(f"{_lines(ragged)}: the number of cells is not {len(names)}, as in the header")
-    if not body:
-        problems.append("has a header but no rows; add one row per run")
-    if problems:
-        raise ConfigError(problems, str(path))
-    return pd.DataFrame([row for _, row in body], columns=names, index=[number for number, _ in body], dtype=object)
 
 
 def _find_columns(names: list[str], given: dict[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -319,6 +338,9 @@ def _find_columns(names: list[str], given: dict[str, str]) -> tuple[dict[str, st
             problems.append(f"columns: unknown name {name!r}; {nearest(name, ALIASES)}")
         elif column not in names:
             problems.append(f"{name}={column!r}: the table has no such column; {nearest(column, names)}")
+        elif column in found.values():
+            other = next(known for known in found if found[known] == column)
+            problems.append(f"{name}={column!r}: the column is {other} already; give each name its own column")
         else:
             found[name] = column
     for name, aliases in ALIASES.items():
@@ -364,8 +386,8 @@ def _numbers(table: pd.DataFrame, found: dict[str, str]) -> list[str]:
         }
         for reason, rows in wrong.items():
             if rows.any():
-                given = "" if "NaN" in reason else f" (given {cells[rows].iloc[0]!r})"
-                problems.append(f"{label}: {reason} in {_lines(table['line'][rows])}{given}")
+                given = "" if "NaN" in reason else f" (given {cells[rows].iloc[0][:40]!r})"
+                problems.append(f"{label}: {reason} in {lines_of(table['line'][rows])}{given}")
         table[name] = values.astype(float)
     return problems
 
@@ -383,7 +405,115 @@ def _duplicates(table: pd.DataFrame) -> list[str]:
     keys = ["architecture", "N", "D", "C", "loss"]
     same = table[table.duplicated(keys, keep=False)]
     groups = [rows for _, rows in same.groupby(keys, sort=False)]
-    return [f"the same row {len(rows)} times, in {_lines(rows['line'])}; keep one" for rows in groups]
+    return [f"the same row {len(rows)} times, in {lines_of(rows['line'])}; keep one" for rows in groups]
+
+
+def _exclude(table: pd.DataFrame, found: dict[str, str], requests: Sequence[str]):
+    """Returns the other rows, those left out by the column `exclude` or by request, and problems."""
+    reason, problems = pd.Series("", index=table.index), []
+    if "exclude" in table:
+        given = table["exclude"].astype(str).str.strip()
+        out = ~given.str.lower().isin(KEEP)
+        plain = given.str.lower().isin(("1", "1.0", "true", "yes", "y", "x"))
+        reason[out] = np.where(plain[out], f"column {found['exclude']}", f"column {found['exclude']}: " + given[out])
+    for request in requests:
+        name, equals, value = (part.strip() for part in request.partition("="))
+        name = next((known for known, column in found.items() if column == name), name)
+        if not equals or not value:
+            problems.append(f"--exclude {request!r}: not COLUMN=VALUE; write for example run=NAME")
+        elif name not in table:
+            problems.append(f"--exclude {request!r}: the table has no column {name!r}; {nearest(name, list(table))}")
+        else:
+            cells = table[name].astype(str).str.strip()
+            pattern = re.compile(fnmatch.translate(value))
+            hit = cells.map(lambda cell, pattern=pattern: pattern.match(cell) is not None)
+            if not hit.any():
+                problems.append(f"--exclude {request!r}: no row has it; {nearest(value, sorted(set(cells))[:2000])}")
+            reason[hit] = f"--exclude {request}"
+    out = reason != ""
+    rows = table[out]
+    excluded = [
+        {"run": run, "architecture": architecture, "loss": _number(loss), "reason": why}
+        for run, architecture, loss, why in zip(
+            rows["run"], rows["architecture"], rows["loss"], reason[out], strict=True
+        )
+    ]
+    if out.all() and not problems:
+        problems.append(f"exclude: leaves no row of {len(table)}; leave fewer out")
+    return table[~out].copy(), excluded, problems
+
+
+def _number(cell: str) -> float | None:
+    try:
+        value = float(cell)
+    except ValueError:
+        return None
+    return value if np.isfinite(value) else None
+
+
+def _unit(table: pd.DataFrame, column: str, unit: str | None, notes: list[str]) -> list[str]:
+    """Converts losses in bits to nats in place. Returns a problem if the losses cannot be nats."""
+    if unit == "bits":
+        table["loss"] *= np.log(2)
+        notes.append(f"loss: {column} is in bits; times ln 2 it is in nats")
+    fix = "give --loss-unit bits to convert it to nats, or --loss-unit any to fit it as it is"
+    if unit is None and re.search(r"(^|_)(bits?|bpb|bpc|bpw)(_|$)", _plain(column)):
+        return [f"loss: by its name, column {column!r} is in bits, and laws of loss are in nats; {fix}"]
+    low = table["loss"].idxmin()
+    if unit != "any" and table["loss"][low] < ENTROPY:
+        value = f"{table['loss'][low]:.4g} nats in line {table['line'][low]}"
+        return [f"loss: {value} is below a plausible entropy of text ({ENTROPY} nats per token); {fix}"]
+    return []
+
+
+def _one_per_point(table: pd.DataFrame, best_of: bool, notes: list[str]) -> tuple[pd.DataFrame, list[str]]:
+    """Keeps the best run of each architecture, N and D with `best_of`; else refuses runs that are no repeats."""
+    ends = table
+    if curves_of(table) is not None:  # records of one run are no repeats; runs are compared by their last one
+        ends = table.loc[table.groupby(["architecture", "run"], sort=False)["D"].idxmax()]
+    keys = [ends["architecture"], *(np.log10(ends[name]).round(4) for name in "ND")]
+    same = ends.groupby(keys, sort=False)["loss"]
+    if best_of:
+        best = ends.loc[same.idxmin()]
+        if len(ends) > len(best):
+            notes.append(f"{_rows(len(ends) - len(best))} left out: a lower loss at the same architecture, N and D")
+        if ends is table:
+            return table.loc[sorted(best.index)], []
+        kept = pd.MultiIndex.from_frame(table[["architecture", "run"]]).isin(
+            pd.MultiIndex.from_frame(best[["architecture", "run"]])
+        )
+        return table[kept], []
+    spread = same.transform("max") / same.transform("min") - 1
+    bad, why = spread > REPEATS, "more than repeats do"
+    if "learning_rate" in ends:
+        rates = pd.to_numeric(ends["learning_rate"], errors="coerce")
+        swept = (rates.groupby(keys, sort=False).transform("nunique") > 1) & (spread > SWEPT)
+        bad, why = (swept, "and learning_rate differs") if swept.any() else (bad, why)
+    if not bad.any():
+        return table, []
+    groups = [rows for _, rows in ends[bad].groupby([key[bad] for key in keys], sort=False)]
+    first = groups[0]
+    where = f"{lines_of(first['line'])}: losses {first['loss'].min():.4g} to {first['loss'].max():.4g}"
+    more = f", and so at {len(groups) - 1} more" if len(groups) > 1 else ""
+    fix = (
+        "give --best-of to keep the lowest after a sweep of settings; for different data or losses, name the column "
+        "that tells them apart with --columns architecture=COLUMN, or leave rows out with --exclude COLUMN=VALUE"
+    )
+    return table, [f"{where} at one N and D differ by {spread[first.index[0]]:.1%}, {why}{more}; {fix}"]
+
+
+def _thin(table: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+    """Returns about `KEPT` rows of a table with more than `LARGE`: records of each run, evenly spaced in C."""
+    if len(table) <= LARGE:
+        return table
+    keys = ["architecture", "run"] if curves_of(table) is not None else ["architecture"]
+    ordered = table.sort_values([*keys, "C"] if "run" in keys else [*keys, "N", "D"], kind="stable")
+    groups = ordered.groupby(keys, sort=False)
+    place, size = groups.cumcount(), groups["line"].transform("size")
+    each = np.minimum(size, max(8, KEPT // groups.ngroups))
+    kept = (place + 1) * each // size > place * each // size  # the last of each group is kept
+    notes.append(f"{len(table):,} rows: {int(kept.sum()):,} of them, evenly spaced, are fitted")
+    return ordered[kept].sort_index()
 
 
 def _records(path: Path) -> tuple[list[dict], int]:
@@ -423,10 +553,3 @@ def _missing(table: pd.DataFrame) -> pd.Series:
 
 def _rows(number: int) -> str:
     return f"{number} row" + ("" if number == 1 else "s")
-
-
-def _lines(numbers, shown: int = 12) -> str:
-    numbers = list(numbers)
-    listed = ", ".join(str(number) for number in numbers[:shown])
-    more = f" and {len(numbers) - shown} more" if len(numbers) > shown else ""
-    return ("line " if len(numbers) == 1 else "lines ") + listed + more

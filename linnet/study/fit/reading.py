@@ -1,0 +1,125 @@
+"""Reads the cells of a table of runs as text: CSV, TSV or JSONL, plain or gzipped."""
+
+import csv
+import gc
+import gzip
+import io
+import json
+import zlib
+from pathlib import Path
+
+import pandas as pd
+
+from linnet.config import ConfigError
+
+LONGEST = 16 * 2**20
+"""Largest number of characters of one cell."""
+SHOWN = 12
+"""Largest number of lines that a message names."""
+
+
+def read_cells(path: Path) -> pd.DataFrame:
+    """Returns the cells of a file as text. The index is the line number in the file.
+
+    A file is JSONL if its name ends in .jsonl or .ndjson (or the same with .gz), or if it begins with a brace.
+
+    Raises:
+        ConfigError: lists every problem: no such file, not text, lines that are not JSON objects, ragged rows, a column
+            that occurs twice, no rows.
+    """
+    text = _text(path)
+    collecting = gc.isenabled()
+    gc.disable()  # a million rows are a million lists, and collecting them takes longer than reading
+    try:
+        return _parse(text, path)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _parse(text: str, path: Path) -> pd.DataFrame:
+    if path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson")) or text.lstrip()[:1] == "{":
+        return _read_json(text, path)
+    return _read_csv(text, path)
+
+
+def lines_of(numbers, shown: int = SHOWN) -> str:
+    """Returns line numbers as text: `line 3`, `lines 3, 4 and 10 more`."""
+    numbers = list(numbers)
+    listed = ", ".join(str(number) for number in numbers[:shown])
+    more = f" and {len(numbers) - shown} more" if len(numbers) > shown else ""
+    return ("line " if len(numbers) == 1 else "lines ") + listed + more
+
+
+def _text(path: Path) -> str:
+    if path.is_dir():
+        raise ConfigError([f"{path}: a folder, not a table; give a CSV or JSONL file"], "table")
+    if path.exists() and not path.is_file():
+        raise ConfigError([f"{path}: not a regular file; give a CSV or JSONL file"], "table")
+    try:
+        content = path.read_bytes()
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+        text = content.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: there is no such file or folder"], "table") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ConfigError([f"a damaged gzip file ({error}); write it again"], str(path)) from None
+    except (UnicodeDecodeError, OSError) as error:
+        raise ConfigError([f"cannot be read as UTF-8 text: {error}"], str(path)) from None
+    if "\0" in text:
+        raise ConfigError(["contains NUL bytes, so it is a binary file; give a CSV"], str(path))
+    return text
+
+
+def _read_csv(text: str, path: Path) -> pd.DataFrame:
+    header = text.partition("\n")[0]
+    separator = max(",;\t", key=header.count)
+    before = csv.field_size_limit(LONGEST)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
+    try:
+        rows = [(reader.line_num, row) for row in reader if "".join(row).strip()]
+    except csv.Error as error:
+        reason = f"line {reader.line_num + 1}: {error}; look for a quote that is not closed"
+        raise ConfigError([reason], str(path)) from None
+    finally:
+        csv.field_size_limit(before)
+    if not rows:
+        raise ConfigError(["empty: a table needs a header line and rows"], str(path))
+    names = [name.strip() for name in rows[0][1]]
+    problems = [
+        f"column {name!r} occurs twice; rename one" for name in sorted({n for n in names if names.count(n) > 1})
+    ]
+    body = rows[1:]
+    ragged = [number for number, row in body if len(row) != len(names)]
+    if ragged:
+        problems.append(f"{lines_of(ragged)}: the number of cells is not {len(names)}, as in the header")
+    if not body:
+        problems.append("has a header but no rows; add one row per run")
+    if problems:
+        raise ConfigError(problems, str(path))
+    columns = dict(zip(names, zip(*(row for _, row in body), strict=True), strict=True))
+    return pd.DataFrame(columns, index=[number for number, _ in body], dtype=object)
+
+
+def _read_json(text: str, path: Path) -> pd.DataFrame:
+    rows, numbers, problems = [], [], []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            problems.append(f"line {number}: not JSON; write one object per line")
+            continue
+        if not isinstance(row, dict):
+            problems.append(f"line {number}: not a JSON object; write one object per line")
+            continue
+        rows.append({str(key).strip(): "" if value is None else str(value) for key, value in row.items()})
+        numbers.append(number)
+    if problems:
+        rest = len(problems) - SHOWN
+        raise ConfigError(problems[:SHOWN] + ([f"and {rest} more problems"] if rest > 0 else []), str(path))
+    if not rows:
+        raise ConfigError(["empty: write one JSON object per run"], str(path))
+    return pd.DataFrame(rows, index=numbers, dtype=object).fillna("")
