@@ -23,7 +23,9 @@ def compare(
         list[Path],
         typer.Argument(metavar="RUN...", help="Run folders with evaluations (linnet evaluate).", show_default=False),
     ],
-    out: Annotated[Path, typer.Option(help="The page; pictures go beside it.", metavar="PAGE")] = OUT,
+    out: Annotated[
+        Path, typer.Option(help="The page, or a folder for index.html; pictures go beside it.", metavar="PATH")
+    ] = OUT,
     page: Annotated[bool, typer.Option(help="Write the page (needs the extra study).")] = True,
     depth_ratio: Annotated[float, typer.Option(help="Needles: weight of a depth relative to the one before.")] = 1.01,
     length_ratio: Annotated[float, typer.Option(help="Needles: weight of a length relative to the one before.")] = 1.01,
@@ -47,6 +49,8 @@ def compare(
     from linnet.report.needle import Constants
 
     page = page and not as_json
+    if not out.suffix or (out.is_dir() and out.suffix.lower() not in (".html", ".htm")):
+        out = out / "index.html"
     _check(depth_ratio, length_ratio, out if page else None, open_)
     show_comparison(runs, out if page else None, Constants(depth_ratio, length_ratio, threshold), as_json)
     if page and open_:
@@ -69,24 +73,27 @@ def show_comparison(
     """
     from linnet.evaluate.compare import compare as compare_all
     from linnet.evaluate.compare import shared
+    from linnet.evaluate.compare_words import split
 
     found, problems = _read(runs)
     for problem in problems:
         Console(stderr=True).print(f"[bold yellow]left out[/] {escape(problem)}", highlight=False, soft_wrap=True)
     groups = shared({name: evaluations for name, (_, evaluations) in found.items()})
+    differing = split(groups) if len(found) > 1 else []
     if len(found) > 1:
         groups = [group for group in groups if len(group.lacking) < len(found) - 1]
         if not groups:
-            raise ConfigError([_nothing_in_common(found)], "compare")
+            raise ConfigError([*differing, _nothing_in_common(found)], "compare")
+    for line in differing:
+        Console(stderr=True).print(f"[bold yellow]left out[/] {escape(line)}", highlight=False, soft_wrap=True)
+    problems += differing
     comparisons = compare_all(groups)
     if as_json:
         typer.echo(json.dumps([_to_dict(one) for one in comparisons], indent=1))
         return
     console = Console(highlight=False)
     for group in groups:
-        _show(
-            group, [one for one in comparisons if one.kind == group.kind and one.asked == group.asked], found, console
-        )
+        _show(group, [one for one in comparisons if group.owns(one)], found, console)
     if page is not None:
         from linnet.report.compare import write_comparison
         from linnet.report.needle import Constants

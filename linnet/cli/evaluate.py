@@ -406,9 +406,9 @@ def _execute(job: _Job) -> None:
     records = {}
     for evaluator in job.evaluators:
         record = evaluator.run(session, no_progress if job.as_json else bar)
+        _keep(session, record)  # before it is printed, since a closed pipe ends the command
         if not job.as_json:
             show(record, session.path)
-        _keep(session, record)
         records[record.kind] = record.to_dict()
     if job.as_json:
         typer.echo(json.dumps(records, indent=1))

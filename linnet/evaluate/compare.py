@@ -1,12 +1,13 @@
 """Several models on the same items: intervals, paired differences, and tests.
 
 Two results are compared if they have the same settings (`asked`, except for the keys in `OWN_WAYS`, which may differ
-between models). A comparison uses the items that all models have. Intervals are percentiles of a bootstrap over items
-(documents, questions, cells of a needle grid). All models share the same resamples, so that differences are paired.
-The test of a difference is a paired permutation test: it swaps the two models' scores of single items at random
-(R. A. Fisher, "The Design of Experiments", 1935, section 21). With few items it enumerates all swaps. Holm's method
-adjusts the p-values of one call together (S. Holm, Scand. J. Statist. 6, 1979), which bounds the probability of any
-false positive among them by the level.
+between models) and the same content (`scored`): a file that changed between two evaluations is another text. A
+comparison uses the items that all models have. Intervals are percentiles of a bootstrap over items (documents,
+questions, cells of a needle grid). All models share the same resamples, so that differences are paired. The test of a
+difference is a paired permutation test: it swaps the two models' scores of single items at random (R. A. Fisher, "The
+Design of Experiments", 1935, section 21). With few items it enumerates all swaps. Holm's method adjusts the p-values of
+one call together (S. Holm, Scand. J. Statist. 6, 1979), which bounds the probability of any false positive among them
+by the level.
 
 Only one metric per task is tested: the first that has items. If the record lists the metrics that count
 (`detail["shown"]`), only these are candidates. The other metrics are shown without a test, since most of them are the
@@ -98,6 +99,7 @@ class Comparison:
     differences: tuple[Difference, ...] = ()
     untested: str = ""
     chance: float | None = None
+    scored: str | None = None
 
     def guesses(self, number: Number) -> bool:
         """Whether a model is not above guessing: the lower end of its interval (or its value) is not above chance."""
@@ -113,8 +115,10 @@ class Comparison:
 
     @property
     def best(self) -> str | None:
-        """The name of the model with the best value; None if several tie."""
-        return self.leaders[0] if len(self.leaders) == 1 else None
+        """The name of the model with the best value; None if several tie, or if it is not above guessing."""
+        if len(self.leaders) != 1:
+            return None
+        return next((one.name for one in self.numbers if one.name == self.leaders[0] and not self.guesses(one)), None)
 
 
 @dataclass(frozen=True)
@@ -125,37 +129,60 @@ class Shared:
         asked: the common settings.
         entries: one or more per model, in the order of the runs.
         lacking: names of the models without this evaluation.
+        scored: digest of the content that was scored; None if no record has one.
     """
 
     kind: str
     asked: dict
     entries: tuple[Entry, ...]
     lacking: tuple[str, ...]
+    scored: str | None = None
+
+    def owns(self, comparison: Comparison) -> bool:
+        """Whether a comparison is of this group."""
+        own = (self.kind, self.asked, self.scored)
+        return own == (comparison.kind, comparison.asked, comparison.scored)
 
 
 def shared(evaluations: dict[str, Sequence[Evaluation]]) -> list[Shared]:
-    """Groups evaluations that have the same settings; groups with the most models come first.
+    """Groups evaluations that have the same settings and content; groups with the most models come first.
+
+    A record without a digest of the content (of Linnet 0.1) joins the group of its settings if there is only one. It is
+    left out if its model has a record with a digest and the same settings.
 
     Args:
         evaluations: the evaluations of each model, by its name. If some differ only in the training step, the latest
             step is used. If some differ only in `OWN_WAYS`, each becomes an entry with the settings in its name.
     """
-    groups: dict[tuple[str, str], list[Entry]] = {}
+    contents: dict[tuple[str, str], set[str]] = {}
+    for found in evaluations.values():
+        for one in found:
+            contents.setdefault(_settings(one), set()).update({one.scored} - {None})
+    groups: dict[tuple[str, str, str | None], list[Entry]] = {}
     for name, found in evaluations.items():
-        mine: dict[tuple[str, str], list[Evaluation]] = {}
+        mine: dict[tuple[str, str, str | None], list[Evaluation]] = {}
+        known = {_settings(one) for one in found if one.scored is not None}
         for evaluation in found:
-            key = (evaluation.kind, digest(plain(common(evaluation.asked))))
-            mine.setdefault(key, []).append(evaluation)
+            key, scored = _settings(evaluation), evaluation.scored
+            if scored is None and key in known:
+                continue
+            if scored is None and len(contents[key]) == 1:
+                [scored] = contents[key]
+            mine.setdefault((*key, scored), []).append(evaluation)
         for key, same in mine.items():
             last = max(evaluation.model.get("step") or 0 for evaluation in same)
             same = [evaluation for evaluation in same if (evaluation.model.get("step") or 0) == last]
             entries = [Entry(_named(name, evaluation, same), name, evaluation) for evaluation in same]
             groups.setdefault(key, []).extend(entries)
     made = []
-    for (kind, _), entries in groups.items():
+    for (kind, _, scored), entries in groups.items():
         lacking = tuple(name for name in evaluations if name not in {entry.model for entry in entries})
-        made.append(Shared(kind, common(entries[0].evaluation.asked), tuple(entries), lacking))
+        made.append(Shared(kind, common(entries[0].evaluation.asked), tuple(entries), lacking, scored))
     return sorted(made, key=lambda group: len(group.lacking))
+
+
+def _settings(evaluation: Evaluation) -> tuple[str, str]:
+    return evaluation.kind, digest(plain(common(evaluation.asked)))
 
 
 def compare(groups: Sequence[Shared], seed: int = 0) -> list[Comparison]:
@@ -267,7 +294,7 @@ def _of_group(group: Shared, seed: int) -> list[Comparison]:
         asks = asks and (not counting or (task, metric) in counting)
         tested |= {task} if asks else set()
         one = _of_metric(group, by_name, asks, seed)
-        found.append(replace(one, chance=chances.get((task, metric))))
+        found.append(replace(one, chance=chances.get((task, metric)), scored=group.scored))
     return found
 
 

@@ -1,6 +1,7 @@
 """Text of comparisons: titles of evaluations, formats of numbers, and notes on how to read them."""
 
 import math
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -21,13 +22,39 @@ def title(group: Shared) -> str:
     """Returns the kind of an evaluation, with the settings that tell it from others of its kind."""
     asked = group.asked
     if group.kind == "text":
-        return f"text: {', '.join(asked['text'])}"
+        return f"text: {_texts(group)}"
     if group.kind == "needle":
         lengths = f"{len(asked['lengths'])} lengths up to {max(asked['lengths']):,} tokens"
         return f"needle: {needle_name(asked)}, {lengths}, {len(asked['depths'])} depths"
     if group.kind == "tasks":
         return f"tasks: {', '.join(asked['tasks'])}"
     return group.kind
+
+
+def _texts(group: Shared) -> str:
+    """Returns the names of the files that were scored, of which globs and folders say nothing; at most three."""
+    documents = group.entries[0].evaluation.detail.get("documents") or [{"name": path} for path in group.asked["text"]]
+    names = list(dict.fromkeys(re.sub(r":\d+$", "", one["name"]) for one in documents))  # rows of JSONL are numbered
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def split(groups: Sequence[Shared]) -> list[str]:
+    """Returns a sentence for each evaluation whose models scored different content under the same settings."""
+    same: dict[str, list[Shared]] = {}
+    for group in groups:
+        same.setdefault(f"{group.kind} {sorted(group.asked.items(), key=str)}", []).append(group)
+    found = []
+    for of_settings in same.values():
+        if len(of_settings) > 1:
+            sides = []
+            for group in of_settings:
+                names = ", ".join(dict.fromkeys(entry.name for entry in group.entries))
+                sides.append(f"{names}: {'not recorded' if group.scored is None else group.scored}")
+            found.append(
+                f"{title(of_settings[0])}: the settings agree, but not the content that was scored (its digests: "
+                f"{'; '.join(sides)}), so these are not compared; evaluate again what is older"
+            )
+    return found
 
 
 def command(evaluation: Evaluation, run: str) -> str:
@@ -69,6 +96,12 @@ def between(interval: tuple[float, float] | None) -> str:
 def notes(group: Shared, comparisons: Sequence[Comparison]) -> list[str]:
     """Returns notes on settings that differ between models, on too few items, and on metrics that are not tested."""
     found = []
+    unknown = [entry.name for entry in group.entries if entry.evaluation.scored is None]
+    if unknown and len(group.entries) > 1:
+        found.append(
+            f"{', '.join(unknown)}: the record is of Linnet 0.1 and does not say what was scored, so its content may "
+            "differ; evaluate again to be sure."
+        )
     for way in ("method", "window", "context", "precision"):
         values = {entry.name: entry.evaluation.asked.get(way) for entry in group.entries}
         if len({value for value in values.values() if value is not None}) > 1:

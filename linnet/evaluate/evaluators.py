@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from linnet.config import ConfigError, gather, not_installed
 from linnet.data.sources import find_files, read_documents
-from linnet.evaluate.results import Evaluation, Item, Result
+from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
 from linnet.install import install_command
 
@@ -60,7 +60,8 @@ class TextEvaluator(Evaluator):
             )
         asked = {"text": list(self.paths), "text_key": self.text_key, "method": method}
         asked |= {"window": score.window, "stride": score.stride, "precision": session.precision}
-        return Evaluation(self.kind, session.about, asked, score.results(), score.to_dict())
+        scored = digest_of(document.digest for document in documents)
+        return Evaluation(self.kind, session.about, asked, score.results(), score.to_dict(), scored)
 
     def _window(self, session: Session) -> int:
         return self.window or session.training_length or 1024
@@ -90,7 +91,7 @@ class NeedleEvaluator(Evaluator):
         next(items(config.model_copy(update={"lengths": config.lengths[:1], "samples": 1}), session.tokenizer))
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        from linnet.evaluate.needle import run_needle
+        from linnet.evaluate.needle import hidden_digest, run_needle
         from linnet.evaluate.needle_scores import needle_scores, sensitivity
 
         config = self._config()
@@ -112,7 +113,7 @@ class NeedleEvaluator(Evaluator):
         detail = {"config": config.model_dump(), "accuracy": grid.tolist(), **scores.to_dict()}
         detail |= {"sensitivity": sensitivity(grid)}
         asked = config.model_dump() | {"precision": session.precision}
-        return Evaluation(self.kind, session.about, asked, results, detail)
+        return Evaluation(self.kind, session.about, asked, results, detail, hidden_digest(config))
 
     def _config(self):
         from linnet.config import parse
@@ -145,14 +146,14 @@ class RecallEvaluator(Evaluator):
         check_recall(self._config(), session.tokenizer, session.model.config.vocab_size)
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        from linnet.evaluate.recall import cells, run_recall, to_results
+        from linnet.evaluate.recall import cells, drawn_digest, run_recall, to_results
 
         config = self._config()
         with progress("sequences", sum(config.samples for _ in cells(config))) as meter:
             found = run_recall(session.model, session.tokenizer, config, progress=meter)
         asked = config.model_dump() | {"precision": session.precision}
         detail = {"cells": [cell.to_dict() for cell in found]}
-        return Evaluation(self.kind, session.about, asked, to_results(found), detail)
+        return Evaluation(self.kind, session.about, asked, to_results(found), detail, drawn_digest(config))
 
     def _config(self):
         from linnet.config import parse
@@ -245,7 +246,7 @@ class TaskEvaluator(Evaluator):
         settings |= {"include": None if asked.include is None else str(asked.include), "precision": session.precision}
         detail = {"tasks": about, "cuts": lm.cuts, "shown": [[one.task, one.metric] for one in shown]}
         detail["chance"] = [[task, metric, value] for (task, metric), value in guessed.items()]
-        return Evaluation(self.kind, session.about, settings, results, detail)
+        return Evaluation(self.kind, session.about, settings, results, detail, digest_of(sorted(lm.scored)))
 
     def _context(self, session: Session) -> tuple[int | None, str]:
         """Returns how many tokens the model may see (None for all), and what happens to longer questions.

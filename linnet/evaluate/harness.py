@@ -33,6 +33,7 @@ class LinnetLM(TemplateLM):
         too_long: what happens to longer requests. cut: a context loses its beginning, with a warning, and texts are
             scored in windows of this length, as in the harness. refuse: raise `ConfigError` before scoring anything.
         cuts: number of contexts and texts that were cut so far.
+        scored: what was asked so far: the questions with their prompts and right answers, which `run_tasks` adds.
         progress: called with the number of answered requests and the number of all requests.
     """
 
@@ -47,6 +48,7 @@ class LinnetLM(TemplateLM):
         if engine.tokenizer is None:
             raise ValueError("engine: has no tokenizer; load the engine from a folder with tokenizer.json")
         self.engine, self.max_length, self.too_long, self.cuts = engine, max_length, too_long, 0
+        self.scored: list[str] = []
         self.progress = progress or (lambda done, total: None)
         self.encoder: Tokenizer = engine.tokenizer
 

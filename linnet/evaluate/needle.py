@@ -22,7 +22,8 @@ from linnet.config import Config, ConfigError
 from linnet.data import Tokenizer
 from linnet.evaluate.likelihood import log_likelihoods
 from linnet.evaluate.needle_scores import RIVALS
-from linnet.evaluate.ruler import common_words
+from linnet.evaluate.results import digest_of
+from linnet.evaluate.ruler import common_words, wording
 from linnet.inference import Engine, Sampling
 
 VALUES = 4  # number of values, keys or links of a chain in the variants that have several
@@ -209,11 +210,27 @@ def draw_question(config: NeedleConfig, generator: np.random.Generator) -> Quest
             return Question(tuple(links), asked, tuple(names))
 
 
+def hidden_digest(config: NeedleConfig) -> str:
+    """Returns a digest of the haystack's text and of the first question of each length, for any tokenizer."""
+    if config.variant == "words":
+        return digest_of([*wording(), str(config.seed)])
+    first = [np.random.default_rng([config.seed, length, 0, 0]) for length in config.lengths]
+    questions = [draw_question(config, generator) for generator in first]
+    return digest_of(
+        [*_sentences(config), *(part for one in questions for part in (*one.needles, one.asked, *one.answers))]
+    )
+
+
 def _haystack(config: NeedleConfig, tokenizer: Tokenizer) -> list[tuple[str, int]]:
     """Returns the sentences of the haystack, each with the number of tokens that it adds to a text."""
+    return [(text, _count(text, tokenizer)) for text in _sentences(config)]
+
+
+def _sentences(config: NeedleConfig) -> list[str]:
+    """Returns the sentences of the haystack."""
     if config.haystack is None:
         generator = np.random.default_rng(config.seed)
-        texts = [draw_sentence(generator).rstrip() for _ in range(400)]
+        return [draw_sentence(generator).rstrip() for _ in range(400)]
     else:
         try:
             text = Path(config.haystack).read_text(encoding="utf-8")
@@ -222,7 +239,7 @@ def _haystack(config: NeedleConfig, tokenizer: Tokenizer) -> list[tuple[str, int
         texts = [part.rstrip() for part in _SENTENCE.findall(" ".join(text.split()))]
         if not texts:
             raise ConfigError([f"haystack: {config.haystack!r} is empty; give a text file"], "needle")
-    return [(text, _count(text, tokenizer)) for text in texts]
+    return texts
 
 
 def _count(text: str, tokenizer: Tokenizer) -> int:

@@ -26,7 +26,7 @@ from linnet.config import Config, ConfigError
 from linnet.data import Tokenizer
 from linnet.data.synthetic import IGNORE, Mqar, Task, find_task, generate
 from linnet.evaluate.mode import evaluating
-from linnet.evaluate.results import Item, Result
+from linnet.evaluate.results import Item, Result, digest_of
 from linnet.evaluate.text import first_token
 from linnet.models import CausalLM
 
@@ -120,6 +120,12 @@ def cells(config: RecallConfig) -> Iterator[tuple[str, int, int, Task]]:
             f"lengths: all of {config.lengths} are too short for {config.pairs} pairs; give longer ones, or fewer pairs"
         )
         raise ConfigError([message], "recall")
+
+
+def drawn_digest(config: RecallConfig) -> str:
+    """Returns a digest of the first two sequences of each cell, before they become tokens of a vocabulary."""
+    drawn = [generate(task, "test", 2, seed=config.seed) for *_, task in cells(config)]
+    return digest_of(part.tobytes() for one in drawn for part in (one.inputs, one.targets))
 
 
 def check_recall(config: RecallConfig, tokenizer: Tokenizer | None, vocab_size: int) -> None:

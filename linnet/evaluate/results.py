@@ -2,7 +2,7 @@
 
 Each evaluation is two files in `RUN/evaluations`, whose name begins with its kind ("text", "needle", a suite, ...):
 
-    KIND-DIGEST.json    the output of `Evaluation.to_dict`; the digest is of `asked` and of the checkpoint's step
+    KIND-DIGEST.json    the output of `Evaluation.to_dict`; the digest is of `asked`, `scored` and the checkpoint's step
     KIND-DIGEST.csv     one row per item of each result: task,metric,id,score,weight
 
     {"format": 1, "kind": "csr",
@@ -10,9 +10,14 @@ Each evaluation is two files in `RUN/evaluations`, whose name begins with its ki
                "step", "tokens", "flops",                                                    # at that checkpoint
                "trained", "evaluated"},                                                      # date and environment
      "asked": {...},                                                                         # settings, of that kind
+     "scored": "1a2b3c4d5e6f",                                         # digest of the texts, questions or needles
      "results": [{"task", "metric", "value", "n", "better": "higher" | "lower", "average": "mean" | "exp" | null}],
      "items": "csr-1a2b3c4d5e6f.csv",
      "detail": {...}}                                                                        # more of that kind
+
+`scored` is a digest of what the model was asked: the bytes of texts, the questions and prompts of tasks, the sentences
+and seeds of needles, the sequences of recall. It does not depend on the model or its tokenizer. Results of two models
+are compared only if it agrees. Records of Linnet 0.1 do not have it (None).
 
 `average` relates `value` to the items. "mean": `value` is the weighted mean of their scores. "exp": it is the
 exponential of that mean (perplexities). null: there are no items. Items of two models can be paired if task, metric
@@ -21,6 +26,7 @@ and id agree.
 
 import contextlib
 import csv
+import hashlib
 import io
 import json
 import math
@@ -41,6 +47,15 @@ if TYPE_CHECKING:  # records are read without torch
 FOLDER = "evaluations"
 FORMAT = 1
 _COLUMNS = ("task", "metric", "id", "score", "weight")
+
+
+def digest_of(parts: Iterable[bytes | str]) -> str:
+    """Returns `scored` of a record: a digest of the parts, in their order."""
+    found = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        found.update(len(data).to_bytes(8, "big") + data)
+    return found.hexdigest()[:12]
 
 
 class OtherFormatError(ConfigError):
@@ -106,15 +121,17 @@ class Evaluation:
     asked: dict[str, Any]
     results: tuple[Result, ...]
     detail: dict[str, Any] = field(default_factory=dict)
+    scored: str | None = None
 
     @property
     def name(self) -> str:
         """The name of its files, without suffix."""
-        return f"{self.kind}-{digest({'asked': plain(self.asked), 'step': self.model.get('step')})}"
+        about = {"asked": plain(self.asked), "step": self.model.get("step")}
+        return f"{self.kind}-{digest(about if self.scored is None else about | {'scored': self.scored})}"
 
     def to_dict(self) -> dict:
         """Returns the content of the JSON file."""
-        values = {"format": FORMAT, "kind": self.kind, "model": self.model, "asked": self.asked}
+        values = {"format": FORMAT, "kind": self.kind, "model": self.model, "asked": self.asked, "scored": self.scored}
         values |= {"results": [result.to_dict() for result in self.results]}
         return plain(values | {"items": f"{self.name}.csv", "detail": self.detail})
 
@@ -165,7 +182,8 @@ def read_evaluation(path: str | Path) -> Evaluation:
             )
             for one in values["results"]
         )
-        return Evaluation(values["kind"], values["model"], values["asked"], results, values["detail"])
+        kept = (values["kind"], values["model"], values["asked"], results, values["detail"], values.get("scored"))
+        return Evaluation(*kept)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise

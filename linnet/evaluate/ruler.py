@@ -19,6 +19,11 @@ _SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
 _INTRODUCTION = "A list of words, of which some come more often than others:"
 
 
+def wording() -> list[str]:
+    """Returns the texts of which lists and questions are made."""
+    return [_INTRODUCTION, *_SYLLABLES, *map(_question, (1, 10)), repr(TIERS)]
+
+
 def common_words(
     length: int, rivals: int, generator: np.random.Generator, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:

@@ -6,6 +6,7 @@ evaluation starts, and need no network. Questions of the harness's tasks come fr
 """
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -101,12 +102,17 @@ def run_tasks(lm: LinnetLM, tasks: Mapping[str, Task], limit: int | None = None)
 
     Raises:
         ConfigError: a request is too long, and `lm.too_long` is "refuse".
+
+    Adds to `lm.scored` a line per question.
     """
     with _quiet():
         loaded = {"tasks": dict(tasks), "groups": {}, "group_map": {}}
         answers = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=0, log_samples=True)
     found = []
     for name, task in tasks.items():
+        for one in answers["samples"][name]:
+            kept = [name, *(one[key] for key in ("doc_id", "filter", "doc", "target", "arguments"))]
+            lm.scored.append(json.dumps(kept, sort_keys=True, default=str))
         higher = task.higher_is_better()
         for key, value in answers["results"][name].items():
             metric, comma, kind = key.partition(",")

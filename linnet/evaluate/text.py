@@ -28,7 +28,7 @@ from linnet.config import ConfigError
 from linnet.data import Tokenizer
 from linnet.data.sources import find_files, read_documents
 from linnet.evaluate.mode import evaluating
-from linnet.evaluate.results import Item, Result
+from linnet.evaluate.results import Item, Result, digest_of
 from linnet.models import CausalLM, ModelConfig
 from linnet.models.costs import meta_model
 
@@ -45,18 +45,21 @@ class Document:
         name: the file, and for JSONL and Parquet the row.
         tokens: ids, int64 [n]; the first is context and is not scored.
         words, bytes: length of the text.
+        digest: of the text's bytes; "" if it is not known.
     """
 
     name: str
     tokens: np.ndarray
     words: int
     bytes: int
+    digest: str = ""
 
     @classmethod
     def of_text(cls, name: str, text: str, tokenizer: Tokenizer) -> "Document":
         """Tokenizes a text after `first_token`. White space separates words; bytes are those of UTF-8."""
         tokens = np.concatenate([[first_token(tokenizer)], tokenizer.encode(text)])
-        return cls(name, tokens, len(text.split()), len(text.encode()))
+        data = text.encode()
+        return cls(name, tokens, len(text.split()), len(data), digest_of([data]))
 
 
 def first_token(tokenizer: Tokenizer) -> int:

@@ -25,7 +25,7 @@ class Side:
     constants: Constants
 
     def of(self, group: Shared) -> list[Comparison]:
-        return [one for one in self.comparisons if one.kind == group.kind and one.asked == group.asked]
+        return [one for one in self.comparisons if group.owns(one)]
 
 
 def write_comparison(
@@ -71,6 +71,7 @@ def _page(side: Side, drawn: list[tuple], command: str, problems: Sequence[str])
         "<h2>What was found</h2>",
         f'<ul class="findings">{"".join(f"<li>{line}</li>" for line in findings)}</ul>',
         shell.key(side.architectures),
+        *_models(side),
     ]
     for _, figures, _, after in drawn:
         parts += [*(shell.section(figure, command) for figure in figures), *after]
@@ -94,6 +95,27 @@ def _made(side: Side) -> dict[str, str]:
         "Trained with": escape(provenance.shown(one.get("trained") or {} for one in about)),
         "Evaluated with": escape(provenance.shown(one.get("evaluated") or {} for one in about)),
     }
+
+
+def _models(side: Side) -> list[str]:
+    """A table of the models: size, and what each was trained on when it was scored."""
+    titles = ("Parameters", "without embeddings", "Training tokens", "Training FLOPs", "Step")
+    head = "<th>Model</th>" + "".join(f'<th class="n">{title}</th>' for title in titles)
+    rows, seen = [], set()
+    for entry in (entry for group in side.groups for entry in group.entries):
+        about = entry.evaluation.model
+        names = ("params_total", "params_non_embedding", "tokens", "flops", "step")
+        numbers = tuple(about.get(name) for name in names)
+        if (entry.name, numbers) in seen:
+            continue
+        seen.add((entry.name, numbers))
+        forms = (units.count, units.count, units.count, units.scientific, lambda step: f"{step:,}")
+        cells = []
+        for number, form in zip(numbers, forms, strict=True):
+            text = units.MISSING if number is None else form(number)
+            cells.append(f'<td class="n" data-v="{"" if number is None else number}">{text}</td>')
+        rows.append(f"<tr><td>{shell.swatch(side.architectures, entry.name)}</td>{''.join(cells)}</tr>")
+    return ["<h2>The models</h2>", shell.table("models", head, rows, "sortable")]
 
 
 def _summary(side: Side) -> str:
@@ -234,13 +256,17 @@ def _intervals(side: Side, group: Shared, own: list[Comparison], number: int) ->
             rows.append(row | {"number": f"{shown(found.value)}{between(found.interval)}"})
     domain = [row[end] for row in rows for end in ("low", "high")] + [row["value"] for row in guesses]
     domain = style.padded(domain, False)
-    x = alt.X("value:Q", title=None, scale=alt.Scale(domain=domain, nice=False, zero=False))
+    metrics = {one.metric.replace("_", " ") for one in firsts.values()}
+    what = metrics.pop() if len(metrics) == 1 else "value of the metric"
+    better = {one.better for one in firsts.values()}
+    what += f" ({next(iter(better))} is better)" if len(better) == 1 else ""
+    x = alt.X("value:Q", title=what, scale=alt.Scale(domain=domain, nice=False, zero=False))
     x = x.axis(tickCount=8)
-    y = alt.Y("task:N", title=None, sort=None).axis(labelLimit=300)
+    y = alt.Y("task:N", title="task and metric", sort=None).axis(labelLimit=300)
     offset = alt.YOffset("architecture:N", sort=side.architectures)
     base, tooltip = canvas.chart(rows), canvas.tooltip(("architecture", "task", "number"))
     bar = base.mark_rule(strokeWidth=2.5).encode(
-        alt.X("low:Q", title=None, scale=alt.Scale(domain=domain, nice=False, zero=False)), alt.X2("high:Q"), y, offset,
+        alt.X("low:Q", title=what, scale=alt.Scale(domain=domain, nice=False, zero=False)), alt.X2("high:Q"), y, offset,
         canvas.colour(), strokeOpacity=canvas.fade(0.75),
     )  # fmt: skip
     dot = base.mark_point(size=80, filled=True, opacity=1)
@@ -248,9 +274,8 @@ def _intervals(side: Side, group: Shared, own: list[Comparison], number: int) ->
     step = max(26, 14 * len(group.entries))
     guessing = canvas.chart(guesses).mark_tick(thickness=2, size=step, style=style.QUIET, orient="vertical")
     chart = canvas.layer(guessing.encode(x, y), bar, dot).properties(width=700, height=step * len(firsts) + 10)
-    better = {one.better for one in firsts.values()}
     caption = "Each task's metric that is tested, else its first, with its 95 % interval over items"
-    caption += f"; {better.pop()} is better." if len(better) == 1 else "."
+    caption += f"; {next(iter(better))} is better." if len(better) == 1 else "."
     caption += " Grey lines are guessing." if guesses else ""
     return [canvas.figure(f"intervals-{number}", f"Side by side: {title(group)}", caption, chart)]
 

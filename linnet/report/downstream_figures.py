@@ -201,4 +201,4 @@ def _chance(canvas: Canvas, series: Series, y):
 
 
 def _domain(rows: list[dict], column: str) -> list[float]:
-    return style.padded([row[column] for row in rows], True)
+    return style.padded([row[column] for row in rows], True, least=1.5)

@@ -74,14 +74,22 @@ def theme(dark: bool = False, font: str = FONT) -> dict:
     }
 
 
-def padded(values: Sequence[float], logarithmic: bool, share: float = 0.05) -> list[float]:
-    """The range of an axis: that of the values and a margin on both sides. One value alone gets some room too."""
+def padded(values: Sequence[float], logarithmic: bool, share: float = 0.05, least: float = 1.0) -> list[float]:
+    """The range of an axis: that of the values and a margin on both sides. One value alone gets some room too.
+
+    Args:
+        values: the values to draw.
+        logarithmic: whether the axis is logarithmic.
+        share: margin on each side, as a share of the range.
+        least: for a logarithmic axis, least ratio of its ends, so that values that are nearly equal look equal.
+    """
     finite = [value for value in values if math.isfinite(value) and (value > 0 or not logarithmic)]
     if not finite:
         return [1.0, 10.0] if logarithmic else [0.0, 1.0]
     low, high = min(finite), max(finite)
     if logarithmic:
         margin = share * math.log(high / low) if high > low else math.log(1.5)
+        margin = max(margin, (math.log(least) - math.log(high / low)) / 2)
         return [low * math.exp(-margin), high * math.exp(margin)]
     margin = share * (high - low) if high > low else 0.1 * abs(high) or 0.5
     return [low - margin, high + margin]

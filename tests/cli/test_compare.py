@@ -108,7 +108,7 @@ def test_a_damaged_record_is_left_out_and_named(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "out, message", [("file/index.html", "is a file"), ("page", "name a page"), ("folder.html", "is a folder")]
+    "out, message", [("file/index.html", "is a file"), ("page.txt", "name a page"), ("folder.html", "is a folder")]
 )
 def test_a_page_that_cannot_be_written_is_told_before_any_work(tmp_path, monkeypatch, out, message):
     monkeypatch.chdir(tmp_path)
@@ -175,3 +175,26 @@ def test_what_cannot_be_compared(folder):
     assert result.exit_code == 2
     for part in ("none: has no evaluation yet", "missing: is not a run folder", "tnl: is given twice"):
         assert part in text, text
+
+
+def test_a_text_that_changed_between_two_evaluations_is_another_text(folder, tmp_path):
+    text = tmp_path / "c.txt"
+    for name, content in (("tnl", "one text\n"), ("llama", "another\n")):
+        shutil.copytree(folder / name, tmp_path / name)
+        shutil.rmtree(tmp_path / name / "evaluations")
+        text.write_text(content * 9)
+        assert call("evaluate", "text", tmp_path / name, text).exit_code == 0
+    digests = [read_evaluations(tmp_path / name)[0].scored for name in ("tnl", "llama")]
+    result = call("compare", tmp_path / "tnl", tmp_path / "llama", "--no-page")
+    assert result.exit_code == 2 and all(digest in result.output for digest in digests), result.output
+    assert call("evaluate", "text", tmp_path / "tnl", text).exit_code == 0  # a second record; the first one stays
+    result = call("compare", tmp_path / "tnl", tmp_path / "llama", "--no-page")
+    assert result.exit_code == 0 and digests[0] in result.output and "c.txt" in result.stdout, result.output
+
+
+def test_out_may_be_a_folder(folder, tmp_path):
+    result = call("compare", folder / "tnl", folder / "llama", "--out", tmp_path / "pages")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "pages" / "index.html").read_text()
+    assert 'id="models"' in page and "text: " + str(folder / "a.jsonl") in page
+    assert '"title":"bits per byte (lower is better)"' in page and '"title":"task and metric"' in page

@@ -229,3 +229,17 @@ def test_a_folder_that_cannot_be_written_to_is_noted_before_the_numbers(folder, 
 def test_a_gpu_that_is_not_there(folder):
     result = call("text", folder / "tnl", folder / "a.txt", "--device", "cuda")
     assert result.exit_code == 2 and keys_of(result) == ["--device"]
+
+
+def test_a_record_is_written_before_it_is_printed(folder, monkeypatch):
+    from linnet.cli import evaluate_show
+    from linnet.evaluate.results import read_evaluations
+
+    before = {record.name for record in read_evaluations(folder / "tnl")}
+
+    def closed(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(evaluate_show, "show", closed)
+    call("text", folder / "tnl", folder / "a.txt", "--window", 24, "--method", "windowed")
+    assert len({record.name for record in read_evaluations(folder / "tnl")} - before) == 1

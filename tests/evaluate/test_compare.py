@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from linnet.evaluate.compare import bootstrap_means, compare, holm, permutation_p, shared
+from linnet.evaluate.compare_words import notes, split
 from linnet.evaluate.results import Evaluation, Item, Result
 
 
@@ -179,3 +181,36 @@ def test_the_metric_that_counts_is_tested():
     for shown, tested in (([["quiz", "acc_norm"]], "acc_norm"), ([], "acc")):
         rows = {name: [Evaluation("csr", {}, {}, results, {"shown": shown} if shown else {})] for name in "ab"}
         assert [one.metric for one in compare(shared(rows)) if one.differences] == [tested]
+
+
+def test_other_content_under_the_same_settings_is_not_compared():
+    one, two = (replace(evaluation([1, 0, 1], kind="csr"), scored=digest) for digest in ("aaaa", "bbbb"))
+    groups = shared({"a": [one], "b": [two], "c": [two]})
+    assert [(group.scored, [entry.model for entry in group.entries]) for group in groups] == [
+        ("bbbb", ["b", "c"]),
+        ("aaaa", ["a"]),
+    ]
+    [line] = split(groups)
+    assert "aaaa" in line and "bbbb" in line
+    assert [[number.name for number in one.numbers] for one in compare(groups)] == [["b", "c"], ["a"]]
+    assert not split(shared({"a": [one], "b": [replace(one, asked=one.asked)]}))
+
+
+def test_old_records_without_a_digest_are_compared_with_a_note():
+    old, new = evaluation([1, 0, 1]), replace(evaluation([0, 0, 1]), scored="aaaa")
+    [group] = shared({"a": [old], "b": [new]})
+    assert not group.lacking and any(line.startswith("a: ") for line in notes(group, []))
+    [group] = shared({"a": [old, new], "b": [new]})  # the record that says what was scored counts
+    assert all(entry.evaluation is new for entry in group.entries) and not notes(group, [])
+    assert len(shared({"a": [old], "b": [new], "c": [replace(new, scored="bbbb")]})) == 3
+
+
+def test_no_model_is_best_that_does_not_beat_guessing():
+    def best(scores: list[int]) -> str | None:
+        rows = {"a": scores, "b": [0] * len(scores)}
+        chance = {"chance": [["quiz", "acc", 0.5]]}
+        [one] = compare(shared({name: [replace(evaluation(own), detail=chance)] for name, own in rows.items()}))
+        return one.best
+
+    assert best([1, 1, 0, 1, 0, 1]) is None  # the value is above guessing, its interval is not
+    assert best([1] * 20 + [0]) == "a"

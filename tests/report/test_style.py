@@ -55,6 +55,12 @@ def test_more_architectures_than_colours():
     assert len(pairs) == 30
 
 
+def test_nearly_equal_compute_has_readable_ticks():
+    low, high = style.padded([1.0004e11, 1.0005e11], True, least=1.5)
+    assert high / low == pytest.approx(1.5, rel=0.01) and low < 1.0004e11 < high
+    assert style.padded([1e10, 1e12], True, least=1.5) == style.padded([1e10, 1e12], True)
+
+
 def _contrast(one: str, other: str) -> float:
     """WCAG 2 contrast ratio."""
     high, low = sorted((_luminance(one), _luminance(other)), reverse=True)
