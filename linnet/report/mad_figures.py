@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from linnet.report import style, units
 from linnet.report.drawing import Canvas, Figure
@@ -74,6 +75,9 @@ def heatmap(records: Records) -> Figure:
         f"Accuracy in per cent on the test split ({_metric(records.scores)}): of each task the mean over its settings, "
         "and the score, the mean over the tasks. Hover over a cell for its settings and the spread over seeds."
     )
+    if guesses := chances(records):
+        shown = units.listed([f"{points(chance)} % ({units.listed(names)})" for chance, names in guesses.items()])
+        caption += f" By guessing: {shown}."
     if not all(one.comparable for one in records.scores.whole.values()):
         caption += " A score with an asterisk is not comparable with others."
     if any(row["value"] is None for row in rows):
@@ -82,6 +86,17 @@ def heatmap(records: Records) -> Figure:
         )
     drawn = alt.hconcat(*parts, spacing=12)
     return canvas.figure("scores", "Architectures and tasks", caption, drawn)
+
+
+def chances(records: Records) -> dict[float, list[str]]:
+    """Returns what guessing gives on the tasks: the mean over the settings that were run -> names of the tasks."""
+    known = {(spec, one.name): one.task.chance for spec in ("paper", "mad-lab") for one in mad_settings(spec)}
+    found: dict[float, list[str]] = {}
+    for task in records.scores.tasks:
+        ran = {(one.spec or "paper", one.setting) for one in records.results if one.task == task}
+        if levels := [known[setting] for setting in ran if setting in known]:
+            found.setdefault(round(fmean(levels), 6), []).append(task_name(task))
+    return found
 
 
 def difficulty(records: Records, task: str) -> Figure | None:

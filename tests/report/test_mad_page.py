@@ -87,6 +87,7 @@ def test_numbers_on_the_page_are_the_scores(full):
         one = scores[row["architecture"]]
         task = row["task"].replace("-", "_").replace(" ", "_")
         assert row["value"] == pytest.approx(one.score if task == "score" else one.tasks[task].score, rel=1e-5)
+    assert "By guessing: " in words and re.search(r"0\.\d % \(memorization\)", words)
     first = next(iter(scores.values()))
     assert re.search(rf"{first.architecture} .*{100 * first.score:.1f} ± {100 * first.spread:.1f} %", words)
     assert re.search("4,752 runs .*6 architectures .*66 settings .*6 tasks.* 2 seeds.* full", words)

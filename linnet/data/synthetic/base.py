@@ -83,6 +83,12 @@ class Task(Config):
         """Targets per row if every row has the same small number, so that only their logits are computed; else None."""
         return None
 
+    @property
+    def chance(self) -> float:
+        """The share of targets that a guess among the tokens of their kind (values, or data) gets right."""
+        [answers] = [kind for kind in self.kinds if kind.name in ("values", "data")]
+        return 1 / answers.size
+
     def draw(self, draws: Draws, rows: int, training: bool) -> Samples:
         """Draws `rows` independent samples; `training` tells tasks whose training samples have another form."""
         raise NotImplementedError

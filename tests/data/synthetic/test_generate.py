@@ -33,6 +33,16 @@ def test_shapes_ids_and_splits(name, spec):
     assert not seen["train"] & seen["validation"] and not seen["test"] & (seen["train"] | seen["validation"])
 
 
+@pytest.mark.parametrize(("name", "spec"), FORMS)
+def test_chance_is_what_a_guess_among_the_answers_gives(name, spec):
+    task = TASKS[name](spec=spec)
+    targets = generate(task, "test", 600, seed=3).targets
+    asked = targets[targets != IGNORE]
+    answers = [kind for kind in task.kinds if kind.start <= np.median(asked) < kind.stop][0]
+    guesses = answers.start + np.random.default_rng(0).integers(answers.size, size=(20, len(asked)))
+    assert (guesses == asked).mean() == pytest.approx(task.chance, rel=0.1)
+
+
 # Of 40 training rows at seed 7. A change here makes every committed score another benchmark's.
 DIGESTS = {
     ("in_context_recall", "paper"): "fff0909b914f",
