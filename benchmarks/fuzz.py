@@ -40,7 +40,8 @@ COUNTS = {"train": 1000, "study": 500, "mad": 150, "serve": 150, "evaluate": 200
     "table": 500, "text": 300, "folder": 100,
 }  # fmt: skip
 REAL = 20  # one case in this many runs as a process of its own
-MEMORY = 16 << 30  # bytes of private memory per case, so that absurd sizes fail instead of taking the machine down
+LONG = 15.0  # seconds after which a training may be interrupted before its first rows
+MEMORY = 4 << 30  # bytes of private memory per case, so that absurd sizes fail instead of taking the machine down
 MESSAGE = 20_000  # characters of a message that somebody can still read
 NUMBERS = [
     0, 1, -1, 2, 3, 7, 64, 1000, 10**6, 2**31, 2**31 - 1, 2**63, 10**18, 10**400, 0.0, -0.0, 0.5, 1e-9, 1e-300, 1e9,
@@ -501,7 +502,10 @@ def call(arguments: list[str]) -> End:
 
 def begun(folder: Path, since: float) -> bool:
     """Whether a training of the case has written rows since a time, so that time passes for a good reason."""
-    return any(path.stat().st_size and path.stat().st_mtime > since for path in folder.rglob("metrics.jsonl"))
+    files = [*folder.rglob("metrics.jsonl")]
+    if time.time() - since > LONG:  # for example, a model that is being compiled: its folder is there
+        files += folder.glob("out/*/config.yaml")
+    return any(path.stat().st_size and path.stat().st_mtime > since for path in files if path.is_file())
 
 
 def judge(case: Case, folder: Path, status: int, result: str, output: str, error: str | None) -> str | None:

@@ -93,8 +93,8 @@ class ByWidth(Config):
     """
 
     value: float = Field(gt=0)
-    width: int = Field(gt=0)
-    exponent: float
+    width: int = Field(gt=0, le=1 << 20)
+    exponent: float = Field(ge=-10, le=10)
     maximum: float = Field(float("inf"), gt=0, allow_inf_nan=True)
 
     def at(self, d_model: int) -> float:
