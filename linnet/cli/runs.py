@@ -121,7 +121,7 @@ def tail(
     read = _number_of_rows(file)
     show(last_rows(file, rows))
     while follow and not folder.done:
-        time.sleep(0.5)
+        time.sleep(0.2)
         now = _number_of_rows(file)
         if now > read:
             show(last_rows(file, now - read))

@@ -203,4 +203,5 @@ def _alone(folder: Path):
         except LockedError:
             message = f"{folder}: another linnet study works in this folder; wait for it, stop it, or use another --out"
             raise ConfigError([message], "study") from None
+        RunFolder(folder).clean()
         yield

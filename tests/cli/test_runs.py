@@ -86,10 +86,10 @@ def test_tail_shows_the_last_rows_and_follows_until_the_run_ends(place):
         file.write('{"event": "loss_spike", "step": 5001}\n{"step": 5002, "lo')
     assert "loss_spike" in call("tail", run.path, "-n", "1")
     if (pid := os.fork()) == 0:
-        time.sleep(0.2)
+        time.sleep(0.1)
         with run.record() as record:
             record.write({"step": 5003})
-        time.sleep(0.6)
+        time.sleep(0.5)
         run.write_result({"status": "done"})
         os._exit(0)
     assert '{"step": 5003}' in call("tail", run.path, "--follow", "--json", "-n", "1").splitlines()

@@ -129,6 +129,7 @@ def alone(folder: Path) -> Iterator[None]:
                 f"{folder}: another linnet mad run works in this folder; wait for it, stop it, or use another --out"
             )
             raise ConfigError([message], "MAD") from None
+        RunFolder(folder).clean()
         yield
 
 
