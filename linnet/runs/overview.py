@@ -80,7 +80,7 @@ def describe(run: RunFolder) -> dict[str, Any]:
     except ConfigError:
         return row | {"status": "damaged"}
     if result:
-        row |= {key: result[key] for key in COLUMNS if key in result}
+        row |= {key: result[key] for key in COLUMNS if key in result and row[key] is None}  # `run` has another meaning
         return row | {"step": result.get("steps")}
     state = "running" if run.owner() is not None else "failed" if run.error() is not None else "unfinished"
     row["status"] = state
@@ -91,7 +91,7 @@ def describe(run: RunFolder) -> dict[str, Any]:
         row |= {key: record[key] for key in ("step", "tokens", "flops", "seconds") if key in record}
         row |= {"train_loss": record["loss"]} if "loss" in record and "event" not in record else {}
         if "validation_loss" in record:
-            row |= {"loss": record["validation_loss"], "bits_per_byte": record.get("bits_per_byte")}
+            row |= {"loss": record["validation_loss"], "bits_per_byte": record.get("validation_bits_per_byte")}
     return row
 
 

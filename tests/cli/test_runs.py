@@ -29,7 +29,15 @@ def make(path: str, result: dict | None = None, rows: int = 3, **config) -> RunF
             record.write({"step": step, "tokens": 32 * step, "loss": 5.0 - step, "seconds": 1.0})
     if result is not None:
         run.write_result(
-            {"status": "done", "architecture": "tnl", "steps": 10, "loss": 2.0, "params_non_embedding": 12_300} | result
+            {
+                "status": "done",
+                "architecture": "tnl",
+                "run": {"device": "cpu"},
+                "steps": 10,
+                "loss": 2.0,
+                "params_non_embedding": 12_300,
+            }
+            | result
         )
     return run
 
