@@ -137,8 +137,9 @@ def make_study(
     from linnet.study.config import remembered
     from linnet.study.executors import worker_slots
     from linnet.study.ladder import plan as make_plan
-    from linnet.study.runner import CACHE, run_study
+    from linnet.study.runner import CACHE, run_study, show_passes
     from linnet.study.timing import estimate
+    from linnet.train import passes
 
     console, problems, ladder = Console(stderr=True) if as_json else Console(), [], None
     own, settings = settings.points, remembered(settings, out / settings.name)
@@ -172,6 +173,8 @@ def make_study(
     done = {path.parent.name for path in runs.glob("*/result.json")}
     print_plan(ladder, seconds, worker_slots(settings.executor), done, console)
     if plan:
+        if available := passes.estimate(settings.data):
+            show_passes([run.tokens for run in ladder.runs], available, "tokens", console, about=True)
         if as_json:
             typer.echo(json.dumps([run.record() for run in ladder.runs], indent=1))
         return None

@@ -30,7 +30,7 @@ from linnet.study.executors import Job, Outcome, make_executor
 from linnet.study.ladder import Plan, PlannedRun, evaluation_problems
 from linnet.study.ladder import plan as make_plan
 from linnet.study.progress import StudyProgress, count, duration
-from linnet.train import TrainConfig, run_folder, train
+from linnet.train import TrainConfig, passes, run_folder, train
 from linnet.train.objective import Data
 from linnet.train.objectives import find_objective
 
@@ -85,13 +85,7 @@ def run_study(
         objective = find_objective(plan.runs[0].train)
         data = objective.read(plan.runs[0].train, cache)
         _check_data(plan, data)
-        longest = max(run.tokens for run in plan.runs)
-        available = objective.size(data)
-        if longest > available:
-            console.print(
-                f"note: the training data have {count(available)} {objective.units}; the longest run reads them "
-                f"{longest / available:.1f} times, and repeated data improve the loss less than new data"
-            )
+        show_passes([run.tokens for run in plan.runs], objective.size(data), objective.units, console)
         _same_data(folder, config, data.digest)
         write_atomic(folder / "study.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         record = {"corpus": data.digest, "runs": [run.record() for run in plan.runs]}
@@ -149,6 +143,12 @@ def _train(
                 progress.line(outcome.job.run, _line(planned[outcome.job.run], outcome, root))
     finally:
         collect(root.parent)  # in `finally`, so that the table is up to date even if the study was stopped
+
+
+def show_passes(tokens: list[int], available: float, units: str, console: Console, about: bool = False) -> None:
+    """Prints how many times the runs read the training data, in yellow if some read them too often."""
+    text, warning = passes.line(tokens, available, units, about)
+    console.print(f"[yellow]warning: {text}[/]" if warning else text, highlight=False, soft_wrap=True)
 
 
 def _line(run: PlannedRun, outcome: Outcome, root: Path) -> str:

@@ -49,6 +49,8 @@ class TerminalProgress:
             self._bar.update(self._task, description=row["what"], completed=row["done"], total=row["total"])
         elif row.get("event") == "start":
             self._start(row)
+        elif row.get("event") == "passes":
+            self._say(f"[yellow]warning: {escape(row['text'])}[/]" if row["warning"] else escape(row["text"]))
         elif row.get("event") == "scoring":
             self._score(row)
         elif "event" in row:

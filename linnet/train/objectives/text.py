@@ -30,6 +30,7 @@ from linnet.evaluate import score
 from linnet.models import CausalLM, build_model, count_parameters, flops_exact, flops_paper, state_bytes
 from linnet.models.causal_lm import IGNORE
 from linnet.runs.model import TOKENIZER
+from linnet.train import passes
 from linnet.train.config import TrainConfig, check_vocabulary
 from linnet.train.evaluation import Evaluations, check_evaluations
 from linnet.train.objective import Costs, Loss, Progress, RunObjective, Show
@@ -124,6 +125,10 @@ class TextObjective(RunObjective):
                 check_evaluations(config.evaluations, config.seq_len, config.data.source)
         if problems:
             raise ConfigError(problems, "train")
+        if progress is not None:
+            tokens = config.total_steps * config.batch_size * config.seq_len
+            text, warning = passes.line([tokens], len(corpus.train), cls.units)
+            progress({"event": "passes", "text": text, "warning": warning})
         return objective
 
     def build(self, seed: int, device: torch.device | str | None = None) -> CausalLM:
