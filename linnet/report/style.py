@@ -138,7 +138,7 @@ def even_ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 AXES: dict[str, tuple[str, Callable[[float, int], str], int, Callable]] = {
     # what: title, how a tick reads, with how many digits at least, where ticks stand
-    "flops": ("training compute C (FLOPs)", units.scientific, 2, decimal_ticks),
+    "flops": ("training compute C (exact FLOPs)", units.scientific, 2, decimal_ticks),
     "loss": ("held-out loss (nats per token)", lambda value, digits: f"{value:.{digits}g}", 6, decimal_ticks),
     "params": ("non-embedding parameters N", units.count, 3, decimal_ticks),
     "tokens": ("training tokens D", units.count, 3, decimal_ticks),

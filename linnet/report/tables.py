@@ -196,7 +196,7 @@ RUN_COLUMNS = (
     ("params_non_embedding", "N", units.count),
     ("params_total", "N with embeddings", units.count),
     ("tokens", "D (tokens)", units.count),
-    ("flops", "C (FLOPs)", units.scientific),
+    ("flops", "C (exact FLOPs)", units.scientific),
     ("flops_paper", "C, paper's count", units.scientific),
     ("loss", "Loss (nats)", units.loss),
     ("bits_per_byte", "Bits per byte", lambda value: units.significant(value, 4)),

@@ -74,7 +74,7 @@ def test_the_page_has_figures_fits_and_refusals(evaluated, monkeypatch):
     }
     assert len(specs["evaluations"]["vconcat"]) == 3 and len(specs["compute-to-metric"]["vconcat"]) == 2
     titles = json.dumps(specs["evaluations"], ensure_ascii=False)
-    for title in ("training compute C (FLOPs)", "training tokens D", "non-embedding parameters N", "bits per byte",
+    for title in ("training compute C (exact FLOPs)", "training tokens D", "non-embedding parameters N", "bits per byte",
                   "share of right answers", "questions: accuracy"):  # fmt: skip
         assert title in titles
     drawn = [row for rows in specs["evaluations"]["datasets"].values() for row in rows if "run" in row]
