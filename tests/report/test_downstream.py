@@ -74,8 +74,8 @@ def test_the_page_has_figures_fits_and_refusals(evaluated, monkeypatch):
     }
     assert len(specs["evaluations"]["vconcat"]) == 3 and len(specs["compute-to-metric"]["vconcat"]) == 2
     titles = json.dumps(specs["evaluations"], ensure_ascii=False)
-    for title in ("training compute C (exact FLOPs)", "training tokens D", "non-embedding parameters N", "bits per byte",
-                  "share of right answers", "questions: accuracy"):  # fmt: skip
+    axes = ("training compute C (exact FLOPs)", "training tokens D", "non-embedding parameters N", "bits per byte")
+    for title in (*axes, "share of right answers", "questions: accuracy"):
         assert title in titles
     drawn = [row for rows in specs["evaluations"]["datasets"].values() for row in rows if "run" in row]
     assert {row["run"] for row in drawn} == {run.name for run in (evaluated / "runs").iterdir()} - {_failed(evaluated)}
