@@ -86,6 +86,8 @@ class Comparison:
         differences: one per pair of models; empty if the metric is not tested.
         untested: why the metric is not tested, or "".
         chance: the value that guessing gives; None for metrics that cannot be guessed, or if it is not recorded.
+        scored: as in `Shared`.
+        unproven: names of the models that are not above guessing in a metric of the same task where it is known.
     """
 
     kind: str
@@ -100,6 +102,7 @@ class Comparison:
     untested: str = ""
     chance: float | None = None
     scored: str | None = None
+    unproven: tuple[str, ...] = ()
 
     def guesses(self, number: Number) -> bool:
         """Whether a model is not above guessing: the lower end of its interval (or its value) is not above chance."""
@@ -115,10 +118,17 @@ class Comparison:
 
     @property
     def best(self) -> str | None:
-        """The name of the model with the best value; None if several tie, or if it is not above guessing."""
+        """The name of the model with the best value; None if several tie, or if it is not above guessing.
+
+        If the value of guessing is not known, a share whose interval reaches 0 is not above it, nor is a model that
+        guesses in another metric of the task.
+        """
         if len(self.leaders) != 1:
             return None
-        return next((one.name for one in self.numbers if one.name == self.leaders[0] and not self.guesses(one)), None)
+        [number] = [one for one in self.numbers if one.name == self.leaders[0]]
+        nothing = self.better == "higher" and number.interval is not None and number.interval[0] == 0
+        nothing = self.chance is None and (nothing or number.name in self.unproven)
+        return None if nothing or self.guesses(number) else number.name
 
 
 @dataclass(frozen=True)
@@ -295,7 +305,10 @@ def _of_group(group: Shared, seed: int) -> list[Comparison]:
         tested |= {task} if asks else set()
         one = _of_metric(group, by_name, asks, seed)
         found.append(replace(one, chance=chances.get((task, metric)), scored=group.scored))
-    return found
+    guess: dict[str, set[str]] = {}
+    for one in found:
+        guess.setdefault(one.task, set()).update(number.name for number in one.numbers if one.guesses(number))
+    return [replace(one, unproven=tuple(sorted(guess[one.task]))) for one in found]
 
 
 def _of_metric(group: Shared, by_name: dict[str, Result], asks: bool, seed: int) -> Comparison:

@@ -206,11 +206,17 @@ def test_old_records_without_a_digest_are_compared_with_a_note():
 
 
 def test_no_model_is_best_that_does_not_beat_guessing():
-    def best(scores: list[int]) -> str | None:
+    def best(scores: list[int], known: bool = True) -> str | None:
         rows = {"a": scores, "b": [0] * len(scores)}
-        chance = {"chance": [["quiz", "acc", 0.5]]}
+        chance = {"chance": [["quiz", "acc", 0.5]]} if known else {}
         [one] = compare(shared({name: [replace(evaluation(own), detail=chance)] for name, own in rows.items()}))
         return one.best
 
     assert best([1, 1, 0, 1, 0, 1]) is None  # the value is above guessing, its interval is not
     assert best([1] * 20 + [0]) == "a"
+    scores = [Result("quiz", "weighted", value) for value in (0.9, 0.2)]
+    rows = {name: replace(evaluation(own), detail={"chance": [["quiz", "acc", 0.5]]}) for name, own in
+            (("a", [1, 0, 1]), ("b", [0, 0, 0]))}  # fmt: skip
+    rows = {n: [replace(r, results=(*r.results, s))] for (n, r), s in zip(rows.items(), scores, strict=True)}
+    assert [one.best for one in compare(shared(rows))] == [None, None]
+    assert best([1] + [0] * 20, known=False) is None and best([1, 1, 0, 1, 1, 1], known=False) == "a"
