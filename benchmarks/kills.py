@@ -179,23 +179,23 @@ def kill_until_done(trial: Trial, budget: int, moments: random.Random, told: Cal
     while True:
         pid = start(trial.work, trial.root)
         if counts["kills"] < budget:
-            time.sleep(trial.seconds * moments.uniform(0.0, 0.7))
+            time.sleep(trial.seconds * moments.uniform(0.0, 0.5))
             below = descendants(pid)
             workers = [one for one in below if is_worker(one)]
             victim = moments.choice(workers) if workers and moments.random() < 0.4 else pid
             with contextlib.suppress(ProcessLookupError):
+                counts["kills"] += victim != pid and alive(victim)
+                counts["kills of workers"] += victim != pid and alive(victim)
                 os.kill(victim, signal.SIGKILL)
-                counts["kills"] += 1
-                counts["kills of workers"] += victim != pid
             if victim != pid:  # the study gives the run to another worker and goes on
                 time.sleep(trial.seconds * moments.uniform(0.0, 0.3))
                 below = descendants(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                    counts["kills"] += 1
         else:
             below = []
         status = wait(pid)
+        counts["kills"] += status == -signal.SIGKILL  # otherwise it had ended before
         if left := left_after(below):
             told(f"{trial.name}: processes {left} are left after a kill")
             counts["orphans"] += len(left)
