@@ -143,6 +143,20 @@ def fit(
     architectures: Annotated[
         str | None, typer.Option(help="Only these architectures, with commas between.", metavar="NAME,...")
     ] = None,
+    downstream: Annotated[
+        bool,
+        typer.Option(
+            "--downstream",
+            help="Fit metrics of tasks: compute to loss, and loss to the column `value` (docs/scaling-laws.md).",
+        ),
+    ] = False,
+    chance: Annotated[
+        float | None,
+        typer.Option(help="With --downstream: share of right answers by guessing; without it, less is better."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --downstream: write a page with figures.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, by parameter name.")] = False,
 ) -> None:
     """Fit scaling laws: L(C), N_opt(C), D_opt(C), with intervals and a held-out test.
@@ -169,10 +183,22 @@ def fit(
         from linnet.cli.fit_laws import problems_of
 
         problems += problems_of(law or [], of, context, method)
+    if chance is not None and not 0 <= chance < 1:
+        problems.append(f"--chance {chance:g}: not a share; give a number from 0 to below 1, such as 0.25")
+    if not downstream and (chance is not None or out is not None):
+        problems.append("--chance and --out: only with --downstream; add it, or leave them out")
     if problems:
         raise ConfigError(problems, "command line")
 
     from rich.console import Console
+
+    from linnet.study.fit import parse_columns
+
+    if downstream:
+        from linnet.cli.fit_downstream import fit_points
+
+        fit_points(table, parse_columns(columns or []), chance, bootstrap, seed, out, as_json)
+        return
 
     from linnet.cli.fit_laws import fit_and_show
     from linnet.study.describe import complete_table

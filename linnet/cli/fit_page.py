@@ -50,7 +50,7 @@ def show(study: StudyFit, source: str, rows: int, unit: str) -> None:
     if any(fit.isoflop is not None and len(fit.isoflop.sensitivity) > 1 for fit in study.values()):
         console.print("\n[bold]How the IsoFLOP exponents move[/]")
         console.print(_sensitivity(study))
-    if any(len(fit.conventions) > 1 for fit in study.values()):
+    if any(len(fit.conventions) > 1 and any(law.alpha for law in fit.conventions) for fit in study.values()):
         console.print(f"\n[bold]Other ways of counting[/] ({study.headline})")
         console.print(_conventions(study))
     _crossings(console, study)

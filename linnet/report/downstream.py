@@ -41,7 +41,7 @@ class Series:
 
     @property
     def title(self) -> str:
-        return f"{self.evaluation}: {self.metric.replace('_', ' ')}"
+        return f"{self.evaluation}: {self.metric.replace('_', ' ')}" if self.metric else self.evaluation
 
     @property
     def unit(self) -> str:
@@ -161,7 +161,11 @@ def lines(series: list[Series]) -> list[str]:
     for one in series:
         for name, fit in one.fits.items():
             parts = [] if fit.law.refused else [fit.law.text()]
-            parts += [] if fit.transfer.refused else [f"{one.metric} = {fit.transfer.formula}{_spans(fit)}"]
+            parts += (
+                []
+                if fit.transfer.refused
+                else [f"{one.metric or one.evaluation} = {fit.transfer.formula}{_spans(fit)}"]
+            )
             if not parts:
                 without.setdefault("; ".join(fit.refused), []).append(f"{one.title}, {name}")
                 continue

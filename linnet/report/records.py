@@ -124,7 +124,7 @@ def read_study(
     config = read_yaml(folder / "study.yaml") if (folder / "study.yaml").is_file() else {}
     runs = [] if (folder / "table.csv").is_file() else _rows_of_runs(folder)
     if runs:
-        study = Study(folder, config, _check_table(runs), None, planned=False)
+        study = Study(folder, config, check_table(runs), None, planned=False)
         study.curves = _read_curves(study)
         return study
     table = _read_table(folder / "table.csv", folder)
@@ -178,7 +178,7 @@ def _read_table(path: Path, folder: Path):
         raise ConfigError([f"{path}: no rows; wait for the first run of linnet study to end"], "report")
     rows = table.to_dict("records")
     complete(rows, folder)  # a table of an earlier release lacks the columns that follow from the configurations
-    return _check_table(rows)
+    return check_table(rows)
 
 
 def _rows_of_runs(folder: Path) -> list[dict[str, Any]]:
@@ -210,7 +210,7 @@ def _rows_of_runs(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _check_table(rows):
+def check_table(rows):
     """Rows as the table of a study, with `usable`."""
     import pandas as pd
 

@@ -74,14 +74,15 @@ def theme(dark: bool = False, font: str = FONT) -> dict:
     }
 
 
-def padded(values: Sequence[float], logarithmic: bool, share: float = 0.05, least: float = 1.0) -> list[float]:
+def padded(values: Sequence[float], logarithmic: bool, share: float = 0.05, least: float = 1.05) -> list[float]:
     """The range of an axis: that of the values and a margin on both sides. One value alone gets some room too.
 
     Args:
         values: the values to draw.
         logarithmic: whether the axis is logarithmic.
         share: margin on each side, as a share of the range.
-        least: for a logarithmic axis, least ratio of its ends, so that values that are nearly equal look equal.
+        least: for a logarithmic axis, least ratio of its ends, so that values that are nearly equal look equal, and
+            ticks need no five digits.
     """
     finite = [value for value in values if math.isfinite(value) and (value > 0 or not logarithmic)]
     if not finite:

@@ -104,6 +104,43 @@ def test_bad_table_is_listed(tmp_path):
     assert "none.csv" in run(tmp_path / "none.csv").output
 
 
+@pytest.fixture
+def points(tmp_path):
+    """Checkpoints of seven runs with a share of right answers that follows the loss."""
+    lines = ["run,N,D,loss,task,acc,chance,questions"]
+    for i, C in enumerate(np.geomspace(1e18, 1e21, 7)):
+        for share in (0.3, 0.6, 1.0):
+            loss = 1.7 + 1000 * (share * C) ** -0.15
+            right = 0.25 + 0.75 / (1 + np.exp(3 * (loss - 2.6)))
+            lines.append(f"r{i},{C**0.5},{share * C**0.5 / 6},{loss},arc,{right},0.25,2000")
+    path = tmp_path / "points.csv"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_downstream(points, tmp_path):
+    result = run(points, "--downstream", "--bootstrap", 30)
+    assert result.exit_code == 0, result.output
+    assert "arc = 0.25 + 0.75 / (1 + exp(3 (L - 2.6)))" in result.output and "L = 1.7 + " in result.output
+    found = json.loads(run(points, "--downstream", "--bootstrap", 0, "--json").stdout)
+    assert found["tasks"]["arc"]["points"]["transfer"]["parameters"]["midpoint"] == pytest.approx(2.6, abs=1e-3)
+    page = run(points, "--downstream", "--bootstrap", 0, "--out", tmp_path / "page.html")
+    assert page.exit_code == 0 and "From compute to metrics" in (tmp_path / "page.html").read_text()
+    percent = run(points, "--downstream", "--columns", "value=questions")
+    assert percent.exit_code == 2 and "divide percentages" in percent.output
+    assert run(points, "--chance", 0.25).exit_code == 2
+
+
+def test_terminal_names_columns_candidates_and_runs_left_out(table):
+    result = run(table, "--bootstrap", 30, "--exclude", "run=tnl-1")
+    assert result.exit_code == 0, result.output
+    assert "N is column params_non_embedding (without embeddings), C is column flops" in " ".join(result.output.split())
+    assert "Held-out errors" in result.output and "headline" in result.output
+    assert "Runs left out" in result.output and "tnl-1 of tnl, loss" in result.output
+    unknown = run(table, "--exclude", "run=nobody", "--budgets", "1e30")
+    assert unknown.exit_code == 2 and "nobody" in unknown.output
+
+
 def test_help_reads_well():
     result = run("--help")
     assert result.exit_code == 0 and "linnet fit studies/demo" in result.output and "95 %" in result.output

@@ -22,6 +22,7 @@ from linnet.study.fit import bootstrap as resampling
 from linnet.study.fit.heldout import threshold
 from linnet.study.fit.law import Interval, Law, Result
 from linnet.study.fit.power import count_of, law_through, log_log
+from linnet.study.fit.selection import FORMS, better_form
 
 FEWEST = 5
 """Smallest number of points of different loss for a fit of two numbers, so that the fit can be checked."""
@@ -180,7 +181,8 @@ def fit_downstream(
         points: columns run, C (FLOPs), loss (held out, nats per token), value (of the metric), last (whether the point
             is the last of its run), and questions (number of answers behind a share, NaN if not known).
         chance: value of a share of correct answers by guessing; None for a metric that is better when lower.
-        law: a known L(C). By default, or if it is refused, L(C) is fitted to the last points on the frontier.
+        law: a known L(C). By default, or if it is refused, L(C) is fitted to the last points on the frontier. From four
+            points on, its form (with or without a constant) is the one with the lower held-out error.
         bootstrap: number of resamples for the intervals; 0 for none.
         seed: seed of the resampling.
     """
@@ -254,7 +256,18 @@ def _law(front: pd.DataFrame, bootstrap: int, seed: int) -> Law:
     # Most resamples of three runs contain two of them. A line through two runs shows little of the error.
     drawn = bootstrap and len(front) > FEWEST_RUNS
     counts = resampling.draw_counts(bootstrap, len(front), seed + 1) if drawn else None
-    law = law_through("L", front["C"], front["loss"], weights=counts)
+    C, loss = front["C"].to_numpy(float), front["loss"].to_numpy(float)
+    laws = {form: law_through("L", C, loss, irreducible=form == "constant", weights=counts) for form in FORMS}
+    chosen = better_form(C, loss)
+    law, other = laws[chosen], laws[FORMS[chosen == FORMS[0]]]
+    far = BEYOND * law.c_max
+    span = law.interval_at(far)
+    if span is not None and not other.refused and not span[0] <= float(other.predict(far)) <= span[1]:
+        how = "with a constant" if chosen == "pure" else "without a constant"
+        law.notes.append(
+            f"the law {how} gives {float(other.predict(far)):.4g} at {far:.2g} FLOPs, outside the interval "
+            f"{span[0]:.4g} to {span[1]:.4g}"
+        )
     if bootstrap and not drawn:
         law.notes.append(f"no intervals: {count_of(len(front), 'run')}, but intervals need {FEWEST_RUNS + 1}")
     return law

@@ -30,6 +30,10 @@ ALIASES = {
     "status": ("status",),
     "exclude": ("exclude", "excluded"),
     "learning_rate": ("learning_rate", "lr"),
+    "value": ("value", "accuracy", "acc", "score"),
+    "task": ("task", "metric", "evaluation"),
+    "chance": ("chance",),
+    "questions": ("questions", "num_questions"),
     "flops_paper": ("flops_paper",),
     "flops_causal": ("flops_causal",),
     "attention_share": ("attention_share",),
@@ -159,6 +163,61 @@ def load_table(
     table = _thin(table, notes).reset_index(drop=True)
     table.attrs = {"columns": found, "excluded": excluded}
     return table, notes
+
+
+def load_points(
+    path: str | Path, columns: dict[str, str] | None = None, chance: float | None = None
+) -> tuple[pd.DataFrame, list[str]]:
+    """Reads a table of evaluated checkpoints for `fit_downstream`: one row per checkpoint and task.
+
+    Args:
+        path: CSV or JSONL file with N and D (or C), loss and value, and optionally run, architecture, task, chance and
+            questions. A column of values whose name contains `err` has shares of wrong answers, and is turned round.
+        columns: see `load_table`.
+        chance: share of right answers by guessing, where the table has no column `chance`.
+
+    Returns:
+        A table with columns run, architecture, task, N, D, C, loss, value, chance (NaN where less is better),
+        questions and last (whether the row is the last of its run and task); and notes.
+
+    Raises:
+        ConfigError: lists every problem.
+    """
+    path = Path(path)
+    raw = read_cells(path)
+    found, problems = _find_columns(list(raw.columns), columns or {})
+    if "value" not in found:
+        problems.append(f"no column for value: name it with --columns value=COLUMN; {nearest('value', list(raw))}")
+    if problems:
+        raise ConfigError(problems, str(path))
+    table = raw.drop(columns=[name for name in raw if name in ALIASES and name not in found.values()])
+    table = table.rename(columns={column: name for name, column in found.items()})
+    table["line"], notes = raw.index, []
+    problems = _numbers(table, found)
+    for name in ("value", "chance", "questions"):
+        cells = table[name] if name in table else pd.Series("", table.index)
+        table[name] = pd.to_numeric(cells, errors="coerce").astype(float)
+        bad = ~np.isfinite(table[name]) & (cells.astype(str).str.strip() != "") | (name == "value") & table[name].isna()
+        if bad.any():
+            problems.append(f"{found[name]} ({name}): not a finite number in {lines_of(table['line'][bad])}")
+    if problems:
+        raise ConfigError(problems[:SHOWN], str(path))
+    _derive(table, notes)
+    for name, without in (("architecture", path.stem), ("task", found["value"])):
+        table[name] = table[name].str.strip() if name in table else without
+    table["run"] = table["run"].str.strip() if "run" in table else [f"line {line}" for line in table["line"]]
+    if "err" in found["value"].lower():
+        table["value"] = 1 - table["value"]
+        notes.append(f"value: {found['value']} is a share of wrong answers; 1 - {found['value']} is fitted")
+    table["chance"] = table["chance"].fillna(np.nan if chance is None else chance)
+    share = table["chance"].notna()
+    bad = share & ~(table["value"].between(0, 1) & table["chance"].between(0, 1, inclusive="left"))
+    if bad.any():
+        reason = "with chance, values are shares from 0 to 1; divide percentages by 100"
+        raise ConfigError([f"{found['value']} (value): {reason} ({lines_of(table['line'][bad])})"], str(path))
+    end = table.groupby(["architecture", "task", "run"])["C"].transform("max")
+    table["last"] = table["C"] == end
+    return table.reset_index(drop=True), notes
 
 
 def load_study(
