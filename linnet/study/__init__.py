@@ -6,7 +6,9 @@
     executors.py  inline, a pool of processes, Ray: one interface
     runner.py     run_study(config): plan, train the missing runs, collect
     collect.py    collect(folder): the run folders as one table
+    describe.py   the columns of the table that follow from a run's configuration
     fit/          scaling laws from that table
+    laws/         further laws from it: state, share of attention, over-training, ...
 
 Names are imported on first use, so that `linnet.study.fit` works without torch.
 """

@@ -54,5 +54,5 @@ def with_state(table: pd.DataFrame, context: int | None) -> pd.DataFrame:
 
 def lacking(table: pd.DataFrame, *names: str) -> list[str]:
     """Returns a reason for each column that no row has."""
-    fix = "a study writes it (an old one on `linnet report`); in another CSV, add the column"
+    fix = "studies of this release write it; in another table, add the column"
     return [f"no column {name}: {fix}" for name in names if not (name in table and table[name].notna().any())]

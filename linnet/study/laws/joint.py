@@ -59,7 +59,7 @@ def fit_joint(table: pd.DataFrame, options: Options) -> LawFit:
         surface = single.surface
         starts.append([*(np.log(surface[key]) for key in "ABE"), surface["alpha"], surface["beta"]])
     if len(kept) < 2:
-        law.refused += [f"{len(kept)} architectures have a surface of their own; two are needed", *law.notes]
+        law.refused += [f"architectures with a surface of their own: {len(kept)}; two are needed", *law.notes]
         law.notes = []
         return law
     rows = table[table["architecture"].isin(kept)].reset_index(drop=True)

@@ -10,7 +10,7 @@ import pandas as pd
 from linnet.study.fit.heldout import threshold
 from linnet.study.fit.lse import Term, log_sum
 from linnet.study.fit.lse import solve as solve_lse
-from linnet.study.laws.base import Estimate, LawFit, Options, Prediction, errors, generators, interval
+from linnet.study.laws.base import Estimate, LawFit, Options, Prediction, count, errors, generators, interval
 from linnet.study.laws.least_squares import wild
 
 ROWS = 5
@@ -86,7 +86,7 @@ def _terms(C, M) -> list[Term]:
 
 def _unfit(C: np.ndarray, M: np.ndarray) -> str:
     if len(C) < ROWS:
-        return f"{len(C)} runs; four numbers need {ROWS}"
+        return f"{count(len(C), 'run')}; four numbers need {ROWS}"
     if np.ptp(np.log(M)) < np.log(2):
         return "tokens per parameter vary by less than a factor of 2; train some models longer"
     if np.ptp(np.log(C)) < np.log(2):

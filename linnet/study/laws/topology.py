@@ -63,7 +63,8 @@ def fit_topology(table: pd.DataFrame, options: Options) -> LawFit:
     if whole.shape[0] < 2 or whole.shape[1] < 2:
         seeds = ", ".join(f"{seed:g}" for seed in whole.columns) or "none"
         law.refused.append(
-            f"{whole.shape[0]} topologies with seeds in common: {seeds}; two of each are needed, three seeds are better"
+            f"topologies with seeds in common: {whole.shape[0]}, their seeds: {seeds}; two of each are needed, "
+            "three seeds are better"
         )
         return law
     reference = options.reference if options.reference in whole.index else whole.index[0]
