@@ -48,9 +48,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing Linnet and PyTorch into $(VENV): some minutes and about a gigabyte or more of downloads, without further output"
 	$(PIP) -e '.[study]'
 	touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing Linnet, PyTorch and the tools of the tests into $(VENV): some minutes, without further output"
 	$(PIP) -e '.[dev]'
 	touch $(VENV)/.demo $@

@@ -22,7 +22,7 @@ def demo(
     """Train five architectures on real text, fit their scaling laws, and write a report.
 
     It needs the extra study and no network: the text is the source of Python's
-    standard library. On two CPU cores it takes about seven minutes. Stop it at
+    standard library. On two CPU cores it takes about nine minutes. Stop it at
     any time: the same command resumes it. A clone has the study file as
     configs/demo.yaml.
 

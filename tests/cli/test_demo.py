@@ -44,6 +44,16 @@ def test_the_demo_is_the_study_of_configs(studies):
     assert demo == parse(StudyConfig, read_shipped("demo")) == parse(StudyConfig, read_yaml(ROOT / "configs/demo.yaml"))
 
 
+def test_the_demo_plans_optima_that_a_parabola_can_show():
+    """At least four budgets, and for every architecture at each of them six sizes or more."""
+    runs = ladder.plan(parse(StudyConfig, read_shipped("demo")), check_data=False).runs
+    sizes: dict[tuple[str, float], set[int]] = {}
+    for run in runs:
+        sizes.setdefault((run.architecture, run.budget), set()).add(run.params_non_embedding)
+    assert len({budget for _, budget in sizes}) >= 4 and len({name for name, _ in sizes}) == 5
+    assert min(map(len, sizes.values())) >= 6
+
+
 def test_a_folder_that_cannot_be_made_is_an_error_before_any_work(tmp_path):
     (tmp_path / "file").write_text("")
     result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path / "file")])
