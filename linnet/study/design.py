@@ -248,7 +248,7 @@ def _by_surface(fit: ParametricFit, question: Question) -> Answer | str:
         total = now + information(runs)
         scale = 1 / np.sqrt(np.diag(total))  # the parameters differ by orders of magnitude
         inverse = np.linalg.pinv(total * scale * scale[:, None], rcond=1e-13)
-        return float(np.sqrt(max((gradient * scale) @ inverse @ (gradient * scale), 0.0)))
+        return math.sqrt(max(float((gradient * scale) @ inverse @ (gradient * scale)), 0.0))
 
     def inside(run: Place) -> bool:
         return min(ratios) - math.log(2) <= run.log_D - run.log_N <= max(ratios) + math.log(2)
