@@ -17,8 +17,10 @@ def test_counts_of_what_was_done():
         running.post(prompt="four", max_tokens=2, ignore_eos=True, stream=True)
         running.post(prompt="four", max_tokens=-1)
         running.request("GET", "/some/path/" + "x" * 50)
-        clients = [running.connect(prompt="x", max_tokens=16384, ignore_eos=True, stream=True) for _ in range(3)]
-        read_until(clients[0], b"data: ")
+        endless = {"prompt": "x", "max_tokens": 16384, "ignore_eos": True, "stream": True}
+        clients = [running.connect(**endless)]
+        read_until(clients[0], b"data: ")  # it has the slot, so the others wait
+        clients += [running.connect(**endless) for _ in range(2)]
         assert wait_for(lambda: running.service.live == 3)
         found = read(running)
         assert found["linnet_completions_total", "length"] == 2

@@ -544,6 +544,9 @@ def _one_per_point(table: pd.DataFrame, best_of: bool, notes: list[str]) -> tupl
         return table[kept], []
     spread = same.transform("max") / same.transform("min") - 1
     bad, why = spread > REPEATS, "more than repeats do"
+    if "seed" in ends:  # runs of different seeds are repeats, however much they differ
+        seeds = pd.to_numeric(ends["seed"], errors="coerce").groupby(keys, sort=False)
+        bad &= seeds.transform("nunique") < seeds.transform("size")
     if "learning_rate" in ends:
         rates = pd.to_numeric(ends["learning_rate"], errors="coerce")
         swept = (rates.groupby(keys, sort=False).transform("nunique") > 1) & (spread > SWEPT)

@@ -98,6 +98,16 @@ def test_repeats_are_kept_and_small_sweeps_are_noticed(tmp_path):
         load_table(sweep(tmp_path, 0.005, lr=0))
 
 
+def test_runs_of_other_seeds_are_repeats_however_far_apart(tmp_path):
+    path = tmp_path / "seeds.csv"
+    rows = [row | {"seed": 0} for row in runs()]
+    written(path, [*rows, rows[0] | {"seed": 1, "loss": 1.2 * rows[0]["loss"], "run_name": "again"}])
+    assert len(load_table(path)[0]) == 9
+    written(path, [*rows, rows[0] | {"loss": 1.2 * rows[0]["loss"], "run_name": "again"}])
+    with pytest.raises(ConfigError, match="more than repeats do"):
+        load_table(path)
+
+
 def test_losses_in_bits(tmp_path):
     path = tmp_path / "bits.csv"
     written(path, [{("bits_per_byte" if k == "loss" else k): v for k, v in row.items()} for row in runs()])
