@@ -135,7 +135,7 @@ def remove(
 ) -> None:
     """Remove run folders with their checkpoints, records and results, for good. Asks first.
 
-    Refuses folders that are no runs, runs that a process trains, and links; links inside a run are not followed.
+    Refuses folders that are not runs, runs that a process trains, and links; links inside a run are not followed.
 
     [bold]linnet runs remove runs/tnl-10m-0123456789ab[/]
     """
