@@ -1,5 +1,7 @@
 """Prints what `linnet fit` found: the laws, then their uncertainty, then everything that was refused."""
 
+from collections.abc import Container
+
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -29,18 +31,8 @@ def show(study: StudyFit, source: str, rows: int, unit: str) -> None:
     console.print(f"[bold]{escape(source)}[/]: {rows} rows; {counted}")
     for note in study.notes:
         _line(console, f"[dim]{escape(note)}[/]")
+    show_headline(console, study, unit)
     methods = list(next(iter(study.values())).methods)
-    fits = {name: fit.best for name, fit in study.items()}
-    if not all(fit.refused for fit in fits.values()):
-        console.print(f"\n[bold]{TITLES[study.headline]}; L(C) {FORMS[study.form]}[/]")
-        if reason := _chosen(study):
-            _line(console, f"[dim]{reason}[/]")
-        console.print(_laws(study, unit))
-        if study.headline == "isoflop" and len(methods) == 1:
-            console.print(_optima(fits))
-        if study.headline == "parametric":
-            console.print(_surfaces(fits))
-        _under(console, study)
     if len(study.candidates) > 1:
         console.print("\n[bold]Held-out errors[/] of the methods that could be the headline")
         console.print(_candidates(study))
@@ -56,6 +48,36 @@ def show(study: StudyFit, source: str, rows: int, unit: str) -> None:
     _crossings(console, study)
     _excluded(console, study)
     _refusals(console, study)
+
+
+def show_summary(console: Console, study: StudyFit) -> None:
+    """Prints what `linnet study` ends with: headline, IsoFLOP exponents, crossings, and refusals of both methods."""
+    for note in study.notes:
+        _line(console, f"[dim]{escape(note)}[/]")
+    show_headline(console, study, "flops")
+    shown = {study.headline, "isoflop"}
+    if study.headline != "isoflop" and any(fit.isoflop is not None for fit in study.values()):
+        console.print("\n[bold]IsoFLOP[/], exponents with 95 %")
+        console.print(_others(study, ["isoflop"]))
+    _crossings(console, study)
+    _excluded(console, study)
+    _refusals(console, study, shown)
+
+
+def show_headline(console: Console, study: StudyFit, unit: str) -> None:
+    """Prints the laws of the headline method, with their intervals and notes."""
+    methods = list(next(iter(study.values())).methods)
+    fits = {name: fit.best for name, fit in study.items()}
+    if not all(fit.refused for fit in fits.values()):
+        console.print(f"\n[bold]{TITLES[study.headline]}; L(C) {FORMS[study.form]}[/]")
+        if reason := _chosen(study):
+            _line(console, f"[dim]{reason}[/]")
+        console.print(_laws(study, unit))
+        if study.headline == "isoflop" and len(methods) == 1:
+            console.print(_optima(fits))
+        if study.headline == "parametric":
+            console.print(_surfaces(fits))
+        _under(console, study)
 
 
 def _size_column(study: StudyFit) -> str:
@@ -275,10 +297,13 @@ def _excluded(console: Console, study: StudyFit) -> None:
         _line(console, escape(f"{whose}{loss}: {row['reason']}"))
 
 
-def _refusals(console: Console, study: StudyFit) -> None:
+def _refusals(console: Console, study: StudyFit, methods: Container[str] | None = None) -> None:
+    """Prints the refusals of these methods, or of all."""
     refused: dict[str, list[str]] = {}
     for name, fit in study.items():
         for line in fit.refused:
+            if methods is not None and line.partition(" ")[0] not in methods:
+                continue
             refused.setdefault(line, []).append(name)
     if not refused:
         return

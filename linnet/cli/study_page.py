@@ -55,24 +55,11 @@ def print_plan(
 
 
 def print_laws(study: "StudyFit", console: Console) -> None:
-    """Prints the laws of each architecture, then the refused ones with reasons."""
-    console.print(f"\n[bold]scaling laws[/] ({study.headline}; C in FLOPs)", highlight=False)
-    width = max(map(len, study))
-    reasons: dict[str, list[str]] = {}
-    for name, fit in study.items():
-        test = fit.held_out
-        error = f"  (held-out error {test.mean_error:.2%})" if test is not None and not test.refused else ""
-        allocation = [f"{law.quantity} refused" if law.refused else law.text() for law in (fit.N_opt, fit.D_opt)]
-        loss = "L refused" if fit.L.refused else fit.L.text()
-        console.print(f"[bold]{name:<{width}}[/]  {loss}{error}", highlight=False, soft_wrap=True)
-        console.print(f"{'':<{width}}  {'   '.join(allocation)}", highlight=False, soft_wrap=True)
-        for reason in dict.fromkeys(fit.refused):
-            if reason.startswith(study.headline):  # `linnet fit` prints those of the other methods
-                reasons.setdefault(reason, []).append(name)
-    for note in study.notes:
-        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
-    for reason, names in reasons.items():
-        console.print(f"refused, {', '.join(names)}: {reason}", highlight=False, markup=False, soft_wrap=True)
+    """Prints the laws of each architecture with their intervals, in the words of `linnet fit`."""
+    from linnet.cli.fit_page import show_summary
+
+    console.print("\n[bold]scaling laws[/]")
+    show_summary(console, study)
 
 
 def _range(values: Iterable[float], shown: Callable[[float], str] = count) -> str:

@@ -58,6 +58,7 @@ def fit_envelope(
     fit = EnvelopeFit("envelope", mode=mode)
     kept = _Curves.read(curves, warmup, smooth)
     fit.curves, fit.warmup_removed = len(kept.run), kept.removed
+    fit.decays = _decays(curves)
     if len(kept.run) < 2:
         return _refuse(
             fit, f"{count_of(len(kept.run), 'training curve')} with two records or more; an envelope needs two curves"
@@ -340,3 +341,13 @@ def _refuse(fit: EnvelopeFit, reason: str) -> EnvelopeFit:
     fit.L, fit.L_irreducible = Law("L", refused=[reason]), Law("L", refused=[reason])
     fit.N_opt, fit.D_opt = Law("N_opt", refused=[reason]), Law("D_opt", refused=[reason])
     return fit
+
+
+def _decays(curves: pd.DataFrame) -> bool:
+    """Returns whether the learning rate of some run ends below half of its peak."""
+    if "learning_rate" not in curves:
+        return False
+    rates = pd.to_numeric(curves["learning_rate"], errors="coerce")
+    last = rates.loc[curves.groupby("run")["D"].idxmax()].to_numpy()
+    peak = rates.groupby(curves["run"]).max().to_numpy()
+    return bool((last < peak / 2).any())

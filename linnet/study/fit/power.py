@@ -108,7 +108,8 @@ def law_through(
     if draws is None and residuals:
         drawn = _from_residuals(law, x, y, residuals, smallest_error, seed)
         if drawn is not None:
-            draws_C, draws, counts = np.broadcast_to(C, drawn.shape), np.exp(drawn), np.ones_like(drawn)
+            with np.errstate(over="ignore"):  # a draw without bound gives no law
+                draws_C, draws, counts = np.broadcast_to(C, drawn.shape), np.exp(drawn), np.ones_like(drawn)
     if draws is not None and len(draws) and different > 2:
         xs, ys = (np.log(np.where(counts > 0, a, 1.0)) for a in (draws_C, draws))
         found = (_irreducible if irreducible else log_log)(xs, ys, counts, estimate)
@@ -249,7 +250,8 @@ def add_band(law: Law, points: int = 41) -> None:
     grid = np.geomspace(law.c_min, 10 * law.c_max, points)
     low, high = [None] * points, [None] * points
     if law.draws is not None and len(law.draws):
-        values = np.exp(law.draws[:, :1] + law.draws[:, 1:2] * np.log(grid)) + law.draws[:, 2:]
+        with np.errstate(over="ignore"):  # a resample may have an exponent without bound
+            values = np.exp(law.draws[:, :1] + law.draws[:, 1:2] * np.log(grid)) + law.draws[:, 2:]
         low, high = np.percentile(values, [2.5, 97.5], axis=0).tolist()
     columns = zip(grid.tolist(), law.predict(grid).tolist(), low, high, strict=True)
     law.band = [dict(zip(("C", "value", "low", "high"), row, strict=True)) for row in columns]

@@ -164,6 +164,8 @@ class EnvelopeFit(MethodFit):
         curves: number of runs used.
         runs_on_envelope: number of runs that touch the envelope.
         warmup_removed: number of records dropped at the beginnings of the curves.
+        decays: True if the learning rate of a run falls below half of its peak. Points in the middle of such a run have
+            a higher loss than a run that ends there.
     """
 
     mode: str = "minimum"
@@ -171,6 +173,7 @@ class EnvelopeFit(MethodFit):
     curves: int = 0
     runs_on_envelope: int = 0
     warmup_removed: int = 0
+    decays: bool = False
 
 
 @dataclass

@@ -26,6 +26,7 @@ from linnet.study.fit.power import count_of, law_through
 from linnet.study.fit.results import (
     ArchitectureFit,
     Candidate,
+    EnvelopeFit,
     IsoflopFit,
     MethodFit,
     ParametricFit,
@@ -139,7 +140,8 @@ def choose(fits: Mapping[str, ArchitectureFit], targets: Mapping[str, Targets]) 
     Laws of different methods in one table are not comparable, so all architectures have one headline. Candidates are
     the methods that give L(C) for every architecture and N_opt for at least half of them. If there are none, they are
     the methods that give L(C), then N_opt, for the most architectures. `isoflop` is a candidate only if some
-    architecture has N_opt from its parabolas: without them, its L(C) is that of `power`.
+    architecture has N_opt from its parabolas: without them, its L(C) is that of `power`. `envelope` is one only if the
+    learning rate of its runs does not decay: it takes points in the middle of training for ends of training.
     """
     methods = list(next(iter(fits.values())).methods)
     for fit in fits.values():
@@ -148,7 +150,7 @@ def choose(fits: Mapping[str, ArchitectureFit], targets: Mapping[str, Targets]) 
             for name, method in fit.methods.items()
         }
     given = {name: _given(fits, name) for name in methods}
-    able = [name for name in methods if name != "isoflop" or given[name][1]] or methods
+    able = [name for name in methods if _can_be_headline(fits, name, given[name][1])] or methods
     complete = [name for name in able if given[name][0] == len(fits) and given[name][1] >= len(fits) / 2]
     if not complete:
         most = max(given[name] for name in able)
@@ -167,6 +169,12 @@ def choose(fits: Mapping[str, ArchitectureFit], targets: Mapping[str, Targets]) 
     best = candidates[int(np.argmin(errors))]
     best.chosen = True
     return best.method, best.form, candidates
+
+
+def _can_be_headline(fits: Mapping[str, ArchitectureFit], method: str, allocations: int) -> bool:
+    if any(isinstance(found := fit.methods[method], EnvelopeFit) and found.decays for fit in fits.values()):
+        return False
+    return method != "isoflop" or allocations > 0
 
 
 def _given(fits: Mapping[str, ArchitectureFit], method: str) -> tuple[int, int]:

@@ -107,3 +107,15 @@ def test_laws_that_cannot_be_told_apart_have_no_interval_of_their_crossing():
         found.draws[:, 1] = found.exponent + turn
     found = crossing(architecture("a", one), architecture("b", two))
     assert found.interval is None and "the other law is lower" in found.refused[0]
+
+
+@pytest.mark.parametrize("final, candidate", [(1.0, True), (0.1, False)])
+def test_envelopes_of_decaying_rates_are_no_candidates(surface, final, candidate):
+    """In the middle of a run whose learning rate decays, the loss is higher than that of a run that ends there."""
+    curves = surface.curves(np.geomspace(1e8, 1e10, 9), points=60)
+    curves["learning_rate"] = 1.0 + (final - 1.0) * curves.groupby("run").cumcount() / 59
+    ends = curves.loc[curves.groupby("run")["D"].idxmax()]
+    study = fit_study(ends, curves, bootstrap=0)
+    fit = next(iter(study.values())).envelope
+    assert not fit.refused and fit.decays is not candidate
+    assert ("envelope" in {one.method for one in study.candidates}) is candidate
