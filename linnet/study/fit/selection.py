@@ -3,7 +3,7 @@
 All candidates predict the same losses, so that their errors can be compared. For each architecture:
 
 * The target of a budget is the minimum of its parabola. It follows from the runs of that budget alone. Budgets without
-  an accepted minimum are no targets. If fewer than three budgets have one, the targets are the lowest observed losses
+  an accepted minimum are not targets. If fewer than three budgets have one, the targets are the lowest observed losses
   of all budgets.
 * The largest fifth of the targets (at least one; `hold_out`) is held out. Every candidate is fitted to what lies at
   the compute of the smaller budgets, and predicts the held-out targets.
