@@ -63,7 +63,7 @@ def export_llama(path: str | Path, out: str | Path, *, allow_plugins: bool = Fal
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**values, bos_token_id=None))
     tensors = {parts[name].name: tensor for name, tensor in causal.state_dict().items()}
-    model.load_state_dict(tensors, assign=True, strict=False)  # a tied head is no tensor of its own
+    model.load_state_dict(tensors, assign=True, strict=False)  # a tied head has no tensor of its own
     model.tie_weights()
     return _write(path, out, causal, model.eval(), tokenizer)
 

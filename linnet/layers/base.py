@@ -277,7 +277,7 @@ def find_channel(name: str) -> type[Channel]:
 def load_plugin(spec: str) -> str:
     """Imports a mixer from a file outside the package and returns the name that it registered.
 
-    This runs the file. What a received folder names goes through `linnet.trust.check_plugins` first.
+    This runs the file. Call `linnet.trust.check_plugins` first if a received folder names it.
 
     Args:
         spec: `path/to/file.py:ClassName`.

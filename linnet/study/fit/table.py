@@ -526,9 +526,9 @@ def _unit(table: pd.DataFrame, column: str, unit: str | None, notes: list[str]) 
 
 
 def _one_per_point(table: pd.DataFrame, best_of: bool, notes: list[str]) -> tuple[pd.DataFrame, list[str]]:
-    """Keeps the best run of each architecture, N and D with `best_of`; else refuses runs that are no repeats."""
+    """Keeps the best run of each architecture, N and D with `best_of`; else refuses runs that are not repeats."""
     ends = table
-    if curves_of(table) is not None:  # records of one run are no repeats; runs are compared by their last one
+    if curves_of(table) is not None:  # records of one run are not repeats; runs are compared by their last one
         ends = table.loc[table.groupby(["architecture", "run"], sort=False)["D"].idxmax()]
     keys = [ends["architecture"], *(np.log10(ends[name]).round(4) for name in "ND")]
     same = ends.groupby(keys, sort=False)["loss"]
