@@ -1,0 +1,28 @@
+"""Gives the distributed tests one pool of worker processes, and runs them first."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for pool, and for what the files of this folder share
+
+from pool import Pool  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts these tests before all others.
+
+    Under `-n 2 --dist worksteal` each worker gets a run of adjacent tests, and others take from its end: these stay together
+    on the first worker, so that one pool serves them all. A second pool would be slower, not wrong.
+    """
+    here = Path(__file__).parent
+    items.sort(key=lambda item: here not in item.path.parents)
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Worker processes with gloo groups of 1 to 4 ranks; pool.py says how to use them."""
+    pool = Pool()
+    yield pool
+    pool.close()
