@@ -1,6 +1,6 @@
-"""Worker processes for the distributed tests: one pool for all of them, because starting a process dominates such a test.
+"""Worker processes for the distributed tests: one pool for all, because starting a process dominates such a test.
 
-A test takes the fixture `pool` and sends a function, which runs once in each of n processes with a gloo group of n ranks:
+A test takes the fixture `pool` and sends a function, which runs once in each of n processes with a gloo group:
 
     def add(x):                                        # in the test's own file, at its top level
         dist.all_reduce(x)
@@ -9,17 +9,18 @@ A test takes the fixture `pool` and sends a function, which runs once in each of
     def test_add(pool):
         assert [total.item() for _, total in pool.run(3, add, torch.ones(()))] == [3, 3, 3]
 
-`run` returns the ranks' results in order. Functions travel by file and name, arguments and results as pickles (tensors too).
+`run` returns the ranks' results in order. Functions travel by file and name, arguments and results as pickles.
 
 * Return numbers, tensors, tuples and dicts: a class of a test file has another name in the worker.
-* Each call has its own default process group, made before and destroyed after, and the environment that torchrun sets (RANK,
-  WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and so on). `group=False` leaves the group to the function: for code that
-  starts one itself from that environment.
-* A call that takes longer than `timeout` seconds fails with the stack of every rank. An exception on any rank fails the call
-  with that rank's traceback; the others get `GRACE` seconds to finish. Either way all workers are killed, and the next call
-  starts new ones, which takes milliseconds: they are forked from a server that has imported torch and Linnet.
-* `fresh=True` uses processes of its own, for functions that kill themselves or leave a mess. A rank that dies counts as a
-  result there: `Died(exit code)`, negative for a signal.
+* Each call has its own default process group, made before and destroyed after, and the environment that torchrun
+  sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and so on). `group=False` leaves the group to the
+  function: for code that starts one itself from that environment.
+* A call that takes longer than `timeout` seconds fails with the stack of every rank. An exception on any rank fails
+  the call with that rank's traceback; the others get `GRACE` seconds to finish. Either way all workers are killed,
+  and the next call starts new ones, which takes milliseconds: they are forked from a server that has imported torch
+  and Linnet.
+* `fresh=True` uses processes of its own, for functions that kill themselves or leave a mess. A rank that dies counts
+  as a result there: `Died(exit code)`, negative for a signal.
 * Combine cases in one call where they are small, and keep models tiny (width 32, 2 layers, float64).
 
 Each call starts with the seeds 0, float32 as the default type and one thread.
