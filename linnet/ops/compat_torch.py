@@ -4,6 +4,7 @@ No other file of Linnet may name one (`tests/ops/test_compat.py` looks for them)
 exists, is slower by more than a small kernel takes, or incomplete; each comment says which.
 """
 
+import datetime
 import sys
 from collections.abc import Callable, Iterable
 
@@ -109,3 +110,10 @@ def packet_of(op: CustomOpDef) -> object:
 def name_of(op: CustomOpDef) -> str:
     """Returns `<name>` of `<namespace>::<name>`."""
     return op._name
+
+
+def set_group_timeout(group: "torch.distributed.ProcessGroup", timeout: datetime.timedelta) -> None:
+    """Changes how long a communication of a group may take. Public calls set it when a group is made, and only then."""
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._set_pg_timeout(timeout, group)

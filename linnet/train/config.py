@@ -12,6 +12,7 @@ from linnet.config import Config, ConfigError
 from linnet.data import DataConfig, given_vocabulary
 from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig
+from linnet.parallel.config import ParallelConfig
 from linnet.runs.folder import STATED
 from linnet.train.device import DeviceName
 from linnet.train.guards import GuardConfig
@@ -49,7 +50,15 @@ class RunConfig(Config):
     loggers: list[LoggerName] = Field([], description="loggers besides metrics.jsonl: `tensorboard`, `wandb`")
     log_every: int = Field(10, ge=1, description="steps between training rows of metrics.jsonl")
     checkpoint_every: int = Field(1000, ge=0, description="steps between checkpoints; 0: only at the end")
+    checkpoint_minutes: float | None = Field(
+        None,
+        gt=0,
+        description="minutes after which a checkpoint is written even if `checkpoint_every` asks for none; null: never",
+    )
     keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints that are kept")
+    async_save: bool = Field(
+        False, description="write checkpoints in the background while training goes on, from a copy in memory"
+    )
     evaluate_every: int = Field(
         0,
         ge=0,
@@ -109,8 +118,10 @@ class TrainConfig(Config):
         None, ge=1, description="steps between the points of the training curve that fits read; null: no such points"
     )
     run: RunConfig = Field(RunConfig(), description="how the training is executed; not part of the run's identity")
-    parallel: dict[str, Any] = Field(
-        {}, description="reserved for training over several devices, which is not implemented; leave it out"
+    parallel: ParallelConfig = Field(
+        ParallelConfig(),
+        description="how the training is divided among devices; not part of the run's identity, which lets a run go on "
+        "on another number of them",
     )
     guard: GuardConfig = Field(GuardConfig(), description="reaction to a loss that is not finite or that spikes")
     evaluations: list[Evaluation] = Field(
@@ -197,10 +208,19 @@ class TrainConfig(Config):
 
     @field_validator("parallel", mode="before")
     @classmethod
-    def _reserved(cls, parallel: Any) -> Any:
-        if parallel not in ({}, None):
-            raise ValueError("reserved: training over several devices is not implemented; leave the key out")
-        return {}
+    def _nothing_given(cls, parallel: Any) -> Any:
+        return {} if parallel is None else parallel
+
+    @field_validator("guard")
+    @classmethod
+    def _checkpoints_of_rollback(cls, guard: GuardConfig, info: ValidationInfo) -> GuardConfig:
+        if guard.policy == "rollback" and "run" in info.data and info.data["run"].checkpoint_minutes is not None:
+            raise ValueError(
+                f"policy rollback returns to the last checkpoint, and run.checkpoint_minutes "
+                f"({info.data['run'].checkpoint_minutes:g}) would make its step depend on the machine's speed; set "
+                "run.checkpoint_minutes=null, or another guard.policy"
+            )
+        return guard
 
     @field_validator("evaluations")
     @classmethod

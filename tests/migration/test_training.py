@@ -8,6 +8,7 @@ from linnet.cli.study import _settings as study_settings
 from linnet.cli.train import _settings as train_settings
 from linnet.config import ConfigError, override, parse, parse_yaml
 from linnet.deprecation import LinnetDeprecationWarning
+from linnet.parallel import ParallelConfig
 from linnet.study import StudyConfig
 from linnet.study.ladder import plan
 from linnet.train import TrainConfig
@@ -36,7 +37,8 @@ def same_warnings(caught: list, prefix: str = "") -> None:
 
 
 def test_every_old_place_is_tried_here():
-    assert OLD.keys() == MOVED.keys() and set(MOVED.values()) == RunConfig.model_fields.keys()
+    new = {"checkpoint_minutes", "async_save"}  # since 0.2.0
+    assert OLD.keys() == MOVED.keys() and set(MOVED.values()) | new == RunConfig.model_fields.keys()
 
 
 def test_top_level_keys_in_yaml():
@@ -44,7 +46,7 @@ def test_top_level_keys_in_yaml():
     with pytest.warns(LinnetDeprecationWarning) as caught:
         config = parse(TrainConfig, text)
     same_warnings(caught)
-    assert config.run.model_dump() == {MOVED[key]: value for key, value in OLD.items()}
+    assert config.run == RunConfig(**{MOVED[key]: value for key, value in OLD.items()})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert parse(TrainConfig, config.model_dump(mode="json")) == config
@@ -115,13 +117,9 @@ def test_a_study(tmp_path):
     same_warnings(caught, "train.")
     assert len(ladder.runs) == 2
     for run in ladder.runs:
-        assert run.train.run.model_dump() == {MOVED[key]: value for key, value in old.items()}
+        assert run.train.run == RunConfig(**{MOVED[key]: value for key, value in old.items()})
 
 
-def test_parallel_is_reserved():
-    for given in ({"devices": 2}, "data", [1]):
-        with pytest.raises(ConfigError) as caught:
-            parse(TrainConfig, {"model": MODEL, "parallel": given})
-        [line] = caught.value.problems
-        assert line.startswith("parallel:") and "several devices" in line
-    assert parse(TrainConfig, {"model": MODEL, "parallel": {}}).parallel == {}
+def test_parallel_of_0_1_0_was_empty():
+    for given in ({}, None):
+        assert parse(TrainConfig, {"model": MODEL, "parallel": given}).parallel == ParallelConfig()

@@ -173,6 +173,7 @@ def test_what_does_not_change_the_result_does_not_change_the_digest(settings):
     key = digest_of(one, contents_of(one))
     run = {"log_every": 3, "device": "auto", "compile": True, "recompute": "block", "peak_tflops": 1.0}
     same = [settings(**run), settings(name="label"), settings(architecture="label"), settings(parallel={})]
+    same += [settings(parallel={"tp": 2, "sp": 2, "accumulation": 2}), settings(checkpoint_minutes=5, async_save=True)]
     same += [settings(steps=None, tokens=12 * 4 * 32), settings(accumulation=1), settings(evaluate_every=3)]
     assert [digest_of(other, contents_of(other)) for other in same] == [key] * len(same)
     for change in (
@@ -325,7 +326,7 @@ def leaves(values, prefix: str = "") -> set[str]:
     """Dotted keys of plain values; options of layers and names of plugins are values."""
     found = set()
     for key, value in values.items():
-        inside = isinstance(value, dict) and key not in ("options", "plugin_digests", "parallel", "aliases")
+        inside = isinstance(value, dict) and key not in ("options", "plugin_digests", "aliases")
         found |= leaves(value, f"{prefix}{key}.") if inside else {prefix + key}
     return found
 

@@ -1,0 +1,10 @@
+"""One model on several devices. Without a process group (one device), nothing in here runs.
+
+config.py   ParallelConfig, the `parallel` block of a training, and its checks
+mesh.py     Mesh: the ranks of a run, their groups, and calls that all ranks make together
+"""
+
+from linnet.parallel.config import Degrees, ParallelConfig
+from linnet.parallel.mesh import Mesh, PeerError, start, stop
+
+__all__ = ["Degrees", "Mesh", "ParallelConfig", "PeerError", "start", "stop"]

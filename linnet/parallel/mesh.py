@@ -1,0 +1,374 @@
+"""The ranks of a run: who they are, which groups they form, and calls that all of them make together.
+
+`start` connects the processes that torchrun (or `linnet train --devices N`, or Ray) started and returns this rank's
+`Mesh`. With one process it returns None, and training does not use torch.distributed at all.
+
+A restarted group must not meet the addresses that a killed attempt left in the launcher's store, so each attempt keeps
+its addresses under a prefix of its own. torchrun's restart counts cannot name it: they differ between nodes that joined
+at different times. Rank 0 draws the name, and every other rank asks for it with a number of its own (`_attempt`).
+"""
+
+import datetime
+import os
+import pickle
+import socket
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from linnet.config import ConfigError
+from linnet.ops import compat_torch
+from linnet.parallel.config import Degrees, ParallelConfig
+
+JOIN = 300.0  # seconds in which every rank must appear
+FIRST_STEP = 1800.0  # seconds that a communication of the first step may take: ranks compile at different speeds
+HOST = 7 * 86400.0  # seconds that a rank waits on the host: rank 0 may prepare data or evaluate for hours
+
+DIMENSIONS = ("dp_replicate", "dp_shard", "sp", "tp")
+
+Result = TypeVar("Result")
+
+
+class PeerError(RuntimeError):
+    """Another rank failed in a call that all ranks make together. The message names the rank and its error."""
+
+
+class Mesh:
+    """This rank's place among all ranks.
+
+    Attributes:
+        rank, world: number of this rank, and number of ranks. local_rank: its number on this machine.
+        device: the device of this rank.
+        degrees: number of ranks per dimension.
+        devices: mesh (dp_replicate, dp_shard, sp, tp) of all ranks; tp is innermost.
+        fsdp: mesh for `fully_shard`: (dp_shard x sp), or (dp_replicate, dp_shard x sp) with several copies. The ranks
+            of one row (sp) have the same weights and different tokens, so they share the weights too.
+        tp_group, sp_group: the ranks that share a layer, and those that share a row.
+        data_group: the ranks with different tokens (dp_replicate x dp_shard x sp); losses are summed over it.
+        host: gloo group of all ranks for flags, barriers, errors and checkpoints.
+    """
+
+    def __init__(self, config: ParallelConfig, device: torch.device):
+        """Builds the groups; every rank must call it, with a process group that exists."""
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        self.device, self.timeout = device, config.timeout
+        self.degrees: Degrees = config.degrees(self.world)
+        shape = (self.degrees.dp_replicate, self.degrees.dp_shard, self.degrees.sp, self.degrees.tp)
+        self.host = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=HOST))
+        self.devices: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
+        merged = init_device_mesh(
+            device.type,
+            (self.degrees.dp_replicate, self.degrees.dp_shard * self.degrees.sp, self.degrees.tp),
+            mesh_dim_names=("dp_replicate", "dp_shard_sp", "tp"),
+        )
+        copies = self.degrees.dp_replicate > 1
+        self.fsdp: DeviceMesh = merged["dp_replicate", "dp_shard_sp"] if copies else merged["dp_shard_sp"]
+        if self.degrees.tp == 1:
+            self.data_group = dist.group.WORLD
+        elif copies:
+            numbers = torch.arange(self.world).view(-1, self.degrees.tp)
+            self.data_group, _ = dist.new_subgroups_by_enumeration(numbers.T.tolist())
+        else:
+            self.data_group = merged["dp_shard_sp"].get_group()
+        self.tp_group = self.devices["tp"].get_group()
+        self.sp_group = self.devices["sp"].get_group()
+        replica, shard, self.sp_rank, self.tp_rank = self.devices.get_coordinate()
+        self.dp_rank = replica * self.degrees.dp_shard + shard
+        self._groups = [
+            group
+            for mesh in (self.devices, merged)
+            for name in mesh.mesh_dim_names
+            for group in [mesh[name].get_group()]
+        ] + [self.data_group, dist.group.WORLD]
+
+    @property
+    def dp_replicate(self) -> int:
+        return self.degrees.dp_replicate
+
+    @property
+    def dp_shard(self) -> int:
+        return self.degrees.dp_shard
+
+    @property
+    def sp(self) -> int:
+        return self.degrees.sp
+
+    @property
+    def tp(self) -> int:
+        return self.degrees.tp
+
+    @property
+    def dp(self) -> int:
+        """Number of ranks that read different rows; `dp_rank` is this rank's number among them."""
+        return self.degrees.dp
+
+    @property
+    def main(self) -> bool:
+        """Whether this is rank 0, which alone writes the record and the result."""
+        return self.rank == 0
+
+    def together(self, do: Callable[[], Result]) -> Result:
+        """Calls `do` on every rank and returns this rank's result. An error on any rank is raised on every rank."""
+        return together(do, self.host)
+
+    def on_main(self, do: Callable[[], Result]) -> Result:
+        """Calls `do` on rank 0 and returns its result (small, picklable) on every rank; so with its error."""
+        return on_main(do, self.host)
+
+    def barrier(self) -> None:
+        """Waits for all ranks on the host, for as long as it takes."""
+        dist.barrier(self.host)
+
+    def agree(self, digests: Mapping[str, str]) -> None:
+        """Raises ConfigError on every rank if a digest is not the same on all: {"code": ..., "data": ...}."""
+        agree(digests, self.host)
+
+    def after_first_step(self) -> None:
+        """Lowers the time that a communication may take to `parallel.timeout`."""
+        for group in self._groups:
+            compat_torch.set_group_timeout(group, datetime.timedelta(seconds=self.timeout))
+
+
+def world() -> int:
+    """Returns the number of processes that were started together, 1 without a launcher."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def rank() -> int:
+    """Returns the number of this process among those that were started together."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ["RANK"]) if world() > 1 else 0
+
+
+def join() -> None:
+    """Connects this process to the others of its launcher, unless it is connected. Communicates on the CPU only.
+
+    Raises:
+        ConfigError: the port is in use, or a rank did not come.
+    """
+    if dist.is_initialized():
+        return
+    mine, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.PrefixStore("linnet", _store(mine, count))
+    attempt = _attempt(store, mine, count, JOIN)
+    nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if nccl else "gloo",  # NCCL connects at its first communication, so this costs nothing
+        store=dist.PrefixStore(attempt, store),
+        rank=mine,
+        world_size=count,
+        timeout=datetime.timedelta(seconds=FIRST_STEP),
+    )
+
+
+def start(config: ParallelConfig, device: torch.device) -> Mesh | None:
+    """Returns this rank's mesh, or None if there is one process. Every rank must call it.
+
+    Args:
+        device: `cpu` or `cuda`; the mesh's `device` is this rank's own of them.
+
+    Raises:
+        ConfigError: the degrees do not fit, there are more ranks than devices, or a rank did not come. On every rank.
+    """
+    if world() == 1:
+        return None
+    join()
+
+    def own() -> torch.device:
+        if problems := [*config._mesh_problems(world()), *device_problems(device)]:
+            raise ConfigError(problems, "parallel")
+        if device.type != "cuda":
+            return device
+        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(found)
+        return found
+
+    return Mesh(config, together(own))
+
+
+def device_problems(device: torch.device, local_world: int | None = None) -> list[str]:
+    """Returns why the ranks on this machine cannot have a device each.
+
+    Args:
+        local_world: number of ranks on this machine; None asks the launcher's environment.
+    """
+    if device.type != "cuda":
+        return []
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if local_world is None else local_world
+    have, problems = torch.cuda.device_count(), []
+    if count > have:
+        gpus = "1 GPU" if have == 1 else f"{have} GPUs"
+        problems.append(f"--devices: {count} were asked for, but {socket.gethostname()} has {gpus}; use at most {have}")
+    if not dist.is_nccl_available():
+        problems.append(
+            "run.device: this PyTorch has no NCCL, with which GPUs communicate; install a build of PyTorch for CUDA on "
+            "Linux, or use run.device: cpu"
+        )
+    return problems
+
+
+def stop() -> None:
+    """Leaves the group at the end of a run that went well. After an error, end the process instead."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def together(do: Callable[[], Result], host: dist.ProcessGroup | None = None) -> Result:
+    """Calls `do` on every rank and returns this rank's result. An error on any rank is raised on every rank.
+
+    Args:
+        host: a group of all ranks that communicates on the CPU; None is the group of `join`.
+
+    Raises:
+        ConfigError: any rank raised one; problems that not all ranks found name the rank.
+        PeerError: another rank raised something else, and this one did not.
+    """
+    result, error = None, None
+    try:
+        result = do()
+    except Exception as raised:
+        error = raised
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, None if error is None else _packed(error), group=host)
+    if not any(told):
+        return result
+    found = {rank: pickle.loads(one) for rank, one in enumerate(told) if one is not None}
+    configs = {rank: one for rank, one in found.items() if isinstance(one, ConfigError)}
+    if configs:
+        raise _merged(configs, len(told)) from None
+    if error is not None:
+        raise error
+    rank, first = min(found.items())
+    raise first if isinstance(first, OSError) else PeerError(f"rank {rank}: {first}")
+
+
+def on_main(do: Callable[[], Result], host: dist.ProcessGroup | None = None) -> Result:
+    """Calls `do` on rank 0 and returns its result (small, picklable) on every rank, or raises its error there."""
+    result = together(do if dist.get_rank() == 0 else _nothing, host)
+    box = [result]
+    dist.broadcast_object_list(box, src=0, group=host)
+    return box[0]
+
+
+def agree(digests: Mapping[str, str], host: dist.ProcessGroup | None = None) -> None:
+    """Raises ConfigError on every rank if a digest is not the same on all ranks.
+
+    Args:
+        digests: what is compared -> its digest; every rank gives the same keys.
+    """
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (socket.gethostname(), dict(digests)), group=host)
+    problems = []
+    for what in digests:
+        wanted = told[0][1].get(what)
+        others = [rank for rank, (_, one) in enumerate(told) if one.get(what) != wanted]
+        if others:
+            host_name, one = told[others[0]]
+            ranks = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
+            problems.append(
+                f"{what}: {ranks} ({host_name}: {one.get(what)}) and rank 0 ({told[0][0]}: {wanted}) differ; give "
+                f"every machine the same {what}"
+            )
+    if problems:
+        raise ConfigError(problems, "parallel")
+
+
+def _nothing() -> None:
+    return None
+
+
+def _packed(error: Exception) -> bytes:
+    """Returns an error for other ranks: itself if it survives pickling, else its text."""
+    if isinstance(error, ConfigError | OSError):
+        try:
+            packed = pickle.dumps(error)
+            pickle.loads(packed)
+            return packed
+        except Exception:
+            pass
+    lines = "".join(traceback.format_exception_only(error)).strip()
+    return pickle.dumps(RuntimeError(lines))
+
+
+def _merged(errors: dict[int, ConfigError], world: int) -> ConfigError:
+    """Returns one error with the problems of all ranks, each once; those that not all found say whose they are."""
+    problems: dict[str, list[int]] = {}
+    for rank, error in errors.items():
+        for problem in dict.fromkeys(error.problems):
+            problems.setdefault(problem, []).append(rank)
+    told = []
+    for problem, ranks in problems.items():
+        whose = ", ".join(map(str, ranks))
+        alone = ranks == [0] or len(ranks) == world
+        told.append(problem if alone else f"rank{'s' * (len(ranks) > 1)} {whose}: {problem}")
+    first = next(iter(errors.values()))
+    merged = pickle.loads(pickle.dumps(first))
+    ConfigError.__init__(merged, told, first.where)
+    return merged
+
+
+def _store(rank: int, world: int) -> dist.Store:
+    """Returns the store of the launcher, or of rank 0 if the launcher keeps none."""
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "")
+    if not port.isdecimal():
+        problem = f"MASTER_PORT: is {port!r}, but the ranks meet at this port; start them with torchrun or --devices"
+        raise ConfigError([problem], "parallel")
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return dist.TCPStore(
+            address,
+            int(port),
+            world,
+            is_master=rank == 0 and not kept,
+            timeout=datetime.timedelta(seconds=JOIN),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        text = str(error)
+        if "EADDRINUSE" in text or "in use" in text:
+            problem = f"MASTER_PORT: {port} is in use on {socket.gethostname()}; choose another port"
+        else:
+            reason = text.partition("\n")[0][:300]
+            problem = f"MASTER_ADDR, MASTER_PORT: rank {rank} cannot reach {address}:{port} ({reason})"
+        raise ConfigError([problem], "parallel") from None
+
+
+def _attempt(store: dist.Store, rank: int, world: int, seconds: float) -> str:
+    """Returns the name of this attempt, which is the same on all its ranks and on no rank of an earlier attempt.
+
+    Every rank draws a number. Rank r > 0 shows its own under `hello/r` and waits for an answer under that number, which
+    no dead rank 0 can have left; rank 0 answers what it finds there with its own number, again if it changes (it first
+    found the number of a dead rank), until all ranks have confirmed.
+    """
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"hello/{rank}", own)
+        try:
+            store.wait([f"answer/{own}"], datetime.timedelta(seconds=seconds))
+        except RuntimeError:
+            raise ConfigError([f"rank 0 did not come within {seconds:.0f} s; look at its output"], "parallel") from None
+        name = store.get(f"answer/{own}").decode()
+        store.set(f"confirmed/{name}/{rank}", "")
+        return name
+    answered: dict[int, bytes] = {}
+    end = time.monotonic() + seconds
+    while missing := [other for other in range(1, world) if not store.check([f"confirmed/{own}/{other}"])]:
+        for other in missing:
+            if store.check([f"hello/{other}"]) and answered.get(other) != (number := store.get(f"hello/{other}")):
+                store.set(f"answer/{number.decode()}", own)
+                answered[other] = number
+        if time.monotonic() > end:
+            ranks = ", ".join(map(str, missing))
+            raise ConfigError([f"ranks {ranks} did not come within {seconds:.0f} s; look at their output"], "parallel")
+        time.sleep(0.02)
+    return own
