@@ -93,7 +93,10 @@ def register(
 
     def backward_filled(*arguments):
         found = zip(learned, backward_exactly(*arguments), strict=True)
-        return fill([None if arguments[i] is None else x for i, x in found], arguments[0])
+        return join(fill([None if arguments[i] is None else x for i, x in found], arguments[0]))
+
+    def join(found: tuple[Tensor, ...]):  # a schema with one result returns a tensor
+        return found if len(found) > 1 else found[0]
 
     op = torch.library.custom_op(
         f"linnet::{name}",
@@ -105,7 +108,8 @@ def register(
         f"linnet::{name}_backward",
         backward_filled,
         mutates_args=(),
-        schema=f"({', '.join(given)}) -> ({', '.join(['Tensor'] * len(learned))})",
+        schema=f"({', '.join(given)}) -> "
+        + ("Tensor" if len(learned) == 1 else f"({', '.join(['Tensor'] * len(learned))})"),
     )
     call_backward = make_fast_path(op_backward, implementation=backward_exactly)
 
@@ -115,7 +119,7 @@ def register(
 
     @op_backward.register_fake
     def _(*arguments):
-        return fill([None if arguments[i] is None else empty_like(arguments[i]) for i in learned], arguments[0])
+        return join(fill([None if arguments[i] is None else empty_like(arguments[i]) for i in learned], arguments[0]))
 
     def setup_context(ctx, inputs, output):
         output = output if isinstance(output, tuple) else (output,)
@@ -132,6 +136,7 @@ def register(
         if grads[0] is None:
             grads[0] = torch.zeros_like(saved[like])
         found = call_backward(*saved[:tensors], *ctx.numbers, *saved[tensors:], *grads)
+        found = (found,) if isinstance(found, Tensor) else found
         inputs: list[Tensor | None] = [None] * len(declared)
         for i, grad in zip(learned, found, strict=True):
             inputs[i] = None if saved[i] is None else grad

@@ -11,7 +11,7 @@ from typing import Literal
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from linnet.ops import compat_torch
+from linnet.ops import compat_torch, sequence
 
 Recompute = Literal["none", "block", "selective"]
 
@@ -26,19 +26,31 @@ _KEPT = {
 }
 
 
-def apply(model: nn.Module, mode: Recompute) -> None:
-    """Makes every block of `model.backbone.blocks` recompute its activations in the backward pass."""
+def apply(model: nn.Module, mode: Recompute, exchanges: bool = False) -> None:
+    """Makes every block of `model.backbone.blocks` recompute its activations in the backward pass.
+
+    Args:
+        exchanges: whether blocks exchange states with other ranks (sequence parallelism). `block` then stores what they
+            received, because repeating an exchange takes time, and `selective` does so anyway.
+    """
     if mode == "none":
         return
     options = {"use_reentrant": False}
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    if mode == "selective" or exchanges:
+        options["context_fn"] = partial(
+            create_selective_checkpoint_contexts, _policy if mode == "selective" else _exchange_policy
+        )
     for block in model.backbone.blocks:
         block.forward = partial(checkpoint, block.forward, **options)
 
 
 def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_kept(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _exchange_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+    kept = op.name().startswith(sequence.KEPT_NAMES)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def is_kept(op: compat_torch.OpOverload) -> bool:

@@ -1,0 +1,509 @@
+"""Sequence parallelism: the rows of a batch are cut in time into one contiguous span per rank.
+
+A recurrence crosses from span to span through its state. Each rank sums its own span up (a state from zero, and the
+decay over the span), `exchange` gives it the state that enters its span, and the op runs as usual from that state.
+Nothing but these summaries moves between ranks. A gradient takes the same way back.
+
+`sequence_parallel` says which ranks share a row, as `use_backend` says which form runs. It must be active in the
+backward pass too, because recomputation runs a forward there. Ops ask `span`; layers need only the position of the
+first token (`first_position`, `document_positions`), the last inputs of the rank before (`halo`) and, for softmax
+attention over the whole row, `all_to_all`.
+
+All collectives run on every rank of the group and in the same order, also where a rank needs no result: rank 0 reads no
+state of others, but its backward must take part. So nothing in here depends on the rank but values.
+
+With packed documents a rank has the rows flattened to [1, B T] and `cu_seqlens` of its span, in which every row starts
+a document. `cut_documents` makes them, and records how much of each row's first document is on the ranks before.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from linnet.ops.registration import empty_like, register
+
+Method = Literal["auto", "gather", "scan"]
+
+# Ranks up to which summaries go by one all-gather; above, an exclusive scan in ceil(log2 P) rounds moves fewer bytes.
+MOST_GATHERED = 16
+
+# torch 2.13 renames it.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Names of the registered ops that talk to other ranks, or make what they send: recomputation keeps their results.
+KEPT_NAMES = ("linnet::exchange", "linnet::summary", "linnet::shift", "linnet::all_to_all")
+
+
+class Span(NamedTuple):
+    """The place of this rank in its row: spans before it, and the number of spans.
+
+    Attributes:
+        rank, size: this rank in the group, and the ranks of the group.
+        name: of the process group; `group` is the group itself.
+        method: how summaries travel, "gather" or "scan".
+    """
+
+    rank: int
+    size: int
+    name: str
+    method: str
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return _groups[self.name]
+
+
+_groups: dict[str, dist.ProcessGroup] = {}
+_span: Span | None = None
+_before: Tensor | None = None
+
+
+@contextlib.contextmanager
+def sequence_parallel(group: dist.ProcessGroup | None, method: Method = "auto") -> Iterator[Span | None]:
+    """Makes ops inside the `with` block treat their rows as spans of longer rows, one span per rank of `group`.
+
+    The block must contain the backward pass. None, or a group of one rank, means that rows are whole.
+
+    Args:
+        group: ranks in the order of their spans.
+        method: "gather" (one all-gather of summaries), "scan" (ceil(log2 P) rounds), or "auto": scan above 16 ranks.
+
+    Raises:
+        ValueError: an unknown method.
+    """
+    global _span, _before
+    if method not in ("auto", "gather", "scan"):
+        raise ValueError(f"sequence_parallel: method {method!r} is unknown; use auto, gather or scan")
+    kept = _span, _before
+    _span = _before = None
+    if group is not None and (size := dist.get_world_size(group)) > 1:
+        chosen = ("gather" if size <= MOST_GATHERED else "scan") if method == "auto" else method
+        _groups[group.group_name] = group
+        _span = Span(dist.get_rank(group), size, group.group_name, chosen)
+    try:
+        yield _span
+    finally:
+        _span, _before = kept
+
+
+def span() -> Span | None:
+    """Returns the place of this rank in its rows, or None if rows are whole."""
+    return _span
+
+
+def first_position(length: int) -> int:
+    """Returns the position in the row of the first token of this rank, whose span has `length` tokens."""
+    return 0 if _span is None else _span.rank * length
+
+
+# Packed documents.
+
+
+def cut_documents(starts: Tensor, length: int) -> Tensor:
+    """Returns the starts of documents in this rank's span, and remembers how its rows begin, until the next call.
+
+    Call it for each micro-batch inside `sequence_parallel`. Without sequence parallelism it returns `starts`.
+
+    Args:
+        starts: int32 [B, N], of the whole rows, as `linnet.data.loader.mark_documents` returns them.
+        length: tokens of the span.
+
+    Returns:
+        int32 [B, N]: the document that the first token belongs to starts at 0; documents that lie wholly before or
+        after the span are empty.
+    """
+    global _before
+    if _span is None:
+        return starts
+    first = _span.rank * length
+    _before = None
+    if starts.shape[1] > 1:
+        _before = first - starts.where(starts <= first, 0).amax(1).to(torch.int64)
+    return (starts - first).clamp(0, length)
+
+
+class Rows(NamedTuple):
+    """How the rows of flattened documents meet the spans before and after.
+
+    Attributes:
+        first, last: int64 [B], the document that the first and the last token of each row belongs to.
+        before: int64 [B], tokens of the first document on the ranks before; 0 if it starts here.
+    """
+
+    first: Tensor
+    last: Tensor
+    before: Tensor
+
+    @property
+    def continued(self) -> Tensor:
+        """bool [B]: whether the first document of the row began on a rank before."""
+        return self.before > 0
+
+    @property
+    def passing(self) -> Tensor:
+        """bool [B]: whether one document covers the whole span, and began before it."""
+        return self.continued & (self.first == self.last)
+
+    def select_last(self, states: Tensor) -> Tensor:
+        """States of documents [N, ...] -> those at the end of each row [B, ...]."""
+        return states[self.last]
+
+    def spread_first(self, states: Tensor, documents: int, fill: float = 0.0) -> Tensor:
+        """States of rows [B, ...] -> of documents [N, ...]: those of continued documents, `fill` for all others."""
+        kept = states.where(_match(self.continued, states), fill)
+        return states.new_full((documents, *states.shape[1:]), fill).index_copy(0, self.first, kept)
+
+
+def rows_of(cu_seqlens: Tensor, length: int) -> Rows:
+    """Returns how the rows of flattened documents of this span (`length` tokens over all rows) meet other spans.
+
+    Raises:
+        ValueError: if `cut_documents` was not called, so that it is unknown which documents go on.
+    """
+    if _before is None:
+        raise ValueError(
+            "cu_seqlens: packed documents under sequence parallelism need the rows' beginnings; "
+            "call linnet.ops.sequence.cut_documents(starts, length) for each batch"
+        )
+    count = _before.shape[0]
+    tokens = torch.arange(count, device=cu_seqlens.device) * (length // count)
+    ends = cu_seqlens[1:].to(tokens.dtype)
+    first, last = (torch.searchsorted(ends, at, right=True) for at in (tokens, tokens + length // count - 1))
+    return Rows(first, last, _before)
+
+
+def document_positions(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Returns int64 [N]: the position of each document's first token of this span (of `length` tokens in all)."""
+    states = cu_seqlens.shape[0] - 1
+    if _span is None:
+        return torch.zeros(states, dtype=torch.int64, device=cu_seqlens.device)
+    rows = rows_of(cu_seqlens, length)
+    return rows.spread_first(rows.before, states, 0)
+
+
+def _match(x: Tensor, like: Tensor) -> Tensor:
+    """x [B] as [B, 1, ...] with the axes of `like`."""
+    return x.view(-1, *[1] * (like.ndim - 1))
+
+
+# Exchanges of summaries.
+
+
+def exchange(state: Tensor, decay: Tensor | None = None, *, reverse: bool = False, pairs: bool = False) -> Tensor:
+    """Returns the state that enters this rank's span: `state` <- decay_i `state` + state_i over the ranks i before it.
+
+    It starts from 0, and adds in the order of the ranks, so that results repeat. One all-gather, or ceil(log2 P) rounds
+    of a scan; the same again in the backward.
+
+    Args:
+        state: float32 or float64, of any shape, the same on all ranks: the state after the span, from zero.
+        decay: with as many axes as `state`, each of the same size or 1: the decay over the span; None for no decay.
+        reverse: from the last rank to the first, over the ranks after this one.
+        pairs: the last axis is the real and the imaginary part of complex numbers, of size 2 in `decay` too.
+
+    Returns:
+        Shaped like `state`; zeros on the first rank (the last, if `reverse`). Gradients reach state and decay.
+
+    Raises:
+        RuntimeError: without sequence parallelism.
+    """
+    place = _require("exchange")
+    return linear.call(state, decay, place.name, place.method, reverse, pairs)
+
+
+def exchange_normalised(state: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """`exchange` for states that are divided by exp(log_sum), the sum of the weights of all tokens before.
+
+        z = log(exp(z_1) + exp(z_2)),   S = exp(z_1 - z) S_1 + exp(z_2 - z) S_2
+
+    Args:
+        state: S [N, H, K or 2K, V] after the span from nothing.
+        log_sum: z [N, H, K]; -inf where there is no weight.
+
+    Returns:
+        S and z at the start of the span: 0 and -inf on the first rank. Gradients reach both.
+    """
+    place = _require("exchange_normalised")
+    return normalised.call(state, log_sum, place.name, place.method)
+
+
+def _require(name: str) -> Span:
+    if _span is None:
+        raise RuntimeError(f"{name}: no ranks share a row here; call it inside linnet.ops.sequence.sequence_parallel")
+    return _span
+
+
+def _join(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """(state, decay) of two spans as one: what the second makes of the state after the first."""
+    (state1, decay1), (state2, decay2) = first, second
+    if decay1 is None or decay2 is None:
+        return state1 + state2, None
+    return torch.addcmul(state2, decay2, state1), decay2 * decay1
+
+
+def _join_normalised(first: Sequence[Tensor], second: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    (state1, z1), (state2, z2) = first, second
+    z = torch.logaddexp(z1, z2)
+    return _widen(share(z1, z), state1) * state1 + _widen(share(z2, z), state2) * state2, z
+
+
+def share(part: Tensor, whole: Tensor) -> Tensor:
+    """exp(part - whole), the share of one log-sum in another; 0 where there is none."""
+    return (part - whole.masked_fill(whole == -torch.inf, 0.0)).exp()
+
+
+def _widen(x: Tensor, state: Tensor) -> Tensor:
+    """A factor per channel [N, H, K], made to multiply rows of a state [N, H, K or 2K, V]."""
+    return (x if x.shape[-1] == state.shape[-2] else torch.cat([x, x], -1))[..., None]
+
+
+def _narrow(x: Tensor, channels: int) -> Tensor:
+    """The transpose of `_widen`'s doubling: [N, H, K or 2K] -> [N, H, K]."""
+    return x if x.shape[-1] == channels else x.unflatten(-1, (2, -1)).sum(-2)
+
+
+def _fold(own: Sequence[Tensor | None], join: Callable, name: str, method: str, reverse: bool):
+    """The summaries of the ranks before this one (after it, if `reverse`), joined; None if there are none."""
+    group = _groups[name]
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    given = [x for x in own if x is not None]
+    dtype, sizes = given[0].dtype, [x.numel() for x in given]
+    flat = torch.cat([x.to(dtype).reshape(-1) for x in given])
+
+    def unpack(line: Tensor) -> list[Tensor | None]:
+        parts = iter(x.view(y.shape) for x, y in zip(line.split(sizes), given, strict=True))
+        return [None if x is None else next(parts) for x in own]
+
+    if method == "scan":
+        found = _scan(flat, lambda x, y: _pack(join(unpack(x), unpack(y)), given), group, rank, size, reverse)
+        return None if found is None else unpack(found)
+    lines = flat.new_empty(size, flat.shape[0])
+    all_gather(lines.view(-1), flat, group=group)
+    total = None
+    for i in range(size - 1, rank, -1) if reverse else range(rank):
+        total = unpack(lines[i]) if total is None else join(total, unpack(lines[i]))
+    return total
+
+
+def _pack(joined: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
+    found = [x for x in joined if x is not None]
+    return torch.cat([x.expand(y.shape).reshape(-1) for x, y in zip(found, like, strict=True)])
+
+
+def _scan(own: Tensor, join: Callable, group: dist.ProcessGroup, rank: int, size: int, reverse: bool) -> Tensor | None:
+    """An exclusive scan: in round d each rank sends what it knows of the 2^d ranks up to itself 2^d ranks on."""
+    place = size - 1 - rank if reverse else rank  # in the order of the scan
+    window, found, step = own, None, 1
+    while step < size:
+        received, calls = torch.empty_like(own), []
+        for peer, operation, line in ((place + step, dist.isend, window), (place - step, dist.irecv, received)):
+            if 0 <= peer < size:
+                peer = dist.get_global_rank(group, size - 1 - peer if reverse else peer)
+                calls.append(dist.P2POp(operation, line.contiguous(), peer, group))
+        for work in dist.batch_isend_irecv(calls) if calls else ():
+            work.wait()
+        if place >= step:
+            found = received if found is None else join(received, found)
+            window = join(received, window)
+        step *= 2
+    return found
+
+
+def _exchange(state, decay, name, method, reverse, pairs):
+    if decay is not None:
+        decay = decay.to(state.dtype)
+    found = _fold([state, decay], _join_pairs if pairs else _join, name, method, reverse)
+    return torch.zeros_like(state) if found is None else found[0].clone()
+
+
+def _join_pairs(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    joined = _join(*([None if x is None else torch.view_as_complex(x) for x in pair] for pair in (first, second)))
+    return tuple(None if x is None else torch.view_as_real(x) for x in joined)
+
+
+def _exchange_backward(state, decay, name, method, reverse, pairs, found, grad):
+    """With A the gradient to the state after the span: that of `state`; the decay's is A times what entered."""
+    adjoint = decay
+    if pairs and decay is not None:
+        adjoint = decay * decay.new_tensor([1.0, -1.0])
+    dstate = _exchange(grad.to(state.dtype).contiguous(), adjoint, name, method, not reverse, pairs)
+    if decay is None:
+        return dstate, None
+    if pairs:
+        product = torch.view_as_real(torch.view_as_complex(dstate) * torch.view_as_complex(found).conj())
+    else:
+        product = dstate * found
+    return dstate, product.sum_to_size(decay.shape).to(decay.dtype)
+
+
+def _exchange_normalised(state, log_sum, name, method):
+    found = _fold([state, log_sum], _join_normalised, name, method, False)
+    if found is None:
+        return torch.zeros_like(state), torch.full_like(log_sum, -torch.inf)
+    return found[0].clone(), found[1].clone()
+
+
+def _exchange_normalised_backward(state, log_sum, name, method, found, found_z, grad, grad_z):
+    after = torch.logaddexp(found_z, log_sum)
+    later, later_z = gather_normalised(grad, grad_z, found, found_z, after, name, method)
+    mine = share(log_sum, after)
+    dz = later_z + _narrow((later * state).sum(-1), log_sum.shape[-1])
+    return _widen(mine, state) * later, mine * dz
+
+
+def gather_normalised(grad, grad_z, entering, entering_z, after, name, method) -> tuple[Tensor, Tensor]:
+    """Sums the gradients of later ranks' entering states, (grad, grad_z) on each, for the state after this span.
+
+    Args:
+        entering, entering_z: the state that entered this span.
+        after: z after this span.
+
+    Returns:
+        D, the gradient to S after the span, and d: the one to z is d + sum_V D S.
+    """
+    channels = entering_z.shape[-1]
+    own = -_narrow((grad * entering).sum(-1), channels)
+    if grad_z is not None:
+        own = own + grad_z
+    # What the normalisation takes travels as one more column of the state, in its first K rows.
+    rest = grad.new_zeros(*grad.shape[:-2], grad.shape[-2] - channels)
+    line = torch.cat([grad, torch.cat([own, rest], -1)[..., None]], -1)
+    line = linear.call(line, _widen(share(entering_z, after), grad), name, method, True, False)
+    return line[..., :-1], line[..., :channels, -1]
+
+
+linear = register(
+    "exchange",
+    "Tensor state, Tensor? decay, str group, str method, bool reverse, bool pairs",
+    _exchange,
+    _exchange_backward,
+    outputs=1,
+    learned=range(2),
+    kept=(0,),
+    shapes=lambda state, *_: empty_like(state),
+    like=0,
+    axes=lambda arguments, in_dims: None,
+)
+
+normalised = register(
+    "exchange_normalised",
+    "Tensor state, Tensor log_sum, str group, str method",
+    _exchange_normalised,
+    _exchange_normalised_backward,
+    outputs=2,
+    learned=range(2),
+    kept=range(2),
+    shapes=lambda state, log_sum, *_: (empty_like(state), empty_like(log_sum)),
+    like=0,
+    axes=lambda arguments, in_dims: None,
+)
+
+
+# Moves of activations: the end of the span before, and the whole row of some channels.
+
+
+def halo(x: Tensor, width: int, dim: int = 1) -> Tensor:
+    """Returns the last `width` inputs of the rank before, along `dim`; zeros on the first rank.
+
+    Args:
+        x: the inputs of this span, at least `width` of them. With packed documents x is [1, B T, ...] and `dim` 1, and
+            the result [B, width, ...] has zeros for tokens that belong to a document before the row's first one.
+        width: tokens.
+
+    Returns:
+        x's shape with `width` in the place of `dim`. Gradients reach the x of the rank before.
+
+    Raises:
+        ValueError: a span shorter than `width`.
+        RuntimeError: without sequence parallelism.
+    """
+    place = _require("halo")
+    packed = _before is not None and dim == 1 and x.shape[0] == 1
+    if packed:
+        x = x.unflatten(1, (_before.shape[0], -1)).squeeze(0)
+    if x.shape[dim] < width:
+        raise ValueError(
+            f"halo: a span of {x.shape[dim]} tokens is shorter than the {width} that the next one reads; use fewer "
+            "ranks per row (parallel.sp), or longer rows"
+        )
+    found = shift.call(x.narrow(dim, x.shape[dim] - width, width), place.name, False)
+    if packed:
+        age = torch.arange(width, 0, -1, device=x.device)  # tokens between each and the span
+        found = found.where((age <= _before[:, None]).view(*found.shape[:2], *[1] * (found.ndim - 2)), 0.0)
+    return found
+
+
+def _shift(x, name, reverse):
+    group = _groups[name]
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    step = -1 if reverse else 1
+    found, calls = torch.zeros_like(x, memory_format=torch.contiguous_format), []
+    for peer, operation, line in ((rank + step, dist.isend, x.contiguous()), (rank - step, dist.irecv, found)):
+        if 0 <= peer < size:
+            calls.append(dist.P2POp(operation, line, dist.get_global_rank(group, peer), group))
+    for work in dist.batch_isend_irecv(calls) if calls else ():
+        work.wait()
+    return found
+
+
+shift = register(
+    "shift",
+    "Tensor x, str group, bool reverse",
+    _shift,
+    lambda x, name, reverse, grad: (_shift(grad, name, not reverse),),
+    outputs=1,
+    learned=range(1),
+    shapes=lambda x, *_: empty_like(x),
+    like=0,
+    axes=lambda arguments, in_dims: None,
+)
+
+
+def all_to_all(x: Tensor, from_dim: int, to_dim: int) -> Tensor:
+    """Returns x whole along `from_dim`, in which ranks had a span each, and cut along `to_dim`, which they had whole.
+
+    Attention over a whole row: `all_to_all(x, 1, 2)` turns [B, T / P, H, D] into [B, T, H / P, D], the heads of this
+    rank; `all_to_all(o, 2, 1)` goes back. With packed documents, where dimension 1 holds all rows, rows stay together.
+
+    Raises:
+        ValueError: P does not divide `to_dim`.
+        RuntimeError: without sequence parallelism.
+    """
+    place = _require("all_to_all")
+    rows = 1 if _before is None or 1 not in (from_dim, to_dim) else _before.shape[0]
+    if x.shape[to_dim] % (place.size * (rows if to_dim == 1 else 1)):
+        raise ValueError(f"all_to_all: {place.size} ranks do not divide dimension {to_dim} of {list(x.shape)}")
+    if rows == 1:
+        return swap.call(x, from_dim, to_dim, place.size, place.name)
+    x = x.unflatten(1, (rows, -1)).movedim(1, 0)  # [rows, 1, T, ...]
+    return swap.call(x, from_dim + 1, to_dim + 1, place.size, place.name).movedim(0, 1).flatten(1, 2)
+
+
+def _swap(x, from_dim, to_dim, size, name):
+    sent = torch.stack(x.chunk(size, to_dim))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=_groups[name])
+    return torch.cat(received.unbind(0), from_dim)
+
+
+def _swapped(x, from_dim, to_dim, size, name):
+    shape = list(x.shape)
+    shape[from_dim], shape[to_dim] = shape[from_dim] * size, shape[to_dim] // size
+    return x.new_empty(shape)
+
+
+swap = register(
+    "all_to_all",
+    "Tensor x, int from_dim, int to_dim, int size, str group",
+    _swap,
+    lambda x, from_dim, to_dim, size, name, grad: (_swap(grad, to_dim, from_dim, size, name),),
+    outputs=1,
+    learned=range(1),
+    shapes=_swapped,
+    like=0,
+    axes=lambda arguments, in_dims: None,
+)
