@@ -4,6 +4,10 @@
         model.safetensors, optimizer.safetensors, ...   one file per group of tensors
         state.json                                      step, plain values, the SHA-256 of the other files and of itself
 
+This is format 1, which one process writes. A training on many devices writes format 2, a folder of shards for each
+group (`linnet.runs.sharded`). Its last checkpoint also has one `model.safetensors`. `load` reads both formats in one
+process and joins shards; no reader needs to know who wrote a checkpoint.
+
 A folder of that name is always complete: it is written under another name, synced to the disk and then renamed. Loading
 detects later damage (a bad disk, a bad copy), names the damaged file, and renames the checkpoint to
 `step-00000100.bad`.
@@ -15,14 +19,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
 from linnet.config import ConfigError
-from linnet.runs.files import FULL, sync_file, sync_folder
+from linnet.runs.files import is_full, sync_file, sync_folder, write_atomic
 
 if TYPE_CHECKING:  # reading a run folder often needs no tensor, and importing torch takes seconds
     from torch import Tensor
@@ -30,7 +34,7 @@ if TYPE_CHECKING:  # reading a run folder often needs no tensor, and importing t
 Tensors = dict[str, dict[str, "Tensor"]]
 
 _NAME = re.compile(r"step-(\d{8,})")
-_FORMAT = 1
+_WHOLE, _SHARDED = 1, 2  # formats
 
 
 class CheckpointError(ConfigError):
@@ -50,23 +54,19 @@ def save(folder: Path, step: int, tensors: Tensors, meta: dict, keep: int | None
     Raises:
         CheckpointError: the disk is full or fails; earlier checkpoints in `folder` are untouched.
     """
-    target = folder / f"step-{step:08d}"
+    target = place(folder, step)
     temporary = folder / f".{target.name}.{os.getpid()}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(temporary, step, tensors, meta)
-        _remove(target)  # it exists only after a fallback to an older checkpoint
-        os.rename(temporary, target)
-        sync_folder(folder)
+        sums = _write(temporary, tensors)
+        complete(temporary, target, step, sums, meta)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError([_cannot_write(target, tensors, error)]) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    if keep is not None:
-        for old in listed(folder)[:-keep]:
-            _remove(old)
+    keep_last(folder, keep)
     return target
 
 
@@ -79,26 +79,69 @@ def load(path: Path, groups: list[str] | None = None) -> tuple[Tensors, dict]:
     """
     from safetensors.torch import load_file
 
-    state = _read_state(path)
+    state = read_state(path)
     tensors = {}
-    for name, expected in state["sha256"].items():
-        group = name.removesuffix(".safetensors")
+    for group in dict.fromkeys(map(group_of, state["sha256"])):
         if groups is not None and group not in groups:
             continue
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError([f"{file}: the file is missing"])
+        files = files_of(state, group)
+        for name in files:
+            verify(path / name, state["sha256"][name])
         try:
-            if (size := file.stat().st_size) != expected["bytes"]:
-                raise CheckpointError([f"{file}: {size} bytes, but {expected['bytes']} were written"])
-            if sha256(file) != expected["sha256"]:
-                raise CheckpointError([f"{file}: the contents changed since they were written (SHA-256 differs)"])
-            tensors[group] = load_file(file)
-        except OSError as error:
-            raise CheckpointError([f"{file}: cannot be read ({error.strerror})"]) from None
+            if files == [f"{group}.safetensors"]:
+                tensors[group] = load_file(path / files[0])
+            else:
+                tensors[group] = _joined([path / name for name in files])
+        except (OSError, SafetensorError, ValueError) as error:
+            raise CheckpointError([f"{path}: {group} cannot be read ({error})"]) from None
+    if "random" in tensors and state["format"] == _SHARDED:
+        tensors["random"] = random_of(tensors["random"], 0)
     if groups is not None and (missing := set(groups) - set(tensors)):
         raise CheckpointError([f"{path}: has no {', '.join(sorted(missing))}"])
     return tensors, state["meta"]
+
+
+def verify(file: Path, expected: Mapping) -> None:
+    """Compares a file with the `bytes` and `sha256` that were recorded. Raises CheckpointError if it differs."""
+    if not file.is_file():
+        raise CheckpointError([f"{file}: the file is missing"])
+    try:
+        if (size := file.stat().st_size) != expected["bytes"]:
+            raise CheckpointError([f"{file}: {size} bytes, but {expected['bytes']} were written"])
+        if sha256(file) != expected["sha256"]:
+            raise CheckpointError([f"{file}: the contents changed since they were written (SHA-256 differs)"])
+    except OSError as error:
+        raise CheckpointError([f"{file}: cannot be read ({error.strerror})"]) from None
+
+
+def group_of(name: str) -> str:
+    """Returns the group of tensors in a file: `model` for `model.safetensors` and `model/shard-00003.safetensors`."""
+    return name.partition("/")[0].removesuffix(".safetensors")
+
+
+def files_of(state: Mapping, group: str) -> list[str]:
+    """Returns the names of the files that contain a group: the one with whole tensors if there is one, or all shards.
+
+    Args:
+        state: as `read_state` returns it.
+    """
+    if (whole := f"{group}.safetensors") in state["sha256"]:
+        return [whole]
+    return [name for name in state["sha256"] if group_of(name) == group]
+
+
+def random_of(named: Mapping[str, "Tensor"], rank: int) -> dict[str, "Tensor"]:
+    """Returns the random states of a rank, by device.
+
+    Args:
+        named: `<rank>.<device>` -> state, as many ranks save them, or `<device>` -> state, as one process does.
+        rank: with fewer ranks in `named`, counting starts again at rank 0.
+    """
+    by_rank: dict[int, dict[str, Tensor]] = {}
+    for name, state in named.items():
+        number, _, device = name.rpartition(".")
+        by_rank.setdefault(int(number or 0), {})[device] = state
+    return by_rank[rank % len(by_rank)] if by_rank else {}
 
 
 def listed(folder: Path) -> list[Path]:
@@ -115,17 +158,26 @@ def listed(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def place(folder: Path, step: int) -> Path:
+    """Returns the path of the checkpoint of a step."""
+    return folder / f"step-{step:08d}"
+
+
 def step_of(path: Path) -> int:
     return int(_NAME.fullmatch(path.name).group(1))
 
 
 def content(folder: Path) -> str | None:
-    """Returns the stored SHA-256 of the model's weights in the newest checkpoint; None if there is no checkpoint."""
+    """Returns the stored SHA-256 of the model's weights in the newest checkpoint; None if there is no checkpoint.
+
+    The last checkpoint of a run on many devices has the weights as one file, so the sum does not depend on how many.
+    Until it is written, the sum is one of the sums of the shards.
+    """
     for path in reversed(listed(folder)):
-        try:
-            return _read_state(path)["sha256"]["model.safetensors"]["sha256"]
-        except (CheckpointError, KeyError):
-            continue
+        with contextlib.suppress(CheckpointError):
+            state = read_state(path)
+            if sums := [state["sha256"][name]["sha256"] for name in files_of(state, "model")]:
+                return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
     return None
 
 
@@ -157,7 +209,12 @@ def latest_good(
 
 def read_meta(path: Path) -> dict:
     """Returns the plain values of a checkpoint without reading its tensors. Raises CheckpointError as `load` does."""
-    return _read_state(path)["meta"]
+    return read_state(path)["meta"]
+
+
+def layout(path: Path) -> dict[str, int] | None:
+    """Returns the degrees of parallelism (`world`, `dp_shard`, `tp`, ...) of a checkpoint; None for one process."""
+    return read_state(path).get("layout")
 
 
 def clean(folder: Path) -> None:
@@ -165,6 +222,8 @@ def clean(folder: Path) -> None:
     if folder.is_dir():
         for path in folder.glob(".step-*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
+        for path in folder.glob("step-*/.*.tmp"):
+            path.unlink(missing_ok=True)
 
 
 def set_aside_after(folder: Path, good: Path | None) -> list[Path]:
@@ -186,7 +245,59 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write(temporary: Path, step: int, tensors: Tensors, meta: dict) -> None:
+def complete(
+    temporary: Path, target: Path, step: int, sums: dict[str, dict], meta: dict, layout: dict[str, int] | None = None
+) -> None:
+    """Writes state.json into a folder that has all other files, waits for the disk, and renames the folder to `target`.
+
+    Args:
+        sums: `sha256` and `bytes` of each file, by its path in the folder.
+        layout: degrees of parallelism of shards; None for whole tensors.
+    """
+    state: dict = {"format": _WHOLE if layout is None else _SHARDED, "step": step, "sha256": sums, "meta": meta}
+    if layout is not None:
+        state["layout"] = layout
+    file = temporary / "state.json"
+    file.write_text(_state_text(state), encoding="utf-8")
+    sync_file(file)
+    sync_folder(temporary)
+    _remove(target)  # it exists only after a fallback to an older checkpoint
+    os.rename(temporary, target)
+    sync_folder(target.parent)
+
+
+def add_whole(path: Path, group: str, tensors: Mapping[str, "Tensor"]) -> None:
+    """Adds a file with whole tensors of a group to a checkpoint of shards. It then has both, and `load` takes the file.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written; the checkpoint is as before.
+    """
+    from safetensors.torch import save_file
+
+    temporary, file = path / f".{group}.safetensors.tmp", path / f"{group}.safetensors"
+    try:
+        save_file(dict(tensors), temporary)
+        sync_file(temporary)
+        total = {"sha256": sha256(temporary), "bytes": temporary.stat().st_size}
+        os.replace(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path)
+    state = read_state(path)
+    state["sha256"][file.name] = total
+    write_atomic(path / "state.json", _state_text(state))
+
+
+def keep_last(folder: Path, keep: int | None) -> None:
+    """Deletes all but the last `keep` checkpoints; None keeps all."""
+    if keep is not None:
+        for old in listed(folder)[:-keep]:
+            _remove(old)
+
+
+def _write(temporary: Path, tensors: Tensors) -> dict[str, dict]:
+    """Writes one file for each group and returns their sums."""
     from safetensors.torch import save_file
 
     shutil.rmtree(temporary, ignore_errors=True)
@@ -197,15 +308,19 @@ def _write(temporary: Path, step: int, tensors: Tensors, meta: dict) -> None:
         save_file({name: tensor.detach().contiguous() for name, tensor in named.items()}, file)
         sync_file(file)
         sums[file.name] = {"sha256": sha256(file), "bytes": file.stat().st_size}
-    state = {"format": _FORMAT, "step": step, "sha256": sums, "meta": meta}
-    state["self"] = _own_sum(state)
-    file = temporary / "state.json"
-    file.write_text(json.dumps(state, indent=1, allow_nan=False), encoding="utf-8")
-    sync_file(file)
-    sync_folder(temporary)
+    return sums
 
 
-def _read_state(path: Path) -> dict:
+def _joined(files: list[Path]) -> dict[str, "Tensor"]:
+    from linnet.runs.slices import Reader
+
+    reader = Reader(files)
+    return {name: reader.whole(name) for name in reader.shapes}
+
+
+def read_state(path: Path) -> dict:
+    """Returns the content of state.json: `format`, `step`, `meta`, `layout` of format 2, and `sha256`, which has
+    `sha256` and `bytes` of each file. Raises CheckpointError if it is damaged."""
     file = path / "state.json"
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
@@ -220,9 +335,14 @@ def _read_state(path: Path) -> dict:
         raise CheckpointError([f"{file}: is damaged: its JSON cannot be read"]) from None
     if _own_sum(state) != expected:
         raise CheckpointError([f"{file}: the contents changed since they were written (SHA-256 differs)"])
-    if state["format"] != _FORMAT:
-        raise CheckpointError([f"{file}: format {state['format']}, but this version of Linnet reads {_FORMAT}"])
+    if state["format"] not in (_WHOLE, _SHARDED):
+        message = f"{file}: format {state['format']}, but this version of Linnet reads {_WHOLE} and {_SHARDED}"
+        raise CheckpointError([f"{message}; use a newer release"])
     return state
+
+
+def _state_text(state: dict) -> str:
+    return json.dumps(state | {"self": _own_sum(state)}, indent=1, allow_nan=False)
 
 
 def _own_sum(state: dict) -> str:
@@ -235,10 +355,15 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _cannot_write(target: Path, tensors: Tensors, error: Exception) -> str:
+def before(target: Path) -> str:
+    """Returns the part of a message that tells which checkpoint is left if `target` cannot be written."""
     previous = [path for path in listed(target.parent) if path != target]
-    kept = f"the checkpoint before it is intact: {previous[-1]}" if previous else "there is no earlier checkpoint"
-    if getattr(error, "errno", None) in FULL or re.search(r"os error (28|27|122)\b", str(error)):
+    return f"the checkpoint before it is intact: {previous[-1]}" if previous else "there is no earlier checkpoint"
+
+
+def _cannot_write(target: Path, tensors: Tensors, error: Exception) -> str:
+    kept = before(target)
+    if is_full(error):
         size = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
         return (
             f"{target}: the disk is full ({size / 1e6:.1f} MB to write); {kept}. "

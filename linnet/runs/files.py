@@ -2,9 +2,15 @@
 
 import errno
 import os
+import re
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a write failed because a disk or a quota is full. Safetensors gives the number only in its message."""
+    return getattr(error, "errno", None) in FULL or re.search(r"os error (28|27|122)\b", str(error)) is not None
 
 
 def write_atomic(path: Path, text: str) -> None:

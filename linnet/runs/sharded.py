@@ -1,0 +1,453 @@
+"""Checkpoints of a training on many ranks: each rank writes and reads its own slices.
+
+    checkpoints/step-00000100/
+        model/shard-00003.safetensors, optimizer/..., random/...     the slices of rank 3 (linnet.runs.slices)
+        state.json      format 2: as format 1, and the layout that wrote it; its sums name every shard
+
+`torch.distributed.checkpoint` plans who writes what (a copy that several ranks hold is written once), checks that the
+slices cover each tensor exactly once, and carries an error of one rank to all. Rank 0 then writes state.json and
+renames the folder, so a checkpoint is whole or absent, as on one process (`linnet.runs.checkpoint`). Plans travel
+between ranks as pickles; nothing on the disk is one.
+
+A tensor's place in the whole model follows from its layout: FSDP's shards are DTensors, and tensor parallelism has cut
+the model before FSDP did. So any layout reads what any other wrote. A checkpoint of one process (format 1) has whole
+tensors, which are read in the same way; one process reads format 2 through `checkpoint.load`.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor, Shard
+from torch.futures import Future
+
+from linnet.runs import checkpoint, slices
+from linnet.runs.checkpoint import CheckpointError, Tensors
+from linnet.runs.files import is_full, sync_folder
+from linnet.runs.model import mismatches
+from linnet.runs.slices import Slice
+
+if TYPE_CHECKING:
+    from linnet.parallel.mesh import Mesh
+
+# Longest that ranks wait for one that still writes. A rank that dies ends the waiting at once.
+PATIENCE = timedelta(hours=2)
+
+Split = Mapping[str, int | None]
+
+
+class Saver:
+    """Saves the checkpoints of one training, on one process or on all ranks of a mesh.
+
+    Attributes:
+        failed: whether a background save has failed on this rank; `wait` raises its error.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int | None = None,
+        mesh: "Mesh | None" = None,
+        split: Split | None = None,
+        background: bool = False,
+    ):
+        """All ranks make one at the same time.
+
+        Args:
+            folder: the run's folder of checkpoints, on storage that all ranks share.
+            keep: number of checkpoints that stay; None keeps all.
+            mesh: ranks that hold the model; None is one process, which writes format 1.
+            split: dimension of each parameter and buffer that tensor parallelism has cut, None for a whole one.
+            background: `save` returns once the tensors are copied to the host; a thread writes them.
+        """
+        self._folder, self._keep, self._mesh, self._split = folder, keep, mesh, split or {}
+        self._background = background
+        self._group = None
+        if mesh is not None:  # the thread must not share a group with the steps, whose order of calls is another
+            self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if background else mesh.host
+        self._host: dict[tuple[str, str], Tensor] = {}  # kept, because pinning memory takes long
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, step: int, tensors: Tensors, meta: dict) -> None:
+        """Saves a checkpoint. All ranks call it at the same step.
+
+        A background save waits for the one before it first.
+
+        Args:
+            tensors: group -> name -> tensor of this rank; `random` has states that each rank keeps for itself.
+            meta: plain values, the same on all ranks; rank 0 writes them.
+
+        Raises:
+            CheckpointError: a rank cannot write, or the background save before this one failed. It is raised on all
+                ranks; earlier checkpoints are untouched.
+        """
+        self.wait()
+        if not self._background:
+            self._write(step, self._placed(tensors), meta)
+            return
+        placed, meta = self._copied(self._placed(tensors)), copy.deepcopy(meta)
+        self._thread = threading.Thread(target=self._try, args=(step, placed, meta), name="linnet-checkpoint")
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def wait(self) -> None:
+        """Waits until a background save is on the disk. Raises its error, a `CheckpointError` on all ranks."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def join(self) -> str | None:
+        """Waits as `wait` does. Under a mesh, rank 0 then adds the weights of the newest checkpoint to it as one file.
+
+        Returns:
+            Why there is no such file, on rank 0: too little memory on the host, or on the disk. Else None.
+        """
+        self.wait()
+        if self._mesh is None or self._mesh.rank != 0:
+            return None
+        path = checkpoint.listed(self._folder)[-1]
+        state = checkpoint.read_state(path)
+        if "model.safetensors" in state["sha256"]:
+            return None
+        size = sum(total["bytes"] for name, total in state["sha256"].items() if checkpoint.group_of(name) == "model")
+        if (free := _free_memory()) is not None and 2 * size > free:  # safetensors copies what it writes
+            return (
+                f"{path}: joining its weights needs {2 * size / 1e9:.1f} GB of host memory, {free / 1e9:.1f} are free"
+            )
+        try:
+            checkpoint.add_whole(path, "model", checkpoint.load(path, ["model"])[0]["model"])
+        except (OSError, slices.SafetensorError, CheckpointError) as error:
+            return f"{path}: its weights were not joined into one file ({error})"
+        return None
+
+    def close(self) -> None:
+        """Waits as `wait` does, but raises nothing."""
+        with contextlib.suppress(Exception):
+            self.wait()
+
+    def _placed(self, tensors: Tensors) -> dict[str, dict[str, Slice]]:
+        if self._mesh is None:
+            return {
+                group: {name: Slice.whole(tensor.detach()) for name, tensor in named.items()}
+                for group, named in tensors.items()
+            }
+        return placed(tensors, self._mesh, self._split)
+
+    def _copied(self, placed: dict[str, dict[str, Slice]]) -> dict[str, dict[str, Slice]]:
+        """Copies slices to the host; buffers are pinned if the tensors are on a GPU."""
+        copies: dict[str, dict[str, Slice]] = {}
+        on_gpu = False
+        for group, named in placed.items():
+            for name, one in named.items():
+                buffer = self._host.get((group, name))
+                if buffer is None or buffer.shape != one.tensor.shape or buffer.dtype != one.tensor.dtype:
+                    buffer = torch.empty(one.tensor.shape, dtype=one.tensor.dtype, pin_memory=one.tensor.is_cuda)
+                    self._host[group, name] = buffer
+                buffer.copy_(one.tensor, non_blocking=True)
+                on_gpu = on_gpu or one.tensor.is_cuda
+                copies.setdefault(group, {})[name] = one._replace(tensor=buffer)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+    def _try(self, step: int, placed: dict[str, dict[str, Slice]], meta: dict) -> None:
+        try:
+            self._write(step, placed, meta)
+        except BaseException as error:  # raised by `wait`, in the thread that trains
+            self._error = error
+
+    def _write(self, step: int, placed: dict[str, dict[str, Slice]], meta: dict) -> None:
+        if self._mesh is None:
+            tensors = {group: {name: one.tensor for name, one in named.items()} for group, named in placed.items()}
+            checkpoint.save(self._folder, step, tensors, meta, self._keep)
+            return
+        target = checkpoint.place(self._folder, step)
+        flat = {f"{group}/{name}": one for group, named in placed.items() for name, one in named.items()}
+        writer = _Writer(self._folder, step, meta, _layout(self._mesh), self._mesh.rank, self._keep)
+        try:
+            dcp.save({}, storage_writer=writer, planner=_Planner(flat), process_group=self._group)
+        except CheckpointException as error:  # the same on all ranks
+            if self._mesh.rank == 0:
+                shutil.rmtree(writer.temporary, ignore_errors=True)
+            problems = [_cannot_write(target, rank, one) for rank, (one, _) in sorted(error.failures.items())]
+            raise CheckpointError(problems) from None
+
+
+def latest_good(
+    folder: Path, mesh: "Mesh", refuse: Callable[[dict], str | None] = lambda meta: None
+) -> tuple[Path | None, dict, list[str]]:
+    """Returns the newest checkpoint that verifies, the same on all ranks: (path, meta, problems).
+
+    Rank 0 chooses the candidates, and each rank verifies its share of the files; one bad file makes a checkpoint bad.
+    The arguments and results are those of `checkpoint.latest_good`, without the tensors; only rank 0 calls `refuse`.
+
+    Raises:
+        CheckpointError: a rank does not see the folder, on all ranks.
+    """
+    problems: list[str] = []
+    paths = mesh.on_main(lambda: [path.name for path in reversed(checkpoint.listed(folder))])
+    if paths and (blind := [rank for rank, seen in enumerate(_gathered(mesh, folder.is_dir())) if not seen]):
+        shown = ", ".join(map(str, blind))
+        message = f"{folder}: ranks {shown} do not see it; put runs on storage that all machines share"
+        raise CheckpointError([message])
+    refused = []
+    for name in paths:
+        state, reason = mesh.on_main(functools.partial(_candidate, folder / name, refuse))
+        if state is None or reason:
+            problems += reason
+            refused += [] if state is None else [(folder / name, state)]
+        elif bad := _verdicts(folder / name, state, mesh):
+            problems += bad
+        else:
+            return folder / name, state["meta"], problems
+    for path, state in refused:  # better than none, as on one process
+        if not _verdicts(path, state, mesh):
+            return path, state["meta"], problems
+    return None, {}, problems
+
+
+def load(path: Path, tensors: Tensors, mesh: "Mesh", split: Split | None = None) -> dict[str, Tensor]:
+    """Fills this rank's tensors in place from a checkpoint of any layout. Verify it first (`latest_good`).
+
+    Optimizer state that the checkpoint does not have for a parameter at all (no step was made with it) is left as it
+    is.
+
+    Args:
+        tensors: group -> name -> tensor, those that `Saver.save` gets, without `random`.
+        split: as for `Saver`.
+
+    Returns:
+        The random states that the rank of this number saved; with more ranks than then, they start again at rank 0.
+
+    Raises:
+        CheckpointError: the checkpoint belongs to another model or optimizer, or a file cannot be read.
+    """
+    state = checkpoint.read_state(path)
+
+    def reader(group: str) -> slices.Reader:
+        return slices.Reader(path / name for name in checkpoint.files_of(state, group))
+
+    problems: list[str] = []
+    try:
+        for group, named in placed(tensors, mesh, split or {}).items():
+            saved = reader(group)
+            fresh = _without_state(named, saved.shapes) if group == "optimizer" else set()
+            named = {name: one for name, one in named.items() if name not in fresh}
+            found = mismatches({name: one.shape for name, one in named.items()}, saved.shapes)
+            if found:
+                problems += [f"{path}: {group}: {problem}" for problem in found]
+                continue
+            with torch.no_grad():
+                for name, one in named.items():
+                    saved.fill(name, one)
+        states = reader("random")
+        if not problems:
+            return checkpoint.random_of({name: states.whole(name) for name in states.shapes}, mesh.rank)
+    except (OSError, slices.SafetensorError, ValueError) as error:
+        problems.append(f"{path}: cannot be read on rank {mesh.rank} ({error})")
+    raise CheckpointError(problems)
+
+
+def placed(tensors: Tensors, mesh: "Mesh", split: Split) -> dict[str, dict[str, Slice]]:
+    """Returns this rank's slices of tensors, as views of their memory, with their places in the whole tensors.
+
+    Random states get the rank's name, because each rank has its own.
+    """
+    found: dict[str, dict[str, Slice]] = {}
+    for group, named in tensors.items():
+        for name, tensor in named.items():
+            if group == "random":
+                found.setdefault(group, {})[f"{mesh.rank}.{name}"] = Slice.whole(tensor)
+                continue
+            parameter = name.rpartition(".")[0] if group == "optimizer" else name
+            dim = split.get(parameter) if tensor.ndim else None
+            found.setdefault(group, {})[name] = _slice(tensor, mesh, dim)
+    return found
+
+
+def _slice(tensor: Tensor, mesh: "Mesh", dim: int | None) -> Slice:
+    """Returns this rank's slice of a tensor. FSDP shards what tensor parallelism has cut along `dim`."""
+    offset, shape = [0] * tensor.ndim, list(tensor.shape)
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if isinstance(tensor, DTensor):
+        sizes = list(shape)
+        for axis, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                ranks, rank = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
+                each = -(-sizes[placement.dim] // ranks)
+                start = min(rank * each, sizes[placement.dim])
+                offset[placement.dim] += start
+                sizes[placement.dim] = min(each, sizes[placement.dim] - start)
+        if tuple(sizes) != tuple(local.shape):
+            raise AssertionError(f"a shard of {tuple(local.shape)} where {tuple(sizes)} was expected")
+    if dim is not None and mesh.tp > 1:
+        offset[dim] += mesh.tp_rank * shape[dim]
+        shape[dim] *= mesh.tp
+    return Slice(local.detach(), tuple(offset), tuple(shape))
+
+
+def _without_state(named: Mapping[str, Slice], saved: Mapping[str, tuple]) -> set[str]:
+    known = {name.rpartition(".")[0] for name in saved}
+    return {name for name in named if name.rpartition(".")[0] not in known}
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans the writing of slices. The base class leaves each copy to one rank and checks that nothing is missing."""
+
+    def __init__(self, named: Mapping[str, Slice]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.named = named
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(
+            [
+                WriteItem(
+                    MetadataIndex(name, one.offset),
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        ChunkStorageMetadata(torch.Size(one.offset), one.tensor.shape),
+                        TensorProperties.create_from_tensor(one.tensor),
+                        torch.Size(one.shape),
+                    ),
+                )
+                for name, one in self.named.items()
+                if one.tensor.numel() or not all(one.shape)
+            ]
+        )
+        return self.plan
+
+
+class _Writer(StorageWriter):
+    """Writes one file of slices for each group and rank, then state.json; the folder gets its name last."""
+
+    def __init__(self, folder: Path, step: int, meta: dict, layout: dict, rank: int, keep: int | None):
+        self.folder, self.step, self.meta, self.layout, self.keep = folder, step, meta, layout, keep
+        self.rank = rank
+        self.target = checkpoint.place(folder, step)
+        self.temporary = folder / f".{self.target.name}.tmp"
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Makes the folder, on rank 0, before any rank writes."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.temporary.mkdir()
+        for group in sorted({item.index.fqn.partition("/")[0] for plan in plans for item in plan.items}):
+            (self.temporary / group).mkdir()
+        return [dataclasses.replace(plan, storage_data=number) for number, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's files; a result is a file, with its sum."""
+        groups: dict[str, dict[str, Slice]] = {}
+        for item in plan.items:
+            group, _, name = item.index.fqn.partition("/")
+            groups.setdefault(group, {})[name] = planner.named[item.index.fqn]  # type: ignore[attr-defined]
+        results = []
+        for group, named in groups.items():
+            name = f"{group}/shard-{plan.storage_data:05d}.safetensors"
+            total = slices.write(self.temporary / name, named)
+            results.append(WriteResult(MetadataIndex(name), total["bytes"], total))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Completes the checkpoint, on rank 0, after all ranks have written."""
+        sums = {result.index.fqn: result.storage_data for written in results for result in written}
+        for group in {name.partition("/")[0] for name in sums}:
+            sync_folder(self.temporary / group)
+        checkpoint.complete(self.temporary, self.target, self.step, dict(sorted(sums.items())), self.meta, self.layout)
+        checkpoint.keep_last(self.folder, self.keep)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+def _layout(mesh: "Mesh") -> dict[str, int]:
+    degrees = {name: getattr(mesh, name) for name in ("dp_replicate", "dp_shard", "sp", "tp")}
+    return {"world": mesh.world, **degrees}
+
+
+def _candidate(path: Path, refuse: Callable[[dict], str | None]) -> tuple[dict | None, list[str]]:
+    """Returns the state of a checkpoint, None if it is damaged, and why it is damaged or refused."""
+    try:
+        state = checkpoint.read_state(path)
+    except CheckpointError as error:
+        return None, error.problems
+    reason = refuse(state["meta"])
+    return state, [] if reason is None else [f"{path.name}: {reason}"]
+
+
+def _verdicts(path: Path, state: dict, mesh: "Mesh") -> list[str]:
+    """Verifies the files of a checkpoint, shared among the ranks. Returns all problems, on each rank."""
+    problems = []
+    for name in list(state["sha256"])[mesh.rank :: mesh.world]:
+        try:
+            checkpoint.verify(path / name, state["sha256"][name])
+        except CheckpointError as error:
+            problems += error.problems
+    return [problem for one in _gathered(mesh, problems) for problem in one]
+
+
+def _gathered(mesh: "Mesh", value: object) -> list:
+    found: list = [None] * mesh.world
+    dist.all_gather_object(found, value, group=mesh.host)
+    return found
+
+
+def _free_memory() -> int | None:
+    """Returns the bytes of host memory that a process can take without swapping; None if the system does not tell."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+    return None
+
+
+def _cannot_write(target: Path, rank: int, error: BaseException) -> str:
+    kept = checkpoint.before(target)
+    if is_full(error):
+        return (
+            f"{target}: rank {rank} cannot write: the disk is full; {kept}. "
+            "Free some space and run the same command again to continue"
+        )
+    return f"{target}: rank {rank} cannot write ({type(error).__name__}: {error}); {kept}"
