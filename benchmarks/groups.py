@@ -136,7 +136,7 @@ def gated_cost(shape: Shape) -> Cost:
 def gated_group() -> Iterator[Case]:
     shapes = [*(Shape.of(length) for length in (*LENGTHS, 65_536)), Shape(8192, 1)]
     yield from map(hgrn2, shapes)
-    yield from map(gated, shapes)
+    yield from map(gated, [*shapes, Shape.of(8192, key=256, value=256), Shape.of(8192, key=64, value=64)])
 
 
 def gated_peers_group() -> Iterator[Case]:

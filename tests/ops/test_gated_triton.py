@@ -150,6 +150,40 @@ def test_long_sequence():
     assert_agrees(1, 131_072, 64, 64)
 
 
+def assert_weak_decays_are_kept(T, K, V, *, strength, within, dtype=torch.float32, device="cuda", segments=None):
+    """Of positive inputs, whose states only grow: what rounding takes away then adds up."""
+    from linnet.ops.gated import triton
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.rand(1, T, 1, x, generator=generator).to(device, dtype) for x in (K, K, V, V))
+    log_decay = torch.full((1, T, 1, K), -strength, device=device)
+    state, dfinal = (100 * torch.rand(1, 1, K, V, generator=generator).to(device) for _ in range(2))
+    call = (q, k, v, log_decay, state, None, 1.0)
+    count = triton._count_segments
+    triton._count_segments = count if segments is None else lambda *_: segments
+    try:
+        o, final = triton.gated_forward(*call)
+        dq, dk, dv, _, dinitial = triton.gated_backward(*call, do, dfinal)
+    finally:
+        triton._count_segments = count
+    expected = chunked.gated_forward(*widen(call))
+    gradients = chunked.gated_backward(*widen(call), do.double(), dfinal.double())
+    assert_near([final, dinitial], [expected[1], gradients[-1]], within)
+    if dtype == torch.float32:
+        assert_near([o, dq, dk, dv], [expected[0], *gradients[:3]], 2 * within)
+
+
+@gpu
+@pytest.mark.parametrize("strength", [1e-8, 1e-7, 1e-6, 1e-5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("segments", [1, 7])
+def test_weak_decays_do_not_drift_over_many_tokens(strength, dtype, segments):
+    for width in (64, 128):
+        assert_weak_decays_are_kept(
+            100_000, width, width, strength=strength, within=5e-6, dtype=dtype, segments=segments
+        )
+
+
 @gpu
 @pytest.mark.parametrize("K, V, dtype", [(3, 5, torch.bfloat16), (64, 264, torch.float32), (16, 16, torch.float64)])
 @pytest.mark.parametrize("forget", [False, True])
@@ -237,11 +271,13 @@ INTERPRETED = [
     ((1, 40, 16, 16), {"decay": "slow", "segments": 2, "without": "final"}),
     ((1, 33, 16, 16), {"without": "initial"}),
 ]
+# A decay of 16 tokens that rounds to 1: each of 40 chunks would lose 2.9e-8 of the state.
+INTERPRETED_WEAK = [(640, 16, 16, {"segments": segments}) for segments in (1, 2)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
 def test_interpreted(interpreted):
-    assert interpreted(__file__) == len(INTERPRETED)
+    assert interpreted(__file__) == len(INTERPRETED) + len(INTERPRETED_WEAK)
 
 
 if __name__ == "__main__":
@@ -253,4 +289,7 @@ if __name__ == "__main__":
         segments = options.pop("segments", None)
         triton._count_segments = count if segments is None else lambda *_, segments=segments: segments
         assert_agrees(*call, **options)
+        print(*call, "agrees")
+    for *call, options in INTERPRETED_WEAK:
+        assert_weak_decays_are_kept(*call, strength=1.8e-9, within=4e-7, device="cpu", **options)
         print(*call, "agrees")

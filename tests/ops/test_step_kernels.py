@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import math
 
 import pytest
 import torch
@@ -231,6 +232,28 @@ def test_what_has_no_kernel():
     torch.testing.assert_close(ops.gated_step(*wide.split(64, -1), log_decay, state.clone()), expected)
 
 
+def check_weak_decays(tokens, device="cuda"):
+    """Decays half way between two numbers of float32, in many steps."""
+    draw = [torch.rand(tokens, 1, 2, 16, generator=torch.Generator().manual_seed(n)).to(device) for n in range(3)]
+    less = 17.5 * 2**-24  # 1 - decay
+    gates = {ops.gated_step: math.log1p(-less), forget_gated_step: -math.log(less / (1 - less))}
+    for step, gate in gates.items():
+        gate = torch.full_like(draw[0], gate)
+        state = torch.ones(1, 2, 16, 16, device=device)
+        expected = state.double()
+        for t, (q, k, v) in enumerate(zip(*draw, strict=True)):
+            with ops.use_backend("triton"), launching(""):
+                step(q, k, v, gate[t], state) if step is ops.gated_step else step(q, gate[t], v, state)
+            key = k.double() if step is ops.gated_step else (-gate[t].double()).sigmoid()
+            expected = expected * (1 - less) + key[..., None] * v.double()[..., None, :]
+        assert_near([state], [expected], 2e-6)
+
+
+@gpu
+def test_weak_decays_do_not_drift_over_many_steps():
+    check_weak_decays(2000)
+
+
 INTERPRETED = [
     *((op, (2, 3, 16, 32), {}) for op in MATRIX_OPS),
     *((op, (1, 2, 5, 19), {"extreme": True}) for op in MATRIX_OPS),
@@ -243,10 +266,12 @@ INTERPRETED = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
 def test_interpreted(interpreted):
-    assert interpreted(__file__) == len(INTERPRETED)
+    assert interpreted(__file__) == len(INTERPRETED) + 1
 
 
 if __name__ == "__main__":
     for op, shape, options in INTERPRETED:
         Case(op, shape, torch.float32, "cpu", tokens=3, **options).check()
         print(op, shape, "agrees")
+    check_weak_decays(200, "cpu")
+    print("weak decays agrees")

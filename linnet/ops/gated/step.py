@@ -110,7 +110,10 @@ def _pending_plain(q, x, v, state, gates, values, pending, lower_bound, scale):
     log_decay, k = forget_gate(x, None if lower_bound is None else lower_bound[:, None])
     log_decay, k = log_decay.to(state.dtype).where(there, 0.0), k.to(state.dtype).where(there, 0.0)
     behind = F.pad(log_decay[:, :, 1:], (0, 0, 0, 1)).flip(2).cumsum(2).flip(2)  # of the tokens behind each
-    after = state * log_decay.sum(2).exp()[..., None] + (k * behind.exp()).mT @ v_all.to(state.dtype)
+    total = log_decay.sum(2)
+    decay = total.exp()
+    update = (k * behind.exp()).mT @ v_all.to(state.dtype)
+    after = torch.addcmul(update, state, decay_rest(total, decay)[..., None]).addcmul_(state, decay[..., None])
     state.copy_(torch.where(full, after, state))
     return (scale * (q.to(state.dtype)[..., None, :] @ after).squeeze(-2)).to(v.dtype)
 

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linnet.ops.device import load_masked
+from linnet.ops.device import LOG2_E, load_masked
+from linnet.ops.gated.triton import NO_DECAY, decayed, pack_decay
 from linnet.ops.launching import launch
 from linnet.ops.stepping import as_heads, choose_columns
 
@@ -76,10 +77,11 @@ def step_kernel(
             bound = load_masked(lower_bound + h * K, i, i < K, not EVEN).to(tl.float32)
             key *= 1.0 - bound
             decay = bound + (1.0 - bound) * decay
+        decay = tl.where(decay > 0.5, tl.minimum(-key, NO_DECAY), decay)  # packed; less 1 it is minus the key
     else:
         key = load_masked(k + b * k_stride + h * K, i, i < K, not EVEN).to(tl.float32)
-        decay = tl.exp(decay)
-    S = S * decay[:, None] + key[:, None] * value[None, :]
+        decay = pack_decay(decay * LOG2_E)
+    S = decayed(S, decay[:, None], key[:, None] * value[None, :])
     out = (tl.sum(S * query[:, None], 0) * scale).to(o.dtype.element_ty)
     if EVEN:
         tl.store(at, S)
@@ -138,9 +140,11 @@ def pending_kernel(
     out = tl.sum(S * (decay * query)[:, None], 0) + tl.sum(scores[:, None] * all_values, 0)
     tl.store(o + head * V + j, (out * scale).to(o.dtype.element_ty), mask=columns)
     if number == ROOM:  # all pending tokens, and this one, go into the state
-        S *= decay[:, None]
+        # All f less 1 is minus the sum of every 1 - f times all f behind it.
+        less = -tl.sum(tl.where(earlier | own, key * left, 0.0), 0)
+        decay = tl.where(decay > 0.5, tl.minimum(less, NO_DECAY), decay)
         own_forget, own_key = _open(own_gate, bound, BOUNDED)
-        S += own_key[:, None] * own_value.to(tl.float32)[None, :]
+        S = decayed(S, decay[:, None], own_key[:, None] * own_value.to(tl.float32)[None, :])
         for m in tl.static_range(ROOM - 1, -1, -1):
             one = tl.load(gates + m * K + i, mask=rows, other=0.0)
             value = tl.load(values + m * V + j, mask=columns, other=0.0).to(tl.float32)

@@ -14,6 +14,10 @@ and dlog_decay of all chunks at once, and converts the latter two to those of th
 Where heads are few, a sequence is cut into segments: one launch computes each segment's state from zero and its decay,
 and the sweep of a segment starts from the decayed sum of the states before it.
 
+Float32 holds no number between 1 - 6e-8 and 1: a state that is multiplied by thousands of weak decays, each rounded,
+ends up with another decay. A weak decay is therefore `packed` as itself less 1, which is negative, and what a chunk
+changes is added to the state in one piece (`pack_decay`, `decayed`).
+
 Tiles are [C, K] or [C, V], those of gradients transposed, [channels, tokens]: then the product of one warp is an
 operand of the next without a change of layout. Decays are exponents of 2. A chunk has a slot, the same in all scratch
 memory, where tiles are contiguous: chunk c of sequence n has slot n ceil(T / C) + c; that of a document which begins at
@@ -69,7 +73,8 @@ def choose_tiles(K: int, V: int, dtype: torch.dtype) -> Tiles:
     if (K, V) == (16, 16):
         return Tiles(32, 16, 1, 2, 1, 16, 16, 1, 2)
     # Gradients by one warp: four would take asynchronous products, which Triton 3.6 gets wrong in some such kernels.
-    return Tiles(32, min(V, 64), 4, 3, 2, K, 16, 1, 2)
+    columns = 64 if K <= 128 else 32  # of wider keys, states and what changes them take half of the registers each
+    return Tiles(32, min(V, columns), 4, 3, 2, K, 16, 1, 2)
 
 
 def gated_forward(
@@ -147,8 +152,8 @@ def backward(call: Call, do: Tensor, dfinal: Tensor | None):
 
 
 class Prepared(NamedTuple):
-    """q decayed since the start of its chunk, k until its end [slots, H, C, K], scores [slots, H, C, C], decays of
-    chunks [slots, H, K], and whether one is `strong` [slots, H]: too strong to be factored around the middle."""
+    """q decayed since the start of its chunk, k until its end [slots, H, C, K], scores [slots, H, C, C], packed
+    decays of chunks [slots, H, K], and whether one is `strong` [slots, H]: too strong to be factored in the middle."""
 
     since_q: Tensor
     until_k: Tensor
@@ -287,6 +292,35 @@ def _count_stages(call: Call, programs: int) -> int:
 
 # 2 to it is 0 in float32: a decay to less is a decay to 0, and -inf becomes a number that can be summed.
 FLOOR = tl.constexpr(-160.0)
+
+
+# A packed decay of 1: negative, and too small to change a state.
+NO_DECAY = tl.constexpr(-1.2e-38)
+
+
+@triton.jit
+def pack_decay(x):
+    """The decay 2^x, x <= 0, as one number: a weak one less 1, which is negative, any other as it is.
+
+    2^x - 1 is summed up to the 4th term of its series; the next is below 2e-9.
+    """
+    less = x * (0.69314718 + x * (0.24022651 + x * (0.05550411 + x * 0.00961813)))
+    return tl.where(x > -0.0625, tl.minimum(less, NO_DECAY), tl.exp2(x))
+
+
+@triton.jit
+def decayed(state, decay, update):
+    """The state times the packed decay, plus the update. A weak decay's part and the update are added as one, so that
+    rounding to the state's digits does not go the same way in every step."""
+    return tl.where(decay < 0, state, 0.0) + (state * decay + update)
+
+
+@triton.jit
+def join_decays(first, second):
+    """The product of packed decays, packed; as itself once it is no longer weak."""
+    less = first + second + first * second
+    product = tl.where(first < 0, 1 + first, first) * tl.where(second < 0, 1 + second, second)
+    return tl.where((first < 0) & (second < 0) & (less > -0.5), less, product)
 
 
 @triton.jit
@@ -497,7 +531,7 @@ def prepare_kernel(
         )
         first = tl.sum(tl.where((r < C // 2)[:, None], decay, 0.0), 0)
         second = tl.sum(tl.where((r < C // 2)[:, None], 0.0, decay), 0)
-        store_masked(decays + tile * K, i, exp2(first + second, OPERAND), i < K, PADDED)
+        store_masked(decays + tile * K, i, pack_decay(first + second), i < K, PADDED)
         least = tl.minimum(least, tl.minimum(first, second))
         # Around the middle of the chunk both factors of every decay fit into the exponents of the operands.
         tq = load_masked(q, at, mask, MASKED).to(tl.float32) * scale
@@ -635,12 +669,12 @@ def _sweep_states(
     if SPLIT:
         for before in tl.range(0, g):
             part = (direction * (N * H) + nh).to(tl.int64) * (G - 1) + before
-            decay = tl.load(sum_decays + part * K + i, mask=i < K, other=1.0)
+            decay = tl.load(sum_decays + part * K + i, mask=i < K, other=0.0)
             summary = tl.load(sums + part * (K * V) + j[:, None] * K + i[None, :], mask=state_mask, other=0.0)
-            state = state * decay[None, :] + summary
+            state = decayed(state, decay[None, :], summary)
 
     PADDED: tl.constexpr = K != PK
-    total = tl.full([PK], 1.0, tl.float32)
+    total = tl.full([PK], NO_DECAY, tl.float32)
     tile_at = r[:, None] * K + i[None, :]
     value_at = r[:, None] * (H * V) + j[None, :]
     for x in tl.range(g * per, tl.minimum((g + 1) * per, chunks), num_stages=STAGES):
@@ -656,7 +690,7 @@ def _sweep_states(
             tc = tl.load(c + (first * H + h) * V + value_at, mask=value_mask, other=0.0).to(OPERAND)
         if PADDED:
             tu = tl.load(until + tile * (C * K) + tile_at, mask=(i < K)[None, :], other=0.0)
-            decay = tl.load(decays + tile * K + i, mask=i < K, other=1.0)
+            decay = tl.load(decays + tile * K + i, mask=i < K, other=0.0)
         else:
             tu = tl.load(until + tile * (C * K) + tile_at)
             decay = tl.load(decays + tile * K + i)
@@ -678,9 +712,11 @@ def _sweep_states(
                 tl.store(out + (first * H + h) * V + value_at, result)
             else:
                 tl.store(out + (first * H + h) * V + value_at, result, mask=value_mask)
-        state = tl.dot(tl.trans(tc), tu, state * decay[None, :], input_precision=PRECISION)
+        # As `decayed`; the accumulator of a product holds the change alone.
+        change = tl.dot(tl.trans(tc), tu, state * decay[None, :], input_precision=PRECISION)
+        state = state * tl.where(decay < 0, 1.0, 0.0)[None, :] + change
         if SUMMARY:
-            total *= decay
+            total = join_decays(total, decay)
 
     if SUMMARY:
         part = (direction * (N * H) + nh).to(tl.int64) * (G - 1) + g
