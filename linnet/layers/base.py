@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from linnet import deprecation, trust
 from linnet.config import Config, ConfigError, nearest
+from linnet.ops.tensor_parallel import Split
 
 State = dict[str, Tensor]
 Bias = Literal["none", "qkv", "all"]
@@ -111,12 +112,16 @@ class Mixer(nn.Module):
         owns_input_norm: True if the block passes the raw residual stream and the mixer normalises it itself.
         before_layers: True if the mixer runs once before all layers, without norm and residual. A layout names it
             first (`tpe tnl+sglu x12`), and `num_layers` and `layer_index` do not count it.
+        tp_counts: attributes that count heads or channels; tensor parallelism divides those that the layer has.
+        tp: how tensor parallelism splits the layer, if it does.
     """
 
     name: str
     Config: type[Config]
     owns_input_norm = False
     before_layers = False
+    tp_counts: tuple[str, ...] = ("num_heads", "num_kv_heads", "channels")
+    tp: Split | None = None
 
     @classmethod
     def shared_spec(cls, config: Config, context: LayerContext) -> dict[str, Callable[[], nn.Module]]:
@@ -198,8 +203,27 @@ class Mixer(nn.Module):
         return 0
 
     def tp_plan(self) -> dict[str, str]:
-        """Returns the tensor-parallel plan: parameter-owning submodule -> "colwise", "rowwise" or "replicate"."""
+        """Returns how tensor parallelism splits the layer: path of a submodule, parameter or buffer -> word.
+
+        Each parameter and buffer needs exactly one word, except those of `shared_spec`, which stay whole. {}, the
+        default, means that the layer cannot be split.
+
+        - `colwise`: a linear layer whose outputs are split (rows of its weight, and its bias).
+        - `rowwise`: a linear layer whose inputs are split; its product is summed over the ranks, then its bias added.
+          The one that ends the layer has `ends_residual = True`; the output of any other is read inside the layer.
+        - `split`: a tensor whose first dimension is heads or channels.
+        - `split_norm`: an RMSNorm or SRMSNorm over the split width; the sum of squares is summed over the ranks.
+        - `partial`: whole on each rank; its gradient is summed over the ranks, since each sees its own heads only.
+        - `whole`: whole on each rank and read by nothing that is split, or without a gradient.
+
+        Inside a split layer, a tensor from outside it, such as one of a shared module, passes
+        `linnet.ops.tensor_parallel.own_part` with `self.tp`.
+        """
         return {}
+
+    def tp_problems(self) -> list[str]:
+        """Returns why these options cannot be split by tensor parallelism, each as "key: what is wrong; the fix"."""
+        return []
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> State:
         """Returns the state before the first token: zeros of `state_spec`, in `dtype` instead of float32 if given."""
@@ -218,6 +242,8 @@ class Channel(nn.Module):
 
     name: str
     Config: type[Config]
+    tp_counts: tuple[str, ...] = ("inner",)
+    tp: Split | None = None
 
     def auxiliary_loss(self) -> Tensor | None:
         """Returns the same as `Mixer.auxiliary_loss`."""
@@ -238,6 +264,10 @@ class Channel(nn.Module):
     def tp_plan(self) -> dict[str, str]:
         """Returns the same as `Mixer.tp_plan`."""
         return {}
+
+    def tp_problems(self) -> list[str]:
+        """Returns the same as `Mixer.tp_problems`."""
+        return []
 
 
 def auxiliary_layers(model: nn.Module) -> list[Mixer | Channel]:

@@ -10,13 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from linnet.ops.activation import ACTIVATIONS
-from linnet.ops.norm import rms_norm
+from linnet.ops.norm import rms_norm, split_rms_norm
+from linnet.ops.tensor_parallel import Split
 
 NormKind = Literal["srmsnorm", "rmsnorm", "layernorm"]
 
 
 class SRMSNorm(nn.Module):
-    """Root-mean-square norm without a gain (paper 001, section 4)."""
+    """Root-mean-square norm without a gain (paper 001, section 4).
+
+    Attributes:
+        tp: how tensor parallelism splits the width, if it does; x then has this rank's channels.
+    """
+
+    tp: Split | None = None
 
     def __init__(self, dim: int, eps: float = 1e-6):
         super().__init__()
@@ -31,7 +38,10 @@ class SRMSNorm(nn.Module):
         gate_activation: str = "none",
         keep: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """As `linnet.ops.norm.rms_norm`."""
+        """As `linnet.ops.norm.rms_norm`. A split norm takes no residual."""
+        if self.tp is not None:
+            settings = {"eps": self.eps, "gate": gate, "gate_activation": gate_activation}
+            return split_rms_norm(x, self.weight, self.tp, **settings)
         return rms_norm(
             x, self.weight, eps=self.eps, gate=gate, gate_activation=gate_activation, residual=residual, keep=keep
         )

@@ -53,11 +53,12 @@ class GatedOutput(nn.Module):
         return self.out_proj(norm_and_gate(self.norm, o, gate, activation))
 
     def tp_plan(self) -> dict[str, str]:
-        plan = {"out_proj": "rowwise"}
+        """Returns the words of its tensors, as `Mixer.tp_plan`."""
+        plan = {"norm": "split_norm", "out_proj": "rowwise"}
         if self.config.gate != "none":
             plan["gate_up"] = "colwise"
         if self.config.gate == "low_rank":
-            plan["gate_down"] = "replicate"
+            plan["gate_down"] = "partial"
         return plan
 
 

@@ -13,14 +13,22 @@ from linnet.layers import dropout
 from linnet.models.backbone import Backbone, ModelState
 from linnet.models.config import ModelConfig
 from linnet.ops.cross_entropy import cross_entropy_reference, is_whole, linear_cross_entropy
+from linnet.ops.cross_entropy.split import split_cross_entropy
 from linnet.ops.matvec import linear
+from linnet.ops.tensor_parallel import Split, enter, gather
 
 IGNORE = -100  # a target that is not scored
 M = TypeVar("M", bound=nn.Module)
 
 
 class CausalLM(nn.Module):
-    """Maps tokens to next-token logits. `forward` computes all positions, `step` one token; the two agree."""
+    """Maps tokens to next-token logits. `forward` computes all positions, `step` one token; the two agree.
+
+    Attributes:
+        tp: how tensor parallelism splits the rows of embedding and head, if it does.
+    """
+
+    tp: Split | None = None
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -78,6 +86,8 @@ class CausalLM(nn.Module):
     def nll(self, x: Tensor, targets: Tensor) -> Tensor:
         """Returns the sum of the negative log-likelihood of targets [...] given the backbone's output [..., D]."""
         weight = self.embedding.weight if self.head is None else self.head.weight
+        if self.tp is not None:
+            return split_cross_entropy(x, weight, targets, self.tp, self.config.vocab_size, ignore_index=IGNORE)
         if is_whole(weight):
             return linear_cross_entropy(x, weight, targets, ignore_index=IGNORE)
         return cross_entropy_reference(self.logits(x), targets, IGNORE)
@@ -88,7 +98,10 @@ class CausalLM(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns the scores of the next token from the output of the backbone: [..., D] -> [..., vocab]."""
-        return linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        if self.tp is not None:
+            x = enter(x, self.tp)
+        logits = linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        return logits if self.tp is None else gather(logits, -1, self.tp, self.config.vocab_size)
 
 
 def build_model(config: ModelConfig, seed: int = 0, device: torch.device | str | None = None) -> CausalLM:

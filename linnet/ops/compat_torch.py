@@ -102,6 +102,13 @@ def tensor_arguments(op: CustomOpDef) -> list[bool]:
     return ["Tensor" in str(x.type) for x in op._opoverload._schema.arguments]
 
 
+def group_of(name: str) -> "torch.distributed.ProcessGroup":
+    """Returns the process group with this `group_name`. An op takes the name; a compiler cannot trace the object."""
+    from torch.distributed import distributed_c10d  # some builds of PyTorch lack it
+
+    return distributed_c10d._resolve_process_group(name)
+
+
 def packet_of(op: CustomOpDef) -> object:
     """Returns `torch.ops.<namespace>.<name>`, by which `register_flop_formula` knows an op."""
     return op._opoverload.overloadpacket

@@ -35,7 +35,7 @@ class GatedLinearUnit(Channel):
     def __init__(self, config: GluWidthConfig, context: LayerContext):
         super().__init__()
         d_model = context.d_model
-        inner = config.inner or default_inner(d_model)
+        self.inner = inner = config.inner or default_inner(d_model)
         self.gate_proj = nn.Linear(d_model, inner, bias=context.bias_all)
         self.up_proj = nn.Linear(d_model, inner, bias=context.bias_all)
         self.down_proj = nn.Linear(inner, d_model, bias=context.bias_all)

@@ -23,7 +23,8 @@ class Mlp(Channel):
 
     def __init__(self, config: MlpConfig, context: LayerContext):
         super().__init__()
-        inner, bias = config.inner or 4 * context.d_model, config.bias or context.bias_all
+        self.inner = inner = config.inner or 4 * context.d_model
+        bias = config.bias or context.bias_all
         self.activation = config.activation
         self.up_proj = nn.Linear(context.d_model, inner, bias=bias)
         self.down_proj = nn.Linear(inner, context.d_model, bias=bias)

@@ -91,10 +91,6 @@ class Moe(Routed, Channel):
         each = sum(projection.weight.numel() for projection in projections) // self.config.num_experts
         return each * (self.config.num_experts - self.config.num_active)
 
-    def tp_plan(self) -> dict[str, str]:
-        """Splits the experts over the devices; the router is replicated."""
-        return {"router": "replicate", "gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
-
     def _masked(self, x: Tensor, routing: Routing) -> Tensor:
         hidden = gated_activation(self.gate_proj(x), self.up_proj(x), "silu")
         weights = routing.dense_weights().to(hidden.dtype)

@@ -120,7 +120,8 @@ class Attention(Mixer):
         return 4.0 * self.d_model * (_computed_pairs(seq_len, self.config.window) - visible)
 
     def tp_plan(self) -> dict[str, str]:
-        return {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "out_proj": "rowwise"}
+        plan = {name: "colwise" for name in ("q_proj", "k_proj", "v_proj")}
+        return plan | {"q_norm": "partial", "k_norm": "partial", "rope": "whole", "out_proj": "rowwise"}
 
     def _project(self, x: Tensor, positions: Tensor):
         """Returns q, k, v [..., H, d] of x [B, T, D] at positions [B, T], or of one token [B, D] at [B]."""

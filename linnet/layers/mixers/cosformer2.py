@@ -83,6 +83,7 @@ class Cosformer2(Mixer):
 
     def tp_plan(self) -> dict[str, str]:
         plan = {name: "colwise" for name in ("q_proj", "k_proj", "v_proj")}
+        plan |= {"input_norm": "partial", "lrpe": "partial" if self.config.lrpe_shared_heads else "split"}
         return plan | {f"output.{name}": how for name, how in self.output.tp_plan().items()}
 
     def _project(self, x: Tensor, positions: Tensor):

@@ -88,7 +88,7 @@ class Gla(Mixer):
 
     def tp_plan(self) -> dict[str, str]:
         plan = {name: "colwise" for name in ("q_proj", "k_proj", "v_proj", "decay_up", "gate_proj")}
-        return plan | {"decay_down": "replicate", "out_proj": "rowwise"}
+        return plan | {"decay_down": "partial", "norm": "partial", "out_proj": "rowwise"}
 
     def _project(self, x: Tensor):
         keys = (self.num_heads, self.key_dim)

@@ -18,6 +18,7 @@ from linnet.layers.lower_bound import LowerBounds, forget_gate
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.positions.angles import geometric_frequencies
 from linnet.ops import diagonal_scan, diagonal_step
+from linnet.ops.tensor_parallel import own_part
 
 
 class HgrnConfig(LayerConfig):
@@ -87,10 +88,21 @@ class Hgrn(Mixer):
         return {"hidden": TensorSpec((batch, self.d_model))}
 
     def tp_plan(self) -> dict[str, str]:
-        return {"in_proj": "colwise", "f_proj": "colwise", "gate_proj": "colwise", "out_proj": "rowwise"}
+        if self.tp_problems():
+            return {}
+        plan = {name: "colwise" for name in ("in_proj", "f_proj", "gate_proj")}
+        return plan | {"norm": "split_norm", "out_proj": "rowwise"}
+
+    def tp_problems(self) -> list[str]:
+        """The complex form is refused: its features are pairs before the scan and halves after it."""
+        if not self.config.complex:
+            return []
+        return ["complex: true cannot be split over devices, since no rows of out_proj are a slice; use complex: false"]
 
     def _project(self, x: Tensor):
-        beta = self.bounds[0](self.index, "inclusive") if self.bounds and self.index else None
+        beta = None
+        if self.bounds and self.index:
+            beta = own_part(self.bounds[0](self.index, "inclusive"), -1, self.tp)
         log_decay, k = forget_gate(self.f_proj(x), beta)
         c = F.silu(self.in_proj(x))
         if self.config.complex:  # neighbouring features are the real and the imaginary part

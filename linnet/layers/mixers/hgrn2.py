@@ -21,6 +21,7 @@ from linnet.layers.lower_bound import LowerBounds
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import check_heads, split_heads
 from linnet.ops import forget_gated_attention, forget_gated_pending_step, forget_gated_step
+from linnet.ops.tensor_parallel import own_part
 
 
 class Hgrn2Config(LayerConfig):
@@ -101,7 +102,8 @@ class Hgrn2(Mixer):
         return n * (8.0 * d**2 + 8.0 * d * self.head_dim + 7.0 * d)
 
     def tp_plan(self) -> dict[str, str]:
-        return {"q_proj": "colwise", "f_proj": "colwise", "i_proj": "colwise", "out_proj": "rowwise"}
+        plan = {name: "colwise" for name in ("q_proj", "f_proj", "i_proj")}
+        return plan | {"norm": "split_norm", "out_proj": "rowwise"}
 
     def _project(self, x: Tensor, one_token: bool = False):
         """Returns q, the forget gate's logits and v [..., H, K], and the gate's lower bound [H, K] or None."""
@@ -118,5 +120,5 @@ class Hgrn2(Mixer):
         beta = None
         if self.bounds and self.index:
             bounds = self.bounds[0].constant if one_token else self.bounds[0]
-            beta = bounds(self.index, self.config.lower_bound).unflatten(-1, heads)
+            beta = own_part(bounds(self.index, self.config.lower_bound), -1, self.tp).unflatten(-1, heads)
         return q.unflatten(-1, heads), self.f_proj(x).unflatten(-1, heads), v.unflatten(-1, heads), beta

@@ -84,11 +84,6 @@ class HyenaMixer(Mixer):
         """Returns the FLOPs of the short convolutions, 2 per weight and token, which no matrix product or op counts."""
         return 2.0 * seq_len * 3 * self.channels * self.config.conv_width
 
-    def tp_plan(self) -> dict[str, str]:
-        """Splits by channel, so that the short convolutions and the filters are split with the projections."""
-        plan = {f"{name}.linear": "colwise" for name in ("q_proj", "k_proj", "v_proj")}
-        return plan | {"out_proj": "rowwise"}
-
 
 @register_mixer("hyena", HyenaConfig)
 class Hyena(HyenaMixer):

@@ -97,7 +97,3 @@ class HyenaExperts(Routed, HyenaMixer):
         active = self.config.num_active * width
         dense = seq_len * (d * experts + 6.0 * d * channels + 18.0 * channels + 2.0 * width * d)
         return dense + long_flops_paper(seq_len, self.config.num_modes, active, active)
-
-    def tp_plan(self) -> dict[str, str]:
-        """Splits the channels within each expert: every device holds a part of each expert, and the whole router."""
-        return super().tp_plan() | {"router": "replicate"}

@@ -98,6 +98,7 @@ class Lightnet(Mixer):
 
     def tp_plan(self) -> dict[str, str]:
         plan = {name: "colwise" for name in ("q_proj", "k_proj", "v_proj")}
+        plan |= {"lrpe": "partial" if self.config.lrpe_shared_heads else "split"}
         return plan | {f"output.{name}": how for name, how in self.output.tp_plan().items()}
 
     def _theta(self) -> Tensor | None:

@@ -104,8 +104,9 @@ class Mamba(Mixer):
 
     def tp_plan(self) -> dict[str, str]:
         """Splits by channel of the recurrence, and with it the convolution and all parameters of a channel."""
-        split = dict.fromkeys(("in_proj", "gate_proj"), "colwise")
-        return split | dict.fromkeys(("select_proj", "out_proj"), "rowwise")
+        plan = dict.fromkeys(("in_proj", "gate_proj"), "colwise")
+        plan |= dict.fromkeys(("conv", "A_log", "skip", "dt_weight", "dt_bias"), "split")
+        return plan | dict.fromkeys(("select_proj", "out_proj"), "rowwise")
 
     def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns delta (before its bias and softplus), A, B, C of x [..., channels]; A at least in float32."""

@@ -64,6 +64,10 @@ class Tpe(Mixer):
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
         return {"modes": TensorSpec((batch, self.d_model, self.config.num_modes))}
 
+    def tp_plan(self) -> dict[str, str]:
+        """Returns a plan that splits nothing: each rank computes all channels, which cost little."""
+        return {"log_rate": "whole", "weight": "whole"}
+
     def flops_paper(self, seq_len: int) -> float:
         """Returns zero: Table 1 of paper 000 omits the term 4nde (less than 0.05 %)."""
         return 0.0

@@ -40,7 +40,7 @@ def cross_entropy_blocks(
         if x_gradient:
             dx[block] = dlogits @ narrow
         if weight_gradient:
-            _add_product(dweight, dlogits.T, tokens)
+            add_product(dweight, dlogits.T, tokens)
         del dlogits  # before the next block's logits are made
     return nll.sum(), dx, dweight.to(weight.dtype)
 
@@ -61,7 +61,7 @@ def softmax_in_place(
     return nll, share.masked_fill_(~kept[:, None], 0.0).to(logits.dtype)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, summed in the dtype of total."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)

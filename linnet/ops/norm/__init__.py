@@ -10,9 +10,10 @@ from linnet.ops import backend
 from linnet.ops.activation import ACTIVATIONS
 from linnet.ops.compat_torch import is_plain
 from linnet.ops.fast_path import find_apply
+from linnet.ops.tensor_parallel import Split, sum_over
 from linnet.ops.vmap_rules import Mapped, is_mapped, lead
 
-__all__ = ["rms_norm"]
+__all__ = ["rms_norm", "split_rms_norm"]
 
 GATE_ACTIVATIONS = ("none", "sigmoid", "silu")
 
@@ -128,3 +129,34 @@ def rms_norm_reference(
     if gate is not None:
         y = y * ACTIVATIONS[gate_activation](gate)
     return y.to(h.dtype if dtype is None else dtype), h
+
+
+def split_rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    split: Split,
+    *,
+    eps: float = 1e-6,
+    gate: Tensor | None = None,
+    gate_activation: str = "none",
+) -> Tensor:
+    """Returns this rank's channels of `rms_norm`, with the last axis split evenly over ranks (001, eq. 41).
+
+    One number per token is summed over the ranks: the sum of squares, in at least float32. It is a composition of
+    PyTorch's functions, which a compiler fuses.
+
+    Args:
+        x: [..., D / ranks], this rank's channels. weight, gate: as in `rms_norm`, of these channels.
+    """
+    _check(x, weight, gate, gate_activation, None)
+    dtype = x.dtype
+    if dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    h = x.to(torch.promote_types(x.dtype, torch.float32))
+    squares = sum_over(h.square().sum(-1, keepdim=True), split)
+    y = h * torch.rsqrt(squares / (x.shape[-1] * split.size) + eps)
+    if weight is not None:
+        y = y * weight.to(y.dtype)
+    if gate is not None:
+        y = y * ACTIVATIONS[gate_activation](gate)
+    return y.to(dtype)

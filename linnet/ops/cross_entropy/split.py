@@ -1,0 +1,128 @@
+"""The last projection and the cross-entropy with the vocabulary split over ranks (Megatron-LM, arXiv:1909.08053).
+
+Each rank holds some rows of the head and makes their logits, a block of tokens at a time. Per block the ranks exchange
+the maximum of each token's logits, then [sum of exponentials, the target's logit]. The gradients are made in the same
+pass, as in `chunked`.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from linnet.ops import backend, compat_torch
+from linnet.ops.chunks import exact
+from linnet.ops.cross_entropy.chunked import BLOCK_LOGITS, add_product
+from linnet.ops.tensor_parallel import Split, enter
+
+__all__ = ["split_cross_entropy"]
+
+
+def split_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, split: Split, vocab: int, *, ignore_index: int = -100
+) -> Tensor:
+    """Returns `linear_cross_entropy` of a head of `vocab` rows, of which each rank holds its part.
+
+    Args:
+        x: [..., D], the same on all ranks; its gradient is summed over them.
+        weight: [rows, D], this rank's part (`Split.part`) of the head.
+        targets: int64 [...], the same on all ranks.
+
+    Returns:
+        A scalar, the same on all ranks, as `linear_cross_entropy`.
+    """
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    if dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    if backend.debugging():
+        wrong = targets[((targets < 0) | (targets >= vocab)) & (targets != ignore_index)]
+        if wrong.numel():
+            raise ValueError(f"split_cross_entropy: targets hold {wrong[0].item()}; give 0 to {vocab - 1}")
+    compiling = torch.compiler.is_compiling()
+    needed = [torch.is_grad_enabled() and (compiling or tensor.requires_grad) for tensor in (x, weight)]
+    x = enter(x.reshape(-1, x.shape[-1]), split)
+    first, _ = split.part(vocab)
+    rows = max(1, BLOCK_LOGITS // -(-vocab // split.size))  # from the longest part, so that all ranks make equal blocks
+    rows = rows - rows % 128 if rows >= 128 else rows
+    settings = (ignore_index, dtype, *needed, first, rows, split.group)
+    total, _, _ = split_cross_entropy_blocks(x, weight, targets.flatten(), *settings)
+    return total
+
+
+@torch.library.custom_op(
+    "linnet::split_cross_entropy",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor targets, int ignore_index, ScalarType dtype, bool x_gradient, "
+    "bool weight_gradient, int first, int rows, str group) -> (Tensor, Tensor, Tensor)",
+)
+def split_cross_entropy_blocks(
+    x, weight, targets, ignore_index, dtype, x_gradient, weight_gradient, first, rows, group
+):
+    """Returns the sum, and this rank's part of the gradient of x and the gradient of its rows (empty if not needed).
+
+    Args:
+        first: number of the first row of `weight`. rows: tokens per block.
+    """
+    total_dtype, process_group = torch.promote_types(dtype, torch.float32), compat_torch.group_of(group)
+    gradients = x_gradient or weight_gradient
+    nll = x.new_empty(x.shape[0], dtype=total_dtype)
+    dx = torch.empty_like(x) if x_gradient else x.new_empty(0)
+    dweight = x.new_zeros(weight.shape if weight_gradient else 0, dtype=total_dtype)
+    with exact(x):
+        narrow = weight.to(dtype)
+        for start in range(0, x.shape[0], rows):
+            block = slice(start, start + rows)
+            tokens = x[block].to(dtype)
+            index = targets[block] - first
+            kept, own = targets[block] != ignore_index, (index >= 0) & (index < weight.shape[0])
+            index = index.where(own, 0)[:, None]
+            logits = (tokens @ narrow.T).to(total_dtype)
+            highest = logits.amax(-1)
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=process_group)
+            logits -= highest[:, None]
+            of_target = logits.gather(-1, index)[:, 0].where(own, 0.0)
+            share = logits.exp_()
+            sums = torch.stack([share.sum(-1), of_target])
+            dist.all_reduce(sums, group=process_group)
+            nll[block] = (sums[0].log() - sums[1]).where(kept, 0.0)
+            if not gradients:
+                continue
+            share /= sums[0][:, None]
+            share.scatter_add_(-1, index, -own.to(total_dtype)[:, None])
+            dlogits = share.masked_fill_(~kept[:, None], 0.0).to(dtype)
+            if x_gradient:
+                dx[block] = dlogits @ narrow
+            if weight_gradient:
+                add_product(dweight, dlogits.T, tokens)
+            del logits, share, dlogits  # before the next block's logits are made
+    return nll.sum(), dx, dweight.to(weight.dtype)
+
+
+@split_cross_entropy_blocks.register_fake
+def _(x, weight, targets, ignore_index, dtype, x_gradient, weight_gradient, first, rows, group):
+    total = x.new_empty((), dtype=torch.promote_types(dtype, torch.float32))
+    dx = torch.empty_like(x) if x_gradient else x.new_empty(0)
+    return total, dx, torch.empty_like(weight) if weight_gradient else weight.new_empty(0)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dtotal, *_):
+    if dtotal is None:
+        return (None,) * 10
+    found = [gradient * dtotal if gradient.numel() else None for gradient in ctx.saved_tensors]
+    return *found, *(None,) * 8
+
+
+split_cross_entropy_blocks.register_autograd(_backward, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.linnet.split_cross_entropy)
+def split_cross_entropy_flops(
+    x_shape, weight_shape, targets_shape, ignore_index, dtype, x_gradient, weight_gradient, *_, **__
+) -> int:
+    """As `cross_entropy_flops`, for the rows of this rank."""
+    return (1 + x_gradient + weight_gradient) * 2 * x_shape[0] * weight_shape[0] * weight_shape[1]

@@ -1,0 +1,244 @@
+"""Tensor parallelism against one process, in float64: losses, gradients and three steps of AdamW, by every mixer."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from linnet.deprecation import LinnetDeprecationWarning
+from linnet.layers import dropout
+from linnet.layers.base import Mixer
+from linnet.models import ModelConfig, build_model, empty_model
+from linnet.ops.cross_entropy import split as cross_entropy
+from linnet.parallel import tensor
+from linnet.train.recompute import apply as recompute
+
+VOCAB, ROWS, LENGTH, STEPS = 61, 2, 24, 3  # 61 rows: the ranks' parts differ
+TINY = {"d_model": 32, "vocab_size": VOCAB}
+MODELS = {
+    "tnl": {"layout": "tnl+sglu x2", "options": {"tnl": {"num_heads": 4, "lrpe": "first_layer"}}},
+    "tnl1": {
+        "layout": "tnl+sglu x2",
+        "options": {
+            "tnl": {"num_heads": 4, "gate": "full", "gate_activation": "none", "gate_first": True, "norm": "rmsnorm"}
+        },
+        "embedding_scale": 5.0,
+        "tie_embeddings": False,
+    },
+    "tnl-all": {
+        "layout": "tnl+mlp x2",
+        "options": {
+            "tnl": {
+                "num_heads": 4,
+                "lrpe": "all_layers",
+                "lrpe_shared_heads": True,
+                "gate_input": "residual",
+            }
+        },
+        "bias": "all",
+        "dropout": 0.1,
+    },
+    "hgrn2": {"layout": "hgrn2+sglu x3", "options": {"hgrn2": {"num_heads": 4, "norm": "rmsnorm"}}},
+    "hgrn": {"layout": "hgrn+glu x2", "options": {"hgrn": {"norm": "rmsnorm"}}},
+    "lightnet": {"layout": "tpe lightnet+swiglu x2", "options": {"lightnet": {"num_heads": 4}}},
+    "cosformer2": {"layout": "tpe cosformer2+sglu x2", "options": {"cosformer2": {"num_heads": 4}}},
+    "gla": {"layout": "gla+swiglu x2", "options": {"gla": {"num_heads": 4, "expand_k": 0.5}}, "bias": "qkv"},
+    "mamba": {
+        "layout": "mamba x2",
+        "options": {"mamba": {"state": 4, "conv_bias": True}},
+        "tie_embeddings": False,
+        "bias": "all",
+    },
+    "one": {"layout": "tnl+sglu", "options": {"tnl": {"num_heads": 4}}},  # for compilation, which takes seconds
+    "hgrn3": {"layout": "tpe hgrn+glu", "options": {"hgrn": {"norm": "srmsnorm"}, "glu": {"inner": 9}}, "d_model": 24},
+    "mlp3": {"layout": "attention+mlp", "options": {"attention": {"num_heads": 6, "num_kv_heads": 3}}, "d_model": 24},
+    "llama": {
+        "layout": "attention+swiglu W",
+        "aliases": {"W": {"layer": "attention+swiglu", "options": {"attention": {"window": 5}}}},
+        "options": {"attention": {"num_heads": 8, "num_kv_heads": 4, "qk_norm": True}},
+        "norm": "layernorm",
+        "positions": "learned",
+        "num_positions": LENGTH,
+    },
+}
+
+
+def model_of(name):
+    model = build_model(ModelConfig(**{**TINY, **MODELS[name]})).double()
+    with torch.no_grad():  # so that no term is silent
+        for index, parameter in enumerate(model.parameters()):
+            noise = torch.Generator().manual_seed(index)
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=noise, dtype=torch.float64))
+    return model
+
+
+def batch(step):
+    tokens = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    targets = tokens[:, 1:].clone()
+    targets[0, :3] = -100
+    return tokens[:, :-1], targets
+
+
+def train(model, finish=lambda: None):
+    """Losses and last gradients of three steps."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with dropout.position(model, step=step, seed=3):
+            total, count = model.loss(*batch(step))
+            (total / count).backward()
+        finish()
+        losses.append((total / count).item())
+        optimizer.step()
+    return losses, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def relative(found, expected):
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-8)).item()
+
+
+def errors(name, mode="none", compiled=False):
+    """The largest relative errors of losses, gradients, weights and logits of this rank's part."""
+    group, model = dist.group.WORLD, model_of(name)
+    part = copy.deepcopy(model)
+    tensor.split(part, group)
+    recompute(part, mode)
+    if compiled:
+        torch.compiler.reset()
+        for block in part.backbone.blocks:
+            block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+    expected, gradients = train(model)
+    losses, own = train(part, lambda: tensor.reduce_partial(part, group))
+
+    assert set(own) == set(gradients) and tensor.whole_shapes(part) == tensor.whole_shapes(model)
+    assert set(tensor.split_dims(part)) == set(dict(model.named_parameters())) | set(dict(model.named_buffers()))
+    found = {"loss": max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))}
+    for key, gradient in gradients.items():
+        found[f"gradient of {key}"] = relative(own[key], tensor.slice_of(part, key, gradient))
+    parameters = dict(part.named_parameters())
+    for key, weight in model.named_parameters():
+        found[key] = relative(parameters[key], tensor.slice_of(part, key, weight))
+    if not compiled:
+        with torch.no_grad():
+            found["logits"] = relative(part.eval()(batch(9)[0])[0], model.eval()(batch(9)[0])[0])
+    return found
+
+
+def all_errors(cases):
+    cross_entropy.BLOCK_LOGITS = 10 * -(-VOCAB // dist.get_world_size())  # ten tokens in a block
+    return {str(case): errors(*case) for case in cases}
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_every_mixer_trains_as_in_one_process(pool, ranks):
+    for found in pool.run(ranks, all_errors, [(name,) for name in MODELS if "3" not in name], timeout=120):
+        for case, numbers in found.items():
+            assert max(numbers.values()) < 1e-12, (case, {k: v for k, v in numbers.items() if not v < 1e-12})
+
+
+def split_table(names):
+    """This rank's parts joined again, and the slices of a meta model, against the whole model."""
+    for name in names:
+        model = model_of(name)
+        part, empty = copy.deepcopy(model), empty_model(model.config, "meta")
+        for each in (part, empty):
+            tensor.split(each, dist.group.WORLD)
+        wholes = dict(model.named_parameters()) | dict(model.named_buffers())
+        shapes = {key: x.shape for key, x in (*empty.named_parameters(), *empty.named_buffers())}
+        for key, own in (*part.named_parameters(), *part.named_buffers()):
+            assert own.shape == shapes[key] and torch.equal(own, tensor.slice_of(empty, key, wholes[key])), key
+            parts = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, own.detach())
+            assert torch.equal(tensor.join(part, key, parts), wholes[key]), key
+        cut = {key for key, dim in tensor.split_dims(part).items() if dim is not None}
+        assert cut == {key for key, whole in wholes.items() if shapes[key] != whole.shape}
+    return len(names)
+
+
+def test_slices_join_to_the_whole_model_and_a_meta_model_has_their_shapes(pool):
+    assert pool.run(3, split_table, ["hgrn3", "mlp3"]) == [2] * 3
+
+
+def test_compiled_blocks_and_recomputation(pool):
+    cases = [("hgrn2", "block"), ("gla", "selective"), ("one", "block", True), ("one", "selective", True)]
+    for found in pool.run(2, all_errors, cases, timeout=120):
+        for case, numbers in found.items():
+            assert max(numbers.values()) < 1e-12, (case, {k: v for k, v in numbers.items() if not v < 1e-12})
+
+
+@pytest.mark.parametrize(
+    "tp, key, changes",
+    (
+        (
+            3,
+            "options.tnl.num_heads: 4",
+            {"layout": "tnl+sglu", "options": {"tnl": {"num_heads": 4}, "sglu": {"inner": 9}}},
+        ),
+        (
+            2,
+            "options.attention.num_kv_heads: 1",
+            {"layout": "attention", "options": {"attention": {"num_kv_heads": 1}}},
+        ),
+        (3, "options.sglu.inner: 8", {"layout": "sglu", "options": {"sglu": {"inner": 8}}}),
+        (3, "mamba: its channels: 64", {"layout": "mamba"}),
+        (2, "options.hgrn.complex: true", {"layout": "hgrn", "options": {"hgrn": {"complex": True}}}),
+        (2, "options.hgrn.norm: LayerNorm", {"layout": "hgrn"}),
+        (2, "mixer hyena has no", {"layout": "hyena"}),
+        (2, "channel mixer moe has no", {"layout": "attention+moe"}),
+        (4, "vocab_size: 5", {"layout": "hgrn2", "vocab_size": 5}),
+    ),
+)
+def test_what_cannot_be_split_is_refused_by_its_key(tp, key, changes):
+    config = ModelConfig(**{**TINY, **changes})
+    (problem,) = tensor.problems(config, tp)
+    assert problem.startswith(key) or key in problem
+    assert tensor.problems(config, 1) == []
+
+
+def test_all_problems_come_at_once_and_each_once():
+    layout = {"layout": "hyena+moe tnl+sglu x2", "options": {"tnl": {"num_heads": 2}, "sglu": {"inner": 10}}}
+    assert len(tensor.problems(ModelConfig(**TINY, **layout), 4)) == 4
+
+
+class Planned(Mixer):
+    """A mixer with a parameter of its own and a plan that the test writes."""
+
+    name, plan = "planned", {}
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.out = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.gain = torch.nn.Parameter(torch.ones(4))
+        self.out.ends_residual = True
+
+    def tp_plan(self):
+        return self.plan
+
+
+WHOLE = {"read": "colwise", "gain": "split", "out": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    (
+        ({"gain": "halved"}, "gain: the word 'halved' is unknown"),
+        ({"gone": "split"}, "gone: the layer has no such"),
+        ({"read.bias": "split"}, "read.bias: has two words"),
+        ({"gain": "colwise"}, "gain: colwise is for linear layers"),
+        ({"out": "partial"}, "no rowwise layer ends it"),
+        ({"gain": None}, "gain: has no word"),
+    ),
+)
+def test_a_wrong_plan_is_named(change, problem):
+    mixer = Planned()
+    mixer.plan = {path: word for path, word in (WHOLE | change).items() if word}
+    with pytest.raises(ValueError, match=problem):
+        tensor.words(mixer)
+
+
+def test_the_old_word_is_read_as_partial():
+    mixer = Planned()
+    mixer.plan = WHOLE | {"gain": "replicate"}
+    with pytest.warns(LinnetDeprecationWarning, match="partial"):
+        assert tensor.words(mixer)["gain"] == "partial"
