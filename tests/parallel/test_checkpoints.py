@@ -1,9 +1,11 @@
 """Checkpoints of many ranks: whole or absent, read by any layout and by one process; errors reach all ranks."""
 
+import argparse
 import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -13,12 +15,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pool import Died
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from typer.testing import CliRunner
 
+from linnet.cli import app
 from linnet.parallel import ParallelConfig
 from linnet.parallel.mesh import Mesh
-from linnet.runs import CheckpointError, checkpoint, latest_good, sharded, slices
+from linnet.runs import CheckpointError, RunFolder, checkpoint, latest_good, sharded, slices
+from linnet.runs.model import load_checkpoint
+from linnet.train import TrainConfig, train
 
 # Uneven rows, fewer rows than ranks, one number, bfloat16, no rows at all; the dimension that tensor parallelism cuts.
 SHAPES = {"rows": (7, 4), "few": (2, 6), "one": (), "wide": (4, 10), "half": (6,), "none": (0, 3), "table": (12,)}
@@ -305,3 +312,81 @@ def test_one_process_saves_in_the_background_too(tmp_path, monkeypatch):
     saver.save(3, state, meta)
     saver.close()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+TINY = {
+    "model": {"d_model": 16, "layout": "tnl+sglu x2", "options": {"tnl": {"num_heads": 2}}},
+    "data": {"source": [argparse.__file__]},
+    "seq_len": 32,
+    "batch_size": 4,
+    "schedule": {"name": "constant"},
+    "evaluate_tokens": 256,
+    "run": {"device": "cpu", "checkpoint_every": 3, "log_every": 1},
+}
+
+
+def reshard(path):
+    """Writes a checkpoint of one process again, as four ranks with 2 x FSDP and 2 x tensor parallelism do."""
+    mesh, path = Mesh(ParallelConfig(tp=2), torch.device("cpu")), Path(path)
+    tensors, meta = checkpoint.load(path)
+    random = tensors.pop("random")
+    split = {name: 0 if tensor.ndim and len(tensor) % 2 == 0 else None for name, tensor in tensors["model"].items()}
+    parts = {}
+    for group, named in tensors.items():
+        for name, tensor in named.items():
+            dim = split[name.rpartition(".")[0] if group == "optimizer" else name] if tensor.ndim else None
+            local = torch.zeros_like(tensor) if dim is None else torch.zeros_like(tensor.chunk(2, dim)[mesh.tp_rank])
+            parts.setdefault(group, {})[name] = distribute_tensor(local, mesh.fsdp) if tensor.ndim else local
+    sharded.load(path, parts, mesh, split)
+    saver = sharded.Saver(path.parent, None, mesh, split)
+    mesh.barrier()
+    saver.save(checkpoint.step_of(path), parts | {"random": random}, meta)
+
+
+def told(*arguments):
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_every_reader_takes_a_checkpoint_of_four_shards(pool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig.model_validate(TINY | {"steps": 6})
+    one = train(config, tmp_path / "runs", tmp_path / "cache").path
+    many = shutil.copytree(one, tmp_path / "many" / one.name)
+    for path in RunFolder(many).checkpoints():
+        pool.run(4, reshard, str(path))
+    last = RunFolder(many).checkpoints()[-1]
+    assert not (last / "model.safetensors").exists() and len(list(last.glob("*/*.safetensors"))) == 12
+    Path("text.txt").write_text("def parse(self):\n    return None\n" * 9)
+
+    said = [
+        json.loads(told("generate", run, "def parse", "--max-tokens", 8, "--json"))[0]["tokens"] for run in (one, many)
+    ]
+    assert said[0] == said[1]
+    scores = [
+        json.loads(told("evaluate", "text", run, "text.txt", "--json"))["text"]["detail"]["bits_per_byte"]
+        for run in (one, many)
+    ]
+    assert scores[0] == scores[1]
+    for run in (one, many):
+        told("convert", run, "--to", "hf", "--out", f"hf-{run.parent.name}")
+    exported = [load_file(f"hf-{run.parent.name}/model.safetensors") for run in (one, many)]
+    assert exported[0].keys() == exported[1].keys()
+    assert all(torch.equal(tensor, exported[1][name]) for name, tensor in exported[0].items())
+    loaded, again = load_checkpoint(one), load_checkpoint(many)
+    assert loaded.step == again.step == 6 and loaded.documents == again.documents
+    assert one.name in told("runs", tmp_path / "many")
+
+    # Goes on, and starts another run, from the shards, in one process: the same weights, bit for bit.
+    for run in (one, many):
+        told("train", "--extend", run, "--set", "steps=9")
+    ends = [latest_good(RunFolder(run).checkpoint_folder)[1] for run in (one, many)]
+    assert ends[0]["random"].keys() == ends[1]["random"].keys()
+    for group in ("model", "optimizer", "random"):
+        assert all(torch.equal(tensor, ends[1][group][name]) for name, tensor in ends[0][group].items())
+    assert RunFolder(many).checkpoints()[0].name == "step-00000006"
+    shutil.rmtree(RunFolder(many).checkpoints()[-1])
+    first = train(TrainConfig.model_validate(TINY | {"steps": 1, "init_from": str(many)}), "init", tmp_path / "cache")
+    assert 0 < first.metrics()[0]["loss"] < RunFolder(one).metrics()[0]["loss"]
+    assert not dist.is_initialized()
