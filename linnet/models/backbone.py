@@ -33,24 +33,14 @@ class Backbone(nn.Module):
 
     def __init__(self, config: StackConfig):
         super().__init__()
-        stack = config.stack
-        self.before = tuple(spec.mixer for spec in stack.before)
-        outside = LayerContext(
-            config.d_model,
-            num_layers=len(stack.blocks),
-            norm=config.norm,
-            norm_eps=config.norm_eps,
-            bias=config.bias,
-        )
-        for spec in stack.before:
-            self.add_module(spec.mixer, find_mixer(spec.mixer)(config.layer_options(spec.mixer, spec), outside))
-        self.shared = nn.ModuleDict()
-        self.blocks = nn.ModuleList()
-        for spec, context in zip(stack.blocks, _contexts(stack.blocks, outside, self.shared), strict=True):
-            mixer, channel = ((name, config.layer_options(name, spec)) if name else None for name in spec)
-            if mixer is not None:
-                self._make_shared(find_mixer(mixer[0]), mixer[1], context)
-            self.blocks.append(Block(mixer, channel, context, config.dropout))
+        self.before = tuple(spec.mixer for spec in config.stack.before)
+        shared, blocks = nn.ModuleDict(), nn.ModuleList()
+        for name, layer in make_layers(config, shared):
+            if name in self.before:
+                self.add_module(name, layer)
+            else:
+                blocks.append(layer)
+        self.shared, self.blocks = shared, blocks
         self.norm = build_norm(config.norm, config.d_model, config.norm_eps)
         self.positions = build_positions(config.positions, config.d_model, config.num_positions)
         self.max_context: int | None = config.num_positions
@@ -144,11 +134,6 @@ class Backbone(nn.Module):
         parts = [part for block in self.blocks for part in (block.mixer, block.channel) if part is not None]
         return [*parts, *(mixer for _, mixer in self.mixers_before())]
 
-    def _make_shared(self, mixer: type[Mixer], options, context: LayerContext) -> None:
-        for name, make in mixer.shared_spec(options, context).items():
-            if name not in self.shared:
-                self.shared[name] = make()
-
     def _add_positions(self, x, states, after, cu_seqlens) -> Tensor:
         start = None if states is None else states[POSITION]["next"]
         length = x.shape[1]
@@ -161,6 +146,33 @@ class Backbone(nn.Module):
             lengths = length if cu_seqlens is None else cu_seqlens.diff().to(torch.int64)
             after[POSITION] = {"next": start + lengths}
         return x + self.positions(token_positions(x, start, cu_seqlens)).to(x.dtype)
+
+
+def make_layers(config: StackConfig, shared: nn.ModuleDict) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the layers of a backbone with their names in it, in the order in which they are made.
+
+    The order defines the initial weights that layers draw themselves.
+
+    Args:
+        shared: gets the modules that several layers use, each before the first of them.
+    """
+    stack = config.stack
+    outside = LayerContext(
+        config.d_model,
+        num_layers=len(stack.blocks),
+        norm=config.norm,
+        norm_eps=config.norm_eps,
+        bias=config.bias,
+    )
+    for spec in stack.before:
+        yield spec.mixer, find_mixer(spec.mixer)(config.layer_options(spec.mixer, spec), outside)
+    for index, (spec, context) in enumerate(zip(stack.blocks, _contexts(stack.blocks, outside, shared), strict=True)):
+        mixer, channel = ((name, config.layer_options(name, spec)) if name else None for name in spec)
+        if mixer is not None:
+            for name, make in find_mixer(mixer[0]).shared_spec(mixer[1], context).items():
+                if name not in shared:
+                    shared[name] = make()
+        yield f"blocks.{index}", Block(mixer, channel, context, config.dropout)
 
 
 def _contexts(specs: list[LayerSpec], outside: LayerContext, shared: nn.ModuleDict) -> Iterator[LayerContext]:

@@ -1,8 +1,9 @@
 """A causal language model: embedding, backbone and head, with weights that depend only on the seed."""
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from linnet.layers import dropout
-from linnet.models.backbone import Backbone, ModelState
+from linnet.layers.norm import build_norm
+from linnet.layers.positions.absolute import build_positions
+from linnet.models.backbone import Backbone, ModelState, make_layers
 from linnet.models.config import ModelConfig
 from linnet.ops.cross_entropy import cross_entropy_reference, is_whole, linear_cross_entropy
 from linnet.ops.cross_entropy.split import split_cross_entropy
@@ -119,18 +122,76 @@ def draw_weights(build: Callable[[], M], config: ModelConfig, seed: int, device:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build()
-    depth_scale = 1.0 / math.sqrt(2 * config.num_layers)
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                generator = torch.Generator().manual_seed(_seed_of(seed, name))
-                std = config.init_std * (depth_scale if getattr(module, "ends_residual", False) else 1.0)
-                module.weight.normal_(0.0, std, generator=generator)
-                if getattr(module, "bias", None) is not None:
-                    module.bias.zero_()
+    _draw(model, "", config, seed)
     if (place := dropout.place_of(model)) is not None:
         place.value[0] = seed
     return model.to(device) if device is not None else model
+
+
+def draw_parts(config: ModelConfig, seed: int) -> Iterator[tuple[str, nn.Module]]:
+    """Yields (name, module) for the parts of `build_model(config, seed)`, with the same weights, bit for bit.
+
+    The parts are the embedding, each layer, the modules that layers share, the final norm and the head. One part is
+    made at a time, on the CPU, so that a caller which copies a part and drops it never holds the whole model. Together
+    they hold every parameter and buffer of the model once. If no layer draws weights in its constructor, the draws of
+    constructors, which `build_model` overwrites, are skipped.
+    """
+    constructing = contextlib.nullcontext if _draws_own(config) else _SkipDraws
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+    makers = _make_parts(config, seed)
+    while True:
+        with torch.random.fork_rng(devices=[]), constructing():
+            torch.set_rng_state(state)  # the caller may draw numbers between two parts
+            name, part = next(makers, ("", None))
+            state = torch.get_rng_state()
+        if part is None:
+            return
+        _draw(part, name, config, seed)
+        yield name, part
+        del part
+
+
+def _make_parts(config: ModelConfig, seed: int) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the parts of a causal language model in the order of its constructor."""
+    yield "embedding", nn.Embedding(config.vocab_size, config.d_model)
+    shared = nn.ModuleDict()
+    for name, layer in make_layers(config, shared):
+        yield f"backbone.{name}", layer
+    yield "backbone.shared", shared
+    yield "backbone.norm", build_norm(config.norm, config.d_model, config.norm_eps)
+    if (positions := build_positions(config.positions, config.d_model, config.num_positions)) is not None:
+        yield "backbone.positions", positions
+    if config.dropout:
+        place = dropout.DropoutPosition()
+        place.value[0] = seed
+        yield "backbone.dropout_position", place
+    if not config.tie_embeddings:
+        yield "head", nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+
+@torch.no_grad()
+def _draw(model: nn.Module, prefix: str, config: ModelConfig, seed: int) -> None:
+    """Draws the weights of the linear layers and embeddings of a model, or of its submodule with the name `prefix`."""
+    depth_scale = 1.0 / math.sqrt(2 * config.num_layers)
+    for name, module in model.named_modules(prefix=prefix):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            generator = torch.Generator().manual_seed(_seed_of(seed, name))
+            std = config.init_std * (depth_scale if getattr(module, "ends_residual", False) else 1.0)
+            module.weight.normal_(0.0, std, generator=generator)
+            if getattr(module, "bias", None) is not None:
+                module.bias.zero_()
+
+
+def _draws_own(config: ModelConfig) -> bool:
+    """Returns whether a layer draws weights in its constructor that `_draw` does not overwrite."""
+    watch = _WatchDraws()
+    with torch.device("meta"), watch:
+        model = CausalLM(config)
+    drawn = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)]
+    overwritten = {id(tensor) for module in drawn for tensor in module.parameters(recurse=False)}
+    return watch.others or any(id(tensor) not in overwritten for tensor in watch.tensors)
 
 
 def _seed_of(seed: int, name: str) -> int:
@@ -160,3 +221,44 @@ class _NoDraws(TorchFunctionMode):
         if getattr(func, "__module__", "") == "torch.nn.init":
             return args[0] if args else kwargs["tensor"]
         return func(*args, **(kwargs or {}))
+
+
+class _WatchDraws(TorchFunctionMode):
+    """Records which tensors are drawn.
+
+    Attributes:
+        tensors: tensors that a function of `torch.nn.init` filled.
+        others: whether any other random function was called.
+    """
+
+    RANDOM = frozenset(
+        ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like")
+        + ("randn_like", "randint_like", "uniform_", "normal_", "random_", "exponential_", "bernoulli_", "cauchy_")
+        + ("geometric_", "log_normal_")
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.tensors: list[Tensor] = []
+        self.others = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if _is_random_init(func):
+            self.tensors.append(args[0] if args else kwargs["tensor"])
+            return self.tensors[-1]
+        self.others = self.others or getattr(func, "__name__", "") in self.RANDOM
+        return func(*args, **(kwargs or {}))
+
+
+class _SkipDraws(TorchFunctionMode):
+    """Skips the random functions of `torch.nn.init`; constants are filled in."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if _is_random_init(func):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def _is_random_init(func: Callable) -> bool:
+    constants = ("constant_", "dirac_", "eye_", "ones_", "zeros_")
+    return getattr(func, "__module__", "") == "torch.nn.init" and func.__name__ not in constants
