@@ -2,8 +2,9 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor, nn
 
 from linnet.evaluate.mode import evaluating
 from linnet.models.causal_lm import IGNORE
+from linnet.ops.sequence import sequence_parallel
+
+if TYPE_CHECKING:
+    from linnet.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,12 @@ def score(
     byte_lengths: np.ndarray | float = 1.0,
     autocast: contextlib.AbstractContextManager | None = None,
     loss: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    mesh: "Mesh | None" = None,
 ) -> Score:
     """Scores a causal language model.
+
+    On several ranks batches are dealt to them in turn, and every rank makes the same number of forward passes, because
+    each pass communicates: a rank without a batch scores one whose targets are all ignored.
 
     Args:
         model: runs on the device of its parameters.
@@ -48,6 +57,7 @@ def score(
         byte_lengths: bytes per token, int [vocab], or their mean over the text if single tokens have no length.
         autocast: precision of the forward pass; None is that of the parameters.
         loss: batch -> (sum of negative log-likelihoods in nats, count); None is `model.loss`.
+        mesh: ranks that score together; `batches` is then a sequence with len(), the same on all ranks.
 
     Raises:
         ValueError: there is no target to score.
@@ -55,8 +65,9 @@ def score(
     device = next(model.parameters()).device
     lengths = torch.as_tensor(np.asarray(byte_lengths, dtype=np.float64))
     total, tokens, size = torch.zeros((), dtype=torch.float64, device=device), 0, 0.0
-    with evaluating(model):
-        for batch in batches:
+    rows = contextlib.nullcontext() if mesh is None else sequence_parallel(mesh.sp_group)
+    with evaluating(model), rows:
+        for batch in batches if mesh is None else _dealt(batches, mesh):
             targets = batch[1]
             scored = targets[targets != IGNORE]
             with autocast or contextlib.nullcontext():
@@ -64,7 +75,31 @@ def score(
             total += nll.double()
             tokens += scored.numel()
             size += scored.numel() * lengths.item() if lengths.ndim == 0 else lengths[scored].sum().item()
+    if mesh is not None:
+        total, tokens, size = _sum_over_ranks(model, total, tokens, size, mesh)
     if tokens == 0:
         raise ValueError("there is nothing to score: no batch has a target")
     nats = total.item()
     return Score(nats / tokens, nats / math.log(2) / size if size else math.nan, tokens)
+
+
+def _dealt(batches: Sequence[tuple[Tensor, ...]], mesh: "Mesh") -> Iterator[tuple[Tensor, ...]]:
+    """Yields every `mesh.dp`-th batch; where they run out, a last one that counts for nothing."""
+    for first in range(0, len(batches), mesh.dp):
+        number = first + mesh.dp_rank
+        batch = batches[min(number, len(batches) - 1)]
+        yield batch if number < len(batches) else (batch[0], torch.full_like(batch[1], IGNORE), *batch[2:])
+
+
+def _sum_over_ranks(
+    model: nn.Module, total: Tensor, tokens: int, size: float, mesh: "Mesh"
+) -> tuple[Tensor, int, float]:
+    """Returns the sums of all ranks, and frees the weights that the last forward pass gathered."""
+    from linnet.parallel.shard import settle
+
+    settle(model)
+    # The ranks of one row have summed up their spans, but have each counted the targets of the whole row.
+    counted = [tokens, size] if mesh.sp_rank == 0 else [0, 0.0]
+    sums = torch.cat([total[None], torch.tensor(counted, dtype=torch.float64, device=total.device)])
+    torch.distributed.all_reduce(sums, group=mesh.data_group)
+    return sums[0], round(sums[1].item()), sums[2].item()

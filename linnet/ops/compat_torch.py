@@ -26,6 +26,12 @@ in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
 current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
+# The Newton-Schulz iteration of `torch.optim.Muon`, for matrices that are gathered before it; it is not exported.
+orthogonalize = torch.optim._muon._zeropower_via_newtonschulz
+muon_rate = torch.optim._muon._adjust_lr
+MUON_COEFFICIENTS = (torch.optim._muon.DEFAULT_A, torch.optim._muon.DEFAULT_B, torch.optim._muon.DEFAULT_C)
+MUON_EPSILON, MUON_STEPS = torch.optim._muon.EPS, torch.optim._muon.DEFAULT_NS_STEPS
+
 # One kernel for a list of tensors; the public optimizers use these themselves.
 foreach_norm = torch._foreach_norm
 foreach_multiply_ = torch._foreach_mul_
@@ -66,6 +72,15 @@ def is_plain(arguments: Iterable[object]) -> bool:
 def compiler_is_imported() -> bool:
     """Whether this process has imported torch.compile's tracer, which takes a second of processor time."""
     return "torch._dynamo" in sys.modules
+
+
+def allow_recompilations(count: int) -> None:
+    """Lets a function be compiled up to `count` times: the blocks of a model share theirs, and each may differ."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, count)
+    limit = torch._dynamo.config.accumulated_recompile_limit
+    torch._dynamo.config.accumulated_recompile_limit = max(limit, 4 * count)
 
 
 def in_one_vmap(tensors: Iterable[Tensor | None]) -> bool:

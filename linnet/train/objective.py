@@ -11,14 +11,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
+from linnet.config import ConfigError
 from linnet.layers.base import auxiliary_layers
 from linnet.train.config import TrainConfig
 from linnet.train.evaluation import Evaluations
+
+if TYPE_CHECKING:
+    from linnet.parallel.mesh import Mesh
 
 Batch = tuple[Tensor, ...]  # the first dimension of each tensor counts the rows
 Loss = Callable[..., tuple[Tensor, Tensor]]
@@ -29,7 +33,7 @@ Show = Callable[[int, int], None]
 class BatchSource(Protocol):
     """Batches by position: the batch at a position is always the same, so that a run can resume at any position."""
 
-    def batch(self, step: int) -> Batch: ...
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch: ...
 
 
 class Data(Protocol):
@@ -90,6 +94,7 @@ class RunObjective(Objective):
         units: unit in which data are counted. Rows have the keys `<units>` and `<units>_per_second`.
         costs: costs of the model and of a step.
         evaluations: evaluations during training.
+        targets_per_row: number of targets of every row of a batch; None if rows differ.
         row_length: tokens per row, for a loss that passes several rows to the model as one; 0 otherwise. Dropout masks
             are a function of row and position.
     """
@@ -97,6 +102,7 @@ class RunObjective(Objective):
     name: ClassVar[str]
     units: ClassVar[str]
     row_length: int = 0
+    targets_per_row: int | None = None
     costs: Costs
     evaluations: Evaluations
 
@@ -159,6 +165,16 @@ class RunObjective(Objective):
             ConfigError: lists all problems of data, model and evaluations.
         """
 
+    def build_sharded(
+        self, seed: int, mesh: "Mesh", wrap: Callable[[nn.Module], None]
+    ) -> tuple[nn.Module, dict[str, int | None] | None]:
+        """Returns this rank's part of the model of `build`, as `linnet.parallel.build.build` does.
+
+        Raises:
+            ConfigError: this objective trains on one device only.
+        """
+        raise ConfigError([f"objective: {self.name} trains on one device only; use --devices 1"], "parallel")
+
     @abstractmethod
     def batches(self) -> BatchSource:
         """Returns the training batches."""
@@ -173,11 +189,16 @@ class RunObjective(Objective):
 
     @abstractmethod
     def validate(
-        self, model: nn.Module, autocast: contextlib.AbstractContextManager, show: Show | None = None
+        self,
+        model: nn.Module,
+        autocast: contextlib.AbstractContextManager,
+        show: Show | None = None,
+        mesh: "Mesh | None" = None,
     ) -> dict[str, float]:
         """Scores held-out data; returns the fields of a validation row, `validation_loss` first.
 
         Args:
+            mesh: the ranks that score together, each with its part of the model; all must call it.
             show: called with (scored units, total units) before each batch.
         """
 

@@ -8,7 +8,8 @@ AdamW: I. Loshchilov and F. Hutter, arXiv:1711.05101. Muon: K. Jordan, kellerjor
 scaled to the size of AdamW's (J. Liu et al., arXiv:2502.16982, section 2.2), so both share one learning rate.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from pydantic import ConfigDict, Field
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 
 from linnet.config import Config, ConfigError
 from linnet.ops import compat_torch
+
+if TYPE_CHECKING:
+    from linnet.parallel.mesh import Mesh
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -44,20 +48,41 @@ class OptimizerConfig(Config):
 
 
 class Optimizer:
-    """The torch optimizers of one model, stepped together; its state is named tensors, never a pickle."""
+    """The torch optimizers of one model, stepped together; its state is named tensors, never a pickle.
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig):
-        """Groups the parameters of `model` (already on its device)."""
-        self.config = config
+    On several ranks each updates its shards as plain tensors, which share the memory of the model's DTensors: calls on
+    DTensors would cost the host a dispatch per tensor. State exists from the start, so that a checkpoint can be read
+    into it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        mesh: "Mesh | None" = None,
+        split_dims: Mapping[str, int | None] | None = None,
+    ):
+        """Groups the parameters of `model` (already on its device).
+
+        Args:
+            mesh: the ranks over which the model is sharded; None is one process.
+            split_dims: name -> dimension in which tensor parallelism splits it; None without tensor parallelism.
+        """
+        self.config, self.mesh = config, mesh
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         hidden, decayed, rest = split(model)
-        adamw = [
+        # Parameter of the model -> parameter that is updated: itself, or its shard.
+        self._own: dict[nn.Parameter, nn.Parameter] = {p: p for p in self.parameters.values()}
+        if mesh is not None:
+            self._own = {p: nn.Parameter(p.detach().to_local()) for p in self.parameters.values()}
+            self._counted = self._distinct(mesh, split_dims or {})
+        adamw: list[dict[str, Any]] = [
             {"params": decayed if config.name == "muon" else hidden + decayed, "weight_decay": config.weight_decay},
             {"params": rest, "weight_decay": 0.0},
         ]
         self._parts: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(
-                [group for group in adamw if group["params"]],
+                [group | {"params": [self._own[p] for p in group["params"]]} for group in adamw if group["params"]],
                 lr=config.learning_rate,
                 betas=config.betas,
                 eps=config.eps,
@@ -65,17 +90,44 @@ class Optimizer:
             )
         ]
         if config.name == "muon" and hidden:
+            settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "momentum": config.momentum}
             self._parts.append(
-                torch.optim.Muon(
-                    hidden,
-                    lr=config.learning_rate,
-                    weight_decay=config.weight_decay,
-                    momentum=config.momentum,
-                    adjust_lr_fn="match_rms_adamw",
-                )
+                torch.optim.Muon(hidden, **settings, adjust_lr_fn="match_rms_adamw")
+                if mesh is None
+                else self._sharded_muon(hidden, mesh, split_dims or {}, settings)
             )
         self._groups = [group for part in self._parts for group in part.param_groups]
-        self._all = list(self.parameters.values())
+        self._all = list(self._own.values())
+        if mesh is not None:
+            self.prepare()
+
+    def _sharded_muon(
+        self, hidden: list[nn.Parameter], mesh: "Mesh", split_dims: Mapping[str, int | None], settings: dict
+    ) -> torch.optim.Optimizer:
+        from linnet.parallel.muon import Matrix, Muon
+
+        names = {p: name for name, p in self.parameters.items()}
+        matrices = [Matrix(self._own[p], tuple(p.shape), split_dims.get(names[p])) for p in hidden]
+        return Muon(matrices, mesh, **settings)
+
+    def _distinct(self, mesh: "Mesh", split_dims: Mapping[str, int | None]) -> set[nn.Parameter]:
+        """Returns the shards whose elements this rank counts in the norm: each element of the model on one rank."""
+        if mesh.devices.get_local_rank("dp_replicate"):
+            return set()
+        named = self.parameters.items()
+        return {self._own[p] for name, p in named if mesh.tp_rank == 0 or split_dims.get(name) is not None}
+
+    def prepare(self) -> None:
+        """Sets the state to that before the first step."""
+        for part in self._parts:
+            for group in part.param_groups:
+                for own in group["params"]:
+                    if isinstance(part, torch.optim.AdamW):
+                        new = {key: torch.zeros_like(own.detach()) for key in ("exp_avg", "exp_avg_sq")}
+                        new["step"] = torch.zeros((), dtype=torch.float32, device=own.device)
+                    else:
+                        new = {"momentum_buffer": torch.zeros_like(own.detach())}
+                    part.state[own] = new
 
     def step(self, factor: float) -> None:
         """Updates the weights with `factor` times the peak learning rate and frees the gradients."""
@@ -84,16 +136,36 @@ class Optimizer:
             group["lr"] = rate
         for part in self._parts:
             part.step()
-            part.zero_grad(set_to_none=True)
+        self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        for parameter in self._all:
-            parameter.grad = None
+        for parameter, own in self._own.items():
+            parameter.grad = own.grad = None
 
     def gradient_norm(self) -> Tensor:
         """Returns the norm of the whole gradient, a scalar on the parameters' device."""
         gradients = [p.grad for p in self._all if p.grad is not None]
         return torch.linalg.vector_norm(torch.stack(compat_torch.foreach_norm(gradients)))
+
+    def agreed_norm(self, flags: Sequence[bool]) -> tuple[Tensor, Tensor]:
+        """Returns the norm of the whole gradient, and on how many ranks each flag is set, on the device.
+
+        One all-reduce, without waiting for the device. Every rank must call it after the backward pass.
+        """
+        for parameter, own in self._own.items():
+            # A rank without rows of a parameter has an empty shard, which no kernel needs to see.
+            found = parameter.grad if own.numel() else None
+            own.grad = None if found is None else found.to_local()
+        gradients = [own.grad for own in self._all if own.grad is not None and own in self._counted]
+        total = torch.zeros(1 + len(flags), dtype=torch.float64, device=self._all[0].device)
+        if gradients:
+            norm = torch.linalg.vector_norm(torch.stack(compat_torch.foreach_norm(gradients)))
+            total[0] = norm.double().square()  # in float64 the square root below gives the norm back exactly
+        for place, flag in enumerate(flags, start=1):
+            if flag:
+                total[place].fill_(1.0)
+        torch.distributed.all_reduce(total)
+        return total[0].sqrt().to(torch.promote_types(self._all[0].dtype, torch.float32)), total[1:]
 
     def clip(self, norm: Tensor | float) -> None:
         """Scales gradients of norm `norm` down to `clip`. With a tensor the host does not wait for a GPU; a number
@@ -112,11 +184,26 @@ class Optimizer:
         """Returns the whole state: `<parameter>.<name of the state>` -> tensor."""
         states = [part.state for part in self._parts]
         return {
-            f"{name}.{key}": value
+            f"{name}.{key}": self._as_parameter(value, parameter)
             for name, parameter in self.parameters.items()
             for state in states
-            for key, value in state.get(parameter, {}).items()
+            for key, value in state.get(self._own[parameter], {}).items()
         }
+
+    def _as_parameter(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Returns a state of a shard as a DTensor with the layout of its parameter, in the same memory."""
+        if self.mesh is None or not value.ndim:
+            return value
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            value,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Restores a state of `tensors()`. Raises `ConfigError` if it belongs to another optimizer or model."""

@@ -6,26 +6,41 @@ apply()       clips the gradient and updates the weights
 """
 
 import contextlib
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from linnet.config import ConfigError
 from linnet.layers import dropout
+from linnet.ops import compat_torch
+from linnet.ops.sequence import sequence_parallel
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
 from linnet.runs.model import mismatches
 from linnet.train import recompute
 from linnet.train.config import TrainConfig
 from linnet.train.guards import Guard, Trouble
-from linnet.train.objective import RunObjective, training_loss
+from linnet.train.objective import Batch, RunObjective, training_loss
 from linnet.train.optim import Optimizer
 from linnet.train.prefetch import Prefetch
 from linnet.train.schedule import factor
 
+if TYPE_CHECKING:
+    from linnet.parallel.mesh import Mesh
+
+Flags = tuple[bool, bool]
+
 
 class Session:
     """Model, optimizer and position of one training.
+
+    On several ranks every rank has a session, and calls the same methods at the same steps: `gradients`, `judge`,
+    `state`, `load` and `weights` communicate. Each step has one all-reduce beside those of the model: of the gradient
+    norm and the flags.
 
     Attributes:
         step: number of updates.
@@ -34,16 +49,31 @@ class Session:
         since_point: losses since the last point of the training curve, if the configuration has `curve_every`.
         recent_auxiliary: auxiliary losses of these steps, if layers add some; they are not part of the loss.
         grad_norm: norm of the last gradient that `judge` read.
+        flags: the flags that `gradients` was called with, true if they were on any rank: those of this step, on a GPU
+            those of the step before, because reading them must not wait for the device.
+        split: dimension in which tensor parallelism splits each tensor of the model; None without it.
     """
 
-    def __init__(self, config: TrainConfig, objective: RunObjective, device: torch.device):
-        self.config, self.objective, self.device = config, objective, device
-        self.model = objective.build(config.seed, device)
-        recompute.apply(self.model, config.run.recompute)
+    def __init__(self, config: TrainConfig, objective: RunObjective, device: torch.device, mesh: "Mesh | None" = None):
+        """
+        Args:
+            mesh: the ranks that train together; None is one process.
+        """
+        self.config, self.objective, self.device, self.mesh = config, objective, device, mesh
+        self.parts = config.accumulation
+        self.split: dict[str, int | None] | None = None
+        if mesh is None:
+            self.model = objective.build(config.seed, device)
+            recompute.apply(self.model, config.run.recompute)
+        else:
+            self.parts = config.parallel.accumulation or config.accumulation
+            self.model, self.split = objective.build_sharded(config.seed, mesh, self._wrap)
         loss = training_loss(self.model, objective.loss(self.model))
-        self._loss = torch.compile(loss) if config.run.compile else loss
-        self.optimizer = Optimizer(self.model, config.optimizer)
-        self.prefetch = Prefetch(objective.batches(), device)
+        self._loss = torch.compile(loss) if config.run.compile and mesh is None else loss
+        self.optimizer = Optimizer(self.model, config.optimizer, mesh, self.split)
+        first, world = (0, 1) if mesh is None else (mesh.dp_rank, mesh.dp)
+        self.prefetch = Prefetch(objective.batches(), device, first, world)
+        self._first_row = config.batch_size * first // world
         self.guard = Guard(config.guard)
         self.autocast = (
             torch.autocast(device.type, dtype=torch.bfloat16)
@@ -58,19 +88,38 @@ class Session:
         self.since_point: list[float] = []
         self.recent_auxiliary: list[float] = []
         self.grad_norm = 0.0
+        self.flags: Flags = (False, False)
+        self._flags: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._targets: Tensor | None = None
         # (position, loss, gradient norm, auxiliary loss if there is one) of each batch that `judge` has not read yet.
         self._unread: list[tuple[int, list[Tensor]]] = []
 
-    def gradients(self) -> None:
+    def _wrap(self, model: torch.nn.Module) -> None:
+        """Adds recomputation and compilation to the blocks of a model, inside the hooks that shard it."""
+        recompute.apply(model, self.config.run.recompute, exchanges=self.mesh.sp > 1)
+        if self.config.run.compile:
+            blocks = model.backbone.blocks
+            compat_torch.allow_recompilations(4 * len(blocks))
+            for block in blocks:
+                block.forward = torch.compile(block.forward, fullgraph=True)
+
+    def gradients(self, flags: Flags = (False, False)) -> None:
         """Stores the gradient of the mean loss over all targets of the next batch in the parameters.
 
         Auxiliary losses add to the gradient but not to the loss; each micro-batch's term is weighted by its share of
         targets.
+
+        Args:
+            flags: what other ranks are to know of this one, for `flags`.
         """
         while self.position in self.guard.skipped:
             self.position += 1
         batch = self.prefetch.get(self.position)
-        parts = self.config.accumulation
+        if self.mesh is not None:
+            self._gradients_of_ranks(batch, self.mesh, flags)
+            return
+        self.flags = flags
+        parts = self.parts
         # Autograd runs a GPU's backward in a separate thread, which helps with several GPUs. Here is only one, and
         # switching to that thread and back costs some hundred microseconds on a busy host.
         with torch.autograd.set_multithreading_enabled(False):
@@ -96,6 +145,77 @@ class Session:
         self._norm = self.optimizer.gradient_norm()
         self._unread.append((self.position, [loss.detach(), self._norm, *(term.detach() for term in auxiliary)]))
 
+    def _gradients_of_ranks(self, batch: Batch, mesh: "Mesh", flags: Flags) -> None:
+        """Does the work of `gradients` for this rank's share of the batch; gradients are summed over ranks."""
+        pieces = list(zip(*(tensor.tensor_split(self.parts) for tensor in batch), strict=True))
+        row, losses, auxiliary = self._first_row, [], []
+        with torch.autograd.set_multithreading_enabled(False), sequence_parallel(mesh.sp_group):
+            targets = self._targets_of_parts(pieces, mesh)
+            count = targets.sum()
+            for number, part in enumerate(pieces):
+                self._reduce_after(number + 1 == len(pieces))
+                with self.autocast, self._position(row):
+                    total, _, *extra = self._loss(*part)
+                row += len(part[0])
+                share = total / count
+                extra = [term * (targets[number] / count) for term in extra]
+                sum(extra, share).backward()
+                losses.append(share.detach())
+                auxiliary += [term.detach() for term in extra]
+        if mesh.tp > 1:
+            from linnet.parallel.tensor import reduce_partial
+
+            reduce_partial(self.model, mesh.tp_group)
+        self._norm, raised = self.optimizer.agreed_norm(flags)
+        self._remember(raised)
+        numbers = [torch.stack(losses).sum(), self._norm, *([torch.stack(auxiliary).sum()] if auxiliary else [])]
+        self._unread.append((self.position, numbers))
+
+    def _targets_of_parts(self, pieces: Sequence[Batch], mesh: "Mesh") -> Tensor:
+        """Returns the number of targets of each micro-batch on all ranks together, int64 [parts].
+
+        If every row has the same number, it is known without communication.
+        """
+        if (per_row := self.objective.targets_per_row) is not None:
+            if self._targets is None:
+                rows = [self.config.batch_size * rank // mesh.dp for rank in range(mesh.dp + 1)]
+                parts = [0] * self.parts
+                for start, end in zip(rows, rows[1:], strict=False):
+                    for number, part in enumerate(torch.arange(end - start).tensor_split(self.parts)):
+                        parts[number] += len(part) * per_row
+                self._targets = torch.tensor(parts, device=self.device)
+            return self._targets
+        counts = torch.stack([self.objective.count(*part) for part in pieces])
+        torch.distributed.all_reduce(counts, group=mesh.data_group)
+        return counts // mesh.sp  # the ranks of a row have counted the whole row each
+
+    def _reduce_after(self, last: bool) -> None:
+        """Decides how gradients are reduced after the next micro-batch."""
+        if self.parts == 1:
+            return
+        if not self.config.parallel.sync_parts:
+            self.model.set_requires_gradient_sync(last)
+        elif self.mesh.dp_replicate > 1:
+            self.model.set_requires_all_reduce(last)  # copies of the model need the gradient after the last one only
+
+    def _remember(self, raised: Tensor) -> None:
+        """Sets `flags`, from an earlier step if reading them now would wait for a GPU."""
+        if self.device.type != "cuda":
+            self._flags.append((raised, None))
+        else:
+            host = torch.empty(raised.shape, dtype=raised.dtype, pin_memory=True)
+            host.copy_(raised, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._flags.append((host, event))
+            if len(self._flags) < 2:
+                return
+        numbers, event = self._flags.popleft()
+        if event is not None:
+            event.synchronize()
+        stop, failed = numbers.tolist()
+        self.flags = (stop > 0, failed > 0)
+
     def _position(self, row: int = 0) -> contextlib.AbstractContextManager:
         """Selects the dropout masks of a micro-batch that begins at a row of the step's batch."""
         return dropout.position(self.model, step=self.step, first_row=row, row_length=self.objective.row_length)
@@ -104,7 +224,8 @@ class Session:
         """Reads the losses since the last call and returns the first bad one. Waits for a GPU."""
         if not self._unread:
             return None
-        numbers = torch.stack([number for _, numbers in self._unread for number in numbers]).tolist()
+        read = torch.stack([number for _, numbers in self._unread for number in numbers])
+        numbers = (read if self.mesh is None else self._sum_over_ranks(read, self.mesh)).tolist()
         width = len(numbers) // len(self._unread)
         rows = [numbers[start : start + width] for start in range(0, len(numbers), width)]
         positions = [position for position, _ in self._unread]
@@ -119,6 +240,15 @@ class Session:
             self.recent_auxiliary += auxiliary
         self.grad_norm = self._norm = rows[-1][1]
         return None
+
+    def _sum_over_ranks(self, read: Tensor, mesh: "Mesh") -> Tensor:
+        """Returns the losses of all ranks together, the same numbers on every rank, for (loss, norm, ...) per step."""
+        numbers = read.clone()
+        torch.distributed.all_reduce(numbers, group=mesh.data_group)
+        width = len(numbers) // len(self._unread)
+        numbers[1::width] = read[1::width]  # norms are those of all ranks already
+        torch.distributed.broadcast(numbers, src=0)  # a sum could differ between ranks in its last bit
+        return numbers
 
     def apply(self) -> None:
         """Clips the gradient and updates the weights with the schedule's learning rate."""
@@ -148,21 +278,47 @@ class Session:
             **self.objective.meta(),
         }
 
-    def load(self, tensors: Tensors, meta: dict, rollback: bool = False) -> None:
-        """Restores the output of `state`. Raises `ConfigError` if it belongs to other data or another model."""
+    def load(self, tensors: Tensors | Path, meta: dict, rollback: bool = False) -> None:
+        """Restores the output of `state`. Raises `ConfigError` if it belongs to other data or another model.
+
+        Args:
+            tensors: on several ranks the path of the checkpoint, of which each rank reads its part.
+        """
         if problems := self.objective.resume_problems(meta):
             raise ConfigError(problems, "resume")
-        load_model(self.model, tensors["model"])
-        self.optimizer.load(tensors["optimizer"])
+        if self.mesh is None:
+            load_model(self.model, tensors["model"])
+            self.optimizer.load(tensors["optimizer"])
+            torch.set_rng_state(tensors["random"]["cpu"])
+            if self.device.type == "cuda" and "cuda" in tensors["random"]:
+                torch.cuda.set_rng_state(tensors["random"]["cuda"], self.device)
+        else:
+            self._read_shards(tensors, "model", "optimizer")
         self.optimizer.drop_gradients()
-        torch.set_rng_state(tensors["random"]["cpu"])
-        if self.device.type == "cuda" and "cuda" in tensors["random"]:
-            torch.cuda.set_rng_state(tensors["random"]["cuda"], self.device)
         self.guard.load(meta["guard"], rollback)
         self.step, self.position, self.recent = meta["step"], meta["position"], list(meta["recent"])
         self.since_point = list(meta.get("since_point", []))
         self.recent_auxiliary = list(meta.get("recent_auxiliary", []))
         self._unread.clear()
+        self._flags.clear()
+
+    def _read_shards(self, path: Path, *groups: str) -> None:
+        """Reads this rank's shards of a checkpoint of any layout into the model and the optimizer."""
+        from linnet.parallel.shard import settle
+        from linnet.runs import sharded
+
+        settle(self.model)
+        self.optimizer.prepare()  # state that the checkpoint does not have is that before the first step
+        places = {"model": model_tensors(self.model), "optimizer": self.optimizer.tensors()}
+        sharded.load(path, {group: places[group] for group in groups}, self.mesh, self.split)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Returns the whole weights: on several ranks on the host of rank 0, and {} on the others."""
+        if self.mesh is None:
+            return model_tensors(self.model)
+        from linnet.parallel.build import whole_tensors
+
+        return whole_tensors(model_tensors(self.model), self.mesh, self.split or {})
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -196,10 +352,18 @@ def start_from(session: Session, run: str) -> None:
     Raises:
         ConfigError: the run has no good checkpoint, or its weights belong to other data or another model.
     """
-    where = f"init_from {run}"
-    path, tensors, meta, problems = checkpoint.latest_good(RunFolder.open(run).checkpoint_folder)
+    where, folder = f"init_from {run}", RunFolder.open(run).checkpoint_folder
+    if session.mesh is None:
+        path, tensors, meta, problems = checkpoint.latest_good(folder)
+    else:
+        from linnet.runs import sharded
+
+        path, meta, problems = sharded.latest_good(folder, session.mesh)
     if path is None:
         raise ConfigError(problems or [f"{run}: has no checkpoint"], where)
     if problems := session.objective.start_problems(meta, path):
         raise ConfigError(problems, where)
-    load_model(session.model, tensors["model"], where)
+    if session.mesh is None:
+        load_model(session.model, tensors["model"], where)
+    else:
+        session._read_shards(path, "model")

@@ -52,6 +52,8 @@ class MoeConfig(Config):
 class Moe(Routed, Channel):
     """The layer. `gate_proj`, `up_proj` and `down_proj` hold the matrices of all experts, grouped by expert."""
 
+    indexes_weights = True  # sharding gathers them in float32: in bfloat16 their gradients would be summed in bfloat16
+
     def __init__(self, config: MoeConfig, context: LayerContext):
         super().__init__()
         d_model, experts = context.d_model, config.num_experts

@@ -6,9 +6,9 @@ targets of a batch, in nats per token; validation reports it also in bits per by
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from linnet.train.evaluation import Evaluations, check_evaluations
 from linnet.train.objective import Costs, Loss, Progress, RunObjective, Show
 from linnet.train.suites import Subject
 
+if TYPE_CHECKING:
+    from linnet.parallel.mesh import Mesh
+
 SCORED = 4096  # least held-out tokens per forward pass: scoring stores nothing for gradients, so more tokens fit
 
 
@@ -53,6 +56,7 @@ class TextObjective(RunObjective):
             ConfigError: evaluations that cannot run.
         """
         self.config, self.corpus, self.row_length = config, corpus, config.seq_len
+        self.targets_per_row = config.seq_len if config.data.packing == "cross" else None
         self.evaluations = _evaluations(config, corpus.tokenizer, device)
         total, outside = count_parameters(config.model)
         flops = flops_exact(config.model, config.seq_len, config.batch_size)
@@ -134,6 +138,14 @@ class TextObjective(RunObjective):
     def build(self, seed: int, device: torch.device | str | None = None) -> CausalLM:
         return build_model(self.config.model, seed=seed, device=device)
 
+    def build_sharded(
+        self, seed: int, mesh: "Mesh", wrap: Callable[[nn.Module], None]
+    ) -> tuple[nn.Module, dict[str, int | None] | None]:
+        from linnet.parallel.build import build
+
+        config = self.config
+        return build(config.model, seed, mesh, precision=config.precision, reshard=config.parallel.reshard, wrap=wrap)
+
     def loss(self, model: nn.Module) -> Loss:
         if self.config.data.packing == "cross":
             return model.loss
@@ -154,7 +166,11 @@ class TextObjective(RunObjective):
         return {"bits_per_byte": loss / math.log(2) / self.corpus.bytes_per_token("train")}
 
     def validate(
-        self, model: nn.Module, autocast: contextlib.AbstractContextManager, show: Show | None = None
+        self,
+        model: nn.Module,
+        autocast: contextlib.AbstractContextManager,
+        show: Show | None = None,
+        mesh: "Mesh | None" = None,
     ) -> dict[str, float]:
         config, lengths = self.config, self.corpus.tokenizer.byte_lengths
         batches = validation_batches(
@@ -162,7 +178,8 @@ class TextObjective(RunObjective):
         )
         mean = self.corpus.bytes_per_token("validation")
         lengths = mean if lengths is None else lengths
-        result = score(model, _shown(batches, show), lengths, autocast, self.loss(model))
+        shown = _Shown(batches, show)
+        result = score(model, shown, lengths, autocast, self.loss(model), mesh)
         return {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte}
 
     def result_fields(self, step: int, validation: dict[str, Any]) -> dict[str, Any]:
@@ -232,12 +249,19 @@ def scored_rows(config: TrainConfig) -> int:
     return max(-(-config.batch_size // config.accumulation), SCORED // config.seq_len)
 
 
-def _shown(batches: ValidationBatches, show: Show | None) -> Iterator[tuple[Tensor, ...]]:
-    """Yields the batches and reports progress before each: scoring may take longer than the training did."""
-    for number, batch in enumerate(batches):
-        if show is not None:
-            show(batches.tokens * number // len(batches), batches.tokens)
-        yield batch
+class _Shown(Sequence):
+    """Batches that report progress before each is read: scoring may take longer than the training did."""
+
+    def __init__(self, batches: ValidationBatches, show: Show | None):
+        self._batches, self._show = batches, show
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, ...]:
+        if self._show is not None:
+            self._show(self._batches.tokens * number // len(self._batches), self._batches.tokens)
+        return self._batches[number]
 
 
 def _evaluations(config: TrainConfig, tokenizer: Tokenizer, device: torch.device) -> Evaluations:

@@ -1,0 +1,108 @@
+"""A model over many ranks, with the initial weights of one process, bit for bit, in every layout.
+
+No rank holds the whole model: it is made without memory (on the meta device), divided, and then filled part by part
+(`linnet.models.causal_lm.draw_parts`), of which each rank keeps its slice.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from linnet.models import CausalLM, ModelConfig, empty_model
+from linnet.models.causal_lm import draw_parts
+from linnet.parallel.mesh import Mesh
+from linnet.parallel.shard import shard, sharded_modules
+
+
+def build(
+    config: ModelConfig,
+    seed: int,
+    mesh: Mesh,
+    *,
+    precision: str = "float32",
+    reshard: bool = True,
+    wrap: Callable[[nn.Module], None] | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[CausalLM, dict[str, int | None] | None]:
+    """Returns this rank's part of the model that `build_model(config, seed)` returns, on the device of `mesh`.
+
+    Args:
+        precision, reshard: as in `shard`.
+        wrap: is called with the model before it is sharded, to add recomputation and to compile its blocks.
+        dtype: of the parameters and of floating-point buffers; None is float32.
+
+    Returns:
+        The model, and the dimension in which tensor parallelism splits each parameter and buffer (`split_dims`), None
+        without tensor parallelism.
+    """
+    model, split = empty_model(config, "meta"), None
+    if dtype is not None:
+        model.to(dtype)
+    if mesh.tp > 1:
+        from linnet.parallel import tensor
+
+        split = tensor.split_dims(model)
+        tensor.split(model, mesh.tp_group)
+    if wrap is not None:
+        wrap(model)
+    shard(model, mesh, precision, reshard)
+    model.to_empty(device=mesh.device)
+    fill(model, config, seed, mesh, split or {})
+    for module in sharded_modules(model):  # a first gather: FSDP pads unequal shards, which replaces their memory
+        module.unshard()
+        module.reshard()
+    return model, split
+
+
+@torch.no_grad()
+def fill(model: nn.Module, config: ModelConfig, seed: int, mesh: Mesh, split: Mapping[str, int | None]) -> None:
+    """Writes this rank's slices of the initial weights, and its buffers."""
+    places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, part in draw_parts(config, seed):
+        for key, whole in (*part.named_parameters(prefix=name), *part.named_buffers(prefix=name)):
+            place = places.pop(key, None)
+            if place is None:
+                continue  # a shared module that a layer also owns; it was filled under its first name
+            mine = whole if split.get(key) is None else _tp_slice(whole, split[key], mesh)
+            _write(place, mine, mesh)
+    if places:
+        raise AssertionError(f"no part of the model holds {', '.join(places)}")
+
+
+def whole_tensors(tensors: Mapping[str, Tensor], mesh: Mesh, split: Mapping[str, int | None]) -> dict[str, Tensor]:
+    """Returns the whole tensors on the host of rank 0, and {} on other ranks. Every rank must call it.
+
+    One tensor at a time is gathered, so a device needs the memory of the largest one.
+
+    Args:
+        tensors: name -> DTensor of a sharded model, or a tensor that each rank has, in the same order on all ranks.
+        split: name -> dimension in which tensor parallelism splits it.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        whole = tensor.detach()
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        if (dim := split.get(name)) is not None:
+            parts = [torch.empty_like(whole) for _ in range(mesh.tp)]
+            torch.distributed.all_gather(parts, whole.contiguous(), group=mesh.tp_group)
+            whole = torch.cat(parts, dim)
+        if mesh.main:
+            found[name] = whole.to("cpu", copy=True)
+        del whole
+    return found
+
+
+def _tp_slice(whole: Tensor, dim: int, mesh: Mesh) -> Tensor:
+    return whole.chunk(mesh.tp, dim)[mesh.tp_rank]
+
+
+def _write(place: Tensor, whole: Tensor, mesh: Mesh) -> None:
+    """Copies the rank's rows of a tensor into its place."""
+    if not isinstance(place, DTensor):
+        place.copy_(whole)
+        return
+    ranks, number = mesh.fsdp.size(-1), mesh.fsdp.get_local_rank(mesh.fsdp.ndim - 1)
+    each = -(-whole.shape[0] // ranks)
+    place.to_local().copy_(whole[number * each : (number + 1) * each])

@@ -1,0 +1,122 @@
+"""FSDP2 training against training in one process: same weights at the start, same losses and weights after steps."""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from linnet.models import build_model
+from linnet.parallel.build import build
+from linnet.parallel.mesh import Mesh
+from linnet.train.config import TrainConfig
+from linnet.train.objectives.text import TextObjective
+from linnet.train.session import Session
+
+STEPS = 3
+LAYOUTS = {
+    "tnl": "tpe tnl+sglu x2",
+    "hgrn2": "hgrn2+glu x2",
+    "lightnet": "lightnet+sglu x2",
+    "mamba": "mamba x2",
+    "llama": "attention+glu x2",
+    "gla": "gla+glu x2",
+    "cosformer2": "cosformer2+glu x2",
+    "hyena": "hyena+glu x2",
+    "moe": "hgrn2+moe x2",
+    "frozen": "hgrn2+glu",  # one layer with a lower bound does not use it, so `gamma` has no gradient
+}
+
+
+class Tokens:
+    """Random tokens by position, as `linnet.data.loader.Batches` serves them."""
+
+    def __init__(self, config: TrainConfig):
+        self.config = config
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
+        size = self.config.batch_size
+        numbers = torch.randint(256, (size, self.config.seq_len + 1), generator=torch.Generator().manual_seed(step))
+        rows = numbers[size * rank // world : size * (rank + 1) // world]
+        return rows[:, :-1], rows[:, 1:]
+
+
+class Random(TextObjective):
+    """A text objective of random tokens, with a model in `dtype`."""
+
+    def __init__(self, config: TrainConfig, dtype: torch.dtype):
+        self.config, self.dtype = config, dtype
+        self.row_length, self.targets_per_row = config.seq_len, config.seq_len
+
+    def build(self, seed, device=None):
+        return build_model(self.config.model, seed, device).to(self.dtype)
+
+    def build_sharded(self, seed, mesh, wrap):
+        options = {"precision": self.config.precision, "reshard": self.config.parallel.reshard, "wrap": wrap}
+        return build(self.config.model, seed, mesh, **options, dtype=self.dtype)
+
+    def batches(self):
+        return Tokens(self.config)
+
+
+def config(name: str, **changes) -> TrainConfig:
+    model = {"vocab_size": 261, "d_model": 32, "layout": LAYOUTS[name], "tie_embeddings": name == "llama"}
+    model |= changes.pop("model", {})
+    values = {"model": model, "seq_len": 12, "batch_size": 6, "steps": STEPS, "seed": 3, **changes}
+    values["optimizer"] = {"learning_rate": 0.01, "clip": 0.5} | values.get("optimizer", {})
+    return TrainConfig(**values)
+
+
+def train(settings: TrainConfig, mesh: Mesh | None, dtype: torch.dtype = torch.float64):
+    """Losses, gradient norms and whole weights after `STEPS` steps, judged once at the end."""
+    session = Session(settings, Random(settings, dtype), torch.device("cpu"), mesh)
+    norms = []
+    for _ in range(STEPS):
+        session.gradients()
+        assert session.judge() is None
+        norms.append(session.grad_norm)
+        session.apply()
+    return session.recent, norms, dict(session.weights())
+
+
+def train_rank(settings: TrainConfig, dtype: torch.dtype = torch.float64):
+    """Runs in a worker."""
+    mesh = Mesh(settings.parallel, torch.device("cpu"))
+    with mock.patch("torch.compile", functools.partial(torch.compile, backend="aot_eager")):
+        return train(settings, mesh, dtype)
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert list(found) == list(expected)
+    return max((found[name] - expected[name]).abs().max().item() for name in expected)
+
+
+ADAMW, MUON = {"name": "adamw"}, {"name": "muon"}
+CASES = {
+    "tnl": (2, {"model": {"dropout": 0.1}}),
+    "hgrn2": (3, {"run": {"recompute": "block"}, "accumulation": 2}),
+    "lightnet": (
+        4,
+        {"run": {"recompute": "selective"}, "accumulation": 2, "parallel": {"dp_replicate": 2}, "batch_size": 9},
+    ),
+    "mamba": (2, {"run": {"recompute": "block"}, "optimizer": MUON}),
+    "llama": (3, {"run": {"recompute": "selective"}, "parallel": {"reshard": False}}),
+    "gla": (4, {"optimizer": MUON, "parallel": {"dp_replicate": 2}}),
+    "cosformer2": (2, {"run": {"recompute": "selective"}, "accumulation": 2, "parallel": {"sync_parts": False}}),
+    "hyena": (3, {"optimizer": MUON, "run": {"recompute": "block"}}),
+    "frozen": (3, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_equals_one_process(pool, name):
+    world, changes = CASES[name]
+    alone = {key: value for key, value in changes.items() if key not in ("parallel", "accumulation")}
+    losses, norms, weights = train(config(name, **alone), None)
+    ranks = pool.run(world, train_rank, config(name, **changes))
+    assert all(rank[:2] == ranks[0][:2] for rank in ranks)  # every rank judges by the same numbers
+    assert ranks[0][0] == pytest.approx(losses, rel=1e-12)
+    assert ranks[0][1] == pytest.approx(norms, rel=1e-12)
+    assert difference(ranks[0][2], weights) < 1e-12
+    assert ranks[1][2] == {}
