@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 
+from linnet.parallel import tensor as tensor_parallel
 from linnet.runs import checkpoint, slices
 from linnet.runs.checkpoint import CheckpointError, Tensors
 from linnet.runs.files import is_full, sync_folder
@@ -56,7 +57,8 @@ if TYPE_CHECKING:
 # Longest that ranks wait for one that still writes. A rank that dies ends the waiting at once.
 PATIENCE = timedelta(hours=2)
 
-Split = Mapping[str, int | None]
+# Parameter or buffer that tensor parallelism has cut -> (dimension, shape of the whole tensor).
+Split = Mapping[str, tuple[int, tuple[int, ...]]]
 
 
 class Saver:
@@ -80,7 +82,7 @@ class Saver:
             folder: the run's folder of checkpoints, on storage that all ranks share.
             keep: number of checkpoints that stay; None keeps all.
             mesh: ranks that hold the model; None is one process, which writes format 1.
-            split: dimension of each parameter and buffer that tensor parallelism has cut, None for a whole one.
+            split: what tensor parallelism has cut, as `cuts` returns it.
             background: `save` returns once the tensors are copied to the host; a thread writes them.
         """
         self._folder, self._keep, self._mesh, self._split = folder, keep, mesh, split or {}
@@ -290,31 +292,41 @@ def placed(tensors: Tensors, mesh: "Mesh", split: Split) -> dict[str, dict[str, 
                 found.setdefault(group, {})[f"{mesh.rank}.{name}"] = Slice.whole(tensor)
                 continue
             parameter = name.rpartition(".")[0] if group == "optimizer" else name
-            dim = split.get(parameter) if tensor.ndim else None
-            found.setdefault(group, {})[name] = _slice(tensor, mesh, dim)
+            cut = split.get(parameter) if tensor.ndim else None  # a step of an optimizer has no dimension
+            found.setdefault(group, {})[name] = _slice(tensor, mesh, cut)
     return found
 
 
-def _slice(tensor: Tensor, mesh: "Mesh", dim: int | None) -> Slice:
-    """Returns this rank's slice of a tensor. FSDP shards what tensor parallelism has cut along `dim`."""
-    offset, shape = [0] * tensor.ndim, list(tensor.shape)
+def cuts(model: nn.Module) -> Split:
+    """Returns the dimension and the whole shape of each parameter and buffer that tensor parallelism has cut."""
+    shapes, dims = tensor_parallel.whole_shapes(model), tensor_parallel.split_dims(model)
+    return {name: (dim, tuple(shapes[name])) for name, dim in dims.items() if dim is not None}
+
+
+def _slice(tensor: Tensor, mesh: "Mesh", cut: tuple[int, tuple[int, ...]] | None) -> Slice:
+    """Returns this rank's slice of a tensor. FSDP shards what tensor parallelism has cut."""
+    offset, sizes = [0] * tensor.ndim, list(tensor.shape)
+    shape = tuple(tensor.shape)
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+    def take(dim: int, rank: int, ranks: int) -> None:  # as torch.chunk cuts: the last parts may be smaller, or empty
+        each = -(-sizes[dim] // ranks)
+        start = min(rank * each, sizes[dim])
+        offset[dim] += start
+        sizes[dim] = min(each, sizes[dim] - start)
+
+    if cut is not None:
+        dim, shape = cut
+        sizes[dim] = shape[dim]
+        take(dim, mesh.tp_rank, mesh.tp)
     if isinstance(tensor, DTensor):
-        sizes = list(shape)
         for axis, placement in enumerate(tensor.placements):
             if isinstance(placement, Shard):
-                ranks, rank = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
-                each = -(-sizes[placement.dim] // ranks)
-                start = min(rank * each, sizes[placement.dim])
-                offset[placement.dim] += start
-                sizes[placement.dim] = min(each, sizes[placement.dim] - start)
-        if tuple(sizes) != tuple(local.shape):
-            raise AssertionError(f"a shard of {tuple(local.shape)} where {tuple(sizes)} was expected")
-    if dim is not None and mesh.tp > 1:
-        offset[dim] += mesh.tp_rank * shape[dim]
-        shape[dim] *= mesh.tp
-    return Slice(local.detach(), tuple(offset), tuple(shape))
+                take(placement.dim, tensor.device_mesh.get_local_rank(axis), tensor.device_mesh.size(axis))
+    if tuple(sizes) != tuple(local.shape):
+        raise AssertionError(f"a shard of {tuple(local.shape)} where {tuple(sizes)} was expected")
+    return Slice(local.detach(), tuple(offset), shape)
 
 
 def _without_state(named: Mapping[str, Slice], saved: Mapping[str, tuple]) -> set[str]:

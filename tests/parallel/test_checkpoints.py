@@ -28,8 +28,8 @@ from linnet.runs.model import load_checkpoint
 from linnet.train import TrainConfig, train
 
 # Uneven rows, fewer rows than ranks, one number, bfloat16, no rows at all; the dimension that tensor parallelism cuts.
-SHAPES = {"rows": (7, 4), "few": (2, 6), "one": (), "wide": (4, 10), "half": (6,), "none": (0, 3), "table": (12,)}
-SPLIT = {"rows": None, "few": 0, "one": None, "wide": 1, "half": None, "none": None, "table": 0}
+SHAPES = {"rows": (7, 4), "few": (2, 6), "one": (), "wide": (4, 10), "half": (6,), "none": (0, 3), "table": (11,)}
+SPLIT = {name: (dim, SHAPES[name]) for name, dim in {"few": 0, "wide": 1, "table": 0}.items()}
 LAYOUTS = {
     2: [{}, {"tp": 2}],
     3: [{}],
@@ -56,10 +56,9 @@ def cut(tensors, mesh):
     parts = {}
     for group, named in tensors.items():
         for name, tensor in named.items():
-            dim = SPLIT[name.partition(".")[0]]
-            local = tensor
-            if dim is not None and tensor.ndim:
-                local = tensor.chunk(mesh.tp, dim)[mesh.tp_rank].contiguous()
+            local, cut = tensor, SPLIT.get(name.partition(".")[0])
+            if cut is not None and tensor.ndim:
+                local = tensor.chunk(mesh.tp, cut[0])[mesh.tp_rank].contiguous()
             if tensor.ndim and name != "table":
                 fsdp = mesh.fsdp
                 rank, ranks = fsdp.get_local_rank(fsdp.ndim - 1), fsdp.size(fsdp.ndim - 1)
@@ -330,12 +329,12 @@ def reshard(path):
     mesh, path = Mesh(ParallelConfig(tp=2), torch.device("cpu")), Path(path)
     tensors, meta = checkpoint.load(path)
     random = tensors.pop("random")
-    split = {name: 0 if tensor.ndim and len(tensor) % 2 == 0 else None for name, tensor in tensors["model"].items()}
+    split = {name: (0, tuple(x.shape)) for name, x in tensors["model"].items() if x.ndim and len(x) % 2 == 0}
     parts = {}
     for group, named in tensors.items():
         for name, tensor in named.items():
-            dim = split[name.rpartition(".")[0] if group == "optimizer" else name] if tensor.ndim else None
-            local = torch.zeros_like(tensor) if dim is None else torch.zeros_like(tensor.chunk(2, dim)[mesh.tp_rank])
+            cut = tensor.ndim and (name.rpartition(".")[0] if group == "optimizer" else name) in split
+            local = torch.zeros_like(tensor.chunk(2)[mesh.tp_rank] if cut else tensor)
             parts.setdefault(group, {})[name] = distribute_tensor(local, mesh.fsdp) if tensor.ndim else local
     sharded.load(path, parts, mesh, split)
     saver = sharded.Saver(path.parent, None, mesh, split)
