@@ -1,15 +1,18 @@
 """Tries to break the command line with broken input: configurations, tables, texts and run folders.
 
     python benchmarks/fuzz.py                                # 2,000 configurations, 500 tables, 300 texts, 100 folders
+    python benchmarks/fuzz.py --workers 32                     # the same, 32 cases at a time
     python benchmarks/fuzz.py --kinds table --first 100 --count 50
     python benchmarks/fuzz.py --only train:17 --keep here      # one case again, with its files in the folder `here`
 
-Each case is made from its kind and number alone. It runs in a child process that calls the command line in-process, and
-one case in twenty as a process of its own. A case fails if it shows a traceback, takes longer than `--limit` seconds
-without training, is refused without a message or with one of more than 20,000 characters, or ends with exit status 0
-although a number of its result is not finite or its resolved configuration lacks the value that was put in. A training
-that has begun is interrupted, as by Ctrl-C, after `--patience` seconds. Failures are saved with a command that repeats
-them. Exit status 1 if a case fails.
+Each case is made from its kind and number alone, and has a folder of its own. It runs in a worker, a process that calls
+the command line in-process, and one case in twenty as a process of its own. A case fails if it shows a traceback, takes
+longer than `--limit` seconds without training, is refused without a message or with one of more than 20,000 characters,
+or ends with exit status 0 although a number of its result is not finite or its resolved configuration lacks the value
+that was put in. A training that has begun is interrupted, as by Ctrl-C, after `--patience` seconds. Failures are saved
+with a command that repeats them; the last lines count each kind's cases. Exit status 1 if a case fails.
+
+Needs the extras study, data and serve.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import gzip
 import json
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import resource
@@ -31,6 +35,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -625,60 +630,114 @@ def run_process(case: Case, folder: Path, limit: float, patience: float) -> End:
         return 130 if stopped else process.returncode, printed, shown, None
 
 
-def work(connection: Any, cases: list[tuple[str, int]], root: Path, fixtures: Path, options: Any) -> None:
-    """Runs cases in a child process; sends (index, problem, exit status) after each."""
+def work(connection: Connection, root: Path, fixtures: Path, options: Any) -> None:
+    """Runs the cases (kind, number) that the connection asks for; answers (problem, exit status) to each."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     sys.stdout = sys.stderr = open(os.devnull, "w")
-    for index, (kind, number) in enumerate(cases):
-        folder = root / f"{kind}-{number}"
+    parent = os.getppid()
+    while True:
+        while not connection.poll(5.0):
+            if os.getppid() != parent:
+                return
+        if (case := connection.recv()) is None:
+            return
+        folder = root / "-".join(map(str, case))
         try:
-            problem, status = run_case(kind, number, folder, fixtures, options.limit, options.patience)
+            problem, status = run_case(*case, folder, fixtures, options.limit, options.patience)
         except BaseException:
             problem, status = f"the case itself: {traceback.format_exc()[-1500:]}", None
-        connection.send((index, problem, status))
         if problem is None:
             shutil.rmtree(folder, ignore_errors=True)
+        connection.send((problem, status))
 
 
-def run_all(cases: list[tuple[str, int]], root: Path, options: Any) -> list[tuple[str, int, str]]:
-    """Runs cases in children, a new one whenever one dies or hangs. Returns (kind, number, problem) of failures."""
-    context, failures, done = multiprocessing.get_context("fork"), [], 0
-    statuses: Counter[int | None] = Counter()
-    fixtures = root / "fixtures"
-    while done < len(cases):
-        ours, theirs = context.Pipe()
-        child = context.Process(target=work, args=(theirs, cases[done:], root, fixtures, options), daemon=False)
-        child.start()
+class Worker:
+    """A process that runs one case after the other, on its own copy of the fixtures.
+
+    Attributes:
+        connection: has something to read when the case has ended, or the process.
+        case: the case that runs, or None.
+        overdue: when, of time.monotonic, it must have ended.
+    """
+
+    def __init__(self, root: Path, number: int, options: Any):
+        self.limit = options.limit
+        fixtures = root / f"fixtures{number}"
+        if not fixtures.is_dir():
+            shutil.copytree(root / "fixtures", fixtures)
+        context = multiprocessing.get_context("fork")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs, root, fixtures, options), daemon=False)
+        self.process.start()
         theirs.close()
-        first = done
-        while done < len(cases):
-            problem, alive = None, True
-            try:
-                if not ours.poll(2 * options.limit + 60):  # native code that no signal interrupts
-                    child.kill()
-                    problem, alive = f"takes more than {options.limit:g} seconds in native code", False
-                else:
-                    index, problem, status = ours.recv()
-                    statuses[status] += 1
-                    assert index == done - first
-            except EOFError:
-                child.join()
-                problem, alive = f"the process died (exit code {child.exitcode})", False
-            kind, number = cases[done]
-            done += 1
-            if problem is not None:
-                failures.append((kind, number, problem))
-                print(f"{kind}:{number} {problem}", flush=True)
-            if done % 100 == 0:
-                print(f"{done:,} of {len(cases):,} cases, {len(failures)} failures", flush=True)
-            if not alive:
-                break
-        child.join()
-    print("exit statuses:", ", ".join(f"{status}: {count:,}" for status, count in statuses.most_common()))
-    return failures
+        self.case: tuple[str, int] | None = None
+        self.overdue = 0.0
+
+    def begin(self, case: tuple[str, int] | None) -> None:
+        """Starts a case; None ends the process."""
+        self.connection.send(case)
+        self.case, self.overdue = case, time.monotonic() + 2 * self.limit + 60
+
+    def end(self) -> Outcome:
+        """Returns what became of the case: call it when there is something to read, or when it is overdue."""
+        self.case = None
+        if not self.connection.poll():  # native code that no signal interrupts
+            self.process.kill()
+            self.process.join()
+            return f"takes more than {self.limit:g} seconds in native code", None
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            return f"the process died (exit code {self.process.exitcode})", None
 
 
-def save(failures: list[tuple[str, int, str]], root: Path, out: Path) -> None:
+Failure = tuple[str, int, str]  # kind, number, problem
+
+
+def run_all(cases: list[tuple[str, int]], root: Path, options: Any) -> tuple[list[Failure], dict[str, Counter]]:
+    """Runs cases in workers, a new one whenever one dies or hangs; returns the failures, and per kind how often each
+    exit status came."""
+    failures: list[Failure] = []
+    statuses: dict[str, Counter] = {kind: Counter() for kind, _ in cases}
+    waiting, done = iter(cases), 0
+    workers = [Worker(root, number, options) for number in range(min(options.workers, len(cases)))]
+
+    def go_on(number: int) -> None:
+        case = next(waiting, None)
+        if case is not None and not workers[number].process.is_alive():
+            workers[number] = Worker(root, number, options)
+        if workers[number].process.is_alive():
+            workers[number].begin(case)
+
+    try:
+        for number in range(len(workers)):
+            go_on(number)
+        while busy := [worker for worker in workers if worker.case is not None]:
+            soonest = min(worker.overdue for worker in busy) - time.monotonic()
+            ready = multiprocessing.connection.wait([worker.connection for worker in busy], max(soonest, 0.0))
+            for number, worker in enumerate(workers):
+                if worker.case is None or (worker.connection not in ready and worker.overdue > time.monotonic()):
+                    continue
+                kind, case = worker.case
+                problem, status = worker.end()
+                done += 1
+                statuses[kind][status] += 1
+                if problem is not None:
+                    failures.append((kind, case, problem))
+                    print(f"{kind}:{case} {problem}", flush=True)
+                if done % 100 == 0:
+                    print(f"{done:,} of {len(cases):,} cases, {len(failures)} failures", flush=True)
+                go_on(number)
+        for worker in workers:
+            worker.process.join(10)
+    finally:
+        for worker in workers:
+            worker.process.kill()
+    return failures, statuses
+
+
+def save(failures: list[Failure], root: Path, out: Path) -> None:
     for kind, number, problem in failures:
         folder = out / f"{kind}-{number}"
         shutil.rmtree(folder, ignore_errors=True)
@@ -697,6 +756,7 @@ def main() -> int:
     parser.add_argument("--only", help="one case: KIND:NUMBER")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds that a case may take")
     parser.add_argument("--patience", type=float, default=4.0, help="seconds after which a training is interrupted")
+    parser.add_argument("--workers", type=int, default=1, help="cases that run at a time")
     parser.add_argument("--keep", type=Path, help="work in this folder and leave it")
     parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"), help="where failures are saved")
     options = parser.parse_args()
@@ -725,15 +785,18 @@ def main() -> int:
             if maker.exitcode:
                 return 2
         started = time.monotonic()
-        failures = run_all(cases, root, options)
+        failures, statuses = run_all(cases, root, options)
         save(failures, root, options.failures)
-    counted = Counter(kind for kind, _ in cases)
-    print(", ".join(f"{count:,} {kind} cases" for kind, count in counted.items()), end=" ")
-    print(f"from number {options.first}: {len(failures)} failures in {time.monotonic() - started:,.0f} s")
-    for kind, number, problem in failures:
-        print(f"  {kind}:{number}: {problem}")
+    print(f"{len(cases):,} cases of at most {options.limit:g} s in {time.monotonic() - started:,.0f} s")
     if failures:
-        print(f"saved in {options.failures}; repeat one with --only KIND:NUMBER --keep FOLDER")
+        print(f"failures, whose files are in {options.failures}:")
+    for kind, number, problem in failures:
+        print(f"  {problem}")
+        print(f"    python benchmarks/fuzz.py --only {kind}:{number} --limit {options.limit:g} --keep FOLDER")
+    for kind, ended in statuses.items():
+        failed = sum(failure[0] == kind for failure in failures)
+        shown = ", ".join(f"{count:,} with {status}" for status, count in ended.most_common())
+        print(f"{kind}: {ended.total():,} cases from number {options.first}, {failed} failures; exit statuses: {shown}")
     return 1 if failures else 0
 
 
