@@ -2,6 +2,7 @@
 
 config.py   ParallelConfig, the `parallel` block of a training, and its checks
 mesh.py     Mesh: the ranks of a run, their groups, and calls that all ranks make together
+tensor.py   tensor parallelism: each rank holds a part of every layer
 """
 
 from linnet.parallel.config import Degrees, ParallelConfig

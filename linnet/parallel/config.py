@@ -7,6 +7,7 @@ from pydantic import Field
 
 from linnet.config import Config
 from linnet.models import ModelConfig
+from linnet.parallel import tensor
 
 SequenceMethod = Literal["auto", "gather", "scan", "ring"]
 
@@ -93,7 +94,7 @@ class ParallelConfig(Config):
                 f"batch_size: {batch_size} rows cannot give {each} at least one row each; use batch_size >= "
                 f"{dp * parts}, fewer devices, or more parallel.sp or parallel.tp"
             )
-        return problems + self._span_problems(model, seq_len)
+        return problems + tensor.problems(model, self.tp) + self._span_problems(model, seq_len)
 
     def _mesh_problems(self, world: int) -> list[str]:
         fixed = self.dp_replicate * self.sp * self.tp

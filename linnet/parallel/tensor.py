@@ -170,14 +170,14 @@ def _problems(model: CausalLM, tp: int) -> list[str]:
         found |= dict.fromkeys(_layer_problems(layer, tp))
     vocab = model.config.vocab_size
     if (tp - 1) * -(-vocab // tp) >= vocab:
-        found[f"vocab_size: {vocab} rows leave one of {tp} ranks without any; use a smaller parallel.tp"] = None
+        found[f"model.vocab_size: {vocab} rows leave one of {tp} ranks without any; use a smaller parallel.tp"] = None
     return list(found)
 
 
 def _layer_problems(layer: Mixer | Channel, tp: int) -> list[str]:
     kind = "mixer" if isinstance(layer, Mixer) else "channel mixer"
     if own := layer.tp_problems():
-        return [f"options.{layer.name}.{problem}, or parallel.tp: 1" for problem in own]
+        return [f"model.options.{layer.name}.{problem}, or parallel.tp: 1" for problem in own]
     try:
         named = words(layer)
     except ValueError as error:
@@ -188,9 +188,9 @@ def _layer_problems(layer: Mixer | Channel, tp: int) -> list[str]:
             f"parallel.tp: {tp}, but the {kind} {layer.name} has no tensor-parallel plan; use parallel.dp_shard (FSDP) "
             f"instead, write its tp_plan, or use one of {known}"
         ]
+    options = f"model.options.{layer.name}"
     found = [
-        f"options.{layer.name}.norm: {type(norm).__name__} cannot run over a split width; use rmsnorm or srmsnorm, or "
-        "parallel.tp: 1"
+        f"{options}.norm: no {type(norm).__name__} over a split width; use rmsnorm or srmsnorm, or parallel.tp: 1"
         for path, word in layer.tp_plan().items()
         if word == "split_norm" and not isinstance(norm := _find(layer, path), SRMSNorm | None)
     ]
@@ -199,7 +199,7 @@ def _layer_problems(layer: Mixer | Channel, tp: int) -> list[str]:
         counts = {key: count for key in layer.tp_counts if isinstance(count := getattr(layer, key, None), int)}
     for key, count in counts.items():
         if count % tp and count not in list(counts.values())[: list(counts).index(key)]:
-            where = f"options.{layer.name}.{key}" if key in layer.Config.model_fields else f"{layer.name}: its {key}"
+            where = f"{options}.{key}" if key in layer.Config.model_fields else f"{layer.name}: its {key}"
             found.append(f"{where}: {count} is not a multiple of parallel.tp: {tp}; change one of the two")
     if not found:
         for name, place in _layer_places(layer).items():

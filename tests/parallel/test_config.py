@@ -33,7 +33,8 @@ def test_degrees(world, values, expected):
 @pytest.mark.parametrize(
     "world, values, key, fix",
     [
-        (4, {"tp": 3}, "tp 3", "multiple of 3"),
+        (6, {"tp": 4}, "tp 4", "multiple of 4"),
+        (8, {"tp": 8}, "num_heads: 4", "parallel.tp: 8"),
         (4, {"dp_shard": 2}, "dp_shard 2", "--devices 2"),
         (1, {"sp": 2}, "sp 2", "--devices"),
         (16, {}, "batch_size: 8", "batch_size >= 16"),

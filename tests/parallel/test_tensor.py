@@ -172,21 +172,21 @@ def test_compiled_blocks_and_recomputation(pool):
     (
         (
             3,
-            "options.tnl.num_heads: 4",
+            "model.options.tnl.num_heads: 4",
             {"layout": "tnl+sglu", "options": {"tnl": {"num_heads": 4}, "sglu": {"inner": 9}}},
         ),
         (
             2,
-            "options.attention.num_kv_heads: 1",
+            "model.options.attention.num_kv_heads: 1",
             {"layout": "attention", "options": {"attention": {"num_kv_heads": 1}}},
         ),
-        (3, "options.sglu.inner: 8", {"layout": "sglu", "options": {"sglu": {"inner": 8}}}),
+        (3, "model.options.sglu.inner: 8", {"layout": "sglu", "options": {"sglu": {"inner": 8}}}),
         (3, "mamba: its channels: 64", {"layout": "mamba"}),
-        (2, "options.hgrn.complex: true", {"layout": "hgrn", "options": {"hgrn": {"complex": True}}}),
-        (2, "options.hgrn.norm: LayerNorm", {"layout": "hgrn"}),
+        (2, "model.options.hgrn.complex: true", {"layout": "hgrn", "options": {"hgrn": {"complex": True}}}),
+        (2, "model.options.hgrn.norm: no LayerNorm", {"layout": "hgrn"}),
         (2, "mixer hyena has no", {"layout": "hyena"}),
         (2, "channel mixer moe has no", {"layout": "attention+moe"}),
-        (4, "vocab_size: 5", {"layout": "hgrn2", "vocab_size": 5}),
+        (4, "model.vocab_size: 5", {"layout": "hgrn2", "vocab_size": 5}),
     ),
 )
 def test_what_cannot_be_split_is_refused_by_its_key(tp, key, changes):
