@@ -57,6 +57,19 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder of runs; this one gets a folder in it.")] = Path("runs"),
     cache: Annotated[Path, typer.Option(help="Folder of prepared corpora.")] = Path("runs/cache"),
     allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
+    devices: Annotated[
+        int | None, typer.Option("--devices", "--gpus", min=1, help="Number of devices.", show_default="1")
+    ] = None,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Print memory, traffic and time on --devices GPUs, without a GPU, and stop."),
+    ] = False,
+    gpu: Annotated[
+        str, typer.Option(help="The GPU of --plan: h200, h100, a100, a100-40, or auto for the one here.")
+    ] = "auto",
+    memory: Annotated[
+        float | None, typer.Option(help="GiB of one GPU, for --plan.", min=1.0, metavar="GIB", show_default="by --gpu")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Train a language model and score it on held-out text.
@@ -71,6 +84,7 @@ def train(
     [bold]linnet train --mixer examples/my_mixer.py:MyMixer[/]
     [bold]linnet train my_run.yaml --set seed=1[/]
     [bold]linnet train --extend runs/tnl-10m-0123456789ab --set steps=4000[/]
+    [bold]linnet train my_7b.yaml --plan --devices 8[/]
     """
     import json
 
@@ -86,6 +100,14 @@ def train(
         settings, changes = _extended(extend, device, set_ or [], allow_plugins)
     else:
         settings = _settings(config, model, mixer, data, device, set_ or [], cache, allow_plugins)
+    if plan:
+        from linnet.cli.train_plan import show_plan
+
+        return show_plan(settings, devices or 1, gpu, memory, json_)
+    if devices is not None and devices > 1:
+        from linnet.config import ConfigError
+
+        raise ConfigError(["--devices: only --plan takes several; start them with torchrun"], "command line")
     console = Console(stderr=json_, soft_wrap=True)
     with TerminalProgress(console) as progress:
 

@@ -42,6 +42,11 @@ def gated_activation(gate: Tensor, x: Tensor, activation: str = "none") -> Tenso
             return _apply_activation(gate, x, activation)
     if is_mapped(gate, x) and backend.use_triton("activation", x.is_cuda):
         return Mapped.apply(_activation_rule, gate, x, activation)
+    return gated_reference(gate, x, activation)
+
+
+def gated_reference(gate: Tensor, x: Tensor, activation: str) -> Tensor:
+    """As `gated_activation`: the composition of PyTorch's functions."""
     return ACTIVATIONS[activation](gate) * x
 
 
@@ -78,6 +83,11 @@ def log_sigmoid(x: Tensor, divisor: float = 1.0) -> Tensor:
         if x.dtype in (torch.float32, torch.bfloat16, torch.float16):
             return _apply_log_sigmoid(x, float(divisor)) if plain else Mapped.apply(_log_sigmoid_rule, x, divisor)
         backend.is_wide("log_sigmoid", x)
+    return log_sigmoid_reference(x, divisor)
+
+
+def log_sigmoid_reference(x: Tensor, divisor: float) -> Tensor:
+    """As `log_sigmoid`: the composition of PyTorch's functions."""
     return F.logsigmoid(x if x.dtype == torch.float64 else x.float()) / divisor
 
 

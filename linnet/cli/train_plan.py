@@ -1,0 +1,80 @@
+"""`linnet train --plan`: what a training will need, before anything starts."""
+
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from linnet.train import TrainConfig
+    from linnet.train.plan import Plan
+
+
+SMALL = 1024  # the width below which the speed that `--plan` assumes is too high
+
+
+def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | None, json_: bool) -> None:
+    """Prints memory, traffic and time of a training, and raises ConfigError if it does not fit.
+
+    Args:
+        devices: number of GPUs. gpu: name of `linnet.train.plan.GPUS`, or auto.
+        memory: GiB of one GPU, in place of the known number.
+    """
+    import json
+
+    from linnet.train.plan import find_gpu, plan, refuse
+
+    found = plan(settings, devices, find_gpu(gpu, memory))
+    if json_:
+        typer.echo(json.dumps(found.as_dict(), indent=1))
+    else:
+        _print(found, settings)
+    refuse(found, settings)
+
+
+def _print(found: "Plan", settings: "TrainConfig") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from linnet.train.plan import GIB
+
+    console = Console(soft_wrap=True, highlight=False)
+    gpu, degrees = found.gpu, found.degrees
+    console.print(
+        f"[bold]{escape(settings.name or settings.architecture)}[/]: {found.parameters / 1e9:.2f}e9 parameters, "
+        f"{found.devices} x {escape(gpu.name)}, {degrees.written()}"
+    )
+    console.print(
+        f"batch {settings.batch_size} x {settings.seq_len:,} tokens; each GPU: {found.parts} x {found.rows} rows of "
+        f"{settings.seq_len // degrees.sp:,} tokens, recompute {found.recompute}"
+    )
+    table = Table(title=f"memory per GPU at the peak: {found.moment}", title_justify="left", box=None)
+    table.add_column("part")
+    table.add_column("GiB", justify="right")
+    for name, size in found.memory.items():
+        table.add_row(name, f"{size / GIB:.1f}")
+    table.add_row("[bold]total[/]", f"[bold]{found.total / GIB:.1f}[/] of {gpu.memory:.0f}")
+    console.print(table)
+    table = Table(title="traffic per GPU and step", title_justify="left", box=None)
+    for name in ("what", "GB received", "ms", ""):
+        table.add_column(name, justify="right" if name in ("GB received", "ms") else "left")
+    for transfer in found.transfers:
+        beside = "beside the compute" if transfer.hidden else "[bold]waits[/]"
+        table.add_row(transfer.name, f"{transfer.received / 1e9:.2f}", f"{transfer.seconds * 1e3:.1f}", beside)
+    if found.transfers:
+        console.print(table)
+    tokens, seconds = found.tokens_per_step / found.step_seconds, found.step_seconds
+    console.print(
+        f"time: {found.compute_seconds:.3f} s of compute per step at {gpu.speed:.0f} TFLOP/s, {seconds:.3f} s with "
+        f"communication (efficiency {found.compute_seconds / seconds:.2f}); {tokens:,.0f} tokens/s, "
+        f"{tokens / found.devices:,.0f} per GPU; {found.steps:,} steps take {_duration(found.steps * seconds)}"
+    )
+    if settings.model.d_model < SMALL:
+        console.print(f"models narrower than {SMALL} do not reach this speed: their kernels are too short")
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"

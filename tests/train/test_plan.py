@@ -1,0 +1,136 @@
+"""The plan of a training: its memory against peaks measured on an H200, the 7B example, what it refuses and advises."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from linnet.cli import app
+from linnet.config import ConfigError
+from linnet.models import family
+from linnet.train import TrainConfig
+from linnet.train.footprint import block_footprints
+from linnet.train.plan import GIB, find_gpu, fixes, plan, refuse
+
+H200 = find_gpu("h200")
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "models-h200.csv"
+
+
+def config(model="tnl-7b", rows=16, vocab_size=100_352, **settings) -> TrainConfig:
+    model = {"recipe": model, "vocab_size": vocab_size} if isinstance(model, str) else model
+    return TrainConfig(**{"model": model, "seq_len": 8192, "batch_size": rows, "precision": "bfloat16"} | settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "compiled", "recompute"),
+    [
+        ("tnl", 4096, False, "none"),
+        ("tnl", 131_072, False, "block"),
+        ("hgrn2", 4096, False, "none"),
+        ("lightnet", 4096, False, "none"),
+        ("llama", 4096, False, "none"),
+        ("llama", 4096, True, "none"),
+    ],
+)
+def test_memory_of_one_gpu_is_within_a_tenth_of_the_measured_peak(name, length, compiled, recompute):
+    with MEASURED.open() as file:
+        rows = list(csv.DictReader(file))
+    wanted = {"model": name, "length": str(length), "compiled": str(compiled), "recompute": recompute}
+    (row,) = (row for row in rows if row["weights"] == "float32" and wanted.items() <= row.items())
+    model = family(name)(int(row["width"]), int(row["layers"]), 0, 2816, vocab_size=50_304)
+    tokens = int(row["tokens"])
+    found = plan(config(model, tokens // length, seq_len=length, run={"recompute": recompute}), 1, H200)
+    assert found.parameters == int(row["parameters"])
+    assert found.tensors / GIB == pytest.approx(float(row["memory_gib"]), rel=0.1)
+
+
+def test_7b_on_8_gpus():
+    """The arithmetic by hand: 16 bytes per parameter, the embedding and its gradient in float32, three blocks."""
+    found = plan(config(rows=480, accumulation=30, tokens=300_000_000_000), 8, H200)
+    memory = {name: size / GIB for name, size in found.memory.items()}
+    assert found.parameters == pytest.approx(6.92e9, rel=1e-3)
+    sharded = memory["weights"] + memory["optimizer"] + 4 * found.parameters / 8 / GIB
+    assert sharded == pytest.approx(12.9, rel=0.01)
+    assert memory["blocks in flight"] == pytest.approx(3.1, rel=0.05)
+    assert memory["gathered weights outside blocks"] == pytest.approx(3.1 / 2, rel=0.05)
+    assert memory["activations"] == pytest.approx(2 * 44.8, rel=0.05)
+    assert found.tokens_per_step / found.step_seconds / 8 == pytest.approx(10_700, rel=0.01)
+    assert found.step_seconds * found.steps / 86_400 == pytest.approx(40, rel=0.02)
+    per_pass = sum(transfer.received for transfer in found.transfers) / 30
+    assert per_pass == pytest.approx(48.4e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("recompute", "rows", "fits"), [("none", 2, True), ("none", 3, False), ("block", 18, True)])
+def test_rows_of_a_7b_that_fit(recompute, rows, fits):
+    found = plan(config(rows=8 * rows, run={"recompute": recompute}), 8, H200)
+    assert found.fits == fits
+    if not fits:
+        with pytest.raises(ConfigError, match="memory.*parallel.accumulation=2, or run.recompute=selective"):
+            refuse(found, config(rows=8 * rows, run={"recompute": recompute}))
+
+
+def test_advice_fits():
+    alone = config(rows=4)
+    assert not plan(alone, 1, H200).fits
+    advice = fixes(alone, 1, H200)
+    assert advice == ["run.recompute=block", "--devices 2"]
+    assert plan(alone.model_copy(update={"run": alone.run.model_copy(update={"recompute": "block"})}), 1, H200).fits
+    assert plan(alone, 2, H200).fits
+
+
+def test_long_rows_are_cut_into_spans():
+    row = config(rows=1, seq_len=1 << 20, run={"recompute": "block"})
+    assert fixes(row, 1, H200) == ["--devices 8 with parallel.sp=8 and run.recompute=block"]
+
+
+def test_spans_and_layer_parts_divide_activations():
+    whole = plan(config(rows=2), 2, H200).memory["activations"]
+    spans = plan(config(rows=1, parallel={"sp": 2}), 2, H200)
+    parts = plan(config(rows=1, parallel={"tp": 2}), 2, H200)
+    assert spans.memory["activations"] == pytest.approx(whole / 2, rel=0.1)
+    assert whole / 2 < parts.memory["activations"] < whole  # the residual stream stays whole
+    sums = next(transfer for transfer in parts.transfers if "tp" in transfer.name)
+    assert sums.received == pytest.approx(32 * 4 * 8192 * 4096 * 2) and not sums.hidden
+    states = next(transfer for transfer in spans.transfers if "sp" in transfer.name)
+    assert states.received == 2 * 4 * 32 * 32 * 128 * 128  # float32 [heads, 128, 128] per layer and direction
+
+
+def test_network_between_machines_is_slower():
+    hybrid = config(rows=128, parallel={"dp_replicate": 2})
+    found = {t.name: t for t in plan(hybrid, 16, H200).transfers}
+    over = found["all-reduce of gradients over copies"]
+    assert over.received / over.seconds == pytest.approx(H200.network * 1e9)
+    inside = found["all-gather of weights"]
+    assert inside.received / inside.seconds == pytest.approx(H200.link * 1e9)
+    flat = next(t for t in plan(config(rows=128), 16, H200).transfers if t.name == "all-gather of weights")
+    assert flat.received / flat.seconds == pytest.approx(H200.network * 1e9)
+
+
+def test_equal_blocks_are_counted_once_and_scale_with_the_row():
+    model = family("hgrn2")(256, 3, 0, 688, vocab_size=512).model_dump_json()
+    short, long = (block_footprints(model, length, "none", True) for length in (256, 512))
+    assert short[1] is short[2]
+    assert long[1].saved == pytest.approx(2 * short[1].saved, rel=0.01)
+
+
+def test_degrees_that_do_not_fit_are_problems():
+    with pytest.raises(ConfigError, match="parallel: .* does not divide the 6 devices"):
+        plan(config(parallel={"tp": 4}), 6, H200)
+
+
+def test_command(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {recipe: tnl-7b, vocab_size: 100352}\nseq_len: 8192\nbatch_size: 16\nprecision: bfloat16\n")
+    arguments = ["train", str(file), "--plan", "--gpu", "h200"]
+    result = CliRunner().invoke(app, [*arguments, "--devices", "8", "--json"])
+    found = json.loads(result.stdout)
+    assert found["fits"] and found["degrees"]["dp_shard"] == 8
+    text = CliRunner().invoke(app, [*arguments, "--devices", "8"]).stdout
+    assert "all-gather of weights" in text and "tokens/s" in text
+    refused = CliRunner().invoke(app, arguments)
+    assert refused.exit_code
+    assert "use run.recompute=block with parallel.accumulation=4, or --devices 8" in refused.stderr
+    assert CliRunner().invoke(app, [*arguments, "--devices", "8", "--memory", "80"]).exit_code
+    assert not (tmp_path / "runs").exists()
