@@ -25,6 +25,7 @@ from linnet.parallel import ParallelConfig
 from linnet.parallel.mesh import Mesh
 from linnet.runs import CheckpointError, RunFolder, checkpoint, latest_good, sharded, slices
 from linnet.runs.model import load_checkpoint
+from linnet.runs.saver import Saver
 from linnet.train import TrainConfig, train
 
 # Uneven rows, fewer rows than ranks, one number, bfloat16, no rows at all; the dimension that tensor parallelism cuts.
@@ -81,7 +82,7 @@ def random(rank):
 def save_all(folder, seed):
     for number, (layout, mesh) in enumerate(meshes(dist.get_world_size())):
         background = number % 2 == 1
-        saver = sharded.Saver(Path(folder) / name_of(mesh.world, layout), 1, mesh, SPLIT, background)
+        saver = Saver(Path(folder) / name_of(mesh.world, layout), 1, mesh, SPLIT, background)
         for step in (2, 3):
             state = cut(whole(seed + step), mesh) | {"random": random(mesh.rank)}
             saver.save(step, state, {"step": step, "losses": [0.1 + 0.2]})
@@ -145,7 +146,7 @@ def test_any_layout_and_one_process_read_what_any_layout_wrote(pool, tmp_path):
 
 
 def save_some(mesh, folder, steps, background=False):
-    saver = sharded.Saver(folder, None, mesh, SPLIT, background)
+    saver = Saver(folder, None, mesh, SPLIT, background)
     for step in steps:
         saver.save(step, cut(whole(step), mesh) | {"random": random(mesh.rank)}, {"step": step})
     saver.wait()
@@ -291,7 +292,7 @@ def test_another_model_or_optimizer_is_refused_by_name(pool, tmp_path):
 def test_one_process_saves_in_the_background_too(tmp_path, monkeypatch):
     state = {"model": {"weight": torch.ones(5)}, "optimizer": {}, "random": random(0)}
     meta = {"recent": [1.0]}
-    saver = sharded.Saver(tmp_path, 1, background=True)
+    saver = Saver(tmp_path, 1, background=True)
     saver.save(1, state, meta)
     state["model"]["weight"].zero_()
     meta["recent"].append(2.0)
@@ -337,7 +338,7 @@ def reshard(path):
             local = torch.zeros_like(tensor.chunk(2)[mesh.tp_rank] if cut else tensor)
             parts.setdefault(group, {})[name] = distribute_tensor(local, mesh.fsdp) if tensor.ndim else local
     sharded.load(path, parts, mesh, split)
-    saver = sharded.Saver(path.parent, None, mesh, split)
+    saver = Saver(path.parent, None, mesh, split)
     mesh.barrier()
     saver.save(checkpoint.step_of(path), parts | {"random": random}, meta)
 
