@@ -114,6 +114,9 @@ class Mixer(nn.Module):
             first (`tpe tnl+sglu x12`), and `num_layers` and `layer_index` do not count it.
         tp_counts: attributes that count heads or channels; tensor parallelism divides those that the layer has.
         tp: how tensor parallelism splits the layer, if it does.
+        sequence_parallel: True if `forward` without a state is right for one span of a longer row, inside
+            `linnet.ops.sequence.sequence_parallel`: all that looks at other tokens is an op of Linnet, or exchanges
+            what it needs itself. For other mixers the state is passed from rank to rank (`linnet.layers.ring`).
     """
 
     name: str
@@ -122,6 +125,24 @@ class Mixer(nn.Module):
     before_layers = False
     tp_counts: tuple[str, ...] = ("num_heads", "num_kv_heads", "channels")
     tp: Split | None = None
+    sequence_parallel = False
+
+    @classmethod
+    def span_problems(cls, config: Config, context: LayerContext, span: int, ranks: int, tp: int = 1) -> list[str]:
+        """Returns why a row cannot be cut into spans for this layer, each as "key: what is wrong; the fix".
+
+        The method must not build a module.
+
+        Args:
+            span: tokens of a span. ranks: number of spans. tp: ranks that share the heads or channels of the layer.
+        """
+        if cls.sequence_parallel or cls.state_spec is not Mixer.state_spec:
+            return []
+        return ["has no state_spec, so no state can be passed from span to span; write it, or use sp: 1"]
+
+    def least_span(self, ranks: int) -> int:
+        """Returns how many tokens each of `ranks` spans of a row needs for this layer."""
+        return 1
 
     @classmethod
     def shared_spec(cls, config: Config, context: LayerContext) -> dict[str, Callable[[], nn.Module]]:

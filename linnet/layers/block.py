@@ -6,6 +6,7 @@ from linnet.config import Config
 from linnet.layers.base import LayerContext, State, TensorSpec, find_channel, find_mixer
 from linnet.layers.dropout import Dropout
 from linnet.layers.norm import add_and_norm, build_norm, norm_and_keep
+from linnet.layers.ring import mix
 
 
 class Block(nn.Module):
@@ -60,7 +61,7 @@ class Block(nn.Module):
         """
         if self.mixer is not None:
             y, x = norm_and_keep(self.mixer_norm, x)
-            y, state = self.mixer(y, state, cu_seqlens)
+            y, state = mix(self.mixer, y, state, cu_seqlens)
             if dropout_keys is not None:
                 y = self.mixer_dropout(y, dropout_keys)
             if keep is not None:

@@ -24,6 +24,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from linnet.ops import sequence
+
 _WORD = 0xFFFFFFFF
 _LEVELS = 1 << 16  # a probability is rounded to a multiple of 1 / _LEVELS
 
@@ -44,12 +46,19 @@ class DropoutPosition(nn.Module):
         self.given = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the keys of the tokens of x [B, T, D]: two 32-bit words per token, int64 [B, T, 2]."""
+        """Returns the keys of the tokens of x [B, T, D]: two 32-bit words per token, int64 [B, T, 2].
+
+        Of a span of longer rows, they are the keys that its tokens have in the rows.
+        """
         seed, step, first, length = self.value.unbind()
         if not self.given:
             seed, step = torch.randint(1 << 62, (2,), device=x.device).unbind()
-        place = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(x.shape[:2])
-        length = torch.where(length > 0, length, x.shape[1])
+        batch, own = x.shape[:2]
+        whole = own * sequence.spans()  # tokens of a row of the batch, of which x has `own`
+        place = torch.arange(batch * whole, device=x.device).view(batch, whole)
+        if whole > own:
+            place = place.narrow(1, sequence.first_position(own), own)
+        length = torch.where(length > 0, length, whole)
         words = _absorb(seed.new_zeros(2), seed & _WORD, seed >> 32, step & _WORD, step >> 32)
         return _absorb(words, first + place // length, place % length)
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -49,15 +50,29 @@ class Routed:
 
     config: Any
     _balance: Tensor | None = None
+    _load: Tensor | None = None
+    _group: dist.ProcessGroup | None = None
 
     def keep_balance(self, routing: Routing) -> None:
-        """Stores the balance loss of a training pass for `auxiliary_loss`."""
-        if self.config.balance_coefficient and self.training and torch.is_grad_enabled():
+        """Stores the balance loss of a training pass for `auxiliary_loss`; of one rank of several, its two factors."""
+        if not (self.config.balance_coefficient and self.training and torch.is_grad_enabled()):
+            return
+        if self._group is None:
             self._balance = self.config.balance_coefficient * routing.balance_loss()
+        else:
+            self._balance = routing.logits.softmax(-1).flatten(0, -2).sum(0)
+            self._load = F.one_hot(routing.experts, routing.num_experts).flatten(0, -2).sum(0)
 
     def auxiliary_loss(self) -> Tensor | None:
-        balance, self._balance = self._balance, None
-        return balance
+        balance, load, self._balance, self._load = self._balance, self._load, None, None
+        if balance is None or load is None:
+            return balance
+        # Not in `forward`: ranks may run a layer one after the other there. The load has no gradient.
+        dist.all_reduce(load, group=self._group)
+        choices = load.sum()
+        tokens = choices / self.config.num_active
+        load = load.to(torch.promote_types(balance.dtype, torch.float32)) / choices
+        return self.config.balance_coefficient * len(load) * (load * balance).sum() / tokens
 
 
 def top_k_routing(logits: Tensor, k: int) -> Routing:
@@ -65,6 +80,17 @@ def top_k_routing(logits: Tensor, k: int) -> Routing:
     logits = logits if logits.dtype == torch.float64 else logits.float()
     largest, experts = logits.topk(k, dim=-1)
     return Routing(experts, largest.softmax(-1), logits)
+
+
+def balance_over(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Makes the balance losses of a model's experts those of all tokens of a group's ranks, also of their spans.
+
+    `auxiliary_loss` of a layer is then the share of this rank's tokens: the shares of the ranks add up to the loss. It
+    is called once after each training pass, on every rank, since it sums the loads of the experts over the ranks.
+    """
+    for layer in model.modules():
+        if isinstance(layer, Routed):
+            layer._group = group
 
 
 @contextmanager

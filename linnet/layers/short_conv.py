@@ -37,3 +37,10 @@ class ShortConv(nn.Module):
     def step(self, x: Tensor, state: Tensor) -> Tensor:
         """Computes one token, x [B, channels]; updates the state in place."""
         return short_convolution_step(x, self.weight, state, self.bias, silu=self.silu)
+
+
+def convolution_problems(width: int, span: int) -> list[str]:
+    """Returns a list with one problem if a span is shorter than what the next one reads of it, else an empty one."""
+    if width - 1 <= span:
+        return []
+    return [f"conv_width: {width} reads {width - 1} tokens back, but a span has {span}; lower sp or conv_width"]

@@ -14,8 +14,10 @@ from linnet.layers.dropout import Dropout, DropoutPosition
 from linnet.layers.norm import build_norm
 from linnet.layers.positions.absolute import build_positions
 from linnet.layers.positions.angles import token_positions
+from linnet.layers.ring import mix
 from linnet.models.layout import LayerSpec
 from linnet.models.stack import StackConfig
+from linnet.ops import sequence
 
 ModelState = dict[str, State]  # name of a mixer before the layers, or number of a block -> state of the layer
 UNBOUNDED_CONTEXT = 1 << 40  # a context length beyond every window; a recurrence does not depend on it
@@ -71,7 +73,7 @@ class Backbone(nn.Module):
             keys = self.dropout_position(x)
             x = self.dropout(x, keys)
         for name, mixer in self.mixers_before():
-            x, state = mixer(x, None if states is None else states[name], cu_seqlens)
+            x, state = mix(mixer, x, None if states is None else states[name], cu_seqlens)
             if after is not None:
                 after[name] = state
         last = {} if keep is None else {"keep": keep}
@@ -125,6 +127,11 @@ class Backbone(nn.Module):
         """Yields the name and module of each mixer before the layers."""
         return ((name, getattr(self, name)) for name in self.before)
 
+    def least_span(self) -> int:
+        """Returns how many tokens each span of a row needs, where rows are cut (`linnet.ops.sequence`)."""
+        ranks = sequence.spans()
+        return max([1, *(part.least_span(ranks) for part in self.parts() if isinstance(part, Mixer))])
+
     def layers(self) -> list[nn.Module]:
         """Returns everything that has a cost and a state: the blocks, then the mixers before them."""
         return [*self.blocks, *(mixer for _, mixer in self.mixers_before())]
@@ -137,9 +144,10 @@ class Backbone(nn.Module):
     def _add_positions(self, x, states, after, cu_seqlens) -> Tensor:
         start = None if states is None else states[POSITION]["next"]
         length = x.shape[1]
-        if start is None and cu_seqlens is None and self.max_context is not None and length > self.max_context:
+        row = length * sequence.spans()
+        if start is None and cu_seqlens is None and self.max_context is not None and row > self.max_context:
             raise ValueError(
-                f"a row of {length} tokens is longer than num_positions: {self.max_context}; use shorter rows "
+                f"a row of {row} tokens is longer than num_positions: {self.max_context}; use shorter rows "
                 "or a larger num_positions"
             )
         if after is not None:

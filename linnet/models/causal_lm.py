@@ -15,12 +15,13 @@ from linnet.layers.norm import build_norm
 from linnet.layers.positions.absolute import build_positions
 from linnet.models.backbone import Backbone, ModelState, make_layers
 from linnet.models.config import ModelConfig
+from linnet.models.rows import IGNORE, cut_rows
+from linnet.ops import sequence
 from linnet.ops.cross_entropy import cross_entropy_reference, is_whole, linear_cross_entropy
 from linnet.ops.cross_entropy.split import split_cross_entropy
 from linnet.ops.matvec import linear
 from linnet.ops.tensor_parallel import Split, enter, gather
 
-IGNORE = -100  # a target that is not scored
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -55,7 +56,13 @@ class CausalLM(nn.Module):
         return self.logits(x), states
 
     def loss(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the summed negative log-likelihood (nats, at least float32) and the number of targets except -100."""
+        """Returns the summed negative log-likelihood (nats, at least float32) and the number of targets except -100.
+
+        Inside `linnet.ops.sequence.sequence_parallel` every rank is given the whole rows, int64 [B, T] (and the whole
+        `cu_seqlens`), and returns the two sums over its own span of them.
+        """
+        if sequence.span() is not None:
+            tokens, targets, cu_seqlens = cut_rows(tokens, targets, cu_seqlens, self.backbone.least_span())
         x, _ = self.backbone(self.embed(tokens), cu_seqlens=cu_seqlens)
         return self.nll(x, targets), (targets != IGNORE).sum()
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from linnet.models.causal_lm import IGNORE, CausalLM, draw_weights
 from linnet.models.config import ModelConfig
+from linnet.ops import sequence
 
 
 class RecallLM(CausalLM):
@@ -20,6 +21,8 @@ class RecallLM(CausalLM):
 
     def loss(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the loss of `CausalLM.loss`, from the logits of the targets only."""
+        if sequence.span() is not None:  # the targets of a row may all be in one span
+            return super().loss(tokens, targets, cu_seqlens)
         x, _ = self.backbone(self.embed(tokens), cu_seqlens=cu_seqlens)
         places = (targets != IGNORE).int().topk(self.answers, dim=1).indices
         x = x.gather(1, places.unsqueeze(-1).expand(*places.shape, x.shape[-1]))

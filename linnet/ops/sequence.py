@@ -26,7 +26,7 @@ from torch import Tensor
 
 from linnet.ops.registration import empty_like, register
 
-Method = Literal["auto", "gather", "scan"]
+Method = Literal["auto", "gather", "scan", "ring"]
 
 # Ranks up to which summaries go by one all-gather; above, an exclusive scan in ceil(log2 P) rounds moves fewer bytes.
 MOST_GATHERED = 16
@@ -35,7 +35,14 @@ MOST_GATHERED = 16
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # Names of the registered ops that talk to other ranks, or make what they send: recomputation keeps their results.
-KEPT_NAMES = ("linnet::exchange", "linnet::summary", "linnet::shift", "linnet::all_to_all")
+KEPT_NAMES = (
+    "linnet::exchange",
+    "linnet::summary",
+    "linnet::shift",
+    "linnet::all_to_all",
+    "linnet::ring",
+    "linnet::add_up",
+)
 
 
 class Span(NamedTuple):
@@ -45,21 +52,24 @@ class Span(NamedTuple):
         rank, size: this rank in the group, and the ranks of the group.
         name: of the process group; `group` is the group itself.
         method: how summaries travel, "gather" or "scan".
+        ring: whether layers pass all states from rank to rank themselves (`linnet.layers.ring`).
     """
 
     rank: int
     size: int
     name: str
     method: str
+    ring: bool = False
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return _groups[self.name]
+        return group_of(self.name)
 
 
 _groups: dict[str, dist.ProcessGroup] = {}
 _span: Span | None = None
 _before: Tensor | None = None
+_documents: Tensor | None = None
 
 
 @contextlib.contextmanager
@@ -71,28 +81,44 @@ def sequence_parallel(group: dist.ProcessGroup | None, method: Method = "auto") 
     Args:
         group: ranks in the order of their spans.
         method: "gather" (one all-gather of summaries), "scan" (ceil(log2 P) rounds), or "auto": scan above 16 ranks.
+            "ring" is "auto" in which layers pass the states of all mixers from rank to rank.
 
     Raises:
         ValueError: an unknown method.
     """
-    global _span, _before
-    if method not in ("auto", "gather", "scan"):
-        raise ValueError(f"sequence_parallel: method {method!r} is unknown; use auto, gather or scan")
-    kept = _span, _before
-    _span = _before = None
+    global _span, _before, _documents
+    if method not in ("auto", "gather", "scan", "ring"):
+        raise ValueError(f"sequence_parallel: method {method!r} is unknown; use auto, gather, scan or ring")
+    kept = _span, _before, _documents
+    _span = _before = _documents = None
     if group is not None and (size := dist.get_world_size(group)) > 1:
-        chosen = ("gather" if size <= MOST_GATHERED else "scan") if method == "auto" else method
-        _groups[group.group_name] = group
-        _span = Span(dist.get_rank(group), size, group.group_name, chosen)
+        chosen = ("gather" if size <= MOST_GATHERED else "scan") if method in ("auto", "ring") else method
+        _span = Span(dist.get_rank(group), size, keep_group(group), chosen, method == "ring")
     try:
         yield _span
     finally:
-        _span, _before = kept
+        _span, _before, _documents = kept
 
 
 def span() -> Span | None:
     """Returns the place of this rank in its rows, or None if rows are whole."""
     return _span
+
+
+def spans() -> int:
+    """Returns the number of spans of a row: 1 if rows are whole."""
+    return 1 if _span is None else _span.size
+
+
+def keep_group(group: dist.ProcessGroup) -> str:
+    """Returns the name of a group, by which registered ops find it."""
+    _groups[group.group_name] = group
+    return group.group_name
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """Returns the group with a name, of those that `keep_group` knows."""
+    return _groups[name]
 
 
 def first_position(length: int) -> int:
@@ -116,14 +142,25 @@ def cut_documents(starts: Tensor, length: int) -> Tensor:
         int32 [B, N]: the document that the first token belongs to starts at 0; documents that lie wholly before or
         after the span are empty.
     """
-    global _before
+    global _before, _documents
     if _span is None:
         return starts
     first = _span.rank * length
-    _before = None
+    _before = _documents = None
     if starts.shape[1] > 1:
+        _documents = starts
         _before = first - starts.where(starts <= first, 0).amax(1).to(torch.int64)
     return (starts - first).clamp(0, length)
+
+
+def whole_documents(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
+    """Returns the boundaries of documents in whole rows, int32 [B N + 1] over B T tokens, for those of this span."""
+    if cu_seqlens is None or _span is None:
+        return cu_seqlens
+    rows_of(cu_seqlens, length)
+    count, whole = _documents.shape[0], length * _span.size
+    first = torch.arange(count, dtype=torch.int32, device=cu_seqlens.device)[:, None] * (whole // count)
+    return torch.nn.functional.pad((_documents + first).flatten(), (0, 1), value=whole)
 
 
 class Rows(NamedTuple):
@@ -151,6 +188,11 @@ class Rows(NamedTuple):
     def select_last(self, states: Tensor) -> Tensor:
         """States of documents [N, ...] -> those at the end of each row [B, ...]."""
         return states[self.last]
+
+    def enter(self, states: Tensor, fresh: Tensor) -> Tensor:
+        """States of documents [N, ...]: those of rows [B, ...] where a document is continued, else `fresh` [N, ...]."""
+        kept = states.where(_match(self.continued, states), fresh[self.first])
+        return fresh.index_copy(0, self.first, kept)
 
     def spread_first(self, states: Tensor, documents: int, fill: float = 0.0) -> Tensor:
         """States of rows [B, ...] -> of documents [N, ...]: those of continued documents, `fill` for all others."""

@@ -17,7 +17,7 @@ from linnet.layers.norm import RMSNorm
 from linnet.layers.output import check_heads, split_heads
 from linnet.layers.positions.angles import token_positions
 from linnet.layers.positions.rope import Rope, RopeScalingConfig, check_rope
-from linnet.ops.attention import attend_window, causal_attention
+from linnet.ops.attention import attend_window, causal_attention, span_problems
 
 
 class AttentionConfig(LayerConfig):
@@ -48,6 +48,8 @@ class AttentionConfig(LayerConfig):
 class Attention(Mixer):
     """Maps x [B, T, D] to [B, T, D]; the state is a ring of keys and values, their positions, and the next position."""
 
+    sequence_parallel = True
+
     def __init__(self, config: AttentionConfig, context: LayerContext):
         super().__init__()
         d_model = context.d_model
@@ -66,6 +68,15 @@ class Attention(Mixer):
             RMSNorm(self.head_dim, context.norm_eps or 1e-6) if config.qk_norm else None for _ in range(2)
         )
         self.rope = Rope(self.head_dim, config.rope_base, config.rope_scaling) if config.rope else None
+
+    @classmethod
+    def span_problems(cls, config: AttentionConfig, context: LayerContext, span: int, ranks: int, tp: int = 1):
+        groups = config.num_kv_heads or config.num_heads
+        return span_problems(config.num_heads // tp, groups // tp, config.window, span, ranks)
+
+    def least_span(self, ranks: int) -> int:
+        by_heads = not span_problems(self.num_heads, self.num_kv_heads, 0, 1, ranks)
+        return 1 if by_heads else max(1, self.config.window - 1)
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         if cu_seqlens is not None and state is not None:

@@ -35,6 +35,8 @@ class Cosformer2Config(GatedOutputConfig):
 class Cosformer2(Mixer):
     """Maps x [B, T, D] to [B, T, D]; the state is [B, H, 2 K, V] and the position of the next token."""
 
+    sequence_parallel = True
+
     def __init__(self, config: Cosformer2Config, context: LayerContext):
         super().__init__()
         d_model = context.d_model

@@ -41,6 +41,8 @@ class GlaConfig(LayerConfig):
 class Gla(Mixer):
     """x [B, T, D] -> [B, T, D], state [B, H, K, V]."""
 
+    sequence_parallel = True
+
     def __init__(self, config: GlaConfig, context: LayerContext):
         super().__init__()
         d_model = context.d_model

@@ -38,6 +38,7 @@ class HgrnConfig(LayerConfig):
 class Hgrn(Mixer):
     """x [B, T, D] -> [B, T, D]; the state is one number per channel, complex or real."""
 
+    sequence_parallel = True
     full_precision = ("theta",)
 
     def __init__(self, config: HgrnConfig, context: LayerContext):

@@ -45,6 +45,8 @@ class Hgrn2Config(LayerConfig):
 class Hgrn2(Mixer):
     """x [B, T, D] -> [B, T, D], state [B, H, K, V]."""
 
+    sequence_parallel = True
+
     def __init__(self, config: Hgrn2Config, context: LayerContext):
         super().__init__()
         d_model = context.d_model

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.hyena import LongFilter, ShortProjection, long_flops_paper
+from linnet.layers.short_conv import convolution_problems
 from linnet.ops import long_convolution, long_convolution_step
 
 
@@ -38,6 +39,8 @@ class HyenaMixer(Mixer):
     from the convolution's output y [..., C]. `C` is `conv_channels`; the filters are spread evenly over these channels.
     """
 
+    sequence_parallel = True
+
     def __init__(self, config: HyenaFilterConfig, d_model: int, channels: int, filters: int, conv_channels: int):
         super().__init__()
         self.config, self.d_model, self.channels, self.conv_channels = config, d_model, channels, conv_channels
@@ -45,6 +48,13 @@ class HyenaMixer(Mixer):
         self.k_proj = ShortProjection(d_model, channels, config.conv_width)
         self.v_proj = ShortProjection(d_model, channels, config.conv_width)
         self.filter = LongFilter(filters, config.num_modes, config.max_time_constant)
+
+    @classmethod
+    def span_problems(cls, config: HyenaFilterConfig, context: LayerContext, span: int, ranks: int, tp: int = 1):
+        return convolution_problems(config.conv_width, span)
+
+    def least_span(self, ranks: int) -> int:
+        return self.config.conv_width - 1
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
         carried = {} if state is None else state

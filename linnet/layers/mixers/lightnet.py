@@ -35,6 +35,8 @@ class LightnetConfig(GatedOutputConfig):
 class Lightnet(Mixer):
     """Maps x [B, T, D] to [B, T, D]; the state is that of `linnet.ops.additive_attention` and the next position."""
 
+    sequence_parallel = True
+
     def __init__(self, config: LightnetConfig, context: LayerContext):
         super().__init__()
         d_model = context.d_model

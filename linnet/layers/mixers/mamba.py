@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
-from linnet.layers.short_conv import ShortConv
+from linnet.layers.short_conv import ShortConv, convolution_problems
 from linnet.ops import gated_activation, selective_scan, selective_step
 
 SHORTEST_STEP, LONGEST_STEP, SMALLEST_STEP = 1e-3, 1e-1, 1e-4  # of delta at initialisation, before the input acts
@@ -36,6 +36,7 @@ class MambaConfig(LayerConfig):
 class Mamba(Mixer):
     """x [B, T, D] -> [B, T, D], state [B, C, N] and the inputs that the convolution looks back to, [B, W - 1, C]."""
 
+    sequence_parallel = True
     full_precision = ("dt_bias", "A_log", "skip")
 
     def __init__(self, config: MambaConfig, context: LayerContext):
@@ -54,6 +55,13 @@ class Mamba(Mixer):
         self.out_proj = nn.Linear(self.channels, context.d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
         self.reset_steps()
+
+    @classmethod
+    def span_problems(cls, config: MambaConfig, context: LayerContext, span: int, ranks: int, tp: int = 1):
+        return convolution_problems(config.conv_width, span)
+
+    def least_span(self, ranks: int) -> int:
+        return self.config.conv_width - 1
 
     @torch.no_grad()
     def reset_steps(self) -> None:

@@ -52,6 +52,8 @@ class TnlConfig(GatedOutputConfig):
 class Tnl(Mixer):
     """x [B, T, D] -> [B, T, D], state [B, H, K, V] and, with LRPE, the position of the next token."""
 
+    sequence_parallel = True
+
     def __init__(self, config: TnlConfig, context: LayerContext):
         super().__init__()
         d_model = context.d_model

@@ -31,6 +31,7 @@ class TpeConfig(LayerConfig):
 class Tpe(Mixer):
     """x [B, T, D] -> [B, T, D], causal, with state u [B, D, E]."""
 
+    sequence_parallel = True
     before_layers = True
     full_precision = ("log_rate", "weight")
 

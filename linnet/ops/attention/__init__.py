@@ -6,7 +6,7 @@ Which code runs:
 * Windows and documents on a GPU run compiled flex attention, which skips the blocks of scores that no query sees.
 * Windows and documents elsewhere (CPU, float64, `torch.vmap`) run SDPA on blocks (`linnet.ops.attention.blocks`).
 
-No path builds a [T, T] mask except the reference form.
+No path builds a [T, T] mask except the reference form. Rows that are cut into spans: `linnet.ops.attention.spans`.
 """
 
 import functools
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linnet.ops import backend, compat_torch
+from linnet.ops import backend, compat_torch, sequence
 from linnet.ops.attention.blocks import attend_documents, attend_window
+from linnet.ops.attention.spans import attend_span, span_problems
 from linnet.ops.documents import check_documents
 from linnet.ops.registration import empty_like, register
 from linnet.ops.vmap_rules import Mapped, fold, is_mapped, unfold
 
-__all__ = ["attend_window", "causal_attention"]
+__all__ = ["attend_window", "causal_attention", "span_problems"]
 
 # Largest sequence and head width of Linnet's own kernels; longer and wider ones were not measured.
 LONGEST, WIDEST = 1024, 32
@@ -54,6 +55,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, cu_seqlen
         )
     if window < 0:
         raise ValueError(f"causal_attention: window: {window} is negative; give tokens, or 0 for no limit")
+    if sequence.span() is not None:
+        return attend_span(_attend, q, k, v, window, cu_seqlens)
+    return _attend(q, k, v, window, cu_seqlens)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None) -> Tensor:
+    """Attention of whole rows."""
     check_documents(cu_seqlens, *q.shape[:2])
     window = window if window < q.shape[1] else 0  # a window as long as the row hides nothing
     if window or cu_seqlens is not None:

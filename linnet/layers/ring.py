@@ -1,0 +1,81 @@
+"""Mixers that know nothing of spans: their state is passed from rank to rank, with gradients.
+
+Inside `linnet.ops.sequence.sequence_parallel` a row is cut into spans, one a rank. A mixer with `sequence_parallel` set
+computes its span itself. Any other one, such as a plugin's, runs `forward` with the state that the rank before has
+sent, as a prefill in parts does, and sends the state after its span on. The result is that of the whole row. The ranks
+work one after the other in a layer, and each is one layer behind the one before it.
+"""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from linnet.layers.base import Mixer, State
+from linnet.ops import ring, sequence
+
+
+def mix(mixer: Mixer, x: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State | None]:
+    """Calls a mixer as `Mixer.forward` says, on whole rows or on this rank's span of them."""
+    here = sequence.span()
+    if here is None or state is not None or (mixer.sequence_parallel and not here.ring):
+        return mixer(x, state, cu_seqlens)
+    return _pass_on(mixer, x, cu_seqlens, here), None
+
+
+def _pass_on(mixer: Mixer, x: Tensor, cu_seqlens: Tensor | None, here: sequence.Span) -> Tensor:
+    batch, length = x.shape[:2]
+    rows = None if cu_seqlens is None else sequence.rows_of(cu_seqlens, batch * length)
+    context, dtype = length * here.size, x.dtype if x.dtype == torch.float64 else None
+    crossing = batch if rows is None else rows.first.shape[0]  # of the documents of a row, one may cross to a span
+    start = mixer.init_state(crossing, context, x.device, dtype)
+    first, counts = _pack(start, start, mixer)
+    received, counts = ring.receive(_anchor(mixer, x), first, counts, here.group)
+    state = _unpack(received, counts, start)
+    with sequence.sequence_parallel(None):
+        if rows is not None:
+            fresh = mixer.init_state(cu_seqlens.shape[0] - 1, context, x.device, dtype)
+            state = {name: rows.enter(state[name], fresh[name]) for name in state}
+        y, after = mixer(x, state, cu_seqlens)
+        if rows is not None:
+            after = {name: rows.select_last(one) for name, one in after.items()}
+    sent, counts = _pack(after, start, mixer)
+    return y + ring.send(sent, counts, received, here.group)
+
+
+def _anchor(mixer: Mixer, x: Tensor) -> Tensor:
+    """Returns one number that requires a gradient wherever the mixer's output does."""
+    parameters = () if x.requires_grad else (p for p in mixer.parameters() if p.requires_grad)
+    return next(iter(parameters), x).flatten()[:1]
+
+
+def _pack(state: State, like: State, mixer: Mixer) -> tuple[Tensor, Tensor]:
+    """Returns the floating-point numbers of a state, in its widest dtype, and its whole numbers: [n] and int64 [m]."""
+    given, wanted = ({name: list(x.shape) for name, x in one.items()} for one in (state, like))
+    if given != wanted:
+        raise ValueError(f"{mixer.name}: forward returned the state {given}; return that of `state_spec`, {wanted}")
+    real = [torch.view_as_real(x) if x.is_complex() else x for x in (state[name] for name in like)]
+    floats = [x for x in real if x.is_floating_point()]
+    wide = torch.float32
+    for x in floats:
+        wide = torch.promote_types(wide, x.dtype)
+    whole = [x.flatten().to(torch.int64) for x in real if not x.is_floating_point()]
+    device = next(mixer.parameters()).device if not real else real[0].device
+    return (
+        torch.cat([x.flatten().to(wide) for x in floats]) if floats else torch.zeros(0, device=device),
+        torch.cat(whole) if whole else torch.zeros(0, dtype=torch.int64, device=device),
+    )
+
+
+def _unpack(floats: Tensor, whole: Tensor, like: State) -> State:
+    state, done = {}, {True: 0, False: 0}
+    for name, x in like.items():
+        kind = x.is_floating_point() or x.is_complex()
+        shape = (*x.shape, 2) if x.is_complex() else tuple(x.shape)
+        part = (floats if kind else whole).narrow(0, done[kind], prod(shape)).view(shape)
+        done[kind] += prod(shape)
+        if x.is_complex():
+            state[name] = torch.view_as_complex(part.to(x.real.dtype))
+        else:
+            state[name] = part.to(x.dtype)
+    return state

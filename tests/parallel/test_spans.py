@@ -1,0 +1,119 @@
+"""Whole models on rows that are cut into spans, one a rank, against the same model on whole rows in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from linnet.layers import routing
+from linnet.models import ModelConfig, build_model
+from linnet.ops import sequence
+from linnet.train import recompute
+from linnet.train.objective import training_loss
+
+TOLERANCE = 1e-12
+LENGTH = 24
+VOCAB = 40
+
+SMALL = {"d_model": 16, "vocab_size": VOCAB, "init_std": 0.3}
+MODELS = {
+    "tnl": {"layout": "tnl+sglu x2", "options": {"tnl": {"num_heads": 4, "lrpe": "first_layer"}}},
+    "hgrn2": {"layout": "hgrn2+sglu x2", "options": {"hgrn2": {"num_heads": 4}}},
+    "hgrn": {"layout": "hgrn+swiglu x2"},
+    "hgrn complex": {"layout": "hgrn+swiglu x2", "options": {"hgrn": {"complex": True}}},
+    "gla": {"layout": "gla+swiglu x2", "options": {"gla": {"num_heads": 2}}},
+    "lightnet": {
+        "layout": "tpe lightnet+swiglu x2",
+        "options": {"lightnet": {"num_heads": 4}, "tpe": {"num_modes": 4}},
+    },
+    "cosformer2": {"layout": "tpe cosformer2+sglu x2", "options": {"cosformer2": {"num_heads": 4}}},
+    "mamba": {"layout": "mamba x2", "options": {"mamba": {"state": 4}}},
+    "hyena": {"layout": "hyena+swiglu x2", "options": {"hyena": {"num_modes": 4}}},
+    "mh_hyena": {"layout": "mh_hyena+swiglu x2", "options": {"mh_hyena": {"num_heads": 4}}},
+    "hyena_experts": {
+        "layout": "hyena_experts+moe x2",
+        "options": {
+            "hyena_experts": {"num_experts": 4, "num_modes": 4, "balance_coefficient": 0.1},
+            "moe": {"num_experts": 4, "inner": 8, "balance_coefficient": 0.1},
+        },
+    },
+    "llama": {"layout": "attention+swiglu x2", "options": {"attention": {"num_heads": 4}}},
+    "grouped": {
+        "layout": "attention+swiglu tnl+sglu attention+swiglu",
+        "options": {"attention": {"num_heads": 8, "num_kv_heads": 2}, "tnl": {"num_heads": 2}},
+        "positions": "learned",
+        "num_positions": LENGTH,
+        "dropout": 0.1,
+    },
+    "window": {
+        "layout": "attention+swiglu x2",
+        "options": {"attention": {"num_heads": 2, "window": 6, "qk_norm": True}},
+        "positions": "sinusoidal",
+    },
+}
+RINGS = ("tnl", "lightnet", "mamba", "llama", "hyena_experts")
+
+
+def gradients(name, tokens, targets, cu_seqlens=None, mode="none", compiled=False):
+    """The loss over all targets with what layers add to it, and the gradients of a model on one process."""
+    from linnet.layers import dropout
+
+    model = build_model(ModelConfig(**SMALL | MODELS[name]), seed=1).double().train()
+    here = sequence.span()
+    if here is not None:
+        routing.balance_over(model, here.group)
+    recompute.apply(model, mode, exchanges=here is not None)
+    if compiled:
+        for block in model.backbone.blocks:
+            block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+    arguments = (tokens, targets) if cu_seqlens is None else (tokens, targets, cu_seqlens)
+    with dropout.position(model, step=3, first_row=2, row_length=LENGTH):
+        total, count, *extra = training_loss(model, model.loss)(*arguments)
+    loss = sum(extra, total / (targets != -100).sum())
+    loss.backward()
+    found = {"loss": loss.detach(), "count": count} | {key: p.grad for key, p in model.named_parameters()}
+    assert not [key for key, grad in found.items() if grad is None]
+    return found
+
+
+def difference(name, tokens, targets, cu_seqlens=None, method="auto", mode="none", compiled=False):
+    """The largest relative difference between sums over the ranks and one process, for the loss and each gradient."""
+    arguments = name, tokens, targets, cu_seqlens
+    whole = gradients(*arguments)
+    with sequence.sequence_parallel(dist.group.WORLD, method):
+        found = gradients(*arguments, mode=mode, compiled=compiled)
+    for tensor in found.values():
+        dist.all_reduce(tensor)
+    assert found.pop("count") == whole.pop("count")
+    worst = {key: ((found[key] - x).abs().max() / x.abs().max().clamp(min=1e-6)).item() for key, x in whole.items()}
+    return max(worst.items(), key=lambda item: item[1])
+
+
+def differences(cases):
+    return {label: difference(*arguments, **options) for label, arguments, options in cases}
+
+
+def batch(rows=2, length=LENGTH):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCAB, (rows, length + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    targets[0, 3] = -100
+    return tokens[:, :-1].contiguous(), targets
+
+
+def check(pool, ranks, cases):
+    """Runs models (name, its batch, further options of `difference`) on spans."""
+    labelled = [
+        (f"{number} {name} {options}", (name, *batch), options) for number, (name, batch, options) in enumerate(cases)
+    ]
+    for found in pool.run(ranks, differences, labelled, timeout=90):
+        assert {label: x for label, x in found.items() if not x[1] <= TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_models_on_spans_of_rows_equal_one_process(pool, ranks):
+    check(pool, ranks, [(name, batch(), {}) for name in ("llama", "window")])
+
+
+def test_states_pass_from_rank_to_rank_for_any_mixer(pool):
+    check(pool, 2, [(name, batch(), {"method": "ring"}) for name in MODELS])
+    check(pool, 3, [(name, batch(), {"method": "ring", "mode": "block"}) for name in RINGS])
