@@ -12,8 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from linnet.models import CausalLM, ModelConfig, empty_model
 from linnet.models.causal_lm import draw_parts
+from linnet.ops.tensor_parallel import Split, gather
+from linnet.parallel import tensor
 from linnet.parallel.mesh import Mesh
 from linnet.parallel.shard import shard, sharded_modules
+
+Cuts = Mapping[str, tuple[int, tuple[int, ...]]]  # name -> dimension that tensor parallelism cuts, and whole shape
 
 
 def build(
@@ -25,7 +29,7 @@ def build(
     reshard: bool = True,
     wrap: Callable[[nn.Module], None] | None = None,
     dtype: torch.dtype | None = None,
-) -> tuple[CausalLM, dict[str, int | None] | None]:
+) -> tuple[CausalLM, Cuts | None]:
     """Returns this rank's part of the model that `build_model(config, seed)` returns, on the device of `mesh`.
 
     Args:
@@ -34,30 +38,27 @@ def build(
         dtype: of the parameters and of floating-point buffers; None is float32.
 
     Returns:
-        The model, and the dimension in which tensor parallelism splits each parameter and buffer (`split_dims`), None
-        without tensor parallelism.
+        The model, and what tensor parallelism has cut (`tensor.cuts`), None without it.
     """
-    model, split = empty_model(config, "meta"), None
+    model, cuts = empty_model(config, "meta"), None
     if dtype is not None:
         model.to(dtype)
     if mesh.tp > 1:
-        from linnet.parallel import tensor
-
-        split = tensor.split_dims(model)
         tensor.split(model, mesh.tp_group)
+        cuts = tensor.cuts(model)
     if wrap is not None:
         wrap(model)
     shard(model, mesh, precision, reshard)
     model.to_empty(device=mesh.device)
-    fill(model, config, seed, mesh, split or {})
+    fill(model, config, seed, mesh)
     for module in sharded_modules(model):  # a first gather: FSDP pads unequal shards, which replaces their memory
         module.unshard()
         module.reshard()
-    return model, split
+    return model, cuts
 
 
 @torch.no_grad()
-def fill(model: nn.Module, config: ModelConfig, seed: int, mesh: Mesh, split: Mapping[str, int | None]) -> None:
+def fill(model: CausalLM, config: ModelConfig, seed: int, mesh: Mesh) -> None:
     """Writes this rank's slices of the initial weights, and its buffers."""
     places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, part in draw_parts(config, seed):
@@ -65,37 +66,32 @@ def fill(model: nn.Module, config: ModelConfig, seed: int, mesh: Mesh, split: Ma
             place = places.pop(key, None)
             if place is None:
                 continue  # a shared module that a layer also owns; it was filled under its first name
-            mine = whole if split.get(key) is None else _tp_slice(whole, split[key], mesh)
-            _write(place, mine, mesh)
+            _write(place, tensor.slice_of(model, key, whole), mesh)
     if places:
         raise AssertionError(f"no part of the model holds {', '.join(places)}")
 
 
-def whole_tensors(tensors: Mapping[str, Tensor], mesh: Mesh, split: Mapping[str, int | None]) -> dict[str, Tensor]:
+@torch.no_grad()
+def whole_tensors(tensors: Mapping[str, Tensor], mesh: Mesh, cuts: Cuts) -> dict[str, Tensor]:
     """Returns the whole tensors on the host of rank 0, and {} on other ranks. Every rank must call it.
 
     One tensor at a time is gathered, so a device needs the memory of the largest one.
 
     Args:
         tensors: name -> DTensor of a sharded model, or a tensor that each rank has, in the same order on all ranks.
-        split: name -> dimension in which tensor parallelism splits it.
+        cuts: what tensor parallelism has cut.
     """
     found = {}
-    for name, tensor in tensors.items():
-        whole = tensor.detach()
+    for name, own in tensors.items():
+        whole = own.detach()
         whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-        if (dim := split.get(name)) is not None:
-            parts = [torch.empty_like(whole) for _ in range(mesh.tp)]
-            torch.distributed.all_gather(parts, whole.contiguous(), group=mesh.tp_group)
-            whole = torch.cat(parts, dim)
+        if name in cuts:
+            dim, shape = cuts[name]
+            whole = gather(whole, dim, Split.over(mesh.tp_group), shape[dim])
         if mesh.main:
             found[name] = whole.to("cpu", copy=True)
         del whole
     return found
-
-
-def _tp_slice(whole: Tensor, dim: int, mesh: Mesh) -> Tensor:
-    return whole.chunk(mesh.tp, dim)[mesh.tp_rank]
 
 
 def _write(place: Tensor, whole: Tensor, mesh: Mesh) -> None:

@@ -64,7 +64,7 @@ def split(model: CausalLM, group: dist.ProcessGroup) -> None:
 def split_dims(model: nn.Module) -> dict[str, int | None]:
     """Returns the dimension in which each parameter and buffer of a model is cut; None if each rank holds it whole.
 
-    Works before and after `split`, on a model that was not split (all None), and under FSDP and compilation.
+    Call it after `split`; a model that was not split is whole. It works under FSDP and compilation too.
     """
     places = getattr(model, "tp_places", {})
     return {name: places[name].dim if name in places else None for name, _, _ in _tensors(model)}
@@ -74,6 +74,12 @@ def whole_shapes(model: nn.Module) -> dict[str, torch.Size]:
     """Returns the shape of each parameter and buffer in the model before it was split."""
     places = getattr(model, "tp_places", {})
     return {name: places[name].shape if name in places else tensor.shape for name, _, tensor in _tensors(model)}
+
+
+def cuts(model: nn.Module) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Returns the dimension and the whole shape of each parameter and buffer that is cut."""
+    shapes, dims = whole_shapes(model), split_dims(model)
+    return {name: (dim, tuple(shapes[name])) for name, dim in dims.items() if dim is not None}
 
 
 def slice_of(model: CausalLM, name: str, whole: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
@@ -40,7 +40,6 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 
-from linnet.parallel import tensor as tensor_parallel
 from linnet.runs import checkpoint, slices
 from linnet.runs.checkpoint import CheckpointError, Tensors
 from linnet.runs.files import is_full, sync_folder
@@ -168,12 +167,6 @@ def placed(tensors: Tensors, mesh: "Mesh", split: Split) -> Placed:
             cut = split.get(parameter) if tensor.ndim else None  # a step of an optimizer has no dimension
             found.setdefault(group, {})[name] = _slice(tensor, mesh, cut)
     return found
-
-
-def cuts(model: nn.Module) -> Split:
-    """Returns the dimension and the whole shape of each parameter and buffer that tensor parallelism has cut."""
-    shapes, dims = tensor_parallel.whole_shapes(model), tensor_parallel.split_dims(model)
-    return {name: (dim, tuple(shapes[name])) for name, dim in dims.items() if dim is not None}
 
 
 def _slice(tensor: Tensor, mesh: "Mesh", cut: tuple[int, tuple[int, ...]] | None) -> Slice:

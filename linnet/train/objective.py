@@ -22,6 +22,7 @@ from linnet.train.config import TrainConfig
 from linnet.train.evaluation import Evaluations
 
 if TYPE_CHECKING:
+    from linnet.parallel.build import Cuts
     from linnet.parallel.mesh import Mesh
 
 Batch = tuple[Tensor, ...]  # the first dimension of each tensor counts the rows
@@ -167,7 +168,7 @@ class RunObjective(Objective):
 
     def build_sharded(
         self, seed: int, mesh: "Mesh", wrap: Callable[[nn.Module], None]
-    ) -> tuple[nn.Module, dict[str, int | None] | None]:
+    ) -> "tuple[nn.Module, Cuts | None]":
         """Returns this rank's part of the model of `build`, as `linnet.parallel.build.build` does.
 
         Raises:

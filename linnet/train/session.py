@@ -30,6 +30,7 @@ from linnet.train.prefetch import Prefetch
 from linnet.train.schedule import factor
 
 if TYPE_CHECKING:
+    from linnet.parallel.build import Cuts
     from linnet.parallel.mesh import Mesh
 
 Flags = tuple[bool, bool]
@@ -51,7 +52,7 @@ class Session:
         grad_norm: norm of the last gradient that `judge` read.
         flags: the flags that `gradients` was called with, true if they were on any rank: those of this step, on a GPU
             those of the step before, because reading them must not wait for the device.
-        split: dimension in which tensor parallelism splits each tensor of the model; None without it.
+        split: the tensors of the model that tensor parallelism has cut (`tensor.cuts`); None without it.
     """
 
     def __init__(self, config: TrainConfig, objective: RunObjective, device: torch.device, mesh: "Mesh | None" = None):
@@ -61,7 +62,7 @@ class Session:
         """
         self.config, self.objective, self.device, self.mesh = config, objective, device, mesh
         self.parts = config.accumulation
-        self.split: dict[str, int | None] | None = None
+        self.split: Cuts | None = None
         if mesh is None:
             self.model = objective.build(config.seed, device)
             recompute.apply(self.model, config.run.recompute)
@@ -70,7 +71,8 @@ class Session:
             self.model, self.split = objective.build_sharded(config.seed, mesh, self._wrap)
         loss = training_loss(self.model, objective.loss(self.model))
         self._loss = torch.compile(loss) if config.run.compile and mesh is None else loss
-        self.optimizer = Optimizer(self.model, config.optimizer, mesh, self.split)
+        split_dims = {name: dim for name, (dim, _) in (self.split or {}).items()}
+        self.optimizer = Optimizer(self.model, config.optimizer, mesh, split_dims)
         first, world = (0, 1) if mesh is None else (mesh.dp_rank, mesh.dp)
         self.prefetch = Prefetch(objective.batches(), device, first, world)
         self._first_row = config.batch_size * first // world

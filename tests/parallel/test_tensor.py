@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from test_shard import config, difference, train_rank
+from test_shard import train as train_session
 
 from linnet.deprecation import LinnetDeprecationWarning
 from linnet.layers import dropout
@@ -242,3 +244,22 @@ def test_the_old_word_is_read_as_partial():
     mixer.plan = WHOLE | {"gain": "replicate"}
     with pytest.warns(LinnetDeprecationWarning, match="partial"):
         assert tensor.words(mixer)["gain"] == "partial"
+
+
+SHARDED = {
+    "tnl": {"model": {"dropout": 0.1}, "run": {"recompute": "block"}},
+    "hgrn2": {"run": {"recompute": "selective"}, "accumulation": 2, "optimizer": {"name": "muon"}},
+    "mamba": {"parallel": {"dp_replicate": 2}},
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_with_fsdp_it_trains_as_one_process(pool, name):
+    """Two ranks of data and two of tensors: the weights at the start, losses, norms and weights after three steps."""
+    changes = {**SHARDED[name], "parallel": {"tp": 2, **SHARDED[name].get("parallel", {})}}
+    alone = {key: value for key, value in changes.items() if key not in ("parallel", "accumulation")}
+    losses, norms, weights = train_session(config(name, **alone), None)
+    ranks = pool.run(4, train_rank, config(name, **changes))
+    assert all(rank[:2] == ranks[0][:2] for rank in ranks)
+    assert ranks[0][0] == pytest.approx(losses, rel=1e-12) and ranks[0][1] == pytest.approx(norms, rel=1e-12)
+    assert difference(ranks[0][2], weights) < 1e-12

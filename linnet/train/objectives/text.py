@@ -37,6 +37,7 @@ from linnet.train.objective import Costs, Loss, Progress, RunObjective, Show
 from linnet.train.suites import Subject
 
 if TYPE_CHECKING:
+    from linnet.parallel.build import Cuts
     from linnet.parallel.mesh import Mesh
 
 SCORED = 4096  # least held-out tokens per forward pass: scoring stores nothing for gradients, so more tokens fit
@@ -140,7 +141,7 @@ class TextObjective(RunObjective):
 
     def build_sharded(
         self, seed: int, mesh: "Mesh", wrap: Callable[[nn.Module], None]
-    ) -> tuple[nn.Module, dict[str, int | None] | None]:
+    ) -> "tuple[nn.Module, Cuts | None]":
         from linnet.parallel.build import build
 
         config = self.config
