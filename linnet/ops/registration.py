@@ -23,11 +23,19 @@ from linnet.ops.vmap_rules import run_each, run_folded
 
 
 class Op(NamedTuple):
-    """A registered op: `torch.ops.linnet.<name>`, its backward, and the function that bypasses the dispatcher."""
+    """A registered op: `torch.ops.linnet.<name>`, its backward, and the functions that bypass the dispatcher.
+
+    `tensors` of its arguments are tensors, `passed` go to the backward, and `kept` and `learned` are as in `register`.
+    """
 
     forward: CustomOpDef
     backward: CustomOpDef
     call: Callable
+    call_backward: Callable
+    tensors: int
+    passed: int
+    kept: Sequence[int]
+    learned: Sequence[int]
 
 
 def register(
@@ -169,7 +177,8 @@ def register(
     if flops is not None:
         register_flop_formula(compat_torch.packet_of(op))(flops)
         register_flop_formula(compat_torch.packet_of(op_backward))(backward_flops)
-    return Op(op, op_backward, make_fast_path(op, setup_context, differentiate, implementation=forward_exactly))
+    call = make_fast_path(op, setup_context, differentiate, implementation=forward_exactly)
+    return Op(op, op_backward, call, call_backward, tensors, passed, tuple(kept), tuple(learned))
 
 
 def empty_like(x: Tensor) -> Tensor:

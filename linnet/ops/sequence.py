@@ -185,19 +185,27 @@ class Rows(NamedTuple):
         """bool [B]: whether one document covers the whole span, and began before it."""
         return self.continued & (self.first == self.last)
 
+    def spread_first(self, states: Tensor, documents: int, fill: float = 0.0) -> Tensor:
+        """States that enter rows [B, ...] -> of documents [N, ...]: `fill` for those that were not begun before."""
+        kept = states.where(match(self.continued, states), fill)
+        return states.new_full((documents, *states.shape[1:]), fill).index_copy(0, self.first, kept)
+
+    def select_first(self, states: Tensor) -> Tensor:
+        """The transpose of `spread_first`: of documents [N, ...] -> of rows [B, ...], 0 where none was begun before."""
+        return states[self.first].where(match(self.continued, states), 0.0)
+
     def select_last(self, states: Tensor) -> Tensor:
-        """States of documents [N, ...] -> those at the end of each row [B, ...]."""
+        """States after documents [N, ...] -> after rows [B, ...]."""
         return states[self.last]
 
     def enter(self, states: Tensor, fresh: Tensor) -> Tensor:
         """States of documents [N, ...]: those of rows [B, ...] where a document is continued, else `fresh` [N, ...]."""
-        kept = states.where(_match(self.continued, states), fresh[self.first])
+        kept = states.where(match(self.continued, states), fresh[self.first])
         return fresh.index_copy(0, self.first, kept)
 
-    def spread_first(self, states: Tensor, documents: int, fill: float = 0.0) -> Tensor:
-        """States of rows [B, ...] -> of documents [N, ...]: those of continued documents, `fill` for all others."""
-        kept = states.where(_match(self.continued, states), fill)
-        return states.new_full((documents, *states.shape[1:]), fill).index_copy(0, self.first, kept)
+    def spread_last(self, states: Tensor, documents: int) -> Tensor:
+        """The transpose of `select_last`."""
+        return states.new_zeros(documents, *states.shape[1:]).index_copy(0, self.last, states)
 
 
 def rows_of(cu_seqlens: Tensor, length: int) -> Rows:
@@ -227,8 +235,18 @@ def document_positions(cu_seqlens: Tensor, length: int) -> Tensor:
     return rows.spread_first(rows.before, states, 0)
 
 
-def _match(x: Tensor, like: Tensor) -> Tensor:
-    """x [B] as [B, 1, ...] with the axes of `like`."""
+def positions(x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Returns the positions, int64 [B, T], of the tokens of x [B, T, ...] in their row, or in their document."""
+    index = torch.arange(x.shape[1], device=x.device)
+    if cu_seqlens is None:
+        return (index + first_position(x.shape[1])).expand(x.shape[:2])
+    offsets = cu_seqlens.to(index.dtype)
+    document = torch.searchsorted(offsets[1:], index, right=True)
+    return (index - offsets[document] + document_positions(cu_seqlens, x.shape[1])[document])[None]
+
+
+def match(x: Tensor, like: Tensor) -> Tensor:
+    """Returns x [B] as [B, 1, ...] with the axes of `like`."""
     return x.view(-1, *[1] * (like.ndim - 1))
 
 
@@ -257,20 +275,21 @@ def exchange(state: Tensor, decay: Tensor | None = None, *, reverse: bool = Fals
     return linear.call(state, decay, place.name, place.method, reverse, pairs)
 
 
-def exchange_normalised(state: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+def exchange_normalised(state: Tensor, log_sum: Tensor, log_decay: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`exchange` for states that are divided by exp(log_sum), the sum of the weights of all tokens before.
 
-        z = log(exp(z_1) + exp(z_2)),   S = exp(z_1 - z) S_1 + exp(z_2 - z) S_2
+        z = log(exp(z_1 + log_decay_2) + exp(z_2)),   S = exp(z_1 + log_decay_2 - z) S_1 + exp(z_2 - z) S_2
 
     Args:
         state: S [N, H, K or 2K, V] after the span from nothing.
         log_sum: z [N, H, K]; -inf where there is no weight.
+        log_decay: a constant [N, 1, 1], 0, or -inf where a document starts in the span; None for 0.
 
     Returns:
         S and z at the start of the span: 0 and -inf on the first rank. Gradients reach both.
     """
     place = _require("exchange_normalised")
-    return normalised.call(state, log_sum, place.name, place.method)
+    return normalised.call(state, log_sum, log_decay, place.name, place.method)
 
 
 def _require(name: str) -> Span:
@@ -279,32 +298,45 @@ def _require(name: str) -> Span:
     return _span
 
 
-def _join(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """(state, decay) of two spans as one: what the second makes of the state after the first."""
+Summary = Sequence[Tensor | None]
+
+
+def join(first: Summary, second: Summary) -> tuple[Tensor, Tensor | None]:
+    """Returns (state, decay) of two spans as one: what the second makes of the state after the first."""
     (state1, decay1), (state2, decay2) = first, second
-    if decay1 is None or decay2 is None:
+    if decay2 is None:
         return state1 + state2, None
-    return torch.addcmul(state2, decay2, state1), decay2 * decay1
+    return torch.addcmul(state2, decay2, state1), None if decay1 is None else decay2 * decay1
 
 
-def _join_normalised(first: Sequence[Tensor], second: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    (state1, z1), (state2, z2) = first, second
+def join_pairs(first: Summary, second: Summary) -> tuple[Tensor, Tensor | None]:
+    """`join` for complex numbers as pairs of reals."""
+    joined = join(*([None if x is None else torch.view_as_complex(x) for x in pair] for pair in (first, second)))
+    return tuple(None if x is None else torch.view_as_real(x) for x in joined)
+
+
+def join_normalised(first: Summary, second: Summary) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`join` for (state, log-sum, log-decay) as in `exchange_normalised`."""
+    (state1, z1, log_decay1), (state2, z2, log_decay2) = first, second
+    if log_decay2 is not None:
+        z1 = z1 + log_decay2
     z = torch.logaddexp(z1, z2)
-    return _widen(share(z1, z), state1) * state1 + _widen(share(z2, z), state2) * state2, z
+    state = widen(share(z1, z), state1) * state1 + widen(share(z2, z), state2) * state2
+    return state, z, None if log_decay1 is None or log_decay2 is None else log_decay1 + log_decay2
 
 
 def share(part: Tensor, whole: Tensor) -> Tensor:
-    """exp(part - whole), the share of one log-sum in another; 0 where there is none."""
+    """Returns exp(part - whole), the share of one log-sum in another; 0 where there is none."""
     return (part - whole.masked_fill(whole == -torch.inf, 0.0)).exp()
 
 
-def _widen(x: Tensor, state: Tensor) -> Tensor:
-    """A factor per channel [N, H, K], made to multiply rows of a state [N, H, K or 2K, V]."""
+def widen(x: Tensor, state: Tensor) -> Tensor:
+    """Returns a factor per channel [N, H, K], made to multiply rows of a state [N, H, K or 2K, V]."""
     return (x if x.shape[-1] == state.shape[-2] else torch.cat([x, x], -1))[..., None]
 
 
-def _narrow(x: Tensor, channels: int) -> Tensor:
-    """The transpose of `_widen`'s doubling: [N, H, K or 2K] -> [N, H, K]."""
+def narrow(x: Tensor, channels: int) -> Tensor:
+    """Returns the transpose of `widen`'s doubling: [N, H, K or 2K] -> [N, H, K]."""
     return x if x.shape[-1] == channels else x.unflatten(-1, (2, -1)).sum(-2)
 
 
@@ -358,13 +390,8 @@ def _scan(own: Tensor, join: Callable, group: dist.ProcessGroup, rank: int, size
 def _exchange(state, decay, name, method, reverse, pairs):
     if decay is not None:
         decay = decay.to(state.dtype)
-    found = _fold([state, decay], _join_pairs if pairs else _join, name, method, reverse)
+    found = _fold([state, decay], join_pairs if pairs else join, name, method, reverse)
     return torch.zeros_like(state) if found is None else found[0].clone()
-
-
-def _join_pairs(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    joined = _join(*([None if x is None else torch.view_as_complex(x) for x in pair] for pair in (first, second)))
-    return tuple(None if x is None else torch.view_as_real(x) for x in joined)
 
 
 def _exchange_backward(state, decay, name, method, reverse, pairs, found, grad):
@@ -382,39 +409,43 @@ def _exchange_backward(state, decay, name, method, reverse, pairs, found, grad):
     return dstate, product.sum_to_size(decay.shape).to(decay.dtype)
 
 
-def _exchange_normalised(state, log_sum, name, method):
-    found = _fold([state, log_sum], _join_normalised, name, method, False)
+def _exchange_normalised(state, log_sum, log_decay, name, method):
+    found = _fold([state, log_sum, log_decay], join_normalised, name, method, False)
     if found is None:
         return torch.zeros_like(state), torch.full_like(log_sum, -torch.inf)
     return found[0].clone(), found[1].clone()
 
 
-def _exchange_normalised_backward(state, log_sum, name, method, found, found_z, grad, grad_z):
-    after = torch.logaddexp(found_z, log_sum)
-    later, later_z = gather_normalised(grad, grad_z, found, found_z, after, name, method)
+def _exchange_normalised_backward(state, log_sum, log_decay, name, method, found, found_z, grad, grad_z):
+    entering_z = found_z if log_decay is None else found_z + log_decay
+    after = torch.logaddexp(entering_z, log_sum)
+    later, later_z = later_gradients(grad, grad_z, found, share(entering_z, after), name, method)
     mine = share(log_sum, after)
-    dz = later_z + _narrow((later * state).sum(-1), log_sum.shape[-1])
-    return _widen(mine, state) * later, mine * dz
+    dz = later_z + narrow((later * state).sum(-1), log_sum.shape[-1])
+    return widen(mine, state) * later, mine * dz
 
 
-def gather_normalised(grad, grad_z, entering, entering_z, after, name, method) -> tuple[Tensor, Tensor]:
-    """Sums the gradients of later ranks' entering states, (grad, grad_z) on each, for the state after this span.
+def later_gradients(
+    grad: Tensor, grad_z: Tensor | None, entering: Tensor, passed: Tensor, name: str, method: str
+) -> tuple[Tensor, Tensor]:
+    """Returns what the states that enter later spans give to the gradient of the state after this one.
 
     Args:
-        entering, entering_z: the state that entered this span.
-        after: z after this span.
+        grad, grad_z: gradients of S and z as they enter this span, from this span alone; `grad_z` None for 0.
+        entering: S as it enters this span.
+        passed: [N, H, K], the share of `entering` in S after this span.
 
     Returns:
-        D, the gradient to S after the span, and d: the one to z is d + sum_V D S.
+        D and d, where D is the gradient to S after this span, and d + sum_V D S the one to z.
     """
-    channels = entering_z.shape[-1]
-    own = -_narrow((grad * entering).sum(-1), channels)
+    channels = passed.shape[-1]
+    own = -narrow((grad * entering).sum(-1), channels)
     if grad_z is not None:
         own = own + grad_z
     # What the normalisation takes travels as one more column of the state, in its first K rows.
     rest = grad.new_zeros(*grad.shape[:-2], grad.shape[-2] - channels)
     line = torch.cat([grad, torch.cat([own, rest], -1)[..., None]], -1)
-    line = linear.call(line, _widen(share(entering_z, after), grad), name, method, True, False)
+    line = linear.call(line, widen(passed, grad), name, method, True, False)
     return line[..., :-1], line[..., :channels, -1]
 
 
@@ -433,7 +464,7 @@ linear = register(
 
 normalised = register(
     "exchange_normalised",
-    "Tensor state, Tensor log_sum, str group, str method",
+    "Tensor state, Tensor log_sum, Tensor? log_decay, str group, str method",
     _exchange_normalised,
     _exchange_normalised_backward,
     outputs=2,

@@ -5,7 +5,7 @@ import importlib
 import torch
 from torch import Tensor
 
-from linnet.ops import backend
+from linnet.ops import backend, sequence
 from linnet.ops.additive import chunked
 from linnet.ops.additive.reference import reference
 from linnet.ops.additive.step import additive_step
@@ -13,6 +13,7 @@ from linnet.ops.arguments import check_devices, check_matrix_state, check_state
 from linnet.ops.chunks import count_pairs, exact, state_dtype
 from linnet.ops.documents import count_states
 from linnet.ops.registration import empty_like, register
+from linnet.ops.spans import cut_normalised
 
 __all__ = ["additive_attention", "additive_step"]
 
@@ -71,7 +72,14 @@ def additive_attention(
     S, z = (None, None) if initial_state is None else initial_state
     if backend.debugging() and not bool((k < torch.inf).all()):
         raise ValueError(f"{OP}: k must hold logits below +inf and no NaN; -inf masks a token")
-    if backend.use_reference():
+    if sequence.span() is not None:
+        if not causal:
+            raise ValueError(f"{OP}: causal=False needs whole rows, but ranks share them; use parallel.sp: 1")
+        if theta is not None and positions is None:
+            positions = sequence.positions(q, cu_seqlens)
+        arguments = (q, k, v, theta, positions, S, z, cu_seqlens, float(scale), causal)
+        o, S, z = additive_span(*arguments, output_final_state)
+    elif backend.use_reference():
         with exact(q):
             o, (S, z) = reference(q, k, v, theta, positions, initial_state, scale, causal, cu_seqlens)
     else:
@@ -159,6 +167,8 @@ additive = register(
     flops=_flops,
     backward_flops=_backward_flops,
 )
+
+additive_span = cut_normalised(additive, 5, 6, 7)
 
 
 def _check(q, k, v, theta, positions, causal, initial_state, cu_seqlens) -> None:

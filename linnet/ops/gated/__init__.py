@@ -3,14 +3,16 @@
 import torch
 from torch import Tensor
 
-from linnet.ops import backend
+from linnet.ops import backend, sequence
 from linnet.ops.arguments import check_decay_values, check_devices, check_matrix_state
+from linnet.ops.chunks import state_dtype
 from linnet.ops.gated import chunked
 from linnet.ops.gated.chunked import backward_flops, forward_flops
 from linnet.ops.gated.forget import forget_gate, forget_gated_attention
 from linnet.ops.gated.reference import gated_reference
 from linnet.ops.gated.step import forget_gated_pending_step, forget_gated_step, gated_step
 from linnet.ops.registration import register_matrix_state
+from linnet.ops.spans import cut_linear, split_rows
 
 __all__ = [
     "forget_gate",
@@ -70,7 +72,9 @@ def gated_linear_attention(
     if backend.debugging():
         check_decay_values("gated_linear_attention", log_decay)
     arguments = (q, k, v, log_decay, initial_state, cu_seqlens, float(scale))
-    if backend.use_reference():
+    if sequence.span() is not None:
+        o, final_state = gated_span(*arguments, output_final_state)
+    elif backend.use_reference():
         o, final_state = gated_reference(*arguments)
     else:
         o, final_state = gated.call(*arguments, output_final_state)
@@ -86,3 +90,11 @@ gated = register_matrix_state(
     flops=forward_flops,
     backward_flops=backward_flops,
 )
+
+
+def _decay(rows: int, q, k, v, log_decay, *_) -> Tensor:
+    """[B, H, K, 1]: the decay over a span."""
+    return split_rows(log_decay, rows).sum(1, dtype=state_dtype(q, k, v)).exp()[..., None]
+
+
+gated_span = cut_linear(gated, 4, 5, _decay)

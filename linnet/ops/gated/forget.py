@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linnet.ops import backend
+from linnet.ops import backend, sequence
 from linnet.ops.arguments import check_devices, check_matrix_state
 from linnet.ops.gated import chunked
 from linnet.ops.gated.reference import gated_reference
 from linnet.ops.registration import register_matrix_state
+from linnet.ops.spans import cut_linear, split_rows
 
 
 def forget_gate(x: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -73,11 +74,13 @@ def forget_gated_attention(
             f"give floating-point {list(q.shape[2:])}, one per channel of the key, or None"
         )
     check_devices("forget_gated_attention", q=q, lower_bound=lower_bound)
-    if backend.use_reference():
+    arguments = (q, x, v, lower_bound, initial_state, cu_seqlens, float(scale))
+    if sequence.span() is not None:
+        o, final_state = forget_gated_span(*arguments, output_final_state)
+    elif backend.use_reference():
         log_decay, k = forget_gate(x, lower_bound)
         o, final_state = gated_reference(q, k, v, log_decay, initial_state, cu_seqlens, scale)
     else:
-        arguments = (q, x, v, lower_bound, initial_state, cu_seqlens, float(scale))
         o, final_state = forget_gated.call(*arguments, output_final_state)
     return o, final_state if output_final_state else None
 
@@ -134,3 +137,12 @@ forget_gated = register_matrix_state(
     flops=chunked.forward_flops,
     backward_flops=chunked.backward_flops,
 )
+
+
+def _decay(rows: int, q, x, v, lower_bound, *_) -> Tensor:
+    """[B, H, K, 1]: the decay over a span."""
+    log_f, _ = forget_gate(split_rows(x, rows), lower_bound)
+    return log_f.sum(1).exp()[..., None]
+
+
+forget_gated_span = cut_linear(forget_gated, 4, 5, _decay)

@@ -2,13 +2,14 @@
 
 from torch import Tensor
 
-from linnet.ops import backend
+from linnet.ops import backend, sequence
 from linnet.ops.arguments import check_decay_values, check_devices, check_matrix_state
-from linnet.ops.chunks import count_pairs
+from linnet.ops.chunks import count_pairs, state_dtype
 from linnet.ops.lightning import chunked
 from linnet.ops.lightning.reference import lightning_reference
 from linnet.ops.lightning.step import lightning_pending_step, lightning_step
 from linnet.ops.registration import register_matrix_state
+from linnet.ops.spans import cut_linear
 
 __all__ = ["lightning_attention", "lightning_pending_step", "lightning_step"]
 
@@ -58,7 +59,9 @@ def lightning_attention(
     if backend.debugging():
         check_decay_values("lightning_attention", log_decay)
     arguments = (q, k, v, log_decay, initial_state, cu_seqlens, float(scale))
-    if backend.use_reference():
+    if sequence.span() is not None:
+        o, final_state = lightning_span(*arguments, output_final_state)
+    elif backend.use_reference():
         o, final_state = lightning_reference(*arguments)
     else:
         o, final_state = lightning.call(*arguments, output_final_state)
@@ -89,3 +92,13 @@ lightning = register_matrix_state(
     flops=_flops,
     backward_flops=_backward_flops,
 )
+
+
+def _decay(rows: int, q, k, v, log_decay, *_) -> Tensor | None:
+    """[1, H, 1, 1]: the decay over a span."""
+    if log_decay is None:
+        return None
+    return (log_decay.to(state_dtype(q, k, v)) * (q.shape[1] // max(1, rows))).exp()[None, :, None, None]
+
+
+lightning_span = cut_linear(lightning, 4, 5, _decay)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from linnet.ops import backend
+from linnet.ops import backend, sequence
 from linnet.ops.arguments import check_decay_values, check_sequence
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.longconv import chunked
@@ -15,6 +15,7 @@ from linnet.ops.longconv.heads import filtered_attention
 from linnet.ops.longconv.reference import kernel_reference, modal_reference
 from linnet.ops.longconv.step import long_convolution_step
 from linnet.ops.registration import empty_like, register
+from linnet.ops.spans import check_span
 
 __all__ = ["ModalFilter", "filtered_attention", "long_convolution", "long_convolution_step"]
 
@@ -58,6 +59,8 @@ def long_convolution(
     (arXiv:2310.18780).
     """
     _check(x, filter, initial_state, output_final_state, cu_seqlens)
+    if sequence.span() is not None:
+        return _convolve_span(x, filter, initial_state, output_final_state, cu_seqlens)
     if isinstance(filter, Tensor):
         if backend.use_reference():
             return kernel_reference(x, filter, cu_seqlens), None
@@ -78,6 +81,70 @@ def long_convolution(
 
 def _convolve(x: Tensor, kernel: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return convolve.call(x.unflatten(2, (kernel.shape[0], -1))[None], kernel[None], cu_seqlens)[0].flatten(2)
+
+
+def _convolve_span(x, filter, initial_state, output_final_state, cu_seqlens) -> tuple[Tensor, Tensor | None]:
+    """`long_convolution` of a span of longer rows (`linnet.ops.sequence`): with the state that enters it."""
+    if isinstance(filter, Tensor):
+        raise ValueError(
+            f"{OP}: a filter given by its values has no state to pass from rank to rank; give a ModalFilter, or whole "
+            "rows of some channels (linnet.ops.sequence.all_to_all)"
+        )
+    check_span(initial_state, cu_seqlens)
+    with exact(x):
+        filter = filter.to(state_dtype(x, filter.theta))
+        y = _convolve(x, kernel_of(filter, x.shape[1]), cu_seqlens)
+        rows = None if cu_seqlens is None else sequence.rows_of(cu_seqlens, x.shape[1])
+        length = x.shape[1] if rows is None else x.shape[1] // rows.before.shape[0]
+        over = torch.stack(powers(filter, torch.full((1,), length, device=x.device)), -1).transpose(
+            1, 2
+        )  # [F, 1, N, 2]
+        over = over.expand(-1, x.shape[2] // filter.theta.shape[0], -1, -1).flatten(0, 1)[None]
+        if rows is None:
+            state = _sum_up(x, filter)
+        else:
+            state = rows.select_last(_last(x, filter, None, cu_seqlens))
+            over = over * sequence.match(rows.passing, over)
+        if initial_state is not None:  # of the whole row: it enters on the first rank
+            initial_state = initial_state * float(sequence.span().rank == 0)
+            state = sequence.join_pairs((initial_state, None), (state, over))[0]
+        state = sequence.exchange(state, over, pairs=True)
+        if initial_state is not None:
+            state = state + initial_state
+        if rows is None:
+            y = y + _read_far(x, filter, state).to(x.dtype)
+        else:
+            state = rows.spread_first(state, cu_seqlens.shape[0] - 1)
+            y = y + _read(x, filter, state, cu_seqlens).to(x.dtype)
+        return y, _last(x, filter, state, cu_seqlens) if output_final_state else None
+
+
+# `_read` and `_last` of long rows: in two levels, so that tables have about sqrt(T) entries.
+
+
+def _sum_up(x: Tensor, filter: ModalFilter) -> Tensor:
+    """[B, D, modes, 2]: the modes after the last token, from zero."""
+    filters, length = filter.theta.shape[0], x.shape[1]
+    size = max(1, round(length**0.5))
+    count = -(-length // size)
+    values = pad(x.to(filter.theta.dtype), (0, 0, count * size - length, 0)).unflatten(1, (count, size))
+    table = write_table(filter, size).flip(1)
+    chunks = torch.einsum("fsnc,bksfp->bkfpnc", table, values.unflatten(3, (filters, -1)))
+    far = size * torch.arange(count - 1, -1, -1, device=x.device)
+    real, imaginary = (part.permute(2, 0, 1)[:, :, None] for part in powers(filter, far))
+    return turn(chunks, real, imaginary).sum(1).flatten(1, 2)
+
+
+def _read_far(x: Tensor, filter: ModalFilter, state: Tensor) -> Tensor:
+    """[B, T, D]: what the tokens read of the state before the first."""
+    filters, length = filter.theta.shape[0], x.shape[1]
+    size = max(1, round(length**0.5))
+    count = -(-length // size)
+    far = size * torch.arange(count, device=x.device)
+    real, imaginary = (part.permute(2, 0, 1)[:, :, None] for part in powers(filter, far))
+    chunks = turn(state.unflatten(1, (filters, -1))[:, None], real, imaginary)  # [B, count, F, P, N, 2]
+    y = torch.einsum("ftnc,bkfpnc->bktfp", read_table(filter, size), chunks)
+    return y.flatten(1, 2)[:, :length].flatten(2)
 
 
 # What a state adds: the response of the filter to what came before, and the modes after the last token.

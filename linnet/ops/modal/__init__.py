@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from linnet.ops import backend
+from linnet.ops import backend, sequence
 from linnet.ops.arguments import check_decay_values, check_sequence
 from linnet.ops.chunks import count_pairs, state_dtype
 from linnet.ops.documents import count_states
@@ -10,6 +10,7 @@ from linnet.ops.modal import chunked
 from linnet.ops.modal.reference import modal_reference
 from linnet.ops.modal.step import modal_step
 from linnet.ops.registration import empty_like, register
+from linnet.ops.spans import cut_linear
 
 __all__ = ["modal_convolution", "modal_step"]
 
@@ -52,7 +53,10 @@ def modal_convolution(
     _check(x, log_decay, weight, initial_state, cu_seqlens)
     if backend.debugging():
         check_decay_values(OP, log_decay)
-    form = modal_reference if backend.use_reference() else modal.call
+    if sequence.span() is not None:
+        form = modal_span
+    else:
+        form = modal_reference if backend.use_reference() else modal.call
     y, final_state = form(x, log_decay, weight, initial_state, cu_seqlens)
     return y, final_state if output_final_state else None
 
@@ -96,6 +100,14 @@ modal = register(
     flops=_flops,
     backward_flops=_backward_flops,
 )
+
+
+def _decay(rows: int, x, log_decay, weight, *_) -> Tensor:
+    """[1, D, E]: the decay over a span."""
+    return (log_decay.to(state_dtype(x, log_decay, weight)) * (x.shape[1] // max(1, rows))).exp()[None]
+
+
+modal_span = cut_linear(modal, 3, 4, _decay)
 
 
 def _check(x, log_decay, weight, initial_state, cu_seqlens) -> None:

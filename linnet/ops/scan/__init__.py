@@ -1,8 +1,9 @@
 """The diagonal recurrence, real and complex (HGRN v1, in paper 002)."""
 
+import torch
 from torch import Tensor
 
-from linnet.ops import backend
+from linnet.ops import backend, sequence
 from linnet.ops.arguments import check_decay_values, check_sequence
 from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import count_states
@@ -10,6 +11,7 @@ from linnet.ops.registration import empty_like, register
 from linnet.ops.scan import chunked
 from linnet.ops.scan.reference import scan_reference
 from linnet.ops.scan.step import diagonal_step
+from linnet.ops.spans import cut_linear, split_rows
 
 __all__ = ["diagonal_scan", "diagonal_step"]
 
@@ -50,7 +52,10 @@ def diagonal_scan(
     _check(x, log_decay, theta, initial_state, cu_seqlens)
     if backend.debugging():
         check_decay_values(OP, log_decay)
-    form = scan_reference if backend.use_reference() else scan.call
+    if sequence.span() is not None:
+        form = scan_span
+    else:
+        form = scan_reference if backend.use_reference() else scan.call
     h, final_state = form(x, log_decay, theta, initial_state, cu_seqlens)
     return h, final_state if output_final_state else None
 
@@ -97,6 +102,18 @@ scan = register(
     flops=_flops,
     backward_flops=_backward_flops,
 )
+
+
+def _decay(rows: int, x, log_decay, theta, *_) -> Tensor:
+    """[B, D]: the decay over a span; [B, D, 2] with theta."""
+    size = split_rows(log_decay, rows).sum(1, dtype=state_dtype(x, log_decay)).exp()
+    if theta is None:
+        return size
+    angle = theta.double() * (x.shape[1] // max(1, rows))
+    return size[..., None] * torch.stack([angle.cos(), angle.sin()], -1).to(size.dtype)
+
+
+scan_span = cut_linear(scan, 3, 4, _decay, pairs=2)
 
 
 def _check(x, log_decay, theta, initial_state, cu_seqlens) -> None:

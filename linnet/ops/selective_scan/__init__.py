@@ -1,8 +1,9 @@
 """The selective scan: the recurrence of Mamba (paper 004, C.4), with decays and writes that depend on the token."""
 
 from torch import Tensor
+from torch.nn.functional import softplus
 
-from linnet.ops import backend
+from linnet.ops import backend, sequence
 from linnet.ops.arguments import check_sequence
 from linnet.ops.chunks import state_dtype
 from linnet.ops.registration import empty_like, register
@@ -10,6 +11,7 @@ from linnet.ops.selective_scan import chunked
 from linnet.ops.selective_scan.chunked import Shape, runs_in_kernels
 from linnet.ops.selective_scan.reference import selective_reference
 from linnet.ops.selective_scan.step import selective_step
+from linnet.ops.spans import cut_linear, split_rows
 
 __all__ = ["selective_scan", "selective_step"]
 
@@ -57,11 +59,12 @@ def selective_scan(
     _check(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens)
     if backend.debugging():
         _check_values(None if delta_bias is not None else delta, A)
-    if backend.use_reference():
+    if backend.use_reference() and sequence.span() is None:
         y, final_state = selective_reference(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens)
     else:
         skip, bias = (None if y is None else y[None] for y in (D, delta_bias))
-        y, final_state, _ = selective.call(x, delta, A[None], B, C, skip, bias, initial_state, cu_seqlens)
+        form = selective.call if sequence.span() is None else selective_span
+        y, final_state, *_ = form(x, delta, A[None], B, C, skip, bias, initial_state, cu_seqlens)
     return y, final_state if output_final_state else None
 
 
@@ -113,6 +116,18 @@ selective = register(
     flops=_flops,
     backward_flops=_backward_flops,
 )
+
+
+def _decay(rows: int, x, delta, A, B, C, D, delta_bias, *_) -> Tensor:
+    """[B, D, N]: the decay over a span."""
+    dtype = state_dtype(x, delta, A, B, C)
+    delta = split_rows(delta, rows).to(dtype)
+    if delta_bias is not None:
+        delta = softplus(delta + delta_bias)
+    return (delta.sum(1)[..., None] * A.to(dtype)).exp()
+
+
+selective_span = cut_linear(selective, 7, 8, _decay)
 
 
 def _check(x, delta, A, B, C, D, delta_bias, initial_state, cu_seqlens) -> None:

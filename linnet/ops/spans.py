@@ -1,0 +1,218 @@
+"""How an op runs on this rank's span of a longer row (`linnet.ops.sequence`): state first, then the op as it is.
+
+    forward:   (S, L) = summary of the span, from zero        entering = fold of the summaries of the ranks before
+               o, final = op(..., entering)
+    backward:  G = gradient of `entering` from this span      A = fold, from the last rank, of the G of the ranks after
+               gradients = backward of the op(..., entering) with A added to the gradient of `final`
+
+A is the gradient of the true state after the span, so one backward of the op gives all gradients, those through the
+decays of the span too: no formula is added to those of the op, and nothing is corrected afterwards. A correction of o
+by q L S would round o twice in bfloat16, and is wrong for additive attention, whose normaliser lies inside the sum.
+
+A summary is what the op's own forward gives as its final state from zero, and G what its backward gives to the initial
+state, unless the op has kernels that sum up a span alone.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from linnet.ops import backend, sequence
+from linnet.ops.registration import Op
+
+Summarise = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def split_rows(x: Tensor, rows: int) -> Tensor:
+    """Returns x [B, T, ...], or flattened documents of several rows [1, B T, ...], as [B, T, ...]."""
+    return x.unflatten(1, (rows, -1))[0] if rows else x
+
+
+def cut_linear(
+    op: Op,
+    state: int,
+    documents: int,
+    decay: Callable[..., Tensor | None],
+    pairs: int | None = None,
+    summary: Callable | None = None,
+    summary_backward: Callable | None = None,
+) -> Callable:
+    """Returns `op.call` for a span: an op whose state passes a span as `S <- L S + (what the span adds)`.
+
+    Args:
+        state, documents: positions of the initial state and of cu_seqlens among the op's arguments. The final state is
+            the op's second output.
+        decay: (rows, *arguments) -> L over each row, [B or 1, ...] with the axes of the state, or None for 1; `rows` is
+            the number of rows of flattened documents, else 0.
+        pairs: the position of an argument with which the state is complex, in pairs of real numbers.
+        summary: (*arguments) -> S and L without documents, or None where it does not serve these arguments.
+        summary_backward: (*arguments, do) -> G of do alone, or None.
+    """
+    place_of_state = op.learned.index(state)
+
+    def forward(ctx, *arguments):
+        place = sequence.span()
+        initial, cu_seqlens, complex_ = arguments[state], arguments[documents], _given(arguments, pairs)
+        rows = None if cu_seqlens is None else sequence.rows_of(cu_seqlens, arguments[0].shape[1])
+        check_span(initial, cu_seqlens)
+        given = list(arguments)
+        given[state] = None
+        found = summary(*given) if summary is not None and rows is None else None
+        if found is None:
+            final = op.call(*_asking(op, given))[1]
+            over = decay(0 if rows is None else rows.before.shape[0], *given)
+        else:
+            final, over = found
+        if rows is not None:
+            passing = sequence.match(rows.passing, final).to(final.dtype)
+            final, over = rows.select_last(final), passing if over is None else over * passing
+        if initial is not None:  # of the whole row: it enters on the first rank
+            initial = initial * float(place.rank == 0)
+            join = sequence.join_pairs if complex_ else sequence.join
+            final = join((initial, None), (final, over))[0]
+        entering = sequence.linear.call(final, over, place.name, place.method, False, complex_)
+        if initial is not None:
+            entering = entering + initial
+        given[state] = entering if rows is None else rows.spread_first(entering, cu_seqlens.shape[0] - 1)
+        outputs = op.call(*given)
+        kept = [outputs[i] for i in op.kept]
+        ctx.save_for_backward(*given[: op.tensors], *kept, over, *(rows or (None, None, None)))
+        ctx.numbers, ctx.place, ctx.complex_ = tuple(given[op.tensors : op.passed]), tuple(place), complex_
+        ctx.has_initial, ctx.asked = initial is not None, len(arguments) == op.passed or arguments[-1]
+        ctx.count = len(arguments)
+        return tuple(outputs[:2])
+
+    def backward(ctx, do, dfinal):
+        saved = ctx.saved_tensors
+        rank, _, name, method = ctx.place
+        given, kept = [*saved[: op.tensors], *ctx.numbers], saved[op.tensors : op.tensors + len(op.kept)]
+        over, first, last, before = saved[-4:]
+        rows = None if first is None else sequence.Rows(first, last, before)
+        dfinal = dfinal if ctx.asked else None
+        own = None
+        if summary_backward is not None and rows is None and dfinal is None:
+            own = summary_backward(*given, do)
+        if own is None:
+            own = op.call_backward(*given, *kept, do, dfinal)[place_of_state]
+        adjoint = over
+        if ctx.complex_ and over is not None:
+            adjoint = over * over.new_tensor([1.0, -1.0])
+        own = own if rows is None else rows.select_first(own)
+        later = sequence.linear.call(own, adjoint, name, method, True, ctx.complex_)
+        if rows is not None:
+            later = rows.spread_last(later, given[documents].shape[0] - 1)
+        grads = op.call_backward(*given, *kept, do, later if dfinal is None else dfinal + later)
+        return _to_inputs(op, grads, given, ctx.count, {state: float(rank == 0) if ctx.has_initial else None})
+
+    return _apply(op, forward, backward)
+
+
+def cut_normalised(op: Op, state: int, log_sum: int, documents: int) -> Callable:
+    """Returns `op.call` for a span of additive attention, whose state is divided by the exponential of its log-sum.
+
+    Args:
+        state, log_sum, documents: positions among the op's arguments; the final ones are its second and third output.
+    """
+    places = op.learned.index(state), op.learned.index(log_sum)
+
+    def forward(ctx, *arguments):
+        place = sequence.span()
+        cu_seqlens, initial = arguments[documents], (arguments[state], arguments[log_sum])
+        rows = None if cu_seqlens is None else sequence.rows_of(cu_seqlens, arguments[0].shape[1])
+        check_span(initial[0], cu_seqlens)
+        given = list(arguments)
+        given[state] = given[log_sum] = None
+        _, S, z = op.call(*_asking(op, given))
+        reset = None
+        if rows is not None:
+            S, z = rows.select_last(S), rows.select_last(z)
+            reset = torch.zeros_like(z[:, :1, :1]).masked_fill(~sequence.match(rows.passing, z), -torch.inf)
+        has_initial = initial[0] is not None
+        if has_initial:  # of the whole row: it enters on the first rank
+            initial = initial[0], initial[1] if place.rank == 0 else torch.full_like(initial[1], -torch.inf), None
+            S, z, _ = sequence.join_normalised(initial, (S, z, None))
+        entering = sequence.normalised.call(S, z, reset, place.name, place.method)
+        if has_initial:
+            entering = sequence.join_normalised(initial, (*entering, None))[:2]
+        passed_z = entering[1] if reset is None else entering[1] + reset
+        if rows is not None:
+            count = cu_seqlens.shape[0] - 1
+            entering = rows.spread_first(entering[0], count), rows.spread_first(entering[1], count, -torch.inf)
+        given[state], given[log_sum] = entering
+        outputs = op.call(*_asking(op, given))
+        after = outputs[2] if rows is None else rows.select_last(outputs[2])
+        kept = [outputs[i] for i in op.kept]
+        ctx.save_for_backward(
+            *given[: op.tensors], *kept, sequence.share(passed_z, after), *(rows or (None, None, None))
+        )
+        ctx.numbers, ctx.place, ctx.has_initial = tuple(given[op.tensors : op.passed]), tuple(place), has_initial
+        ctx.asked, ctx.count = arguments[-1], len(arguments)
+        return tuple(outputs)
+
+    def backward(ctx, do, dS, dz):
+        saved = ctx.saved_tensors
+        rank, _, name, method = ctx.place
+        given, kept = [*saved[: op.tensors], *ctx.numbers], saved[op.tensors : op.tensors + len(op.kept)]
+        passed, first, last, before = saved[-4:]
+        S, z = given[state], given[log_sum]
+        rows = None if first is None else sequence.Rows(first, last, before)
+        if not ctx.asked:
+            dS = dz = None
+        found = op.call_backward(*given, *kept, do, dS, dz)
+        own, own_z = (found[i] for i in places)
+        final = kept[0]
+        if rows is not None:
+            own, own_z, S, z, final = *(rows.select_first(x) for x in (own, own_z, S, z)), rows.select_last(final)
+        later, later_z = sequence.later_gradients(own, own_z, S, passed, name, method)
+        later_z = later_z + sequence.narrow((later * final).sum(-1), later_z.shape[-1])
+        if rows is not None:
+            count = given[documents].shape[0] - 1
+            later, later_z = rows.spread_last(later, count), rows.spread_last(later_z, count)
+        if dS is not None:
+            later, later_z = dS + later, dz + later_z
+        grads = op.call_backward(*given, *kept, do, later.contiguous(), later_z.contiguous())
+        weight = float(rank == 0) if ctx.has_initial else None
+        return _to_inputs(op, grads, given, ctx.count, {state: weight, log_sum: weight})
+
+    return _apply(op, forward, backward)
+
+
+def _apply(op: Op, forward: Callable, backward: Callable) -> Callable:
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type("Span", (torch.autograd.Function,), members)
+
+    def call(*arguments):
+        if backend.use_reference():
+            raise RuntimeError("sequence parallelism: the form 'reference' knows one rank; use the backend 'chunked'")
+        return function.apply(*arguments)
+
+    return call
+
+
+def _given(arguments: Sequence, position: int | None) -> bool:
+    return position is not None and arguments[position] is not None
+
+
+def _asking(op: Op, arguments: Sequence) -> Sequence:
+    """The arguments with `return_final_state`, where the op has it."""
+    return arguments if len(arguments) == op.passed else [*arguments[:-1], True]
+
+
+def check_span(initial: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Raises ValueError for initial states of documents, which start anew or from the state of the rank before."""
+    if initial is not None and cu_seqlens is not None:
+        raise ValueError(
+            "initial_state: documents that are cut over ranks start from the state of the rank before; give None"
+        )
+
+
+def _to_inputs(op: Op, grads: Sequence, given: Sequence, count: int, weights: dict[int, float | None]) -> tuple:
+    """The gradient of each argument; an initial state's is `weights` times what was found, or None."""
+    found: list[Tensor | None] = [None] * count
+    for i, grad in zip(op.learned, grads, strict=True):
+        if i in weights:
+            found[i] = None if weights[i] is None else grad * weights[i]
+        elif given[i] is not None:
+            found[i] = grad
+    return tuple(found)
