@@ -78,14 +78,18 @@ def cut_linear(
         outputs = op.call(*given)
         kept = [outputs[i] for i in op.kept]
         ctx.save_for_backward(*given[: op.tensors], *kept, over, *(rows or (None, None, None)))
-        ctx.numbers, ctx.place, ctx.complex_ = tuple(given[op.tensors : op.passed]), tuple(place), complex_
+        ctx.numbers, ctx.place, ctx.complex_ = (
+            tuple(given[op.tensors : op.passed]),
+            (place.rank, place.name, place.method),
+            complex_,
+        )
         ctx.has_initial, ctx.asked = initial is not None, len(arguments) == op.passed or arguments[-1]
         ctx.count = len(arguments)
         return tuple(outputs[:2])
 
     def backward(ctx, do, dfinal):
         saved = ctx.saved_tensors
-        rank, _, name, method = ctx.place
+        rank, name, method = ctx.place
         given, kept = [*saved[: op.tensors], *ctx.numbers], saved[op.tensors : op.tensors + len(op.kept)]
         over, first, last, before = saved[-4:]
         rows = None if first is None else sequence.Rows(first, last, before)
@@ -146,13 +150,17 @@ def cut_normalised(op: Op, state: int, log_sum: int, documents: int) -> Callable
         ctx.save_for_backward(
             *given[: op.tensors], *kept, sequence.share(passed_z, after), *(rows or (None, None, None))
         )
-        ctx.numbers, ctx.place, ctx.has_initial = tuple(given[op.tensors : op.passed]), tuple(place), has_initial
+        ctx.numbers, ctx.place, ctx.has_initial = (
+            tuple(given[op.tensors : op.passed]),
+            (place.rank, place.name, place.method),
+            has_initial,
+        )
         ctx.asked, ctx.count = arguments[-1], len(arguments)
         return tuple(outputs)
 
     def backward(ctx, do, dS, dz):
         saved = ctx.saved_tensors
-        rank, _, name, method = ctx.place
+        rank, name, method = ctx.place
         given, kept = [*saved[: op.tensors], *ctx.numbers], saved[op.tensors : op.tensors + len(op.kept)]
         passed, first, last, before = saved[-4:]
         S, z = given[state], given[log_sum]
