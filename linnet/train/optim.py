@@ -60,13 +60,13 @@ class Optimizer:
         model: nn.Module,
         config: OptimizerConfig,
         mesh: "Mesh | None" = None,
-        split_dims: Mapping[str, int | None] | None = None,
+        split_dims: Mapping[str, int] | None = None,
     ):
         """Groups the parameters of `model` (already on its device).
 
         Args:
             mesh: the ranks over which the model is sharded; None is one process.
-            split_dims: name -> dimension in which tensor parallelism splits it; None without tensor parallelism.
+            split_dims: name -> dimension in which tensor parallelism cuts it, of the tensors that it cuts.
         """
         self.config, self.mesh = config, mesh
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -102,7 +102,7 @@ class Optimizer:
             self.prepare()
 
     def _sharded_muon(
-        self, hidden: list[nn.Parameter], mesh: "Mesh", split_dims: Mapping[str, int | None], settings: dict
+        self, hidden: list[nn.Parameter], mesh: "Mesh", split_dims: Mapping[str, int], settings: dict
     ) -> torch.optim.Optimizer:
         from linnet.parallel.muon import Matrix, Muon
 
@@ -110,12 +110,12 @@ class Optimizer:
         matrices = [Matrix(self._own[p], tuple(p.shape), split_dims.get(names[p])) for p in hidden]
         return Muon(matrices, mesh, **settings)
 
-    def _distinct(self, mesh: "Mesh", split_dims: Mapping[str, int | None]) -> set[nn.Parameter]:
+    def _distinct(self, mesh: "Mesh", split_dims: Mapping[str, int]) -> set[nn.Parameter]:
         """Returns the shards whose elements this rank counts in the norm: each element of the model on one rank."""
         if mesh.devices.get_local_rank("dp_replicate"):
             return set()
         named = self.parameters.items()
-        return {self._own[p] for name, p in named if mesh.tp_rank == 0 or split_dims.get(name) is not None}
+        return {self._own[p] for name, p in named if mesh.tp_rank == 0 or name in split_dims}
 
     def prepare(self) -> None:
         """Sets the state to that before the first step."""

@@ -291,11 +291,12 @@ class Session:
         if self.mesh is None:
             load_model(self.model, tensors["model"])
             self.optimizer.load(tensors["optimizer"])
-            torch.set_rng_state(tensors["random"]["cpu"])
-            if self.device.type == "cuda" and "cuda" in tensors["random"]:
-                torch.cuda.set_rng_state(tensors["random"]["cuda"], self.device)
+            random = tensors["random"]
         else:
-            self._read_shards(tensors, "model", "optimizer")
+            random = self._read_shards(tensors, "model", "optimizer")
+        torch.set_rng_state(random["cpu"])
+        if self.device.type == "cuda" and "cuda" in random:
+            torch.cuda.set_rng_state(random["cuda"], self.device)
         self.optimizer.drop_gradients()
         self.guard.load(meta["guard"], rollback)
         self.step, self.position, self.recent = meta["step"], meta["position"], list(meta["recent"])
@@ -304,15 +305,19 @@ class Session:
         self._unread.clear()
         self._flags.clear()
 
-    def _read_shards(self, path: Path, *groups: str) -> None:
-        """Reads this rank's shards of a checkpoint of any layout into the model and the optimizer."""
+    def _read_shards(self, path: Path, *groups: str) -> dict[str, Tensor]:
+        """Reads this rank's shards of a checkpoint of any layout into the model and the optimizer.
+
+        Returns:
+            The random states of the checkpoint.
+        """
         from linnet.parallel.shard import settle
         from linnet.runs import sharded
 
         settle(self.model)
         self.optimizer.prepare()  # state that the checkpoint does not have is that before the first step
         places = {"model": model_tensors(self.model), "optimizer": self.optimizer.tensors()}
-        sharded.load(path, {group: places[group] for group in groups}, self.mesh, self.split)
+        return sharded.load(path, {group: places[group] for group in groups}, self.mesh, self.split)
 
     def weights(self) -> dict[str, Tensor]:
         """Returns the whole weights: on several ranks on the host of rank 0, and {} on the others."""

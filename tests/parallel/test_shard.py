@@ -59,6 +59,12 @@ class Random(TextObjective):
     def batches(self):
         return Tokens(self.config)
 
+    def meta(self):
+        return {"data": "random"}
+
+    def resume_problems(self, meta):
+        return [] if meta["data"] == "random" else ["data: other"]
+
 
 def config(name: str, **changes) -> TrainConfig:
     model = {"vocab_size": 261, "d_model": 32, "layout": LAYOUTS[name], "tie_embeddings": name == "llama"}
@@ -120,3 +126,43 @@ def test_training_equals_one_process(pool, name):
     assert ranks[0][1] == pytest.approx(norms, rel=1e-12)
     assert difference(ranks[0][2], weights) < 1e-12
     assert ranks[1][2] == {}
+
+
+@pytest.mark.parametrize("name, recompute", [("tnl", "selective"), ("hgrn2", "block"), ("llama", "none")])
+def test_compiled_training_equals_one_process(pool, name, recompute):
+    losses, norms, weights = train(config(name), None)
+    settings = config(name, run={"compile": True, "recompute": recompute})
+    (found, found_norms, found_weights), _ = pool.run(2, train_rank, settings, timeout=120)
+    assert found == pytest.approx(losses, rel=1e-12) and found_norms == pytest.approx(norms, rel=1e-12)
+    assert difference(found_weights, weights) < 1e-12
+
+
+LOW = {
+    "tnl": {"model": {"dropout": 0.1}},
+    "hgrn2": {"accumulation": 2, "run": {"recompute": "block"}},
+    "lightnet": {"optimizer": MUON},
+    "mamba": {"run": {"recompute": "selective"}},
+    "moe": {"model": {"options": {"moe": {"balance_coefficient": 0.01}}}},
+    "llama": {"accumulation": 2, "parallel": {"sync_parts": False}},
+}
+
+
+def low_cases():
+    """The same trainings in bfloat16 without and with FSDP, on one rank."""
+    return {
+        name: [train_rank(settings, torch.float32), train(settings, None, torch.float32)]
+        for name, settings in low().items()
+    }
+
+
+def low() -> dict[str, TrainConfig]:
+    return {name: config(name, precision="bfloat16", **changes) for name, changes in LOW.items()}
+
+
+def test_bfloat16_on_one_rank_has_the_bits_of_autocast(pool):
+    (cases,) = pool.run(1, low_cases)
+    for name, (sharded, alone) in cases.items():
+        assert sharded[1] == alone[1], name
+        assert difference(sharded[2], alone[2]) == 0.0, name
+        if low()[name].accumulation == 1:  # one process adds the parts of the recorded loss in another order
+            assert sharded[0] == alone[0], name
