@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -39,6 +40,14 @@ def commit(package: Path = PACKAGE) -> str | None:
 def date() -> str:
     """The present time in UTC, as in `2026-01-31T12:00:00+00:00`."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def code_digest(package: Path = PACKAGE) -> str:
+    """The first 12 hexadecimal digits of the SHA-256 of a package's Python files and of the release of PyTorch."""
+    total = hashlib.sha256(importlib.metadata.version("torch").partition("+")[0].encode())
+    for path in sorted(package.rglob("*.py")):
+        total.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    return total.hexdigest()[:12]
 
 
 @functools.cache

@@ -54,12 +54,23 @@ def train(
     device: Annotated[
         str | None, typer.Option(help="auto (the GPU if there is one), cpu or cuda.", show_default="auto")
     ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            "--devices",
+            "--gpus",
+            min=1,
+            help="Train on this many devices of this machine: GPUs, or processes with --device cpu.",
+            show_default=False,
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(min=0, help="With --devices: how often to start again from the last checkpoint after a crash."),
+    ] = 3,
     out: Annotated[Path, typer.Option(help="Folder of runs; this one gets a folder in it.")] = Path("runs"),
     cache: Annotated[Path, typer.Option(help="Folder of prepared corpora.")] = Path("runs/cache"),
     allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
-    devices: Annotated[
-        int | None, typer.Option("--devices", "--gpus", min=1, help="Number of devices.", show_default="1")
-    ] = None,
     plan: Annotated[
         bool,
         typer.Option("--plan", help="Print memory, traffic and time on --devices GPUs, without a GPU, and stop."),
@@ -85,29 +96,91 @@ def train(
     [bold]linnet train my_run.yaml --set seed=1[/]
     [bold]linnet train --extend runs/tnl-10m-0123456789ab --set steps=4000[/]
     [bold]linnet train my_7b.yaml --plan --devices 8[/]
+    [bold]linnet train my_7b.yaml --devices 8[/]
+
+    On several machines: [bold]torchrun --nnodes 2 ... -m linnet train my_run.yaml[/]
+    (docs/distributed.md).
     """
+    from linnet.parallel import mesh
+    from linnet.train import launch
+
+    def described():
+        if extend is not None:
+            if given := [name for name, value in (("CONFIG", config), ("--model", model), ("--mixer", mixer)) if value]:
+                _no_other_settings(given)
+            return _extended(extend, device, set_ or [], allow_plugins)
+        return _settings(config, model, mixer, data, device, set_ or [], cache, allow_plugins), None
+
+    if plan:
+        from linnet.cli.train_plan import show_plan
+
+        return show_plan(described()[0], devices or 1, gpu, memory, json_)
+    if devices is not None and not _is_worker(devices):
+        settings, _ = described()
+        if devices > 1:
+            _launch(settings, devices, max_restarts)
+            return
+    with launch.worker():
+        if mesh.world() > 1:
+            mesh.join()
+            settings, changes = mesh.together(described)
+        else:
+            settings, changes = described()
+        _train(settings, changes, extend, out, cache, allow_plugins, json_)
+
+
+def _is_worker(devices: int) -> bool:
+    """Returns whether this process is one of those that `--devices` started. Refuses the option under torchrun."""
+    from linnet.config import ConfigError
+    from linnet.parallel import mesh
+    from linnet.train import launch
+
+    if launch.started():
+        return True
+    if mesh.world() > 1:
+        problem = f"--devices: {devices} were asked for, but torchrun started {mesh.world()} processes; drop --devices"
+        raise ConfigError([problem], "command line")
+    return False
+
+
+def _launch(settings, devices: int, restarts: int) -> None:
+    """Starts a process per device with the same command line, waits for them, and ends with their exit code."""
+    import sys
+
+    from rich.console import Console
+    from rich.markup import escape
+
+    from linnet.train import launch
+    from linnet.train.preflight import check_devices
+
+    check_devices(settings, devices)
+    outcome = launch.launch(sys.argv[1:], devices, restarts)
+    if outcome.message is not None:
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console.print(f"[bold red]error[/] {escape(outcome.message)}")
+    if outcome.code:
+        raise typer.Exit(outcome.code)
+
+
+def _train(
+    settings, changes: dict | None, extend: Path | None, out: Path, cache: Path, allow_plugins: bool, json_: bool
+) -> None:
+    """Trains, and shows on rank 0 what happens."""
     import json
 
     from rich.console import Console
 
+    from linnet.parallel import mesh
     from linnet.train import extend as train_on
     from linnet.train import train as run
     from linnet.train.progress import TerminalProgress
 
-    if extend is not None:
-        if given := [name for name, value in (("CONFIG", config), ("--model", model), ("--mixer", mixer)) if value]:
-            _no_other_settings(given)
-        settings, changes = _extended(extend, device, set_ or [], allow_plugins)
-    else:
-        settings = _settings(config, model, mixer, data, device, set_ or [], cache, allow_plugins)
-    if plan:
-        from linnet.cli.train_plan import show_plan
-
-        return show_plan(settings, devices or 1, gpu, memory, json_)
-    if devices is not None and devices > 1:
-        from linnet.config import ConfigError
-
-        raise ConfigError(["--devices: only --plan takes several; start them with torchrun"], "command line")
+    if mesh.rank():  # rank 0 shows the rows, and its exit code is the command's
+        if extend is not None:
+            train_on(extend, cache, allow_plugins=allow_plugins, **(changes or {}))
+        else:
+            run(settings, out, cache)
+        return
     console = Console(stderr=json_, soft_wrap=True)
     with TerminalProgress(console) as progress:
 
@@ -117,7 +190,7 @@ def train(
             progress(row)
 
         if extend is not None:
-            folder = train_on(extend, cache, progress=show, allow_plugins=allow_plugins, **changes)
+            folder = train_on(extend, cache, progress=show, allow_plugins=allow_plugins, **(changes or {}))
         else:
             folder = run(settings, out, cache, show)
     if not progress.started:

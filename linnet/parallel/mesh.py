@@ -39,6 +39,16 @@ class PeerError(RuntimeError):
     """Another rank failed in a call that all ranks make together. The message names the rank and its error."""
 
 
+def is_shared(error: BaseException) -> bool:
+    """Returns whether every rank raised this error (in a call that all ranks make together), so that one may tell."""
+    return getattr(error, "shared", False)
+
+
+def _shared(error: Exception) -> Exception:
+    error.shared = True  # type: ignore[attr-defined]
+    return error
+
+
 class Mesh:
     """This rank's place among all ranks.
 
@@ -121,6 +131,16 @@ class Mesh:
     def on_main(self, do: Callable[[], Result]) -> Result:
         """Calls `do` on rank 0 and returns its result (small, picklable) on every rank; so with its error."""
         return on_main(do, self.host)
+
+    def in_turns(self, do: Callable[[], Result]) -> Result:
+        """Calls `do` on one rank of each machine first, then on the others: work that leaves files for the others."""
+        return in_turns(do, self.host)
+
+    def first(self, value: Result | None) -> Result | None:
+        """Returns the value (small, picklable) of the first rank that has one, None if none has; waits for all."""
+        told: list[Any] = [None] * self.world
+        dist.all_gather_object(told, value, group=self.host)
+        return next((one for one in told if one is not None), None)
 
     def barrier(self) -> None:
         """Waits for all ranks on the host, for as long as it takes."""
@@ -226,6 +246,8 @@ def stop() -> None:
 def together(do: Callable[[], Result], host: dist.ProcessGroup | None = None) -> Result:
     """Calls `do` on every rank and returns this rank's result. An error on any rank is raised on every rank.
 
+    With one process it is `do()`. With several it connects them first (`join`) if they are not.
+
     Args:
         host: a group of all ranks that communicates on the CPU; None is the group of `join`.
 
@@ -233,6 +255,9 @@ def together(do: Callable[[], Result], host: dist.ProcessGroup | None = None) ->
         ConfigError: any rank raised one; problems that not all ranks found name the rank.
         PeerError: another rank raised something else, and this one did not.
     """
+    if world() == 1:
+        return do()
+    join()
     result, error = None, None
     try:
         result = do()
@@ -242,22 +267,34 @@ def together(do: Callable[[], Result], host: dist.ProcessGroup | None = None) ->
     dist.all_gather_object(told, None if error is None else _packed(error), group=host)
     if not any(told):
         return result
-    found = {rank: pickle.loads(one) for rank, one in enumerate(told) if one is not None}
-    configs = {rank: one for rank, one in found.items() if isinstance(one, ConfigError)}
+    found = {number: pickle.loads(one) for number, one in enumerate(told) if one is not None}
+    configs = {number: one for number, one in found.items() if isinstance(one, ConfigError)}
     if configs:
-        raise _merged(configs, len(told)) from None
-    if error is not None:
-        raise error
-    rank, first = min(found.items())
-    raise first if isinstance(first, OSError) else PeerError(f"rank {rank}: {first}")
+        raise _shared(_merged(configs, len(told))) from None
+    number, first = min(found.items())
+    if isinstance(first, OSError):
+        raise _shared(error if error is not None and isinstance(error, OSError) else first)
+    raise error if error is not None else PeerError(f"rank {number}: {first}")
 
 
 def on_main(do: Callable[[], Result], host: dist.ProcessGroup | None = None) -> Result:
     """Calls `do` on rank 0 and returns its result (small, picklable) on every rank, or raises its error there."""
-    result = together(do if dist.get_rank() == 0 else _nothing, host)
+    result = together(do if rank() == 0 else _nothing, host)
+    if world() == 1:
+        return result
     box = [result]
     dist.broadcast_object_list(box, src=0, group=host)
     return box[0]
+
+
+def in_turns(do: Callable[[], Result], host: dist.ProcessGroup | None = None) -> Result:
+    """Calls `do` on one rank of each machine first, then on the others; an error is raised on every rank."""
+    if world() == 1:
+        return do()
+    first = int(os.environ.get("LOCAL_RANK", rank())) == 0
+    before = together(do if first else _nothing, host)
+    after = together(_nothing if first else do, host)
+    return before if first else after
 
 
 def agree(digests: Mapping[str, str], host: dist.ProcessGroup | None = None) -> None:
@@ -266,12 +303,15 @@ def agree(digests: Mapping[str, str], host: dist.ProcessGroup | None = None) -> 
     Args:
         digests: what is compared -> its digest; every rank gives the same keys.
     """
+    if world() == 1:
+        return
+    join()
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (socket.gethostname(), dict(digests)), group=host)
     problems = []
     for what in digests:
         wanted = told[0][1].get(what)
-        others = [rank for rank, (_, one) in enumerate(told) if one.get(what) != wanted]
+        others = [number for number, (_, one) in enumerate(told) if one.get(what) != wanted]
         if others:
             host_name, one = told[others[0]]
             ranks = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
@@ -280,7 +320,7 @@ def agree(digests: Mapping[str, str], host: dist.ProcessGroup | None = None) -> 
                 f"every machine the same {what}"
             )
     if problems:
-        raise ConfigError(problems, "parallel")
+        raise _shared(ConfigError(problems, "parallel"))
 
 
 def _nothing() -> None:
@@ -303,9 +343,9 @@ def _packed(error: Exception) -> bytes:
 def _merged(errors: dict[int, ConfigError], world: int) -> ConfigError:
     """Returns one error with the problems of all ranks, each once; those that not all found say whose they are."""
     problems: dict[str, list[int]] = {}
-    for rank, error in errors.items():
+    for number, error in errors.items():
         for problem in dict.fromkeys(error.problems):
-            problems.setdefault(problem, []).append(rank)
+            problems.setdefault(problem, []).append(number)
     told = []
     for problem, ranks in problems.items():
         whose = ", ".join(map(str, ranks))

@@ -7,6 +7,7 @@
     checkpoints/     the newest few (linnet.runs.checkpoint)
     result.json      written last and atomically: if it exists, the run is done
     error.txt        error of the last attempt, if it failed
+    errors/          rank-<N>.txt: errors of the other ranks of a run on several devices
 
 The caller decides which keys count: `linnet.train.identity` for trainings. In the first format, which 0.1.0 wrote for
 trainings and which MAD still uses, the digest covers all keys, and config.yaml does not contain it.
@@ -16,6 +17,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -161,7 +163,7 @@ class RunFolder:
 
     def write_result(self, result: Mapping) -> None:
         """Writes result.json, which marks the run done. Numbers that are not finite become null."""
-        self._error_file.unlink(missing_ok=True)
+        self.write_error(None)
         write_atomic(self._result_file, json.dumps(plain(result), indent=1, allow_nan=False) + "\n")
 
     def reopen(self) -> None:
@@ -206,10 +208,17 @@ class RunFolder:
     def error(self) -> str | None:
         return self._error_file.read_text(encoding="utf-8") if self._error_file.is_file() else None
 
-    def write_error(self, text: str | None) -> None:
-        """Writes the error of the last attempt to error.txt; None removes the file."""
+    def write_error(self, text: str | None, rank: int = 0) -> None:
+        """Writes the error of the last attempt: to error.txt, or to errors/rank-<N>.txt of another rank than 0.
+
+        None removes the errors of all ranks.
+        """
         if text is None:
             self._error_file.unlink(missing_ok=True)
+            shutil.rmtree(self._errors, ignore_errors=True)
+        elif rank:
+            self._errors.mkdir(parents=True, exist_ok=True)
+            write_atomic(self._errors / f"rank-{rank}.txt", text)
         else:
             write_atomic(self._error_file, text)
 
@@ -285,3 +294,7 @@ class RunFolder:
     @property
     def _error_file(self) -> Path:
         return self.path / "error.txt"
+
+    @property
+    def _errors(self) -> Path:
+        return self.path / "errors"

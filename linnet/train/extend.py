@@ -7,6 +7,7 @@ on the number of steps: under constant and inverse_sqrt, and under wsd before it
 from pathlib import Path
 
 from linnet.config import ConfigError, parse
+from linnet.parallel.mesh import on_main
 from linnet.runs import RunFolder, checkpoint
 from linnet.train.config import TrainConfig, resolve
 from linnet.train.identity import contents_of, digest_of, read_config
@@ -41,14 +42,20 @@ def extend(
     folder = RunFolder.open(path)
     old = read_config(folder, allow_plugins)
     new = extended(folder, old, steps, tokens, run or {})
-    contents = contents_of(new, cache)
-    if contents is None:
-        problems = ["data.source, data.tokenizer or init_from cannot be read, so the run cannot continue; restore them"]
-        raise ConfigError(problems, f"--extend {path}")
-    with folder.lock():
-        before = [*folder.extended, {"digest": folder.digest or folder.path.name[-12:], "steps": old.total_steps}]
-        folder.reopen()  # first, so that after a kill the command that created the run can finish it
-        folder.write_config(resolve(new).model_dump(mode="json"), digest_of(new, contents), before)
+
+    def lengthen() -> None:
+        contents = contents_of(new, cache)
+        if contents is None:
+            problem = (
+                "data.source, data.tokenizer or init_from cannot be read, so the run cannot continue; restore them"
+            )
+            raise ConfigError([problem], f"--extend {path}")
+        with folder.lock():
+            before = [*folder.extended, {"digest": folder.digest or folder.path.name[-12:], "steps": old.total_steps}]
+            folder.reopen()  # first, so that after a kill the command that created the run can finish it
+            folder.write_config(resolve(new).model_dump(mode="json"), digest_of(new, contents), before)
+
+    on_main(lengthen)
     return train(new, folder.path.parent, cache, progress)
 
 

@@ -3,34 +3,45 @@
 The record is metrics.jsonl; the terminal, TensorBoard and Weights & Biases show its rows. The same call resumes a
 killed run: it loads the last good checkpoint, drops the rows after it, and continues with the batches, random numbers
 and optimizer state of an uninterrupted run. On the CPU every later loss is the same, bit for bit.
+
+On several devices every rank makes these calls; rank 0 alone writes the record, the result and the terminal. All
+ranks make each call that communicates (a step, a validation, a checkpoint), so nothing that leads to one may depend on
+what only one rank knows: a signal, a full disk or the clock of one rank reaches the others with the gradient's norm.
 """
 
+import functools
 import itertools
 import shutil
+import socket
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
 
 from linnet import provenance, trust
-from linnet.config import ConfigError, gather, unwritable
+from linnet.config import ConfigError, digest, gather, unwritable
+from linnet.parallel.mesh import Mesh, agree, is_shared, on_main, start, together, world
+from linnet.parallel.mesh import stop as stop_group
 from linnet.runs import RunFolder, checkpoint
+from linnet.runs.checkpoint import Tensors
 from linnet.runs.files import write_atomic
 from linnet.runs.record import ROWS_LOST
+from linnet.runs.saver import Saver
 from linnet.train import device as devices
 from linnet.train.clock import Clock
 from linnet.train.config import TrainConfig, resolve
 from linnet.train.evaluation import rows_kept
 from linnet.train.guards import Trouble
-from linnet.train.identity import as_begun, contents_of, find
+from linnet.train.identity import Place, as_begun, contents_of, find
 from linnet.train.loggers import open_loggers
 from linnet.train.objective import Progress
 from linnet.train.preflight import Preflight, preflight
 from linnet.train.schedule import factor
-from linnet.train.session import Session, model_tensors, start_from
+from linnet.train.session import Session, start_from
 from linnet.train.stop import Stop, graceful_stop
 
 
@@ -47,38 +58,94 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
 
     Raises:
         ConfigError: lists all problems with what the configuration names; nothing was trained, no folder was created.
+            With several ranks, all raise it.
         CheckpointError: the disk is full, and the previous checkpoint is intact; or all checkpoints of a stopped run
             are damaged.
         LockedError: another process trains this run.
         KeyboardInterrupt: after Ctrl-C, with a checkpoint written.
     """
     config = resolve(config)
-    place = find(config, root, contents_of(config, cache))
-    folder, config, problems = place.folder, as_begun(place, config), []
-    if folder.done:
+    mesh = _start(config)
+    place = on_main(lambda: find(config, root, contents_of(config, cache)))
+    folder, config = place.folder, as_begun(place, config)
+    if on_main(lambda: folder.done):
         _remember(config)
-        return folder
+        return _left(mesh, folder)
+    found = together(lambda: _checked(config, folder, cache, progress, mesh))
+    device = found.device
+    agree({"data": digest(found.objective.meta())})
+    _remember(config)
+    with ExitStack() as stack:
+        if not on_main(lambda: _claim(stack, place, config)):  # the process that held the lock before has finished it
+            return _left(mesh, folder)
+        together(lambda: _seen(folder))
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                together(lambda: Run(config, folder, place.digest, found, progress, mesh)).run()
+        except Exception as error:
+            if mesh is None or mesh.main or not is_shared(error):
+                text = f"{error}\n" if isinstance(error, ConfigError) else traceback.format_exc()
+                with suppress(OSError):  # a full disk must not replace the original error
+                    folder.write_error(text, 0 if mesh is None else mesh.rank)
+            raise
+    return _left(mesh, folder)
+
+
+def _start(config: TrainConfig) -> Mesh | None:
+    """Connects the ranks of a run and returns this one's mesh, None if it is the only one.
+
+    Raises:
+        ConfigError: on every rank, if the ranks do not run the same code with the same configuration, or `parallel`
+            does not fit their number.
+    """
+    if world() == 1:
+        return None
+    agree({"code": provenance.code_digest(), "configuration": digest(config.model_dump(mode="json"))})
+    device = together(lambda: devices.choose(config.run.device))
+    return start(config.parallel, device)
+
+
+def _checked(
+    config: TrainConfig, folder: RunFolder, cache: str | Path, progress: Progress | None, mesh: Mesh | None
+) -> Preflight:
+    """Returns what a training needs. Raises ConfigError with all problems that can be found before the first step."""
+    problems: list[str] = []
     if reason := unwritable(folder.path):
         problems.append(f"{folder.path}: {reason}; choose another folder for runs")
     if (folder.path / "result.json").is_dir():  # writing the result would fail after all the work
         problems.append(f"{folder.path / 'result.json'}: is a folder; move it away")
     with gather(problems):
-        found = preflight(config, cache, progress)
+        found = preflight(config, cache, progress, mesh)
     if problems:
         raise ConfigError(problems, "train")
-    device = found.device
-    _remember(config)
-    with place.make(config).lock():
-        if folder.done:  # the process that held the lock before has finished it
-            return folder
-        folder.write_error(None)
-        try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                Run(config, folder, place.digest, found, progress).run()
-        except Exception as error:
-            with suppress(OSError):  # a full disk must not replace the original error
-                folder.write_error(f"{error}\n" if isinstance(error, ConfigError) else traceback.format_exc())
-            raise
+    return found
+
+
+def _claim(stack: ExitStack, place: Place, config: TrainConfig) -> bool:
+    """Makes the run folder and locks it. Returns False if the run is done."""
+    folder = place.make(config)
+    stack.enter_context(folder.lock())
+    if folder.done:
+        return False
+    folder.write_error(None)
+    return True
+
+
+def _seen(folder: RunFolder) -> None:
+    """Raises ConfigError on a rank that does not see the run folder that rank 0 made."""
+    if not folder.exists:
+        where = f"{folder.path.absolute()} on {socket.gethostname()}"
+        problem = (
+            f"{where}: rank 0 made this run folder, but it is not there; use storage that all machines share (--out)"
+        )
+        raise ConfigError([problem], "train")
+
+
+def _left(mesh: Mesh | None, folder: RunFolder) -> RunFolder:
+    """Leaves the group of ranks and returns the folder."""
+    if mesh is not None:
+        mesh.barrier()
+        stop_group()
     return folder
 
 
@@ -101,29 +168,47 @@ class Run:
     """One call of `train`: sets everything up, then `run`."""
 
     def __init__(
-        self, config: TrainConfig, folder: RunFolder, digest: str, found: Preflight, progress: Progress | None
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        digest: str,
+        found: Preflight,
+        progress: Progress | None,
+        mesh: Mesh | None = None,
     ):
         """
         Args:
             digest: digest of the training, as `linnet.train.identity` computes it.
+            mesh: this rank among several, None if there is one process.
         """
-        self.config, self.folder, self.digest, self.progress = config, folder, digest, progress
+        self.config, self.folder, self.digest, self.mesh = config, folder, digest, mesh
+        self.main = mesh is None or mesh.main
+        self.progress = progress if self.main else None
         self.device, self.objective = found.device, found.objective
         self.evaluations = self.objective.evaluations
-        self.session = Session(config, self.objective, self.device)
+        self.session = Session(config, self.objective, self.device, mesh)
+        keep = max(config.run.keep_checkpoints, 2 if config.guard.policy == "rollback" else 1)
+        background = config.run.async_save
+        self.saver = Saver(folder.checkpoint_folder, keep, mesh, self.session.split, background)
         self.steps = config.total_steps
         self.peak_flops = config.run.peak_tflops * 1e12 if config.run.peak_tflops else devices.peak_flops(self.device)
+        if mesh is not None and self.peak_flops is not None:
+            self.peak_flops *= mesh.world
         self.clock = Clock()
         self.row_step = 0  # step of the last training row
-        self.saved_step = -1
+        self.saved_step, self.saved_at = -1, time.monotonic()
+        self.loggers: list = []
+        self.steady = False  # whether a step was made: later ones need no time for compilation
         self.evaluated: set[str] = set()  # names of the evaluations of this step that are in the record
         self.returned_to: Path | None = None
 
     def run(self) -> None:
         with ExitStack() as stack:
             stack.callback(self.session.prefetch.close)
+            stack.callback(self.saver.close)
             self.start()
-            stack.callback(self.record.close)
+            if self.main:
+                stack.callback(self.record.close)
             for logger in self.loggers:
                 stack.callback(logger.close)
             with graceful_stop() as stop:  # only here: at other times an immediate stop loses nothing
@@ -135,35 +220,26 @@ class Run:
     def start(self) -> None:
         """Loads the last good checkpoint, or starts at step 0 if there are no checkpoints."""
         torch.manual_seed(self.config.seed)  # only now: the number of draws before depends on what is cached
-        self.folder.clean()
-        for name, text in self.objective.files().items():
-            if not (self.folder.path / name).is_file():
-                write_atomic(self.folder.path / name, text)
+        on_main(self.clean)
         refuse = self.folder.lost_rows  # then the checkpoint before it, whose rows may be whole, writes them again
-        path, tensors, meta, problems = checkpoint.latest_good(self.folder.checkpoint_folder, refuse)
-        lost = self.folder.lost_rows(meta)
+        path, tensors, meta, problems = self.latest_good(refuse)
+        lost = self.folder.lost_rows(meta) if self.main else None
         if problems and path is None:  # a run from step 0 would overwrite the rest, which may be months of work
             raise checkpoint.CheckpointError([*problems, none_good(self.folder)])
-        checkpoint.set_aside_after(self.folder.checkpoint_folder, path)
+        on_main(lambda: checkpoint.set_aside_after(self.folder.checkpoint_folder, path))
         if path is not None:
-            self.session.load(tensors, meta)
+            together(lambda: self.session.load(tensors, meta))
             self.saved_step = self.session.step
         elif self.config.init_from is not None:
-            start_from(self.session, self.config.init_from)
-        rows = self.folder.metrics()
-        kept = rows_kept(rows, meta.get("rows", 0), self.session.step)
-        self.evaluated = {row["evaluation"] for row in rows[meta.get("rows", 0) : kept]}
-        self.record = self.folder.record(kept)
+            together(lambda: start_from(self.session, self.config.init_from))
+        self.evaluated = set(on_main(lambda: self.open_record(meta.get("rows", 0))))
         if path is not None:
             self.clock.load(meta["clock"])
             self.row_step = meta["row_step"]
-        self.loggers = open_loggers(
-            self.config.run.loggers, self.folder.path, self.config.model_dump(mode="json"), self.session.step
-        )
         event = {"event": "start", "step": self.session.step, "steps": self.steps, "path": str(self.folder.path)}
         if self.progress is not None:
             self.progress(event)
-        if problems:
+        if problems and self.main:
             told = f"checkpoints set aside as *.bad: {'; '.join(problems)}; continuing from {path}"
             if lost:
                 told = f"{lost}, before every checkpoint; the run continues, but fits will leave its training curve out"
@@ -171,17 +247,44 @@ class Run:
                 warnings.warn(told, stacklevel=5)
             event = ROWS_LOST if lost else "damaged_checkpoint"
             self.write({"event": event, "step": self.session.step, "problems": [told] if lost else problems})
-        if path is not None:
-            self.note_changes(meta, rows[:kept])
+        if path is not None and self.main:
+            self.note_changes(meta)
 
-    def note_changes(self, meta: dict, rows: list[dict]) -> None:
-        """Records what changed since the checkpoint that the run continues from: its length, its device.
+    def clean(self) -> None:
+        """Removes what killed processes left, and writes the files that make the folder a usable model."""
+        self.folder.clean()
+        for name, text in self.objective.files().items():
+            if not (self.folder.path / name).is_file():
+                write_atomic(self.folder.path / name, text)
+
+    def open_record(self, rows_before: int) -> list[str]:
+        """Opens the record and the loggers. Returns the evaluations of this step that are in the record.
 
         Args:
-            rows: rows of the record that stay.
+            rows_before: number of rows that precede the checkpoint from which the run continues.
         """
-        step, now = self.session.step, devices.execution(self.device, self.config.run.compile)
-        noted = {row["from_digest"] for row in rows if row.get("event") == "extended"}
+        rows = self.folder.metrics()
+        kept = rows_kept(rows, rows_before, self.session.step)
+        self.record = self.folder.record(kept)
+        config = self.config.model_dump(mode="json")
+        self.loggers = open_loggers(self.config.run.loggers, self.folder.path, config, self.session.step)
+        return [row["evaluation"] for row in rows[rows_before:kept]]
+
+    def latest_good(
+        self, refuse: Callable[[dict], str | None] = lambda meta: None
+    ) -> tuple[Path | None, Tensors | Path, dict, list[str]]:
+        """Returns the newest good checkpoint, as `checkpoint.latest_good`; several ranks get its path for tensors."""
+        if self.mesh is None:
+            return checkpoint.latest_good(self.folder.checkpoint_folder, refuse)
+        from linnet.runs import sharded  # takes seconds to import
+
+        path, meta, problems = sharded.latest_good(self.folder.checkpoint_folder, self.mesh, refuse)
+        return path, path or {}, meta, problems
+
+    def note_changes(self, meta: dict) -> None:
+        """Records what changed since the checkpoint that the run continues from: its length, its devices."""
+        step, now = self.session.step, self.execution()
+        noted = {row["from_digest"] for row in self.folder.metrics() if row.get("event") == "extended"}
         lengths = [*self.folder.extended, {"digest": self.digest, "steps": self.steps}]
         for before, after in itertools.pairwise(lengths):
             if before["digest"] not in noted:
@@ -191,6 +294,11 @@ class Run:
         before = meta.get("execution", now)  # 0.1.0 did not record it
         if changed := {key: [before.get(key), now.get(key)] for key in before | now if before.get(key) != now.get(key)}:
             self.write({"event": "execution_changed", "step": step, "changed": changed})
+
+    def execution(self) -> dict:
+        """Returns what changes the rounding of losses, as checkpoints keep it."""
+        found = devices.execution(self.device, self.config.run.compile)
+        return found if self.mesh is None else found | {"parallel": self.mesh.degrees.written()}
 
     def loop(self, stop: Stop) -> str:
         """Makes all steps. Returns "done" or "diverged"."""
@@ -209,7 +317,7 @@ class Run:
 
             curve = config.curve_every and (after % config.curve_every == 0 or after == self.steps)
 
-            session.gradients()
+            session.gradients((stop.signal is not None or self.save_due(), self.saver.failed))
             if session.judges_every_step or log or evaluate or save or curve:
                 trouble = session.judge()
                 if trouble is not None:
@@ -227,11 +335,35 @@ class Run:
                 self.save()
             if suites:
                 self.make_evaluations(stop)
-            if stop.signal is not None:
-                if session.judge() is None and self.saved_step != session.step:
-                    self.save()
-                stop.end()
+            if self.mesh is not None and not self.steady:
+                self.mesh.after_first_step()
+                self.steady = True
+            # Signals that came since the gradients are seen at once by one process, by several after the next step.
+            if any(session.flags) or (self.mesh is None and stop.signal is not None):
+                self.pause(stop)
         return "done"
+
+    def save_due(self) -> bool:
+        """Returns whether the last checkpoint is older than `run.checkpoint_minutes`, by the clock of rank 0."""
+        minutes = self.config.run.checkpoint_minutes
+        return self.main and minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+
+    def pause(self, stop: Stop) -> None:
+        """Saves between two steps, and ends the process if a signal asked any rank to stop."""
+        stopping = self.stop_everywhere(stop)
+        save = stopping or on_main(self.save_due)
+        self.saver.wait()  # raises the error of a background save, on all ranks
+        if save and self.session.judge() is None and self.saved_step != self.session.step:
+            self.save()
+        if stopping:
+            self.saver.wait()
+            stop.end()
+
+    def stop_everywhere(self, stop: Stop) -> bool:
+        """Returns whether a signal asked any rank to stop, after which all have this signal. All ranks call it."""
+        if self.mesh is not None:
+            stop.signal = self.mesh.first(stop.signal)
+        return stop.signal is not None
 
     def handle(self, trouble: Trouble) -> bool:
         """Records a bad batch and applies the policy. Returns False if the run ends."""
@@ -249,16 +381,18 @@ class Run:
     def roll_back(self, trouble: Trouble) -> dict:
         """Returns to the last checkpoint, or to the one before it if the last one led to trouble again."""
         folder = self.folder.checkpoint_folder
-        path, tensors, meta, _ = checkpoint.latest_good(folder)
-        if path == self.returned_to and len(self.folder.checkpoints()) > 1:
-            shutil.rmtree(path)
-            path, tensors, meta, _ = checkpoint.latest_good(folder)
+        self.saver.wait()
+        path, tensors, meta, _ = self.latest_good()
+        if path == self.returned_to and on_main(lambda: len(self.folder.checkpoints())) > 1:
+            on_main(lambda: shutil.rmtree(path))
+            path, tensors, meta, _ = self.latest_good()
         if path is None:
             raise checkpoint.CheckpointError([f"{folder}: no good checkpoint to roll back to"])
         self.returned_to = path
-        self.session.load(tensors, meta, rollback=True)
+        together(lambda: self.session.load(tensors, meta, rollback=True))
         self.saved_step = self.session.step
-        self.record.roll_back(rows_kept(self.folder.metrics(), meta["rows"], self.session.step))
+        if self.main:
+            self.record.roll_back(rows_kept(self.folder.metrics(), meta["rows"], self.session.step))
         self.row_step = meta["row_step"]
         left_out = self.session.guard.leave_out(trouble, self.session.position)
         return {"to_step": self.session.step, "left_out": left_out}
@@ -268,12 +402,18 @@ class Run:
         if self.saved_step != self.session.step:
             self.save()
         self.make_evaluations(stop)
-        if stop.signal is not None:
+        if self.stop_everywhere(stop):
+            self.saver.wait()
             stop.end()
 
     def finish(self, status: str) -> None:
         """Validates once more and writes the result. A kill during this call loses nothing and writes nothing twice."""
         validation = self.evaluate() if status == "done" else {}
+        if reason := self.saver.join():
+            warnings.warn(f"{reason}; every command reads the shards", stacklevel=4)
+        on_main(lambda: self.write_result(status, validation))
+
+    def write_result(self, status: str, validation: dict) -> None:
         rows = [row for row in self.folder.metrics() if "loss" in row and "event" not in row]
         costs, step, units = self.objective.costs, self.session.step, self.objective.units
         training = self.clock.training()
@@ -294,8 +434,15 @@ class Run:
                 "steps": step,
                 **provenance.stamp(self.device),
                 "run": self.config.run.model_dump(mode="json"),
+                **self.layout(),
             }
         )
+
+    def layout(self) -> dict:
+        """Returns the number of devices and how the training was divided among them; {} on one."""
+        if self.mesh is None:
+            return {}
+        return {"devices": self.mesh.world, "parallel": self.config.parallel.model_dump(mode="json")}
 
     def place(self) -> dict:
         """Returns the progress of the training: units of data and FLOPs."""
@@ -341,7 +488,7 @@ class Run:
         """Scores the held-out data, writes the row and returns it."""
         with self.clock.paused():
             show = None if self.progress is None else self.show_scoring
-            scores = self.objective.validate(self.session.model, self.session.autocast, show)
+            scores = self.objective.validate(self.session.model, self.session.autocast, show, self.mesh)
         row = {"step": self.session.step, **self.place(), **scores}
         self.write(row)
         return row
@@ -353,11 +500,12 @@ class Run:
     def make_evaluations(self, stop: Stop) -> None:
         """Runs the evaluations of this step that are not in the record, until a stop is requested."""
         for name in self.evaluations.due(self.session.step, self.steps):
-            if name in self.evaluated or stop.signal is not None:
+            if name in self.evaluated or self.stop_everywhere(stop):
                 continue
             began = time.perf_counter()
             with self.clock.paused():
-                row = self.evaluations.make(name, model_tensors(self.session.model))
+                weights = self.session.weights()
+                row = on_main(functools.partial(self.evaluations.make, name, weights))
             self.write({"step": self.session.step, **self.place(), **row, "seconds": time.perf_counter() - began})
             self.evaluated.add(name)
 
@@ -368,20 +516,22 @@ class Run:
 
     def save(self) -> None:
         with self.clock.paused():
-            self.record.sync()
+            rows = on_main(self.sync_record)
             tensors, meta = self.session.state()
-            meta |= {"digest": self.digest, "execution": devices.execution(self.device, self.config.run.compile)}
-            meta |= {
-                "rows": self.record.rows,
-                "rows_sha256": self.record.sha256,
-                "row_step": self.row_step,
-                "clock": self.clock.state(),
-            }
-            keep = max(self.config.run.keep_checkpoints, 2 if self.config.guard.policy == "rollback" else 1)
-            checkpoint.save(self.folder.checkpoint_folder, self.session.step, tensors, meta, keep)
-        self.saved_step = self.session.step
+            meta |= {"digest": self.digest, "execution": self.execution(), **rows}
+            meta |= {"row_step": self.row_step, "clock": self.clock.state()}
+            self.saver.save(self.session.step, tensors, meta)
+        self.saved_step, self.saved_at = self.session.step, time.monotonic()
+
+    def sync_record(self) -> dict:
+        """Waits until the record is on the disk. Returns its length and sum, with which a resumed run compares it."""
+        self.record.sync()
+        return {"rows": self.record.rows, "rows_sha256": self.record.sha256}
 
     def write(self, row: dict) -> None:
+        """Adds a row to the record, the loggers and the terminal, on rank 0."""
+        if not self.main:
+            return
         self.record.write(row)
         for logger in self.loggers:
             logger.write(row)

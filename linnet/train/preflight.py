@@ -7,6 +7,7 @@ import torch
 
 from linnet.config import ConfigError, gather
 from linnet.models import count_parameters
+from linnet.parallel.mesh import Mesh, device_problems, in_turns
 from linnet.train import device as devices
 from linnet.train.config import TrainConfig
 from linnet.train.loggers import check_loggers
@@ -22,12 +23,15 @@ class Preflight:
     objective: RunObjective
 
 
-def preflight(config: TrainConfig, cache: str | Path, progress: Progress | None = None) -> Preflight:
+def preflight(
+    config: TrainConfig, cache: str | Path, progress: Progress | None = None, mesh: Mesh | None = None
+) -> Preflight:
     """Resolves the device and lets the objective prepare its data and evaluations.
 
     Args:
         cache: folder of prepared data.
         progress: is called with {"event": "data", "what", "done", "total"} while data are prepared.
+        mesh: this rank among several, which all make this call; None if there is one process.
 
     Raises:
         ConfigError: lists every problem that can be found before the first step.
@@ -35,27 +39,53 @@ def preflight(config: TrainConfig, cache: str | Path, progress: Progress | None 
     problems: list[str] = []
     device = objective = None
     with gather(problems):
-        device = devices.choose(config.run.device)
+        device = devices.choose(config.run.device) if mesh is None else mesh.device
+    problems += parallel_problems(config, 1 if mesh is None else mesh.world)
     with gather(problems):
-        _check_memory(config, device or torch.device("cpu"))
+        _check_memory(config, device or torch.device("cpu"), 1 if mesh is None else mesh.world)
     with gather(problems):
         check_loggers(config.run.loggers)
     with gather(problems):
-        objective = find_objective(config).prepare(config, device or torch.device("cpu"), cache, progress)
+        # Of the ranks of a machine one prepares the data, and the others find them.
+        objective = in_turns(
+            lambda: find_objective(config).prepare(config, device or torch.device("cpu"), cache, progress)
+        )
     if problems:
         raise ConfigError(problems, "train")
     return Preflight(device, objective)
 
 
-def _check_memory(config: TrainConfig, device: torch.device) -> None:
-    """Raises ConfigError if the device cannot hold even the weights or one activation of a training."""
+def check_devices(config: TrainConfig, count: int) -> None:
+    """Raises ConfigError with all reasons why a training cannot run on `count` devices of this machine.
+
+    Called before any process is started; needs no data and no process group.
+    """
+    problems: list[str] = []
+    with gather(problems):
+        device = devices.choose(config.run.device)
+        problems += device_problems(device, count)
+        _check_memory(config, device, count)
+    problems += parallel_problems(config, count)
+    with gather(problems):
+        check_loggers(config.run.loggers)
+    if problems:
+        raise ConfigError(problems, "train")
+
+
+def parallel_problems(config: TrainConfig, count: int) -> list[str]:
+    """Returns why a training cannot be divided among `count` devices, each with its fix."""
+    return config.parallel.problems(count, config.model, config.seq_len, config.batch_size, config.accumulation)
+
+
+def _check_memory(config: TrainConfig, device: torch.device, count: int = 1) -> None:
+    """Raises ConfigError if `count` devices cannot hold even the weights or one activation of a training."""
     have = devices.capacity(device)
     if have is None:
         return
     parameters, _ = count_parameters(config.model)
-    tokens = -(-config.batch_size // config.accumulation) * config.seq_len
+    tokens = -(-config.batch_size // config.accumulation) * config.seq_len // count
     problems = []
-    if (need := 16 * parameters) > have:  # float32 weights and gradients, and two moments of the optimizer
+    if (need := 16 * parameters // count) > have:  # float32 weights and gradients, and two moments of the optimizer
         what = f"model: {parameters:,} parameters need {need / 1e9:,.1f} GB with gradients and the optimizer's moments"
         problems.append(f"{what}; {device.type} has {have / 1e9:,.1f} GB; lower d_model or the number of layers")
     if (need := 4 * tokens * config.model.d_model) > have:

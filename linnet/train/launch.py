@@ -1,0 +1,241 @@
+"""Starts one process per device on this machine, with torchrun's agent, and ends them together.
+
+`linnet train CONFIG --devices N` runs the agent in a thread of this process (the launcher). The agent starts N workers,
+which run the same command, and starts them again from the last checkpoint if one of them dies. Signals stay with the
+launcher, which passes the first one on: the workers save and end, however long that takes; a second one kills them.
+
+Launcher and workers share a folder (`LINNET_LAUNCH`):
+
+    pid-<rank>              the process of a worker
+    failed-<attempt>-<rank> the error of a worker that failed
+    end                     the launch is over, with this exit code: a worker that starts now ends at once
+
+`torchrun ... -m linnet train CONFIG` starts workers without a launcher of ours; then torchrun decides on restarts.
+"""
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from linnet.config import ConfigError
+from linnet.parallel.mesh import PeerError, is_shared, rank, world
+
+FOLDER = "LINNET_LAUNCH"
+RESTARTS = 3
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a launch ended.
+
+    Attributes:
+        code: exit code.
+        message: what went wrong, if no worker could print it; else None.
+    """
+
+    code: int
+    message: str | None = None
+
+
+def started() -> bool:
+    """Returns whether `launch` started this process."""
+    return FOLDER in os.environ and "RANK" in os.environ
+
+
+def launch(arguments: list[str], devices: int, restarts: int = RESTARTS) -> Outcome:
+    """Runs `python -m linnet <arguments>` in one process per device until all have ended. Blocks.
+
+    Args:
+        arguments: of the command line; the workers see from their environment that they need not launch anything.
+        devices: number of processes.
+        restarts: how often the processes are started again after one of them died.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `Outcome` says it in one line
+    failures: dict = {}
+    errors: list[BaseException] = []
+    with tempfile.TemporaryDirectory(prefix="linnet-launch-") as path:
+        folder = Path(path)
+        threads = max(1, len(os.sched_getaffinity(0)) // devices) if hasattr(os, "sched_getaffinity") else 1
+        given = {"OMP_NUM_THREADS": str(threads)}
+        if sys.platform in LOOPBACK:  # all ranks are on this machine, whatever its name resolves to
+            given["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
+        given = {key: value for key, value in given.items() if key not in os.environ} | {FOLDER: path}
+        os.environ.update(given)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=devices,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=restarts,
+            monitor_interval=0.1,
+            local_addr="localhost",
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+        )
+
+        def agent() -> None:
+            try:
+                launch_agent(config, sys.executable, ["-u", "-m", "linnet", *arguments])
+            except ChildFailedError as error:
+                failures.update(error.failures)
+            except BaseException as error:
+                errors.append(error)
+
+        # torch installs signal handlers of its own unless its agent runs in another thread than the main one. Those
+        # would kill workers that need more than 30 seconds for their checkpoint.
+        thread = threading.Thread(target=agent, name="linnet-launch", daemon=True)
+        try:
+            with _passed_on(folder):
+                thread.start()
+                while thread.is_alive():
+                    thread.join(0.2)
+            return _outcome(folder, failures, errors)
+        finally:
+            for key in given:
+                os.environ.pop(key, None)
+
+
+def _outcome(folder: Path, failures: dict, errors: list[BaseException]) -> Outcome:
+    notes = sorted(folder.glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)
+    told = [json.loads(path.read_text(encoding="utf-8")) for path in notes]
+    first = next((note for note in told if not note["secondary"]), None)
+    reason = None if first is None else f"rank {first['rank']}: {first['error']}"
+    with contextlib.suppress(FileNotFoundError):
+        end = json.loads((folder / "end").read_text(encoding="utf-8"))
+        return Outcome(end["code"], reason if end["rank"] else None)
+    if errors:
+        return Outcome(1, f"the processes could not be started: {errors[0]}")
+    if not failures:
+        return Outcome(0)
+    number, failure = min(failures.items(), key=lambda item: (item[1].timestamp, item[0]))
+    if reason is None:
+        code = failure.exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = "; the system may be out of memory" if code == -signal.SIGKILL else ""
+        reason = f"rank {number} {how}{hint}"
+    return Outcome(1, f"{reason}; the same command continues from the last checkpoint")
+
+
+@contextlib.contextmanager
+def _passed_on(folder: Path) -> Iterator[None]:
+    """Passes the first SIGINT or SIGTERM of the launcher on to the workers; a second one kills them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        _end(folder, 128 + number, 0)  # first: workers that are being started must not start
+        came.append(number)
+        for path in folder.glob("pid-*"):
+            with contextlib.suppress(OSError, ValueError):
+                os.kill(int(path.read_text()), number if len(came) == 1 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def _end(folder: Path, code: int, rank: int) -> None:
+    """Writes that the launch is over. The first call counts."""
+    with contextlib.suppress(FileExistsError, FileNotFoundError), open(folder / "end", "x", encoding="utf-8") as file:
+        json.dump({"code": code, "rank": rank}, file)
+
+
+@contextlib.contextmanager
+def worker() -> Iterator[None]:
+    """Runs a command as one of several processes; does nothing in a process that was started alone.
+
+    Rank 0 prints what happens, and its exit code is the command's. An error that all ranks share ends the launch: no
+    restart would change it. So does a lack of memory. Any other error of one rank ends its process, and the agent
+    starts all of them again.
+    """
+    if world() == 1:
+        yield
+        return
+    folder = Path(os.environ[FOLDER]) if FOLDER in os.environ else None
+    mine = rank()
+    if folder is not None:
+        (folder / f"pid-{mine}").write_text(str(os.getpid()))
+        if (folder / "end").exists():
+            raise SystemExit(0)
+    _end_with_parent()
+    try:
+        yield
+    except BaseException as error:
+        code = exit_code(error)
+        if code is not None and folder is not None:
+            _end(folder, code, mine)
+        if code is None or (mine and not is_shared(error) and isinstance(error, Exception)):
+            if folder is not None:
+                _note_failure(folder, mine, error)
+            if mine and (folder is not None or secondary(error)):
+                os._exit(1)  # without the wait of NCCL for ranks that do not answer
+        elif mine:
+            raise SystemExit(0) from None  # rank 0 prints the error and ends with its code
+        raise
+
+
+def exit_code(error: BaseException) -> int | None:
+    """Returns the exit code of an error that ends a launch, None if starting the processes again may help."""
+    import torch
+
+    from linnet.runs.files import FULL
+
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if type(error).__name__ == "Exit" and hasattr(error, "exit_code"):  # typer's
+        return error.exit_code
+    if isinstance(error, ConfigError | MemoryError | torch.OutOfMemoryError):
+        return 2
+    if isinstance(error, OSError) and error.errno in FULL:
+        return 2
+    return None
+
+
+def secondary(error: BaseException) -> bool:
+    """Returns whether an error of this rank only says that another rank failed or was lost."""
+    return isinstance(error, PeerError) or any(text in str(error) for text in _LOST)
+
+
+def _note_failure(folder: Path, mine: int, error: BaseException) -> None:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    line = (str(error).strip().splitlines() or [""])[0]
+    note = {"rank": mine, "error": f"{type(error).__name__}: {line}"[:500], "secondary": secondary(error)}
+    with contextlib.suppress(OSError):
+        temporary = folder / f".failed-{attempt}-{mine}"
+        temporary.write_text(json.dumps(note), encoding="utf-8")
+        temporary.rename(folder / f"failed-{attempt}-{mine}")
+    if not secondary(error):
+        print("".join(traceback.format_exception(error)), file=sys.stderr, end="", flush=True)
+
+
+def _end_with_parent() -> None:
+    """Asks Linux to send this process SIGTERM when its agent dies: it has a session of its own and would go on."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        set_signal_at_death_of_parent = 1  # PR_SET_PDEATHSIG of prctl(2)
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(set_signal_at_death_of_parent, signal.SIGTERM)
