@@ -260,9 +260,10 @@ class _Shown(Sequence):
         return len(self._batches)
 
     def __getitem__(self, number: int) -> tuple[Tensor, ...]:
+        batch = self._batches[number]  # first: an iteration ends with IndexError here
         if self._show is not None:
             self._show(self._batches.tokens * number // len(self._batches), self._batches.tokens)
-        return self._batches[number]
+        return batch
 
 
 def _evaluations(config: TrainConfig, tokenizer: Tokenizer, device: torch.device) -> Evaluations:
