@@ -18,8 +18,10 @@ from linnet.ops import ring, sequence
 def mix(mixer: Mixer, x: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State | None]:
     """Calls a mixer as `Mixer.forward` says, on whole rows or on this rank's span of them."""
     here = sequence.span()
-    if here is None or state is not None or (mixer.sequence_parallel and not here.ring):
+    if here is None or state is not None:
         return mixer(x, state, cu_seqlens)
+    if mixer.sequence_parallel and (cu_seqlens is not None or not here.ring):
+        return mixer(x, None, cu_seqlens)
     return _pass_on(mixer, x, cu_seqlens, here), None
 
 

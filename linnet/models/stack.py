@@ -146,6 +146,32 @@ def check(config: StackConfig) -> list[str]:
     return problems + list(found)
 
 
+def span_problems(config: StackConfig, span: int, ranks: int, tp: int = 1) -> list[str]:
+    """Returns why rows cannot be cut into spans (`linnet.ops.sequence`), as `Mixer.span_problems` says; builds nothing.
+
+    Args:
+        span: tokens of a span. ranks: number of spans. tp: ranks that share the heads or channels of a layer.
+    """
+    stack = config.stack
+    context = LayerContext(
+        config.d_model, num_layers=len(stack.blocks), norm=config.norm, norm_eps=config.norm_eps, bias=config.bias
+    )
+    found: dict[str, None] = {}
+    for spec in (*stack.before, *stack.blocks):
+        if spec.mixer is None:
+            continue
+        options = config.layer_options(spec.mixer, spec)
+        for problem in MIXERS[spec.mixer].span_problems(options, context, span, ranks, tp):
+            key = problem.partition(":")[0]
+            if key not in type(options).model_fields:
+                found[f"layout: {spec.mixer} {problem}"] = None
+            elif key in spec.options.get(spec.mixer, {}):
+                found[f"aliases.{spec.alias}.options.{spec.mixer}.{problem}"] = None
+            else:
+                found[f"options.{spec.mixer}.{problem}"] = None
+    return list(found)
+
+
 def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
     """Rewrites a configuration of release 0.1.0 (a file, run folder or config.json) with today's keys, without a
     warning.

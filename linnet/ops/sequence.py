@@ -81,7 +81,8 @@ def sequence_parallel(group: dist.ProcessGroup | None, method: Method = "auto") 
     Args:
         group: ranks in the order of their spans.
         method: "gather" (one all-gather of summaries), "scan" (ceil(log2 P) rounds), or "auto": scan above 16 ranks.
-            "ring" is "auto" in which layers pass the states of all mixers from rank to rank.
+            "ring" is "auto" in which layers pass the states of all mixers from rank to rank, unless documents are
+            packed.
 
     Raises:
         ValueError: an unknown method.

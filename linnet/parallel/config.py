@@ -7,6 +7,7 @@ from pydantic import Field
 
 from linnet.config import Config
 from linnet.models import ModelConfig
+from linnet.models.stack import span_problems
 from linnet.parallel import tensor
 
 SequenceMethod = Literal["auto", "gather", "scan", "ring"]
@@ -119,26 +120,6 @@ class ParallelConfig(Config):
         if seq_len % self.sp:
             nearest = seq_len // self.sp * self.sp or self.sp
             return [f"parallel.sp: {self.sp} does not divide seq_len {seq_len}; use a divisor, or seq_len {nearest}"]
-        span, problems = seq_len // self.sp, {}
-        for spec in model.stack.blocks:
-            for name in spec.names:
-                options = model.layer_options(name, spec)
-                width = getattr(options, "conv_width", 0)
-                if width > span:
-                    problems[f"model.options.{name}.conv_width: {width}"] = (
-                        f"is wider than a span of {span} tokens (seq_len {seq_len} / parallel.sp {self.sp}); lower "
-                        "parallel.sp, or raise seq_len"
-                    )
-                window = getattr(options, "window", 0)
-                if window - 1 > span:
-                    problems[f"model.options.{name}.window: {window}"] = (
-                        f"reaches beyond the neighbouring span of {span} tokens (seq_len {seq_len} / parallel.sp "
-                        f"{self.sp}); lower parallel.sp, or raise seq_len"
-                    )
-                heads = getattr(options, "num_kv_heads", 0) or getattr(options, "num_heads", 0)
-                if name == "attention" and not window and heads % self.sp:
-                    problems[f"parallel.sp: {self.sp}"] = (
-                        f"does not divide the {heads} heads of keys and values of {name}, which are divided among the "
-                        "ranks of a row; use a divisor"
-                    )
-        return [f"{key} {text}" for key, text in problems.items()]
+        span = seq_len // self.sp
+        of = f" (parallel.sp: {self.sp} cuts seq_len {seq_len} into spans of {span} tokens)"
+        return [f"model.{problem}{of}" for problem in span_problems(model, span, self.sp, self.tp)]

@@ -7,7 +7,7 @@ from linnet.models import ModelConfig
 from linnet.parallel import ParallelConfig
 
 ATTENTION = {"d_model": 32, "layout": "attention+glu x2", "options": {"attention": {"num_heads": 4}}}
-WINDOW = {"d_model": 32, "layout": "attention+glu x2", "options": {"attention": {"num_heads": 4, "window": 20}}}
+WINDOW = {"d_model": 32, "layout": "attention+glu x2", "options": {"attention": {"num_heads": 2, "window": 20}}}
 
 
 def problems(world, model=ATTENTION, seq_len=64, batch_size=8, **values):

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from linnet.layers import routing
 from linnet.models import ModelConfig, build_model
+from linnet.models.stack import span_problems
 from linnet.ops import sequence
 from linnet.train import recompute
 from linnet.train.objective import training_loss
@@ -117,3 +118,13 @@ def test_models_on_spans_of_rows_equal_one_process(pool, ranks):
 def test_states_pass_from_rank_to_rank_for_any_mixer(pool):
     check(pool, 2, [(name, batch(), {"method": "ring"}) for name in MODELS])
     check(pool, 3, [(name, batch(), {"method": "ring", "mode": "block"}) for name in RINGS])
+
+
+def test_what_spans_cannot_serve_is_refused_by_name():
+    found = span_problems(ModelConfig(**SMALL | MODELS["hyena"] | {"layout": "hyena+swiglu mamba attention"}), 1, 32)
+    assert [line.split(":")[0] for line in found] == [
+        "options.hyena.conv_width",
+        "options.mamba.conv_width",
+        "options.attention.num_heads",
+    ]
+    assert [span_problems(ModelConfig(**SMALL | model), 6, 4) for model in MODELS.values()] == [[]] * len(MODELS)

@@ -14,7 +14,7 @@ from linnet.layers.base import LayerContext, State, register_mixer
 from linnet.layers.hyena import long_flops_paper
 from linnet.layers.mixers.hyena import HyenaFilterConfig, HyenaMixer
 from linnet.layers.output import check_heads, split_heads
-from linnet.ops import filtered_attention
+from linnet.ops import filtered_attention, sequence
 
 
 class MhHyenaConfig(HyenaFilterConfig):
@@ -40,7 +40,7 @@ class MhHyena(HyenaMixer):
         self.out_proj.ends_residual = True
 
     def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
-        if state is not None or cu_seqlens is not None:
+        if state is not None or cu_seqlens is not None or self.heads[0] % sequence.spans():
             return super().forward(x, state, cu_seqlens)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (projection(x)[0].unflatten(-1, self.heads) for projection in projections)

@@ -44,12 +44,12 @@ def span_problems(heads: int, groups: int, window: int, span: int, ranks: int) -
         return []
     if groups and heads % (groups * _repeats(groups, ranks)) == 0:
         return []
-    fits = [f"a number of heads that sp: {ranks} divides (and, grouped, that {ranks} heads of keys can share evenly)"]
-    if window:
-        fits.append(f"spans of at least window - 1 = {window - 1} tokens")
+    of_keys = "" if heads == groups else f" ({groups} of keys and values)"
+    if not window:
+        return [f"num_heads: {heads}{of_keys} cannot be shared by the {ranks} ranks of a row; use a divisor for sp"]
     return [
-        f"num_heads: {heads} heads with {groups} of keys and values cannot be dealt to sp: {ranks} ranks; use "
-        f"{' or '.join(fits)}"
+        f"window: {window} reads {window - 1} tokens back, but a span has {span}, and {ranks} ranks of a row cannot "
+        f"share num_heads: {heads}{of_keys} instead; lower sp or window"
     ]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from linnet.ops import backend
+from linnet.ops import backend, sequence
 from linnet.ops.chunks import exact, state_dtype
 from linnet.ops.longconv import chunked
 from linnet.ops.longconv.chunked import make_toeplitz
@@ -36,7 +36,7 @@ def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> 
 
     It is `long_convolution` of the products, for training: it takes and returns no state and knows no documents. On a
     GPU up to 4,096 tokens and 64 channels a head run in kernels, in all pairs; all else in plain PyTorch, near linear
-    in T.
+    in T. Of rows that are cut into spans (`linnet.ops.sequence`) every rank takes some of the heads over the whole row.
 
     Args:
         q, k, v: [B, T, H, D].
@@ -47,7 +47,8 @@ def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> 
         bfloat16 for bfloat16 inputs.
 
     Raises:
-        ValueError: q, k, v differ in shape, or are not of as many heads as there are filters.
+        ValueError: q, k, v differ in shape, are not of as many heads as there are filters, or of heads that the spans
+            of a row do not divide.
 
     Source: multi-head Hyena (arXiv:2310.18780, section 4; paper 004, section 3.2).
     """
@@ -56,6 +57,16 @@ def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> 
             f"filtered_attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, {filter.theta.shape[0]} "
             "filters; give q, k, v [B, T, H, D], nothing empty, and a filter a head"
         )
+    if (here := sequence.span()) is not None:
+        own = q.shape[2] // here.size
+        q, k, v = (sequence.all_to_all(x, 1, 2) for x in (q, k, v))  # [B, T, H / ranks, D]
+        parts = (None if x is None else x.narrow(0, here.rank * own, own) for x in filter)
+        return sequence.all_to_all(_attend(q, k, v, ModalFilter(*parts)), 2, 1)
+    return _attend(q, k, v, filter)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> Tensor:
+    """`filtered_attention` of whole rows."""
     if backend.use_reference():
         products = (k[..., :, None] * v[..., None, :]).flatten(2)
         matrices = modal_reference(products, filter, None, None)[0].view(*q.shape, q.shape[3])
