@@ -558,7 +558,7 @@ def all_to_all(x: Tensor, from_dim: int, to_dim: int) -> Tensor:
 
 
 def _swap(x, from_dim, to_dim, size, name):
-    sent = torch.stack(x.chunk(size, to_dim))
+    sent = torch.stack(x.chunk(size, to_dim)).contiguous()  # of strided parts, `stack` keeps the strides
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=_groups[name])
     return torch.cat(received.unbind(0), from_dim)

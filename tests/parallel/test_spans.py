@@ -112,7 +112,7 @@ def check(pool, ranks, cases):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_models_on_spans_of_rows_equal_one_process(pool, ranks):
-    check(pool, ranks, [(name, batch(), {}) for name in ("llama", "window")])
+    check(pool, ranks, [(name, batch(), {}) for name in MODELS])
 
 
 def test_states_pass_from_rank_to_rank_for_any_mixer(pool):

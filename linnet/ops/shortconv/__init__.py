@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linnet.ops import backend
+from linnet.ops import backend, sequence
 from linnet.ops.arguments import check_devices
 from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import check_documents, count_states
@@ -62,7 +62,8 @@ def short_convolution(
     """y_t = act(sum_j w_j (x_{t - (W - 1) + j} + a) + b), each channel on its own; zeros are before the first token.
 
     Without state and documents it computes in float32 (float64 for float64 inputs), whatever autocast says, and rounds
-    once. On a GPU it is one launch and one for the backward, which keep nothing but the inputs.
+    once. On a GPU it is one launch and one for the backward, which keep nothing but the inputs. Of rows that are cut
+    into spans (`linnet.ops.sequence`), a rank gets the last W - 1 inputs of the rank before.
 
     Args:
         x: [B, T, D].
@@ -98,6 +99,9 @@ def short_convolution(
             "or None, with at least one channel and tap"
         )
     check_devices("short_convolution", **parts)
+    if sequence.span() is not None and weight.shape[1] > 1:
+        x, offset = x if offset is None else x + offset.to(x.dtype), None
+        initial_state = _inputs_before(x, weight, initial_state, cu_seqlens)
     if initial_state is None and not output_final_state and cu_seqlens is None:
         return _convolve(x, weight, bias, offset, silu)
     check_documents(cu_seqlens, *x.shape[:2])
@@ -118,6 +122,16 @@ def short_convolution(
     line = torch.cat([initial_state.to(x.dtype), x], 1)
     y = _convolve(line, weight, bias, None, silu)[:, size[1] :]
     return (y, line[:, x.shape[1] :].to(initial_state.dtype)) if output_final_state else y
+
+
+def _inputs_before(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Returns the inputs before this span [N, W - 1, D]: of the rank before, or the given ones on the first rank."""
+    before = sequence.halo(x, weight.shape[1] - 1)
+    before = before.to(state_dtype(x, weight) if state is None else state.dtype)
+    if cu_seqlens is not None:
+        documents = cu_seqlens.shape[0] - 1
+        before = sequence.rows_of(cu_seqlens, x.shape[1]).spread_first(before, documents)
+    return before if state is None else before + state * float(sequence.span().rank == 0)
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor | None, silu: bool) -> Tensor:
