@@ -65,7 +65,7 @@ def score(
     device = next(model.parameters()).device
     lengths = torch.as_tensor(np.asarray(byte_lengths, dtype=np.float64))
     total, tokens, size = torch.zeros((), dtype=torch.float64, device=device), 0, 0.0
-    rows = contextlib.nullcontext() if mesh is None else sequence_parallel(mesh.sp_group)
+    rows = contextlib.nullcontext() if mesh is None else sequence_parallel(mesh.sp_group, mesh.sequence_method)
     with evaluating(model), rows:
         for batch in batches if mesh is None else _dealt(batches, mesh):
             targets = batch[1]

@@ -61,6 +61,7 @@ class Mesh:
             of one row (sp) have the same weights and different tokens, so they share the weights too.
         tp_group, sp_group: the ranks that share a layer, and those that share a row.
         data_group: the ranks with different tokens (dp_replicate x dp_shard x sp); losses are summed over it.
+        sequence_method: how states pass between the spans of a row.
         host: gloo group of all ranks for flags, barriers, errors and checkpoints.
     """
 
@@ -68,7 +69,7 @@ class Mesh:
         """Builds the groups; every rank must call it, with a process group that exists."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
-        self.device, self.timeout = device, config.timeout
+        self.device, self.timeout, self.sequence_method = device, config.timeout, config.sequence_method
         self.degrees: Degrees = config.degrees(self.world)
         shape = (self.degrees.dp_replicate, self.degrees.dp_shard, self.degrees.sp, self.degrees.tp)
         self.host = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=HOST))

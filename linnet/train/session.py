@@ -16,6 +16,7 @@ from torch import Tensor
 
 from linnet.config import ConfigError
 from linnet.layers import dropout
+from linnet.layers.routing import balance_over
 from linnet.ops import compat_torch
 from linnet.ops.sequence import sequence_parallel
 from linnet.runs import RunFolder, checkpoint
@@ -69,6 +70,8 @@ class Session:
         else:
             self.parts = config.parallel.accumulation or config.accumulation
             self.model, self.split = objective.build_sharded(config.seed, mesh, self._wrap)
+            if mesh.dp * mesh.sp > 1:
+                balance_over(self.model, mesh.data_group)
         loss = training_loss(self.model, objective.loss(self.model))
         self._loss = torch.compile(loss) if config.run.compile and mesh is None else loss
         split_dims = {name: dim for name, (dim, _) in (self.split or {}).items()}
@@ -151,7 +154,7 @@ class Session:
         """Does the work of `gradients` for this rank's share of the batch; gradients are summed over ranks."""
         pieces = list(zip(*(tensor.tensor_split(self.parts) for tensor in batch), strict=True))
         row, losses, auxiliary = self._first_row, [], []
-        with torch.autograd.set_multithreading_enabled(False), sequence_parallel(mesh.sp_group):
+        with torch.autograd.set_multithreading_enabled(False), sequence_parallel(mesh.sp_group, mesh.sequence_method):
             targets = self._targets_of_parts(pieces, mesh)
             count = targets.sum()
             for number, part in enumerate(pieces):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from linnet.data.loader import mark_documents
 from linnet.models import build_model
 from linnet.parallel.build import build
 from linnet.parallel.mesh import Mesh
@@ -35,11 +36,14 @@ class Tokens:
     def __init__(self, config: TrainConfig):
         self.config = config
 
-    def batch(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
         size = self.config.batch_size
         numbers = torch.randint(256, (size, self.config.seq_len + 1), generator=torch.Generator().manual_seed(step))
         rows = numbers[size * rank // world : size * (rank + 1) // world]
-        return rows[:, :-1], rows[:, 1:]
+        if self.config.data.packing == "cross":
+            return rows[:, :-1], rows[:, 1:]
+        rows = torch.where(rows < 40, 0, rows)  # ends of documents
+        return mark_documents(rows[:, :-1], rows[:, 1:], 0)
 
 
 class Random(TextObjective):
@@ -47,7 +51,8 @@ class Random(TextObjective):
 
     def __init__(self, config: TrainConfig, dtype: torch.dtype):
         self.config, self.dtype = config, dtype
-        self.row_length, self.targets_per_row = config.seq_len, config.seq_len
+        self.row_length = config.seq_len
+        self.targets_per_row = config.seq_len if config.data.packing == "cross" else None
 
     def build(self, seed, device=None):
         return build_model(self.config.model, seed, device).to(self.dtype)
@@ -99,25 +104,31 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 ADAMW, MUON = {"name": "adamw"}, {"name": "muon"}
-CASES = {
-    "tnl": (2, {"model": {"dropout": 0.1}}),
-    "hgrn2": (3, {"run": {"recompute": "block"}, "accumulation": 2}),
-    "lightnet": (
-        4,
-        {"run": {"recompute": "selective"}, "accumulation": 2, "parallel": {"dp_replicate": 2}, "batch_size": 9},
-    ),
-    "mamba": (2, {"run": {"recompute": "block"}, "optimizer": MUON}),
-    "llama": (3, {"run": {"recompute": "selective"}, "parallel": {"reshard": False}}),
-    "gla": (4, {"optimizer": MUON, "parallel": {"dp_replicate": 2}}),
-    "cosformer2": (2, {"run": {"recompute": "selective"}, "accumulation": 2, "parallel": {"sync_parts": False}}),
-    "hyena": (3, {"optimizer": MUON, "run": {"recompute": "block"}}),
-    "frozen": (3, {}),
-}  # fmt: skip
+SELECTIVE, BLOCK = {"recompute": "selective"}, {"recompute": "block"}
+BALANCED = {"options": {"moe": {"balance_coefficient": 0.01}}}
+CASES = [
+    ("tnl", 2, {"model": {"dropout": 0.1}}),
+    ("hgrn2", 3, {"run": BLOCK, "accumulation": 2}),
+    ("hgrn2", 2, {"data": {"packing": "reset"}, "accumulation": 3}),
+    ("lightnet", 4, {"parallel": {"dp_replicate": 2}, "batch_size": 9, "accumulation": 2, "run": SELECTIVE}),
+    ("mamba", 2, {"run": BLOCK, "optimizer": MUON}),
+    ("llama", 3, {"run": SELECTIVE, "parallel": {"reshard": False}}),
+    ("gla", 4, {"optimizer": MUON, "parallel": {"dp_replicate": 2}}),
+    ("cosformer2", 2, {"run": SELECTIVE, "accumulation": 2, "parallel": {"sync_parts": False}}),
+    ("hyena", 3, {"optimizer": MUON, "run": BLOCK}),
+    ("moe", 3, {"model": BALANCED, "optimizer": MUON}),
+    ("frozen", 3, {}),
+    ("tnl", 4, {"model": {"dropout": 0.1}, "parallel": {"sp": 2}, "run": BLOCK, "accumulation": 2}),
+    ("hgrn2", 4, {"data": {"packing": "reset"}, "parallel": {"sp": 2}, "run": SELECTIVE}),
+    ("lightnet", 4, {"parallel": {"sp": 2, "tp": 2}, "optimizer": MUON, "model": {"dropout": 0.1}}),
+    ("moe", 4, {"model": BALANCED, "parallel": {"sp": 4}, "run": BLOCK}),
+]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_training_equals_one_process(pool, name):
-    world, changes = CASES[name]
+@pytest.mark.parametrize(
+    "name, world, changes", CASES, ids=[f"{name}-{number}" for number, (name, *_) in enumerate(CASES)]
+)
+def test_training_equals_one_process(pool, name, world, changes):
     alone = {key: value for key, value in changes.items() if key not in ("parallel", "accumulation")}
     losses, norms, weights = train(config(name, **alone), None)
     ranks = pool.run(world, train_rank, config(name, **changes))
@@ -139,9 +150,9 @@ def test_compiled_training_equals_one_process(pool, name, recompute):
 
 LOW = {
     "tnl": {"model": {"dropout": 0.1}},
-    "hgrn2": {"accumulation": 2, "run": {"recompute": "block"}},
+    "hgrn2": {"accumulation": 2, "run": BLOCK},
     "lightnet": {"optimizer": MUON},
-    "mamba": {"run": {"recompute": "selective"}},
+    "mamba": {"run": SELECTIVE},
     "moe": {"model": {"options": {"moe": {"balance_coefficient": 0.01}}}},
     "llama": {"accumulation": 2, "parallel": {"sync_parts": False}},
 }
