@@ -312,7 +312,7 @@ class Session:
         """Reads this rank's shards of a checkpoint of any layout into the model and the optimizer.
 
         Returns:
-            The random states of the checkpoint.
+            The random states of this rank.
         """
         from linnet.parallel.shard import settle
         from linnet.runs import sharded

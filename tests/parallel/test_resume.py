@@ -1,0 +1,96 @@
+"""A training that was saved in one layout goes on in any other: the same state to the bit, the same losses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_shard import Random, config
+
+from linnet.parallel.mesh import Mesh
+from linnet.runs import checkpoint
+from linnet.runs.saver import Saver
+from linnet.train.session import Session
+
+STEPS = 2  # before the checkpoint, and after it
+LAYOUTS = {"1": (1, {}), "2": (2, {}), "3": (3, {}), "4": (4, {}), "2x2 tp": (4, {"tp": 2}), "2x2 sp": (4, {"sp": 2})}
+
+
+class Plain(Random):
+    """Random tokens, which need no corpus to go on with."""
+
+    def meta(self):
+        return {}
+
+    def resume_problems(self, meta):
+        return []
+
+
+def session_of(world, layout):
+    model = {"layout": "tnl+sglu", "options": {"tnl": {"num_heads": 2}}, "dropout": 0.1}
+    settings = config("tnl", model=model, batch_size=12, optimizer={"name": "muon"}, parallel=layout)
+    mesh = Mesh(settings.parallel, torch.device("cpu")) if world > 1 else None
+    return Session(settings, Plain(settings, torch.float32), torch.device("cpu"), mesh)
+
+
+def go_on(session):
+    session.recent.clear()
+    for _ in range(STEPS):
+        session.gradients()
+        assert session.judge() is None
+        session.apply()
+    return list(session.recent)
+
+
+def weights_of(session):
+    return {name: tensor.clone() for name, tensor in session.weights().items()}
+
+
+def begin(root, layouts):
+    """Trains from the start in each layout, saves, and goes on. Returns the losses after the checkpoint."""
+    losses = {}
+    for name in layouts:
+        session = session_of(*LAYOUTS[name])
+        go_on(session)
+        Saver(Path(root) / name, None, session.mesh, session.split).save(STEPS, *session.state())
+        weights = weights_of(session)
+        losses[name] = go_on(session), weights, weights_of(session)
+    return losses
+
+
+def resume(root, layouts):
+    """Goes on from each checkpoint in each layout. Returns the losses, and the weights before and after."""
+    found = {}
+    for name in layouts:
+        session = session_of(*LAYOUTS[name])
+        for source in sorted(Path(root).iterdir()):
+            path = checkpoint.place(source, STEPS)
+            if session.mesh is None:
+                session.load(*checkpoint.load(path))
+            else:
+                session.load(path, checkpoint.read_meta(path))
+            weights = weights_of(session)
+            found[source.name, name] = go_on(session), weights, weights_of(session)
+    return found
+
+
+def everywhere(pool, function, root):
+    found = {}
+    for world in range(1, 5):
+        names = [name for name, (ranks, _) in LAYOUTS.items() if ranks == world]
+        ranks = pool.run(world, function, root, names) if world > 1 else [function(root, names)]
+        assert all(rank[key][0] == losses for rank in ranks for key, (losses, *_) in ranks[0].items())
+        found |= ranks[0]
+    return found
+
+
+def test_any_layout_goes_on_from_any_other(pool, tmp_path):
+    begun = everywhere(pool, begin, str(tmp_path))
+    resumed = everywhere(pool, resume, str(tmp_path))
+    assert len(resumed) == len(LAYOUTS) ** 2
+    for (source, name), (losses, before, after) in resumed.items():
+        expected, saved, end = begun[source]
+        assert before.keys() == saved.keys() and all(torch.equal(before[key], saved[key]) for key in saved)
+        if source == name:
+            assert losses == expected and all(torch.equal(after[key], end[key]) for key in end)
+        else:
+            assert losses == pytest.approx(expected, rel=2e-6), (source, name)
