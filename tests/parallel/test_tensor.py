@@ -132,9 +132,8 @@ def all_errors(cases):
     return {str(case): errors(*case) for case in cases}
 
 
-@pytest.mark.parametrize("ranks", (2, 4))
-def test_every_mixer_trains_as_in_one_process(pool, ranks):
-    for found in pool.run(ranks, all_errors, [(name,) for name in MODELS if "3" not in name], timeout=120):
+def test_every_mixer_trains_as_in_one_process(pool):
+    for found in pool.run(4, all_errors, [(name,) for name in MODELS if "3" not in name], timeout=120):
         for case, numbers in found.items():
             assert max(numbers.values()) < 1e-12, (case, {k: v for k, v in numbers.items() if not v < 1e-12})
 
@@ -246,20 +245,42 @@ def test_the_old_word_is_read_as_partial():
         assert tensor.words(mixer)["gain"] == "partial"
 
 
-SHARDED = {
-    "tnl": {"model": {"dropout": 0.1}, "run": {"recompute": "block"}},
-    "hgrn2": {"run": {"recompute": "selective"}, "accumulation": 2, "optimizer": {"name": "muon"}},
+BLOCK, SELECTIVE, MUON = {"run": {"recompute": "block"}}, {"run": {"recompute": "selective"}}, {"name": "muon"}
+WITH_FSDP = {
+    "tnl": BLOCK | {"model": {"dropout": 0.1}},
+    "hgrn2": SELECTIVE | {"accumulation": 2, "optimizer": MUON},
+    "lightnet": {},
+    "cosformer2": {"optimizer": MUON},
+    "gla": BLOCK | {"accumulation": 2},
     "mamba": {"parallel": {"dp_replicate": 2}},
+    "llama": SELECTIVE,
+}
+WITH_SPANS = {
+    "tnl": SELECTIVE | {"model": {"dropout": 0.1, "options": {"tnl": {"lrpe": "all_layers"}}}},
+    "hgrn2": BLOCK | {"optimizer": MUON},
+    "lightnet": {"accumulation": 2},
+    "cosformer2": BLOCK,
+    "gla": {"optimizer": MUON},
+    "mamba": SELECTIVE | {"accumulation": 2},
+    "llama": {},
 }
 
 
-@pytest.mark.parametrize("name", SHARDED)
-def test_with_fsdp_it_trains_as_one_process(pool, name):
-    """Two ranks of data and two of tensors: the weights at the start, losses, norms and weights after three steps."""
-    changes = {**SHARDED[name], "parallel": {"tp": 2, **SHARDED[name].get("parallel", {})}}
-    alone = {key: value for key, value in changes.items() if key not in ("parallel", "accumulation")}
-    losses, norms, weights = train_session(config(name, **alone), None)
-    ranks = pool.run(4, train_rank, config(name, **changes))
-    assert all(rank[:2] == ranks[0][:2] for rank in ranks)
-    assert ranks[0][0] == pytest.approx(losses, rel=1e-12) and ranks[0][1] == pytest.approx(norms, rel=1e-12)
-    assert difference(ranks[0][2], weights) < 1e-12
+def train_ranks(cases):
+    return [train_rank(case) for case in cases]
+
+
+@pytest.mark.parametrize("degrees, cases", (({}, WITH_FSDP), ({"sp": 2}, WITH_SPANS)), ids=("fsdp", "spans"))
+def test_with_other_layouts_it_trains_as_one_process(pool, degrees, cases):
+    """Tensors over two ranks, and rows or spans over two: losses, norms and weights after three steps."""
+    whole, split = {}, []
+    for name, changes in cases.items():
+        alone = {key: value for key, value in changes.items() if key not in ("parallel", "accumulation")}
+        whole[name] = train_session(config(name, **alone), None)
+        split.append(config(name, **changes | {"parallel": {"tp": 2} | degrees | changes.get("parallel", {})}))
+    ranks = pool.run(4, train_ranks, split, timeout=120, fresh=True)  # DTensor remembers the groups of earlier meshes
+    for number, (name, (losses, norms, weights)) in enumerate(whole.items()):
+        found = ranks[0][number]
+        assert all(rank[number][:2] == found[:2] for rank in ranks), name  # all ranks judge by the same numbers
+        assert found[0] == pytest.approx(losses, rel=1e-12) and found[1] == pytest.approx(norms, rel=1e-12), name
+        assert difference(found[2], weights) < 1e-12, name
