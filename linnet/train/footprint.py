@@ -46,7 +46,7 @@ class Footprint:
 
 @lru_cache(maxsize=256)
 def block_footprints(
-    config_json: str, length: int, mode: recompute.Recompute, low_precision: bool
+    config_json: str, length: int, mode: recompute.Recompute, low_precision: bool, fused: bool
 ) -> tuple[Footprint, ...]:
     """Returns the footprint of each block of a model for one row of `length` tokens. Equal blocks are counted once.
 
@@ -54,6 +54,7 @@ def block_footprints(
         config_json: the JSON of a ModelConfig.
         mode: recomputation: none, selective or block.
         low_precision: whether products run in bfloat16 under autocast.
+        fused: whether norms and gates run as one kernel each: eager mode without a dispatch mode, or a compiler.
     """
     config = ModelConfig.model_validate_json(config_json)
     model = empty_model(config, "meta").train()
@@ -66,7 +67,7 @@ def block_footprints(
             shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
             kind = (repr(block.layers), shapes)
             if kind not in counted:
-                counted[kind] = _count(block, config.d_model, length, low_precision, fused=mode != "selective")
+                counted[kind] = _count(block, config.d_model, length, low_precision, fused)
             found.append(counted[kind])
     return tuple(found)
 

@@ -248,9 +248,12 @@ def _memory(
     shards = degrees.dp_shard * degrees.sp
     sharded = degrees.world > 1  # one process does not use FSDP
     span, width = config.seq_len // degrees.sp, config.model.d_model
-    prints = block_footprints(config.model.model_dump_json(), span, config.run.recompute, low == 2)
+    mode = config.run.recompute
+    # Keeping some results of a block takes a dispatch mode, in which norms and gates are not single kernels.
+    fused = mode == "none" or (mode == "block" and (degrees.sp == 1 or config.run.compile))
+    prints = block_footprints(config.model.model_dump_json(), span, mode, low == 2, fused)
     tokens = rows * span
-    whole = {"none": 12, "selective": 12, "block": 4}[config.run.recompute] * span * width  # not divided by tp
+    whole = {"none": 12, "selective": 12, "block": 4}[mode] * span * width  # not divided by tp
 
     def divided(size: float, at_full_width: float) -> float:
         return rows * (size if degrees.tp == 1 else at_full_width + max(0.0, size - at_full_width) / degrees.tp)

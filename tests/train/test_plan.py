@@ -110,7 +110,7 @@ def test_network_between_machines_is_slower():
 
 def test_equal_blocks_are_counted_once_and_scale_with_the_row():
     model = family("hgrn2")(256, 3, 0, 688, vocab_size=512).model_dump_json()
-    short, long = (block_footprints(model, length, "none", True) for length in (256, 512))
+    short, long = (block_footprints(model, length, "none", True, True) for length in (256, 512))
     assert short[1] is short[2]
     assert long[1].saved == pytest.approx(2 * short[1].saved, rel=0.01)
 
