@@ -2,6 +2,7 @@
 
 config.py   ParallelConfig, the `parallel` block of a training, and its checks
 mesh.py     Mesh: the ranks of a run, their groups, and calls that all ranks make together
+alive.py    ends a rank soon after another one has died
 tensor.py   tensor parallelism: each rank holds a part of every layer
 """
 

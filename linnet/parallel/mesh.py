@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from linnet.config import ConfigError
 from linnet.ops import compat_torch
+from linnet.parallel import alive
 from linnet.parallel.config import Degrees, ParallelConfig
 
 JOIN = 300.0  # seconds in which every rank must appear
@@ -190,6 +191,7 @@ def join() -> None:
         world_size=count,
         timeout=datetime.timedelta(seconds=FIRST_STEP),
     )
+    alive.watch(dist.PrefixStore(attempt, store), mine, count)
 
 
 def start(config: ParallelConfig, device: torch.device) -> Mesh | None:
@@ -241,6 +243,7 @@ def device_problems(device: torch.device, local_world: int | None = None) -> lis
 def stop() -> None:
     """Leaves the group at the end of a run that went well. After an error, end the process instead."""
     if dist.is_initialized():
+        alive.leave()
         dist.destroy_process_group()
 
 

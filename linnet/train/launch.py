@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linnet.config import ConfigError
+from linnet.parallel import alive
 from linnet.parallel.mesh import PeerError, is_shared, rank, world
 
 FOLDER = "LINNET_LAUNCH"
@@ -185,16 +186,25 @@ def worker() -> Iterator[None]:
         yield
     except BaseException as error:
         code = exit_code(error)
+        everywhere = is_shared(error) or not isinstance(error, Exception)
         if code is not None and folder is not None:
             _end(folder, code, mine)
-        if code is None or (mine and not is_shared(error) and isinstance(error, Exception)):
-            if folder is not None:
-                _note_failure(folder, mine, error)
-            if mine and (folder is not None or secondary(error)):
-                os._exit(1)  # without the wait of NCCL for ranks that do not answer
-        elif mine:
-            raise SystemExit(0) from None  # rank 0 prints the error and ends with its code
-        raise
+        if code is not None and (everywhere or not mine):
+            alive.leave()
+            if mine:
+                raise SystemExit(0) from None  # rank 0 prints the error and ends with its code
+            raise
+        if folder is not None:
+            _note_failure(folder, mine, error)
+        if not secondary(error) and (not mine or folder is None):
+            raise
+        line = (str(error).strip().splitlines() or [""])[0]
+        if not secondary(error):
+            print("".join(traceback.format_exception(error)), file=sys.stderr, end="", flush=True)
+        elif not mine:
+            print(f"rank 0 ends, another rank was lost ({type(error).__name__}: {line[:300]})", file=sys.stderr)
+        sys.stdout.flush()
+        os._exit(1)  # an ordinary end would wait in NCCL for ranks that do not answer
 
 
 def exit_code(error: BaseException) -> int | None:
@@ -229,8 +239,6 @@ def _note_failure(folder: Path, mine: int, error: BaseException) -> None:
         temporary = folder / f".failed-{attempt}-{mine}"
         temporary.write_text(json.dumps(note), encoding="utf-8")
         temporary.rename(folder / f"failed-{attempt}-{mine}")
-    if not secondary(error):
-        print("".join(traceback.format_exception(error)), file=sys.stderr, end="", flush=True)
 
 
 def _end_with_parent() -> None:
