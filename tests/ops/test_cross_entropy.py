@@ -176,15 +176,31 @@ def check_impossible_tokens(device):
     assert_near([x.cpu() for x in found], expected)
 
 
+def check_parts_of_a_vocabulary(device):
+    """The two kernels of a split vocabulary: targets of other ranks, ignored rows, a part without a finite logit."""
+    from linnet.ops.cross_entropy.triton import log_sums, share_in_place
+
+    for vocab in (37, 5003):
+        logits, index = torch.randn(4, vocab), torch.tensor([1, -1, vocab - 1, -1])
+        logits[:, ::2], log_sum = -float("inf"), torch.tensor([3.0, 4.0, 5.0, float("inf")])
+        found = [*log_sums(logits.to(device), index.to(device))]
+        expected = [*chunked.log_sums(logits.double(), index), chunked.share_in_place(logits.double(), index, log_sum)]
+        found.append(share_in_place(logits.to(device), index.to(device), log_sum.to(device)))
+        assert_near([x.cpu() for x in found], expected)
+    nothing = torch.full((1, 37), -float("inf"))
+    assert log_sums(nothing.to(device), torch.tensor([-1], device=device))[0].item() < -1e29
+
+
 @gpu
 def test_impossible_tokens():
     check_impossible_tokens("cuda")
+    check_parts_of_a_vocabulary("cuda")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel itself is tested")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_interpreted(interpreted):
-    assert interpreted(__file__) == 3
+    assert interpreted(__file__) == 4
 
 
 if __name__ == "__main__":
@@ -195,3 +211,5 @@ if __name__ == "__main__":
             print(vocab, "agrees")
     check_impossible_tokens("cpu")
     print("-inf agrees")
+    check_parts_of_a_vocabulary("cpu")
+    print("a part of a vocabulary agrees")

@@ -1,9 +1,11 @@
 """The last projection and the cross-entropy with the vocabulary split over ranks (Megatron-LM, arXiv:1909.08053).
 
 Each rank holds some rows of the head and makes their logits, a block of tokens at a time. Per block the ranks exchange
-the maximum of each token's logits, then [sum of exponentials, the target's logit]. The gradients are made in the same
+the largest of their log-sums, then [sum of exponentials, the target's logit]. The gradients are made in the same
 pass, as in `chunked`.
 """
+
+import importlib
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import backend, compat_torch
 from linnet.ops.chunks import exact
+from linnet.ops.cross_entropy import chunked
 from linnet.ops.cross_entropy.chunked import BLOCK_LOGITS, add_product
 from linnet.ops.tensor_parallel import Split, enter
 
@@ -64,7 +67,9 @@ def split_cross_entropy_blocks(
         first: number of the first row of `weight`. rows: tokens per block.
     """
     total_dtype, process_group = torch.promote_types(dtype, torch.float32), compat_torch.group_of(group)
-    gradients = x_gradient or weight_gradient
+    gradients, form = x_gradient or weight_gradient, chunked
+    if backend.use_triton("cross_entropy", x.is_cuda) and not backend.is_wide("linear_cross_entropy", x, weight):
+        form = importlib.import_module("linnet.ops.cross_entropy.triton")
     nll = x.new_empty(x.shape[0], dtype=total_dtype)
     dx = torch.empty_like(x) if x_gradient else x.new_empty(0)
     dweight = x.new_zeros(weight.shape if weight_gradient else 0, dtype=total_dtype)
@@ -73,28 +78,25 @@ def split_cross_entropy_blocks(
         for start in range(0, x.shape[0], rows):
             block = slice(start, start + rows)
             tokens = x[block].to(dtype)
+            kept = targets[block] != ignore_index
             index = targets[block] - first
-            kept, own = targets[block] != ignore_index, (index >= 0) & (index < weight.shape[0])
-            index = index.where(own, 0)[:, None]
-            logits = (tokens @ narrow.T).to(total_dtype)
-            highest = logits.amax(-1)
+            index = index.where(kept & (index >= 0) & (index < weight.shape[0]), -1)
+            logits = tokens @ narrow.T
+            own_sum, of_target = form.log_sums(logits, index)
+            highest = own_sum.clone()
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=process_group)
-            logits -= highest[:, None]
-            of_target = logits.gather(-1, index)[:, 0].where(own, 0.0)
-            share = logits.exp_()
-            sums = torch.stack([share.sum(-1), of_target])
+            sums = torch.stack([(own_sum - highest).exp(), of_target])
             dist.all_reduce(sums, group=process_group)
-            nll[block] = (sums[0].log() - sums[1]).where(kept, 0.0)
+            log_sum = highest + sums[0].log()
+            nll[block] = (log_sum - sums[1]).where(kept, 0.0)
             if not gradients:
                 continue
-            share /= sums[0][:, None]
-            share.scatter_add_(-1, index, -own.to(total_dtype)[:, None])
-            dlogits = share.masked_fill_(~kept[:, None], 0.0).to(dtype)
+            dlogits = form.share_in_place(logits, index, log_sum.where(kept, torch.inf))
             if x_gradient:
                 dx[block] = dlogits @ narrow
             if weight_gradient:
                 add_product(dweight, dlogits.T, tokens)
-            del logits, share, dlogits  # before the next block's logits are made
+            del logits, dlogits  # before the next block's logits are made
     return nll.sum(), dx, dweight.to(weight.dtype)
 
 

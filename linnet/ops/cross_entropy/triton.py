@@ -22,6 +22,61 @@ def softmax_in_place(
     return nll, logits if needs_gradients else None
 
 
+def log_sums(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """As `chunked.log_sums`, in one reading of the logits."""
+    log_sum, of_target = logits.new_empty(2, logits.shape[0], dtype=torch.float32).unbind()
+    block = min(BLOCK, triton.next_power_of_2(logits.shape[1]))
+    tensors = logits, index.contiguous(), log_sum, of_target
+    launch(log_sum_kernel, logits.shape[0], tensors, (), (logits.shape[1], block), num_warps=WARPS)
+    return log_sum, of_target
+
+
+def share_in_place(logits: Tensor, index: Tensor, log_sum: Tensor) -> Tensor:
+    """As `chunked.share_in_place`, in the memory of the logits."""
+    block = min(BLOCK, triton.next_power_of_2(logits.shape[1]))
+    tensors = logits, index.contiguous(), log_sum.contiguous()
+    launch(share_kernel, logits.shape[0], tensors, (), (logits.shape[1], block), num_warps=WARPS)
+    return logits
+
+
+@triton.jit
+def log_sum_kernel(logits, index, log_sum, of_target, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * vocab
+    tl.store(log_sum + row, sum_up(logits, vocab, BLOCK))
+    own = tl.load(index + row)
+    tl.store(of_target + row, tl.load(logits + own, mask=own >= 0, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def share_kernel(logits, index, log_sum, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * vocab
+    own, total = tl.load(index + row), tl.load(log_sum + row)
+    column = tl.arange(0, BLOCK)
+    for start in range(0, vocab, BLOCK):
+        at = start + column
+        x = tl.load(logits + at, mask=at < vocab, other=0.0).to(tl.float32)
+        share = tl.exp(x - total) - tl.where(at == own, 1.0, 0.0)
+        share = tl.where(total == float("inf"), 0.0, share)
+        tl.store(logits + at, share.to(logits.dtype.element_ty), mask=at < vocab)
+
+
+@triton.jit
+def sum_up(logits, vocab, BLOCK: tl.constexpr):
+    """The log-sum-exp of one row. Each lane keeps its own maximum and sum, so that the loop has no reduction."""
+    column = tl.arange(0, BLOCK)
+    most = tl.full([BLOCK], -1e30, tl.float32)  # finite, so that a logit of -inf counts for nothing
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab, BLOCK):
+        x = tl.load(logits + start + column, mask=start + column < vocab, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(most, x)
+        total = total * tl.exp(most - higher) + tl.exp(x - higher)
+        most = higher
+    top = tl.max(most, 0)
+    return top + tl.log(tl.sum(total * tl.exp(most - top), 0))
+
+
 @triton.jit
 def softmax_kernel(logits, targets, nll, vocab, ignore_index, NEEDS_GRADIENTS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -35,16 +90,7 @@ def softmax_kernel(logits, targets, nll, vocab, ignore_index, NEEDS_GRADIENTS: t
                 zero = tl.zeros([BLOCK], logits.dtype.element_ty)
                 tl.store(logits + start + column, zero, mask=start + column < vocab)
     else:
-        # Each lane keeps its own running maximum and sum, so that the loop has no reduction over the block.
-        most = tl.full([BLOCK], -1e30, tl.float32)  # finite, so that a logit of -inf counts for nothing
-        total = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, vocab, BLOCK):
-            x = tl.load(logits + start + column, mask=start + column < vocab, other=-float("inf")).to(tl.float32)
-            higher = tl.maximum(most, x)
-            total = total * tl.exp(most - higher) + tl.exp(x - higher)
-            most = higher
-        top = tl.max(most, 0)
-        log_sum = top + tl.log(tl.sum(total * tl.exp(most - top), 0))
+        log_sum = sum_up(logits, vocab, BLOCK)
         tl.store(nll + row, log_sum - tl.load(logits + target).to(tl.float32))
         if NEEDS_GRADIENTS:
             tl.debug_barrier()  # the target's logit has been read
