@@ -240,6 +240,25 @@ def empty_state(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> T
     return q.new_empty(shape, dtype=state_dtype(q, k, v))
 
 
+def register_plain(name: str, arguments: str, results: int, run: Callable, shapes: Callable) -> Callable:
+    """Registers `linnet::<name>`, tensors made without a gradient, and returns the function that bypasses the
+    dispatcher.
+
+    Args:
+        arguments: the schema, tensors first.
+        results: the number of tensors, which `run` returns (with autocast off), and `shapes` for fake tensors.
+    """
+
+    def run_exactly(*arguments):
+        with exact(arguments[0]):
+            return run(*arguments)
+
+    schema = f"({arguments}) -> " + ("Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})")
+    op = torch.library.custom_op(f"linnet::{name}", run_exactly, mutates_args=(), schema=schema)
+    op.register_fake(shapes)
+    return make_fast_path(op)
+
+
 def register_step(name: str, arguments: str, kernel: str, like: str = "x") -> Callable:
     """Registers `linnet::<name>`, one token in one launch, and returns the function that bypasses the dispatcher.
 

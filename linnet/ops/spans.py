@@ -46,8 +46,8 @@ def cut_linear(
         decay: (rows, *arguments) -> L over each row, [B or 1, ...] with the axes of the state, or None for 1; `rows` is
             the number of rows of flattened documents, else 0.
         pairs: the position of an argument with which the state is complex, in pairs of real numbers.
-        summary: (*arguments) -> S and L without documents, or None where it does not serve these arguments.
-        summary_backward: (*arguments, do) -> G of do alone, or None.
+        summary: (*arguments) -> S and L, for rows without documents; given where that is faster than the op.
+        summary_backward: (*arguments, do) -> G of do alone, for the same rows. The state is then not complex.
     """
     place_of_state = op.learned.index(state)
 
@@ -58,12 +58,11 @@ def cut_linear(
         check_span(initial, cu_seqlens)
         given = list(arguments)
         given[state] = None
-        found = summary(*given) if summary is not None and rows is None else None
-        if found is None:
+        if summary is not None and rows is None:
+            final, over = summary(*given)
+        else:
             final = op.call(*_asking(op, given))[1]
             over = decay(0 if rows is None else rows.before.shape[0], *given)
-        else:
-            final, over = found
         if rows is not None:
             passing = sequence.match(rows.passing, final).to(final.dtype)
             final, over = rows.select_last(final), passing if over is None else over * passing
@@ -94,10 +93,11 @@ def cut_linear(
         over, first, last, before = saved[-4:]
         rows = None if first is None else sequence.Rows(first, last, before)
         dfinal = dfinal if ctx.asked else None
-        own = None
-        if summary_backward is not None and rows is None and dfinal is None:
+        if summary_backward is not None and rows is None:
             own = summary_backward(*given, do)
-        if own is None:
+            if dfinal is not None:
+                own = own + (dfinal if over is None else over * dfinal)
+        else:
             own = op.call_backward(*given, *kept, do, dfinal)[place_of_state]
         adjoint = over
         if ctx.complex_ and over is not None:

@@ -184,6 +184,34 @@ def test_weak_decays_do_not_drift_over_many_tokens(strength, dtype, segments):
         )
 
 
+def assert_summaries_agree(B, T, K, V, *, segments=None, dtype=torch.bfloat16, **options):
+    """The state after a span, the gradient of the one before it, and the decay, without running the op."""
+    from linnet.ops.gated import triton
+
+    (q, k, gate, bound, v, *_, scale), (do, _) = make(B, T, K, V, state=False, dtype=dtype, **options)
+    count = triton._count_segments
+    triton._count_segments = count if segments is None else lambda *_: segments
+    try:
+        state, over = triton.summarise(triton.Call(q, k, gate, bound, v, None, None, scale), v)
+        dstate, again = triton.summarise(triton.Call(q, k, gate, bound, do, None, None, scale), do, reverse=True)
+    finally:
+        triton._count_segments = count
+    q, k, gate, bound, v, do = widen((q, k, gate, bound, v, do))
+    if k is None:
+        gate, k = forget_gate(gate, bound)
+    expected, decay = chunked.gated_summary(q, k, gate, v, scale, False)
+    before, _ = chunked.gated_summary(q, k, gate, do, scale, True)
+    assert_near([state, dstate, over, again], [expected, before, decay, decay], TOLERANCE[dtype])
+
+
+@gpu
+@pytest.mark.parametrize("segments", [None, 1, 3, 40])
+@pytest.mark.parametrize("forget", [False, True])
+@pytest.mark.parametrize("T, K, V", [(2048, 128, 128), (1999, 64, 64), (100, 256, 128)])
+def test_summaries(segments, forget, T, K, V):
+    assert_summaries_agree(2, T, K, V, segments=segments, forget=forget)
+
+
 @gpu
 @pytest.mark.parametrize("K, V, dtype", [(3, 5, torch.bfloat16), (64, 264, torch.float32), (16, 16, torch.float64)])
 @pytest.mark.parametrize("forget", [False, True])
@@ -274,10 +302,16 @@ INTERPRETED = [
 # A decay of 16 tokens that rounds to 1: each of 40 chunks would lose 2.9e-8 of the state.
 INTERPRETED_WEAK = [(640, 16, 16, {"segments": segments}) for segments in (1, 2)]
 
+INTERPRETED_SUMMARIES = [
+    ((1, 70, 16, 24), {"segments": 3}),
+    ((2, 35, 16, 16), {"forget": True, "segments": 2}),
+    ((1, 40, 16, 16), {"decay": "resets"}),
+]
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
 def test_interpreted(interpreted):
-    assert interpreted(__file__) == len(INTERPRETED) + len(INTERPRETED_WEAK)
+    assert interpreted(__file__) == len(INTERPRETED) + len(INTERPRETED_WEAK) + len(INTERPRETED_SUMMARIES)
 
 
 if __name__ == "__main__":
@@ -292,4 +326,7 @@ if __name__ == "__main__":
         print(*call, "agrees")
     for *call, options in INTERPRETED_WEAK:
         assert_weak_decays_are_kept(*call, strength=1.8e-9, within=4e-7, device="cpu", **options)
+        print(*call, "agrees")
+    for call, options in INTERPRETED_SUMMARIES:
+        assert_summaries_agree(*call, dtype=torch.float32, device="cpu", **options)
         print(*call, "agrees")

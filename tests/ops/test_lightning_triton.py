@@ -81,6 +81,25 @@ def test_segments(segments, K, V, offsets, monkeypatch):
     triton._plan.cache_clear()
 
 
+def assert_summaries_agree(B, T, K, V, *, dtype=torch.bfloat16, **options):
+    """The state after a span, and the gradient of the one before it, without running the op."""
+    from linnet.ops.lightning.triton import lightning_summary
+
+    (q, k, v, rates, *_, scale), (do, _) = make(B, T, K, V, state=False, dtype=dtype, **options)
+    found = [lightning_summary(q, k, rates, c, scale, reverse) for c, reverse in ((v, False), (do, True))]
+    q, k, v, do, rates = widen((q, k, v, do, rates))
+    expected = [chunked.lightning_summary(q, k, rates, c, scale, reverse) for c, reverse in ((v, False), (do, True))]
+    assert_near(found, expected, TOLERANCE[dtype])
+
+
+@gpu
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("T", [1, 63, 4096, 65_537])
+@pytest.mark.parametrize("K, V", [(128, 128), (64, 128), (24, 72)])
+def test_summaries(decay, T, K, V):
+    assert_summaries_agree(2, T, K, V, decay=decay)
+
+
 @gpu
 def test_profilers_see_launches():
     """A kernel that has run before is started past Triton, unless a profiler looks on."""
@@ -239,10 +258,16 @@ INTERPRETED = [
     ((1, 130, 16, 16), {"decay": "slow", "segments": 3}),  # of two chunks, two and one
 ]
 
+INTERPRETED_SUMMARIES = [
+    ((1, 1100, 16, 16), {"decay": "mixed"}),  # in two segments, the last chunk cut short
+    ((2, 40, 16, 24), {"decay": "extreme"}),
+    ((1, 64, 24, 16), {"decay": "none"}),
+]
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
 def test_interpreted(interpreted):
-    assert interpreted(__file__) == len(INTERPRETED)
+    assert interpreted(__file__) == len(INTERPRETED) + len(INTERPRETED_SUMMARIES)
 
 
 if __name__ == "__main__":
@@ -256,4 +281,8 @@ if __name__ == "__main__":
         triton._count_segments = count if segments is None else lambda *_, segments=segments: segments
         triton.choose_tiles = lambda *sizes, transposed=transposed: choose(*sizes)._replace(transposed=transposed)
         assert_agrees(*call, **options)
+        print(*call, "agrees")
+    triton._count_segments, triton.choose_tiles = count, choose
+    for call, options in INTERPRETED_SUMMARIES:
+        assert_summaries_agree(*call, dtype=torch.float32, device="cpu", **options)
         print(*call, "agrees")

@@ -8,9 +8,11 @@ from linnet.ops.arguments import check_decay_values, check_devices, check_matrix
 from linnet.ops.chunks import state_dtype
 from linnet.ops.gated import chunked
 from linnet.ops.gated.chunked import backward_flops, forward_flops
-from linnet.ops.gated.forget import forget_gate, forget_gated_attention
+from linnet.ops.gated.forget import forget_gated_attention
+from linnet.ops.gated.gate import forget_gate
 from linnet.ops.gated.reference import gated_reference
 from linnet.ops.gated.step import forget_gated_pending_step, forget_gated_step, gated_step
+from linnet.ops.gated.summary import summarise, summarise_backward
 from linnet.ops.registration import register_matrix_state
 from linnet.ops.spans import cut_linear, split_rows
 
@@ -97,4 +99,4 @@ def _decay(rows: int, q, k, v, log_decay, *_) -> Tensor:
     return split_rows(log_decay, rows).sum(1, dtype=state_dtype(q, k, v)).exp()[..., None]
 
 
-gated_span = cut_linear(gated, 4, 5, _decay)
+gated_span = cut_linear(gated, 4, 5, _decay, summary=summarise, summary_backward=summarise_backward)

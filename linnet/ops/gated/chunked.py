@@ -128,6 +128,31 @@ def _backward_span(q, k, v, log_decay, do, scale: float, state, dstate, dq, dk, 
         scatter(dlog_decay, segment, dlog_decay_nBHCK)
 
 
+def gated_summary(q, k, log_decay, c, scale: float, reverse: bool) -> tuple[Tensor, Tensor]:
+    """The final state [B, H, K, V] from zero, with c = v, and the decay of the whole sequence [B, H, K, 1].
+
+    `reverse`: the gradient of the initial state, with c = do, and the same decay.
+    """
+    state = start_states(None, q, k, c, None).mT.contiguous()
+    cut = _segments(q, c)
+    for segment in reversed(cut) if reverse else cut:
+        if reverse:
+            _pass_back(q, c, log_decay, segment, scale, state)
+        else:
+            _pass(k, c, log_decay, segment, state)
+    return state.mT.contiguous(), log_decay.sum(1, dtype=state.dtype).exp()[..., None]
+
+
+def _pass_back(q, do, log_decay, segment: Segment, scale: float, dstate) -> None:
+    """Moves the gradient of the state [B, H, V, K] in place to before the segment, from its outputs alone."""
+    q_nBHCK, do_nBHCV, log_decay_nBHCK = _gather(segment, dstate.dtype, q, do, log_decay)
+    decays, rest = _decays(log_decay_nBHCK)
+    q_nBHCK.mul_(scale).mul_(decays[0])
+    for _ in _halvings(decays, since=[q_nBHCK], until=[]):
+        pass
+    carry(do_nBHCV.mT @ q_nBHCK, decays[-1], dstate, reverse=True, rest=rest)
+
+
 def _pass(k, v, log_decay, segment: Segment, state) -> None:
     """Moves the state [B, H, V, K] in place to after the segment."""
     k_nBHCK, v_nBHCV, log_decay_nBHCK = _gather(segment, state.dtype, k, v, log_decay)

@@ -5,35 +5,17 @@ On a GPU neither k nor the log-decays reach memory; elsewhere they are made as H
 
 import importlib
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.ops import backend, sequence
 from linnet.ops.arguments import check_devices, check_matrix_state
 from linnet.ops.gated import chunked
+from linnet.ops.gated.gate import forget_gate
 from linnet.ops.gated.reference import gated_reference
+from linnet.ops.gated.summary import summarise_forget, summarise_forget_backward
 from linnet.ops.registration import register_matrix_state
 from linnet.ops.spans import cut_linear, split_rows
-
-
-def forget_gate(x: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """log f and 1 - f of f = beta + (1 - beta) sigmoid(x), without cancellation, in float32 (float64 stays).
-
-    Args:
-        x: [..., D], gate logits.
-        beta: [D] or [H, K], lower bound in (0, 1); None for 0 (the first layer), where log f is logsigmoid(x).
-
-    Returns:
-        log f and 1 - f, [..., D] each.
-
-    Source: paper 002, section 3.2.
-    """
-    x = x if x.dtype == torch.float64 else x.float()
-    if beta is None:
-        return F.logsigmoid(x), torch.sigmoid(-x)
-    log_f = torch.logaddexp(beta.log(), torch.log1p(-beta) + F.logsigmoid(x))
-    return log_f, (1.0 - beta) * torch.sigmoid(-x)
 
 
 def forget_gated_attention(
@@ -145,4 +127,6 @@ def _decay(rows: int, q, x, v, lower_bound, *_) -> Tensor:
     return log_f.sum(1).exp()[..., None]
 
 
-forget_gated_span = cut_linear(forget_gated, 4, 5, _decay)
+forget_gated_span = cut_linear(
+    forget_gated, 4, 5, _decay, summary=summarise_forget, summary_backward=summarise_forget_backward
+)

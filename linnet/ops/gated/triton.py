@@ -198,33 +198,62 @@ def _sweep(
         keep: takes the states before each chunk, in a sweep from the last chunk to the first.
         beside: c, initial and `keep` of a sweep from the first chunk to the last, which runs beside that one.
     """
-    tiles, both = call.tiles, beside is not None
-    since, until, scores, decays, _ = prepared
+    both = beside is not None
     c2, initial2, keep2 = beside or (None, None, None)
-    programs = triton.cdiv(call.V, tiles.columns) * call.states * call.H * (1 + both)
-    segments = _count_segments(call, programs)
-    sums = sum_decays = None
-
-    def walk(summary: bool) -> None:
-        if summary:
-            tensors = since, until, scores, decays, c, None, None, None, None, c2, None, None
-        else:
-            tensors = since, until, scores, decays, c, out, initial, final, keep, c2, initial2, keep2
-        constants = (
-            call.T, call.states, segments, call.H, call.K, call.V, tiles.chunk, call.PK, tiles.columns, both,
-            tensors[6] is not None, tensors[10] is not None, tensors[7] is not None, summary,
-            segments > 1 and not summary, *call.shape_flags, *call.arithmetic,
-            _count_stages(call, programs * segments),
-        )  # fmt: skip
-        tensors = *tensors, sums, sum_decays, call.cu_seqlens
-        launch(sweep_kernel, programs * (segments - summary), tensors, (), constants, num_warps=tiles.warps)
-
+    segments = _count_segments(call, _count_programs(call, both))
+    sums = None, None
     if segments > 1:
-        shape = 1 + both, call.states, call.H, segments - 1
-        sums = call.empty(*shape, call.V, call.K, dtype=torch.float32)
-        sum_decays = call.empty(*shape, call.K, dtype=torch.float32)
-        walk(True)
-    walk(False)
+        sums = _summarise(call, prepared, segments, segments - 1, c, c2)
+    tensors = *prepared[:4], c, out, initial, final, keep, c2, initial2, keep2, *sums
+    _walk(call, tensors, segments, segments, both, False)
+
+
+def _count_programs(call: Call, both: bool) -> int:
+    return triton.cdiv(call.V, call.tiles.columns) * call.states * call.H * (1 + both)
+
+
+def _summarise(
+    call: Call, prepared: Prepared, segments: int, count: int, c: Tensor, c2: Tensor | None = None,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """[directions, N, H, segments, V, K] and [directions, N, H, segments, K]: states from zero of the first `count`
+    segments, in the order of the sweep, and their packed decays."""
+    both = c2 is not None
+    shape = 1 + both, call.states, call.H, segments
+    sums = call.empty(*shape, call.V, call.K, dtype=torch.float32)
+    decays = call.empty(*shape, call.K, dtype=torch.float32)
+    since, until, scores, chunk_decays, _ = prepared
+    ends = (until, since) if reverse else (since, until)
+    tensors = *ends, scores, chunk_decays, c, None, None, None, None, c2, None, None, sums, decays
+    _walk(call, tensors, segments, count, both, True, reverse)
+    return sums, decays
+
+
+def _walk(
+    call: Call, tensors: tuple, segments: int, count: int, both: bool, summary: bool, reverse: bool = False
+) -> None:
+    """Starts a sweep of `count` of the segments, or only sums them up."""
+    tiles, programs = call.tiles, _count_programs(call, both)
+    constants = (
+        call.T, call.states, segments, call.H, call.K, call.V, tiles.chunk, call.PK, tiles.columns, both, reverse,
+        tensors[6] is not None, tensors[10] is not None, tensors[7] is not None, summary,
+        segments > 1 and not summary, *call.shape_flags, *call.arithmetic, _count_stages(call, programs * segments),
+    )  # fmt: skip
+    launch(sweep_kernel, programs * count, (*tensors, call.cu_seqlens), (), constants, num_warps=tiles.warps)
+
+
+def summarise(call: Call, c: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
+    """The state [N, H, K, V] after the sequence from zero, from c = v, and the decay over it [N, H, K, 1].
+
+    `reverse`: of c = do, the gradient of the initial state, and the same decay.
+    """
+    segments = _count_segments(call, _count_programs(call, False))
+    sums, packed = _summarise(call, _prepare(call), segments, segments, align(c), reverse=reverse)
+    decays = torch.where(packed < 0, 1.0 + packed.double(), packed.double())[0]
+    # The decay over the segments that follow, in the order of the sweep, and over all.
+    over = torch.cat([decays, torch.ones_like(decays[:, :, :1])], 2).flip(2).cumprod(2).flip(2)
+    state = (sums[0] * over[:, :, 1:, None].float()).sum(2)
+    return state.mT.contiguous(), over[:, :, 0, :, None].float()
 
 
 def _gradients(call: Call, do: Tensor, initials: Tensor, dfinals: Tensor, strong: Tensor, dv: Tensor):
@@ -610,11 +639,14 @@ def _prepare_strongly(
 def sweep_kernel(
     since, until, scores, decays, c, out, initial, final, keep, c2, initial2, keep2, sums, sum_decays, offsets, T, N, G,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PK: tl.constexpr, BV: tl.constexpr,
-    BOTH: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_INITIAL2: tl.constexpr, HAS_FINAL: tl.constexpr,
-    SUMMARY: tl.constexpr, SPLIT: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BOTH: tl.constexpr, REVERSE: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_INITIAL2: tl.constexpr,
+    HAS_FINAL: tl.constexpr, SUMMARY: tl.constexpr, SPLIT: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A sweep with c; of BOTH, that one runs from the last chunk to the first, beside one with c2 that has no `out`."""
+    """A sweep with c; of BOTH, that one runs from the last chunk to the first, beside one with c2 that has no `out`.
+
+    REVERSE: a single sweep runs from the last chunk too; `since` and `until` are then exchanged by the caller.
+    """
     pid = tl.program_id(0)
     if BOTH:
         half = tl.num_programs(0) // 2  # the longer sweeps first
@@ -633,7 +665,7 @@ def sweep_kernel(
     else:
         _sweep_states(
             pid, since, until, scores, decays, c, out, initial, final, keep, sums, sum_decays, offsets, 0, T, N, G,
-            H, K, V, C, PK, BV, False, HAS_INITIAL, HAS_FINAL, not SUMMARY, False, SUMMARY, SPLIT, DOCUMENTS,
+            H, K, V, C, PK, BV, REVERSE, HAS_INITIAL, HAS_FINAL, not SUMMARY, False, SUMMARY, SPLIT, DOCUMENTS,
             EVEN, OPERAND, PRECISION, STAGES,
         )  # fmt: skip
 
@@ -668,7 +700,7 @@ def _sweep_states(
         state += tl.trans(straight)
     if SPLIT:
         for before in tl.range(0, g):
-            part = (direction * (N * H) + nh).to(tl.int64) * (G - 1) + before
+            part = (direction * (N * H) + nh).to(tl.int64) * G + before
             decay = tl.load(sum_decays + part * K + i, mask=i < K, other=0.0)
             summary = tl.load(sums + part * (K * V) + j[:, None] * K + i[None, :], mask=state_mask, other=0.0)
             state = decayed(state, decay[None, :], summary)
@@ -719,10 +751,9 @@ def _sweep_states(
             total = join_decays(total, decay)
 
     if SUMMARY:
-        part = (direction * (N * H) + nh).to(tl.int64) * (G - 1) + g
-        if g < G - 1:
-            tl.store(sums + part * (K * V) + j[:, None] * K + i[None, :], state, mask=state_mask)
-            tl.store(sum_decays + part * K + i, total, mask=i < K)
+        part = (direction * (N * H) + nh).to(tl.int64) * G + g
+        tl.store(sums + part * (K * V) + j[:, None] * K + i[None, :], state, mask=state_mask)
+        tl.store(sum_decays + part * K + i, total, mask=i < K)
     if HAS_FINAL:
         # By the program of the last chunk; for an empty document by the first.
         if ((g + 1) * per >= chunks) & ((g * per < chunks) | (g == 0)):

@@ -8,7 +8,7 @@ from linnet.ops.chunks import count_pairs, state_dtype
 from linnet.ops.lightning import chunked
 from linnet.ops.lightning.reference import lightning_reference
 from linnet.ops.lightning.step import lightning_pending_step, lightning_step
-from linnet.ops.registration import register_matrix_state
+from linnet.ops.registration import empty_state, register_matrix_state, register_plain
 from linnet.ops.spans import cut_linear
 
 __all__ = ["lightning_attention", "lightning_pending_step", "lightning_step"]
@@ -101,4 +101,23 @@ def _decay(rows: int, q, k, v, log_decay, *_) -> Tensor | None:
     return (log_decay.to(state_dtype(q, k, v)) * (q.shape[1] // max(1, rows))).exp()[None, :, None, None]
 
 
-lightning_span = cut_linear(lightning, 4, 5, _decay)
+# What a span tells other ranks, without running the op: with c = v the state [B, H, K, V] after it, from zero;
+# `reverse` and c = do: the gradient of the state before it.
+_summary = register_plain(
+    "summary_lightning",
+    "Tensor q, Tensor k, Tensor? log_decay, Tensor c, float scale, bool reverse",
+    1,
+    lambda q, *arguments: backend.choose_form("lightning", q, chunked).lightning_summary(q, *arguments),
+    lambda q, k, log_decay, c, scale, reverse: empty_state(q, k, c, None),
+)
+
+
+def _summarise(q, k, v, log_decay, initial, cu_seqlens, scale: float, *_) -> tuple[Tensor, Tensor | None]:
+    return _summary(q, k, log_decay, v, scale, False), _decay(0, q, k, v, log_decay)
+
+
+def _summarise_backward(q, k, v, log_decay, initial, cu_seqlens, scale: float, do: Tensor) -> Tensor:
+    return _summary(q, k, log_decay, do, scale, True)
+
+
+lightning_span = cut_linear(lightning, 4, 5, _decay, summary=_summarise, summary_backward=_summarise_backward)

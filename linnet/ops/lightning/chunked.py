@@ -52,6 +52,21 @@ def lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do,
     return dq, dk, dv, dstate
 
 
+def lightning_summary(q, k, log_decay, c, scale: float, reverse: bool) -> Tensor:
+    """The final state [B, H, K, V] from zero, with c = v; `reverse`: the gradient of the initial one, with c = do."""
+    state = start_states(None, q, k, c, None)
+    decay = Decay(log_decay, q.shape[2], state)
+    cut = _segments(q, c)
+    for segment in reversed(cut) if reverse else cut:
+        x_nBHCK, c_nBHCV = (gather(x, segment, state.dtype) for x in (q if reverse else k, c))
+        if reverse:
+            decay.since_start_(x_nBHCK.mul_(scale))
+            carry(x_nBHCK.mT @ c_nBHCV, decay.whole(segment.size), state, reverse=True)
+        else:
+            _carry_initials(decay.until_end_(x_nBHCK), c_nBHCV, decay, state)
+    return state
+
+
 class Decay:
     """The powers of lambda for a chunk, whole or cut to the ragged tail; all None where there is no decay."""
 

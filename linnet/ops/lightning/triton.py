@@ -110,6 +110,41 @@ def lightning_backward(q, k, v, log_decay, initial_state, cu_seqlens, scale, do,
     return dq, dk, dv, dinitial
 
 
+def lightning_summary(q, k, log_decay, c, scale: float, reverse: bool) -> Tensor:
+    """The final state [B, H, K, V] from zero, with c = v; `reverse`: the gradient of the initial one, with c = do."""
+    x = q if reverse else k
+    found = _plan_summary(
+        x.shape, c.shape[3], (x.dtype, c.dtype), None if log_decay is None else log_decay.dtype, x.device, reverse
+    )
+    if found is None:
+        return chunked.lightning_summary(q, k, log_decay, c, scale, reverse)
+    launch, segments, chunk = found
+    x, c, rates, (B, T, H, K) = align(x), align(c), align(log_decay), x.shape
+    sums = x.new_empty((B, H, segments, K, c.shape[3]), dtype=torch.float32)
+    launch(x, c, None, None, sums, rates, None, scale)
+    if rates is None or segments == 1:
+        return sums.sum(2)
+    # Each segment's state decays over the tokens that follow it, in the order of the sweep.
+    per = triton.cdiv(triton.cdiv(T, chunk), segments) * chunk
+    later = T - (per * torch.arange(1, segments + 1, device=x.device)).clamp(max=T)
+    weights = torch.exp(rates.float().clamp(min=-1e30)[:, None] * later)
+    return (sums * weights[:, :, None, None]).sum(2)
+
+
+@functools.lru_cache(1024)
+def _plan_summary(sizes, outer, dtypes, rates, device, reverse) -> tuple[Launcher, int, int] | None:
+    """The launch, the segments and the tokens of a chunk; None for what the kernels do not take."""
+    B, T, H, inner = sizes
+    if not backend.takes_kernels("lightning_attention", dtypes, (inner, outer)):
+        return None
+    shape = Shape(B, T, H, B, dtypes[0], rates is not None, False, False, device)
+    form = Form(inner, outer, False, False, False, False)
+    tiles = _tiles(form, shape)
+    places = RESIDENT * count_processors(device) // (B * H * triton.cdiv(outer, min(tiles.columns, pad(outer))))
+    segments = max(1, min(places, T // (16 * tiles.chunk)))
+    return _prepare_summary(shape, [form], segments, segments, False, reverse), segments, tiles.chunk
+
+
 class Shape(NamedTuple):
     """What all sweeps of a forward or backward share."""
 
@@ -211,7 +246,7 @@ def _plan(sizes, outer, dtypes, rates, documents, states, device, initial, last_
     if dtype == torch.bfloat16 and _has_hopper_kernels(device) and (odd := [D for D in (inner, outer) if _is_odd(D)]):
         backend.warn_slow("lightning_attention", f"a head width of {odd[0]}", "use 64, 128 or 256 on a Hopper GPU")
     prepare = _prepare_hopper if hopper else _prepare_sweeps
-    summarise = _prepare_summary(shape, forms, segments, hopper) if segments > 1 else None
+    summarise = _prepare_summary(shape, forms, segments, segments - 1, hopper) if segments > 1 else None
     groups = [forms] if inner == outer else [[form] for form in forms]
     return Plan(states, segments, summarise, [prepare(shape, group, segments) for group in groups])
 
@@ -246,18 +281,23 @@ def _tiles(form: Form, shape: Shape) -> Tiles:
     return tiles
 
 
-def _prepare_summary(shape: Shape, forms: list[Form], segments: int, hopper: bool) -> Launcher:
-    """[directions, N, H, segments - 1, K, V]: the state of every segment but the last, in order, from zero."""
+def _prepare_summary(
+    shape: Shape, forms: list[Form], segments: int, count: int, hopper: bool, reverse: bool = False
+) -> Launcher:
+    """[directions, N, H, count, K, V]: the states of the first `count` segments, in the order of the sweep, from zero.
+
+    `reverse`: of one direction, the one from the last token to the first.
+    """
     first, directions = forms[0], min(2, len(forms))
     tiles = _tiles(first, shape)
     if hopper:
         tiles = tiles._replace(chunk=HOPPER_CHUNK, stages=3)  # the sweeps cut segments in whole chunks
     K, V = (first.outer, first.inner) if first.flip else (first.inner, first.outer)
     columns = min(tiles.columns, pad(V))
-    programs = triton.cdiv(V, columns) * directions * shape.states * shape.heads * (segments - 1)
+    programs = triton.cdiv(V, columns) * directions * shape.states * shape.heads * count
     constants = (
-        shape.length, shape.states, segments, shape.heads,
-        K, V, tiles.chunk, pad(K), columns, directions, shape.rates, shape.documents,
+        shape.length, shape.states, segments, count, shape.heads,
+        K, V, tiles.chunk, pad(K), columns, directions, int(reverse), shape.rates, shape.documents,
         not shape.documents and shape.length % tiles.chunk == 0, *choose_operands(shape.dtype), tiles.stages,
     )  # fmt: skip
     return Launcher(summarise_kernel, programs, constants, num_warps=tiles.warps)
@@ -369,21 +409,23 @@ def _load_state(pointer, i, j, flip, DA: tl.constexpr, DC: tl.constexpr, TRANSPO
 
 @triton.jit
 def summarise_kernel(
-    b, c, b1, c1, sums, rates, offsets, scale, T, N, G, H: tl.constexpr,
+    b, c, b1, c1, sums, rates, offsets, scale, T, N, G, COUNT, H: tl.constexpr,
     DA: tl.constexpr, DC: tl.constexpr, C: tl.constexpr, PA: tl.constexpr, BC: tl.constexpr, ROLES: tl.constexpr,
-    HAS_DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    REVERSE: tl.constexpr, HAS_DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[ROLES, N, H, G - 1, DA, DC]: of b and c from the first token on, of b1 and c1 from the last."""
+    """[ROLES, N, H, COUNT, DA, DC]: of b and c from the first token on (REVERSE: from the last), of b1 and c1 from the
+    last; for COUNT of the G segments."""
     pid = tl.program_id(0)
     BLOCKS: tl.constexpr = (DC + BC - 1) // BC
     block = pid % BLOCKS
-    reverse = (pid // BLOCKS) % ROLES
+    role = (pid // BLOCKS) % ROLES
+    reverse = role + REVERSE
     nh = (pid // (BLOCKS * ROLES)) % (N * H)
     g = pid // (BLOCKS * ROLES * N * H)
     n, h = nh // H, nh % H
     if ROLES == 2:
-        if reverse > 0:
+        if role > 0:
             b, c = b1, c1
     row, length = _first_row(offsets, n, T, C, DOCUMENTS, reverse > 0)
     rate = _rate(rates, h, HAS_DECAY)
@@ -398,15 +440,18 @@ def summarise_kernel(
     per = tl.cdiv(chunks, G)
     hop = row * 0 + (1 - 2 * reverse) * (H * C)
     state = tl.zeros([PA, BC], tl.float32)
-    # A segment that another follows consists of whole chunks; the summaries of the others are not read.
     for x in tl.range(g * per, tl.minimum((g + 1) * per, chunks), num_stages=STAGES):
         move = hop * x
         left = length - x * C
+        over = C
+        if not EVEN:  # the last chunk of the last segment
+            over = tl.minimum(left, C)
+            key = tl.exp2(rate * tl.maximum(over - 1 - r + reverse, 0)) * tl.where(reverse > 0, scale, 1.0)
         tb = load_tile(b + move * DA, b_tile, r, i, left, 0.0, DA, PA != DA, EVEN).to(OPERAND)
         tc = load_tile(c + move * DC, c_tile, r, j, left, 0.0, DC, DC % BC != 0, EVEN).to(OPERAND)
         tc = (tc * key[:, None]).to(OPERAND)
-        state = tl.dot(tl.trans(tb), tc, state * tl.exp2(rate * C), input_precision=PRECISION)
-    to = sums + ((reverse * (N * H) + nh).to(tl.int64) * (G - 1) + g) * (DA * DC)
+        state = tl.dot(tl.trans(tb), tc, state * tl.exp2(rate * over), input_precision=PRECISION)
+    to = sums + ((role * (N * H) + nh).to(tl.int64) * COUNT + g) * (DA * DC)
     tl.store(to + i[:, None] * DC + j[None, :], state, mask=(i < DA)[:, None] & (j < DC)[None, :])
 
 
