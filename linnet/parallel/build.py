@@ -40,17 +40,23 @@ def build(
     Returns:
         The model, and what tensor parallelism has cut (`tensor.cuts`), None without it.
     """
-    model, cuts = empty_model(config, "meta"), None
-    if dtype is not None:
-        model.to(dtype)
-    if mesh.tp > 1:
-        tensor.split(model, mesh.tp_group)
-        cuts = tensor.cuts(model)
-    if wrap is not None:
-        wrap(model)
-    shard(model, mesh, precision, reshard)
-    model.to_empty(device=mesh.device)
-    fill(model, config, seed, mesh)
+    model = empty_model(config, "meta")
+
+    def divide() -> Cuts | None:
+        cuts = None
+        if dtype is not None:
+            model.to(dtype)
+        if mesh.tp > 1:
+            tensor.split(model, mesh.tp_group)
+            cuts = tensor.cuts(model)
+        if wrap is not None:
+            wrap(model)
+        shard(model, mesh, precision, reshard)
+        model.to_empty(device=mesh.device)
+        fill(model, config, seed, mesh)
+        return cuts
+
+    cuts = mesh.together(divide)  # a rank without enough memory must not leave the others waiting in a gather
     for module in sharded_modules(model):  # a first gather: FSDP pads unequal shards, which replaces their memory
         module.unshard()
         module.reshard()

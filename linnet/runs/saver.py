@@ -105,7 +105,7 @@ class Saver:
         if "model.safetensors" in state["sha256"]:
             return None
         size = sum(total["bytes"] for name, total in state["sha256"].items() if checkpoint.group_of(name) == "model")
-        if (free := _free_memory()) is not None and 2 * size > free:  # safetensors copies what it writes
+        if (free := free_memory()) is not None and 2 * size > free:  # safetensors copies what it writes
             return (
                 f"{path}: joining its weights needs {2 * size / 1e9:.1f} GB of host memory, {free / 1e9:.1f} are free"
             )
@@ -163,7 +163,7 @@ class Saver:
         sharded.save(self._folder, step, placed, meta, self._mesh, self._group, self._keep)
 
 
-def _free_memory() -> int | None:
+def free_memory() -> int | None:
     """Returns the bytes of host memory that a process can take without swapping; None if the system does not tell."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()

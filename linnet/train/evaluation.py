@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.config import ConfigError, gather
+from linnet.runs.saver import free_memory
 from linnet.train.suites import Evaluation, Measure, Subject, label
 
 
@@ -79,6 +80,23 @@ def check_evaluations(configs: Sequence[Evaluation], seq_len: int, sources: Sequ
         seq_len, sources: as in `Subject`.
     """
     _each(configs, lambda config: config.check(seq_len, sources))
+
+
+def check_host(configs: Sequence[Evaluation], parameters: int) -> None:
+    """Raises ConfigError if the weights of a sharded model, and an evaluation's copy, do not fit on the host of rank 0.
+
+    Args:
+        parameters: of the model.
+    """
+    need, free = 2 * 4 * parameters, free_memory()
+    if configs and free is not None and need > free:
+        raise ConfigError(
+            [
+                f"evaluations: the whole weights and a copy need {need / 1e9:,.1f} GB on the machine of rank 0, which "
+                f"has {free / 1e9:,.1f} GB free; leave `evaluations` out, and run `linnet evaluate RUN` after training"
+            ],
+            "train",
+        )
 
 
 def _each(configs: Sequence[Evaluation], do: Callable[[Evaluation], None]) -> None:

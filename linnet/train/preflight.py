@@ -10,6 +10,7 @@ from linnet.models import count_parameters
 from linnet.parallel.mesh import Mesh, device_problems, in_turns
 from linnet.train import device as devices
 from linnet.train.config import TrainConfig
+from linnet.train.evaluation import check_host
 from linnet.train.loggers import check_loggers
 from linnet.train.objective import Progress, RunObjective
 from linnet.train.objectives import find_objective
@@ -43,6 +44,9 @@ def preflight(
     problems += parallel_problems(config, 1 if mesh is None else mesh.world)
     with gather(problems):
         _check_memory(config, device or torch.device("cpu"), 1 if mesh is None else mesh.world)
+    if mesh is not None and mesh.main:
+        with gather(problems):
+            check_host(config.evaluations, count_parameters(config.model)[0])
     with gather(problems):
         check_loggers(config.run.loggers)
     with gather(problems):

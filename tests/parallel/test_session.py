@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_shard import Random, Tokens, config
+from test_shard import Random, Tokens, config, difference
 
 from linnet.evaluate import score
 from linnet.parallel.mesh import Mesh
 from linnet.runs import checkpoint, sharded
 from linnet.runs.saver import Saver
 from linnet.train.config import TrainConfig
-from linnet.train.session import Session
+from linnet.train.session import Session, start_from
 
 IGNORE = -100
 
@@ -109,3 +109,26 @@ def test_checkpoints_resume_in_other_layouts(pool, tmp_path, optimizer):
     session.load(tensors, meta)
     step(session)
     assert session.recent[-1] == pytest.approx(expected, rel=2e-6)
+
+
+def start(run: str):
+    """Runs in a worker."""
+    settings = config("hgrn2", seed=4)
+    session = begin(settings, Mesh(settings.parallel, torch.device("cpu")), torch.float32)
+    start_from(session, run)
+    return (
+        session.weights(),
+        session.step,
+        {name: x.to_local().abs().sum().item() for name, x in session.optimizer.tensors().items() if x.ndim},
+    )
+
+
+def test_init_from_reads_the_weights_of_one_process(pool, tmp_path):
+    session = begin(config("hgrn2"), None, torch.float32)
+    step(session)
+    tensors, meta = session.state()
+    (tmp_path / "config.yaml").write_text("{}")
+    Saver(tmp_path / "checkpoints").save(1, tensors, meta)
+    weights, steps, state = pool.run(3, start, str(tmp_path))[0]
+    assert steps == 0 and not any(state.values())
+    assert difference(weights, tensors["model"]) == 0.0

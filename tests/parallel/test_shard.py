@@ -67,6 +67,9 @@ class Random(TextObjective):
     def meta(self):
         return {"data": "random"}
 
+    def start_problems(self, meta, path):
+        return []
+
     def resume_problems(self, meta):
         return [] if meta["data"] == "random" else ["data: other"]
 

@@ -18,8 +18,8 @@ from linnet.evaluate.text import read_texts, score_text
 from linnet.inference import Engine
 from linnet.models import CausalLM
 from linnet.runs import RunFolder, checkpoint, load_model
-from linnet.train import TrainConfig, run_folder, session, train
-from linnet.train.evaluation import Evaluations
+from linnet.train import TrainConfig, evaluation, run_folder, session, train
+from linnet.train.evaluation import Evaluations, check_host
 
 TIMES = {"tokens_per_second", "seconds", "memory_bytes", "flop_utilisation"}
 EVERY = {"steps": 12, "log_every": 1, "checkpoint_every": 0, "keep_checkpoints": 9}
@@ -354,3 +354,11 @@ def test_all_problems_come_at_once_and_before_any_work(settings, tmp_path, held,
     assert second.startswith("evaluations.1 (needle): lengths: 20 ")
     assert third.startswith("evaluations.2 (short): stride: 40 ") and "32" in third
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_a_host_without_room_for_whole_weights_is_refused(monkeypatch):
+    monkeypatch.setattr(evaluation, "free_memory", lambda: 1000 * 8 - 1)
+    check_host([], 1000)
+    check_host([object()], 999)
+    with pytest.raises(ConfigError, match="linnet evaluate RUN"):
+        check_host([object()], 1000)
