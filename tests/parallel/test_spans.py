@@ -128,3 +128,10 @@ def test_what_spans_cannot_serve_is_refused_by_name():
         "options.attention.num_heads",
     ]
     assert [span_problems(ModelConfig(**SMALL | model), 6, 4) for model in MODELS.values()] == [[]] * len(MODELS)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_documents_reset_inside_spans_and_go_on_over_seams(pool, ranks):
+    """Documents that end before a seam, at it and after it, that cover a whole span, and an empty one."""
+    documents = torch.tensor([0, 5, 11, 12, 35, 36, 47, 48, 48], dtype=torch.int32)
+    check(pool, ranks, [(name, (*batch(1, 2 * LENGTH), documents), {}) for name in MODELS])
