@@ -1,10 +1,12 @@
 """The Triton forms of norms, gated activations and rotations against float64: on a GPU, and in Triton's interpreter."""
 
+import contextlib
 import importlib.util
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from precision import TOLERANCE, assert_near, poison
 
 from linnet.layers.norm import build_norm
@@ -12,8 +14,10 @@ from linnet.models.causal_lm import build_model
 from linnet.models.recipes.registry import family
 from linnet.ops import use_backend
 from linnet.ops.activation import gated_activation
-from linnet.ops.norm import rms_norm
+from linnet.ops.launching import record
+from linnet.ops.norm import rms_norm, split_rms_norm
 from linnet.ops.rotation import rotate
+from linnet.ops.tensor_parallel import Split
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -55,6 +59,31 @@ def check_norm(rows, width, gain, activation, residual, dtype=torch.float32, dev
 
     weight = normal(width, device=device) if gain else None  # float32 as under autocast
     assert_agrees(norm, x, weight, other if activation else None, other.flip(0) if residual else None)
+
+
+def check_split_norm(rows, width, gain, activation, dtype=torch.float32, device="cuda"):
+    """The norm of a width that ranks share, with one rank, against `rms_norm`."""
+    x, other = normal(rows, width, dtype=dtype, device=device), normal(1, rows, width, dtype=dtype, device=device)[0]
+    weight = normal(width, device=device) if gain else None
+    with one_rank() as split, record() as kernels:
+
+        def norm(x, weight, gate):
+            settings = {"gate": gate, "gate_activation": activation or "none"}
+            if x.dtype == torch.float64:
+                return rms_norm(x, weight, **settings)
+            return split_rms_norm(x, weight, split, **settings)
+
+        assert_agrees(norm, x, weight, other if activation else None)
+    assert {"norm.scale_kernel", "norm.along_kernel", "norm.gradient_kernel"} <= set(kernels)
+
+
+@contextlib.contextmanager
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Split.over(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
 
 
 def check_kept(rows, width, gain, dtype=torch.float32, device="cuda"):
@@ -100,6 +129,15 @@ def test_norm_of_widths(width, dtype):
 @pytest.mark.parametrize("residual", [False, True])
 def test_norm_with_what_goes_around_it(gain, activation, residual):
     check_norm(77, 100, gain, activation, residual, torch.bfloat16)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("gain", [False, True])
+@pytest.mark.parametrize("activation", [None, "none", "sigmoid", "silu"])
+@pytest.mark.parametrize("width", [100, 4096])
+def test_norm_over_a_split_width(width, activation, gain, dtype):
+    check_split_norm(333, width, gain, activation, dtype)
 
 
 @gpu
@@ -221,6 +259,7 @@ INTERPRETED = [
     *[(check_norm, (37, 24, *options)) for options in [(False, None, False), (True, "silu", True)]],
     *[(check_norm, (2, 4100, gain, None, False)) for gain in (False, True)],
     *[(check_norm, (9, 64, *options)) for options in [(True, None, False), (False, "sigmoid", True)]],
+    *[(check_split_norm, (37, 24, *options)) for options in [(False, "silu"), (True, "sigmoid"), (True, None)]],
     *[(check, (9, 24, gain)) for gain in (False, True) for check in (check_kept, check_branch)],
     *[(check_activation, ((7, 301), activation)) for activation in ("none", "silu", "sigmoid", "relu")],
     (check_rotation, ((2, 9, 3, 8), 3, True, "silu", 1000)),
