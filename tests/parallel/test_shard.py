@@ -82,9 +82,14 @@ def config(name: str, **changes) -> TrainConfig:
     return TrainConfig(**values)
 
 
-def train(settings: TrainConfig, mesh: Mesh | None, dtype: torch.dtype = torch.float64):
+def train(
+    settings: TrainConfig,
+    mesh: Mesh | None,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+):
     """Losses, gradient norms and whole weights after `STEPS` steps, judged once at the end."""
-    session = Session(settings, Random(settings, dtype), torch.device("cpu"), mesh)
+    session = Session(settings, Random(settings, dtype), device, mesh)
     norms = []
     for _ in range(STEPS):
         session.gradients()
