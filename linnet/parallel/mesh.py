@@ -35,6 +35,9 @@ DIMENSIONS = ("dp_replicate", "dp_shard", "sp", "tp")
 
 Result = TypeVar("Result")
 
+_own_group = False  # whether `join` made the group
+_stores: dict[tuple[str, str, int], dist.Store] = {}  # by address, port and rank; rank 0's keeps the port
+
 
 class PeerError(RuntimeError):
     """Another rank failed in a call that all ranks make together. The message names the rank and its error."""
@@ -99,6 +102,7 @@ class Mesh:
             for name in mesh.mesh_dim_names
             for group in [mesh[name].get_group()]
         ] + [self.data_group, dist.group.WORLD]
+        self.barrier()  # a rank that leaves at once would cut connections that others are still making
 
     @property
     def dp_replicate(self) -> int:
@@ -178,6 +182,7 @@ def join() -> None:
     Raises:
         ConfigError: the port is in use, or a rank did not come.
     """
+    global _own_group
     if dist.is_initialized():
         return
     mine, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -191,6 +196,7 @@ def join() -> None:
         world_size=count,
         timeout=datetime.timedelta(seconds=FIRST_STEP),
     )
+    _own_group = True
     alive.watch(dist.PrefixStore(attempt, store), mine, count)
 
 
@@ -241,10 +247,15 @@ def device_problems(device: torch.device, local_world: int | None = None) -> lis
 
 
 def stop() -> None:
-    """Leaves the group at the end of a run that went well. After an error, end the process instead."""
-    if dist.is_initialized():
+    """Leaves the group of `join` at the end of a run that went well; a group that others made stays.
+
+    After an error, end the process instead: leaving would wait for ranks that do not answer.
+    """
+    global _own_group
+    if _own_group and dist.is_initialized():
         alive.leave()
         dist.destroy_process_group()
+    _own_group = False
 
 
 def together(do: Callable[[], Result], host: dist.ProcessGroup | None = None) -> Result:
@@ -368,8 +379,10 @@ def _store(rank: int, world: int) -> dist.Store:
         problem = f"MASTER_PORT: is {port!r}, but the ranks meet at this port; start them with torchrun or --devices"
         raise ConfigError([problem], "parallel")
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if (address, port, rank) in _stores:
+        return _stores[address, port, rank]
     try:
-        return dist.TCPStore(
+        store = _stores[address, port, rank] = dist.TCPStore(
             address,
             int(port),
             world,
@@ -385,6 +398,7 @@ def _store(rank: int, world: int) -> dist.Store:
             reason = text.partition("\n")[0][:300]
             problem = f"MASTER_ADDR, MASTER_PORT: rank {rank} cannot reach {address}:{port} ({reason})"
         raise ConfigError([problem], "parallel") from None
+    return store
 
 
 def _attempt(store: dist.Store, rank: int, world: int, seconds: float) -> str:

@@ -1,0 +1,117 @@
+"""`linnet train --devices`: processes that are killed, stopped and continued, from outside."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from linnet.cli import app
+from linnet.runs import RunFolder, checkpoint
+
+runner = CliRunner()
+CONFIG = {
+    "model": {"d_model": 32, "layout": "tnl+sglu x2", "options": {"tnl": {"num_heads": 4}}},
+    "seq_len": 32,
+    "batch_size": 4,
+    "steps": 600,
+    "evaluate_tokens": 512,
+    "run": {"device": "cpu", "log_every": 10, "checkpoint_every": 10},
+}
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    text = Path(checkpoint.__file__).read_text(encoding="utf-8")
+    (tmp_path / "text.txt").write_text(text * 3, encoding="utf-8")
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(CONFIG | {"data": {"source": [str(tmp_path / "text.txt")]}}), encoding="utf-8")
+    return path
+
+
+class Launched:
+    """`linnet train --devices` in a process, with its folder of runs."""
+
+    def __init__(self, config: Path, devices: int):
+        self.root, self._own = config.parent, config.parent / f"own-{time.monotonic_ns()}"
+        self._own.mkdir()
+        command = [sys.executable, "-m", "linnet", "train", str(config), "--devices", str(devices)]
+        command += ["--out", str(self.root / "runs"), "--cache", str(self.root / "cache")]
+        environment = os.environ | {"TMPDIR": str(self._own)}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+
+    def rows(self) -> int:
+        return sum(path.read_bytes().count(b"\n") for path in self.root.glob("runs/*/metrics.jsonl"))
+
+    def until(self, rows: int, seconds: float = 90.0) -> None:
+        end = time.monotonic() + seconds
+        while self.rows() < rows and self.process.poll() is None and time.monotonic() < end:
+            time.sleep(0.02)
+        assert self.rows() >= rows, self.output()
+
+    def worker(self, rank: int) -> int:
+        [path] = self._own.glob(f"linnet-launch-*/pid-{rank}")
+        return int(path.read_text())
+
+    def output(self) -> str:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.communicate(timeout=60)[0]
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_killed_rank_is_started_again_a_stop_saves_and_another_number_goes_on(config):
+    launched = Launched(config, 2)
+    launched.until(3)
+    first = [launched.worker(rank) for rank in (0, 1)]
+    os.kill(first[1], signal.SIGKILL)
+    while not all(gone(pid) for pid in first):
+        time.sleep(0.02)
+    launched.until(launched.rows() + 3)
+    second = [launched.worker(rank) for rank in (0, 1)]
+    assert set(first).isdisjoint(second)
+    os.kill(second[1], signal.SIGTERM)  # one rank alone: all save the same step and end
+    text, _ = launched.process.communicate(timeout=60)
+    assert launched.process.returncode == 128 + signal.SIGTERM, text
+    assert all(gone(pid) for pid in second) and "Traceback" not in text
+    folder = RunFolder(next((config.parent / "runs").glob("tnl-*")))
+    saved = checkpoint.step_of(folder.checkpoints()[-1])
+    steps = [row["step"] for row in folder.metrics() if "loss" in row]
+    assert steps == list(range(10, steps[-1] + 1, 10)) and 0 <= saved - steps[-1] < 10
+
+    again = ["train", str(config), "--out", str(config.parent / "runs"), "--cache", str(config.parent / "cache")]
+    result = runner.invoke(app, again)  # the same command, on one device
+    assert result.exit_code == 0 and f"continuing from step {saved:,}" in result.output
+    assert folder.result()["status"] == "done" and folder.error() is None and not (folder.path / "errors").exists()
+
+
+def test_what_cannot_start_says_so_at_once(config):
+    began = time.monotonic()
+    given = ["train", str(config), "--devices", "3", "--set", "parallel.tp=2", "--set", "batch_size=1"]
+    result = runner.invoke(app, given)
+    assert result.exit_code == 2 and time.monotonic() - began < 10
+    assert "parallel:" in result.output and "does not divide the 3 devices" in result.output
+    result = runner.invoke(app, ["train", str(config), "--devices", "2", "--device", "cuda"])
+    assert result.exit_code == 2 and "cuda" in result.output
+    assert not (config.parent / "runs").exists()
+
+
+def test_devices_under_torchrun_are_refused(config, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    result = runner.invoke(app, ["train", str(config), "--devices", "2"])
+    assert result.exit_code == 2 and "torchrun started 4 processes" in result.output
