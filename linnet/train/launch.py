@@ -32,7 +32,7 @@ from linnet.config import ConfigError
 from linnet.parallel import alive
 from linnet.parallel.mesh import PeerError, is_shared, rank, world
 
-FOLDER = "LINNET_LAUNCH"
+FOLDER, PROCESS = "LINNET_LAUNCH", "LINNET_LAUNCHER"
 RESTARTS = 3
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
@@ -77,7 +77,10 @@ def launch(arguments: list[str], devices: int, restarts: int = RESTARTS) -> Outc
         given = {"OMP_NUM_THREADS": str(threads)}
         if sys.platform in LOOPBACK:  # all ranks are on this machine, whatever its name resolves to
             given["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
-        given = {key: value for key, value in given.items() if key not in os.environ} | {FOLDER: path}
+        given = {key: value for key, value in given.items() if key not in os.environ} | {
+            FOLDER: path,
+            PROCESS: str(os.getpid()),
+        }
         os.environ.update(given)
         config = LaunchConfig(
             min_nodes=1,
@@ -242,8 +245,13 @@ def _note_failure(folder: Path, mine: int, error: BaseException) -> None:
 
 
 def _end_with_parent() -> None:
-    """Asks Linux to send this process SIGTERM when its agent dies: it has a session of its own and would go on."""
+    """Asks Linux to send this process SIGTERM when its agent dies: it has a session of its own and would go on.
+
+    Ends at once if the launcher died while this process was starting: no other rank will come.
+    """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         set_signal_at_death_of_parent = 1  # PR_SET_PDEATHSIG of prctl(2)
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(set_signal_at_death_of_parent, signal.SIGTERM)
+        if os.environ.get(PROCESS, str(os.getppid())) != str(os.getppid()):
+            raise SystemExit(0)
