@@ -68,6 +68,20 @@ def train(
         int,
         typer.Option(min=0, help="With --devices: how often to start again from the last checkpoint after a crash."),
     ] = 3,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Train on a Ray cluster: auto, ray://HOST:PORT, or local to start Ray here (extra: cluster).",
+            metavar="ADDRESS",
+            show_default=False,
+        ),
+    ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            help="With --ray: how many processes, or the least and the most.", metavar="N|MIN:MAX", show_default="1"
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of runs; this one gets a folder in it.")] = Path("runs"),
     cache: Annotated[Path, typer.Option(help="Folder of prepared corpora.")] = Path("runs/cache"),
     allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
@@ -98,6 +112,7 @@ def train(
     [bold]linnet train my_7b.yaml --plan --devices 8[/]
     [bold]linnet train my_7b.yaml --devices 8[/]
 
+    On a Ray cluster: [bold]linnet train my_run.yaml --ray auto --workers 4:8[/]
     On several machines: [bold]torchrun --nnodes 2 ... -m linnet train my_run.yaml[/]
     (docs/distributed.md).
     """
@@ -115,6 +130,9 @@ def train(
         from linnet.cli.train_plan import show_plan
 
         return show_plan(described()[0], devices or 1, gpu, memory, json_)
+    if ray is not None or workers is not None:
+        _refuse_without_ray(ray, devices, extend)
+        return _train_on_ray(described()[0], ray, workers or "1", max_restarts, out, cache, json_)
     if devices is not None and not _is_worker(devices):
         settings, _ = described()
         if devices > 1:
@@ -127,6 +145,28 @@ def train(
         else:
             settings, changes = described()
         _train(settings, changes, extend, out, cache, allow_plugins, json_)
+
+
+def _refuse_without_ray(ray: str | None, devices: int | None, extend: Path | None) -> None:
+    from linnet.config import ConfigError
+
+    problems = []
+    if ray is None:
+        problems.append("--workers: belongs to --ray ADDRESS; use --devices for the devices of this machine")
+    elif devices is not None:
+        problems.append("--devices: is for this machine; with --ray, give --workers")
+    if extend is not None:
+        problems.append("--extend: makes a run longer on this machine only; drop --ray")
+    if problems:
+        raise ConfigError(problems, "command line")
+
+
+def _train_on_ray(settings, address: str, workers: str, restarts: int, out: Path, cache: Path, json_: bool) -> None:
+    """Trains on a Ray cluster, and shows here what happens there."""
+    from linnet.train.cluster import train_on_ray, workers_of
+
+    count = workers_of(workers)
+    _show_training(settings, lambda show: train_on_ray(settings, out, cache, address, count, restarts, show), json_)
 
 
 def _is_worker(devices: int) -> bool:
@@ -166,14 +206,9 @@ def _train(
     settings, changes: dict | None, extend: Path | None, out: Path, cache: Path, allow_plugins: bool, json_: bool
 ) -> None:
     """Trains, and shows on rank 0 what happens."""
-    import json
-
-    from rich.console import Console
-
     from linnet.parallel import mesh
     from linnet.train import extend as train_on
     from linnet.train import train as run
-    from linnet.train.progress import TerminalProgress
 
     if mesh.rank():  # rank 0 shows the rows, and its exit code is the command's
         if extend is not None:
@@ -181,6 +216,23 @@ def _train(
         else:
             run(settings, out, cache)
         return
+
+    def make(show):
+        if extend is not None:
+            return train_on(extend, cache, progress=show, allow_plugins=allow_plugins, **(changes or {}))
+        return run(settings, out, cache, show)
+
+    _show_training(settings, make, json_)
+
+
+def _show_training(settings, train, json_: bool) -> None:
+    """Calls `train` with a function that shows its rows, then shows the result of the folder that it returns."""
+    import json
+
+    from rich.console import Console
+
+    from linnet.train.progress import TerminalProgress
+
     console = Console(stderr=json_, soft_wrap=True)
     with TerminalProgress(console) as progress:
 
@@ -189,10 +241,7 @@ def _train(
                 _show_plan(settings, console)
             progress(row)
 
-        if extend is not None:
-            folder = train_on(extend, cache, progress=show, allow_plugins=allow_plugins, **(changes or {}))
-        else:
-            folder = run(settings, out, cache, show)
+        folder = train(show)
     if not progress.started:
         _show_plan(settings, console)
         console.print("this run is done already; another setting (--set seed=1) makes another run", highlight=False)

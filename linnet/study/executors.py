@@ -10,7 +10,6 @@ the other jobs continue. Wrong configurations and exhausted memory are not retri
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -24,7 +23,6 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from linnet.config import Config, ConfigError
-from linnet.install import install_command
 
 TICK = 0.5  # longest wait in seconds for an outcome before an executor yields None
 GRACE = 60.0  # seconds in which a worker must finish its step and save a checkpoint after a request to stop
@@ -163,29 +161,12 @@ class Ray:
     """
 
     def __init__(self, workers: int | None, threads: int, retries: int = 2, address: str | None = None):
-        try:
-            import ray
-        except ImportError:
-            message = f"executor.kind: 'ray' needs the package ray, which is missing; run {install_command('cluster')}"
-            raise ConfigError([message], "study") from None
+        from linnet.train.cluster import connect, import_ray  # imports torch, which local workers import later
+
+        ray = import_ray("executor.kind: 'ray'")
         self.ray, self.retries, self.threads = ray, retries, threads
-        if not ray.is_initialized():
-            # Without an address, Ray starts on this machine with enough CPUs for `workers` runs.
-            cpus = None if address or workers is None else workers * threads
-            try:
-                _reach(address)
-                ray.init(
-                    address=address,
-                    num_cpus=cpus,
-                    include_dashboard=False if address is None else None,
-                    log_to_driver=False,
-                    logging_level="ERROR",
-                    configure_logging=False,
-                )
-            except (OSError, ValueError) as error:
-                reason = str(error).splitlines()[0]
-                problem = f"executor.address: no Ray cluster at {address!r} ({reason}); start one: ray start --head"
-                raise ConfigError([problem], "study") from None
+        # Without an address, Ray starts on this machine with enough CPUs for `workers` runs.
+        connect(ray, address, None if address or workers is None else workers * threads, "executor.address")
         resources = ray.cluster_resources()
         self.gpus = 1 if resources.get("GPU", 0) >= 1 else 0
         slots = resources["GPU"] if self.gpus else resources.get("CPU", 1) / threads
@@ -222,13 +203,6 @@ class Ray:
         finally:
             for reference in running:
                 ray.cancel(reference, force=True)
-
-
-def _reach(address: str | None) -> None:
-    """Raises OSError if nothing listens at host:port. Ray itself would retry for minutes and then end this process."""
-    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
-    if colon and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def worker_threads(config: ExecutorConfig) -> int:
