@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+import test_shard
 import torch
 import torch.distributed as dist
 
@@ -166,3 +168,47 @@ def test_what_spans_cannot_serve_is_refused_by_name():
         "options.attention.num_heads",
     ]
     assert [span_problems(ModelConfig(**SMALL | model), 6, 4) for model in MODELS.values()] == [[]] * len(MODELS)
+
+
+SHARDED = {  # with FSDP, beside those of test_shard.py
+    "mamba": {},
+    "grouped": {"run": {"recompute": "block"}, "accumulation": 2},
+    "window": {"data": {"packing": "reset"}},
+    "hyena": {"run": {"recompute": "selective"}},
+    "mh_hyena": {"data": {"packing": "reset"}},
+    "hyena_experts": {},
+    "hgrn complex": {"data": {"packing": "reset"}, "run": {"recompute": "block"}},
+    "gla": {},
+    "cosformer2": {"accumulation": 3},
+    "my_mixer": {"run": {"recompute": "block"}},
+}
+
+
+def settings(name):
+    changes = SHARDED[name]
+    model = SMALL | (MODELS | MODELS_OF_PLUGINS)[name] | {"vocab_size": 261, "init_std": 0.02}
+    return test_shard.config("tnl", model=model, seq_len=LENGTH, batch_size=4 if "run" in changes else 9, **changes)
+
+
+def train_spans(names):
+    """Losses, gradient norms and weights of trainings on dp 2 x sp 2."""
+    load_plugin(PLUGIN)
+    found = {}
+    for name in names:
+        config = settings(name)
+        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"sp": 2})})
+        found[name] = test_shard.train_rank(config)
+    return found
+
+
+def test_sharded_trainings_on_spans_equal_one_process(pool):
+    load_plugin(PLUGIN)
+    found = pool.run(4, train_spans, list(SHARDED), timeout=90)[0]
+    worst = {}
+    for name in SHARDED:
+        alone = settings(name).model_copy(update={"accumulation": 1})
+        losses, norms, weights = test_shard.train(alone, None)
+        assert found[name][0] == pytest.approx(losses, rel=TOLERANCE), name
+        assert found[name][1] == pytest.approx(norms, rel=TOLERANCE), name
+        worst[name] = test_shard.difference(found[name][2], weights)
+    assert {name: x for name, x in worst.items() if not x <= TOLERANCE} == {}
