@@ -21,7 +21,7 @@ from linnet.layers.base import CHANNELS, MIXERS, Channel, Mixer
 from linnet.layers.norm import SRMSNorm
 from linnet.models.causal_lm import CausalLM, empty_model
 from linnet.models.config import ModelConfig
-from linnet.ops.tensor_parallel import Split, enter, leave
+from linnet.ops.tensor_parallel import Split, enter, leave, rowwise
 
 WORDS = ("colwise", "rowwise", "split", "split_norm", "partial", "whole")
 VOCABULARY = "vocabulary"  # the word of the embedding and the head: the rows are split, unevenly if need be
@@ -290,7 +290,7 @@ def _enter(how: Split, layer: nn.Module, arguments: tuple) -> tuple:
 
 def _rowwise(linear: nn.Linear, how: Split, inside: bool, x: Tensor) -> Tensor:
     """Returns the whole product of a rowwise layer. `inside`: split tensors of the layer read it."""
-    y = leave(F.linear(x, linear.weight), how)
+    y = rowwise(x, linear.weight, how)
     y = y if linear.bias is None else y + linear.bias.to(y.dtype)
     return enter(y, how) if inside else y
 
