@@ -420,34 +420,36 @@ def _exchange_normalised(state, log_sum, log_decay, name, method):
 def _exchange_normalised_backward(state, log_sum, log_decay, name, method, found, found_z, grad, grad_z):
     entering_z = found_z if log_decay is None else found_z + log_decay
     after = torch.logaddexp(entering_z, log_sum)
-    later, later_z = later_gradients(grad, grad_z, found, share(entering_z, after), name, method)
+    channels = log_sum.shape[-1]
+    delta = dot(grad, found, channels)
+    if grad_z is not None:
+        delta = delta - grad_z
+    D, delta = later_shares(grad, delta, share(entering_z, after), name, method)
     mine = share(log_sum, after)
-    dz = later_z + narrow((later * state).sum(-1), log_sum.shape[-1])
-    return widen(mine, state) * later, mine * dz
+    return widen(mine, state) * D, mine * (dot(D, state, channels) - delta)
 
 
-def later_gradients(
-    grad: Tensor, grad_z: Tensor | None, entering: Tensor, passed: Tensor, name: str, method: str
-) -> tuple[Tensor, Tensor]:
-    """Returns what the states that enter later spans give to the gradient of the state after this one.
+def later_shares(D: Tensor, delta: Tensor, passed: Tensor, name: str, method: str) -> tuple[Tensor, Tensor]:
+    """Returns what the spans of later ranks give to the gradient of a normalised state after this span.
+
+    Gradients of (S, z) travel as D, the one to S with z held, and delta = sum_V D S - (the one to z), what the
+    normalisation takes: then both decay as states do, and nothing cancels.
 
     Args:
-        grad, grad_z: gradients of S and z as they enter this span, from this span alone; `grad_z` None for 0.
-        entering: S as it enters this span.
-        passed: [N, H, K], the share of `entering` in S after this span.
-
-    Returns:
-        D and d, where D is the gradient to S after this span, and d + sum_V D S the one to z.
+        D, delta: of the state that enters this span, from this span alone.
+        passed: [N, H, K], the share of the entering state in the state after this span.
     """
     channels = passed.shape[-1]
-    own = -narrow((grad * entering).sum(-1), channels)
-    if grad_z is not None:
-        own = own + grad_z
-    # What the normalisation takes travels as one more column of the state, in its first K rows.
-    rest = grad.new_zeros(*grad.shape[:-2], grad.shape[-2] - channels)
-    line = torch.cat([grad, torch.cat([own, rest], -1)[..., None]], -1)
-    line = linear.call(line, widen(passed, grad), name, method, True, False)
+    # delta travels as one more column of the state, in its first K rows.
+    rest = delta.new_zeros(*D.shape[:-2], D.shape[-2] - channels)
+    line = torch.cat([D, torch.cat([delta, rest], -1)[..., None]], -1)
+    line = linear.call(line, widen(passed, D), name, method, True, False)
     return line[..., :-1], line[..., :channels, -1]
+
+
+def dot(x: Tensor, y: Tensor, channels: int) -> Tensor:
+    """Returns [N, H, K]: of two states [N, H, K or 2K, V], the sums of their products by channel."""
+    return narrow((x * y).sum(-1), channels)
 
 
 linear = register(

@@ -112,11 +112,16 @@ def cut_linear(
     return _apply(op, forward, backward)
 
 
-def cut_normalised(op: Op, state: int, log_sum: int, documents: int) -> Callable:
+def cut_normalised(
+    op: Op, state: int, log_sum: int, documents: int, summary: Callable, span_backward: Callable
+) -> Callable:
     """Returns `op.call` for a span of additive attention, whose state is divided by the exponential of its log-sum.
 
     Args:
         state, log_sum, documents: positions among the op's arguments; the final ones are its second and third output.
+        summary: (*arguments) -> S and z after the span, for rows without documents.
+        span_backward: (*arguments, *kept, passed, do, dS, dz, group, method) -> the gradients of the op, with what
+            later spans give (`sequence.later_shares`), for rows without documents.
     """
     places = op.learned.index(state), op.learned.index(log_sum)
 
@@ -127,9 +132,11 @@ def cut_normalised(op: Op, state: int, log_sum: int, documents: int) -> Callable
         check_span(initial[0], cu_seqlens)
         given = list(arguments)
         given[state] = given[log_sum] = None
-        _, S, z = op.call(*_asking(op, given))
         reset = None
-        if rows is not None:
+        if rows is None:
+            S, z = summary(*given)
+        else:
+            _, S, z = op.call(*_asking(op, given))
             S, z = rows.select_last(S), rows.select_last(z)
             reset = torch.zeros_like(z[:, :1, :1]).masked_fill(~sequence.match(rows.passing, z), -torch.inf)
         has_initial = initial[0] is not None
@@ -163,24 +170,21 @@ def cut_normalised(op: Op, state: int, log_sum: int, documents: int) -> Callable
         rank, name, method = ctx.place
         given, kept = [*saved[: op.tensors], *ctx.numbers], saved[op.tensors : op.tensors + len(op.kept)]
         passed, first, last, before = saved[-4:]
-        S, z = given[state], given[log_sum]
-        rows = None if first is None else sequence.Rows(first, last, before)
         if not ctx.asked:
             dS = dz = None
+        weight = float(rank == 0) if ctx.has_initial else None
+        if first is None:
+            grads = span_backward(*given, *kept, passed, do, dS, dz, name, method)
+            return _to_inputs(op, grads, given, ctx.count, {state: weight, log_sum: weight})
+        rows, channels, count = sequence.Rows(first, last, before), passed.shape[-1], given[documents].shape[0] - 1
         found = op.call_backward(*given, *kept, do, dS, dz)
-        own, own_z = (found[i] for i in places)
-        final = kept[0]
-        if rows is not None:
-            own, own_z, S, z, final = *(rows.select_first(x) for x in (own, own_z, S, z)), rows.select_last(final)
-        later, later_z = sequence.later_gradients(own, own_z, S, passed, name, method)
-        later_z = later_z + sequence.narrow((later * final).sum(-1), later_z.shape[-1])
-        if rows is not None:
-            count = given[documents].shape[0] - 1
-            later, later_z = rows.spread_last(later, count), rows.spread_last(later_z, count)
+        D, own_z, S = (rows.select_first(x) for x in (found[places[0]], found[places[1]], given[state]))
+        D, delta = sequence.later_shares(D, sequence.dot(D, S, channels) - own_z, passed, name, method)
+        later_z = sequence.dot(D, rows.select_last(kept[0]), channels) - delta
+        later, later_z = rows.spread_last(D, count), rows.spread_last(later_z, count)
         if dS is not None:
             later, later_z = dS + later, dz + later_z
-        grads = op.call_backward(*given, *kept, do, later.contiguous(), later_z.contiguous())
-        weight = float(rank == 0) if ctx.has_initial else None
+        grads = op.call_backward(*given, *kept, do, later, later_z)
         return _to_inputs(op, grads, given, ctx.count, {state: weight, log_sum: weight})
 
     return _apply(op, forward, backward)

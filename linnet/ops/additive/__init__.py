@@ -12,7 +12,8 @@ from linnet.ops.additive.step import additive_step
 from linnet.ops.arguments import check_devices, check_matrix_state, check_state
 from linnet.ops.chunks import count_pairs, exact, state_dtype
 from linnet.ops.documents import count_states
-from linnet.ops.registration import empty_like, register
+from linnet.ops.fast_path import no_state
+from linnet.ops.registration import empty_like, register, register_plain
 from linnet.ops.spans import cut_normalised
 
 __all__ = ["additive_attention", "additive_step"]
@@ -168,7 +169,55 @@ additive = register(
     backward_flops=_backward_flops,
 )
 
-additive_span = cut_normalised(additive, 5, 6, 7)
+
+def _span_backward(
+    q, k, v, theta, positions, S, z, cu_seqlens, scale, causal, S_end, z_end, passed, do, dS, dz, group, method
+):  # fmt: skip
+    """`_backward` of a span, in which it asks the ranks of later spans what they give to the state after it."""
+
+    def later(D: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        if dS is not None:  # passes through the span
+            D = D + sequence.widen(passed, dS) * dS
+            delta = delta + passed * (sequence.dot(dS, S_end, passed.shape[-1]) - dz)
+        return sequence.later_shares(D, delta, passed, group, method)
+
+    form, more = _form(q), (q, k, v, theta, positions, S, z)
+    if form is not chunked and form.supports(q, k, v, theta, do):
+        found = form.backward(do, dS, dz, *more, S_end, scale, causal, None, later)
+    else:
+        *_, D, own_z = chunked.backward(do, None, None, *more, None, scale, causal, None)
+        dS, dz = chunked.add_later(later, D, sequence.dot(D, S, z.shape[-1]) - own_z, dS, dz, S_end)
+        found = chunked.backward(do, dS, dz, *more, S_end, scale, causal, None)
+    return tuple(no_state(q) if theta is None and i == 3 else x for i, x in enumerate(found))
+
+
+_run_span_backward = register_plain(
+    "additive_span_backward",
+    "Tensor q, Tensor k, Tensor v, Tensor? theta, Tensor? positions, Tensor S, Tensor z, Tensor? cu_seqlens, "
+    "float scale, bool causal, Tensor S_end, Tensor z_end, Tensor passed, Tensor do, Tensor? dS, Tensor? dz, "
+    "str group, str method",
+    6,
+    _span_backward,
+    lambda q, k, v, theta, positions, S, z, *_: tuple(
+        no_state(q) if x is None else empty_like(x) for x in (q, k, v, theta, S, z)
+    ),
+)
+
+# S and z after a span, from nothing, without running the op.
+_run_summary = register_plain(
+    "summary_additive",
+    "Tensor k, Tensor v, Tensor? theta, Tensor? positions",
+    2,
+    lambda k, *arguments: _form(k).summarise(k, *arguments),
+    lambda k, v, theta, positions: _shapes(k, k, v, theta, positions, None, None, None, 1.0, True, True)[1:],
+)
+
+
+def _summarise(q, k, v, theta, positions, *_) -> tuple[Tensor, Tensor]:
+    return _run_summary(k, v, theta, positions)
+
+
+additive_span = cut_normalised(additive, 5, 6, 7, _summarise, _run_span_backward)
 
 
 def _check(q, k, v, theta, positions, causal, initial_state, cu_seqlens) -> None:

@@ -25,6 +25,7 @@ Without causality keys are the softmax over the sequence, and one pass is enough
     k = softmax_t(u),  S = k^T V,  O = Q S      (paper 003, section 4.1; the last token equals that of the causal form)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +33,25 @@ from torch import Tensor
 
 from linnet.ops.chunks import multiply_add, state_dtype
 from linnet.ops.documents import count_states, documents
+from linnet.ops.sequence import dot
 
 CHUNK = 64
 # Elements of a segment's largest temporary.
 SEGMENT_CPU, SEGMENT_GPU = 2**19, 2**26
+
+
+# From (D, delta) of the state before some tokens, D the gradient to S with z held and delta = sum_V D S - (the gradient
+# to z), for these tokens alone, to what the tokens after them give to (D, delta) of the state after them.
+Later = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def add_later(
+    later: Later, D: Tensor, delta: Tensor, dS: Tensor | None, dz: Tensor | None, S_end: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of S and z after the last token with what later tokens give; dS and dz without it, or None."""
+    D, delta = later(D, delta)
+    D, more = D.contiguous(), dot(D, S_end, delta.shape[-1]) - delta
+    return (D, more) if dS is None else (dS + D, dz + more)
 
 
 def forward(
@@ -53,6 +69,15 @@ def forward(
                 out, S[rows], z[rows] = _non_causal(*segment)
             _store(o, out if scale == 1.0 else out * scale, begin, stop)
     return o, S, z
+
+
+def summarise(k, v, theta, positions) -> tuple[Tensor, Tensor]:
+    """S and z after the last token, from nothing, without documents."""
+    S, z = _first_state(k, k, v, theta, None, None, None)
+    for begin, stop, chunk in _segments(k, v, theta, 0, k.shape[1], True):
+        _, u, v_, rotation = _load(None, k, v, theta, positions, 0, begin, stop, chunk, S.dtype)
+        S, z = _pass(u, v_, rotation, S, z)
+    return S, z
 
 
 def backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens) -> tuple[Tensor, ...]:
@@ -78,9 +103,7 @@ def backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, 
         checkpoints = [(S[rows], z[rows])]
         for begin, stop, chunk in segments[:-1]:
             _, u, v_, rotation = _load(None, k, v, theta, positions, start, begin, stop, chunk, S.dtype)
-            key, final, decay, z_next = fold_keys(u, checkpoints[-1][1])
-            new = rotation.twice(final) * torch.matmul(rotation.apply(key).mT, v_)
-            checkpoints.append((_sweep(new, rotation.twice(decay), checkpoints[-1][0])[1], z_next))
+            checkpoints.append(_pass(u, v_, rotation, *checkpoints[-1]))
         for (begin, stop, chunk), (S_in, z_in) in zip(reversed(segments), reversed(checkpoints), strict=False):
             segment = _load(q, k, v, theta, positions, start, begin, stop, chunk, S.dtype)
             do_ = _cut(do, begin, stop, chunk, S.dtype)
@@ -96,6 +119,13 @@ def backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, 
             if theta is not None:
                 dtheta += segment[3].theta_gradient(grads[3])
     return dq, dk, dv, dtheta if theta is None else dtheta.to(theta.dtype), D, once((S * D).sum(-1)) - delta
+
+
+def _pass(u, v, rotation, S, z) -> tuple[Tensor, Tensor]:
+    """S and z after a segment, without its outputs."""
+    key, final, decay, z_after = fold_keys(u, z)
+    new = rotation.twice(final) * torch.matmul(rotation.apply(key).mT, v)
+    return _sweep(new, rotation.twice(decay), S)[1], z_after
 
 
 def _segment(q, u, v, rotation, S, z):

@@ -198,8 +198,8 @@ def values_kernel(
     SUMMARY: only the state of a segment from zero, for what follows in the order of the sweep.
     """
     block, nh, g = locate(N, H, V, BC)
-    if SUMMARY and REVERSE:
-        g += 1  # nothing comes before the first segment
+    if SUMMARY and REVERSE:  # the last ones: mostly all but the first, before which nothing comes
+        g += G - tl.num_programs(0) // (((V + BC - 1) // BC) * N * H)
     n, h = nh // H, nh % H
     begin, length = span(offsets, n, T, DOCUMENTS)
     chunks = tl.cdiv(length, C)

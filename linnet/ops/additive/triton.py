@@ -27,8 +27,10 @@ from torch import Tensor
 
 from linnet.ops import backend
 from linnet.ops.additive import chunked, hopper
+from linnet.ops.additive.chunked import Later, add_later
 from linnet.ops.additive.launch import NOTHING, Call
 from linnet.ops.launching import align
+from linnet.ops.sequence import widen
 
 
 def forward(
@@ -48,7 +50,7 @@ def forward(
 
     A causal call without `return_final` gives None for S and z.
     """
-    if not _supports(q, k, v, theta):
+    if not supports(q, k, v, theta):
         return chunked.forward(q, k, v, theta, positions, S, z, scale, causal, cu_seqlens)
     call = Call.of(q, k, v, theta, positions, cu_seqlens, scale)
     if hopper.suits(call, causal):
@@ -77,13 +79,15 @@ def backward(
     scale: float,
     causal: bool,
     cu_seqlens: Tensor | None,
+    later: Later | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients to q, k, v, theta (empty without it), S and z (None without them); `S_end` is the forward's final S.
 
     Those to the final state, dS and dz, may be None, and then S_end, but not without causality, where z is the log-sum
-    after the last token.
+    after the last token. `later`: what tokens after these give, for causal calls that the kernels take, with S, z and
+    S_end and without documents: from (D, delta) of the initial state, for these tokens alone, to that of the final one.
     """
-    if not _supports(q, k, v, theta, do):
+    if not supports(q, k, v, theta, do):
         return chunked.backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, cu_seqlens)
     call = Call.of(q, k, v, theta, positions, cu_seqlens, scale)
     do = align(do)
@@ -92,7 +96,7 @@ def backward(
     if not causal:
         return _backward_non_causal(call, do, dS, dz, S_end, z, theta)
     sweep = hopper.backward if hopper.suits(call, backward=True) else _backward_causal
-    *gradients, dS_start, dz_start = sweep(call, do, dS, dz, S, z, S_end, theta)
+    *gradients, dS_start, dz_start = sweep(call, do, dS, dz, S, z, S_end, theta, later)
     if S is not None:
         dz_start += call.dot(S, dS_start)
     return *gradients, dS_start, dz_start
@@ -108,7 +112,25 @@ def _boundaries(call: Call, kind: str, segments: int, z: Tensor | None) -> tuple
     return boundaries, sums
 
 
-def _backward_causal(call: Call, do: Tensor, dS, dz, S, z, S_end, theta) -> tuple[Tensor, ...]:
+def summarise(k: Tensor, v: Tensor, theta: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    """S and z after the last token, from nothing, without documents."""
+    if not supports(k, k, v, theta):
+        return chunked.summarise(k, v, theta, positions)
+    call = Call.of(k, k, v, theta, positions, None, 1.0)
+    if hopper.suits(call, causal=False):
+        return hopper.summarise(call)
+    return _summarise(call)
+
+
+def _summarise(call: Call) -> tuple[Tensor, Tensor]:
+    segments = call.count_segments("o", 4, 4)
+    boundaries, _ = call.boundaries("o", segments, None)
+    return call.combine(segments, call.summarise(segments, "o", boundaries=boundaries, every=True))
+
+
+def _backward_causal(
+    call: Call, do: Tensor, dS, dz, S, z, S_end, theta, later: Later | None = None
+) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, theta and the initial state, without what the state itself adds to that of z."""
     segments = call.count_segments("dq")
     dq, dk, dv = (torch.empty_like(x) for x in (call.q, call.k, call.v))
@@ -116,8 +138,15 @@ def _backward_causal(call: Call, do: Tensor, dS, dz, S, z, S_end, theta) -> tupl
     dtheta = call.empty_dtheta(segments)
     boundaries, sums = _boundaries(call, "dq", segments, z)
     call.keys("dq", segments, do, dq, dq, boundaries, dtheta[0], initial=(S, z), sums=sums)
-    if segments > 1:
-        sums = call.summarise(segments, "dv", do, dq, boundaries)
+    ends = NOTHING[0] if sums is None else sums[1][:, :, :-1]
+    if segments > 1 or later is not None:
+        sums = call.summarise(segments, "dv", do, dq, boundaries, every=later is not None)
+    if later is not None:
+        ends = z[:, :, None] if ends is None else torch.cat([z[:, :, None], ends], 2)
+        # The share of the initial state in the one before each segment.
+        weights = (z[:, :, None] - torch.logcumsumexp(ends, 2)).exp().nan_to_num(0.0)
+        D = (widen(weights, sums[0]) * sums[0]).sum(2)
+        dS, dz = add_later(later, D, (weights * sums[1]).sum(2), dS, dz, S_end)
     last = {"initial": (dS, dz), "sums": sums}
     call.keys("dk", segments, do, dq, dk, boundaries, dtheta[1], end=S_end, final=final, **last)
     call.values("dv", segments, do=do, out=dv, boundaries=boundaries, **last)
@@ -125,9 +154,7 @@ def _backward_causal(call: Call, do: Tensor, dS, dz, S, z, S_end, theta) -> tupl
 
 
 def _forward_non_causal(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    segments = call.count_segments("o", 4, 4)
-    boundaries, _ = call.boundaries("o", segments, None)
-    S, z = call.combine(segments, call.summarise(segments, "o", boundaries=boundaries, every=True))
+    S, z = _summarise(call)
     o = torch.empty_like(call.v)
     call.use_values(call.count_segments("use", 8, 4), o, S, None)
     return o, S, z
@@ -146,7 +173,7 @@ def _backward_non_causal(call: Call, do: Tensor, dS, dz, S: Tensor, z: Tensor, t
     return dq, dk, dv, call.sum_dtheta(dtheta, segments, theta), None, None
 
 
-def _supports(q: Tensor, k: Tensor, v: Tensor, theta: Tensor | None, *more: Tensor) -> bool:
+def supports(q: Tensor, k: Tensor, v: Tensor, theta: Tensor | None, *more: Tensor) -> bool:
     """Whether the kernels take these tensors; warns once per reason if not."""
     dtypes, K = tuple(x.dtype for x in (q, k, v, *more)), q.shape[-1]
     if theta is not None and theta.dtype == torch.float64:

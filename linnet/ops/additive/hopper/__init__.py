@@ -19,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
+from linnet.ops.additive.chunked import Later, add_later
 from linnet.ops.additive.launch import NOTHING, Call
 from linnet.ops.launching import Launch, align, count_processors, launch, launch_all
 
@@ -95,9 +96,12 @@ def forward(
 
 def backward(
     call: Call, do: Tensor, dS: Tensor | None, dz: Tensor | None, S: Tensor | None, z: Tensor | None,
-    S_end: Tensor | None, theta: Tensor | None,
+    S_end: Tensor | None, theta: Tensor | None, later: Later | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of q, k, v, theta and the initial state, if there is one, without what that itself adds to z's."""
+    """Gradients of q, k, v, theta and the initial state, if there is one, without what that itself adds to z's.
+
+    `later`: what tokens after these give (`linnet.ops.additive.triton.backward`).
+    """
     dq, dk, dv = gradients = [torch.empty_like(x) for x in (call.q, call.k, call.v)]
     call = split(call, count_swept_twice(call, CHUNK))
     B, T, H, K = call.q.shape
@@ -105,8 +109,15 @@ def backward(
     if call.segments == 1:
         dS, dz, S, z, S_end = (align(x) for x in (dS, dz, S, z, S_end))
         final = NOTHING if S is None else call.empty_state()
+        if later is not None:
+            shares = call.empty_state()
+            launch_all([
+                _queries(call, do, dq, (S, z), boundaries, dtheta[0]),
+                _keys(call, do, dq, dk, NOTHING, None, shares, boundaries, dtheta[1]),
+            ])  # fmt: skip
+            dS, dz = add_later(later, shares[0], -shares[1], dS, dz, S_end)
         launch_all([
-            _queries(call, do, dq, (S, z), boundaries, dtheta[0]),
+            *([] if later is not None else [_queries(call, do, dq, (S, z), boundaries, dtheta[0])]),
             _keys(call, do, dq, dk, (dS, dz), S_end, final, boundaries, dtheta[1]),
             _values(call, do, dv, (dS, None), NOTHING, boundaries),
         ])  # fmt: skip
@@ -117,6 +128,9 @@ def backward(
         _queries(call, do, dq, (_before(states), _before(ends)), boundaries, dtheta[0]),
         _keys(call, do, dq, dk, NOTHING, None, shares, boundaries, dtheta[1]),
     ])  # fmt: skip
+    if later is not None:
+        D, deltas = carry_back((shares[0], -shares[1]), None, ends, call.segments)
+        dS, dz = add_later(later, D[:, 0], deltas[:, 0], dS, dz, S_end)
     last = None if dS is None else (dS, call.dot(dS, S_end) - dz)
     D, deltas = carry_back((shares[0], -shares[1]), last, ends, call.segments)
     dS, S_end = _after(D), _after(states)
@@ -133,13 +147,24 @@ def forward_non_causal(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """o, S and z, in as many segments as give a multiprocessor two programs, of four chunks each."""
     q, v = call.q, call.v
     B, T, H, K = q.shape
-    segments = max(1, min(2 * count_processors(q.device) // (B * H), T // CHUNK // 4))
+    segments = _count_sums(call)
     o = torch.empty_like(v)
-    sums = _sum_up(call, segments, segments)
-    S, z = (x.squeeze(2) for x in sums) if segments == 1 else call.combine(segments, sums)
+    S, z = summarise(call)
     constants = (T, B, segments, H, K, v.shape[3], CHUNK, 3)
     launch(hopper_product_kernel, B * H * segments, (q, o, S), (call.scale,), constants, scratch=True, num_warps=4)
     return o, S, z
+
+
+def summarise(call: Call) -> tuple[Tensor, Tensor]:
+    """S and z after the last token, from nothing, without LRPE."""
+    segments = _count_sums(call)
+    sums = _sum_up(call, segments, segments)
+    return tuple(x.squeeze(2) for x in sums) if segments == 1 else call.combine(segments, sums)
+
+
+def _count_sums(call: Call) -> int:
+    B, T, H, _ = call.q.shape
+    return max(1, min(2 * count_processors(call.q.device) // (B * H), T // CHUNK // 4))
 
 
 def choose_columns(K: int, V: int, programs: int = 1 << 30, processors: int = 1) -> int:
