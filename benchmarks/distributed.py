@@ -595,7 +595,7 @@ def save(bench: Bench) -> None:
     during = []
     for _ in range(200):
         during.append(step())
-        writing = torch.tensor(float(saver._thread is not None and saver._thread.is_alive()))
+        writing = torch.tensor(float(saver.writing))
         dist.all_reduce(writing, group=mesh.host)
         if not writing:
             break

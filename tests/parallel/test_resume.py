@@ -1,15 +1,20 @@
 """A training that was saved in one layout goes on in any other: the same state to the bit, the same losses."""
 
+import argparse
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from test_shard import Random, config
 
+from linnet.models import CausalLM
+from linnet.parallel import mesh as ranks
 from linnet.parallel.mesh import Mesh
-from linnet.runs import checkpoint
+from linnet.runs import RunFolder, checkpoint
 from linnet.runs.saver import Saver
-from linnet.train.session import Session
+from linnet.train import TrainConfig, train
+from linnet.train.session import Prefetch, Session
 
 STEPS = 2  # before the checkpoint, and after it
 LAYOUTS = {"1": (1, {}), "2": (2, {}), "3": (3, {}), "4": (4, {}), "2x2 tp": (4, {"tp": 2}), "2x2 sp": (4, {"sp": 2})}
@@ -94,3 +99,47 @@ def test_any_layout_goes_on_from_any_other(pool, tmp_path):
             assert losses == expected and all(torch.equal(after[key], end[key]) for key in end)
         else:
             assert losses == pytest.approx(expected, rel=2e-6), (source, name)
+
+
+def poisoned(root, policy, parallel, poison):
+    """A whole run in which the loss of some batches is multiplied: {position: factor}, on the last rank alone."""
+    values = {
+        "model": {"d_model": 16, "layout": "hgrn2+glu x2", "options": {"hgrn2": {"num_heads": 2}}},
+        "data": {"source": [argparse.__file__]},
+        "seq_len": 16,
+        "batch_size": 4,
+        "steps": 16,
+        "evaluate_tokens": 64,
+        "guard": {"policy": policy, "skip_batches": 1},
+        "run": {"device": "cpu", "log_every": 1, "checkpoint_every": 4, "async_save": bool(parallel)},
+        "parallel": parallel,
+    }
+    at, get, loss = [0], Prefetch.get, CausalLM.loss
+
+    def watched(self, position):
+        at[0] = position
+        return get(self, position)
+
+    def changed(self, *given):
+        total, count = loss(self, *given)
+        last = ranks.rank() == ranks.world() - 1
+        return total * (poison.get(at[0], 1.0) if self.training and total.requires_grad and last else 1.0), count
+
+    with mock.patch.object(Prefetch, "get", watched), mock.patch.object(CausalLM, "loss", changed):
+        return str(train(TrainConfig.model_validate(values), Path(root) / policy, Path(root) / "cache").path)
+
+
+@pytest.mark.parametrize("policy", ["rollback", "skip"])
+def test_one_ranks_bad_batch_is_answered_by_all(pool, tmp_path, policy):
+    poison = {2: float("nan"), 9: float("inf"), 13: float("nan"), 14: float("nan")}
+    one = RunFolder(poisoned(tmp_path / "one", policy, {}, poison))
+    paths = pool.run(2, poisoned, str(tmp_path / "two"), policy, {"dp_shard": 2}, poison, group=False)
+    two = RunFolder(paths[0])
+    rows = [[row for row in run.metrics()] for run in (one, two)]
+    kept = ("event", "action", "step", "position", "to_step", "left_out")
+    events = [[[row.get(key) for key in kept] for row in found if "event" in row] for found in rows]
+    assert events[0] == events[1] and len(events[0]) == 4
+    losses = [[row["loss"] for row in found if "loss" in row and "event" not in row] for found in rows]
+    assert len(losses[0]) == 16 and losses[1] == pytest.approx(losses[0], rel=2e-6)
+    assert one.path.name == two.path.name
+    assert [path.name for path in two.checkpoints()] == [path.name for path in one.checkpoints()]
