@@ -445,6 +445,50 @@ def test_segments_are_put_together(theta, positions, kind, final, state, monkeyp
 
 
 # Triton's interpreter has no bfloat16 products.
+def assert_spans_agree(B, T, K, V, **options):
+    """The state after a span without running the op, and a backward that asks what the tokens after it give."""
+    from linnet.ops.additive import triton
+
+    inputs, (do, dS, dz) = make(B, T, K, V, **options)
+    q, k, v, theta, at, S, z, scale, *_ = inputs
+    exact = q, k, v, theta, at, S, z, scale = widen(inputs[:8])
+    D, delta = (torch.randn(x.shape, dtype=torch.float64, device=x.device) for x in (S, z))
+    expected = [*chunked.summarise(k, v, theta, at)]
+    found = [*triton.summarise(inputs[1], *inputs[2:5])]
+    ends = chunked.forward(*exact, True, None)
+    asked = []
+
+    def later(D_own, delta_own):
+        asked.extend((D_own, delta_own))
+        return D.to(inputs[5].dtype), delta.to(inputs[5].dtype)
+
+    tensors = (*inputs[:7], ends[1].to(inputs[5].dtype), inputs[7], True, None)
+    gradients = triton.backward(do, dS, dz, *tensors, later)
+    *_, D_own, dz_own = chunked.backward(do.double(), None, None, *exact[:7], None, scale, True, None)
+    expected += [D_own, chunked.dot(S, D_own, K) - dz_own]
+    dS, dz = (None, None) if dS is None else (dS.double(), dz.double())
+    dS, dz = chunked.add_later(lambda *_: (D, delta), None, None, dS, dz, ends[1])
+    expected += chunked.backward(do.double(), dS, dz, *exact[:7], ends[1], scale, True, None)
+    found += [*asked, *gradients]
+    assert_near(found, expected, 3 * TOLERANCE[inputs[0].dtype], least=1e-3)
+
+
+@gpu
+@pytest.mark.parametrize("theta", [False, True])
+@pytest.mark.parametrize("B, T, H", [(2, 1000, 2), (1, 4096, 16), (1, 32_768, 16), (4, 256, 40)])
+@pytest.mark.parametrize("kind", ["plain", "wide", "masked"])
+@pytest.mark.parametrize("final", ["", "Sz"])
+def test_spans(theta, B, T, H, kind, final):
+    if kind == "masked" and T == 32_768:
+        pytest.skip("covered by 4,096")
+    assert_spans_agree(B, T, 128, 128, theta=theta, positions=theta, kind=kind, H=H, final=final)
+
+
+INTERPRETED_SPANS = [
+    ((1, 70, 16, 24), {"theta": True, "positions": True, "segments": 2}),
+    ((1, 130, 16, 16), {"kind": "masked", "H": 1, "segments": 3, "final": ""}),
+    ((2, 40, 16, 16), {"final": ""}),
+]
 INTERPRETED = [
     ((2, 40, 16, 16), {"theta": True}),
     ((1, 64, 16, 24), {"state": False, "kind": "wide", "H": 1}),
@@ -462,7 +506,7 @@ INTERPRETED = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested")
 def test_interpreted(interpreted):
-    assert interpreted(__file__) == len(INTERPRETED)
+    assert interpreted(__file__) == len(INTERPRETED) + len(INTERPRETED_SPANS)
 
 
 if __name__ == "__main__":
@@ -474,4 +518,9 @@ if __name__ == "__main__":
         segments = options.pop("segments", None)
         Call.count_segments = count if segments is None else lambda *_, segments=segments: segments
         assert_agrees(*call, **options, ran="general")
+        print(*call, "agrees")
+    for call, options in INTERPRETED_SPANS:
+        segments = options.pop("segments", None)
+        Call.count_segments = count if segments is None else lambda *_, segments=segments: segments
+        assert_spans_agree(*call, dtype=torch.float32, device="cpu", **options)
         print(*call, "agrees")
