@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -135,13 +136,16 @@ def draw_weights(build: Callable[[], M], config: ModelConfig, seed: int, device:
     return model.to(device) if device is not None else model
 
 
-def draw_parts(config: ModelConfig, seed: int) -> Iterator[tuple[str, nn.Module]]:
+def draw_parts(config: ModelConfig, seed: int, threads: int = 1) -> Iterator[tuple[str, nn.Module]]:
     """Yields (name, module) for the parts of `build_model(config, seed)`, with the same weights, bit for bit.
 
     The parts are the embedding, each layer, the modules that layers share, the final norm and the head. One part is
     made at a time, on the CPU, so that a caller which copies a part and drops it never holds the whole model. Together
     they hold every parameter and buffer of the model once. If no layer draws weights in its constructor, the draws of
     constructors, which `build_model` overwrites, are skipped.
+
+    Args:
+        threads: matrices of a part that are drawn at the same time, each with a generator of its own.
     """
     constructing = contextlib.nullcontext if _draws_own(config) else _SkipDraws
     with torch.random.fork_rng(devices=[]):
@@ -155,7 +159,7 @@ def draw_parts(config: ModelConfig, seed: int) -> Iterator[tuple[str, nn.Module]
             state = torch.get_rng_state()
         if part is None:
             return
-        _draw(part, name, config, seed)
+        _draw(part, name, config, seed, threads)
         yield name, part
         del part
 
@@ -166,6 +170,7 @@ def _make_parts(config: ModelConfig, seed: int) -> Iterator[tuple[str, nn.Module
     shared = nn.ModuleDict()
     for name, layer in make_layers(config, shared):
         yield f"backbone.{name}", layer
+        del layer  # before the next one is made
     yield "backbone.shared", shared
     yield "backbone.norm", build_norm(config.norm, config.d_model, config.norm_eps)
     if (positions := build_positions(config.positions, config.d_model, config.num_positions)) is not None:
@@ -178,17 +183,25 @@ def _make_parts(config: ModelConfig, seed: int) -> Iterator[tuple[str, nn.Module
         yield "head", nn.Linear(config.d_model, config.vocab_size, bias=False)
 
 
-@torch.no_grad()
-def _draw(model: nn.Module, prefix: str, config: ModelConfig, seed: int) -> None:
+def _draw(model: nn.Module, prefix: str, config: ModelConfig, seed: int, threads: int = 1) -> None:
     """Draws the weights of the linear layers and embeddings of a model, or of its submodule with the name `prefix`."""
     depth_scale = 1.0 / math.sqrt(2 * config.num_layers)
-    for name, module in model.named_modules(prefix=prefix):
-        if isinstance(module, nn.Linear | nn.Embedding):
-            generator = torch.Generator().manual_seed(_seed_of(seed, name))
-            std = config.init_std * (depth_scale if getattr(module, "ends_residual", False) else 1.0)
-            module.weight.normal_(0.0, std, generator=generator)
-            if getattr(module, "bias", None) is not None:
-                module.bias.zero_()
+
+    @torch.no_grad()
+    def draw(name: str, module: nn.Linear | nn.Embedding) -> None:
+        generator = torch.Generator().manual_seed(_seed_of(seed, name))
+        std = config.init_std * (depth_scale if getattr(module, "ends_residual", False) else 1.0)
+        module.weight.normal_(0.0, std, generator=generator)
+        if getattr(module, "bias", None) is not None:
+            module.bias.zero_()
+
+    named = [(name, m) for name, m in model.named_modules(prefix=prefix) if isinstance(m, nn.Linear | nn.Embedding)]
+    if threads == 1 or len(named) < 2:
+        for name, module in named:
+            draw(name, module)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(draw, *zip(*named, strict=True)))
 
 
 def _draws_own(config: ModelConfig) -> bool:

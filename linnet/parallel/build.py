@@ -4,6 +4,7 @@ No rank holds the whole model: it is made without memory (on the meta device), d
 (`linnet.models.causal_lm.draw_parts`), of which each rank keeps its slice.
 """
 
+import os
 from collections.abc import Callable, Mapping
 
 import torch
@@ -17,6 +18,7 @@ from linnet.parallel import tensor
 from linnet.parallel.mesh import Mesh
 from linnet.parallel.shard import shard, sharded_modules
 
+DRAWN = 8  # most matrices that a rank draws at the same time
 Cuts = Mapping[str, tuple[int, tuple[int, ...]]]  # name -> dimension that tensor parallelism cuts, and whole shape
 
 
@@ -67,14 +69,20 @@ def build(
 def fill(model: CausalLM, config: ModelConfig, seed: int, mesh: Mesh) -> None:
     """Writes this rank's slices of the initial weights, and its buffers."""
     places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, part in draw_parts(config, seed):
-        for key, whole in (*part.named_parameters(prefix=name), *part.named_buffers(prefix=name)):
-            place = places.pop(key, None)
-            if place is None:
-                continue  # a shared module that a layer also owns; it was filled under its first name
-            _write(place, tensor.slice_of(model, key, whole), mesh)
+    threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world)))
+    for name, part in draw_parts(config, seed, min(threads, DRAWN)):
+        _fill_from(part, name, model, places, mesh)
+        del part  # before the next one is drawn
     if places:
         raise AssertionError(f"no part of the model holds {', '.join(places)}")
+
+
+def _fill_from(part: nn.Module, name: str, model: CausalLM, places: dict[str, Tensor], mesh: Mesh) -> None:
+    """Writes the tensors of a part with the name `name` and takes them out of `places`."""
+    for key, whole in (*part.named_parameters(prefix=name), *part.named_buffers(prefix=name)):
+        place = places.pop(key, None)
+        if place is not None:  # else a shared module that a layer also owns; it was filled under its first name
+            _write(place, tensor.slice_of(model, key, whole), mesh)
 
 
 @torch.no_grad()

@@ -4,11 +4,13 @@ Sizes of one family shrink to one model, which is tested once.
 """
 
 import re
+import weakref
 
 import pytest
 import torch
 
 from linnet.models import FAMILIES, RECIPES, ModelConfig, build_model, count_parameters, family, get_recipe
+from linnet.models.causal_lm import draw_parts
 from linnet.models.recipes.registry import default_heads
 
 
@@ -63,6 +65,27 @@ def test_state_dict_round_trip(name):
     tokens = torch.randint(0, 67, (2, 13))
     other.load_state_dict(model.state_dict())
     torch.testing.assert_close(other(tokens)[0], model(tokens)[0])
+
+
+MIXED = "tpe tnl+sglu hyena+moe mamba"
+PARTS = {name: shrunk(name) for name in SHRUNK.values()} | {
+    "mixed": ModelConfig(d_model=32, layout=MIXED, vocab_size=20, positions="sinusoidal", norm="layernorm", dropout=0.1)
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_have_the_bits_of_the_whole_model(name):
+    model = build_model(PARTS[name], seed=3)
+    left, alive = {**dict(model.named_parameters()), **dict(model.named_buffers())}, weakref.WeakSet()
+    for prefix, part in draw_parts(PARTS[name], seed=3, threads=2):
+        assert not alive, "two parts at the same time"
+        if prefix != "backbone.shared":  # small tables, which live as long as their layers
+            alive.add(part)
+        torch.rand(3)  # draws of the caller do not count
+        tensors = {**dict(part.named_parameters(prefix=prefix)), **dict(part.named_buffers(prefix=prefix))}
+        assert [key for key in tensors if not torch.equal(tensors[key], left.pop(key))] == []
+        del part, tensors
+    assert not left
 
 
 def with_new_layers() -> list[str]:

@@ -72,6 +72,20 @@ def test_ranks_agree(pool):
     assert last == pytest.approx(session.recent[-1], rel=1e-12)
 
 
+def scores(degrees: dict):
+    """Runs in a worker."""
+    settings = config("hgrn2", parallel=degrees)
+    session = begin(settings, mesh := Mesh(settings.parallel, torch.device("cpu")))
+    found = score(session.model, batches(3), 2.0, mesh=mesh)
+    return found.loss, found.bits_per_byte, found.tokens
+
+
+def test_spans_and_slices_of_layers_score_like_one_process(pool):
+    expected = score(begin(config("hgrn2"), None).model, batches(3), 2.0)
+    for rank in pool.run(4, scores, {"sp": 2, "tp": 2}):
+        assert rank == pytest.approx((expected.loss, expected.bits_per_byte, expected.tokens), rel=1e-12)
+
+
 def save(folder: str, settings: TrainConfig):
     """Runs in a worker: two steps, a checkpoint, a third step."""
     mesh = Mesh(settings.parallel, torch.device("cpu"))
