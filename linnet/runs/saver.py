@@ -39,8 +39,7 @@ class Saver:
         split: "Split | None" = None,
         background: bool = False,
     ):
-        """All ranks make one at the same time.
-
+        """
         Args:
             folder: the run's folder of checkpoints, on storage that all ranks share.
             keep: number of checkpoints that stay; None keeps all.
@@ -50,9 +49,7 @@ class Saver:
         """
         self._folder, self._keep, self._mesh, self._split = folder, keep, mesh, split or {}
         self._background = background
-        self._group: dist.ProcessGroup | None = None
-        if mesh is not None:  # the thread must not share a group with the steps, whose order of calls is another
-            self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if background else mesh.host
+        self._group: dist.ProcessGroup | None = None if mesh is None or background else mesh.host
         self._host: dict[tuple[str, str], Tensor] = {}  # kept, because pinning memory takes long
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -74,6 +71,9 @@ class Saver:
         if not self._background:
             self._write(step, self._placed(tensors), meta)
             return
+        if self._mesh is not None and self._group is None:
+            # The thread must not share a group with the steps, whose order of calls is another.
+            self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
         placed, meta = self._copied(self._placed(tensors)), copy.deepcopy(meta)
         self._thread = threading.Thread(target=self._try, args=(step, placed, meta), name="linnet-checkpoint")
         self._thread.start()
