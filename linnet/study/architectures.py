@@ -69,8 +69,8 @@ class Size(Config):
 
     @property
     def label(self) -> str:
-        """The name in tables: `64x3`, or `70m`."""
-        return self.recipe or f"{self.d_model}x{self.num_layers}"
+        """The name in tables: `64x3`, with an inner width of its own `64x3/160`, or `70m`."""
+        return self.recipe or f"{self.d_model}x{self.num_layers}" + (f"/{self.inner}" if self.inner else "")
 
 
 # With `json_schema_input_type`, the output of `linnet schema` accepts the short forms too.

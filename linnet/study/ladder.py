@@ -31,7 +31,7 @@ class PlannedRun:
     Attributes:
         run: name of the run folder.
         budget: planned training FLOPs. `flops` are the FLOPs of the whole number of steps.
-        size: label of the size, `64x3`.
+        size: label of the size, such as `64x3` (`Size.label`).
     """
 
     run: str

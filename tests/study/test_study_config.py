@@ -17,7 +17,7 @@ def study(**changes) -> StudyConfig:
 
 def test_short_forms_of_sizes():
     config = study(sizes=[[16, 1], [32, 2, 4], "70m", {"d_model": 64, "num_layers": 3, "inner": 192}])
-    assert [size.label for size in config.sizes] == ["16x1", "32x2", "70m", "64x3"]
+    assert [size.label for size in config.sizes] == ["16x1", "32x2", "70m", "64x3/192"]
     assert config.sizes[1].num_heads == 4
     assert config.sizes[2].recipe == "70m"
     assert config.sizes[3].inner == 192
