@@ -9,6 +9,7 @@ and the most common words of a list (words).
 The haystack is generated text or any text file. The seed determines everything.
 """
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -102,7 +103,7 @@ def items(config: NeedleConfig, tokenizer: Tokenizer) -> Iterator[tuple[int, int
         room = length - len(start)
         for row, depth in enumerate(config.depths):
             for sample in range(config.samples):
-                generator = np.random.default_rng([config.seed, length, row, sample])
+                generator = _generator(config, length, row, sample)
                 if config.variant == "words":  # has no needle; each depth draws another list
                     item = Item(*common_words(room, RIVALS, generator, tokenizer))
                 else:
@@ -211,14 +212,22 @@ def draw_question(config: NeedleConfig, generator: np.random.Generator) -> Quest
 
 
 def hidden_digest(config: NeedleConfig) -> str:
-    """Returns a digest of the haystack's text and of the first question of each length, for any tokenizer."""
+    """Returns a digest of the haystack's text and of all questions of the grid, for any tokenizer."""
     if config.variant == "words":
         return digest_of([*wording(), str(config.seed)])
-    first = [np.random.default_rng([config.seed, length, 0, 0]) for length in config.lengths]
-    questions = [draw_question(config, generator) for generator in first]
-    return digest_of(
-        [*_sentences(config), *(part for one in questions for part in (*one.needles, one.asked, *one.answers))]
-    )
+    return digest_of(itertools.chain(_sentences(config), _questions(config)))
+
+
+def _questions(config: NeedleConfig) -> Iterator[str]:
+    """Yields the needles, the question and the answers of every prompt."""
+    grid = itertools.product(config.lengths, range(len(config.depths)), range(config.samples))
+    for length, row, sample in grid:
+        one = draw_question(config, _generator(config, length, row, sample))
+        yield from (*one.needles, one.asked, *one.answers)
+
+
+def _generator(config: NeedleConfig, length: int, row: int, sample: int) -> np.random.Generator:
+    return np.random.default_rng([config.seed, length, row, sample])
 
 
 def _haystack(config: NeedleConfig, tokenizer: Tokenizer) -> list[tuple[str, int]]:

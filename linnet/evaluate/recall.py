@@ -123,8 +123,8 @@ def cells(config: RecallConfig) -> Iterator[tuple[str, int, int, Task]]:
 
 
 def drawn_digest(config: RecallConfig) -> str:
-    """Returns a digest of the first two sequences of each cell, before they become tokens of a vocabulary."""
-    drawn = [generate(task, "test", 2, seed=config.seed) for *_, task in cells(config)]
+    """Returns a digest of the sequences of all cells, before they become tokens of a vocabulary."""
+    drawn = (_draw(task, config.samples, config.seed) for *_, task in cells(config))
     return digest_of(part.tobytes() for one in drawn for part in (one.inputs, one.targets))
 
 
@@ -193,9 +193,8 @@ def to_results(found: list[Cell]) -> tuple[Result, ...]:
 
 def ask(task: Task, samples: int, words: np.ndarray, vocab_size: int, seed: int = 0) -> Asked | None:
     """Sequences of a task in words of a vocabulary, a draw of words each; None where a sequence needs more words."""
-    copying = task.name == "selective_copying"
-    drawn = generate(task, "test", samples * (2 if copying else 1), seed=seed)
-    inputs, targets = _demonstrate(drawn.inputs, drawn.targets) if copying else drawn
+    drawn = _draw(task, samples, seed)
+    inputs, targets = _demonstrate(drawn.inputs, drawn.targets) if task.name == "selective_copying" else drawn
     wanted = next(kind for kind in task.kinds if kind.name in ("values", "data"))
     generator = np.random.default_rng([seed, task.seq_len, task.num_tokens])
     values = np.zeros((samples, vocab_size), dtype=bool)
@@ -210,6 +209,11 @@ def ask(task: Task, samples: int, words: np.ndarray, vocab_size: int, seed: int 
         answers[row, scored] = chosen[np.searchsorted(ids, targets[row, scored])]
         values[row, chosen[(ids >= wanted.start) & (ids < wanted.stop)]] = True
     return Asked(spoken, answers, values)
+
+
+def _draw(task: Task, samples: int, seed: int):
+    """The inputs and targets of a task in ids; for copying two sequences per sample, a demonstration and a question."""
+    return generate(task, "test", samples * (2 if task.name == "selective_copying" else 1), seed=seed)
 
 
 def _task(name: str, length: int, pairs: int) -> Task | None:

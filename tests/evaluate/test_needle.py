@@ -1,5 +1,7 @@
 """Needles in haystacks: where they lie, how long the prompts are, what counts as found, and what is refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from linnet.config import ConfigError, parse
 from linnet.data import ByteTokenizer
 from linnet.data.tokenizer import train_bpe
+from linnet.evaluate import needle
 from linnet.evaluate.needle import NeedleConfig, items, run_needle, share_found
 from linnet.inference import Engine
 from linnet.models import build_model, family
@@ -133,3 +136,22 @@ def test_prompts_are_tokenised_as_running_text(variant):
     for _, _, item in items(config, tokenizer):
         assert item.prompt.tolist() == tokenizer.encode(tokenizer.decode(item.prompt)).tolist()
         assert 300 < len(item.prompt) <= 400
+
+
+def test_the_digest_covers_every_question(monkeypatch):
+    config = parse(NeedleConfig, {"lengths": [64, 128], "depths": [0.0, 1.0], "samples": 2})
+    whole, draws = needle.hidden_digest(config), []
+    draw = needle.draw_question
+    for changed in range(8):
+        draws.clear()
+
+        def other(config, generator, changed=changed):
+            draws.append(None)
+            one = draw(config, generator)
+            return replace(one, asked="Another question?") if len(draws) == changed + 1 else one
+
+        monkeypatch.setattr(needle, "draw_question", other)
+        assert needle.hidden_digest(config) != whole, changed
+    assert len(draws) == 8
+    monkeypatch.undo()
+    assert needle.hidden_digest(config) == whole

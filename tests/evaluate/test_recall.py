@@ -9,6 +9,7 @@ import torch
 from linnet.config import ConfigError
 from linnet.data import ByteTokenizer
 from linnet.data.synthetic import IGNORE, find_task, generate
+from linnet.evaluate import recall
 from linnet.evaluate.recall import PROBES, RecallConfig, ask, cells, run_recall, to_results, words_of
 from linnet.models import ModelConfig, build_model, family
 
@@ -123,3 +124,20 @@ def test_cells_that_do_not_fit_are_left_out():
         run_recall(model, None, RecallConfig(tasks=["mqar"], lengths=[8], pairs=[64]))
     with pytest.raises(ConfigError, match="94 "):
         run_recall(model, ByteTokenizer(), RecallConfig(tasks=["mqar"], lengths=[256], pairs=[64]))
+
+
+def test_the_digest_covers_every_sequence(monkeypatch):
+    config = RecallConfig(tasks=["mqar", "selective_copying"], lengths=[64], pairs=[4], samples=3)
+    whole, generate = recall.drawn_digest(config), recall.generate
+    for row, rows in [(0, 3), (2, 3), (5, 6)]:  # copying takes two sequences per sample
+
+        def other(task, split, n, row=row, rows=rows, **rest):
+            drawn = generate(task, split, n, **rest)
+            if n == rows:
+                drawn.targets[row, -1] += 1
+            return drawn
+
+        monkeypatch.setattr(recall, "generate", other)
+        assert recall.drawn_digest(config) != whole, row
+    monkeypatch.undo()
+    assert recall.drawn_digest(config) == whole
