@@ -59,7 +59,7 @@ _UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token", "perplexit
 def read_series(study: Study, bootstrap: int = 1000) -> list[Series]:
     """The evaluations of a study's runs and the fits to them, in the order in which runs name them.
 
-    What cannot be read is added to `study.problems`.
+    What cannot be read, and which runs lack what others have, is added to `study.problems`.
     """
     import pandas as pd
 
@@ -88,13 +88,37 @@ def read_series(study: Study, bootstrap: int = 1000) -> list[Series]:
         table = pd.DataFrame(points).reindex(columns=list(COLUMNS))
         for name in ("N", "D", "C", "loss", "value", "questions"):
             table[name] = pd.to_numeric(table[name], errors="coerce")
-        table = table[table[["N", "D", "C", "value"]].map(math.isfinite).all(axis=1)]
-        table = table.drop_duplicates(["run", "D"], keep="last")
+        finite = table[["N", "D", "C", "value"]].map(math.isfinite).all(axis=1)
+        broken, table = table[~finite], table[finite].drop_duplicates(["run", "D"], keep="last")
+        one = Series(evaluation, metric, chances[evaluation, metric], table.reset_index(drop=True))
+        study.problems += _missing(one, study, set(broken["run"]))
         if len(table):
-            one = Series(evaluation, metric, chances[evaluation, metric], table.reset_index(drop=True))
             one.fits = {name: _fit(one, study, name, bootstrap) for name in study.architectures if _has(one, name)}
             series.append(one)
     return series
+
+
+def _missing(series: Series, study: Study, broken: set[str]) -> list[str]:
+    """Says which runs lack the metric at their end, have a value that is not finite, or no loss to set beside it.
+
+    Not which runs were never evaluated, if that is most of them: `linnet evaluate` is given single runs.
+    """
+    done, points = list(study.table.loc[study.table["status"] == "done", "run"]), series.points
+    ends = set(points.loc[points["last"], "run"])
+    lacking = [run for run in done if run not in ends and run not in broken]
+    found = []
+    if lacking and 2 * len(lacking) < len(done):
+        found.append(f"{len(lacking)} of {len(done)} finished runs have no value at their end: {_named(lacking)}")
+    if broken:
+        found.append(f"values that are not finite are left out, of {_named(sorted(broken))}")
+    if lost := sorted(set(points.loc[points["loss"].isna(), "run"])):
+        found.append(f"values without a held-out loss at their step are not fitted, of {_named(lost)}")
+    return [f"{series.title}: {what}" for what in found]
+
+
+def _named(runs: list[str], most: int = 5) -> str:
+    """A, B and C; of many the first ones and how many more."""
+    return units.listed(runs if len(runs) <= most + 1 else [*runs[:most], f"{len(runs) - most} more"])
 
 
 def _has(series: Series, architecture: str) -> bool:

@@ -176,6 +176,34 @@ def test_results_of_linnet_evaluate_count_too(tmp_path):
     assert all(one.points["last"].all() and one.points["loss"].notna().all() for one in found)
 
 
+def test_runs_without_what_others_have_are_named(tmp_path):
+    folder = write_study(tmp_path / "study", architectures=("tnl",), widths=(16, 32, 64), evaluations=True)
+    assert not any("questions" in problem for problem in _problems(folder))
+    first, second, third = sorted(folder.glob("runs/*/metrics.jsonl"))[:3]
+
+    def change(path, update):
+        rows = [update(json.loads(line)) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows if row))
+
+    change(first, lambda row: None if row.get("evaluation") == "questions" else row)
+    change(second, lambda row: None if "validation_loss" in row else row)
+    nan = {"metrics": {"accuracy": math.nan}}
+    change(third, lambda row: row | nan if row.get("evaluation") == "questions" else row)
+    told = [problem for problem in _problems(folder) if problem.startswith("questions: accuracy")]
+    runs = len(list(folder.glob("runs/*")))
+    assert told == [
+        f"questions: accuracy: 1 of {runs} finished runs have no value at their end: {first.parent.name}",
+        f"questions: accuracy: values that are not finite are left out, of {third.parent.name}",
+        f"questions: accuracy: values without a held-out loss at their step are not fitted, of {second.parent.name}",
+    ]
+
+
+def _problems(folder):
+    study = read_study(folder, bootstrap=0)
+    downstream.read_series(study, 0)
+    return study.problems
+
+
 def test_too_few_points_are_told_and_what_there_is_is_drawn(tmp_path):
     folder = write_study(tmp_path / "study", architectures=("tnl",), budgets=(1.5e11,), widths=(16,), evaluations=True)
     study = read_study(folder, bootstrap=0)
