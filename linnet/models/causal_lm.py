@@ -175,10 +175,12 @@ def _make_parts(config: ModelConfig, seed: int) -> Iterator[tuple[str, nn.Module
     yield "backbone.norm", build_norm(config.norm, config.d_model, config.norm_eps)
     if (positions := build_positions(config.positions, config.d_model, config.num_positions)) is not None:
         yield "backbone.positions", positions
+        del positions
     if config.dropout:
         place = dropout.DropoutPosition()
         place.value[0] = seed
         yield "backbone.dropout_position", place
+        del place
     if not config.tie_embeddings:
         yield "head", nn.Linear(config.d_model, config.vocab_size, bias=False)
 

@@ -76,6 +76,7 @@ class Optimizer:
         if mesh is not None:
             self._own = {p: nn.Parameter(p.detach().to_local()) for p in self.parameters.values()}
             self._counted = self._distinct(mesh, split_dims or {})
+            self._matrices = {self._own[p] for p in hidden} if config.name == "muon" else set()
         adamw: list[dict[str, Any]] = [
             {"params": decayed if config.name == "muon" else hidden + decayed, "weight_decay": config.weight_decay},
             {"params": rest, "weight_decay": 0.0},
@@ -153,10 +154,12 @@ class Optimizer:
         One all-reduce, without waiting for the device. Every rank must call it after the backward pass.
         """
         for parameter, own in self._own.items():
-            # A rank without rows of a parameter has an empty shard, which no kernel needs to see.
-            found = parameter.grad if own.numel() else None
+            # A rank without rows of a parameter has an empty shard. AdamW's kernels need not see it; Muon must know
+            # that the other ranks have a gradient.
+            found = parameter.grad if own.numel() or own in self._matrices else None
             own.grad = None if found is None else found.to_local()
-        gradients = [own.grad for own in self._all if own.grad is not None and own in self._counted]
+        counted = (own for own in self._all if own.grad is not None and own in self._counted)
+        gradients = [own.grad for own in counted if own.numel()]
         total = torch.zeros(1 + len(flags), dtype=torch.float64, device=self._all[0].device)
         if gradients:
             norm = torch.linalg.vector_norm(torch.stack(compat_torch.foreach_norm(gradients)))

@@ -114,12 +114,13 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 ADAMW, MUON = {"name": "adamw"}, {"name": "muon"}
 SELECTIVE, BLOCK = {"recompute": "selective"}, {"recompute": "block"}
 BALANCED = {"options": {"moe": {"balance_coefficient": 0.01}}}
+NARROW = {"d_model": 16, "options": {"mamba": {"state": 4}}}  # a matrix of 9 rows, none of them on the fourth rank
 CASES = [
     ("tnl", 2, {"model": {"dropout": 0.1}}),
     ("hgrn2", 3, {"run": BLOCK, "accumulation": 2}),
     ("hgrn2", 2, {"data": {"packing": "reset"}, "accumulation": 3}),
     ("lightnet", 4, {"parallel": {"dp_replicate": 2}, "batch_size": 9, "accumulation": 2, "run": SELECTIVE}),
-    ("mamba", 2, {"run": BLOCK, "optimizer": MUON}),
+    ("mamba", 4, {"run": BLOCK, "optimizer": MUON, "model": NARROW}),
     ("llama", 3, {"run": SELECTIVE, "parallel": {"reshard": False}}),
     ("gla", 4, {"optimizer": MUON, "parallel": {"dp_replicate": 2}}),
     ("cosformer2", 2, {"run": SELECTIVE, "accumulation": 2, "parallel": {"sync_parts": False}}),
