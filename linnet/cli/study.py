@@ -171,7 +171,7 @@ def make_study(
             raise ConfigError(problems, where)
         seconds = estimate(ladder)
     done = {path.parent.name for path in runs.glob("*/result.json")}
-    print_plan(ladder, seconds, worker_slots(settings.executor), done, console)
+    print_plan(ladder, seconds, worker_slots(settings.executor, settings.devices), done, console)
     if plan:
         if available := passes.estimate(settings.data):
             show_passes([run.tokens for run in ladder.runs], available, "tokens", console, about=True)

@@ -88,7 +88,7 @@ class _Prices:
 
     def __init__(self, plan: Plan, costs: StepCosts | None):
         self.plan, self.costs = plan, costs
-        self.workers = worker_slots(plan.config.executor)
+        self.workers = worker_slots(plan.config.executor, plan.config.devices)
 
     def seconds(self, runs: Sequence[Candidate]) -> float | None:
         """Returns the seconds that runs take one after another on one worker."""

@@ -68,6 +68,11 @@ class ParallelConfig(Config):
         600.0, gt=0, description="seconds that a communication may take after the first step, which may take 1800"
     )  # fmt: skip
 
+    @property
+    def devices(self) -> int:
+        """Number of devices that a run of a study asks for: the product of the degrees, `auto` counted as 1."""
+        return self.dp_replicate * self.sp * self.tp * (1 if self.dp_shard == "auto" else self.dp_shard)
+
     def degrees(self, world: int) -> Degrees:
         """Returns the degrees on `world` ranks. Raises ValueError if `problems` finds that they do not fit."""
         if problems := self._mesh_problems(world):

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, fi
 from linnet.config import Config, ConfigError, nearest, parse, read_yaml
 from linnet.data import DataConfig
 from linnet.models import ModelConfig
+from linnet.parallel.config import ParallelConfig
 from linnet.study.architectures import (
     Architecture,
     InitStd,
@@ -122,6 +123,11 @@ class StudyConfig(Config):
     points: list[Point] = []
     plugins: list[str] = []
     executor: ExecutorConfig = ExecutorConfig()
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that one run takes, from `train.parallel`."""
+        return ParallelConfig.model_validate(self.train.get("parallel") or {}).devices
 
     @classmethod
     def extra_problems(cls, values: Any) -> list[str]:

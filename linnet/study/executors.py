@@ -81,20 +81,44 @@ class Executor(Protocol):
     def run(self, jobs: Sequence[Job], work: Work) -> Iterator[Outcome | None]: ...
 
 
-def make_executor(config: ExecutorConfig) -> Executor:
-    """Returns the executor of a configuration. Raises `ConfigError` if Ray is missing or cannot be reached."""
+def make_executor(config: ExecutorConfig, devices: int = 1) -> Executor:
+    """Returns the executor of a configuration, whose runs take `devices` devices each.
+
+    Raises:
+        ConfigError: this machine has too few devices for one run, or Ray is missing or cannot be reached.
+    """
+    if problem := device_problem(config, devices):
+        raise ConfigError([problem], "study")
     if config.kind == "inline":
         return Inline(config.retries)
     if config.kind == "local":
-        return LocalPool(worker_slots(config), worker_threads(config), config.retries, _visible_gpus())
-    return Ray(config.workers, worker_threads(config), config.retries, config.address)
+        gpus = _visible_gpus()
+        groups = [",".join(gpus[at : at + devices]) for at in range(0, len(gpus) - devices + 1, devices)]
+        return LocalPool(worker_slots(config, devices), worker_threads(config, devices), config.retries, groups)
+    return Ray(config.workers, worker_threads(config, devices), config.retries, config.address, devices)
 
 
-def worker_slots(config: ExecutorConfig) -> int:
-    """Returns the number of runs at the same time on this machine: `workers`, or else one per GPU or CPU core."""
+def device_problem(config: ExecutorConfig, devices: int) -> str | None:
+    """Returns why this machine cannot give a run `devices` devices, None if it can or if Ray places the runs."""
+    if devices == 1 or config.kind == "ray":
+        return None
+    gpus = len(_visible_gpus())
+    have, kind = (gpus, "GPU") if gpus else (cpu_cores(), "CPU core")
+    if devices <= have:
+        return None
+    machine = f"this machine has {have} {kind}{'s' * (have != 1)}"
+    return f"train.parallel: asks for {devices} devices per run, {machine}; use fewer, or executor.kind: ray"
+
+
+def worker_slots(config: ExecutorConfig, devices: int = 1) -> int:
+    """Returns the number of runs at the same time on this machine: `workers`, or else as many as have their devices.
+
+    Args:
+        devices: GPUs of one run, or CPU cores without a GPU.
+    """
     if config.kind == "inline":
         return 1
-    return config.workers or len(_visible_gpus()) or cpu_cores()
+    return config.workers or max(1, (len(_visible_gpus()) or cpu_cores()) // devices)
 
 
 class Inline:
@@ -157,25 +181,33 @@ class Ray:
     """Runs jobs as Ray tasks (extra `cluster`). The study folder must be on storage that all machines share.
 
     Ray places the tasks. If a machine is lost, its tasks are tried again, as after the death of a local process.
-    A task takes `threads` CPUs, and one GPU if the cluster has GPUs.
+    A task takes `threads` CPUs per device, and if the cluster has GPUs, `devices` of them on one machine.
     """
 
-    def __init__(self, workers: int | None, threads: int, retries: int = 2, address: str | None = None):
+    def __init__(
+        self, workers: int | None, threads: int, retries: int = 2, address: str | None = None, devices: int = 1
+    ):
         from linnet.train.cluster import connect, import_ray  # imports torch, which local workers import later
 
         ray = import_ray("executor.kind: 'ray'")
         self.ray, self.retries, self.threads = ray, retries, threads
         # Without an address, Ray starts on this machine with enough CPUs for `workers` runs.
-        connect(ray, address, None if address or workers is None else workers * threads, "executor.address")
+        cpus = None if address or workers is None else workers * threads * devices
+        connect(ray, address, cpus, "executor.address")
         resources = ray.cluster_resources()
-        self.gpus = 1 if resources.get("GPU", 0) >= 1 else 0
-        slots = resources["GPU"] if self.gpus else resources.get("CPU", 1) / threads
+        self.gpus = devices if resources.get("GPU", 0) >= 1 else 0
+        self.cpus = threads * devices
+        slots = resources["GPU"] / devices if self.gpus else resources.get("CPU", 1) / self.cpus
+        if devices > 1 and slots < 1:
+            have = f"{resources['GPU']:.0f} GPUs" if self.gpus else f"{resources.get('CPU', 0):.0f} CPUs"
+            problem = f"train.parallel: asks for {devices} devices per run, the cluster has {have}; use fewer"
+            raise ConfigError([problem], "study")
         self.workers = max(1, min(int(slots), workers or int(slots)))
 
     def run(self, jobs: Sequence[Job], work: Work) -> Iterator[Outcome | None]:
         ray, threads, here = self.ray, self.threads, os.getcwd()
 
-        @ray.remote(num_cpus=threads, num_gpus=self.gpus, max_retries=0)
+        @ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_retries=0)
         def task(job: Job) -> Outcome:
             os.chdir(here)  # so that relative paths of data and plugins resolve as in this process
             prepare_worker(threads, None, watch=False)
@@ -205,9 +237,9 @@ class Ray:
                 ray.cancel(reference, force=True)
 
 
-def worker_threads(config: ExecutorConfig) -> int:
-    """Returns the CPU threads per worker: `threads`, or an equal share of the cores of this machine."""
-    return config.threads or max(1, cpu_cores() // worker_slots(config))
+def worker_threads(config: ExecutorConfig, devices: int = 1) -> int:
+    """Returns the CPU threads per process: `threads`, or an equal share of the cores of this machine."""
+    return config.threads or max(1, cpu_cores() // (worker_slots(config, devices) * devices))
 
 
 def attempt(work: Work, job: Job) -> Outcome:

@@ -11,6 +11,10 @@ A study keeps no other state. If it runs again, it trains only the missing runs,
 
 import contextlib
 import json
+import signal
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +30,14 @@ from linnet.runs import LockedError, RunFolder
 from linnet.runs.files import write_atomic
 from linnet.study.collect import PLAN, RUNS, collect
 from linnet.study.config import StudyConfig
-from linnet.study.executors import Job, Outcome, make_executor
+from linnet.study.executors import Job, Outcome, device_problem, make_executor
 from linnet.study.ladder import Plan, PlannedRun, evaluation_problems
 from linnet.study.ladder import plan as make_plan
 from linnet.study.progress import StudyProgress, count, duration
 from linnet.train import TrainConfig, passes, run_folder, train
 from linnet.train.objective import Data
 from linnet.train.objectives import find_objective
+from linnet.train.preflight import parallel_problems
 
 CACHE = "cache"  # folder of prepared corpora, inside the folder of studies
 LOCK_PATIENCE = 60.0  # seconds to wait for a run that a worker of a killed study still locks
@@ -80,6 +85,7 @@ def run_study(
     console = console or Console(quiet=True)
     folder = Path(out) / config.name
     plan = plan or make_plan(config, cache=cache, root=folder / RUNS)
+    _check_devices(plan, config)
     (folder / RUNS).mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         objective = find_objective(plan.runs[0].train)
@@ -108,14 +114,71 @@ def train_run(job: Job) -> str:
     trust.check_plugins(job.payload["config"], f"the plan of {job.payload['root']}")
     config = parse(TrainConfig, job.payload["config"])
     deadline = time.monotonic() + LOCK_PATIENCE
+    root, cache = Path(job.payload["root"]), Path(job.payload["cache"])
+    make = train if config.parallel.devices == 1 else train_on_devices
     while True:
         try:
-            run = train(config, Path(job.payload["root"]), Path(job.payload["cache"]))
-            return run.result()["status"]
+            return make(config, root, cache).result()["status"]
         except LockedError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
+
+
+def train_on_devices(config: TrainConfig, root: Path, cache: Path) -> RunFolder:
+    """Trains one run in as many processes as `config.parallel` asks for, with `linnet train --devices`.
+
+    Raises:
+        ConfigError: as `linnet.train.train`. RuntimeError: the training failed; its last lines are the message.
+        LockedError: another process trains this run.
+    """
+    folder = run_folder(config, root, cache)
+    if folder.done:
+        return folder
+    with folder.lock() if folder.exists else contextlib.nullcontext():
+        pass  # an error here, not in another process
+    with tempfile.TemporaryDirectory(prefix="linnet-run-") as temporary:
+        file = Path(temporary) / "run.json"
+        file.write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
+        command = [sys.executable, "-m", "linnet", "train", str(file), "--devices", str(config.parallel.devices)]
+        process = subprocess.Popen(
+            [*command, "--out", str(root), "--cache", str(cache), "--json"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+        try:
+            _, errors = process.communicate()
+        except BaseException:  # a stop: the ranks save a checkpoint
+            process.terminate()
+            process.wait()
+            raise
+    if folder.done:
+        return folder
+    text = errors.strip()
+    if process.returncode == 2:
+        raise ConfigError([line.strip().removeprefix("- ") for line in text.splitlines()[-5:]], "train")
+    raise RuntimeError(f"linnet train --devices ended with {process.returncode}: {text[-2000:]}")
+
+
+def _end_with_parent() -> None:
+    """Asks Linux to send this process SIGTERM when the one that started it dies."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def _check_devices(plan: Plan, config: StudyConfig) -> None:
+    """Raises ConfigError if runs ask for more devices than there are, or cannot be divided among them."""
+    devices = config.devices
+    if devices == 1:
+        return
+    problems = [problem] if (problem := device_problem(config.executor, devices)) else []
+    for run in plan.runs:
+        problems += parallel_problems(run.train, devices)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), "study")
 
 
 def _train(
@@ -126,7 +189,7 @@ def _train(
     seconds: dict[str, float] | None,
     console: Console,
 ) -> None:
-    executor = make_executor(config.executor)
+    executor = make_executor(config.executor, config.devices)
     planned = {run.run: run for run in runs}
     trust.remember(config.plugins)
     shared = {"root": str(root), "cache": str(cache), "trusted": list(trust.digests(config.plugins).values())}

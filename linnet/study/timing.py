@@ -38,7 +38,7 @@ def step_costs(plan: Plan) -> StepCosts | None:
     if executor.throughput is not None:
         return {name: (0.0, 1 / executor.throughput) for name in names}
     before = torch.get_num_threads()
-    torch.set_num_threads(before if executor.kind == "inline" else worker_threads(executor))
+    torch.set_num_threads(before if executor.kind == "inline" else worker_threads(executor, plan.config.devices))
     try:
         costs: StepCosts = {}
         for name in names:

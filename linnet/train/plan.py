@@ -6,6 +6,7 @@ is arithmetic over the parameters and what FSDP2 gathers. Traffic counts the byt
 algorithms move them. Time is the FLOPs at a speed that was measured, and the communication that they cannot hide.
 """
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from linnet.config import ConfigError
 from linnet.models.costs import flops_causal, flops_exact, meta_model
 from linnet.ops.cross_entropy import FEW_LOGITS
 from linnet.ops.cross_entropy.chunked import BLOCK_LOGITS
+from linnet.ops.sequence import MOST_GATHERED
 from linnet.parallel.config import Degrees, ParallelConfig
 from linnet.train.config import TrainConfig
 from linnet.train.footprint import block_footprints
@@ -380,7 +382,8 @@ def _transfers(
                 exchanged += 4 * 2 * low * rows * span * width * (degrees.sp - 1) / degrees.sp
             else:
                 numbers = sum(spec.size for spec in mixer.state_spec(1, span).values())
-                states += 2 * 4.0 * numbers * rows * (degrees.sp - 1)
+                rounds = degrees.sp - 1 if degrees.sp <= MOST_GATHERED else math.ceil(math.log2(degrees.sp))
+                states += 2 * 4.0 * numbers * rows * rounds
         extent = degrees.sp * degrees.tp
         add("states between spans (sp)", parts * states, extent, hidden=False)
         add("all-to-all of attention (sp)", parts * exchanged, extent, hidden=False)
