@@ -1,5 +1,6 @@
 """The command line: one file per verb. Verbs import torch and the rest only when they run, so `--help` is instant."""
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -164,4 +165,8 @@ def main() -> None:
 
     if conflict := name_conflict():
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold yellow]warning[/] {escape(conflict)}")
+    if "LINNET_LAUNCH" in os.environ:
+        from linnet.train.launch import ended_by
+
+        sys.exit(ended_by(lambda: app(prog_name="linnet")))
     sys.exit(app(prog_name="linnet"))

@@ -48,7 +48,8 @@ def is_shared(error: BaseException) -> bool:
     return getattr(error, "shared", False)
 
 
-def _shared(error: Exception) -> Exception:
+def shared(error: BaseException) -> BaseException:
+    """Marks an error that every rank raises, and returns it."""
     error.shared = True  # type: ignore[attr-defined]
     return error
 
@@ -285,10 +286,10 @@ def together(do: Callable[[], Result], host: dist.ProcessGroup | None = None) ->
     found = {number: pickle.loads(one) for number, one in enumerate(told) if one is not None}
     configs = {number: one for number, one in found.items() if isinstance(one, ConfigError)}
     if configs:
-        raise _shared(_merged(configs, len(told))) from None
+        raise shared(_merged(configs, len(told))) from None
     number, first = min(found.items())
     if isinstance(first, OSError):
-        raise _shared(error if error is not None and isinstance(error, OSError) else first)
+        raise shared(error if error is not None and isinstance(error, OSError) else first)
     raise error if error is not None else PeerError(f"rank {number}: {first}")
 
 
@@ -335,7 +336,7 @@ def agree(digests: Mapping[str, str], host: dist.ProcessGroup | None = None) -> 
                 f"every machine the same {what}"
             )
     if problems:
-        raise _shared(ConfigError(problems, "parallel"))
+        raise shared(ConfigError(problems, "parallel"))
 
 
 def _nothing() -> None:

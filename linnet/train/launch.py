@@ -24,7 +24,7 @@ import tempfile
 import threading
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,14 +189,16 @@ def worker() -> Iterator[None]:
         yield
     except BaseException as error:
         code = exit_code(error)
-        everywhere = is_shared(error) or not isinstance(error, Exception)
         if code is not None and folder is not None:
             _end(folder, code, mine)
-        if code is not None and (everywhere or not mine):
+        if is_shared(error):
             alive.leave()
-            if mine:
-                raise SystemExit(0) from None  # rank 0 prints the error and ends with its code
-            raise
+        if code is not None and not mine:
+            raise  # prints the error and ends with its code
+        if code is not None and is_shared(error):
+            raise SystemExit(0) from None  # rank 0 prints it
+        if not isinstance(error, Exception):
+            os._exit(code or 0)
         if folder is not None:
             _note_failure(folder, mine, error)
         if not secondary(error) and (not mine or folder is None):
@@ -208,6 +210,19 @@ def worker() -> Iterator[None]:
             print(f"rank 0 ends, another rank was lost ({type(error).__name__}: {line[:300]})", file=sys.stderr)
         sys.stdout.flush()
         os._exit(1)  # an ordinary end would wait in NCCL for ranks that do not answer
+
+
+def ended_by(command: Callable[[], object]) -> int | str | None:
+    """Runs a command of a worker and returns its exit code: 0 once the launch is over, which has a code of its own.
+
+    The agent would take another code for a crash, and start all workers again.
+    """
+    code: int | str | None = 0
+    try:
+        command()
+    except SystemExit as end:
+        code = end.code
+    return 0 if started() and (Path(os.environ[FOLDER]) / "end").exists() else code
 
 
 def exit_code(error: BaseException) -> int | None:

@@ -11,6 +11,7 @@ what only one rank knows: a signal, a full disk or the clock of one rank reaches
 
 import functools
 import itertools
+import os
 import shutil
 import socket
 import time
@@ -24,7 +25,7 @@ import torch
 
 from linnet import provenance, trust
 from linnet.config import ConfigError, digest, gather, unwritable
-from linnet.parallel.mesh import Mesh, agree, is_shared, on_main, start, together, world
+from linnet.parallel.mesh import Mesh, agree, is_shared, on_main, shared, start, together, world
 from linnet.parallel.mesh import stop as stop_group
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
@@ -39,7 +40,7 @@ from linnet.train.guards import Trouble
 from linnet.train.identity import Place, as_begun, contents_of, find
 from linnet.train.loggers import open_loggers
 from linnet.train.objective import Progress
-from linnet.train.preflight import Preflight, preflight
+from linnet.train.preflight import Preflight, check_devices, preflight
 from linnet.train.schedule import factor
 from linnet.train.session import Session, start_from
 from linnet.train.stop import Stop, graceful_stop
@@ -101,8 +102,8 @@ def _start(config: TrainConfig) -> Mesh | None:
     if world() == 1:
         return None
     agree({"code": provenance.code_digest(), "configuration": digest(config.model_dump(mode="json"))})
-    device = together(lambda: devices.choose(config.run.device))
-    return start(config.parallel, device)
+    together(lambda: check_devices(config, world(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return start(config.parallel, devices.choose(config.run.device))
 
 
 def _checked(
@@ -356,8 +357,15 @@ class Run:
         if save and self.session.judge() is None and self.saved_step != self.session.step:
             self.save()
         if stopping:
-            self.saver.wait()
+            self.end(stop)
+
+    def end(self, stop: Stop) -> None:
+        """Ends the process as the signal asks, once all that was saved is on the disk. All ranks call it."""
+        self.saver.wait()
+        try:
             stop.end()
+        except BaseException as asked:
+            raise shared(asked) from None
 
     def stop_everywhere(self, stop: Stop) -> bool:
         """Returns whether a signal asked any rank to stop, after which all have this signal. All ranks call it."""
@@ -403,8 +411,7 @@ class Run:
             self.save()
         self.make_evaluations(stop)
         if self.stop_everywhere(stop):
-            self.saver.wait()
-            stop.end()
+            self.end(stop)
 
     def finish(self, status: str) -> None:
         """Validates once more and writes the result. A kill during this call loses nothing and writes nothing twice."""

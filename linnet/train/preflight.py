@@ -59,15 +59,18 @@ def preflight(
     return Preflight(device, objective)
 
 
-def check_devices(config: TrainConfig, count: int) -> None:
-    """Raises ConfigError with all reasons why a training cannot run on `count` devices of this machine.
+def check_devices(config: TrainConfig, count: int, here: int | None = None) -> None:
+    """Raises ConfigError with all reasons why a training cannot run on `count` devices.
 
-    Called before any process is started; needs no data and no process group.
+    Needs no data, no process group and no memory on a device, so it can be called before any process is started.
+
+    Args:
+        here: how many of the devices are on this machine; None: all.
     """
     problems: list[str] = []
     with gather(problems):
         device = devices.choose(config.run.device)
-        problems += device_problems(device, count)
+        problems += device_problems(device, count if here is None else here)
         _check_memory(config, device, count)
     problems += parallel_problems(config, count)
     with gather(problems):

@@ -209,7 +209,7 @@ def test_bad_input_reaches_every_rank_soon(pool, text, tmp_path):
     first, second = pool.run(2, bad_input, text, tmp_path, timeout=90)
     for mine, other, words in zip(first, second, wanted, strict=True):
         assert mine[0] == "ConfigError" and mine[:2] == other[:2] and max(mine[2], other[2]) < SOON
-        assert len(mine[1]) == 1 and all(word in mine[1][0] for word in words)
+        assert all(word in mine[1][0] for word in words)
     assert not (tmp_path / "runs").exists()
 
 
