@@ -132,6 +132,11 @@ class TrainConfig(Config):
     init_from: str | None = Field(None, description="run folder; the training starts from its last weights")
 
     @property
+    def parts(self) -> int:
+        """Number of parts of the batch: `parallel.accumulation`, else `accumulation`."""
+        return self.parallel.accumulation or self.accumulation
+
+    @property
     def total_steps(self) -> int:
         if self.tokens is not None:
             return -(-self.tokens // (self.batch_size * self.seq_len))

@@ -90,7 +90,7 @@ def _check_memory(config: TrainConfig, device: torch.device, count: int = 1) -> 
     if have is None:
         return
     parameters, _ = count_parameters(config.model)
-    tokens = -(-config.batch_size // config.accumulation) * config.seq_len // count
+    tokens = -(-config.batch_size // config.parts) * config.seq_len // count
     problems = []
     if (need := 16 * parameters // count) > have:  # float32 weights and gradients, and two moments of the optimizer
         what = f"model: {parameters:,} parameters need {need / 1e9:,.1f} GB with gradients and the optimizer's moments"

@@ -62,13 +62,12 @@ class Session:
             mesh: the ranks that train together; None is one process.
         """
         self.config, self.objective, self.device, self.mesh = config, objective, device, mesh
-        self.parts = config.accumulation
+        self.parts = config.parts
         self.split: Cuts | None = None
         if mesh is None:
             self.model = objective.build(config.seed, device)
             recompute.apply(self.model, config.run.recompute)
         else:
-            self.parts = config.parallel.accumulation or config.accumulation
             self.model, self.split = objective.build_sharded(config.seed, mesh, self._wrap)
             if mesh.dp * mesh.sp > 1:
                 balance_over(self.model, mesh.data_group)

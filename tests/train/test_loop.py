@@ -88,6 +88,9 @@ def test_a_run_from_start_to_result(settings, cache, tmp_path):
 )
 def test_scoring_takes_a_sensible_number_of_tokens_at_once(settings, seq_len, batch, parts, rows):
     assert scored_rows(settings(seq_len=seq_len, batch_size=batch, accumulation=parts)) == rows
+    overridden = settings(seq_len=seq_len, batch_size=batch, parallel={"accumulation": parts})
+    assert scored_rows(overridden) == rows
+    assert scored_rows(settings(seq_len=seq_len, batch_size=batch), ranks=parts) == rows
 
 
 def test_scoring_is_told_to_who_watches(settings, cache, tmp_path, monkeypatch):

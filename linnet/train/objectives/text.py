@@ -174,8 +174,13 @@ class TextObjective(RunObjective):
         mesh: "Mesh | None" = None,
     ) -> dict[str, float]:
         config, lengths = self.config, self.corpus.tokenizer.byte_lengths
+        rows = scored_rows(config, 1 if mesh is None else mesh.dp)
         batches = validation_batches(
-            self.corpus.validation, config.seq_len, scored_rows(config), config.evaluate_tokens, config.data.packing
+            self.corpus.validation,
+            config.seq_len,
+            scored_rows(config, ranks),
+            config.evaluate_tokens,
+            config.data.packing,
         )
         mean = self.corpus.bytes_per_token("validation")
         lengths = mean if lengths is None else lengths
@@ -245,9 +250,13 @@ def packed_loss(model: CausalLM, tokens: Tensor, targets: Tensor, starts: Tensor
     return model.loss(*flatten_documents(tokens, targets, starts))
 
 
-def scored_rows(config: TrainConfig) -> int:
-    """Returns the rows per forward pass in validation: the rows of a micro-batch, but at least `SCORED` tokens."""
-    return max(-(-config.batch_size // config.accumulation), SCORED // config.seq_len)
+def scored_rows(config: TrainConfig, ranks: int = 1) -> int:
+    """Returns the rows per forward pass in validation: the rows of a micro-batch, but at least `SCORED` tokens.
+
+    Args:
+        ranks: number of ranks that read different rows.
+    """
+    return max(-(-config.batch_size // (config.parts * ranks)), SCORED // config.seq_len)
 
 
 class _Shown(Sequence):
