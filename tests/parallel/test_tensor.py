@@ -290,5 +290,7 @@ def test_bfloat16_is_that_of_autocast(pool):
     """Sums over the ranks are in bfloat16 where the products are; the residual stream and the norms' sums are not."""
     settings = {"precision": "bfloat16", "optimizer": {"learning_rate": 1e-3}}
     losses, norms, _ = train_session(config("tnl", **settings), None, torch.float32)
-    ((found, found_norms, _), *_) = pool.run(2, train_rank, config("tnl", parallel={"tp": 2}, **settings), torch.float32)
+    ((found, found_norms, _), *_) = pool.run(
+        2, train_rank, config("tnl", parallel={"tp": 2}, **settings), torch.float32
+    )
     assert found == pytest.approx(losses, rel=1e-4) and found_norms == pytest.approx(norms, rel=1e-2)

@@ -176,11 +176,7 @@ class TextObjective(RunObjective):
         config, lengths = self.config, self.corpus.tokenizer.byte_lengths
         rows = scored_rows(config, 1 if mesh is None else mesh.dp)
         batches = validation_batches(
-            self.corpus.validation,
-            config.seq_len,
-            scored_rows(config, ranks),
-            config.evaluate_tokens,
-            config.data.packing,
+            self.corpus.validation, config.seq_len, rows, config.evaluate_tokens, config.data.packing
         )
         mean = self.corpus.bytes_per_token("validation")
         lengths = mean if lengths is None else lengths
