@@ -1,6 +1,8 @@
 """A training that was saved in one layout goes on in any other: the same state to the bit, the same losses."""
 
 import argparse
+import resource
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -11,7 +13,7 @@ from test_shard import Random, config
 from linnet.models import CausalLM
 from linnet.parallel import mesh as ranks
 from linnet.parallel.mesh import Mesh
-from linnet.runs import RunFolder, checkpoint
+from linnet.runs import CheckpointError, RunFolder, checkpoint
 from linnet.runs.saver import Saver
 from linnet.train import TrainConfig, train
 from linnet.train.session import Prefetch, Session
@@ -101,19 +103,20 @@ def test_any_layout_goes_on_from_any_other(pool, tmp_path):
             assert losses == pytest.approx(expected, rel=2e-6), (source, name)
 
 
+TINY = {
+    "model": {"d_model": 16, "layout": "hgrn2+glu x2", "options": {"hgrn2": {"num_heads": 2}}},
+    "data": {"source": [argparse.__file__]},
+    "seq_len": 16,
+    "batch_size": 4,
+    "steps": 16,
+    "evaluate_tokens": 64,
+    "run": {"device": "cpu", "log_every": 1, "checkpoint_every": 4, "async_save": True},
+}
+
+
 def poisoned(root, policy, parallel, poison):
     """A whole run in which the loss of some batches is multiplied: {position: factor}, on the last rank alone."""
-    values = {
-        "model": {"d_model": 16, "layout": "hgrn2+glu x2", "options": {"hgrn2": {"num_heads": 2}}},
-        "data": {"source": [argparse.__file__]},
-        "seq_len": 16,
-        "batch_size": 4,
-        "steps": 16,
-        "evaluate_tokens": 64,
-        "guard": {"policy": policy, "skip_batches": 1},
-        "run": {"device": "cpu", "log_every": 1, "checkpoint_every": 4, "async_save": bool(parallel)},
-        "parallel": parallel,
-    }
+    values = TINY | {"guard": {"policy": policy, "skip_batches": 1}, "parallel": parallel}
     at, get, loss = [0], Prefetch.get, CausalLM.loss
 
     def watched(self, position):
@@ -143,3 +146,36 @@ def test_one_ranks_bad_batch_is_answered_by_all(pool, tmp_path, policy):
     assert len(losses[0]) == 16 and losses[1] == pytest.approx(losses[0], rel=2e-6)
     assert one.path.name == two.path.name
     assert [path.name for path in two.checkpoints()] == [path.name for path in one.checkpoints()]
+
+
+def filled(root):
+    """A whole run in which rank 1 cannot write more than 300 bytes to a file from step 6 on."""
+    reached, gradients = [0], Session.gradients
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(self, *given):
+        reached[0] = self.step
+        if self.step == 6 and ranks.rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+        if self.step > 8:
+            time.sleep(0.05)  # a real step takes longer than the failure of a save
+        gradients(self, *given)
+
+    try:
+        with mock.patch.object(Session, "gradients", limited):
+            train(TrainConfig.model_validate(TINY | {"steps": 99}), root, Path(root) / "cache")
+    except CheckpointError as error:
+        return error.problems, reached[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_failed_background_save_stops_all_ranks_at_the_same_step(pool, tmp_path):
+    first, second = pool.run(2, filled, str(tmp_path), group=False)
+    assert first == second
+    [problem], step = first
+    assert "step-00000008: rank 1 cannot write: the disk is full" in problem and 8 <= step < 99
+    [folder] = RunFolder.all(tmp_path)
+    assert [path.name for path in folder.checkpoints()] == ["step-00000004"] and "the disk is full" in folder.error()
+    train(TrainConfig.model_validate(TINY | {"steps": 99}), tmp_path, tmp_path / "cache")
+    assert folder.done and folder.checkpoints()[-1].name == "step-00000099"
