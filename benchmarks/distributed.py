@@ -59,7 +59,7 @@ from linnet.train.plan import GIB, find_gpu, plan
 from linnet.train.session import Session
 
 KEYS = ("bar", "case", "model", "devices", "layout", "length", "tokens_per_gpu", "recompute", "compiled")
-LIMITS = {"long": 300, "ring": 240, "kill": 300}  # seconds of a bar; others get LIMIT
+LIMITS = {"long": 300, "ring": 240, "kill": 300, "memory": 300}  # seconds of a bar; others get LIMIT
 LIMIT = 180
 GIB_PER_GB = 1e9 / GIB
 
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile in all cases (per block on several GPUs)")
     parser.add_argument("--recompute", choices=["none", "selective", "block"], help="in place of that of a bar")
     parser.add_argument("--longest", type=int, default=524_288, help="of `lengths`")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of a short case")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a short case")
     parser.add_argument("--profile", type=Path, help="write the kernels of one step of each case to this file")
     parser.add_argument("--csv", action="store_true")
     parser.add_argument("--limit", type=float, default=0.0, help="seconds of each bar, in place of its own limit")
@@ -196,10 +196,10 @@ class Bench:
         self._parts: dict[str, list] = {}
         linnet.parallel.build.draw_parts = self.parts  # drawn once per model, not once per case
 
-    def parts(self, config: ModelConfig, seed: int = 0) -> list:
+    def parts(self, config: ModelConfig, seed: int = 0, threads: int = 1) -> list:
         key = config.model_dump_json()
         if key not in self._parts:
-            self._parts = {key: list(draw_parts(config, seed))}  # those of one model at a time
+            self._parts = {key: list(draw_parts(config, seed, threads))}  # those of one model at a time
         return self._parts[key]
 
     def mesh(self, **degrees: int) -> Mesh:
@@ -312,14 +312,7 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         step()
-        times, warm = [], time.perf_counter()
-        self.wait()
-        count = steps or (self.options.steps if self.device.type == "cuda" else 2)
-        for _ in range(count):
-            warm = time.perf_counter()
-            step()
-            self.wait()
-            times.append((time.perf_counter() - warm) * 1e3)
+        times = self.time_steps(step, steps or (self.options.steps if self.device.type == "cuda" else 2))
         memory = torch.cuda.max_memory_allocated() / GIB if self.device.type == "cuda" else 0.0
         if self.options.profile and self.rank == 0 and self.device.type == "cuda" and mesh is None:
             self.profile(config, step)
@@ -331,10 +324,27 @@ class Bench:
             "first_s": round(first, 1),
             "step_ms": round(statistics.median(times), 2),
             "slowest_ms": round(max(times), 2),
-            "steps": count,
+            "steps": len(times),
             "memory_gib": round(memory, 2),
             "loss": round(session.recent[-1], 4),
         }
+
+    def time_steps(self, step: Callable[[], None], count: int) -> list[float]:
+        """Returns the milliseconds of steps in a row. The host runs ahead of a GPU, as in `linnet train`."""
+        self.wait()
+        if self.device.type != "cuda":
+            marks = [time.perf_counter() * 1e3]
+            for _ in range(count):
+                step()
+                marks.append(time.perf_counter() * 1e3)
+            return [after - before for before, after in zip(marks, marks[1:], strict=False)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            step()
+            event.record()
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in zip(events, events[1:], strict=False)]
 
     def profile(self, config: TrainConfig, step: Callable[[], None]) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as record:
@@ -387,7 +397,7 @@ class Random(TextObjective):
         model = empty_model(self.config.model, device)
         places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         with torch.no_grad():
-            for name, part in self.bench.parts(self.config.model, seed):
+            for name, part in self.bench.parts(self.config.model, seed, 8):
                 for key, tensor in (*part.named_parameters(prefix=name), *part.named_buffers(prefix=name)):
                     if key in places:
                         places[key].copy_(tensor)
