@@ -39,6 +39,8 @@ def shard(model: nn.Module, mesh: Mesh, precision: str = "float32", reshard: boo
         is_low = precision == "bfloat16" and not any(getattr(m, "indexes_weights", False) for m in block.modules())
         gathered = set(_linear_parameters(block) if is_low else block.parameters())
         groups[block] = ({p for p in gathered if uses[p] == 1}, low if is_low else full)
+    shards = mesh.fsdp.size(mesh.fsdp.ndim - 1)
+    reshard = reshard and shards > 1  # else it frees copies in bfloat16, which autocast keeps on one device too
     inside = {parameter for parameters, _ in groups.values() for parameter in parameters}
     # The model comes first: a module that is already sharded keeps all of its parameters, and these share the blocks.
     fully_shard(model, mesh=mesh.fsdp, mp_policy=full, ignored_params=inside)
@@ -49,7 +51,8 @@ def shard(model: nn.Module, mesh: Mesh, precision: str = "float32", reshard: boo
     register_fsdp_forward_method(model, "loss")
     register_fsdp_forward_method(model, "prefill")
     for module in sharded_modules(model):
-        module.set_gradient_divide_factor(1.0)
+        if mesh.fsdp.size() > 1:  # on one rank a factor would cost a pass over the gradients
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
     if mesh.device.type == "cuda":  # the next block's gather is launched before this block, not after it
         chain = [model, *model.backbone.blocks]
