@@ -33,7 +33,8 @@ class Plain(Random):
 
 
 def session_of(world, layout):
-    model = {"layout": "tnl+sglu", "options": {"tnl": {"num_heads": 2}}, "dropout": 0.1}
+    options = {"tnl": {"num_heads": 2}}
+    model = {"layout": "tpe tnl+sglu", "options": options, "dropout": 0.1, "tie_embeddings": True}
     settings = config("tnl", model=model, batch_size=12, optimizer={"name": "muon"}, parallel=layout)
     mesh = Mesh(settings.parallel, torch.device("cpu")) if world > 1 else None
     return Session(settings, Plain(settings, torch.float32), torch.device("cpu"), mesh)
