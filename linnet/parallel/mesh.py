@@ -33,6 +33,8 @@ HOST = 7 * 86400.0  # seconds that a rank waits on the host: rank 0 may prepare 
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "sp", "tp")
 
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+
 Result = TypeVar("Result")
 
 _own_group = False  # whether `join` made the group
@@ -46,6 +48,11 @@ class PeerError(RuntimeError):
 def is_shared(error: BaseException) -> bool:
     """Returns whether every rank raised this error (in a call that all ranks make together), so that one may tell."""
     return getattr(error, "shared", False)
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Returns whether an error of this rank only says that another one failed or was lost."""
+    return isinstance(error, PeerError) or any(text in str(error) for text in _LOST)
 
 
 def shared(error: BaseException) -> BaseException:

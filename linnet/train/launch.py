@@ -22,6 +22,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
@@ -30,12 +31,12 @@ from pathlib import Path
 
 from linnet.config import ConfigError
 from linnet.parallel import alive
-from linnet.parallel.mesh import PeerError, is_shared, rank, world
+from linnet.parallel.mesh import is_secondary, is_shared, rank, world
 
 FOLDER, PROCESS = "LINNET_LAUNCH", "LINNET_LAUNCHER"
 RESTARTS = 3
+SPEAK = 1.0  # seconds for rank 0 to print an error that it may share, before the agent ends it
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
 @dataclass(frozen=True)
@@ -201,13 +202,15 @@ def worker() -> Iterator[None]:
             os._exit(code or 0)
         if folder is not None:
             _note_failure(folder, mine, error)
-        if not secondary(error) and (not mine or folder is None):
+        if not is_secondary(error) and (not mine or folder is None):
             raise
         line = (str(error).strip().splitlines() or [""])[0]
-        if not secondary(error):
+        if not is_secondary(error):
             print("".join(traceback.format_exception(error)), file=sys.stderr, end="", flush=True)
         elif not mine:
             print(f"rank 0 ends, another rank was lost ({type(error).__name__}: {line[:300]})", file=sys.stderr)
+        if code is not None:
+            time.sleep(SPEAK)
         sys.stdout.flush()
         os._exit(1)  # an ordinary end would wait in NCCL for ranks that do not answer
 
@@ -244,15 +247,10 @@ def exit_code(error: BaseException) -> int | None:
     return None
 
 
-def secondary(error: BaseException) -> bool:
-    """Returns whether an error of this rank only says that another rank failed or was lost."""
-    return isinstance(error, PeerError) or any(text in str(error) for text in _LOST)
-
-
 def _note_failure(folder: Path, mine: int, error: BaseException) -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     line = (str(error).strip().splitlines() or [""])[0]
-    note = {"rank": mine, "error": f"{type(error).__name__}: {line}"[:500], "secondary": secondary(error)}
+    note = {"rank": mine, "error": f"{type(error).__name__}: {line}"[:500], "secondary": is_secondary(error)}
     with contextlib.suppress(OSError):
         temporary = folder / f".failed-{attempt}-{mine}"
         temporary.write_text(json.dumps(note), encoding="utf-8")

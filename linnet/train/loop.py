@@ -25,7 +25,7 @@ import torch
 
 from linnet import provenance, trust
 from linnet.config import ConfigError, digest, gather, unwritable
-from linnet.parallel.mesh import Mesh, agree, is_shared, on_main, shared, start, together, world
+from linnet.parallel.mesh import Mesh, agree, is_secondary, is_shared, on_main, shared, start, together, world
 from linnet.parallel.mesh import stop as stop_group
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
@@ -86,6 +86,8 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
         except Exception as error:
             if mesh is None or mesh.main or not is_shared(error):
                 text = f"{error}\n" if isinstance(error, ConfigError) else traceback.format_exc()
+                if is_secondary(error):
+                    text = f"another rank failed (its error is in errors/) or was lost; this rank saw:\n{text}"
                 with suppress(OSError):  # a full disk must not replace the original error
                     folder.write_error(text, 0 if mesh is None else mesh.rank)
             raise
@@ -226,7 +228,7 @@ class Run:
         path, tensors, meta, problems = self.latest_good(refuse)
         lost = self.folder.lost_rows(meta) if self.main else None
         if problems and path is None:  # a run from step 0 would overwrite the rest, which may be months of work
-            raise checkpoint.CheckpointError([*problems, none_good(self.folder)])
+            raise shared(checkpoint.CheckpointError([*problems, none_good(self.folder)]))
         on_main(lambda: checkpoint.set_aside_after(self.folder.checkpoint_folder, path))
         if path is not None:
             together(lambda: self.session.load(tensors, meta))
@@ -279,7 +281,8 @@ class Run:
             return checkpoint.latest_good(self.folder.checkpoint_folder, refuse)
         from linnet.runs import sharded  # takes seconds to import
 
-        path, meta, problems = sharded.latest_good(self.folder.checkpoint_folder, self.mesh, refuse)
+        folder, mesh = self.folder.checkpoint_folder, self.mesh
+        path, meta, problems = together(lambda: sharded.latest_good(folder, mesh, refuse))
         return path, path or {}, meta, problems
 
     def note_changes(self, meta: dict) -> None:
@@ -353,7 +356,7 @@ class Run:
         """Saves between two steps, and ends the process if a signal asked any rank to stop."""
         stopping = self.stop_everywhere(stop)
         save = stopping or on_main(self.save_due)
-        self.saver.wait()  # raises the error of a background save, on all ranks
+        together(self.saver.wait)  # raises the error of a background save, on all ranks
         if save and self.session.judge() is None and self.saved_step != self.session.step:
             self.save()
         if stopping:
@@ -361,7 +364,7 @@ class Run:
 
     def end(self, stop: Stop) -> None:
         """Ends the process as the signal asks, once all that was saved is on the disk. All ranks call it."""
-        self.saver.wait()
+        together(self.saver.wait)
         try:
             stop.end()
         except BaseException as asked:
@@ -389,13 +392,13 @@ class Run:
     def roll_back(self, trouble: Trouble) -> dict:
         """Returns to the last checkpoint, or to the one before it if the last one led to trouble again."""
         folder = self.folder.checkpoint_folder
-        self.saver.wait()
+        together(self.saver.wait)
         path, tensors, meta, _ = self.latest_good()
         if path == self.returned_to and on_main(lambda: len(self.folder.checkpoints())) > 1:
             on_main(lambda: shutil.rmtree(path))
             path, tensors, meta, _ = self.latest_good()
         if path is None:
-            raise checkpoint.CheckpointError([f"{folder}: no good checkpoint to roll back to"])
+            raise shared(checkpoint.CheckpointError([f"{folder}: no good checkpoint to roll back to"]))
         self.returned_to = path
         together(lambda: self.session.load(tensors, meta, rollback=True))
         self.saved_step = self.session.step
@@ -416,7 +419,7 @@ class Run:
     def finish(self, status: str) -> None:
         """Validates once more and writes the result. A kill during this call loses nothing and writes nothing twice."""
         validation = self.evaluate() if status == "done" else {}
-        if reason := self.saver.join():
+        if reason := together(self.saver.join):
             warnings.warn(f"{reason}; every command reads the shards", stacklevel=4)
         on_main(lambda: self.write_result(status, validation))
 
@@ -527,7 +530,7 @@ class Run:
             tensors, meta = self.session.state()
             meta |= {"digest": self.digest, "execution": self.execution(), **rows}
             meta |= {"row_step": self.row_step, "clock": self.clock.state()}
-            self.saver.save(self.session.step, tensors, meta)
+            together(lambda: self.saver.save(self.session.step, tensors, meta))
         self.saved_step, self.saved_at = self.session.step, time.monotonic()
 
     def sync_record(self) -> dict:

@@ -71,7 +71,6 @@ def check_devices(config: TrainConfig, count: int, here: int | None = None) -> N
     with gather(problems):
         device = devices.choose(config.run.device)
         problems += device_problems(device, count if here is None else here)
-        _check_memory(config, device, count)
     problems += parallel_problems(config, count)
     with gather(problems):
         check_loggers(config.run.loggers)

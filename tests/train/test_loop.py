@@ -12,7 +12,7 @@ from linnet.data import prepare, validation_batches
 from linnet.evaluate import score
 from linnet.models import build_model, count_parameters, flops_exact, flops_paper, state_bytes
 from linnet.runs import RunFolder, latest_good
-from linnet.train import train
+from linnet.train import loop, train
 from linnet.train.objectives.text import TextObjective, scored_rows
 from linnet.train.session import load_model
 
@@ -223,3 +223,22 @@ def test_metrics_are_strict_json(settings, cache, tmp_path):
     refuse = functools.partial(pytest.fail, "not a JSON number")
     for line in (run.path / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("minutes, steps", [(1e-9, [1, 2, 3, 4]), (1e3, [4])])
+def test_checkpoints_by_the_clock(settings, cache, tmp_path, monkeypatch, minutes, steps):
+    saved = []
+
+    class Seen(loop.Saver):
+        def save(self, step, *given):
+            saved.append(step)
+            super().save(step, *given)
+
+    monkeypatch.setattr(loop, "Saver", Seen)
+    train(settings(steps=4, checkpoint_every=0, checkpoint_minutes=minutes), tmp_path, cache)
+    assert saved == steps
+
+
+def test_a_rollback_refuses_checkpoints_by_the_clock(settings):
+    with pytest.raises(ConfigError, match="run.checkpoint_minutes=null"):
+        settings(checkpoint_minutes=2.0, guard={"policy": "rollback"})
