@@ -45,7 +45,7 @@ class MyMixer(Mixer):
     def __init__(self, config: MyMixerConfig, context: LayerContext):
         super().__init__()
         d_model, heads = context.d_model, config.num_heads
-        self.heads, self.head_dim, self.temperature = heads, d_model // heads, config.temperature
+        self.num_heads, self.head_dim, self.temperature = heads, d_model // heads, config.temperature
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
         self.decay = nn.Linear(d_model, heads, bias=False)
         self.decay_bias = nn.Parameter(torch.linspace(-2.0, 2.0, heads))
@@ -75,10 +75,17 @@ class MyMixer(Mixer):
 
     def state_spec(self, batch: int, context_length: int):
         """What is carried from token to token; its size does not depend on the context length."""
-        return {"matrix": TensorSpec((batch, self.heads, self.head_dim, self.head_dim))}
+        return {"matrix": TensorSpec((batch, self.num_heads, self.head_dim, self.head_dim))}
+
+    def tp_plan(self):
+        """How `parallel.tp` splits the layer over devices: by heads, so that each device has all tensors of its heads.
+
+        q, k and v of one head are neighbours in `qkv`. With all q first, its rows could not be split by heads.
+        """
+        return {"qkv": "colwise", "decay": "colwise", "decay_bias": "split", "gate": "colwise", "out": "rowwise"}
 
     def _project(self, x: Tensor):
-        q, k, v = self.qkv(x).unflatten(-1, (3 * self.heads, self.head_dim)).chunk(3, dim=-2)
+        q, k, v = self.qkv(x).unflatten(-1, (self.num_heads, 3 * self.head_dim)).chunk(3, dim=-1)
         logits = self.decay(x) + self.decay_bias
         log_gamma = F.logsigmoid(logits.to(torch.promote_types(x.dtype, torch.float32))) / self.temperature
         # the op takes a decay for each key channel; here all channels of a head share one

@@ -26,8 +26,8 @@ def mixer():
 
 def definition(mixer, x):
     """The equations of the file's docstring, token by token, for one sequence [T, D]."""
-    H, K = mixer.heads, mixer.head_dim
-    q, k, v = (part.reshape(-1, H, K) for part in mixer.qkv(x).chunk(3, dim=-1))
+    H, K = mixer.num_heads, mixer.head_dim
+    q, k, v = mixer.qkv(x).reshape(-1, H, 3, K).unbind(2)
     gamma = torch.sigmoid(mixer.decay(x) + mixer.decay_bias) ** (1 / mixer.temperature)
     state, outputs = torch.zeros(H, K, K, dtype=x.dtype), []
     for t in range(len(x)):

@@ -1,6 +1,7 @@
 """Tensor parallelism against one process, in float64: losses, gradients and three steps of AdamW, by every mixer."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from test_shard import train as train_session
 
 from linnet.deprecation import LinnetDeprecationWarning
 from linnet.layers import dropout
-from linnet.layers.base import Mixer
+from linnet.layers.base import Mixer, load_plugin
 from linnet.models import ModelConfig, build_model, empty_model
 from linnet.ops.cross_entropy import split as cross_entropy
 from linnet.parallel import tensor
 from linnet.train.recompute import apply as recompute
 
+PLUGIN = f"{Path(__file__).parents[2] / 'examples' / 'my_mixer.py'}:MyMixer"
 VOCAB, ROWS, LENGTH, STEPS = 61, 2, 24, 3  # 61 rows: the ranks' parts differ
 TINY = {"d_model": 32, "vocab_size": VOCAB}
 MODELS = {
@@ -52,6 +54,7 @@ MODELS = {
         "tie_embeddings": False,
         "bias": "all",
     },
+    "plugin": {"layout": "my_mixer+swiglu x2"},
     "one": {"layout": "tnl+sglu", "options": {"tnl": {"num_heads": 4}}},  # for compilation, which takes seconds
     "hgrn3": {"layout": "tpe hgrn+glu", "options": {"hgrn": {"norm": "srmsnorm"}, "glu": {"inner": 9}}, "d_model": 24},
     "mlp3": {"layout": "attention+mlp", "options": {"attention": {"num_heads": 6, "num_kv_heads": 3}}, "d_model": 24},
@@ -67,6 +70,7 @@ MODELS = {
 
 
 def model_of(name):
+    load_plugin(PLUGIN)
     model = build_model(ModelConfig(**{**TINY, **MODELS[name]})).double()
     with torch.no_grad():  # so that no term is silent
         for index, parameter in enumerate(model.parameters()):
@@ -290,7 +294,5 @@ def test_bfloat16_is_that_of_autocast(pool):
     """Sums over the ranks are in bfloat16 where the products are; the residual stream and the norms' sums are not."""
     settings = {"precision": "bfloat16", "optimizer": {"learning_rate": 1e-3}}
     losses, norms, _ = train_session(config("tnl", **settings), None, torch.float32)
-    ((found, found_norms, _), *_) = pool.run(
-        2, train_rank, config("tnl", parallel={"tp": 2}, **settings), torch.float32
-    )
-    assert found == pytest.approx(losses, rel=1e-4) and found_norms == pytest.approx(norms, rel=1e-2)
+    ranks = pool.run(2, train_rank, config("tnl", parallel={"tp": 2}, **settings), torch.float32)
+    assert ranks[0][0] == pytest.approx(losses, rel=1e-4) and ranks[0][1] == pytest.approx(norms, rel=1e-2)
