@@ -252,7 +252,7 @@ def _memory(
     span, width = config.seq_len // degrees.sp, config.model.d_model
     mode = config.run.recompute
     # Keeping some results of a block takes a dispatch mode, in which norms and gates are not single kernels.
-    fused = mode == "none" or (mode == "block" and (degrees.sp == 1 or config.run.compile))
+    fused = mode != "selective"
     prints = block_footprints(config.model.model_dump_json(), span, mode, low == 2, fused)
     tokens = rows * span
     whole = {"none": 12, "selective": 12, "block": 4}[mode] * span * width  # not divided by tp
@@ -278,7 +278,7 @@ def _memory(
         "forward": 2.0 * low * largest if sharded else 0.0,
         "backward": (3.0 * low + low + 8.0) * largest if sharded else 0.0,
     }
-    if sharded and not parallel.reshard:
+    if sharded and (not parallel.reshard or shards == 1):
         in_flight = {moment: size + low * sum(sizes.blocks) for moment, size in in_flight.items()}
     # Without FSDP, autocast keeps the weights that it has cast until the backward has used them.
     casts = [p.weights / degrees.tp if not sharded else 0.0 for p in prints]

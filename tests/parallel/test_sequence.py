@@ -76,7 +76,7 @@ def kept(x, mode):
     module.backbone = torch.nn.Module()
     module.backbone.blocks = [torch.nn.Module()]
     module.backbone.blocks[0].forward = block
-    recompute.apply(module, mode, exchanges=True)
+    recompute.apply(module, mode, exchanges=True, keep=True)
     run = module.backbone.blocks[0].forward
     with sequence.sequence_parallel(dist.group.WORLD):
         results = []
