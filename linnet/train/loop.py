@@ -498,7 +498,8 @@ class Run:
         """Scores the held-out data, writes the row and returns it."""
         with self.clock.paused():
             show = None if self.progress is None else self.show_scoring
-            scores = self.objective.validate(self.session.model, self.session.autocast, show, self.mesh)
+            ranks = {} if self.mesh is None else {"mesh": self.mesh}  # an objective for one device need not take it
+            scores = self.objective.validate(self.session.model, self.session.autocast, show, **ranks)
         row = {"step": self.session.step, **self.place(), **scores}
         self.write(row)
         return row
