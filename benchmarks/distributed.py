@@ -314,7 +314,7 @@ class Bench:
         step()
         times = self.time_steps(step, steps or (self.options.steps if self.device.type == "cuda" else 2))
         memory = torch.cuda.max_memory_allocated() / GIB if self.device.type == "cuda" else 0.0
-        if self.options.profile and self.rank == 0 and self.device.type == "cuda" and mesh is None:
+        if self.options.profile and self.device.type == "cuda":
             self.profile(config, step)
         session.prefetch.close()
         loss = session.judge()
@@ -347,13 +347,17 @@ class Bench:
         return [before.elapsed_time(after) for before, after in zip(events, events[1:], strict=False)]
 
     def profile(self, config: TrainConfig, step: Callable[[], None]) -> None:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as record:
-            step()
+        activities = [torch.profiler.ProfilerActivity.CUDA] if self.rank == 0 else []
+        with torch.profiler.profile(activities=activities) if activities else contextlib.nullcontext() as record:
+            step()  # on every rank of the case
             torch.cuda.synchronize()
+        if record is None:
+            return
         table = record.key_averages().table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90)
         self.options.profile.parent.mkdir(parents=True, exist_ok=True)
         with self.options.profile.open("a") as file:
-            file.write(f"{config.architecture} {config.batch_size} x {config.seq_len}\n{table}\n")
+            spans = f"{config.parallel.sp} spans" if config.parallel.sp > 1 else f"{self.world} workers"
+            file.write(f"{config.architecture} {config.batch_size} x {config.seq_len}, {spans}\n{table}\n")
 
     def wait(self) -> None:
         if self.device.type == "cuda":
