@@ -18,7 +18,7 @@ from linnet.runs.slices import Slice
 
 if TYPE_CHECKING:  # importing PyTorch's distributed checkpoints takes seconds, which one process need not wait
     from linnet.parallel.mesh import Mesh
-    from linnet.runs.sharded import Placed, Split
+    from linnet.runs.sharded import Cuts, Placed
 
 # Longest that ranks wait for one that still writes. A rank that dies ends the waiting at once.
 PATIENCE = timedelta(hours=2)
@@ -36,7 +36,7 @@ class Saver:
         folder: Path,
         keep: int | None = None,
         mesh: "Mesh | None" = None,
-        split: "Split | None" = None,
+        split: "Cuts | None" = None,
         background: bool = False,
     ):
         """
@@ -137,7 +137,7 @@ class Saver:
 
     def _copied(self, placed: "Placed") -> "Placed":
         """Copies slices to the host; buffers are pinned if the tensors are on a GPU."""
-        copies: Placed = {}
+        copies: Placed = {group: {} for group in placed}  # the optimizer has no state before the first step
         on_gpu = False
         for group, named in placed.items():
             for name, one in named.items():
@@ -147,7 +147,7 @@ class Saver:
                     self._host[group, name] = buffer
                 buffer.copy_(one.tensor, non_blocking=True)
                 on_gpu = on_gpu or one.tensor.is_cuda
-                copies.setdefault(group, {})[name] = one._replace(tensor=buffer)
+                copies[group][name] = one._replace(tensor=buffer)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return copies

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 
+from linnet.ops.tensor_parallel import Split
 from linnet.runs import checkpoint, slices
 from linnet.runs.checkpoint import CheckpointError, Tensors
 from linnet.runs.files import is_full, sync_folder
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from linnet.parallel.mesh import Mesh
 
 # Parameter or buffer that tensor parallelism has cut -> (dimension, shape of the whole tensor).
-Split = Mapping[str, tuple[int, tuple[int, ...]]]
+Cuts = Mapping[str, tuple[int, tuple[int, ...]]]
 Placed = dict[str, dict[str, Slice]]  # group -> name -> slice
 
 
@@ -110,7 +111,7 @@ def latest_good(
     return None, {}, problems
 
 
-def load(path: Path, tensors: Tensors, mesh: "Mesh", split: Split | None = None) -> dict[str, Tensor]:
+def load(path: Path, tensors: Tensors, mesh: "Mesh", split: Cuts | None = None) -> dict[str, Tensor]:
     """Fills this rank's tensors in place from a checkpoint of any layout. Verify it first (`latest_good`).
 
     Optimizer state that the checkpoint does not have for a parameter at all (no step was made with it) is left as it
@@ -152,7 +153,7 @@ def load(path: Path, tensors: Tensors, mesh: "Mesh", split: Split | None = None)
     raise CheckpointError(problems)
 
 
-def placed(tensors: Tensors, mesh: "Mesh", split: Split) -> Placed:
+def placed(tensors: Tensors, mesh: "Mesh", split: Cuts) -> Placed:
     """Returns this rank's slices of tensors, as views of their memory, with their places in the whole tensors.
 
     Random states get the rank's name, because each rank has its own.
@@ -176,20 +177,18 @@ def _slice(tensor: Tensor, mesh: "Mesh", cut: tuple[int, tuple[int, ...]] | None
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
-    def take(dim: int, rank: int, ranks: int) -> None:  # as torch.chunk cuts: the last parts may be smaller, or empty
-        each = -(-sizes[dim] // ranks)
-        start = min(rank * each, sizes[dim])
-        offset[dim] += start
-        sizes[dim] = min(each, sizes[dim] - start)
-
     if cut is not None:
         dim, shape = cut
-        sizes[dim] = shape[dim]
-        take(dim, mesh.tp_rank, mesh.tp)
+        offset[dim], sizes[dim] = Split("", mesh.tp_rank, mesh.tp).part(shape[dim])
     if isinstance(tensor, DTensor):
         for axis, placement in enumerate(tensor.placements):
             if isinstance(placement, Shard):
-                take(placement.dim, tensor.device_mesh.get_local_rank(axis), tensor.device_mesh.size(axis))
+                # As torch.chunk cuts: the last shards may be smaller, or empty.
+                dim, ranks, rank = placement.dim, tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
+                each = -(-sizes[dim] // ranks)
+                start = min(rank * each, sizes[dim])
+                offset[dim] += start
+                sizes[dim] = min(each, sizes[dim] - start)
     if tuple(sizes) != tuple(local.shape):
         raise AssertionError(f"a shard of {tuple(local.shape)} where {tuple(sizes)} was expected")
     return Slice(local.detach(), tuple(offset), shape)

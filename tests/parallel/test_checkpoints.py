@@ -79,8 +79,9 @@ def random(rank):
     return {"cpu": torch.full((3,), rank, dtype=torch.uint8)}
 
 
-def save_all(folder, seed):
-    for number, (layout, mesh) in enumerate(meshes(dist.get_world_size())):
+def save_all(folder, seed, then_load=False):
+    found = meshes(dist.get_world_size())
+    for number, (layout, mesh) in enumerate(found):
         background = number % 2 == 1
         saver = Saver(Path(folder) / name_of(mesh.world, layout), 1, mesh, SPLIT, background)
         for step in (2, 3):
@@ -91,12 +92,14 @@ def save_all(folder, seed):
                     for tensor in named.values():
                         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
         assert saver.join() is None and not saver.failed
+    found[0][1].barrier()
+    return load_all(folder, seed, found) if then_load else None
 
 
-def load_all(folder, seed):
+def load_all(folder, seed, found=None):
     """Reads every checkpoint in `folder` into every layout of this world; returns how many."""
     count = 0
-    for _, mesh in meshes(dist.get_world_size()):
+    for _, mesh in found or meshes(dist.get_world_size()):
         for source in sorted(Path(folder).iterdir()):
             path = checkpoint.place(source, 3)
             expected = cut(whole(seed + 3), mesh)
@@ -116,12 +119,13 @@ def load_all(folder, seed):
 
 def test_any_layout_and_one_process_read_what_any_layout_wrote(pool, tmp_path):
     checkpoint.save(tmp_path / "1", 3, whole(13) | {"random": random(0)}, {"step": 3})
-    for world in LAYOUTS:
-        pool.run(world, save_all, str(tmp_path), 10)
+    pool.run(2, save_all, str(tmp_path), 10)
+    pool.run(3, save_all, str(tmp_path), 10)
+    loaded = {4: pool.run(4, save_all, str(tmp_path), 10, then_load=True)}
+    loaded |= {world: pool.run(world, load_all, str(tmp_path), 10) for world in (2, 3)}
     layouts = sum(map(len, LAYOUTS.values()))
     assert len(list(tmp_path.iterdir())) == layouts + 1
-    for world, each in LAYOUTS.items():
-        assert pool.run(world, load_all, str(tmp_path), 10) == [len(each) * (layouts + 1)] * world
+    assert loaded == {world: [len(each) * (layouts + 1)] * world for world, each in LAYOUTS.items()}
     contents = set()
     for source in tmp_path.iterdir():
         assert [checkpoint.step_of(path) for path in checkpoint.listed(source)] == [3]
@@ -298,7 +302,11 @@ def test_one_process_saves_in_the_background_too(tmp_path, monkeypatch):
     meta["recent"].append(2.0)
     saver.wait()
     path, tensors, found, _ = latest_good(tmp_path)
-    assert torch.equal(tensors["model"]["weight"], torch.ones(5)) and found == {"recent": [1.0]}
+    assert (
+        torch.equal(tensors["model"]["weight"], torch.ones(5))
+        and tensors["optimizer"] == {}
+        and found == {"recent": [1.0]}
+    )
     assert json.loads((path / "state.json").read_text())["format"] == 1 and saver.join() is None
 
     def full(*_):
