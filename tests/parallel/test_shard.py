@@ -5,12 +5,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linnet.data.loader import mark_documents
 from linnet.models import build_model
 from linnet.parallel.build import build
 from linnet.parallel.mesh import Mesh
+from linnet.runs.model import full_precision
 from linnet.train.config import TrainConfig
 from linnet.train.objectives.text import TextObjective
 from linnet.train.session import Session
@@ -186,3 +187,34 @@ def test_bfloat16_on_one_rank_has_the_bits_of_autocast(pool):
         assert difference(sharded[2], alone[2]) == 0.0, name
         if low()[name].accumulation == 1:  # one process adds the parts of the recorded loss in another order
             assert sharded[0] == alone[0], name
+
+
+def gathered_dtypes(name: str):
+    """Runs in a worker. The dtypes that a forward pass sees: parameters by name, and the residual stream."""
+    settings = config(name, precision="bfloat16")
+    mesh = Mesh(settings.parallel, torch.device("cpu"))
+    session = Session(settings, Random(settings, torch.float32), torch.device("cpu"), mesh)
+    seen, stream = {}, set()
+
+    def look(block, inputs, outputs):
+        stream.update((inputs[0].dtype, outputs[0].dtype))
+        seen.update((key, parameter.dtype) for key, parameter in session.model.named_parameters())
+
+    # Before the hook with which FSDP frees the weights again.
+    session.model.backbone.blocks[-1].register_forward_hook(look, prepend=True)
+    session.gradients()
+    linear = {
+        f"{key}.weight"
+        for key, module in session.model.backbone.named_modules(prefix="backbone")
+        if type(module) is nn.Linear
+    }
+    last = [key for key in seen if key.startswith("backbone.blocks.1.")]
+    return full_precision(session.model), {key: seen[key] for key in last}, linear, stream, seen
+
+
+@pytest.mark.parametrize("name", ["lightnet", "hgrn2", "mamba"])
+def test_bfloat16_gathers_linear_weights_alone_in_bfloat16(pool, name):
+    kept, block, linear, stream, seen = pool.run(2, gathered_dtypes, name)[1]
+    assert stream == {torch.float32}
+    assert {key for key, dtype in block.items() if dtype == torch.bfloat16} == linear & set(block)
+    assert kept and all(seen[key] == torch.float32 for key in kept)
