@@ -6,6 +6,7 @@ passes `leave` on its way out: the forward sums the parts. Every rank of the gro
 order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Self
@@ -13,13 +14,16 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from linnet.ops import compat_torch
 from linnet.ops.chunks import exact
 from linnet.ops.fast_path import make_fast_path
 
-__all__ = ["Split", "enter", "gather", "leave", "own_part", "rowwise", "sum_over"]
+__all__ = ["Split", "columns", "enter", "enter_columns", "gather", "leave", "own_part", "rowwise", "sum_over"]
+
+Products = list[tuple[Tensor, Tensor]]  # gradients of a product's rows, with the rows of its input
 
 MOST_WHOLE = 4096  # tokens from which a product is summed in two parts
 
@@ -59,6 +63,23 @@ class Split:
 def enter(x: Tensor, split: Split) -> Tensor:
     """Returns x; the backward sums the gradient over the ranks. For an x that all ranks hold, into a split layer."""
     return _Enter.apply(x, split.group)
+
+
+def enter_columns(x: Tensor, weights: Sequence[Tensor], split: Split) -> tuple[Tensor, list[tuple[Tensor, "Products"]]]:
+    """Returns `enter(x)`, and what `columns` needs for each weight, so that the backward hides its all-reduce.
+
+    The backward multiplies the gradients of these weights while the gradient of x is summed over the ranks. Eager only.
+    """
+    products: list[Products] = [[] for _ in weights]
+    x, *entered = _EnterColumns.apply(split.group, products, x, *weights)
+    return x, list(zip(entered, products, strict=True))
+
+
+def columns(x: Tensor, weight: Tensor, bias: Tensor | None, products: "Products") -> Tensor:
+    """Returns F.linear(x, weight, bias) for a weight and its products from `enter_columns`."""
+    if x.dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return _Columns.apply(x, weight, bias, products)
 
 
 def leave(x: Tensor, split: Split) -> Tensor:
@@ -212,6 +233,54 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         return _fast_sum(dy, ctx.group, False), None
+
+
+class _EnterColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, products, x, *weights):
+        ctx.group, ctx.products, ctx.dtypes = group, products, [weight.dtype for weight in weights]
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), *(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dx, *_):
+        if dx is not None:
+            dx = dx.clone(memory_format=torch.contiguous_format)
+            summed = dist.all_reduce(dx, group=compat_torch.group_of(ctx.group), async_op=True)
+        found = []
+        for products, dtype in zip(ctx.products, ctx.dtypes, strict=True):
+            total = None
+            while products:
+                dy, x = products.pop()
+                product = (dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])).to(dtype)
+                total = product if total is None else total + product
+            found.append(total)
+        if dx is not None:
+            summed.wait()
+        return None, None, dx, *found
+
+
+class _Columns(torch.autograd.Function):
+    """A linear layer that leaves the gradient of its weight to `_EnterColumns`, which follows in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, products):
+        narrow = weight.to(x.dtype)
+        ctx.save_for_backward(x, narrow)
+        ctx.products, ctx.bias = products, None if bias is None else bias.dtype
+        return F.linear(x, narrow, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            ctx.products.append((dy, x))
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        if ctx.bias is None or not ctx.needs_input_grad[2]:
+            return dx, None, None, None
+        return dx, None, dy.reshape(-1, dy.shape[-1]).sum(0).to(ctx.bias), None
 
 
 class _OwnPart(torch.autograd.Function):

@@ -21,7 +21,7 @@ from linnet.layers.base import CHANNELS, MIXERS, Channel, Mixer
 from linnet.layers.norm import SRMSNorm
 from linnet.models.causal_lm import CausalLM, empty_model
 from linnet.models.config import ModelConfig
-from linnet.ops.tensor_parallel import Split, enter, leave, rowwise
+from linnet.ops.tensor_parallel import Products, Split, columns, enter, enter_columns, leave, rowwise
 
 WORDS = ("colwise", "rowwise", "split", "split_norm", "partial", "whole")
 VOCABULARY = "vocabulary"  # the word of the embedding and the head: the rows are split, unevenly if need be
@@ -151,8 +151,8 @@ def words(layer: Mixer | Channel) -> dict[str, str]:
         except AttributeError:
             wrong.append(f"{path}: the layer has no such submodule, parameter or buffer; correct the path")
             continue
-        if word in ("colwise", "rowwise") and owner is not None and not isinstance(owner, nn.Linear):
-            wrong.append(f"{path}: {word} is for linear layers, not for {type(owner).__name__}; write another word")
+        if word in ("colwise", "rowwise") and owner is not None and type(owner) is not nn.Linear:
+            wrong.append(f"{path}: {word} is for torch.nn.Linear, not for {type(owner).__name__}; write another word")
         names = [path] if isinstance(owner, Tensor) else [f"{path}.{name}" for name, _, _ in _tensors(owner)]
         for name in names:
             if name in found:
@@ -274,18 +274,47 @@ def _prepare(layer: Mixer | Channel, how: Split) -> None:
         for key in layer.tp_counts:
             if isinstance(count := getattr(module, key, None), int):
                 setattr(module, key, count // how.size)
+    entry = Entry(how)
     for path, word in layer.tp_plan().items():
         module = _find(layer, path)
-        if word == "rowwise":
+        if word == "colwise" and module is not None:
+            module.forward = partial(entry.multiply, module)
+            entry.linears.append(module)
+        elif word == "rowwise":
             module.forward = partial(_rowwise, module, how, not _ends(module))
         elif word == "split_norm":
             module.dim, module.tp = module.dim // how.size, how
     layer.tp = how
-    layer.register_forward_pre_hook(partial(_enter, how))
+    layer.register_forward_pre_hook(entry)
 
 
-def _enter(how: Split, layer: nn.Module, arguments: tuple) -> tuple:
-    return enter(arguments[0], how), *arguments[1:]
+class Entry:
+    """The way into a split layer: a hook before its forward, and the forward of its colwise layers.
+
+    In eager training the backward multiplies the gradients of the colwise weights while that of the input is summed. A
+    compiler gets the plain form.
+    """
+
+    def __init__(self, how: Split):
+        self.how = how
+        self.linears: list[nn.Linear] = []
+        self.entered: dict[nn.Linear, tuple[Tensor, Products]] = {}
+
+    def __call__(self, layer: nn.Module, arguments: tuple) -> tuple:
+        x, *others = arguments
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return enter(x, self.how), *others
+        linears = [linear for linear in self.linears if linear.weight.requires_grad]
+        x, entered = enter_columns(x, [linear.weight for linear in linears], self.how)
+        self.entered = dict(zip(linears, entered, strict=True))
+        return x, *others
+
+    def multiply(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """Returns the product of a colwise layer, and drops what the hook has left, so that no graph outlives its step."""
+        if torch.compiler.is_compiling() or linear not in self.entered:
+            return F.linear(x, linear.weight, linear.bias)
+        weight, products = self.entered.pop(linear)
+        return columns(x, weight, linear.bias, products)
 
 
 def _rowwise(linear: nn.Linear, how: Split, inside: bool, x: Tensor) -> Tensor:

@@ -230,7 +230,7 @@ WHOLE = {"read": "colwise", "gain": "split", "out": "rowwise"}
         ({"gain": "halved"}, "gain: the word 'halved' is unknown"),
         ({"gone": "split"}, "gone: the layer has no such"),
         ({"read.bias": "split"}, "read.bias: has two words"),
-        ({"gain": "colwise"}, "gain: colwise is for linear layers"),
+        ({"gain": "colwise"}, "gain: colwise is for torch.nn.Linear"),
         ({"out": "partial"}, "no rowwise layer ends it"),
         ({"gain": None}, "gain: has no word"),
     ),
