@@ -310,7 +310,7 @@ class Entry:
         return x, *others
 
     def multiply(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        """Returns the product of a colwise layer, and drops what the hook has left, so that no graph outlives its step."""
+        """Returns the product of a colwise layer, and drops what the hook left, so that no graph outlives its step."""
         if torch.compiler.is_compiling() or linear not in self.entered:
             return F.linear(x, linear.weight, linear.bias)
         weight, products = self.entered.pop(linear)
