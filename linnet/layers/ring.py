@@ -16,10 +16,19 @@ from linnet.ops import ring, sequence
 
 
 def mix(mixer: Mixer, x: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State | None]:
-    """Calls a mixer as `Mixer.forward` says, on whole rows or on this rank's span of them."""
+    """Calls a mixer as `Mixer.forward` says, on whole rows or on this rank's span of them.
+
+    Raises:
+        RuntimeError: a state on a span. States of generation are those of whole rows.
+    """
     here = sequence.span()
-    if here is None or state is not None:
+    if here is None:
         return mixer(x, state, cu_seqlens)
+    if state is not None:
+        raise RuntimeError(
+            f"{mixer.name}: a state was given inside sequence_parallel, where the state before a span comes from the "
+            "rank before; call the model outside of it (prefill and generation use whole rows)"
+        )
     if mixer.sequence_parallel and (cu_seqlens is not None or not here.ring):
         return mixer(x, None, cu_seqlens)
     return _pass_on(mixer, x, cu_seqlens, here), None

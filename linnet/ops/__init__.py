@@ -3,7 +3,8 @@ activations and rotations are not registered: where none of their kernels runs, 
 
 Layout [B, T, H, D]; an op returns (o, final_state or None) and has a `step` for one token, which updates the state in
 place. `use_backend` chooses the form that runs, `debug` turns on checks of values. On a GPU a call that misses the fast
-kernels of its op warns once (`SlowPathWarning`).
+kernels of its op warns once (`SlowPathWarning`). Inside `linnet.ops.sequence.sequence_parallel` rows are spans of
+longer rows: `initial_state` is then that before the whole row, and the final state that after the span.
 """
 
 from linnet import deprecation

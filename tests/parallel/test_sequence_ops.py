@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from linnet import ops
 from linnet.data.loader import flatten_documents
+from linnet.models import ModelConfig, build_model
 from linnet.ops import sequence
 
 B, H, K, V, D = 2, 2, 3, 4, 6
@@ -178,6 +179,35 @@ def compare(cases, results):
             given, expected = given.nan_to_num(0.0), expected.nan_to_num(0.0)
             error = (given - expected).abs().max() / max(1.0, expected.abs().max())
             assert error <= TOLERANCE, (case, name, error.item())
+
+
+def refusals():
+    """What a span cannot do, by the error's class and what it must name."""
+    x, cuts = torch.ones(1, 4, 2, 3), torch.tensor([0, 2, 4], dtype=torch.int32)
+    model = build_model(ModelConfig(layout="tnl+sglu", d_model=8, vocab_size=8, options={"tnl": {"num_heads": 2}}))
+    states = model.init_state(1, 8)
+    state = torch.zeros(1, 2, 3, 3)
+    with sequence.sequence_parallel(dist.group.WORLD):
+        cases = [
+            (RuntimeError, "prefill", lambda: model(torch.zeros(1, 4, dtype=torch.int64), states)),
+            (ValueError, "causal", lambda: ops.additive_attention(x, x, x, causal=False)),
+            (ValueError, "ModalFilter", lambda: ops.long_convolution(x[..., 0], torch.ones(2, 4))),
+            (ValueError, "cut_documents", lambda: ops.lightning_attention(x, x, x, cu_seqlens=cuts)),
+            (ValueError, "halo", lambda: sequence.halo(x, 5)),
+            (ValueError, "all_to_all", lambda: sequence.all_to_all(x, 1, 3)),
+        ]
+        for error, name, call in cases:
+            with pytest.raises(error, match=name):
+                call()
+        with pytest.raises(RuntimeError, match="chunked"), ops.use_backend("reference"):
+            ops.lightning_attention(x, x, x)
+        sequence.cut_documents(torch.tensor([[0, 2]], dtype=torch.int32), 4)
+        with pytest.raises(ValueError, match="initial_state"):
+            ops.lightning_attention(x, x, x, cu_seqlens=cuts, initial_state=state.repeat(2, 1, 1, 1))
+
+
+def test_refusals(pool):
+    pool.run(2, refusals)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
