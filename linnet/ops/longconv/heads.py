@@ -47,8 +47,7 @@ def filtered_attention(q: Tensor, k: Tensor, v: Tensor, filter: ModalFilter) -> 
         bfloat16 for bfloat16 inputs.
 
     Raises:
-        ValueError: q, k, v differ in shape, are not of as many heads as there are filters, or of heads that the spans
-            of a row do not divide.
+        ValueError: q, k, v differ in shape, or their heads are not as many as the filters, or no multiple of the spans.
 
     Source: multi-head Hyena (arXiv:2310.18780, section 4; paper 004, section 3.2).
     """
