@@ -53,7 +53,7 @@ def gradients(name: str, arguments, *, bfloat16: bool, mode: str, compiled: bool
     here = sequence.span()
     if here is not None:
         routing.balance_over(model, here.group)
-    recompute.apply(model, mode, exchanges=here is not None)
+    recompute.apply(model, mode, exchanges=here is not None, compiled=compiled)
     if compiled:
         for block in model.backbone.blocks:
             block.forward = torch.compile(block.forward, fullgraph=True)

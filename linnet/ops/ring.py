@@ -2,8 +2,8 @@
 
 Two registered ops, each with its gradient: what `receive` gets from the rank before, its backward gives back; `send`
 gets the gradient in its own backward. Both are in the graph of every rank, the first and the last too, so that all
-ranks run the same backward. A send cannot be repeated, since nobody would receive it: `sequence.KEPT_NAMES` names these
-ops, and every mode of recomputation keeps their results, which are one state and one number.
+ranks run the same backward. A send cannot be repeated, since nobody would receive it: every mode of recomputation keeps
+the results of these ops (`sequence.once`, `sequence.KEPT_NAMES`), which are one state and one number.
 """
 
 import torch
@@ -35,11 +35,15 @@ def send(state: Tensor, counts: Tensor, received: Tensor, group: dist.ProcessGro
 @torch.library.custom_op("linnet::ring_receive", mutates_args=())
 def _receive(anchor: Tensor, start: Tensor, counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
     ranks = sequence.group_of(group)
-    state, whole = start.clone(), counts.clone()
-    if ranks.rank():
-        _pull(state, ranks, ranks.rank() - 1)
-        _pull(whole, ranks, ranks.rank() - 1)
-    return state, whole
+
+    def compute():
+        state, whole = start.clone(), counts.clone()
+        if ranks.rank():
+            _pull(state, ranks, ranks.rank() - 1)
+            _pull(whole, ranks, ranks.rank() - 1)
+        return state, whole
+
+    return sequence.once(compute)
 
 
 @_receive.register_fake
@@ -50,10 +54,14 @@ def _(anchor, start, counts, group):
 @torch.library.custom_op("linnet::ring_send", mutates_args=())
 def _send(state: Tensor, counts: Tensor, received: Tensor, group: str) -> Tensor:
     ranks = sequence.group_of(group)
-    if ranks.rank() + 1 < ranks.size():
-        _push(state, ranks, ranks.rank() + 1)
-        _push(counts, ranks, ranks.rank() + 1)
-    return state.new_zeros(())
+
+    def compute():
+        if ranks.rank() + 1 < ranks.size():
+            _push(state, ranks, ranks.rank() + 1)
+            _push(counts, ranks, ranks.rank() + 1)
+        return (state.new_zeros(()),)
+
+    return sequence.once(compute)[0]
 
 
 @_send.register_fake

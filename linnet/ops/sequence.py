@@ -127,6 +127,52 @@ def first_position(length: int) -> int:
     return 0 if _span is None else _span.rank * length
 
 
+# What recomputation keeps. A checkpoint policy would keep results of registered ops too, but in a dispatch mode, where
+# the fused element-wise kernels of a block do not run; a compiler needs the policy (`KEPT_NAMES`).
+
+
+class Record:
+    """Contexts for `torch.utils.checkpoint`: the exchanges of a forward, and the same results when it runs again."""
+
+    def __init__(self) -> None:
+        self.results: list[tuple[Tensor | None, ...]] = []
+        self.place: int | None = None
+
+    def contexts(self) -> tuple["_Enter", "_Enter"]:
+        return _Enter(self, None), _Enter(self, 0)
+
+
+class _Enter:
+    def __init__(self, record: Record, place: int | None):
+        self.record, self.place = record, place
+
+    def __enter__(self) -> None:
+        global _record
+        self.before, _record = _record, self.record
+        self.record.place = self.place
+
+    def __exit__(self, *_: object) -> None:
+        global _record
+        _record = self.before
+
+
+_record: Record | None = None
+
+
+def once(compute: Callable[[], Sequence[Tensor | None]]) -> tuple[Tensor | None, ...]:
+    """Returns what `compute` gives; where a recomputed forward asks again, what it gave the first time."""
+    record = _record
+    if record is None:
+        return tuple(compute())
+    if record.place is None:
+        record.results.append(tuple(compute()))
+        found = record.results[-1]
+    else:
+        found = record.results[record.place]
+        record.place += 1
+    return tuple(None if x is None else x.detach() for x in found)
+
+
 # Packed documents.
 
 
@@ -391,8 +437,12 @@ def _scan(own: Tensor, join: Callable, group: dist.ProcessGroup, rank: int, size
 def _exchange(state, decay, name, method, reverse, pairs):
     if decay is not None:
         decay = decay.to(state.dtype)
-    found = _fold([state, decay], join_pairs if pairs else join, name, method, reverse)
-    return torch.zeros_like(state) if found is None else found[0].clone()
+
+    def compute():
+        found = _fold([state, decay], join_pairs if pairs else join, name, method, reverse)
+        return (torch.zeros_like(state) if found is None else found[0].clone(),)
+
+    return once(compute)[0]
 
 
 def _exchange_backward(state, decay, name, method, reverse, pairs, found, grad):
@@ -411,10 +461,13 @@ def _exchange_backward(state, decay, name, method, reverse, pairs, found, grad):
 
 
 def _exchange_normalised(state, log_sum, log_decay, name, method):
-    found = _fold([state, log_sum, log_decay], join_normalised, name, method, False)
-    if found is None:
-        return torch.zeros_like(state), torch.full_like(log_sum, -torch.inf)
-    return found[0].clone(), found[1].clone()
+    def compute():
+        found = _fold([state, log_sum, log_decay], join_normalised, name, method, False)
+        if found is None:
+            return torch.zeros_like(state), torch.full_like(log_sum, -torch.inf)
+        return found[0].clone(), found[1].clone()
+
+    return once(compute)
 
 
 def _exchange_normalised_backward(state, log_sum, log_decay, name, method, found, found_z, grad, grad_z):
@@ -514,6 +567,10 @@ def halo(x: Tensor, width: int, dim: int = 1) -> Tensor:
 
 
 def _shift(x, name, reverse):
+    return once(lambda: (_shift_now(x, name, reverse),))[0]
+
+
+def _shift_now(x, name, reverse):
     group = _groups[name]
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     step = -1 if reverse else 1
@@ -560,6 +617,10 @@ def all_to_all(x: Tensor, from_dim: int, to_dim: int) -> Tensor:
 
 
 def _swap(x, from_dim, to_dim, size, name):
+    return once(lambda: (_swap_now(x, from_dim, to_dim, size, name),))[0]
+
+
+def _swap_now(x, from_dim, to_dim, size, name):
     sent = torch.stack(x.chunk(size, to_dim)).contiguous()  # of strided parts, `stack` keeps the strides
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=_groups[name])

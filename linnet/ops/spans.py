@@ -58,11 +58,14 @@ def cut_linear(
         check_span(initial, cu_seqlens)
         given = list(arguments)
         given[state] = None
-        if summary is not None and rows is None:
-            final, over = summary(*given)
-        else:
-            final = op.call(*_asking(op, given))[1]
+
+        def sum_up():
+            if summary is not None and rows is None:
+                return summary(*given)
             over = decay(0 if rows is None else rows.before.shape[0], *given)
+            return op.call(*_asking(op, given))[1], over
+
+        final, over = sequence.once(sum_up)
         if rows is not None:
             passing = sequence.match(rows.passing, final).to(final.dtype)
             final, over = rows.select_last(final), passing if over is None else over * passing
@@ -133,10 +136,8 @@ def cut_normalised(
         given = list(arguments)
         given[state] = given[log_sum] = None
         reset = None
-        if rows is None:
-            S, z = summary(*given)
-        else:
-            _, S, z = op.call(*_asking(op, given))
+        S, z = sequence.once(lambda: summary(*given) if rows is None else op.call(*_asking(op, given))[1:])
+        if rows is not None:
             S, z = rows.select_last(S), rows.select_last(z)
             reset = torch.zeros_like(z[:, :1, :1]).masked_fill(~sequence.match(rows.passing, z), -torch.inf)
         has_initial = initial[0] is not None

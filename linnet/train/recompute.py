@@ -26,29 +26,29 @@ _KEPT = {
 }
 
 
-def apply(model: nn.Module, mode: Recompute, exchanges: bool = False, keep: bool = False) -> None:
+def apply(model: nn.Module, mode: Recompute, exchanges: bool = False, compiled: bool = False) -> None:
     """Makes every block of `model.backbone.blocks` recompute its activations in the backward pass.
 
     Args:
-        exchanges: whether blocks exchange states with other ranks (sequence parallelism). `block` repeats an exchange
-            of states, which is short, but never a send of the state-passing ring, for which the other rank waits once.
-        keep: whether `block` stores what all blocks received instead. This takes a dispatch mode, in which eager code
-            runs without its fused kernels, so it is for compiled blocks, and for a ring of all mixers.
+        exchanges: whether blocks exchange states with other ranks (sequence parallelism). `block` then stores what they
+            received, because repeating an exchange takes time, and `selective` does so anyway.
+        compiled: whether torch.compile traces the blocks; it needs a policy in place of a record.
     """
     if mode == "none":
         return
+    options = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    elif exchanges and compiled:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _exchange_policy)
+    elif exchanges:
+        options["context_fn"] = _record
     for block in model.backbone.blocks:
-        options = {"use_reentrant": False}
-        policy = _policy if mode == "selective" else _exchange_policy
-        if mode == "selective" or (exchanges and (keep or _is_in_ring(block))):
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
         block.forward = partial(checkpoint, block.forward, **options)
 
 
-def _is_in_ring(block: nn.Module) -> bool:
-    """Returns whether the mixer's state goes from rank to rank, because the mixer knows nothing of spans."""
-    mixer = getattr(block, "mixer", None)
-    return mixer is not None and not mixer.sequence_parallel
+def _record():
+    return sequence.Record().contexts()
 
 
 def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:

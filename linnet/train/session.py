@@ -100,9 +100,9 @@ class Session:
 
     def _wrap(self, model: torch.nn.Module) -> None:
         """Adds recomputation and compilation to the blocks of a model, inside the hooks that shard it."""
-        keep = self.config.run.compile or self.config.parallel.sequence_method == "ring"
-        recompute.apply(model, self.config.run.recompute, exchanges=self.mesh.sp > 1, keep=keep)
-        if self.config.run.compile:
+        run = self.config.run
+        recompute.apply(model, run.recompute, exchanges=self.mesh.sp > 1, compiled=run.compile)
+        if run.compile:
             blocks = model.backbone.blocks
             compat_torch.allow_recompilations(4 * len(blocks))
             for block in blocks:

@@ -72,15 +72,18 @@ def kept(x, mode):
         whole = sequence.all_to_all(sequence.all_to_all(x.sin()[..., None], 1, 2), 2, 1)[..., 0]
         return whole * state[:, None] + (scaled[..., 0] + z.exp())[:, None] + halo.sum(1, keepdim=True).tanh()
 
-    module = torch.nn.Module()
-    module.backbone = torch.nn.Module()
-    module.backbone.blocks = [torch.nn.Module()]
-    module.backbone.blocks[0].forward = block
-    recompute.apply(module, mode, exchanges=True, keep=True)
-    run = module.backbone.blocks[0].forward
+    def recomputed(compiled):
+        module = torch.nn.Module()
+        module.backbone = torch.nn.Module()
+        module.backbone.blocks = [torch.nn.Module()]
+        module.backbone.blocks[0].forward = block
+        recompute.apply(module, mode, exchanges=True, compiled=compiled)
+        run = module.backbone.blocks[0].forward
+        return torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+
     with sequence.sequence_parallel(dist.group.WORLD):
         results = []
-        for forward in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        for forward in (recomputed(False), recomputed(True)):
             y = x[dist.get_rank()].clone().requires_grad_()
             forward(y).square().sum().backward()
             results.append((y.grad, dict(counts)))

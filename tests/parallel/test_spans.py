@@ -71,7 +71,7 @@ def gradients(name, tokens, targets, cu_seqlens=None, *, mode="none", compiled=F
     here = sequence.span()
     if here is not None:
         routing.balance_over(model, here.group)
-    recompute.apply(model, mode, exchanges=here is not None, keep=compiled or (here is not None and here.ring))
+    recompute.apply(model, mode, exchanges=here is not None, compiled=compiled)
     if compiled:
         for block in model.backbone.blocks:
             block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
