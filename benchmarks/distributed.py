@@ -22,7 +22,8 @@ real session of `linnet train` on random tokens. Each line is the median of the 
 worker processes do all bars; one-GPU cases run on rank 0 while rank 1 waits on the host. A bar that takes longer than
 its limit is killed with its workers, and the next bar starts new ones.
 
-`--csv` puts rows into benchmarks/results/distributed-<gpu>.csv as they come. LINNET_COMMIT names the commit if the copy
+`--csv` puts rows into benchmarks/results/distributed-<gpu>.csv as they come; `distributed.py table` writes them into
+docs/distributed.md. LINNET_COMMIT names the commit if the copy
 has no git history.
 """
 
@@ -81,7 +82,7 @@ TINY = Sizes(64, 2, 128, 512, 1024, (64, 2, 128))
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bars", nargs="+", choices=["all", *BARS])
+    parser.add_argument("bars", nargs="+", choices=["all", "table", *BARS])
     parser.add_argument("--models", nargs="+", help="in place of the models of a bar")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true")
@@ -96,6 +97,9 @@ def main() -> None:
     if "LINNET_BENCHMARK_BARS" in os.environ:
         work(options)
         return
+    if options.bars == ["table"]:
+        write_table()
+        return
     bars = list(BARS) if "all" in options.bars else options.bars
     began = time.perf_counter()
     while bars:
@@ -106,6 +110,37 @@ def main() -> None:
         done = run_group(group, 1 if group == alone else world, options)
         bars = [bar for bar in bars if bar not in done]
     print(f"all: {time.perf_counter() - began:.0f} s", flush=True)
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "distributed.md"
+START, END = "<!-- measured: written by benchmarks/distributed.py table -->\n", "<!-- end of measured -->\n"
+
+
+def write_table() -> None:
+    """Puts the rows of the H200 into docs/distributed.md: every bar, then every case."""
+    rows = timing.read(timing.RESULTS / "distributed-h200.csv")
+    lines = ["| bar | model | measured | asked | met | commit |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        if row["asked"]:
+            met = "yes" if row["met"] == "True" else "**no**"
+            name = f"{row['bar']}: {row['case']}"
+            lines.append(f"| {name} | {row['model']} | {row['value']} | {row['asked']} | {met} | {row['commit'][:7]} |")
+    lines += ["", "| case | model | tokens per row | recompute | ms per step | tokens/s per GPU | GiB | plan |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        if row["gb_per_second"]:
+            what = f"{row['case']} of 1 GiB, {row['gb_per_second']} GB/s received"
+            lines.append(f"| {what} | | | | {row['step_ms']} | | | |")
+        elif row["tokens_per_second_per_gpu"]:
+            numbers = (f"{int(row['length']):,}", row["recompute"], row["step_ms"])
+            speed = f"{int(row['tokens_per_second_per_gpu']):,}"
+            name = f"{row['bar']}: {row['case']}" + (", compiled" if row["compiled"] == "True" else "")
+            cells = (name, row["model"], *numbers, speed, row["memory_gib"], row["plan_gib"])
+            lines.append(f"| {' | '.join(cells)} |")
+    text = "\n".join(lines)
+    before, _, rest = PAGE.read_text().partition(START)
+    PAGE.write_text(f"{before}{START}{text}\n{END}{rest.partition(END)[2]}")
+    print(text)
 
 
 def run_group(bars: list[str], world: int, options: argparse.Namespace) -> list[str]:
