@@ -105,8 +105,9 @@ class Saver:
         self.wait()
         if self._mesh is None or self._mesh.rank != 0:
             return None
-        path = checkpoint.listed(self._folder)[-1]
-        state = checkpoint.read_state(path)
+        if not (saved := checkpoint.listed(self._folder)):
+            return None  # the run diverged before its first checkpoint
+        path, state = saved[-1], checkpoint.read_state(saved[-1])
         if "model.safetensors" in state["sha256"]:
             return None
         size = sum(total["bytes"] for name, total in state["sha256"].items() if checkpoint.group_of(name) == "model")

@@ -134,8 +134,8 @@ def poisoned(root, policy, parallel, poison):
         return str(train(TrainConfig.model_validate(values), Path(root) / policy, Path(root) / "cache").path)
 
 
-@pytest.mark.parametrize("policy", ["rollback", "skip"])
-def test_one_ranks_bad_batch_is_answered_by_all(pool, tmp_path, policy):
+@pytest.mark.parametrize("policy, troubles, steps", [("rollback", 4, 16), ("skip", 4, 16), ("stop", 1, 2)])
+def test_one_ranks_bad_batch_is_answered_by_all(pool, tmp_path, policy, troubles, steps):
     poison = {2: float("nan"), 9: float("inf"), 13: float("nan"), 14: float("nan")}
     one = RunFolder(poisoned(tmp_path / "one", policy, {}, poison))
     paths = pool.run(2, poisoned, str(tmp_path / "two"), policy, {"dp_shard": 2}, poison, group=False)
@@ -143,10 +143,11 @@ def test_one_ranks_bad_batch_is_answered_by_all(pool, tmp_path, policy):
     rows = [[row for row in run.metrics()] for run in (one, two)]
     kept = ("event", "action", "step", "position", "to_step", "left_out")
     events = [[[row.get(key) for key in kept] for row in found if "event" in row] for found in rows]
-    assert events[0] == events[1] and len(events[0]) == 4
+    assert events[0] == events[1] and len(events[0]) == troubles
     losses = [[row["loss"] for row in found if "loss" in row and "event" not in row] for found in rows]
-    assert len(losses[0]) == 16 and losses[1] == pytest.approx(losses[0], rel=2e-6)
+    assert len(losses[0]) == steps and losses[1] == pytest.approx(losses[0], rel=2e-6)
     assert one.path.name == two.path.name
+    assert one.result()["status"] == two.result()["status"] == ("diverged" if policy == "stop" else "done")
     assert [path.name for path in two.checkpoints()] == [path.name for path in one.checkpoints()]
 
 
