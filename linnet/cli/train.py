@@ -144,6 +144,8 @@ def train(
             settings, changes = mesh.together(described)
         else:
             settings, changes = described()
+        if extend is not None and changes is None:  # a restart: the run has its new length already
+            extend, out = None, extend.parent
         _train(settings, changes, extend, out, cache, allow_plugins, json_)
 
 
@@ -208,8 +210,11 @@ def _train(
     """Trains, and shows on rank 0 what happens."""
     from linnet.parallel import mesh
     from linnet.train import extend as train_on
+    from linnet.train import launch
     from linnet.train import train as run
 
+    if (again := launch.restarted()) and not mesh.rank():
+        typer.echo(f"a rank failed or was lost; all ranks started again (restart {again})", err=True)
     if mesh.rank():  # rank 0 shows the rows, and its exit code is the command's
         if extend is not None:
             train_on(extend, cache, allow_plugins=allow_plugins, **(changes or {}))
@@ -266,10 +271,19 @@ def _no_other_settings(given: list[str]) -> None:
     raise ConfigError([message], "command line")
 
 
+def _length(config, changes: dict) -> int | None:
+    """Returns the steps of a training with another `steps` or `tokens`."""
+    return config.model_copy(update={key: changes[key] for key in ("steps", "tokens")}).total_steps
+
+
 def _extended(path: Path, device: str | None, assignments: list[str], allow_plugins: bool):
-    """Returns the training that an extended run becomes, and the arguments of `linnet.train.extend`."""
+    """Returns the training that an extended run becomes, and the arguments of `linnet.train.extend`.
+
+    The arguments are None in a process that was started again after the run was extended.
+    """
     from linnet.config import ConfigError, override
     from linnet.runs import RunFolder
+    from linnet.train import launch
     from linnet.train.extend import extended
     from linnet.train.identity import read_config
 
@@ -281,7 +295,10 @@ def _extended(path: Path, device: str | None, assignments: list[str], allow_plug
         problems = [f"{line} when a run is extended; only steps (or tokens) and run can" for line in other]
         raise ConfigError(problems, "command line")
     changes = {"steps": changes.get("steps"), "tokens": changes.get("tokens"), "run": changes.get("run")}
-    return extended(folder, read_config(folder, allow_plugins), **changes), changes
+    old = read_config(folder, allow_plugins)
+    if launch.restarted() and _length(old, changes) == old.total_steps:
+        return old, None
+    return extended(folder, old, **changes), changes
 
 
 def _settings(

@@ -57,6 +57,11 @@ def started() -> bool:
     return FOLDER in os.environ and "RANK" in os.environ
 
 
+def restarted() -> int:
+    """Returns how often torchrun's agent has started the processes of this launch again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def launch(arguments: list[str], devices: int, restarts: int = RESTARTS) -> Outcome:
     """Runs `python -m linnet <arguments>` in one process per device until all have ended. Blocks.
 
@@ -248,7 +253,7 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def _note_failure(folder: Path, mine: int, error: BaseException) -> None:
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = restarted()
     line = (str(error).strip().splitlines() or [""])[0]
     note = {"rank": mine, "error": f"{type(error).__name__}: {line}"[:500], "secondary": is_secondary(error)}
     with contextlib.suppress(OSError):

@@ -19,6 +19,7 @@ from linnet.models import family
 from linnet.parallel import Mesh, ParallelConfig, PeerError, mesh
 from linnet.runs import RunFolder, checkpoint
 from linnet.train import TrainConfig, loop, train
+from linnet.train.objectives.text import TextObjective
 from linnet.train.preflight import check_devices
 from linnet.train.session import Session
 
@@ -26,7 +27,7 @@ SOON = 10.0  # seconds in which a message must reach every rank
 
 
 def settings(text: Path, architecture: str = "tnl", parallel: dict | None = None, **changes) -> TrainConfig:
-    options = {} if architecture == "lightnet" else {"num_heads": 4}
+    options = {} if architecture == "hyena" else {"num_heads": 4}
     model = family(architecture)(32, 2, **options).model_dump()
     run = {"device": "cpu", "log_every": 1, "checkpoint_every": 4} | changes.pop("run", {})
     values = {"seq_len": 32, "batch_size": 8, "steps": 8, "evaluate_tokens": 512, "model": model, "run": run}
@@ -189,8 +190,9 @@ def bad_input(text: Path, root: Path) -> list[tuple[str, list[str], float]]:
     failing(settings(text), (provenance, "code_digest", lambda: "other code"))
     failing(settings(text, seed=rank))
     failing(settings(text), (loop, "unwritable", lambda path: "cannot be written to, the disk is read-only"))
-    failing(settings(text), (loop, "digest", lambda values: f"other {type(values).__name__}"))
+    failing(settings(text), (TextObjective, "meta", lambda self: {"data": "other text"}))
     failing(settings(text, parallel={"tp": 3}))
+    failing(settings(text, "hyena", parallel={"tp": 2}))
     failing(settings(text, batch_size=1))
     failing(settings(text.with_name("missing.txt")))
     return seen
@@ -201,8 +203,9 @@ def test_bad_input_reaches_every_rank_soon(pool, text, tmp_path):
         ["code: rank 1", "same code"],
         ["configuration: rank 1", "same configuration"],
         ["rank 1:", "read-only", "choose another folder"],
-        ["configuration: rank 1"],
+        ["data: rank 1", "same data"],
         ["tp 3", "multiple of 3"],
+        ["hyena", "parallel.tp"],
         ["batch_size: 1", "batch_size >= 2"],
         ["missing.txt"],
     ]
@@ -240,6 +243,35 @@ def stopped_runs(text: Path, root: Path, parallel: dict, steps: int) -> list:
         return [stop.code, [path.name for path in checkpoint.listed(next(root.glob("hgrn2*/checkpoints")))]]
     finally:
         patch.undo()
+
+
+def waiting(text: Path, root: Path) -> tuple[str, float]:
+    """Runs in a worker. Rank 1 stays away for longer than a communication may take, after the first step."""
+    began = [0.0]
+
+    class Late(Session):
+        def gradients(self, *given) -> None:
+            began[0] = time.monotonic()
+            if self.step == 2 and mesh.rank():
+                time.sleep(4.0)
+            super().gradients(*given)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(loop, "Session", Late)
+    try:
+        train(settings(text, parallel={"timeout": 1.0}), root, root / "cache")
+        return "", 0.0
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began[0]
+    finally:
+        patch.undo()
+
+
+def test_nobody_waits_for_ever(pool, text, tmp_path):
+    (error, seconds), (other, _) = pool.run(2, waiting, text, tmp_path, group=False)
+    assert "Timed out" in error and 0.5 < seconds < 4.0 and other
+    [folder] = (tmp_path).glob("tnl-*")
+    assert "Timed out" in RunFolder(folder).error() and (folder / "errors" / "rank-1.txt").is_file()
 
 
 @pytest.fixture(scope="module")
