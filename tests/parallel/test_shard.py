@@ -1,6 +1,7 @@
 """FSDP2 training against training in one process: same weights at the start, same losses and weights after steps."""
 
 import functools
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.data.loader import mark_documents
+from linnet.layers.base import load_plugin
 from linnet.models import build_model
 from linnet.parallel.build import build
 from linnet.parallel.mesh import Mesh
@@ -17,6 +19,7 @@ from linnet.train.objectives.text import TextObjective
 from linnet.train.session import Session
 
 STEPS = 3
+PLUGIN = f"{Path(__file__).parents[2] / 'examples' / 'my_mixer.py'}:MyMixer"
 LAYOUTS = {
     "tnl": "tpe tnl+sglu x2",
     "hgrn2": "hgrn2+glu x2",
@@ -27,6 +30,7 @@ LAYOUTS = {
     "cosformer2": "cosformer2+glu x2",
     "hyena": "hyena+glu x2",
     "moe": "hgrn2+moe x2",
+    "plugin": "my_mixer+glu x2",  # its state goes from rank to rank
     "frozen": "hgrn2+glu",  # one layer with a lower bound does not use it, so `gamma` has no gradient
 }
 
@@ -102,6 +106,8 @@ def train(
 
 def train_rank(settings: TrainConfig, dtype: torch.dtype = torch.float64):
     """Runs in a worker."""
+    for plugin in settings.plugins:
+        load_plugin(plugin)
     mesh = Mesh(settings.parallel, torch.device("cpu"))
     with mock.patch("torch.compile", functools.partial(torch.compile, backend="aot_eager")):
         return train(settings, mesh, dtype)
@@ -132,6 +138,7 @@ CASES = [
     ("hgrn2", 4, {"data": {"packing": "reset"}, "parallel": {"sp": 2}, "run": SELECTIVE}),
     ("lightnet", 4, {"parallel": {"sp": 2, "tp": 2}, "optimizer": MUON, "model": {"dropout": 0.1}}),
     ("moe", 4, {"model": BALANCED, "parallel": {"sp": 4}, "run": BLOCK}),
+    ("plugin", 4, {"plugins": [PLUGIN], "parallel": {"sp": 2}, "run": BLOCK}),
 ]
 
 
