@@ -80,7 +80,7 @@ def step_kernel(
         decay = tl.where(decay > 0.5, tl.minimum(-key, NO_DECAY), decay)  # packed; less 1 it is minus the key
     else:
         key = load_masked(k + b * k_stride + h * K, i, i < K, not EVEN).to(tl.float32)
-        decay = pack_decay(decay * LOG2_E)
+        decay = pack_decay(decay * LOG2_E, tl.float32)
     S = decayed(S, decay[:, None], key[:, None] * value[None, :])
     out = (tl.sum(S * query[:, None], 0) * scale).to(o.dtype.element_ty)
     if EVEN:

@@ -173,7 +173,7 @@ def _prepare(call: Call) -> Prepared:
     )
     inputs = call.q, call.k, call.gate, call.bound, call.cu_seqlens
     constants = (
-        call.T, call.states, call.H, call.K, C, min(call.tiles.prepare_channels, call.PK), *call.gate_flags,
+        call.T, call.states, call.H, call.K, C, call.PK, min(call.tiles.prepare_channels, call.PK), *call.gate_flags,
         *call.shape_flags, *call.arithmetic, call.limit,
     )  # fmt: skip
     programs, warps = call.slots * call.H, call.tiles.prepare_warps
@@ -328,16 +328,6 @@ NO_DECAY = tl.constexpr(-1.2e-38)
 
 
 @triton.jit
-def pack_decay(x):
-    """The decay 2^x, x <= 0, as one number: a weak one less 1, which is negative, any other as it is.
-
-    2^x - 1 is summed up to the 4th term of its series; the next is below 2e-9.
-    """
-    less = x * (0.69314718 + x * (0.24022651 + x * (0.05550411 + x * 0.00961813)))
-    return tl.where(x > -0.0625, tl.minimum(less, NO_DECAY), tl.exp2(x))
-
-
-@triton.jit
 def decayed(state, decay, update):
     """The state times the packed decay, plus the update. A weak decay's part and the update are added as one, so that
     rounding to the state's digits does not go the same way in every step."""
@@ -465,6 +455,26 @@ def exp2(x, OPERAND: tl.constexpr):
 
 
 @triton.jit
+def pack_decay(x, OPERAND: tl.constexpr):
+    """The decay 2^x, x <= 0, as one number: a weak one less 1, which is negative, any other as it is.
+
+    2^x - 1 is summed up to the third term of its series; the next is below 1e-8.
+    """
+    less = x * (0.69314718 + x * (0.24022651 + x * 0.05550411)) + NO_DECAY
+    return tl.where(x > -0.03125, less, exp2(x, OPERAND))
+
+
+@triton.jit
+def is_weak(decay, OPERAND: tl.constexpr):
+    """1 where a packed decay is weak, 0 elsewhere; for bfloat16 in one instruction."""
+    if OPERAND == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "set.lt.f32.f32 $0, $1, 0f00000000;", "=f,f", [decay], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.where(decay < 0, 1.0, 0.0)
+
+
+@triton.jit
 def log2(x, OPERAND: tl.constexpr):
     """The logarithm to base 2."""
     if OPERAND == tl.bfloat16:
@@ -530,7 +540,7 @@ def load_bound(bound, h, i, K: tl.constexpr, BOUNDED: tl.constexpr):
 @triton.jit
 def prepare_kernel(
     q, k, gate, bound, offsets, since_q, until_k, scores, decays, strong, scale, T, N, H: tl.constexpr,
-    K: tl.constexpr, C: tl.constexpr, B: tl.constexpr, FORGET: tl.constexpr, BOUNDED: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, PK: tl.constexpr, B: tl.constexpr, FORGET: tl.constexpr, BOUNDED: tl.constexpr,
     DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -560,7 +570,7 @@ def prepare_kernel(
         )
         first = tl.sum(tl.where((r < C // 2)[:, None], decay, 0.0), 0)
         second = tl.sum(tl.where((r < C // 2)[:, None], 0.0, decay), 0)
-        store_masked(decays + tile * K, i, pack_decay(first + second), i < K, PADDED)
+        store_masked(decays + tile * K, i, first + second, i < K, PADDED)
         least = tl.minimum(least, tl.minimum(first, second))
         # Around the middle of the chunk both factors of every decay fit into the exponents of the operands.
         tq = load_masked(q, at, mask, MASKED).to(tl.float32) * scale
@@ -574,6 +584,11 @@ def prepare_kernel(
     tl.store(scores + tile * (C * C) + r[:, None] * C + r[None, :], pairs.to(OPERAND))
     # What a strong chunk got so far is of no use, and is written anew.
     tl.store(strong + tile, (tl.min(least) < -LIMIT).to(tl.int32))
+    # Packed here: in the loop each sum is in the registers of eight threads, which would all do the same work.
+    tl.debug_barrier()
+    i = tl.arange(0, PK)
+    whole = load_masked(decays + tile * K, i, i < K, K != PK)
+    store_masked(decays + tile * K, i, pack_decay(whole, OPERAND), i < K, K != PK)
 
 
 @triton.jit
@@ -746,7 +761,7 @@ def _sweep_states(
                 tl.store(out + (first * H + h) * V + value_at, result, mask=value_mask)
         # As `decayed`; the accumulator of a product holds the change alone.
         change = tl.dot(tl.trans(tc), tu, state * decay[None, :], input_precision=PRECISION)
-        state = state * tl.where(decay < 0, 1.0, 0.0)[None, :] + change
+        state = state * is_weak(decay, OPERAND)[None, :] + change
         if SUMMARY:
             total = join_decays(total, decay)
 
