@@ -181,14 +181,19 @@ def check_parts_of_a_vocabulary(device):
     from linnet.ops.cross_entropy.triton import log_sums, share_in_place
 
     for vocab in (37, 5003):
-        logits, index = torch.randn(4, vocab), torch.tensor([1, -1, vocab - 1, -1])
-        logits[:, ::2], log_sum = -float("inf"), torch.tensor([3.0, 4.0, 5.0, float("inf")])
-        found = [*log_sums(logits.to(device), index.to(device))]
-        expected = [*chunked.log_sums(logits.double(), index), chunked.share_in_place(logits.double(), index, log_sum)]
-        found.append(share_in_place(logits.to(device), index.to(device), log_sum.to(device)))
+        logits, index = torch.randn(4, vocab + 5), torch.tensor([1, -1, vocab - 1, -1])
+        logits[:, :vocab:2], log_sum = -float("inf"), torch.tensor([3.0, 4.0, 5.0, float("inf")])
+        exact = logits.double()
+        expected = [
+            *chunked.log_sums(exact, index, vocab),
+            chunked.share_in_place(exact.clone(), index, log_sum, vocab),
+        ]
+        there = logits.to(device), index.to(device)
+        found = [*log_sums(*there, vocab), share_in_place(*there, log_sum.to(device), vocab)]
         assert_near([x.cpu() for x in found], expected)
+        assert torch.equal(expected[2][:, vocab:], exact[:, vocab:])
     nothing = torch.full((1, 37), -float("inf"))
-    assert log_sums(nothing.to(device), torch.tensor([-1], device=device))[0].item() < -1e29
+    assert log_sums(nothing.to(device), torch.tensor([-1], device=device), 37)[0].item() < -1e29
 
 
 @gpu

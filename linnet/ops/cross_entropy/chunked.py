@@ -61,19 +61,23 @@ def softmax_in_place(
     return nll, share.masked_fill_(~kept[:, None], 0.0).to(logits.dtype)
 
 
-def log_sums(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the log-sum-exp of each row of logits, and its logit at `index` (0 where that is -1)."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+def log_sums(logits: Tensor, index: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """Returns the log-sum-exp of the first `vocab` logits of each row, and the logit at `index` (0 for -1)."""
+    wide = logits[:, :vocab].to(torch.promote_types(logits.dtype, torch.float32))
     own = index >= 0
     return wide.logsumexp(-1), wide.gather(-1, index.where(own, 0)[:, None])[:, 0].where(own, 0.0)
 
 
-def share_in_place(logits: Tensor, index: Tensor, log_sum: Tensor) -> Tensor:
-    """Returns exp(logits - log_sum), less 1 at `index` unless that is -1; rows with a log_sum of +inf are 0."""
+def share_in_place(logits: Tensor, index: Tensor, log_sum: Tensor, vocab: int) -> Tensor:
+    """Writes exp(logits - log_sum) over the first `vocab` logits of each row, less 1 at `index` unless that is -1.
+
+    Rows with a log_sum of +inf become 0.
+    """
     own = index >= 0
-    share = (logits.to(log_sum.dtype) - log_sum[:, None]).exp_()
+    share = (logits[:, :vocab].to(log_sum.dtype) - log_sum[:, None]).exp_()
     share.scatter_add_(-1, index.where(own, 0)[:, None], -own.to(share.dtype)[:, None])
-    return share.masked_fill_(log_sum.isposinf()[:, None], 0.0).to(logits.dtype)
+    logits[:, :vocab] = share.masked_fill_(log_sum.isposinf()[:, None], 0.0)
+    return logits
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

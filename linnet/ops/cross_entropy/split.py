@@ -72,9 +72,9 @@ def split_cross_entropy_blocks(
         form = importlib.import_module("linnet.ops.cross_entropy.triton")
     nll = x.new_empty(x.shape[0], dtype=total_dtype)
     dx = torch.empty_like(x) if x_gradient else x.new_empty(0)
-    dweight = x.new_zeros(weight.shape if weight_gradient else 0, dtype=total_dtype)
     with exact(x):
-        narrow = weight.to(dtype)
+        narrow = _aligned(weight, dtype)
+        dweight = x.new_zeros(narrow.shape if weight_gradient else 0, dtype=total_dtype)
         for start in range(0, x.shape[0], rows):
             block = slice(start, start + rows)
             tokens = x[block].to(dtype)
@@ -82,7 +82,7 @@ def split_cross_entropy_blocks(
             index = targets[block] - first
             index = index.where(kept & (index >= 0) & (index < weight.shape[0]), -1)
             logits = tokens @ narrow.T
-            own_sum, of_target = form.log_sums(logits, index)
+            own_sum, of_target = form.log_sums(logits, index, weight.shape[0])
             highest = own_sum.clone()
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=process_group)
             sums = torch.stack([(own_sum - highest).exp(), of_target])
@@ -91,13 +91,25 @@ def split_cross_entropy_blocks(
             nll[block] = (log_sum - sums[1]).where(kept, 0.0)
             if not gradients:
                 continue
-            dlogits = form.share_in_place(logits, index, log_sum.where(kept, torch.inf))
+            dlogits = form.share_in_place(logits, index, log_sum.where(kept, torch.inf), weight.shape[0])
             if x_gradient:
                 dx[block] = dlogits @ narrow
             if weight_gradient:
                 add_product(dweight, dlogits.T, tokens)
             del logits, dlogits  # before the next block's logits are made
-    return nll.sum(), dx, dweight.to(weight.dtype)
+    return nll.sum(), dx, dweight[: weight.shape[0]].to(weight.dtype)
+
+
+def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the weight in `dtype`, with rows of zeros up to a multiple of 64 unless 8 divides their number.
+
+    Parts of a vocabulary often have an odd number of rows, and products with those take three times as long on a GPU.
+    """
+    if weight.shape[0] % 8 == 0:
+        return weight.to(dtype)
+    padded = weight.new_zeros(-(-weight.shape[0] // 64) * 64, weight.shape[1], dtype=dtype)
+    padded[: weight.shape[0]] = weight
+    return padded
 
 
 @split_cross_entropy_blocks.register_fake

@@ -22,36 +22,38 @@ def softmax_in_place(
     return nll, logits if needs_gradients else None
 
 
-def log_sums(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+def log_sums(logits: Tensor, index: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """As `chunked.log_sums`, in one reading of the logits."""
     log_sum, of_target = logits.new_empty(2, logits.shape[0], dtype=torch.float32).unbind()
-    block = min(BLOCK, triton.next_power_of_2(logits.shape[1]))
-    tensors = logits, index.contiguous(), log_sum, of_target
-    launch(log_sum_kernel, logits.shape[0], tensors, (), (logits.shape[1], block), num_warps=WARPS)
+    tensors, constants = (logits, index.contiguous(), log_sum, of_target), (logits.shape[1], vocab, _block(vocab))
+    launch(log_sum_kernel, logits.shape[0], tensors, (), constants, num_warps=WARPS)
     return log_sum, of_target
 
 
-def share_in_place(logits: Tensor, index: Tensor, log_sum: Tensor) -> Tensor:
-    """As `chunked.share_in_place`, in the memory of the logits."""
-    block = min(BLOCK, triton.next_power_of_2(logits.shape[1]))
-    tensors = logits, index.contiguous(), log_sum.contiguous()
-    launch(share_kernel, logits.shape[0], tensors, (), (logits.shape[1], block), num_warps=WARPS)
+def share_in_place(logits: Tensor, index: Tensor, log_sum: Tensor, vocab: int) -> Tensor:
+    """As `chunked.share_in_place`, in one launch."""
+    tensors, constants = (logits, index.contiguous(), log_sum.contiguous()), (logits.shape[1], vocab, _block(vocab))
+    launch(share_kernel, logits.shape[0], tensors, (), constants, num_warps=WARPS)
     return logits
 
 
+def _block(vocab: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(vocab))
+
+
 @triton.jit
-def log_sum_kernel(logits, index, log_sum, of_target, vocab, BLOCK: tl.constexpr):
+def log_sum_kernel(logits, index, log_sum, of_target, stride, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    logits += row * vocab
+    logits += row * stride
     tl.store(log_sum + row, sum_up(logits, vocab, BLOCK))
     own = tl.load(index + row)
     tl.store(of_target + row, tl.load(logits + own, mask=own >= 0, other=0.0).to(tl.float32))
 
 
 @triton.jit
-def share_kernel(logits, index, log_sum, vocab, BLOCK: tl.constexpr):
+def share_kernel(logits, index, log_sum, stride, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    logits += row * vocab
+    logits += row * stride
     own, total = tl.load(index + row), tl.load(log_sum + row)
     column = tl.arange(0, BLOCK)
     for start in range(0, vocab, BLOCK):
