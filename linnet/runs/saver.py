@@ -44,7 +44,7 @@ class Saver:
             folder: the run's folder of checkpoints, on storage that all ranks share.
             keep: number of checkpoints that stay; None keeps all.
             mesh: ranks that hold the model; None is one process, which writes format 1.
-            split: what tensor parallelism has cut, as `linnet.runs.sharded.cuts` returns it.
+            split: what tensor parallelism has cut, as `linnet.parallel.tensor.cuts` returns it.
             background: `save` returns once the tensors are copied to the host; a thread writes them.
         """
         self._folder, self._keep, self._mesh, self._split = folder, keep, mesh, split or {}

@@ -119,7 +119,7 @@ def load(path: Path, tensors: Tensors, mesh: "Mesh", split: Cuts | None = None) 
 
     Args:
         tensors: group -> name -> tensor, those that `Session.state` gives, without `random`.
-        split: what tensor parallelism has cut, as `cuts` returns it.
+        split: what tensor parallelism has cut, as `linnet.parallel.tensor.cuts` returns it.
 
     Returns:
         The random states that the rank of this number saved; with more ranks than then, they start again at rank 0.
