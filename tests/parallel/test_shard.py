@@ -129,6 +129,7 @@ CASES = [
     ("lightnet", 4, {"parallel": {"dp_replicate": 2}, "batch_size": 9, "accumulation": 2, "run": SELECTIVE}),
     ("mamba", 4, {"run": BLOCK, "optimizer": MUON, "model": NARROW}),
     ("llama", 3, {"run": SELECTIVE, "parallel": {"reshard": False}}),
+    ("llama", 2, {"parallel": {"dp_replicate": 2}, "accumulation": 2}),
     ("gla", 4, {"optimizer": MUON, "parallel": {"dp_replicate": 2}}),
     ("cosformer2", 2, {"run": SELECTIVE, "accumulation": 2, "parallel": {"sync_parts": False}}),
     ("hyena", 3, {"optimizer": MUON, "run": BLOCK}),
