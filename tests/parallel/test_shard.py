@@ -157,7 +157,7 @@ def test_training_equals_one_process(pool, name, world, changes):
     assert ranks[1][2] == {}
 
 
-@pytest.mark.parametrize("name, recompute", [("llama", "selective"), ("hgrn2", "block"), ("llama", "none")])
+@pytest.mark.parametrize("name, recompute", [("llama", "selective"), ("frozen", "block"), ("llama", "none")])
 def test_compiled_training_equals_one_process(pool, name, recompute):
     losses, norms, weights = train(config(name), None)
     settings = config(name, run={"compile": True, "recompute": recompute})
