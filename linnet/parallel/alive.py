@@ -24,27 +24,29 @@ _sockets: list[socket.socket] = []
 _leaving = threading.Event()
 
 
-def watch(store: dist.Store, rank: int, world: int) -> None:
+def watch(store: dist.Store, attempt: str, rank: int, world: int) -> None:
     """Connects this rank to rank 0 and watches the connection in a thread. Never fails: at worst nothing is watched.
 
     Args:
         store: of this attempt; tells where rank 0 listens.
+        attempt: its name, by which rank 0 knows the other ranks from strangers who try its port.
     """
     _leaving.clear()
+    if rank == 0:
+        addresses = ""
+        with contextlib.suppress(OSError):
+            server = socket.create_server(("", 0), backlog=world)
+            _sockets.append(server)
+            addresses = " ".join(f"{name}:{server.getsockname()[1]}" for name in _own_names())
+            _start(lambda: _watch_all(server, attempt.encode()))
+        store.set("alive", addresses)
+        return
     with contextlib.suppress(OSError, RuntimeError):
-        if rank:
-            peer = _connected(store.get("alive").decode().split())
-            if peer is None:
-                return
+        peer = _connected(store.get("alive").decode().split())
+        if peer is not None:
             _sockets.append(peer)
-            peer.sendall(rank.to_bytes(4, "big"))
+            peer.sendall(attempt.encode() + rank.to_bytes(4, "big"))
             _start(lambda: _watch_main(peer))
-            return
-        server = socket.create_server(("", 0), backlog=world)
-        _sockets.append(server)
-        port = server.getsockname()[1]
-        store.set("alive", " ".join(f"{name}:{port}" for name in _own_names()))
-        _start(lambda: _watch_all(server))
 
 
 def leave() -> None:
@@ -91,7 +93,18 @@ def _watch_main(peer: socket.socket) -> None:
         _end("rank 0 was lost" if not told else "a rank was lost")
 
 
-def _watch_all(server: socket.socket) -> None:
+def _rank_of(peer: socket.socket, attempt: bytes) -> int | None:
+    """Returns the rank at the other end of a new connection, None if it is not one of this attempt."""
+    told = b""
+    peer.settimeout(CONNECT)
+    with contextlib.suppress(OSError):
+        while len(told) < len(attempt) + 4 and (more := peer.recv(len(attempt) + 4 - len(told))):
+            told += more
+    peer.settimeout(None)
+    return int.from_bytes(told[len(attempt) :], "big") if told.startswith(attempt) and told != attempt else None
+
+
+def _watch_all(server: socket.socket, attempt: bytes) -> None:
     """Waits on rank 0 for the death of any other rank, and tells the rest."""
     ranks: dict[socket.socket, int] = {}
     with selectors.DefaultSelector() as ready:
@@ -101,7 +114,10 @@ def _watch_all(server: socket.socket) -> None:
                 if key.fileobj is server:
                     with contextlib.suppress(OSError):
                         peer, _ = server.accept()
-                        ranks[peer] = int.from_bytes(peer.recv(4), "big")
+                        if (number := _rank_of(peer, attempt)) is None:
+                            peer.close()
+                            continue
+                        ranks[peer] = number
                         _sockets.append(peer)
                         ready.register(peer, selectors.EVENT_READ)
                     continue

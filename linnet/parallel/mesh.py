@@ -205,7 +205,7 @@ def join() -> None:
         timeout=datetime.timedelta(seconds=FIRST_STEP),
     )
     _own_group = True
-    alive.watch(dist.PrefixStore(attempt, store), mine, count)
+    alive.watch(dist.PrefixStore(attempt, store), attempt, mine, count)
 
 
 def start(config: ParallelConfig, device: torch.device) -> Mesh | None:

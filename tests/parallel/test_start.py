@@ -16,7 +16,7 @@ from linnet import provenance
 from linnet.config import ConfigError, parse
 from linnet.data import loader
 from linnet.models import family
-from linnet.parallel import Mesh, ParallelConfig, PeerError, mesh
+from linnet.parallel import Mesh, ParallelConfig, PeerError, alive, mesh
 from linnet.runs import RunFolder, checkpoint
 from linnet.train import TrainConfig, loop, train
 from linnet.train.objectives.text import TextObjective
@@ -140,6 +140,28 @@ def test_an_attempt_never_meets_the_one_before():
 
     first, second = attempt(0), attempt(0.5)
     assert len({*first, *second}) == 2 and len(set(first)) == len(set(second)) == 1
+
+
+def dying(rank: int) -> int:
+    """Runs in a worker of its own. One rank is killed while the others wait for what never comes."""
+    mesh.join()
+    if mesh.rank() == 0:  # a stranger who tries the port is no rank that was lost
+        port = alive._sockets[0].getsockname()[1]
+        socket.create_connection(("127.0.0.1", port)).close()
+    dist.barrier()
+    time.sleep(0.3)
+    if mesh.rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+    return 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_end_soon_after_the_death_of_another(pool, rank):
+    began = time.monotonic()
+    found = pool.run(3, dying, rank, fresh=True, group=False)
+    assert [one.exit_code for one in found] == [-signal.SIGKILL if other == rank else 1 for other in range(3)]
+    assert time.monotonic() - began < 30
 
 
 def test_a_rank_that_does_not_come_is_named():
