@@ -116,15 +116,22 @@ def cut_linear(
 
 
 def cut_normalised(
-    op: Op, state: int, log_sum: int, documents: int, summary: Callable, span_backward: Callable
-) -> Callable:
+    op: Op, state: int, log_sum: int, documents: int, theta: int, positions: int, summary: Callable,
+    span_backward: Callable,
+) -> Callable:  # fmt: skip
     """Returns `op.call` for a span of additive attention, whose state is divided by the exponential of its log-sum.
 
+    LRPE's products depend on the distance of two tokens alone. So if no positions are given, those of a span count
+    from 0, and a state is rotated where it leaves or enters one: kernels are faster without positions, and angles of
+    fewer tokens are more exact.
+
     Args:
-        state, log_sum, documents: positions among the op's arguments; the final ones are its second and third output.
+        state, log_sum, documents, theta, positions: places among the op's arguments; the final state and log-sum are
+            its second and third output.
         summary: (*arguments) -> S and z after the span, for rows without documents.
-        span_backward: (*arguments, *kept, passed, do, dS, dz, group, method) -> the gradients of the op, with what
-            later spans give (`sequence.later_shares`), for rows without documents.
+        span_backward: (*arguments, *kept, passed, do, dS, dz, group, method, first) -> the gradients of the op, with
+            what later spans give (`sequence.later_shares`), for rows without documents; `first` is the position of the
+            span's first token.
     """
     places = op.learned.index(state), op.learned.index(log_sum)
 
@@ -135,11 +142,15 @@ def cut_normalised(
         check_span(initial[0], cu_seqlens)
         given = list(arguments)
         given[state] = given[log_sum] = None
-        reset = None
+        reset, frame, first = None, arguments[theta], place.rank * arguments[0].shape[1]
+        if arguments[positions] is not None or rows is not None:
+            frame = None
         S, z = sequence.once(lambda: summary(*given) if rows is None else op.call(*_asking(op, given))[1:])
         if rows is not None:
             S, z = rows.select_last(S), rows.select_last(z)
             reset = torch.zeros_like(z[:, :1, :1]).masked_fill(~sequence.match(rows.passing, z), -torch.inf)
+        if frame is not None:
+            S = rotate_state(S, frame, first)
         has_initial = initial[0] is not None
         if has_initial:  # of the whole row: it enters on the first rank
             initial = initial[0], initial[1] if place.rank == 0 else torch.full_like(initial[1], -torch.inf), None
@@ -148,6 +159,8 @@ def cut_normalised(
         if has_initial:
             entering = sequence.join_normalised(initial, (*entering, None))[:2]
         passed_z = entering[1] if reset is None else entering[1] + reset
+        if frame is not None:
+            entering = rotate_state(entering[0], frame, -first), entering[1]
         if rows is not None:
             count = cu_seqlens.shape[0] - 1
             entering = rows.spread_first(entering[0], count), rows.spread_first(entering[1], count, -torch.inf)
@@ -163,7 +176,9 @@ def cut_normalised(
             (place.rank, place.name, place.method),
             has_initial,
         )
-        ctx.asked, ctx.count = arguments[-1], len(arguments)
+        ctx.asked, ctx.count, ctx.first = arguments[-1], len(arguments), first
+        if frame is not None and arguments[-1]:
+            return outputs[0], rotate_state(outputs[1], frame, first), outputs[2]
         return tuple(outputs)
 
     def backward(ctx, do, dS, dz):
@@ -175,7 +190,7 @@ def cut_normalised(
             dS = dz = None
         weight = float(rank == 0) if ctx.has_initial else None
         if first is None:
-            grads = span_backward(*given, *kept, passed, do, dS, dz, name, method)
+            grads = span_backward(*given, *kept, passed, do, dS, dz, name, method, ctx.first)
             return _to_inputs(op, grads, given, ctx.count, {state: weight, log_sum: weight})
         rows, channels, count = sequence.Rows(first, last, before), passed.shape[-1], given[documents].shape[0] - 1
         found = op.call_backward(*given, *kept, do, dS, dz)
@@ -189,6 +204,20 @@ def cut_normalised(
         return _to_inputs(op, grads, given, ctx.count, {state: weight, log_sum: weight})
 
     return _apply(op, forward, backward)
+
+
+def rotate_state(S: Tensor, theta: Tensor, tokens: int) -> Tensor:
+    """Returns a state [N, H, 2 K, V] of keys that LRPE rotated, with their positions higher by `tokens`."""
+    angle = theta.double() * tokens
+    cos, sin = (x.to(S.dtype)[..., None] for x in (angle.cos(), angle.sin()))
+    cosines, sines = S.chunk(2, 2)
+    return torch.cat([cosines * cos - sines * sin, cosines * sin + sines * cos], 2)
+
+
+def rotation_gradient(grad: Tensor, S: Tensor) -> Tensor:
+    """Returns [H, K]: from the gradient of a rotated state, and that state, that of the angles by which it is."""
+    (grad_cos, grad_sin), (cosines, sines) = grad.chunk(2, 2), S.chunk(2, 2)
+    return (grad_sin * cosines - grad_cos * sines).sum((0, 3))
 
 
 def _apply(op: Op, forward: Callable, backward: Callable) -> Callable:

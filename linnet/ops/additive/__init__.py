@@ -14,7 +14,7 @@ from linnet.ops.chunks import count_pairs, exact, state_dtype
 from linnet.ops.documents import count_states
 from linnet.ops.fast_path import no_state
 from linnet.ops.registration import empty_like, register, register_plain
-from linnet.ops.spans import cut_normalised
+from linnet.ops.spans import cut_normalised, rotate_state, rotation_gradient
 
 __all__ = ["additive_attention", "additive_step"]
 
@@ -76,7 +76,7 @@ def additive_attention(
     if sequence.span() is not None:
         if not causal:
             raise ValueError(f"{OP}: causal=False needs whole rows, but ranks share them; use parallel.sp: 1")
-        if theta is not None and positions is None:
+        if theta is not None and positions is None and cu_seqlens is not None:
             positions = sequence.positions(q, cu_seqlens)
         arguments = (q, k, v, theta, positions, S, z, cu_seqlens, float(scale), causal)
         o, S, z = additive_span(*arguments, output_final_state)
@@ -171,15 +171,26 @@ additive = register(
 
 
 def _span_backward(
-    q, k, v, theta, positions, S, z, cu_seqlens, scale, causal, S_end, z_end, passed, do, dS, dz, group, method
+    q, k, v, theta, positions, S, z, cu_seqlens, scale, causal, S_end, z_end, passed, do, dS, dz, group, method, first
 ):  # fmt: skip
     """`_backward` of a span, in which it asks the ranks of later spans what they give to the state after it."""
+    frame = theta if positions is None else None
+    length, turns = q.shape[1], None if frame is None else torch.zeros_like(S[0, :, : theta.shape[1], 0])
+    if frame is not None and dS is not None:  # of the state with its positions in the row
+        dS = rotate_state(dS, theta, -first)
+        turns += first * rotation_gradient(dS, S_end)
 
     def later(D: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         if dS is not None:  # passes through the span
             D = D + sequence.widen(passed, dS) * dS
             delta = delta + passed * (sequence.dot(dS, S_end, passed.shape[-1]) - dz)
-        return sequence.later_shares(D, delta, passed, group, method)
+        if frame is None:
+            return sequence.later_shares(D, delta, passed, group, method)
+        D, delta = sequence.later_shares(rotate_state(D, theta, first), delta, passed, group, method)
+        D = rotate_state(D, theta, -first)
+        # The next span takes the state with its positions lower by `length`.
+        turns.sub_(rotation_gradient(D, S_end), alpha=length)
+        return D, delta
 
     form, more = _form(q), (q, k, v, theta, positions, S, z)
     if form is not chunked and form.supports(q, k, v, theta, do):
@@ -188,14 +199,19 @@ def _span_backward(
         *_, D, own_z = chunked.backward(do, None, None, *more, None, scale, causal, None)
         dS, dz = chunked.add_later(later, D, sequence.dot(D, S, z.shape[-1]) - own_z, dS, dz, S_end)
         found = chunked.backward(do, dS, dz, *more, S_end, scale, causal, None)
-    return tuple(no_state(q) if theta is None and i == 3 else x for i, x in enumerate(found))
+    dq, dk, dv, dtheta, *states = found
+    if theta is None:
+        dtheta = no_state(q)
+    elif frame is not None:
+        dtheta = (dtheta + turns).to(theta.dtype)
+    return dq, dk, dv, dtheta, *states
 
 
 _run_span_backward = register_plain(
     "additive_span_backward",
     "Tensor q, Tensor k, Tensor v, Tensor? theta, Tensor? positions, Tensor S, Tensor z, Tensor? cu_seqlens, "
     "float scale, bool causal, Tensor S_end, Tensor z_end, Tensor passed, Tensor do, Tensor? dS, Tensor? dz, "
-    "str group, str method",
+    "str group, str method, int first",
     6,
     _span_backward,
     lambda q, k, v, theta, positions, S, z, *_: tuple(
@@ -217,7 +233,7 @@ def _summarise(q, k, v, theta, positions, *_) -> tuple[Tensor, Tensor]:
     return _run_summary(k, v, theta, positions)
 
 
-additive_span = cut_normalised(additive, 5, 6, 7, _summarise, _run_span_backward)
+additive_span = cut_normalised(additive, 5, 6, 7, 3, 4, _summarise, _run_span_backward)
 
 
 def _check(q, k, v, theta, positions, causal, initial_state, cu_seqlens) -> None:

@@ -117,7 +117,7 @@ def summarise(k: Tensor, v: Tensor, theta: Tensor | None, positions: Tensor | No
     if not supports(k, k, v, theta):
         return chunked.summarise(k, v, theta, positions)
     call = Call.of(k, k, v, theta, positions, None, 1.0)
-    if hopper.suits(call, causal=False):
+    if hopper.suits(call, causal=theta is not None):
         return hopper.summarise(call)
     return _summarise(call)
 

@@ -156,7 +156,11 @@ def forward_non_causal(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def summarise(call: Call) -> tuple[Tensor, Tensor]:
-    """S and z after the last token, from nothing, without LRPE."""
+    """S and z after the last token, from nothing."""
+    if call.theta is not None:
+        segments = split(call, count_swept_twice(call, CHUNK))
+        states, ends = _carry(segments, torch.empty_like(call.v), None, None)
+        return states[:, -1].contiguous(), ends[:, -1].contiguous()
     segments = _count_sums(call)
     sums = _sum_up(call, segments, segments)
     return tuple(x.squeeze(2) for x in sums) if segments == 1 else call.combine(segments, sums)
