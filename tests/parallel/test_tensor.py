@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -296,3 +297,24 @@ def test_bfloat16_is_that_of_autocast(pool):
     losses, norms, _ = train_session(config("tnl", **settings), None, torch.float32)
     ranks = pool.run(2, train_rank, config("tnl", parallel={"tp": 2}, **settings), torch.float32)
     assert ranks[0][0] == pytest.approx(losses, rel=1e-4) and ranks[0][1] == pytest.approx(norms, rel=1e-2)
+
+
+def count_sums():
+    """The all-reduces of a forward and of a backward pass, and of what follows it."""
+    model, counts = model_of("tnl"), []
+    tensor.split(model, dist.group.WORLD)
+    with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as sums:
+        total, _ = model.loss(*batch(0))
+        counts.append(sums.call_count)
+        total.backward()
+        counts.append(sums.call_count)
+        tensor.reduce_partial(model, dist.group.WORLD)
+        counts.append(sums.call_count)
+    return counts
+
+
+def test_a_layer_has_one_sum_in_each_direction(pool):
+    """Two of [B, T, D] and one of [B, T] per block; one for the embedding and one for the loss, whose block has two."""
+    cross_entropy_sums, blocks = 2, 2
+    forward, backward = 1 + 3 * blocks + cross_entropy_sums, 3 * blocks + 1
+    assert pool.run(2, count_sums) == [[forward, forward + backward, forward + backward + 1]] * 2
