@@ -34,15 +34,10 @@ MOST_GATHERED = 16
 # torch 2.13 renames it.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Names of the registered ops that talk to other ranks, or make what they send: recomputation keeps their results.
-KEPT_NAMES = (
-    "linnet::exchange",
-    "linnet::summary",
-    "linnet::shift",
-    "linnet::all_to_all",
-    "linnet::ring",
-    "linnet::add_up",
-)
+# Names of the registered ops that talk to other ranks, or make what they send: recomputation keeps their results. An
+# all-to-all is repeated: it returns activations, which recomputation is to spare, and all ranks repeat it together.
+KEPT_NAMES = ("linnet::exchange", "linnet::summary", "linnet::shift", "linnet::ring")
+REPEATED_NAMES = ("linnet::all_to_all",)
 
 
 class Span(NamedTuple):
@@ -617,10 +612,6 @@ def all_to_all(x: Tensor, from_dim: int, to_dim: int) -> Tensor:
 
 
 def _swap(x, from_dim, to_dim, size, name):
-    return once(lambda: (_swap_now(x, from_dim, to_dim, size, name),))[0]
-
-
-def _swap_now(x, from_dim, to_dim, size, name):
     sent = torch.stack(x.chunk(size, to_dim)).contiguous()  # of strided parts, `stack` keeps the strides
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=_groups[name])

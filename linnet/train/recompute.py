@@ -31,7 +31,8 @@ def apply(model: nn.Module, mode: Recompute, exchanges: bool = False, compiled: 
 
     Args:
         exchanges: whether blocks exchange states with other ranks (sequence parallelism). `block` then stores what they
-            received, because repeating an exchange takes time, and `selective` does so anyway.
+            received, because repeating an exchange takes time, and `selective` does so anyway. It repeats all-to-alls,
+            which return activations.
         compiled: whether torch.compile traces the blocks; it needs a policy in place of a record.
     """
     if mode == "none":
@@ -56,8 +57,10 @@ def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def _exchange_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
-    kept = op.name().startswith(sequence.KEPT_NAMES)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    name = op.name()
+    if name.startswith(sequence.REPEATED_NAMES):  # not a choice, which a compiler may make differently on each rank
+        return CheckpointPolicy.MUST_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if name.startswith(sequence.KEPT_NAMES) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def is_kept(op: compat_torch.OpOverload) -> bool:

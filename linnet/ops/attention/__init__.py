@@ -55,8 +55,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, cu_seqlen
         )
     if window < 0:
         raise ValueError(f"causal_attention: window: {window} is negative; give tokens, or 0 for no limit")
-    if sequence.span() is not None:
-        return attend_span(_attend, q, k, v, window, cu_seqlens)
+    if (here := sequence.span()) is not None:
+        return attend_span(here, _attend, q, k, v, window, cu_seqlens)
     return _attend(q, k, v, window, cu_seqlens)
 
 

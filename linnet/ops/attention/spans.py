@@ -16,12 +16,18 @@ from linnet.ops import sequence
 
 
 def attend_span(
-    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None
+    here: sequence.Span,
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    cu_seqlens: Tensor | None,
 ) -> Tensor:
     """Returns what `causal_attention` returns for the tokens of this rank's span.
 
     Args:
-        attend: causal attention of whole rows.
+        here: the place of the span. attend: causal attention of whole rows.
         q: [B, L, H, D]. k, v: [B, L, G, D]. All of this rank's span of L tokens.
         cu_seqlens: the documents of this span of one row, int32 [N+1], B = 1.
 
@@ -29,8 +35,8 @@ def attend_span(
         ValueError: neither the window nor the number of heads allows a cut.
     """
     if window and window - 1 <= q.shape[1]:
-        return _beside(attend, q, k, v, window, cu_seqlens)
-    return _by_heads(attend, q, k, v, window, cu_seqlens)
+        return _beside(here, attend, q, k, v, window, cu_seqlens)
+    return _by_heads(here, attend, q, k, v, window, cu_seqlens)
 
 
 def span_problems(heads: int, groups: int, window: int, span: int, ranks: int) -> list[str]:
@@ -58,8 +64,9 @@ def _repeats(groups: int, ranks: int) -> int:
     return ranks // math.gcd(groups, ranks)
 
 
-def _by_heads(attend, q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None) -> Tensor:
-    here = sequence.span()
+def _by_heads(
+    here: sequence.Span, attend: Callable, q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None
+) -> Tensor:
     if problems := span_problems(q.shape[2], k.shape[2], window, q.shape[1], here.size):
         raise ValueError(f"causal_attention: {problems[0]}")
     documents = sequence.whole_documents(cu_seqlens, q.shape[1])
@@ -69,11 +76,13 @@ def _by_heads(attend, q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: 
     return sequence.all_to_all(attend(q, k, v, window, documents), 2, 1)
 
 
-def _beside(attend, q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None) -> Tensor:
+def _beside(
+    here: sequence.Span, attend: Callable, q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None
+) -> Tensor:
     if window == 1:
         return attend(q, k, v, 1, None)
-    here, length, before = sequence.span(), q.shape[1], window - 1
-    halo = sequence.halo(torch.cat([k, v], -1), before, 1)
+    length, before = q.shape[1], window - 1
+    halo = sequence.halo(torch.cat([x.narrow(1, length - before, before) for x in (k, v)], -1), before, 1)
     k, v = (torch.cat([past, x], 1) for past, x in zip(halo.chunk(2, -1), (k, v), strict=True))
     documents = sequence.whole_documents(cu_seqlens, length)
     if documents is not None:
