@@ -90,7 +90,11 @@ def train(
         typer.Option("--plan", help="Print memory, traffic and time on --devices GPUs, without a GPU, and stop."),
     ] = False,
     gpu: Annotated[
-        str, typer.Option(help="The GPU of --plan: h200, h100, a100, a100-40, or auto for the one here.")
+        str,
+        typer.Option(
+            help="The GPU of --plan: h200, h100, a100, a100-40, or auto for the one here; "
+            "h200,speed=520,link=272,network=25 sets TFLOP/s and GB/s."
+        ),
     ] = "auto",
     memory: Annotated[
         float | None, typer.Option(help="GiB of one GPU, for --plan.", min=1.0, metavar="GIB", show_default="by --gpu")

@@ -140,27 +140,38 @@ class Plan:
 OUTSIDE_TENSORS = "outside tensors"
 
 
-def find_gpu(name: str = "auto", memory: float | None = None, speed: float | None = None) -> Gpu:
-    """Returns a GPU by name; `auto` is the visible one, or an H200 if none is visible.
+def find_gpu(text: str = "auto", memory: float | None = None) -> Gpu:
+    """Returns a GPU by name, with other numbers if given: `h200`, or `h200,speed=520,network=25`.
 
     Args:
-        memory: GiB in place of the known number. speed: TFLOP/s in place of the known number.
+        text: a name of `GPUS`, or `auto`: the visible GPU, or an H200 if none is visible. Then numbers of `Gpu`.
+        memory: GiB in place of the known number.
 
     Raises:
-        ConfigError: the name is unknown.
+        ConfigError: an unknown name or key, or not a number above 0.
     """
-    if name == "auto":
-        visible = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else "h200"
-        name = next((known for known in GPUS if known in visible), "h200")
-        found = GPUS[name]
-        if torch.cuda.is_available():
-            whole = torch.cuda.get_device_properties(0).total_memory / GIB
-            found = replace(found, memory=whole, name=name if name in visible else f"{visible} as {name}")
-    elif name not in GPUS:
+    name, *settings = text.split(",")
+    numbers: dict[str, Any] = {"memory": memory} if memory else {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        try:
+            numbers[key] = float(value)
+        except ValueError:
+            numbers[key] = 0.0
+        if key not in ("memory", "speed", "link", "network") or not 0 < numbers[key] < math.inf:
+            problem = f"--gpu: {setting!r} is not understood; use memory=GIB, speed=TFLOPS, link=GB/S or network=GB/S"
+            raise ConfigError([problem], "command line")
+    if name not in (*GPUS, "auto"):
         raise ConfigError([f"--gpu: {name!r} is unknown; use {', '.join(GPUS)} or auto"], "command line")
+    if name == "auto" and torch.cuda.is_available():
+        visible = torch.cuda.get_device_name().lower()
+        name = next((known for known in GPUS if known in visible), "h200")
+        whole = torch.cuda.get_device_properties(0).total_memory / GIB
+        shown = name if name in visible else f"{visible}, counted as {name},"
+        numbers, found = {"memory": whole} | numbers, replace(GPUS[name], name=shown)
     else:
-        found = GPUS[name]
-    return replace(found, memory=memory or found.memory, speed=speed or found.speed)
+        found = GPUS["h200" if name == "auto" else name]
+    return replace(found, **numbers)
 
 
 def plan(config: TrainConfig, devices: int, gpu: Gpu, per_machine: int = 8) -> Plan:

@@ -108,6 +108,14 @@ def test_network_between_machines_is_slower():
     assert flat.received / flat.seconds == pytest.approx(H200.network * 1e9)
 
 
+def test_numbers_of_a_gpu():
+    other = find_gpu("h100,speed=520,link=300,network=25", memory=95)
+    assert (other.memory, other.speed, other.link, other.network) == (95, 520, 300, 25)
+    for wrong in ("h300", "h100,speed", "h100,speed=-1", "h100,power=700", "h100,link=nan"):
+        with pytest.raises(ConfigError, match="--gpu"):
+            find_gpu(wrong)
+
+
 def test_equal_blocks_are_counted_once_and_scale_with_the_row():
     model = family("hgrn2")(256, 3, 0, 688, vocab_size=512).model_dump_json()
     short, long = (block_footprints(model, length, "none", True, True) for length in (256, 512))
