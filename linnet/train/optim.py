@@ -148,6 +148,7 @@ class Optimizer:
         gradients = [p.grad for p in self._all if p.grad is not None]
         return torch.linalg.vector_norm(torch.stack(compat_torch.foreach_norm(gradients)))
 
+    @torch.no_grad()
     def agreed_norm(self, flags: Sequence[bool]) -> tuple[Tensor, Tensor]:
         """Returns the norm of the whole gradient, and on how many ranks each flag is set, on the device.
 
