@@ -181,9 +181,24 @@ MOST_VALUES = 100_000  # in YAML whose aliases (`*name`) are written out
 def parse(cls: type[C], values: Mapping, where: str = "configuration") -> C:
     """Builds `cls` from plain values. Raises `ConfigError` that lists all problems, with the nearest right key."""
     try:
-        return cls.model_validate(values)
+        made, problems = cls.model_validate(values), []
     except ValidationError as error:
-        raise ConfigError(_problems(cls, values, error), where) from None
+        made, problems = None, _problems(cls, values, error)
+    known = {problem.partition(":")[0] for problem in problems}
+    problems += [problem for key, problem in _too_large(values) if key not in known]
+    if problems or made is None:
+        raise ConfigError(problems, where)
+    return made
+
+
+def _too_large(values: typing.Any, key: str = "") -> typing.Iterator[tuple[str, str]]:
+    """Yields the key and the problem of every integer that 64 bits do not hold, on which arithmetic would fail."""
+    if isinstance(values, int):
+        if not -(1 << 63) <= values < 1 << 63:
+            yield key, f"{key}: {shown(values)} is too large; give an integer of at most 64 bits"
+    elif isinstance(values, Mapping | list | tuple):
+        for name, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+            yield from _too_large(value, f"{key}.{name}" if key else str(name))
 
 
 def _problems(cls: type[Config], values: typing.Any, error: ValidationError) -> list[str]:

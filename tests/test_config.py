@@ -22,6 +22,7 @@ from linnet.config import (
     unwritable,
 )
 from linnet.runs.folder import LockedError
+from linnet.study import StudyConfig
 
 
 class Inner(Config):
@@ -311,6 +312,17 @@ def test_numbers_that_are_not_finite_are_refused_by_key(value):
     assert parse(Numbers, {"most": float("inf")}).most == float("inf")
     with pytest.raises(ConfigError, match="most"):
         parse(Numbers, {"most": float("nan")})
+
+
+def test_integers_that_arithmetic_cannot_take_are_refused_by_key():
+    with pytest.raises(ConfigError) as caught:
+        parse(StudyConfig, {"steps": 10**400, "sizes": [[2**63, 2, 2]], "budgets": 3, "seq_len": 2**63 - 1})
+    problems = caught.value.problems
+    assert any(problem.startswith("steps") for problem in problems)
+    assert any("9223372036854775808 is too large" in one and one.startswith("sizes.0.0") for one in problems), problems
+    assert not any(problem.startswith("seq_len") for problem in problems)
+    with pytest.raises(ConfigError, match="learning_rate.width"):
+        parse(StudyConfig, {"learning_rate": {"value": 1.0, "width": 10**9, "exponent": -0.5}})
 
 
 def test_a_configuration_made_in_python_explains_like_a_file():

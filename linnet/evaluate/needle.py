@@ -66,7 +66,7 @@ class NeedleConfig(Config):
     depths: Annotated[list[Annotated[float, Field(ge=0.0, le=1.0)]], Field(min_length=1)] = Field(
         default_factory=lambda: np.linspace(0.0, 1.0, 35).round(6).tolist()
     )
-    samples: Annotated[int, Field(ge=1)] = 1
+    samples: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     scoring: Literal["match", "choice"] = "match"
     haystack: str | None = None
     digits: Annotated[int, Field(ge=1, le=6)] = 5

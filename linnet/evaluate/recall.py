@@ -50,7 +50,7 @@ class RecallConfig(Config):
     tasks: Annotated[list[Probe], Field(min_length=1)] = list(PROBES)
     lengths: Annotated[list[Annotated[int, Field(ge=8)]], Field(min_length=1)] = [64, 128, 256, 512, 1024]
     pairs: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)] = [4, 8, 16, 32, 64]
-    samples: Annotated[int, Field(ge=1)] = 32
+    samples: Annotated[int, Field(ge=1, le=1_000_000)] = 32
     seed: int = 0
 
 

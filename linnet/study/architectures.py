@@ -82,6 +82,11 @@ Sizes = Annotated[
 ]
 
 
+# Bounds within which powers of width / width are numbers.
+_Width = Annotated[int, Field(gt=0, le=1 << 20)]
+_Power = Annotated[float, Field(ge=-10, le=10)]
+
+
 class ByWidth(Config):
     """A number that depends on the model's width: value * (d_model / width) ** exponent, at most `maximum`.
 
@@ -93,8 +98,8 @@ class ByWidth(Config):
     """
 
     value: float = Field(gt=0)
-    width: int = Field(gt=0, le=1 << 20)
-    exponent: float = Field(ge=-10, le=10)
+    width: _Width
+    exponent: _Power
     maximum: float = Field(float("inf"), gt=0, allow_inf_nan=True)
 
     def at(self, d_model: int) -> float:
@@ -110,8 +115,8 @@ class LearningRate(ByWidth):
     """
 
     value: float = Field(3e-3, gt=0)
-    width: int = Field(64, gt=0)
-    exponent: float = -1.0
+    width: _Width = 64
+    exponent: _Power = -1.0
     maximum: float = Field(1e-2, gt=0)
 
 
@@ -124,8 +129,8 @@ class InitStd(ByWidth):
     """
 
     value: float = Field(0.02, gt=0)
-    width: int = Field(512, gt=0)
-    exponent: float = -0.5
+    width: _Width = 512
+    exponent: _Power = -0.5
 
 
 Rate = Annotated[LearningRate, BeforeValidator(_constant, json_schema_input_type=LearningRate | float)]
