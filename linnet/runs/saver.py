@@ -51,6 +51,8 @@ class Saver:
         self._background = background
         self._group: dist.ProcessGroup | None = None if mesh is None or background else mesh.host
         self._host: dict[tuple[str, str], Tensor] = {}  # kept, because pinning memory takes long
+        self._planned: set[str] = set()  # the slices of this rank, and those of them that it writes
+        self._mine: set[str] = set()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -68,13 +70,14 @@ class Saver:
                 ranks; earlier checkpoints are untouched.
         """
         self.wait()
-        if not self._background:
-            self._write(step, self._placed(tensors), meta)
-            return
         if self._mesh is not None and self._group is None:
             # The thread must not share a group with the steps, whose order of calls is another.
             self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        placed, meta = self._copied(self._placed(tensors)), copy.deepcopy(meta)
+        placed = self._placed(tensors)
+        if not self._background:
+            self._write(step, placed, meta)
+            return
+        placed, meta = self._copied(placed), copy.deepcopy(meta)
         self._thread = threading.Thread(target=self._try, args=(step, placed, meta), name="linnet-checkpoint")
         self._thread.start()
 
@@ -134,7 +137,11 @@ class Saver:
             }
         from linnet.runs import sharded
 
-        return sharded.placed(tensors, self._mesh, self._split)
+        placed = sharded.placed(tensors, self._mesh, self._split)
+        names = {f"{group}/{name}" for group, named in placed.items() for name in named}
+        if names != self._planned:  # on all ranks: they have the same names, but for those of their random states
+            self._planned, self._mine = names, sharded.plan(placed, self._group)
+        return placed
 
     def _copied(self, placed: "Placed") -> "Placed":
         """Copies slices to the host; buffers are pinned if the tensors are on a GPU."""
@@ -166,7 +173,7 @@ class Saver:
             return
         from linnet.runs import sharded
 
-        sharded.save(self._folder, step, placed, meta, self._mesh, self._group, self._keep)
+        sharded.save(self._folder, step, placed, self._mine, meta, self._mesh, self._group, self._keep)
 
 
 def free_memory() -> int | None:
