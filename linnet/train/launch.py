@@ -35,6 +35,10 @@ from linnet.parallel.mesh import is_secondary, is_shared, rank, world
 
 FOLDER, PROCESS = "LINNET_LAUNCH", "LINNET_LAUNCHER"
 RESTARTS = 3
+HINTS = {
+    signal.SIGKILL: "; the system may be out of memory",
+    signal.SIGABRT: "; as NCCL does if a communication fails or takes longer than parallel.timeout",
+}
 SPEAK = 1.0  # seconds for rank 0 to print an error that it may share, before the agent ends it
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
@@ -139,7 +143,7 @@ def _outcome(folder: Path, failures: dict, errors: list[BaseException]) -> Outco
     if reason is None:
         code = failure.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = "; the system may be out of memory" if code == -signal.SIGKILL else ""
+        hint = HINTS.get(-code, "")
         reason = f"rank {number} {how}{hint}"
     return Outcome(1, f"{reason}; the same command continues from the last checkpoint")
 

@@ -50,7 +50,7 @@ class Launched:
     def rows(self) -> int:
         return sum(path.read_bytes().count(b"\n") for path in self.root.glob("runs/*/metrics.jsonl"))
 
-    def until(self, rows: int, seconds: float = 90.0) -> None:
+    def until(self, rows: int, seconds: float = 240.0) -> None:
         end = time.monotonic() + seconds
         while self.rows() < rows and self.process.poll() is None and time.monotonic() < end:
             time.sleep(0.02)

@@ -51,6 +51,22 @@ def test_ranks_share_the_global_batch(counting, step, world, batch_size, seed):
         assert torch.equal(torch.cat([rank[number] for rank in ranks]), whole[number])
 
 
+@pytest.mark.parametrize("packing", ["cross", "reset"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_ranks_read_the_same_bytes_across_the_end_of_an_epoch(shards_of, packing, world):
+    shards = shards_of([list(range(1, 1 + length)) for length in (200, 31, 400, 7, 363)])
+    batches = Batches(shards, 9, 7, seed=5, packing=packing)  # an epoch ends inside step 15
+    assert batches.epoch(15) < 1 < batches.epoch(16)
+    for step in (0, 14, 15, 16, 31):
+        ranks = [batches.batch(step, rank, world) for rank in range(world)]
+        whole = batches.batch(step)
+        for number in (0, 1):
+            assert torch.equal(torch.cat([rank[number] for rank in ranks]), whole[number])
+        if packing == "reset":  # rows have as many places for starts as the fullest row beside them needs
+            starts = [row[row < 9].tolist() for rank in ranks for row in rank[2]]
+            assert starts == [row[row < 9].tolist() for row in whole[2]]
+
+
 def test_a_batch_does_not_depend_on_what_was_asked_before(counting):
     going = Batches(counting, 16, 3, seed=1)
     once = [going.batch(step)[0] for step in range(3000)]
