@@ -503,10 +503,11 @@ def weak(bench: Bench) -> None:
     rows = bench.length(32_768) // length
     for name in bench.names("tnl", "hgrn2"):
         one = bench.case("weak", "one GPU", name, length, rows)
-        two = bench.case("weak", "two GPUs, FSDP2", name, length, 2 * rows, degrees={})
-        if one and two:
-            ratio = two["tokens_per_second_per_gpu"] / one["tokens_per_second_per_gpu"]
-            bench.judge("weak", "per GPU, 2 against 1", name, ratio, 0.97)
+        for what, degrees in (("two GPUs, FSDP2", {}), ("two, reshard false", {"reshard": False})):
+            two = bench.case("weak", what, name, length, 2 * rows, degrees=degrees)
+            if one and two:
+                ratio = two["tokens_per_second_per_gpu"] / one["tokens_per_second_per_gpu"]
+                bench.judge("weak", f"per GPU, {what}", name, ratio, 0.97)
 
 
 def one(bench: Bench) -> None:
