@@ -45,8 +45,8 @@ def moves(xs, weights, length, width):
     return halo.detach(), heads.detach(), back.detach(), x.grad
 
 
-def kept(x, mode):
-    """The gradient of x through all exchanges of a recomputed block, eager and compiled, and the collectives."""
+def kept(x):
+    """By mode, eager and compiled: the gradient of x through all exchanges of a recomputed block, and collectives."""
     counts = {"gather": 0, "shift": 0, "all_to_all": 0}
 
     def count(module, name, key):
@@ -72,7 +72,7 @@ def kept(x, mode):
         whole = sequence.all_to_all(sequence.all_to_all(x.sin()[..., None], 1, 2), 2, 1)[..., 0]
         return whole * state[:, None] + (scaled[..., 0] + z.exp())[:, None] + halo.sum(1, keepdim=True).tanh()
 
-    def recomputed(compiled):
+    def recomputed(mode, compiled):
         module = torch.nn.Module()
         module.backbone = torch.nn.Module()
         module.backbone.blocks = [torch.nn.Module()]
@@ -82,11 +82,11 @@ def kept(x, mode):
         return torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
 
     with sequence.sequence_parallel(dist.group.WORLD):
-        results = []
-        for forward in (recomputed(False), recomputed(True)):
+        results = {}
+        for case in (("none", False), ("selective", False), ("block", False), ("selective", True), ("block", True)):
             y = x[dist.get_rank()].clone().requires_grad_()
-            forward(y).square().sum().backward()
-            results.append((y.grad, dict(counts)))
+            recomputed(*case)(y).square().sum().backward()
+            results[case] = y.grad, dict(counts)
             counts.update(dict.fromkeys(counts, 0))
     for restore in undo:
         restore()
@@ -183,13 +183,12 @@ def test_moves(pool):
 def test_recomputed_and_compiled(pool):
     """Recomputation repeats no exchange, and a compiled block (`fullgraph`) has the gradients of the eager one."""
     x = torch.randn(2, 2, 6, 4, dtype=torch.float64)
-    expected = [rank[0][0] for rank in pool.run(2, kept, x, "none")]
-    for mode in ("none", "selective", "block"):
-        for rank, found in enumerate(pool.run(2, kept, x, mode)):
-            for grad, counts in found:
-                torch.testing.assert_close(grad, expected[rank], rtol=1e-13, atol=1e-13)
-                repeated = 2 if mode == "block" else 0  # activations, which all ranks can exchange again
-                assert counts == {"gather": 4, "shift": 2, "all_to_all": 4 + repeated}  # once, and once backward
+    for found in pool.run(2, kept, x):
+        expected, _ = found["none", False]
+        for (mode, _), (grad, counts) in found.items():
+            torch.testing.assert_close(grad, expected, rtol=1e-13, atol=1e-13)
+            repeated = 2 if mode == "block" else 0  # activations, which all ranks can exchange again
+            assert counts == {"gather": 4, "shift": 2, "all_to_all": 4 + repeated}  # once, and once backward
 
 
 def test_without_ranks():
