@@ -143,7 +143,7 @@ def test_states_pass_from_rank_to_rank_for_any_mixer(pool):
 def test_recomputed_and_compiled_blocks_exchange_the_same(pool):
     cases = [("tnl", "block"), ("lightnet", "selective"), ("mh_hyena", "selective"), ("grouped", "block")]
     cases += [("window", "selective"), ("hyena_experts", "block")]
-    compiled = [("mamba", "selective"), ("grouped", "block")]
+    compiled = [("grouped", "block")]
     check(
         pool,
         2,
