@@ -291,8 +291,8 @@ def _prepare(layer: Mixer | Channel, how: Split) -> None:
 class Entry:
     """The way into a split layer: a hook before its forward, and the forward of its colwise layers.
 
-    In eager training the backward multiplies the gradients of the colwise weights while that of the input is summed. A
-    compiler gets the plain form.
+    In eager training the backward multiplies the gradients of the colwise weights while that of the input is summed.
+    Compilers and fake tensors get the plain form.
     """
 
     def __init__(self, how: Split):
@@ -302,7 +302,7 @@ class Entry:
 
     def __call__(self, layer: nn.Module, arguments: tuple) -> tuple:
         x, *others = arguments
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(x) is not Tensor or x.is_meta:
             return enter(x, self.how), *others
         linears = [linear for linear in self.linears if linear.weight.requires_grad]
         x, entered = enter_columns(x, [linear.weight for linear in linears], self.how)
