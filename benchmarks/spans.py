@@ -28,6 +28,12 @@ from linnet.train.objective import training_loss
 LIMITS = {"float32": 1e-3, "bfloat16": 5e-2}
 WIDTH, VOCABULARY = 256, 1024
 HEADS = {"num_heads": 4}
+CASES = {  # how states travel, what is recomputed, whether blocks are compiled
+    "rows": ("auto", "none", False),
+    "documents": ("auto", "block", False),
+    "ring": ("ring", "block", False),
+    "compiled": ("auto", "selective", True),
+}
 MODELS: dict[str, tuple[str, dict]] = {
     "tnl": ("tpe tnl+sglu x2", {"tnl": HEADS | {"lrpe": "first_layer"}}),
     "hgrn2": ("hgrn2+sglu x2", {"hgrn2": HEADS}),
@@ -85,6 +91,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--names", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
     given = parser.parse_args()
     device = torch.device(given.device, int(os.environ["LOCAL_RANK"]) if given.device == "cuda" else None)
@@ -96,15 +103,10 @@ def main() -> int:
     rows = numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous()
     starts = [0, given.length // 3, given.length, given.length + 9, 2 * given.length]
     packed = (*(x.reshape(1, -1) for x in rows), torch.tensor(starts, dtype=torch.int32, device=device))
-    cases = {
-        "rows": (rows, "auto", "none", False),
-        "documents": (packed, "auto", "block", False),
-        "ring": (rows, "ring", "block", False),
-        "compiled": (rows, "auto", "selective", True),
-    }
     failed = 0
     for name in given.names:
-        for case, (arguments, method, mode, compiled) in cases.items():
+        for case in given.cases:
+            arguments, (method, mode, compiled) = packed if case == "documents" else rows, CASES[case]
             if compiled and name not in ("tnl", "mamba", "attention"):
                 continue
             for precision, limit in LIMITS.items():
