@@ -51,7 +51,7 @@ class Routed:
     config: Any
     _balance: Tensor | None = None
     _load: Tensor | None = None
-    _group: dist.ProcessGroup | None = None
+    _group: "dist.ProcessGroup | None" = None
 
     def keep_balance(self, routing: Routing) -> None:
         """Stores the balance loss of a training pass for `auxiliary_loss`; of one rank of several, its two factors."""
@@ -82,7 +82,7 @@ def top_k_routing(logits: Tensor, k: int) -> Routing:
     return Routing(experts, largest.softmax(-1), logits)
 
 
-def balance_over(model: nn.Module, group: dist.ProcessGroup) -> None:
+def balance_over(model: nn.Module, group: "dist.ProcessGroup") -> None:
     """Makes the balance losses of a model's experts those of all tokens of a group's ranks, also of their spans.
 
     `auxiliary_loss` of a layer is then the share of this rank's tokens: the shares of the ranks add up to the loss. It

@@ -13,7 +13,7 @@ from torch import Tensor
 from linnet.ops import sequence
 
 
-def receive(anchor: Tensor, start: Tensor, counts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def receive(anchor: Tensor, start: Tensor, counts: Tensor, group: "dist.ProcessGroup") -> tuple[Tensor, Tensor]:
     """Returns the state that the rank before has sent, and on the first rank the given one.
 
     Args:
@@ -23,7 +23,7 @@ def receive(anchor: Tensor, start: Tensor, counts: Tensor, group: dist.ProcessGr
     return _receive(anchor, start, counts, group.group_name)
 
 
-def send(state: Tensor, counts: Tensor, received: Tensor, group: dist.ProcessGroup) -> Tensor:
+def send(state: Tensor, counts: Tensor, received: Tensor, group: "dist.ProcessGroup") -> Tensor:
     """Sends the state after the span to the next rank; returns a zero, which must be added to the output of the span.
 
     Args:
@@ -122,11 +122,11 @@ _receive.register_autograd(_differentiate_receive, setup_context=_keep_anchor)
 _send.register_autograd(_differentiate_send, setup_context=_keep_size)
 
 
-def _push(x: Tensor, ranks: dist.ProcessGroup, rank: int) -> None:
+def _push(x: Tensor, ranks: "dist.ProcessGroup", rank: int) -> None:
     if x.numel():
         dist.send(x, group=ranks, group_dst=rank)
 
 
-def _pull(x: Tensor, ranks: dist.ProcessGroup, rank: int) -> None:
+def _pull(x: Tensor, ranks: "dist.ProcessGroup", rank: int) -> None:
     if x.numel():
         dist.recv(x, group=ranks, group_src=rank)

@@ -31,8 +31,8 @@ Method = Literal["auto", "gather", "scan", "ring"]
 # Ranks up to which summaries go by one all-gather; above, an exclusive scan in ceil(log2 P) rounds moves fewer bytes.
 MOST_GATHERED = 16
 
-# torch 2.13 renames it.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renames it; a PyTorch without torch.distributed has neither.
+all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 # Names of the registered ops that talk to other ranks, or make what they send: recomputation keeps their results. An
 # all-to-all is repeated: it returns activations, which recomputation is to spare, and all ranks repeat it together.
@@ -57,18 +57,18 @@ class Span(NamedTuple):
     ring: bool = False
 
     @property
-    def group(self) -> dist.ProcessGroup:
+    def group(self) -> "dist.ProcessGroup":
         return group_of(self.name)
 
 
-_groups: dict[str, dist.ProcessGroup] = {}
+_groups: "dict[str, dist.ProcessGroup]" = {}
 _span: Span | None = None
 _before: Tensor | None = None
 _documents: Tensor | None = None
 
 
 @contextlib.contextmanager
-def sequence_parallel(group: dist.ProcessGroup | None, method: Method = "auto") -> Iterator[Span | None]:
+def sequence_parallel(group: "dist.ProcessGroup | None", method: Method = "auto") -> Iterator[Span | None]:
     """Makes ops inside the `with` block treat their rows as spans of longer rows, one span per rank of `group`.
 
     The block must contain the backward pass. None, or a group of one rank, means that rows are whole.
@@ -106,13 +106,13 @@ def spans() -> int:
     return 1 if _span is None else _span.size
 
 
-def keep_group(group: dist.ProcessGroup) -> str:
+def keep_group(group: "dist.ProcessGroup") -> str:
     """Returns the name of a group, by which registered ops find it."""
     _groups[group.group_name] = group
     return group.group_name
 
 
-def group_of(name: str) -> dist.ProcessGroup:
+def group_of(name: str) -> "dist.ProcessGroup":
     """Returns the group with a name, of those that `keep_group` knows."""
     return _groups[name]
 
@@ -410,7 +410,9 @@ def _pack(joined: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.expand(y.shape).reshape(-1) for x, y in zip(found, like, strict=True)])
 
 
-def _scan(own: Tensor, join: Callable, group: dist.ProcessGroup, rank: int, size: int, reverse: bool) -> Tensor | None:
+def _scan(
+    own: Tensor, join: Callable, group: "dist.ProcessGroup", rank: int, size: int, reverse: bool
+) -> Tensor | None:
     """An exclusive scan: in round d each rank sends what it knows of the 2^d ranks up to itself 2^d ranks on."""
     place = size - 1 - rank if reverse else rank  # in the order of the scan
     window, found, step = own, None, 1
