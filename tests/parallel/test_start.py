@@ -39,6 +39,7 @@ def settings(text: Path, architecture: str = "tnl", parallel: dict | None = None
 def text(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(Path(loader.__file__).read_text(encoding="utf-8") * 4, encoding="utf-8")
+    path.with_name("novel.txt").write_text(mesh.__doc__, encoding="utf-8")
     return path
 
 
@@ -241,10 +242,17 @@ def test_bad_input_reaches_every_rank_soon(pool, text, tmp_path):
 # --- Whole runs
 
 
+def whole(text: Path, architecture: str, parallel: dict | None = None) -> TrainConfig:
+    """A run with an evaluation on the way and checkpoints in the background, for one of the architectures."""
+    if architecture != "tnl":
+        return settings(text, architecture, parallel)
+    held_out = {"kind": "text", "name": "novel", "paths": [str(text.with_name("novel.txt"))], "every": 4}
+    return settings(text, architecture, parallel, evaluations=[held_out], run={"async_save": True})
+
+
 def whole_runs(text: Path, root: Path, parallel: dict) -> list[str]:
     """Runs in a worker. Trains each architecture to its end."""
-    configs = [settings(text, name, parallel) for name in ("tnl", "hgrn2", "llama")]
-    return [str(train(config, root, root / "cache").path) for config in configs]
+    return [str(train(whole(text, name, parallel), root, root / "cache").path) for name in ("tnl", "hgrn2", "llama")]
 
 
 def stopped_runs(text: Path, root: Path, parallel: dict, steps: int) -> list:
@@ -300,7 +308,7 @@ def test_nobody_waits_for_ever(pool, text, tmp_path):
 def alone(text, tmp_path_factory) -> dict[str, RunFolder]:
     """The runs of one process."""
     root = tmp_path_factory.mktemp("alone")
-    return {name: train(settings(text, name), root, root / "cache") for name in ("tnl", "hgrn2", "llama")}
+    return {name: train(whole(text, name), root, root / "cache") for name in ("tnl", "hgrn2", "llama")}
 
 
 @pytest.mark.parametrize("world, parallel", [(2, {}), (4, {"tp": 2, "sp": 2})], ids=["2", "tp2sp2"])
@@ -316,6 +324,10 @@ def test_whole_runs_are_those_of_one_process(pool, text, tmp_path, alone, world,
         result = folder.result()
         assert result["status"] == "done" and result["devices"] == world
         assert result["loss"] == pytest.approx(one.result()["loss"], rel=2e-6)
+        evaluated = one.result()["evaluations"]
+        assert evaluated.keys() == result["evaluations"].keys() == ({"novel"} if name == "tnl" else set())
+        for label, metrics in evaluated.items():
+            assert result["evaluations"][label] == pytest.approx(metrics, rel=1e-5)
         assert not (folder.path / "errors").exists() and folder.error() is None
 
 
