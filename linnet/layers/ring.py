@@ -57,7 +57,8 @@ def _pass_on(mixer: Mixer, x: Tensor, cu_seqlens: Tensor | None, here: sequence.
 def _anchor(mixer: Mixer, x: Tensor) -> Tensor:
     """Returns one number that requires a gradient wherever the mixer's output does."""
     parameters = () if x.requires_grad else (p for p in mixer.parameters() if p.requires_grad)
-    return next(iter(parameters), x).flatten()[:1]
+    found = next(iter(parameters), x)
+    return found[(0,) * found.ndim]
 
 
 def _pack(state: State, like: State, mixer: Mixer) -> tuple[Tensor, Tensor]:
