@@ -73,9 +73,11 @@ def block_footprints(
 
 
 def _count(block: nn.Module, width: int, length: int, low_precision: bool, fused: bool) -> Footprint:
-    one, two = (_run(block, (rows, length, width), low_precision, fused) for rows in (1, 2))
-    saved, forward, backward = (b - a for a, b in zip(one, two, strict=True))
-    return Footprint(saved, forward, backward, weights=one[0] - saved)
+    # So many rows that activations outweigh the gradients of the weights, which are not per row, at every moment.
+    rows = -(-sum(p.numel() for p in block.parameters()) // (width * length))
+    once, twice = (_run(block, (count, length, width), low_precision, fused) for count in (rows, 2 * rows))
+    saved, forward, backward = ((b - a) / rows for a, b in zip(once, twice, strict=True))
+    return Footprint(saved, forward, backward, weights=once[0] - rows * saved)
 
 
 def _run(block: nn.Module, shape: tuple, low_precision: bool, fused: bool) -> tuple[int, int, int]:

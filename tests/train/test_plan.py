@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.config import ConfigError
-from linnet.models import family
+from linnet.layers.base import MIXERS
+from linnet.models import ModelConfig, family
 from linnet.train import TrainConfig
 from linnet.train.footprint import block_footprints
 from linnet.train.plan import GIB, find_gpu, fixes, plan, refuse
@@ -121,6 +122,29 @@ def test_equal_blocks_are_counted_once_and_scale_with_the_row():
     short, long = (block_footprints(model, length, "none", True, True) for length in (256, 512))
     assert short[1] is short[2]
     assert long[1].saved == pytest.approx(2 * short[1].saved, rel=0.01)
+
+
+LAYERS = {
+    "tpe": ("tpe tnl+sglu x1", {}),
+    "window": ("attention+swiglu x1", {"attention": {"window": 16}}),
+    "complex": ("hgrn+sglu x1", {"hgrn": {"complex": True}}),
+    "moe": ("attention+moe x1", {}),
+    "lrpe": ("tnl+sglu x1", {"tnl": {"lrpe": "all_layers"}}),
+    **{name: (f"{name}+swiglu x1", {}) for name in sorted(set(MIXERS) - {"tpe"}) if not name.startswith("my_")},
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_has_a_footprint(name):
+    """`none` keeps the residual stream and the inputs of the products at least, and `block` the stream alone."""
+    layout, options = LAYERS[name]
+    model = ModelConfig(d_model=64, layout=layout, options=options, vocab_size=512).model_dump_json()
+    for low_precision, least in ((True, 2), (False, 4)):
+        (all_,) = block_footprints(model, 64, "none", low_precision, True)
+        (few,) = block_footprints(model, 64, "block", low_precision, True)
+        assert few.saved == 4 * 64 * 64
+        assert all_.saved >= (8 + 4 * least) * 64 * 64 and all_.backward > all_.saved > few.saved
+        assert few.backward >= all_.backward * 0.9  # the backward of a recomputed block holds what `none` keeps
 
 
 def test_degrees_that_do_not_fit_are_problems():
