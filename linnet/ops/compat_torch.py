@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 from torch.library import CustomOpDef
 from torch.nn import Parameter
+from torch.utils import _python_dispatch, _pytree
 
 # The type of what `torch.ops.<namespace>.<name>.<overload>` gives; it has no public name.
 OpOverload = torch._ops.OpOverload
@@ -31,6 +33,11 @@ orthogonalize = torch.optim._muon._zeropower_via_newtonschulz
 muon_rate = torch.optim._muon._adjust_lr
 MUON_COEFFICIENTS = (torch.optim._muon.DEFAULT_A, torch.optim._muon.DEFAULT_B, torch.optim._muon.DEFAULT_C)
 MUON_EPSILON, MUON_STEPS = torch.optim._muon.EPS, torch.optim._muon.DEFAULT_NS_STEPS
+
+# To count the memory of a model that no machine here could hold, which no public API does: tensors with shapes and no
+# data, a mode that sees every operation, and the leaves of nested containers. `import torch` imports their modules.
+FakeTensor, FakeTensorMode = fake_tensor.FakeTensor, fake_tensor.FakeTensorMode
+TorchDispatchMode, tree_iter = _python_dispatch.TorchDispatchMode, _pytree.tree_iter
 
 # One kernel for a list of tensors; the public optimizers use these themselves.
 foreach_norm = torch._foreach_norm

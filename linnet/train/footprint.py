@@ -16,13 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from linnet.models.causal_lm import empty_model
 from linnet.models.config import ModelConfig
 from linnet.ops import activation, backend, norm, rotation
+from linnet.ops.compat_torch import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_iter
 from linnet.train import recompute
 
 
