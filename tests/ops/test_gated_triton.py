@@ -178,9 +178,11 @@ def assert_weak_decays_are_kept(T, K, V, *, strength, within, dtype=torch.float3
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("segments", [1, 7])
 def test_weak_decays_do_not_drift_over_many_tokens(strength, dtype, segments):
+    # As bfloat16, keys hardly decay within a chunk of 32 tokens: by 16 decays on average, in any number of tokens.
+    within = 5e-6 + (20 * strength if dtype == torch.bfloat16 else 0)
     for width in (64, 128):
         assert_weak_decays_are_kept(
-            100_000, width, width, strength=strength, within=5e-6, dtype=dtype, segments=segments
+            100_000, width, width, strength=strength, within=within, dtype=dtype, segments=segments
         )
 
 
