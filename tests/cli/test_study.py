@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,12 +63,33 @@ def test_a_study_ends_with_laws_and_a_report_and_then_narrows_an_interval(config
     assert "priced out" in shown and " FLOPs" in shown.partition("priced out")[2]
     assert table.read_text().count("\n") == 13, "what would cost more than the limit is not trained"
     asked = ("--until", f"tnl: a +- {found['half_width'] * 0.98}", "--at-most", "2e9")
-    assert "training " in linnet(*again, *asked)
+    killed = tmp_path / "killed"
+    shutil.copytree(tmp_path / "studies", killed)
+    shown = linnet(*again, *asked)
+    assert "training " in shown
+    kill_in_a_round(config, killed, "--architectures", "tnl", "--no-report", *asked)
+    again_killed = linnet(*again[:-1], killed, *asked)
+    assert again_killed.partition("reached")[2] == shown.partition("reached")[2] != ""
+    assert losses(killed) == losses(tmp_path / "studies"), "the same runs as if it had never been killed"
     trained = {path: path.stat().st_mtime_ns for path in table.parent.glob("runs/*/result.json")}
     assert 12 < len(trained) == table.read_text().count("\n") - 1
     shown = linnet(*again)
     assert f"{len(trained)} of {len(trained)} runs are done" in shown, "the added runs stay in the study"
     assert {path: path.stat().st_mtime_ns for path in table.parent.glob("runs/*/result.json")} == trained
+
+
+def kill_in_a_round(config, out, *arguments) -> None:
+    """Kills `linnet study --until` with SIGKILL while it trains one of the runs that it has added."""
+    before = {path.name for path in out.glob("tiny/runs/*")}
+    process = begin(config, out, *arguments)
+
+    def under_way() -> bool:
+        added = [RunFolder(path) for path in out.glob("tiny/runs/*") if path.name not in before]
+        return any(run.metrics() and not run.done for run in added)
+
+    wait_until(under_way, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
 
 
 def test_wrong_questions_are_errors_before_any_work(config, tmp_path):
@@ -126,8 +148,11 @@ TWO_RUNS += ["--set", "architectures=[tnl]", "--set", "sizes=[[8, 1], [16, 1]]"]
 
 def start(config: Path, out: Path, *arguments) -> subprocess.Popen:
     """The study of two runs in a process of its own."""
-    command = [sys.executable, "-c", "from linnet.cli import main; main()", "study", config, "--out", out, *TWO_RUNS]
-    command += arguments
+    return begin(config, out, *TWO_RUNS, *arguments)
+
+
+def begin(config: Path, out: Path, *arguments) -> subprocess.Popen:
+    command = [sys.executable, "-c", "from linnet.cli import main; main()", "study", config, "--out", out, *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [str(part) for part in command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
