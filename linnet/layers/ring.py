@@ -34,6 +34,11 @@ def mix(mixer: Mixer, x: Tensor, state: State | None, cu_seqlens: Tensor | None)
     return _pass_on(mixer, x, cu_seqlens, here), None
 
 
+def passes_states(mixer: Mixer | None, method: str) -> bool:
+    """Returns whether a mixer's state goes from rank to rank inside `sequence_parallel(group, method)`."""
+    return mixer is not None and (method == "ring" or not mixer.sequence_parallel)
+
+
 def _pass_on(mixer: Mixer, x: Tensor, cu_seqlens: Tensor | None, here: sequence.Span) -> Tensor:
     batch, length = x.shape[:2]
     rows = None if cu_seqlens is None else sequence.rows_of(cu_seqlens, batch * length)

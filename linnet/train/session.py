@@ -16,6 +16,7 @@ from torch import Tensor
 
 from linnet.config import ConfigError
 from linnet.layers import dropout
+from linnet.layers.ring import passes_states
 from linnet.layers.routing import balance_over
 from linnet.ops import compat_torch
 from linnet.ops.sequence import sequence_parallel
@@ -106,6 +107,8 @@ class Session:
             blocks = model.backbone.blocks
             compat_torch.allow_recompilations(4 * len(blocks))
             for block in blocks:
+                if self.mesh.sp > 1 and passes_states(block.mixer, self.mesh.sequence_method):
+                    continue  # torch 2.11 does not compile such a block if it is recomputed
                 block.forward = torch.compile(block.forward, fullgraph=True)
 
     def gradients(self, flags: Flags = (False, False)) -> None:
