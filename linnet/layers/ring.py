@@ -49,7 +49,7 @@ def _pass_on(mixer: Mixer, x: Tensor, cu_seqlens: Tensor | None, here: sequence.
     received, counts = ring.receive(_anchor(mixer, x), first, counts, here.group)
     state = _unpack(received, counts, start)
     with sequence.sequence_parallel(None):
-        if rows is not None:
+        if rows is not None and cu_seqlens is not None:
             fresh = mixer.init_state(cu_seqlens.shape[0] - 1, context, x.device, dtype)
             state = {name: rows.enter(state[name], fresh[name]) for name in state}
         y, after = mixer(x, state, cu_seqlens)
