@@ -178,14 +178,19 @@ MOST_DEPTH = 50  # of YAML's nested lists and mappings
 MOST_VALUES = 100_000  # in YAML whose aliases (`*name`) are written out
 
 
-def parse(cls: type[C], values: Mapping, where: str = "configuration") -> C:
-    """Builds `cls` from plain values. Raises `ConfigError` that lists all problems, with the nearest right key."""
+def parse(cls: type[C], values: Mapping, where: str = "configuration", large_integers: bool = False) -> C:
+    """Builds `cls` from plain values. Raises `ConfigError` that lists all problems, with the nearest right key.
+
+    Args:
+        large_integers: accepts integers that 64 bits do not hold, for a caller with limits and messages of its own.
+    """
     try:
         made, problems = cls.model_validate(values), []
     except ValidationError as error:
         made, problems = None, _problems(cls, values, error)
     known = {problem.partition(":")[0] for problem in problems}
-    problems += [problem for key, problem in _too_large(values) if key not in known]
+    if not large_integers:
+        problems += [problem for key, problem in _too_large(values) if key not in known]
     if problems or made is None:
         raise ConfigError(problems, where)
     return made

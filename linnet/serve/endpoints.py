@@ -53,7 +53,7 @@ class Prepared:
 
 def prepare_completion(service: Service, body: bytes) -> Prepared:
     """Returns the checked body of /v1/completions. Raises `ApiError` or `ConfigError` with all of its problems."""
-    request = parse(CompletionRequest, parse_json(body), "request")
+    request = parse(CompletionRequest, parse_json(body), "request", large_integers=True)
     check_model(service, request.model)
     _check_count(service, len(request.prompt) * request.n)
     prepared = Prepared(request)
@@ -81,7 +81,7 @@ def prepare_completion(service: Service, body: bytes) -> Prepared:
 
 def prepare_chat(service: Service, body: bytes) -> Prepared:
     """Returns the checked body of /v1/chat/completions. Raises `ApiError` or `ConfigError` with all of its problems."""
-    request = parse(ChatRequest, parse_json(body), "request")
+    request = parse(ChatRequest, parse_json(body), "request", large_integers=True)
     check_model(service, request.model)
     _check_count(service, request.n)
     if service.template is None:

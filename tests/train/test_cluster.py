@@ -28,19 +28,18 @@ def losses(folder: RunFolder) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in folder.metrics() if "loss" in row}
 
 
-@pytest.fixture(scope="module")
-def cluster():
+@pytest.fixture
+def cluster(monkeypatch):
     """Ray on this machine with two CPUs, in this process as a user's `ray start` would have it."""
     ray = pytest.importorskip("ray")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
-        monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-        monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
-        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        try:
-            yield ray
-        finally:
-            ray.shutdown()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 def test_a_killed_worker_does_not_change_the_result(cluster, tmp_path, monkeypatch):
@@ -74,8 +73,9 @@ def test_a_killed_worker_does_not_change_the_result(cluster, tmp_path, monkeypat
 
 def test_a_worker_refuses_a_plugin_that_is_another_file_there(tmp_path):
     plugin = tmp_path / "mine.py"
-    plugin.write_text((ROOT / "examples" / "my_mixer.py").read_text())
-    model = {"recipe": "tnl-10m", "d_model": 16, "layout": "my_mixer+sglu x1", "options": {}}
+    text = (ROOT / "examples" / "my_mixer.py").read_text()
+    plugin.write_text(text.replace('"my_mixer"', '"mixer_of_this_test"'))  # the other name may be taken
+    model = {"recipe": "tnl-10m", "d_model": 16, "layout": "mixer_of_this_test+sglu x1", "options": {}}
     sent = resolve(config(plugins=[f"{plugin}:MyMixer"], model=model)).model_dump(mode="json")
     plugin.write_text(plugin.read_text() + "\n")  # another version, as a machine without the last edit has it
     settings = {"config": sent, "root": str(tmp_path / "runs"), "cache": str(tmp_path), "folder": os.getcwd()}
@@ -100,12 +100,13 @@ def test_counts_that_do_not_fit_are_named_before_ray_starts(tmp_path):
         train_on_ray(config(parallel={"sp": 2}), tmp_path, tmp_path, "local", (2, 4))
 
 
-def test_command(tmp_path):
+def test_command(tmp_path, monkeypatch):
     file = tmp_path / "run.json"
     file.write_text(json.dumps(config().model_dump(mode="json", exclude_defaults=True)))
     alone = CliRunner().invoke(app, ["train", str(file), "--workers", "2"])
     assert alone.exit_code and "--workers" in alone.stderr
     both = CliRunner().invoke(app, ["train", str(file), "--ray", "auto", "--devices", "2"])
     assert both.exit_code and "--devices" in both.stderr
+    monkeypatch.setattr(pytest.importorskip("ray"), "is_initialized", lambda: False)  # other tests may have started it
     nobody = CliRunner().invoke(app, ["train", str(file), "--ray", "127.0.0.1:9", "--out", str(tmp_path / "runs")])
     assert nobody.exit_code and "no Ray cluster" in nobody.stderr
