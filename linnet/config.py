@@ -196,14 +196,19 @@ def parse(cls: type[C], values: Mapping, where: str = "configuration", large_int
     return made
 
 
-def _too_large(values: typing.Any, key: str = "") -> typing.Iterator[tuple[str, str]]:
-    """Yields the key and the problem of every integer that 64 bits do not hold, on which arithmetic would fail."""
+def _too_large(values: typing.Any, key: str = "", seen: set[int] | None = None) -> typing.Iterator[tuple[str, str]]:
+    """Yields the key and the problem of every integer that 64 bits do not hold, on which arithmetic would fail.
+
+    A list or mapping that is there several times is read once.
+    """
+    seen = set() if seen is None else seen
     if isinstance(values, int):
         if not -(1 << 63) <= values < 1 << 63:
             yield key, f"{key}: {shown(values)} is too large; give an integer of at most 64 bits"
-    elif isinstance(values, Mapping | list | tuple):
+    elif isinstance(values, Mapping | list | tuple) and id(values) not in seen:
+        seen.add(id(values))
         for name, value in values.items() if isinstance(values, Mapping) else enumerate(values):
-            yield from _too_large(value, f"{key}.{name}" if key else str(name))
+            yield from _too_large(value, f"{key}.{name}" if key else str(name), seen)
 
 
 def _problems(cls: type[Config], values: typing.Any, error: ValidationError) -> list[str]:

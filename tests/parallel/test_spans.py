@@ -170,16 +170,11 @@ def test_what_spans_cannot_serve_is_refused_by_name():
     assert [span_problems(ModelConfig(**SMALL | model), 6, 4) for model in MODELS.values()] == [[]] * len(MODELS)
 
 
-SHARDED = {  # with FSDP, beside those of test_shard.py
-    "mamba": {},
+SHARDED = {  # with FSDP, beside those of test_shard.py: one of each way to cut a row
     "grouped": {"run": {"recompute": "block"}, "accumulation": 2},
     "window": {"data": {"packing": "reset"}},
     "hyena": {"run": {"recompute": "selective"}},
-    "mh_hyena": {"data": {"packing": "reset"}},
-    "hyena_experts": {},
     "hgrn complex": {"data": {"packing": "reset"}, "run": {"recompute": "block"}},
-    "gla": {},
-    "cosformer2": {"accumulation": 3},
     "my_mixer": {"run": {"recompute": "block", "compile": True}},  # its blocks are not compiled
 }
 

@@ -255,18 +255,12 @@ BLOCK, SELECTIVE, MUON = {"run": {"recompute": "block"}}, {"run": {"recompute": 
 WITH_FSDP = {
     "tnl": BLOCK | {"model": {"dropout": 0.1}},
     "hgrn2": SELECTIVE | {"accumulation": 2, "optimizer": MUON},
-    "lightnet": {},
-    "cosformer2": {"optimizer": MUON},
     "gla": BLOCK | {"accumulation": 2},
     "mamba": {"parallel": {"dp_replicate": 2}},
-    "llama": SELECTIVE,
 }
 WITH_SPANS = {
     "tnl": SELECTIVE | {"model": {"dropout": 0.1, "options": {"tnl": {"lrpe": "all_layers"}}}},
     "hgrn2": BLOCK | {"optimizer": MUON},
-    "lightnet": {"accumulation": 2},
-    "cosformer2": BLOCK,
-    "gla": {"optimizer": MUON},
     "mamba": SELECTIVE | {"accumulation": 2},
     "llama": {},
 }
