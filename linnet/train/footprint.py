@@ -7,7 +7,6 @@ the composition that fake tensors get: stand-ins with the outputs and the saved 
 """
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from linnet.models.config import ModelConfig
 from linnet.ops import activation, backend, norm, rotation
 from linnet.ops.compat_torch import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_iter
 from linnet.train import recompute
+from linnet.train.evaluation import collected
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,11 @@ def block_footprints(
 def _count(block: nn.Module, width: int, length: int, low_precision: bool, fused: bool) -> Footprint:
     # So many rows that activations outweigh the gradients of the weights, which are not per row, at every moment.
     rows = -(-sum(p.numel() for p in block.parameters()) // (width * length))
-    once, twice = (_run(block, (count, length, width), low_precision, fused) for count in (rows, 2 * rows))
+    peaks = []
+    for count in (rows, 2 * rows):
+        with collected():  # checkpointed blocks leave cycles, whose tensors another count must not see end
+            peaks.append(_run(block, (count, length, width), low_precision, fused))
+    once, twice = peaks
     saved, forward, backward = ((b - a) / rows for a, b in zip(once, twice, strict=True))
     return Footprint(saved, forward, backward, weights=once[0] - rows * saved)
 
@@ -93,7 +97,6 @@ def _run(block: nn.Module, shape: tuple, low_precision: bool, fused: bool) -> tu
     for parameter in block.parameters():
         parameter.grad = None
     backward = live.peak
-    gc.collect()  # checkpointed blocks leave cycles, whose tensors another count must not see end
     return saved, forward, backward
 
 
