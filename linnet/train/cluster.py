@@ -12,6 +12,7 @@ last checkpoint, so set `run.checkpoint_minutes`.
 import contextlib
 import json
 import os
+import signal
 import socket
 import threading
 import uuid
@@ -125,10 +126,13 @@ def train_on_ray(
     config = as_begun(place, config)
     ours = not ray.is_initialized()
     connect(ray, None if address == LOCAL else address, most if address == LOCAL else None, "--ray")
+    before = signal.getsignal(signal.SIGINT)
     try:
         with _shown(place.folder, config, progress):
             found = _fit(config, root, cache, least, most, restarts, _on_gpus(ray, config, least))
     finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGINT, before)  # Ray Train leaves its own, which asks a controller that is gone
         if ours:
             ray.shutdown()
     if found is not None:

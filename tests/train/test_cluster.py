@@ -45,7 +45,7 @@ def cluster(monkeypatch):
 def test_a_killed_worker_does_not_change_the_result(cluster, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     alone = train(config(), "alone", "cache")
-    killed, rows = [], []
+    killed, rows, before = [], [], signal.getsignal(signal.SIGINT)
 
     def kill_one(row: dict) -> None:
         rows.append(row)
@@ -63,6 +63,7 @@ def test_a_killed_worker_does_not_change_the_result(cluster, tmp_path, monkeypat
 
     folder = train_on_ray(config(), "runs", "cache", "auto", (2, 2), restarts=2, progress=kill_one)
     assert killed and folder.result()["status"] == "done"
+    assert signal.getsignal(signal.SIGINT) is before
     assert losses(folder).keys() == losses(alone).keys()
     assert all(loss == pytest.approx(losses(alone)[step], rel=2e-6) for step, loss in losses(folder).items())
     assert any(row.get("step") == 40 for row in rows)
