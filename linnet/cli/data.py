@@ -25,7 +25,10 @@ def data(
         ),
     ],
     tokenizer: Annotated[
-        str, typer.Option(help="byte, bpe:4096 (learned from the text, any size), a tokenizer.json, or hf:NAME.")
+        str,
+        typer.Option(
+            help="byte, bpe:4096 or wordpiece:4096 (learned from the text, any size), a tokenizer.json, or hf:NAME."
+        ),
     ] = "byte",
     out: Annotated[Path, typer.Option(help="Folder of prepared corpora; each gets a subfolder.")] = Path("runs/cache"),
     validation: Annotated[

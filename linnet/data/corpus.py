@@ -20,16 +20,18 @@ from linnet.data.order import uniform
 from linnet.data.sources import SourceFile
 from linnet.data.split import Split, cut_text, given_split, split_documents, take
 from linnet.data.tokenizer import (
-    BPETokenizerConfig,
     ByteTokenizerConfig,
     FileTokenizerConfig,
     Tokenizer,
+    TokenizerConfig,
+    WordPieceTokenizerConfig,
     expand_tokenizer,
     given_tokenizer,
     load_tokenizer,
     token_dtype,
     tokenizer_path,
     train_bpe,
+    train_wordpiece,
 )
 
 FORMAT = 1  # increase it when the same inputs give other files
@@ -39,7 +41,7 @@ BATCH = 4 << 20  # bytes of text that are encoded at a time
 
 Progress = Callable[[str, int, int], None]
 
-_Tokenizer = Annotated[ByteTokenizerConfig | BPETokenizerConfig | FileTokenizerConfig, Field(discriminator="kind")]
+_Tokenizer = Annotated[TokenizerConfig, Field(discriminator="kind")]
 
 
 class DataConfig(Config):
@@ -49,8 +51,8 @@ class DataConfig(Config):
         source: "stdlib" (the source text of the Python standard library of this machine), or a list of paths of files
             and folders, globs, `hf:NAME[:CONFIG[:SPLIT]]` (a data set of the Hub), and "stdlib".
         text_key: key (JSONL) or column (Parquet) of the text.
-        tokenizer: {kind: byte}, {kind: bpe, vocab_size: N} or {kind: file, path: tokenizer.json}; in short `byte`,
-            `bpe:N`, the path, or `hf:NAME` (a model of the Hub).
+        tokenizer: {kind: byte}, {kind: bpe, vocab_size: N}, {kind: wordpiece, vocab_size: N} or {kind: file, path:
+            tokenizer.json}; in short `byte`, `bpe:N`, `wordpiece:N`, the path, or `hf:NAME` (a model of the Hub).
         validation: sources of held-out text. Exact copies of their documents are left out of training. If empty,
             `validation_fraction` of `source` is held out.
         validation_fraction: share of the bytes to hold out, by document (see linnet/data/split.py).
@@ -410,12 +412,15 @@ def _build(
 
 
 def _learn(config: DataConfig, inputs: _Inputs) -> Tokenizer:
-    """Learns BPE from the training part of documents, taken in a random order until they have `train_bytes` bytes."""
-    assert isinstance(config.tokenizer, BPETokenizerConfig)
+    """Learns a tokenizer from the training part of documents, taken in a random order up to `train_bytes` bytes."""
+    asked = config.tokenizer
     place = uniform(inputs.hashes, config.seed, "learn merges")
-    used = take(inputs.split.cut, place, config.tokenizer.train_bytes)
+    used = take(inputs.split.cut, place, asked.train_bytes)
     texts = (cut_text(text, int(used[number]), int(used[number]))[0] for number, text in inputs.texts() if used[number])
-    return train_bpe((text.decode() for text in texts), config.tokenizer.vocab_size)
+    decoded = (text.decode() for text in texts)
+    if isinstance(asked, WordPieceTokenizerConfig):
+        return train_wordpiece(decoded, asked.vocab_size, asked.lowercase)
+    return train_bpe(decoded, asked.vocab_size)
 
 
 def _batches(parts: Iterator[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, byte-level BPE that Linnet learns, or any tokenizer.json.
+"""Tokenizers: bytes, byte-level BPE or WordPiece that Linnet learns, or any tokenizer.json.
 
 Every tokenizer has an end-of-document token, which follows each document of a corpus. Text never encodes to it: a
 document that contains its spelling ("<|endoftext|>") is encoded as ordinary text.
@@ -8,6 +8,7 @@ import functools
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -15,12 +16,14 @@ from typing import Literal
 import numpy as np
 import tokenizers
 from pydantic import Field
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from linnet.config import Config, ConfigError, digest, shown
 from linnet.data import hub
 
 END_OF_DOCUMENT = "<|endoftext|>"
+UNKNOWN = "[UNK]"  # of WordPiece, for words with a rare character
+MOST_CHARACTERS = 1000  # distinct characters of a WordPiece vocabulary, the most frequent ones (as BERT's)
 # Common names of the end-of-document token in a tokenizer.json, the likeliest first.
 COMMON_ENDS = (
     END_OF_DOCUMENT,
@@ -67,6 +70,25 @@ class BPETokenizerConfig(Config):
     train_bytes: int = Field(100_000_000, ge=1)
 
 
+class WordPieceTokenizerConfig(Config):
+    """WordPiece learned from the training documents, with BERT's rules for words; id 0 is the end of a document.
+
+    Text does not come back from its tokens exactly: runs of spaces become one, and case is lost with `lowercase`. So
+    bytes per token are known on average only.
+
+    Attributes:
+        kind: wordpiece: pieces of words, learned from the training text.
+        vocab_size: exact number of tokens: the end of a document, the unknown token, characters and pieces.
+        train_bytes: bytes of text from which the pieces are learned; documents are taken in a fixed random order.
+        lowercase: whether letters lose case and accents.
+    """
+
+    kind: Literal["wordpiece"] = "wordpiece"
+    vocab_size: int = Field(ge=4, le=1 << 20)
+    train_bytes: int = Field(100_000_000, ge=1)
+    lowercase: bool = True
+
+
 class FileTokenizerConfig(Config):
     """A tokenizer.json of the `tokenizers` library.
 
@@ -81,18 +103,23 @@ class FileTokenizerConfig(Config):
     end_of_document: str | None = None
 
 
+TokenizerConfig = ByteTokenizerConfig | BPETokenizerConfig | WordPieceTokenizerConfig | FileTokenizerConfig
+
+
 def expand_tokenizer(value: object) -> object:
-    """Expands the short forms `byte`, `bpe:4096`, `path/to/tokenizer.json` and `hf:NAME`; returns others unchanged."""
+    """Expands the short forms `byte`, `bpe:4096`, `wordpiece:4096`, `path/to/tokenizer.json` and `hf:NAME`; returns
+    others unchanged."""
     if not isinstance(value, str):
         return value
     if value == "byte":
         return {"kind": "byte"}
-    if match := re.fullmatch(r"bpe:(\d+)", value):
-        return {"kind": "bpe", "vocab_size": int(match[1])}
+    if match := re.fullmatch(r"(bpe|wordpiece):(\d+)", value):
+        return {"kind": match[1], "vocab_size": int(match[2])}
     if hub.is_name(value) or value.endswith(".json") or Path(value).expanduser().is_file():
         return {"kind": "file", "path": value}
     raise ValueError(
-        f"{value!r} is not a tokenizer; use byte, bpe:4096 (any size), the path of a tokenizer.json or hf:NAME"
+        f"{value!r} is not a tokenizer; use byte, bpe:4096 or wordpiece:4096 (any size), the path of a "
+        "tokenizer.json or hf:NAME"
     )
 
 
@@ -294,7 +321,52 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> FileTokenizer:
     return FileTokenizer(inner, END_OF_DOCUMENT, name=f"bpe:{vocab_size}")
 
 
-def given_tokenizer(config: ByteTokenizerConfig | BPETokenizerConfig | FileTokenizerConfig) -> Tokenizer | None:
+def train_wordpiece(documents: Iterable[str], vocab_size: int, lowercase: bool = True) -> FileTokenizer:
+    """Learns WordPiece. The same documents give the same tokenizer, in any order and with any number of threads.
+
+    Args:
+        documents: held in memory, because their characters are counted first.
+
+    Raises:
+        ConfigError: the documents do not have enough repeated pairs for `vocab_size` tokens, or have more characters.
+    """
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    texts = [normalizer.normalize_str(part) for document in documents for part in _short_words(document)]
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    known = sorted(counts, key=lambda character: (-counts[character], character))
+    alphabet = sorted([character for character in known if not character.isspace()][:MOST_CHARACTERS])
+    # The library numbers pieces that continue a word in the order in which it meets them, which changes from run to
+    # run, and pairs with equal counts are merged in the order of these numbers. So they are numbered here.
+    first = [END_OF_DOCUMENT, UNKNOWN, *alphabet, *(f"##{character}" for character in alphabet)]
+    if len(first) > vocab_size:
+        fix = f"its {len(alphabet)} characters alone need {len(first)} tokens; use at least that"
+        raise ConfigError([f"tokenizer.vocab_size: {vocab_size} is too small for the training text: {fix}"], "data")
+    learner = tokenizers.Tokenizer(models.WordPiece(unk_token=UNKNOWN))
+    learner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=first,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    learner.train_from_iterator(texts, trainer=trainer)
+    vocab = learner.get_vocab()
+    if len(vocab) != vocab_size:
+        fix = f"the training text gives only {len(vocab)} tokens; use at most {len(vocab)}, or more text"
+        raise ConfigError([f"tokenizer.vocab_size: {vocab_size} is too large: {fix}"], "data")
+    # A new tokenizer, because the characters above are no special tokens.
+    inner = tokenizers.Tokenizer(models.WordPiece(vocab=vocab, unk_token=UNKNOWN))
+    inner.normalizer, inner.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
+    inner.decoder = decoders.WordPiece()
+    inner.add_special_tokens([END_OF_DOCUMENT, UNKNOWN])
+    return FileTokenizer(inner, END_OF_DOCUMENT, name=f"wordpiece:{vocab_size}")
+
+
+def given_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
     """Returns the tokenizer that a configuration names, or None if it must be learned. Raises as `load_tokenizer`."""
     match config:
         case ByteTokenizerConfig():
@@ -304,9 +376,10 @@ def given_tokenizer(config: ByteTokenizerConfig | BPETokenizerConfig | FileToken
     return None
 
 
-def given_vocabulary(config: ByteTokenizerConfig | BPETokenizerConfig | FileTokenizerConfig) -> int:
+def given_vocabulary(config: TokenizerConfig) -> int:
     """Returns the vocabulary size of a tokenizer's configuration without reading text. Raises as `load_tokenizer`."""
-    return config.vocab_size if isinstance(config, BPETokenizerConfig) else given_tokenizer(config).vocab_size
+    learned = isinstance(config, (BPETokenizerConfig, WordPieceTokenizerConfig))
+    return config.vocab_size if learned else given_tokenizer(config).vocab_size
 
 
 def load_tokenizer(path: str | Path, end_of_document: str | None = None) -> Tokenizer:

@@ -138,7 +138,7 @@ def read_tokenizer(folder: RunFolder) -> Tokenizer | None:
             return ByteTokenizer()
         case {"kind": "file", "path": path, **rest}:
             return load_tokenizer(path, rest.get("end_of_document"))
-        case {"kind": "bpe"}:
+        case {"kind": "bpe" | "wordpiece"}:
             message = f"{folder.path}: has no {TOKENIZER}; copy it from the folder of its corpus in the data cache"
             raise ConfigError([message], "tokenizer")
     return None

@@ -18,10 +18,11 @@ from linnet.data import (
     given_tokenizer,
     given_vocabulary,
     load_tokenizer,
+    prepare,
     tokenizer,
     train_bpe,
 )
-from linnet.data.tokenizer import WORD, _short_words
+from linnet.data.tokenizer import WORD, _short_words, train_wordpiece
 
 TEXTS = [
     "the cat sat on the mat, and the cat's hat sat there\n" * 3,
@@ -73,6 +74,36 @@ def test_bpe_has_exactly_the_size_asked_for_and_starts_with_the_end_of_document(
     assert bpe.byte_lengths.shape == (300,) and bpe.byte_lengths[0] == 0 and bpe.byte_lengths.max() > 1
     assert bpe.decode([0]) == ""
     assert len(bpe.encode(TEXTS[0])) < len(TEXTS[0]) / 1.5
+
+
+def test_wordpiece_splits_words_as_bert_does_and_is_the_same_in_any_process(tmp_path):
+    texts = [text.replace("😀", "") for text in TEXTS] + ["unaffordable unaffordable affordable"] * 3
+    found = train_wordpiece(texts, 85)
+    assert found.vocab_size == 85 and found.end_of_document == 0 and found.name == "wordpiece:85"
+    assert found.decode(found.encode("The CAT sat")) == "the cat sat" and found.byte_lengths is None
+    assert found.decode(found.encode("Naïve café")) == "naive cafe"
+    assert found.encode("☃").tolist() == [found.unknown] == [1]
+    assert 0 not in found.encode("<|endoftext|> [UNK]")
+    pieces = train_wordpiece(texts, 85, lowercase=False)
+    assert pieces.digest != found.digest
+    # The library's own numbering changes from process to process, since it follows the order of a hash table.
+    assert train_wordpiece(texts[::-1], 85).digest == found.digest == "ff9ac80b881a"
+    found.save(tmp_path / "tokenizer.json")
+    again = load_tokenizer(tmp_path / "tokenizer.json")
+    assert again.digest == found.digest and np.array_equal(again.encode(texts[0]), found.encode(texts[0]))
+    with pytest.raises(ConfigError, match="vocab_size: 5000 is too large"):
+        train_wordpiece(texts, 5000)
+    with pytest.raises(ConfigError, match="vocab_size: 10 is too small"):
+        train_wordpiece(texts, 10)
+
+
+def test_a_corpus_learns_wordpiece(tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join(f"the cat number {n} sat on the mat" for n in range(300)))
+    config = DataConfig(source=[str(tmp_path / "a.txt")], tokenizer="wordpiece:60")
+    assert given_tokenizer(config.tokenizer) is None and given_vocabulary(config.tokenizer) == 60
+    corpus = prepare(config, tmp_path / "cache")
+    assert corpus.vocab_size == 60 and corpus.train.unknown == 0
+    assert corpus.tokenizer.decode(corpus.train[:5]).startswith("the cat")
 
 
 def test_the_end_of_document_spelled_out_is_text(bpe):
