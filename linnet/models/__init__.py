@@ -3,7 +3,7 @@
 from linnet.models.autoencoder import AutoEncoder, build_autoencoder
 from linnet.models.backbone import Backbone, ModelState
 from linnet.models.causal_lm import CausalLM, build_model, empty_model
-from linnet.models.config import ModelConfig
+from linnet.models.config import ModelConfig, VisionConfig
 from linnet.models.costs import (
     active_parameters,
     attention_share,
@@ -14,34 +14,45 @@ from linnet.models.costs import (
     state_bytes,
     state_numbers,
 )
+from linnet.models.kinds import KINDS, OBJECTIVE_KINDS, Kind, build, empty_of, kind_of
 from linnet.models.layout import Alias, LayerSpec, parse_layout
-from linnet.models.recipes import FAMILIES, RECIPES, family, get_recipe
+from linnet.models.recipes import FAMILIES, RECIPES, families_of, family, get_recipe, kind_of_recipe, recipes_of
 from linnet.models.stack import StackConfig, check, upgrade
 
 __all__ = [
     "FAMILIES",
+    "KINDS",
+    "OBJECTIVE_KINDS",
     "RECIPES",
     "Alias",
     "AutoEncoder",
     "Backbone",
     "CausalLM",
+    "Kind",
     "LayerSpec",
     "ModelConfig",
     "ModelState",
     "StackConfig",
+    "VisionConfig",
     "active_parameters",
     "attention_share",
+    "build",
     "build_autoencoder",
     "build_model",
     "check",
     "count_parameters",
     "empty_model",
+    "empty_of",
+    "families_of",
     "family",
     "flops_causal",
     "flops_exact",
     "flops_paper",
     "get_recipe",
+    "kind_of",
+    "kind_of_recipe",
     "parse_layout",
+    "recipes_of",
     "state_bytes",
     "state_numbers",
     "upgrade",

@@ -17,6 +17,7 @@ from linnet.layers.positions.absolute import build_positions
 from linnet.models.backbone import Backbone, ModelState, make_layers
 from linnet.models.config import ModelConfig
 from linnet.models.rows import IGNORE, cut_rows
+from linnet.models.stack import StackConfig
 from linnet.ops import sequence
 from linnet.ops.cross_entropy import cross_entropy_reference, is_whole, linear_cross_entropy
 from linnet.ops.cross_entropy.split import split_cross_entropy
@@ -125,8 +126,8 @@ def build_model(config: ModelConfig, seed: int = 0, device: torch.device | str |
     return draw_weights(lambda: CausalLM(config), config, seed, device)
 
 
-def draw_weights(build: Callable[[], M], config: ModelConfig, seed: int, device: torch.device | str | None = None) -> M:
-    """Returns the model that `build` makes, with weights drawn as in `build_model`."""
+def draw_weights(build: Callable[[], M], config: StackConfig, seed: int, device: torch.device | str | None = None) -> M:
+    """Returns the model that `build` makes, with weights drawn as in `build_model` (`linnet.models.kinds.build`)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build()
@@ -185,15 +186,22 @@ def _make_parts(config: ModelConfig, seed: int) -> Iterator[tuple[str, nn.Module
         yield "head", nn.Linear(config.d_model, config.vocab_size, bias=False)
 
 
-def _draw(model: nn.Module, prefix: str, config: ModelConfig, seed: int, threads: int = 1) -> None:
+def _draw(model: nn.Module, prefix: str, config: StackConfig, seed: int, threads: int = 1) -> None:
     """Draws the weights of the linear layers and embeddings of a model, or of its submodule with the name `prefix`."""
     depth_scale = 1.0 / math.sqrt(2 * config.num_layers)
+    init = getattr(config, "init", "normal")
 
     @torch.no_grad()
     def draw(name: str, module: nn.Linear | nn.Embedding) -> None:
         generator = torch.Generator().manual_seed(_seed_of(seed, name))
-        std = config.init_std * (depth_scale if getattr(module, "ends_residual", False) else 1.0)
-        module.weight.normal_(0.0, std, generator=generator)
+        if getattr(module, "starts_zero", False):
+            module.weight.zero_()
+        elif isinstance(module, nn.Linear) and getattr(module, "init", init) == "xavier":
+            bound = math.sqrt(6.0 / (module.in_features + module.out_features))
+            module.weight.uniform_(-bound, bound, generator=generator)
+        else:
+            std = config.init_std * (depth_scale if getattr(module, "ends_residual", False) else 1.0)
+            module.weight.normal_(0.0, std, generator=generator)
         if getattr(module, "bias", None) is not None:
             module.bias.zero_()
 

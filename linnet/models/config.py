@@ -1,4 +1,4 @@
-"""The configuration of a causal language model: a stack of layers and a vocabulary.
+"""The configurations of models: a stack of layers, with a vocabulary or images around it.
 
 In a file, a model is the name of a recipe, a recipe with changes, or a full description:
 
@@ -20,16 +20,86 @@ In a file, a model is the name of a recipe, a recipe with changes, or a full des
         G: attention+swiglu
 """
 
+from typing import Annotated, Literal
+
 from pydantic import Field
 
+from linnet.layers.base import MIXERS
+from linnet.models.patches import whole_side
 from linnet.models.stack import StackConfig
 
 
 class ModelConfig(StackConfig):
     """Everything that defines a causal language model except its weights."""
 
+    TITLE = "a causal language model"
+
     vocab_size: int = Field(
         256, ge=2, le=1 << 31, description="rows of the embedding: the tokens, and optional padding"
     )
     tie_embeddings: bool = Field(True, description="use the embedding as the head")
     embedding_scale: float = Field(1.0, gt=0, description="factor of the embedding; TNL v1 uses sqrt(d_model)")
+
+
+class EncoderConfig(StackConfig):
+    """A stack in which every token sees all others."""
+
+    scan: Literal["forward", "both", "cross", "series"] = Field("both", description="orders in which scans read tokens")
+    drop_path: float = Field(0.0, ge=0, lt=1, description="probability of leaving out a branch of the last block")
+    init: Literal["normal", "xavier"] = Field("normal", description="of linear layers")
+
+
+class VisionConfig(EncoderConfig):
+    """Everything that defines an image classifier except its weights (`linnet.models.classifier`)."""
+
+    TITLE = "an image classifier"
+
+    image_size: int = Field(224, ge=1, le=1 << 14, description="side of the images in pixels")
+    patch: int = Field(16, ge=1, le=1 << 10, description="side of a patch in pixels; each patch is one token")
+    channels: int = Field(3, ge=1, le=1 << 10, description="channels of the images: 1 grey, 3 colour")
+    classes: int = Field(1000, ge=2, le=1 << 24, description="classes, the outputs of the head")
+    pool: Literal["mean", "first", "last", "cls"] = Field(
+        "mean", description="what the head reads: the mean of all patches, one of them, or a class token before them"
+    )
+    position: Literal["none", "learned", "sin_cos"] = Field(
+        "none", description="table added to the patches; learned has one row per patch and fixes the image size"
+    )
+    mean: list[float] | None = Field(None, description="of each channel, subtracted from pixels from 0 to 1")
+    std: list[Annotated[float, Field(gt=0)]] | None = Field(
+        None, description="of each channel; pixels are divided by it after `mean` is subtracted"
+    )
+    head_bias: bool = Field(True, description="bias of the head")
+
+    def problems(self) -> list[str]:
+        """Returns the problems of keys that are valid one by one."""
+        found = super().problems() + image_problems(self)
+        for key in ("mean", "std"):
+            given = getattr(self, key)
+            if given is not None and len(given) != self.channels:
+                found.append(f"{key}: has {len(given)} numbers, but channels is {self.channels}; give one per channel")
+        mixers = [MIXERS[spec.mixer] for spec in self.blocks if spec.mixer]
+        if self.pool == "cls" and all(getattr(mixer, "non_causal", "generic") != "one_scan" for mixer in mixers):
+            found.append(
+                "pool: cls needs a mixer in which all tokens see each other (attention, lightnet, cosformer2), because "
+                f"a class token sees nothing in scans, and {self.layout!r} has none; use pool: mean"
+            )
+        return found
+
+
+def image_problems(config: "VisionConfig") -> list[str]:
+    """Returns the problems of image_size, patch and position of a model of images."""
+    found, size, patch = [], config.image_size, config.patch
+    if size % patch:
+        fit = whole_side(size, patch)
+        found.append(f"image_size: {size} is not a multiple of patch: {patch}; use image_size: {fit} or another patch")
+    if config.position == "sin_cos" and config.d_model % 4:
+        found.append(
+            f"position: sin_cos needs a d_model that is a multiple of 4, not {config.d_model}; use "
+            f"{whole_side(config.d_model, 4)}"
+        )
+    if config.positions != "none":
+        found.append(
+            f"positions: {config.positions} counts the tokens of a text; for the patches of images use `position`: "
+            "none, learned or sin_cos"
+        )
+    return found

@@ -1,38 +1,65 @@
-"""Recipes and families by name. `linnet.models.recipes` fills both, and configurations look names up here."""
+"""Recipes and families by name. `linnet.models.recipes` fills both, and configurations look names up here.
+
+Each belongs to a kind of model (`linnet.models.kinds`): `RECIPES` and `FAMILIES` hold those of causal language models,
+`recipes_of` and `families_of` those of any kind. A recipe's name is unique over all kinds.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 from linnet.config import ConfigError, nearest
 
-# Recipes are functions that return a `ModelConfig`, and that class imports this module, so it is not imported here.
+# Recipes are functions that return a configuration, whose class imports this module, so none is imported here.
 RECIPES: dict[str, Callable[[], Any]] = {}
 FAMILIES: dict[str, Callable[..., Any]] = {}
+_RECIPES: dict[str, dict[str, Callable[[], Any]]] = {"causal_lm": RECIPES}
+_FAMILIES: dict[str, dict[str, Callable[..., Any]]] = {"causal_lm": FAMILIES}
 
 
-def register_family(name: str):
-    """Registers a function (d_model, num_layers, num_heads=0, inner=0, vocab_size=256) -> ModelConfig."""
+def register_family(name: str, kind: str = "causal_lm"):
+    """Registers a function (d_model, num_layers, num_heads=0, inner=0, ...) -> configuration.
+
+    The further arguments are those of the kind: `vocab_size=256` for language models; `image_size`, `patch`, `channels`
+    and `classes` for models of images.
+    """
 
     def decorate(function):
-        FAMILIES[name] = function
+        families_of(kind)[name] = function
         return function
 
     return decorate
 
 
-def register_recipe(name: str, build: Callable[[], Any]) -> None:
-    """Registers a recipe; `build` is called when the recipe is requested."""
-    assert name not in RECIPES, f"recipe {name} is registered twice"
-    RECIPES[name] = build
+def register_recipe(name: str, build: Callable[[], Any], kind: str = "causal_lm") -> None:
+    """Registers a recipe of a kind of model; `build` is called when the recipe is requested."""
+    assert kind_of_recipe(name) is None, f"recipe {name} is registered twice"
+    recipes_of(kind)[name] = build
+
+
+def recipes_of(kind: str) -> dict[str, Callable[[], Any]]:
+    """Returns the recipes of one kind of model."""
+    return _RECIPES.setdefault(kind, {})
+
+
+def families_of(kind: str) -> dict[str, Callable[..., Any]]:
+    """Returns the families of one kind of model."""
+    return _FAMILIES.setdefault(kind, {})
+
+
+def kind_of_recipe(name: str) -> str | None:
+    """Returns the kind of model that a recipe describes, None for an unknown name."""
+    return next((kind for kind, recipes in _RECIPES.items() if name in recipes), None)
 
 
 def get_recipe(name: str):
-    """Returns the `ModelConfig` of a recipe. Raises ConfigError for an unknown name, with the nearest one."""
-    if not isinstance(name, str) or name not in RECIPES:
+    """Returns the configuration of a recipe. Raises ConfigError for an unknown name, with the nearest one."""
+    kind = kind_of_recipe(name) if isinstance(name, str) else None
+    if kind is None:
         raise ConfigError([unknown_recipe(name)], "model")
-    return RECIPES[name]()
+    return recipes_of(kind)[name]()
 
 
 def unknown_recipe(name: str) -> str:
     """Returns the message about a name that belongs to no recipe."""
-    return f"recipe {name!r} is unknown; {nearest(str(name), RECIPES)} (linnet models lists them)"
+    known = [recipe for recipes in _RECIPES.values() for recipe in recipes]
+    return f"recipe {name!r} is unknown; {nearest(str(name), known)} (linnet models lists them)"

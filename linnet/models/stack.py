@@ -34,6 +34,7 @@ class StackConfig(Config):
     After validation `layout` is a string, and `options` holds the complete options of each layer that it names.
     """
 
+    TITLE: ClassVar[str] = "a model"  # what messages call the kind of model, with an article
     ELSEWHERE: ClassVar = dict.fromkeys(
         ("n_layers", "n_layer", "layers", "depth"),
         "write the layers in `layout`, for example 'tnl+sglu x6', or a pattern and `num_layers`",
@@ -70,16 +71,20 @@ class StackConfig(Config):
             values = {"recipe": values}
         if not isinstance(values, Mapping):
             return values
-        values = _without_recipe(dict(values))
+        values = _without_recipe(cls, dict(values))
         if values.get("tpe") is not None:
             deprecation.warn("model key `tpe`", "the mixer `tpe` at the start of `layout`, its values in `options.tpe`")
         return _complete(_one_layout(upgrade(values)))
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
-        if problems := check(self):
+        if problems := self.problems():
             raise ValueError("; ".join(problems))
         return self
+
+    def problems(self) -> list[str]:
+        """Returns the problems of keys that are valid one by one; a subclass adds those of its own keys."""
+        return check(self)
 
     @property
     def stack(self) -> Stack:
@@ -195,12 +200,18 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _without_recipe(values: dict[str, Any]) -> dict[str, Any]:
+def _without_recipe(cls: type[StackConfig], values: dict[str, Any]) -> dict[str, Any]:
     """Applies changes to a recipe's values. A new layout drops the recipe's options but keeps `stack.before`."""
     if "recipe" not in values:
         return values
-    config = get_recipe(values.pop("recipe"))
+    name = values.pop("recipe")
+    config = get_recipe(name)
     recipe, stack = config.model_dump(), config.stack
+    if not recipe.keys() <= cls.model_fields.keys():
+        raise ValueError(
+            f"recipe: {name!r} describes {config.TITLE}, but {cls.TITLE} is needed here; choose another recipe "
+            "(linnet models lists them), or the objective of that kind of model"
+        )
     options = recipe["options"]
     layout = values.get("layout", recipe["layout"])
     if layout != recipe["layout"]:

@@ -101,6 +101,11 @@ def load(path: Path, groups: list[str] | None = None) -> tuple[Tensors, dict]:
     return tensors, state["meta"]
 
 
+def groups(path: Path) -> set[str]:
+    """Returns the names of the groups of a checkpoint. Raises CheckpointError as `load`."""
+    return set(map(group_of, read_state(path)["sha256"]))
+
+
 def verify(file: Path, expected: Mapping) -> None:
     """Compares a file with the `bytes` and `sha256` that were recorded. Raises CheckpointError if it differs."""
     if not file.is_file():

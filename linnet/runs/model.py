@@ -3,17 +3,18 @@
 Two kinds of folder contain a model: a run (its last good checkpoint is used), and a model folder, which is a run
 without its history. `linnet convert` writes model folders:
 
-    config.yaml          the model's configuration under `model`, as in a run; `plugins` if its mixers need them;
-                         `prompt_start` if token ids precede each prompt
+    config.yaml          the model's configuration under `model`, as in a run; `kind` if it is not a causal language
+                         model (`linnet.models.kinds`; in a run, `objective` says it); `plugins` if its mixers need
+                         them; `prompt_start` if token ids precede each prompt
     model.safetensors    its weights
     tokenizer.json       its tokenizer, in the format of `linnet.data.load_tokenizer`, if it has one
     SHA256SUMS           of the two files above, verified on load; `sha256sum -c` reads it too. 0.1.0 did not write it
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import yaml
@@ -22,16 +23,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from linnet import trust
-from linnet.config import ConfigError, parse
+from linnet.config import ConfigError, nearest, parse
 from linnet.data import ByteTokenizer, Tokenizer, load_tokenizer
 from linnet.layers.base import load_plugin
-from linnet.models import CausalLM, ModelConfig, empty_model, upgrade
+from linnet.models import KINDS, OBJECTIVE_KINDS, StackConfig, empty_of, kind_of, upgrade
+from linnet.models.kinds import Kind
 from linnet.runs import checkpoint
 from linnet.runs.checkpoint import CheckpointError
 from linnet.runs.files import write_atomic
 from linnet.runs.folder import RunFolder
 
 TOKENIZER, WEIGHTS, SUMS = "tokenizer.json", "model.safetensors", "SHA256SUMS"
+MODEL, AVERAGE = "model", "average"  # groups of a checkpoint: the last weights, and their moving average
+TEXT = ("causal_lm",)
+Weights = Literal["average", "raw"]
 SHOWN = 5  # largest number of tensors that a message names
 
 
@@ -47,7 +52,7 @@ class Loaded(NamedTuple):
         documents: number of documents that it was trained on; None if the folder does not record it.
     """
 
-    model: CausalLM
+    model: Any
     tokenizer: Tokenizer | None
     step: int | None
     documents: int | None = None
@@ -59,7 +64,9 @@ def load_model(
     dtype: torch.dtype | None = None,
     *,
     allow_plugins: bool = False,
-) -> tuple[CausalLM, Tokenizer | None]:
+    kinds: Collection[str] | None = TEXT,
+    weights: Weights | None = None,
+) -> tuple[Any, Tokenizer | None]:
     """Returns the model of a run or model folder, in evaluation mode, and its tokenizer (None if the folder has none).
 
     Args:
@@ -68,12 +75,15 @@ def load_model(
             stay float32, as fixed tables (decays, RoPE) do.
         allow_plugins: run the Python files that the folder names as `plugins`, although no run was made with them
             here (`linnet.trust`).
+        kinds: the kinds of models (`linnet.models.KINDS`) that the caller can use; None is any.
+        weights: `average` is the moving average of a training with `average`, `raw` the last weights; None is the
+            average where there is one.
 
     Raises:
-        ConfigError: the folder contains no model, its parts do not fit together, a file or weight is damaged, or a
-            plugin is not trusted; the message lists all problems.
+        ConfigError: the folder contains no model, its parts do not fit together, a file or weight is damaged, a
+            plugin is not trusted, or the model is of another kind; the message lists all problems.
     """
-    loaded = load_checkpoint(path, device, dtype, allow_plugins=allow_plugins)
+    loaded = load_checkpoint(path, device, dtype, allow_plugins=allow_plugins, kinds=kinds, weights=weights)
     return loaded.model, loaded.tokenizer
 
 
@@ -83,38 +93,65 @@ def load_checkpoint(
     dtype: torch.dtype | None = None,
     *,
     allow_plugins: bool = False,
+    kinds: Collection[str] | None = TEXT,
+    weights: Weights | None = None,
 ) -> Loaded:
     """Returns the model as `load_model` does, with the training step of the weights."""
     folder = RunFolder.open(path)
-    config = read_config(folder, allow_plugins)
+    config = read_config(folder, allow_plugins, kinds)
     tokenizer = read_tokenizer(folder)
-    model = empty_model(config)
-    tensors, step, documents = _read_weights(folder)
+    model = empty_of(config)
+    tensors, step, documents = _read_weights(folder, weights)
     assign_weights(model, tensors, str(path), dtype)
     if problems := not_finite(tensors) + _changed_files(folder.path):
         raise ConfigError(problems, str(path))
     return Loaded(model.eval().to(device or "cpu"), tokenizer, step, documents)
 
 
-def read_config(folder: RunFolder, allow_plugins: bool = False) -> ModelConfig:
-    """Returns the configuration of the folder's model and imports its plugins.
+def read_config(folder: RunFolder, allow_plugins: bool = False, kinds: Collection[str] | None = None) -> StackConfig:
+    """Returns the configuration of the folder's model, of any kind, and imports its plugins.
 
     Args:
         allow_plugins: import plugins that are not trusted, and those that have changed, with a warning.
+        kinds: the kinds of models that the caller can use; None is any.
 
     Raises:
-        ConfigError: the folder has no configuration, or a plugin is missing, has changed or is not trusted.
+        ConfigError: the folder has no configuration, a plugin is missing, has changed or is not trusted, or the model
+            is of another kind.
     """
     values = folder.config
+    kind = read_kind(folder)
     if "model" not in values:
         raise ConfigError(
             [f"{folder.path}/config.yaml: has no key `model`, so this folder contains no single model"], "model"
         )
+    if kinds is not None and kind.name not in kinds:
+        needed = " or ".join(KINDS[name].config.TITLE for name in kinds if name in KINDS)
+        fix = f"use {kind.commands}, or name another folder" if kind.commands else "name another folder"
+        raise ConfigError([f"{folder.path}: contains {kind.config.TITLE}, but {needed} is needed here; {fix}"], "model")
     trust.check_plugins(values, folder.path / "config.yaml", allow_plugins)
     for plugin in values.get("plugins") or []:
         load_plugin(plugin)
     model = values["model"]
-    return parse(ModelConfig, upgrade(model) if isinstance(model, dict) else model, f"{folder.path}/config.yaml")
+    return parse(kind.config, upgrade(model) if isinstance(model, dict) else model, f"{folder.path}/config.yaml")
+
+
+def read_kind(folder: RunFolder) -> Kind:
+    """Returns the kind of model that a folder contains: from `kind` in a model folder, or `objective` in a run.
+
+    Raises:
+        ConfigError: the kind or objective is unknown.
+    """
+    values, where = folder.config, f"{folder.path}/config.yaml"
+    if (name := values.get("kind")) is not None:
+        key, known = "kind", {kind: kind for kind in KINDS}
+    else:
+        key, known = "objective", {one: kind for one, kind in OBJECTIVE_KINDS.items() if kind in KINDS}
+        name = values.get("objective", "text")
+    if not isinstance(name, str) or name not in known:
+        problem = f"{key}: {name!r} is not a kind of model that this release knows; {nearest(str(name), known)}"
+        raise ConfigError([problem], where)
+    return KINDS[known[name]]
 
 
 def read_tokenizer(folder: RunFolder) -> Tokenizer | None:
@@ -146,7 +183,7 @@ def read_tokenizer(folder: RunFolder) -> Tokenizer | None:
 
 def save_model(
     path: str | Path,
-    config: ModelConfig,
+    config: StackConfig,
     tensors: Mapping[str, Tensor],
     tokenizer: Tokenizer | None = None,
     plugins: list[str] | None = None,
@@ -170,6 +207,8 @@ def save_model(
         names = [name for name in (WEIGHTS, TOKENIZER) if (path / name).is_file()]
         write_atomic(path / SUMS, "".join(f"{checkpoint.sha256(path / name)}  {name}\n" for name in names))
         values: dict[str, Any] = {"model": config.model_dump(mode="json")}
+        if (kind := kind_of(config).name) not in TEXT:
+            values = {"kind": kind, **values}
         if plugins:
             values |= {"plugins": plugins, "plugin_digests": trust.digests(plugins)}
             trust.remember(plugins)
@@ -182,7 +221,7 @@ def save_model(
 
 
 def assign_weights(
-    model: CausalLM, tensors: Mapping[str, Tensor], where: str, dtype: torch.dtype | None = None
+    model: nn.Module, tensors: Mapping[str, Tensor], where: str, dtype: torch.dtype | None = None
 ) -> None:
     """Replaces the tensors of `model` by saved ones. Raises ConfigError with all names and shapes that differ."""
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -249,10 +288,13 @@ def mismatches(own: Mapping[str, tuple], given: Mapping[str, tuple]) -> list[str
     return problems
 
 
-def _read_weights(folder: RunFolder) -> tuple[dict[str, Tensor], int | None, int | None]:
+def _read_weights(folder: RunFolder, weights: Weights | None) -> tuple[dict[str, Tensor], int | None, int | None]:
     """Returns the weights, their training step, and the number of documents that they were trained on."""
     file = folder.path / WEIGHTS
+    lacking = "weights: average: {} has no averaged weights; use raw, or train with `average`"
     if file.is_file():
+        if weights == AVERAGE:
+            raise ConfigError([lacking.format(folder.path)], "model")
         try:
             return load_file(file), None, None
         except (OSError, SafetensorError) as error:
@@ -260,12 +302,16 @@ def _read_weights(folder: RunFolder) -> tuple[dict[str, Tensor], int | None, int
     problems = []
     for path in reversed(folder.checkpoints()):
         try:
-            tensors, meta = checkpoint.load(path, ["model"])
+            averaged = weights != "raw" and AVERAGE in checkpoint.groups(path)
+            tensors, meta = checkpoint.load(path, [MODEL, AVERAGE] if averaged else [MODEL])
         except CheckpointError as error:
             problems += error.problems
             continue
         if problems:
             told = f"skipped a damaged checkpoint: {'; '.join(problems)}; using {path.name}"
             warnings.warn(told, DamagedCheckpoint, stacklevel=3)
-        return tensors["model"], checkpoint.step_of(path), meta.get("documents")
+        if weights == AVERAGE and not averaged:
+            raise ConfigError([lacking.format(path)], "model")
+        found = tensors[MODEL] | tensors.get(AVERAGE, {})
+        return found, checkpoint.step_of(path), meta.get("documents")
     raise ConfigError(problems or [f"{folder.path}: has neither {WEIGHTS} nor a checkpoint"], "model")

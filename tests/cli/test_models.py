@@ -48,4 +48,4 @@ def test_an_unknown_recipe_gets_the_nearest():
     assert result.exit_code == 2 and "'tnl-70m'" in result.stderr
     for command in (["models"], ["bench", "generate"], ["train", "--model"]):  # no wall of names
         result = CliRunner().invoke(app, [*command, "leaky"])
-        assert result.exit_code == 2 and re.search(rf"'leaky' .*{len(RECIPES)} .*linnet models", result.stderr)
+        assert result.exit_code == 2 and re.search(r"'leaky' .*\d+ .*linnet models", result.stderr)

@@ -1,19 +1,30 @@
 """Named models. One file per family, with the paper, its sizes and every departure; importing registers all of them."""
 
 from linnet.models.recipes import cosformer2, gla, hgrn, lightnet, llama, mad, mamba, tnl
-from linnet.models.recipes.registry import FAMILIES, RECIPES, family, get_recipe
+from linnet.models.recipes.registry import (
+    FAMILIES,
+    RECIPES,
+    families_of,
+    family,
+    get_recipe,
+    kind_of_recipe,
+    recipes_of,
+)
 
 __all__ = [
     "FAMILIES",
     "RECIPES",
     "cosformer2",
+    "families_of",
     "family",
     "get_recipe",
     "gla",
     "hgrn",
+    "kind_of_recipe",
     "lightnet",
     "llama",
     "mad",
     "mamba",
+    "recipes_of",
     "tnl",
 ]

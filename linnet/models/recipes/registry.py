@@ -4,9 +4,20 @@ from collections.abc import Callable
 
 from linnet.config import ConfigError
 from linnet.layers.base import MIXERS
-from linnet.models.config import ModelConfig
+from linnet.models.config import ModelConfig, VisionConfig
 from linnet.models.layout import nearest_layer
-from linnet.models.registry import FAMILIES, RECIPES, get_recipe, register_family, register_recipe, unknown_recipe
+from linnet.models.registry import (
+    FAMILIES,
+    RECIPES,
+    families_of,
+    get_recipe,
+    kind_of_recipe,
+    recipes_of,
+    register_family,
+    register_recipe,
+    unknown_recipe,
+)
+from linnet.models.stack import StackConfig
 
 __all__ = [
     "FAMILIES",
@@ -14,14 +25,19 @@ __all__ = [
     "PAPER_VOCAB",
     "RECIPES",
     "default_heads",
+    "families_of",
     "family",
     "get_recipe",
+    "kind_of_recipe",
+    "recipes_of",
     "register_family",
     "register_recipe",
     "unknown_recipe",
 ]
 
 PAPER_VOCAB = 100_280  # tiktoken's cl100k with its special tokens (paper 000, 3.2)
+
+SMALL_IMAGES = {"image_size": 32, "patch": 2, "channels": 3, "classes": 10}  # defaults of the families of images
 
 # Paper 000's sizes: layers, width, heads, GLU width. Table 7 prints h = 16 and g = 5632 in its 1B rows, but its own
 # parameter and FLOP columns need h = 12 and g = 4096; Table 2's head counts contradict its head width of 128.
@@ -35,21 +51,27 @@ PAPER_SIZES = {
 }
 
 
-def family(name: str) -> Callable[..., ModelConfig]:
-    """Returns the family of a name. A registered mixer without a family (a plugin) gets `name+swiglu` with RMSNorm."""
-    if name in FAMILIES:
-        return FAMILIES[name]
-    if name not in MIXERS:
-        told = nearest_layer(name, {*FAMILIES, *MIXERS})
+def family(name: str, kind: str = "causal_lm") -> Callable[..., StackConfig]:
+    """Returns the family of a name among the models of one kind (`linnet.models.registry.register_family`).
+
+    A registered mixer without a family of that kind (a plugin) gets `name+swiglu` with RMSNorm, as a language model or
+    an image classifier.
+    """
+    families = families_of(kind)
+    if name in families:
+        return families[name]
+    config = {"causal_lm": ModelConfig, "classifier": VisionConfig}.get(kind)
+    known = MIXERS if config is not None else {}
+    if config is None or name not in known:
+        told = nearest_layer(name, {*families, *known})
         raise ConfigError([f"architecture {name!r} is unknown; {told}"], "architectures")
 
-    def build(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, vocab_size: int = 256) -> ModelConfig:
+    def build(d_model: int, num_layers: int, num_heads: int = 0, inner: int = 0, **inputs: int) -> StackConfig:
         options: dict[str, dict] = {"swiglu": {"inner": inner}}
         if "num_heads" in MIXERS[name].Config.model_fields:
             options[name] = {"num_heads": num_heads or default_heads(d_model)}
-        return ModelConfig(
-            d_model=d_model, layout=f"{name}+swiglu x{num_layers}", vocab_size=vocab_size, options=options
-        )
+        sizes = {"vocab_size": 256} if config is ModelConfig else SMALL_IMAGES
+        return config(d_model=d_model, layout=f"{name}+swiglu x{num_layers}", options=options, **{**sizes, **inputs})
 
     return build
 

@@ -1,0 +1,65 @@
+"""The kinds of models: the configuration and the class of each, and how to build any of them from a seed.
+
+A run folder says what it contains by its `objective`, a model folder by its key `kind` (absent: causal language model).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from linnet.models.causal_lm import CausalLM, draw_weights, empty
+from linnet.models.config import ModelConfig
+from linnet.models.stack import StackConfig
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of model.
+
+    Attributes:
+        name: its name in files.
+        config: class of its configuration.
+        module: class of the model, built from a configuration alone.
+        commands: what reads a folder with such a model, for messages to users who tried something else.
+    """
+
+    name: str
+    config: type[StackConfig]
+    module: type[nn.Module]
+    commands: str = ""
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (Kind("causal_lm", ModelConfig, CausalLM, "linnet generate, linnet serve, linnet evaluate text"),)
+}
+
+OBJECTIVE_KINDS = {
+    "text": "causal_lm",
+    "images": "classifier",
+    "diffusion": "denoiser",
+    "masked": "masked_lm",
+    "sentences": "sentence",
+}
+
+
+def kind_of(config: StackConfig) -> Kind:
+    """Returns the kind of model that a configuration describes, which its class determines."""
+    return next(kind for kind in KINDS.values() if kind.config is type(config))
+
+
+def build(kind: str, config: StackConfig, seed: int = 0, device: torch.device | str | None = None) -> nn.Module:
+    """Returns a model of one kind with weights drawn as in `linnet.models.build_model`.
+
+    They are a function of (seed, parameter name) only. A linear layer or embedding with the attribute `starts_zero`
+    starts at zero. With `init: xavier` the other linear layers are uniform in +-sqrt(6 / (inputs + outputs)), as in
+    DiT, except those with the attribute `init = "normal"`; embeddings stay N(0, init_std).
+    """
+    module = KINDS[kind].module
+    return draw_weights(lambda: module(config), config, seed, device)
+
+
+def empty_of(config: StackConfig, device: torch.device | str = "cpu") -> nn.Module:
+    """Returns the model of any configuration without weights, as `linnet.models.causal_lm.empty` does."""
+    return empty(lambda: kind_of(config).module(config), device)
