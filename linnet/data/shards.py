@@ -85,18 +85,11 @@ class TokenShards:
         Raises:
             ConfigError: names each file that differs, and how to rebuild it.
         """
-        problems = []
-        for path, entry in self._files.items():
-            if problem := size_problem(path, entry) or content_problem(path, entry):
-                problems.append(problem)
-        if problems:
-            raise damaged(self.path.parent, problems)
-        _verified.update(_state(path) for path in self._files)
+        _verify(self.path.parent, self._files)
 
     def verify_once(self) -> None:
         """Calls `verify`, unless this process has done so and the files have not changed since."""
-        if not all(_state(path) in _verified for path in self._files):
-            self.verify()
+        verify_files(self.path.parent, self._files)
 
 
 class ShardWriter:
@@ -168,6 +161,16 @@ def content_problem(path: Path, entry: dict) -> str | None:
     if fingerprint(path) == entry["sha256"]:
         return None
     return f"{path}: is corrupted: its SHA-256 changed since it was written"
+
+
+def verify_files(folder: Path, files: dict[Path, dict]) -> None:
+    """Compares files with their entries, unless this process has done so and they have not changed since.
+
+    Raises:
+        ConfigError: names each file that differs, and how to rebuild it.
+    """
+    if not all(_state(path) in _verified for path in files):
+        _verify(folder, files)
 
 
 def write_metadata(folder: Path, values: dict) -> None:
@@ -280,6 +283,16 @@ def _remove_abandoned(folder: Path) -> None:
 def _remove_old(path: Path) -> None:
     if time.time() - path.stat().st_mtime > ABANDONED:
         shutil.rmtree(path)
+
+
+def _verify(folder: Path, files: dict[Path, dict]) -> None:
+    problems = []
+    for path, entry in files.items():
+        if problem := size_problem(path, entry) or content_problem(path, entry):
+            problems.append(problem)
+    if problems:
+        raise damaged(folder, problems)
+    _verified.update(_state(path) for path in files)
 
 
 def _checksum(values: dict) -> str:

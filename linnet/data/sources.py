@@ -21,7 +21,7 @@ import time
 import typing
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -35,6 +35,7 @@ KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "p
 # Folders that are not part of the library, and tests, some of which contain invalid source text on purpose.
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 SNIFF = 8192  # bytes to read from the start of a file; enough to recognize most binary files
+FINGERPRINTS = "fingerprints.json"
 LARGE = 16 << 20  # bytes from which the fingerprint of a file is stored
 SETTLED = 2.0  # seconds after which another change to a file certainly changes its times
 REPORTED = 5  # most problems listed per file
@@ -132,11 +133,7 @@ def fingerprints(files: list[SourceFile], cache: Path | None) -> list[str]:
     Like git, this treats a file as unchanged if its size and its times of modification and change are the same. The
     fingerprint of a file that changed a moment ago is not stored, because a second change could leave its times equal.
     """
-    known = {}
-    if cache is not None:
-        record = cache / "fingerprints.json"
-        with contextlib.suppress(OSError, ValueError):
-            known = json.loads(record.read_text(encoding="utf-8"))
+    known = _known(cache)
     found, fresh = [], {}
     for file in files:
         state = file.path.stat()
@@ -148,12 +145,42 @@ def fingerprints(files: list[SourceFile], cache: Path | None) -> list[str]:
         found.append(fingerprint(file.path))
         if state.st_size >= LARGE and time.time() - max(state.st_mtime, state.st_ctime) > SETTLED:
             fresh[key] = [*stamp, found[-1]]
-    if fresh and cache is not None:
-        cache.mkdir(parents=True, exist_ok=True)
-        temporary = record.with_name(f".{uuid.uuid4().hex}.tmp")
-        temporary.write_text(json.dumps({**known, **fresh}), encoding="utf-8")
-        os.replace(temporary, record)
+    _remember(cache, known, fresh)
     return found
+
+
+def remembered(key: str, stamp: str, newest: float, compute: Callable[[], str], cache: Path | None) -> str:
+    """Returns `compute()`, or what it returned when it was last called for this key and stamp.
+
+    Args:
+        key: the path of a folder. stamp: a digest of the names, sizes and times of its files.
+        newest: time of the last change to a file. As for `fingerprints`, the result of a recent change is not stored.
+        cache: the folder where results are stored; None stores nothing.
+    """
+    known = _known(cache)
+    if known.get(key, [])[:1] == [stamp]:
+        return known[key][-1]
+    found = compute()
+    if time.time() - newest > SETTLED:
+        _remember(cache, known, {key: [stamp, found]})
+    return found
+
+
+def _known(cache: Path | None) -> dict:
+    known: dict = {}
+    if cache is not None:
+        with contextlib.suppress(OSError, ValueError):
+            known = json.loads((cache / FINGERPRINTS).read_text(encoding="utf-8"))
+    return known
+
+
+def _remember(cache: Path | None, known: dict, fresh: dict) -> None:
+    if not fresh or cache is None:
+        return
+    cache.mkdir(parents=True, exist_ok=True)
+    temporary = cache / f".{uuid.uuid4().hex}.tmp"
+    temporary.write_text(json.dumps({**known, **fresh}), encoding="utf-8")
+    os.replace(temporary, cache / FINGERPRINTS)
 
 
 def stdlib_folder() -> Path:

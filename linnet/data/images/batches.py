@@ -1,0 +1,165 @@
+"""Batches of images: a pure function of (seed, position), so there is no loader state to save.
+
+Sample g = position * batch_size + j is at place p = g % N of epoch g // N, and reads the image that `linnet.data.order`
+gives to place p // repeats of this epoch. So an epoch has N samples also if each image is repeated.
+
+Row 2k of a batch is sample k and row 2k + 1 is sample B - 1 - k: rows that MixUp and CutMix combine are neighbours, and
+a rank that takes an even number of rows has both.
+"""
+
+import itertools
+import re
+import signal
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from linnet.config import ConfigError
+from linnet.data.images.config import AugmentConfig
+from linnet.data.images.corpus import ImageSplit
+from linnet.data.order import shuffled
+
+Key = tuple[int, int, int]  # position, rank, world
+AHEAD = 2  # batches that each worker process prepares in advance
+
+
+class ImageBatches:
+    """The training batches of a run.
+
+    Args:
+        split: the images, usually `corpus.train`.
+        batch_size: rows per step, over all ranks.
+        seed: seed of the order, and of augmentation that works on single images (`deit`).
+        augment: augmentation. Crops, flips and mixing are applied later, on the device, by `augment_batch`.
+        workers: processes that decode; 0 decodes in the calling process. Batches do not depend on it.
+        repeats: times that an image is read in a row; None takes `augment.repeats`.
+
+    Raises:
+        ValueError: a size is below 1, or `workers` is negative.
+        ConfigError: `deit` without timm or a torchvision that matches torch.
+    """
+
+    def __init__(
+        self,
+        split: ImageSplit,
+        batch_size: int,
+        seed: int,
+        augment: AugmentConfig | None = None,
+        workers: int = 0,
+        repeats: int | None = None,
+    ):
+        augment = augment or AugmentConfig()
+        self.repeats = augment.repeats if repeats is None else repeats
+        if batch_size < 1 or self.repeats < 1 or workers < 0:
+            raise ValueError(
+                f"batch_size {batch_size} and repeats {self.repeats} must be at least 1, workers {workers} at least 0"
+            )
+        self.split, self.batch_size, self.seed, self.workers = split, batch_size, seed, workers
+        self._rows = _Rows(split, batch_size, seed, augment, self.repeats)
+        self._loader: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._next: Key | None = None
+
+    def batch(self, position: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
+        """Returns the rows of one rank of the global batch at a position.
+
+        Args:
+            position: from 0; the global batch depends only on it and on the seed.
+            rank, world: number of this rank, and number of ranks. The rows of ranks 0 ... world - 1, in this order,
+                are the global batch.
+
+        Returns:
+            Images uint8 [b, C, S, S] (float32 for latents and `deit`) and labels int64 [b].
+
+        Raises:
+            ConfigError: a worker process was killed.
+        """
+        if position < 0 or not 0 <= rank < world:
+            raise ValueError(
+                f"position {position} must not be negative, and rank {rank} must lie in [0, world {world})"
+            )
+        key = (position, rank, world)
+        if self.workers == 0:
+            return self._rows[key]
+        if self._loader is None or self._next != key:  # the first batch, or a jump
+            self.close()
+            with warnings.catch_warnings():  # of more workers than cores, which is the user's choice
+                warnings.filterwarnings("ignore", "This DataLoader will create")
+                self._loader = iter(_loader(self._rows, key, self.workers))
+        self._next = (position + 1, rank, world)
+        try:
+            return next(self._loader)
+        except RuntimeError as error:
+            found = re.search(r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\)", str(error))
+            if found is None:
+                raise
+            self.close()
+            problem = f"workers: {self.workers} processes decode images, and process {found[1].strip()} was killed"
+            raise ConfigError(
+                [f"{problem}, perhaps for lack of memory; use fewer workers and resume the run"], "data"
+            ) from None
+
+    def epoch(self, position: int) -> float:
+        """Returns how many times the training images have been read before this position."""
+        return position * self.batch_size / len(self.split)
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self._loader = self._next = None
+
+
+class _Rows(Dataset):
+    """Maps (position, rank, world) to the rows of a batch, for this process or for a worker."""
+
+    def __init__(self, split: ImageSplit, batch_size: int, seed: int, augment: AugmentConfig, repeats: int):
+        self.split, self.batch_size, self.seed, self.augment, self.repeats = split, batch_size, seed, augment, repeats
+        self._transform: Any = None
+        if augment.kind == "deit":
+            from linnet.data.images.deit import DeitTransform
+
+            self._transform = DeitTransform(split, seed)
+
+    def __getitem__(self, key: Key) -> tuple[Tensor, Tensor]:
+        position, rank, world = key
+        start, end = (self.batch_size * r // world for r in (rank, rank + 1))
+        samples = position * self.batch_size + paired(self.batch_size)[start:end]
+        epoch, place = np.divmod(samples, len(self.split))
+        indices = shuffled(epoch * len(self.split) + place // self.repeats, len(self.split), self.seed)
+        images = self.split.images(indices) if self._transform is None else self._transform.images(indices, samples)
+        return images, self.split.labels(indices)
+
+
+def paired(batch_size: int) -> np.ndarray:
+    """Returns the sample of each row of a batch, int64 [B]: 0, B - 1, 1, B - 2, ..."""
+    rows = np.arange(batch_size, dtype=np.int64)
+    return np.where(rows % 2 == 0, rows // 2, batch_size - 1 - rows // 2)
+
+
+class _Positions(Sampler):
+    """The keys of all batches from a position on; it has no end and no state."""
+
+    def __init__(self, first: Key):
+        self._first = first
+
+    def __iter__(self) -> Iterator[Key]:
+        position, rank, world = self._first
+        return ((number, rank, world) for number in itertools.count(position))
+
+
+def _loader(rows: _Rows, first: Key, workers: int) -> DataLoader:
+    return DataLoader(
+        rows,
+        batch_size=None,
+        sampler=_Positions(first),
+        num_workers=workers,
+        prefetch_factor=AHEAD,
+        worker_init_fn=_ignore_interrupts,
+    )
+
+
+def _ignore_interrupts(number: int) -> None:
+    # Ctrl-C reaches all processes of a terminal; the training process stops, and then ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

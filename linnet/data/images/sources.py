@@ -1,0 +1,661 @@
+"""Sources of labelled images: finds their files, and reads one record per image.
+
+digits    scikit-learn's digits; the last 297 are the part `test`
+folder    class folders `root/class/.../name.png`; classes in the order of their names
+parquet   a column of images (a struct with `bytes`, or bytes) and one of labels: the layout of published data sets
+tar       shards of `key.jpg` and `key.cls` (a number or a name)
+idx       `*-images-idx3-ubyte` beside `*-labels-idx1-ubyte`, also `.gz`: the layout of MNIST
+npz, npy  arrays uint8 [N, H, W], [N, H, W, C] or [N, C, H, W]; or latents, float16 [N, C, S, S]
+
+Where a folder holds Parquet, tar, IDX or array files, these are read; otherwise it is a folder of classes. The words
+`train`, `validation` and `test` in names of files, folders and arrays make parts (`split`, `held_out`). No archive is
+unpacked, and no pickle is read.
+"""
+
+import glob
+import gzip
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import re
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linnet.config import ConfigError, nearest
+from linnet.data import hub
+from linnet.data.images.config import DIGITS, ImageDataConfig
+from linnet.data.sources import SourceFile, fingerprint, fingerprints, remembered
+from linnet.install import install_command
+
+IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
+HELD_DIGITS = 297  # the usual test images: the last ones, by other writers
+WORDS = {**hub.SPLITS, "test": hub.SPLITS["test"] | {"t10k"}}
+IMAGE_NAMES = ("image", "images", "img", "x", "arr_0", "latents", "latent")
+LABEL_NAMES = ("label", "labels", "fine_label", "y", "arr_1", "class", "targets")
+REPORTED = 5  # most problems listed per file
+ROWS = 1024  # rows of Parquet that are read at a time
+_IDX = re.compile(r"(?P<part>.*?)(?P<word>images)(?P<end>[-.]idx[34]-ubyte(\.gz)?)$")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One image of a source.
+
+    Attributes:
+        name: for messages: the file, and the place in it.
+        label: number or name of the class.
+        data: an encoded image; or pixels, uint8 [C, H, W]; or a latent, float16 [C, S, S].
+    """
+
+    name: str
+    label: int | str
+    data: bytes | np.ndarray
+
+
+@dataclass
+class ImageSource:
+    """A file, or a folder of classes, that holds images.
+
+    Attributes:
+        kind: see the module's docstring.
+        path: the file or folder. name: how messages call it.
+        part: "train", "validation", "test", or None if nothing in its name says so.
+        files: the files that identify the content, in a fixed order.
+        named: whether a path or glob names it directly.
+    """
+
+    kind: str
+    path: Path
+    part: str | None = None
+    named: bool = False
+    files: list[Path] = field(default_factory=list)
+
+    @property
+    def encoded(self) -> bool:
+        return self.kind in ("folder", "parquet", "tar")
+
+
+def find_sources(names: list[str], key: str, problems: list[str], skipped: list[str]) -> list[ImageSource]:
+    """Lists the sources that names of a configuration mean, without reading images.
+
+    Args:
+        names: "digits", paths of folders and files, globs, and names on the Hub.
+        key: the configuration key, for messages.
+        problems: problems are appended here.
+        skipped: files in folders that are no images are appended here with the reason.
+    """
+    found: list[ImageSource] = []
+    for name in names:
+        try:
+            found += _find(name, skipped)
+        except _Unusable as error:
+            problems += [f"{key}: {name!r} {line}" for line in error.lines]
+    if not names:
+        problems.append(f"{key}: is an empty list; name a folder or file of images, or {DIGITS!r}")
+    unique: dict[tuple, ImageSource] = {}
+    for source in found:
+        unique.setdefault((source.path.resolve(), source.part), source)
+    return list(unique.values())
+
+
+def choose_parts(
+    config: ImageDataConfig, train: list[ImageSource], held: list[ImageSource], problems: list[str]
+) -> tuple[list[ImageSource], list[ImageSource]]:
+    """Returns the sources of training and of held-out images, by the parts that the sources have."""
+    held = [source for source in held if source.part != config.split] or held
+    parts = sorted({source.part for source in train if source.part})
+    if not parts:
+        if config.held_out is not None:
+            problems.append(
+                f"held_out: {config.held_out!r}, but the source has no parts; use validation, or validation_fraction"
+            )
+        return train, held
+    chosen = [source for source in train if source.part in (None, config.split)]
+    if not chosen:
+        if len(parts) == 1 and config.held_out is None:  # a folder with one part: there is nothing to choose
+            return train, held
+        problems.append(f"split: the source has no part {config.split!r}; {nearest(config.split, parts)}")
+        return train, held
+    if config.held_out is not None:
+        own = [source for source in train if source.part == config.held_out]
+        if not own:
+            problems.append(f"held_out: the source has no part {config.held_out!r}; {nearest(config.held_out, parts)}")
+        return chosen, own
+    if config.validation or config.validation_fraction is not None:
+        return chosen, held
+    for name in ("validation", "test"):
+        own = [source for source in train if source.part == name and name != config.split]
+        if own:
+            return chosen, own
+    return chosen, []
+
+
+def content(sources: list[ImageSource], cache: Path | None) -> list[list]:
+    """Returns kind, part and SHA-256 of the content of each source, wherever it lies.
+
+    Those of class folders and of large files are remembered in the folder `cache` by sizes and times of the files.
+    """
+    return [[source.kind, source.part, _content(source, cache)] for source in sources]
+
+
+def read_records(source: ImageSource, config: ImageDataConfig, problems: list[str]) -> Iterator[Record]:
+    """Yields the images of a source in their order.
+
+    Args:
+        problems: problems of files are appended here, at most about `REPORTED` per file; their images are not yielded.
+    """
+    readers = {
+        DIGITS: _read_digits,
+        "folder": _read_folder,
+        "parquet": _read_parquet,
+        "tar": _read_tar,
+        "idx": _read_idx,
+        "npz": _read_npz,
+        "npy": _read_npy,
+    }
+    try:
+        yield from readers[source.kind](source, config, problems)
+    except _Unusable as error:
+        problems += [f"{source.path}: {line}" for line in error.lines]
+    except (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, tarfile.TarError) as error:
+        problems.append(f"{source.path}: is truncated or damaged ({error}); make it again, or leave it out")
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or error.strerror:
+            problems.append(f"{error.filename or source.path}: cannot be read: {error.strerror or error}")
+        else:  # pyarrow raises OSError for damaged files
+            problems.append(f"{source.path}: is truncated or damaged ({_line(error)}); make it again, or leave it out")
+
+
+def class_names(sources: list[ImageSource]) -> list[str] | None:
+    """Returns the names of classes that the metadata of Parquet files give, None if there are none."""
+    for source in sources:
+        if source.kind == "parquet" and (names := _parquet_names(source.path)):
+            return names
+    return None
+
+
+class _Unusable(Exception):
+    def __init__(self, *lines: str):
+        super().__init__("; ".join(lines))
+        self.lines = lines
+
+
+# --- finding
+
+
+def _find(name: str, skipped: list[str]) -> list[ImageSource]:
+    if name == DIGITS:
+        return [ImageSource(DIGITS, Path(DIGITS), "train"), ImageSource(DIGITS, Path(DIGITS), "test")]
+    if not name or "\0" in name:
+        raise _Unusable("is empty or has a NUL; name a folder or file of images")
+    if hub.is_name(name):
+        try:
+            paths = hub.dataset_files(name)
+        except hub.HubError as error:
+            raise _Unusable(str(error)) from None
+        return [_file(path, None) for path in paths]
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _folder(path, skipped)
+    if path.exists():
+        return _arrays(path, None) if path.suffix == ".npz" else [_file(path, None)]
+    if glob.has_magic(name):
+        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        found = [_file(match, None) for match in matches if match.is_file() and not _is_labels(match)]
+        if not found:
+            raise _Unusable(f"matches no files; check the pattern (relative patterns start in {Path.cwd()})")
+        return found
+    raise _Unusable(f"does not exist; check the path (relative ones start in {Path.cwd()})")
+
+
+def _file(path: Path, part: str | None) -> ImageSource:
+    kind = _kind(path)
+    if kind is None:
+        if path.suffix.lower() in IMAGES:
+            raise _Unusable(f"{path.name} is one image without a class; name the folder that holds class folders")
+        raise _Unusable(f"{path.name} is of an unknown kind; give class folders, .parquet, .tar, IDX, .npz or .npy")
+    if path.stat().st_size == 0:
+        raise _Unusable(f"{path.name} is an empty file; replace it")
+    if kind == "parquet":
+        try:
+            import pyarrow  # noqa: F401
+        except ImportError:
+            raise _Unusable(f"needs pyarrow; install it: {install_command('data')}") from None
+    files = [path]
+    if kind == "idx":
+        files.append(_idx_labels(path))
+    elif kind == "npy":
+        files.append(_npy_labels(path))
+    return ImageSource(kind, path, part, True, files)
+
+
+def _kind(path: Path) -> str | None:
+    name = path.name.lower()
+    if _IDX.match(name):
+        return "idx"
+    for kind, ends in {"parquet": (".parquet", ".pq"), "tar": (".tar",), "npz": (".npz",), "npy": (".npy",)}.items():
+        if name.endswith(ends):
+            return kind
+    return None
+
+
+def _is_labels(path: Path) -> bool:
+    """Whether a file holds only the labels of another one."""
+    name = path.name.lower()
+    return re.search(r"labels[-.]idx1-ubyte(\.gz)?$", name) is not None or name.endswith("labels.npy")
+
+
+def _folder(root: Path, skipped: list[str]) -> list[ImageSource]:
+    files, loops = _walk(root)
+    if loops:
+        raise _Unusable(
+            *(f"has a symbolic link that leads back to its own folder: {path}; remove it" for path in loops)
+        )
+    packed = [path for path in files if _kind(path) and not _is_labels(path)]
+    if packed:
+        found: list[ImageSource] = []
+        lines: list[str] = []
+        for path in packed:
+            part = part_of(path.relative_to(root))
+            try:
+                found += _arrays(path, part) if path.suffix == ".npz" else [_file(path, part)]
+            except _Unusable as error:
+                lines += error.lines
+        if lines:
+            raise _Unusable(*lines)
+        for source in found:
+            source.named = False
+        return found
+    return _class_folders(root, files, skipped)
+
+
+def _class_folders(root: Path, files: list[Path], skipped: list[str]) -> list[ImageSource]:
+    images = []
+    for path in files:
+        if path.suffix.lower() in IMAGES:
+            images.append(path)
+        else:
+            skipped.append(f"{path}: is not an image ({', '.join(IMAGES)})")
+    if not images:
+        raise _Unusable("is a folder without images; give root/CLASS/*.png, .parquet, .tar, IDX, .npz or .npy files")
+    tops = {path.relative_to(root).parts[0] for path in images if len(path.relative_to(root).parts) > 2}
+    parts = {top: part_of(Path(top)) for top in tops}
+    # Folders such as train/ and test/ are parts if all folders are, and if they hold folders.
+    has_parts = bool(parts) and all(parts.values()) and all(len(p.relative_to(root).parts) > 2 for p in images)
+    groups: dict[tuple[Path, str | None], list[Path]] = {}
+    for path in images:
+        top = path.relative_to(root).parts[0]
+        key = (root / top, parts[top]) if has_parts else (root, None)
+        groups.setdefault(key, []).append(path)
+    lines = []
+    for (base, _), members in groups.items():
+        loose = [path for path in members if len(path.relative_to(base).parts) < 2]
+        if loose:
+            lines.append(
+                f"has {len(loose)} images outside a class folder, such as {loose[0]}; move them into root/CLASS/"
+            )
+        empty = [folder for folder in _subfolders(base) if not any(folder in path.parents for path in members)]
+        lines += [f"has a class folder without images: {folder}; fill or remove it" for folder in empty]
+    if lines:
+        raise _Unusable(*lines)
+    return [ImageSource("folder", base, part, False, members) for (base, part), members in groups.items()]
+
+
+def _subfolders(base: Path) -> list[Path]:
+    return sorted(path for path in base.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _walk(root: Path) -> tuple[list[Path], list[Path]]:
+    """Returns all files that are not hidden, sorted by path, and the links that lead back to a folder above them."""
+    files: list[Path] = []
+    loops: list[Path] = []
+
+    def visit(folder: Path, above: frozenset[str]) -> None:
+        above = above | {os.path.realpath(folder)}
+        with os.scandir(folder) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if entry.name.startswith(".") or entry.name == "__MACOSX":
+                    continue
+                path = Path(entry.path)
+                if entry.is_dir():
+                    if entry.is_symlink() and os.path.realpath(path) in above:
+                        loops.append(path)
+                    else:
+                        visit(path, above)
+                elif entry.is_file():
+                    files.append(path)
+                elif entry.is_symlink() and not path.exists():
+                    try:
+                        path.stat()
+                    except OSError as error:
+                        if error.errno in (40, 62):  # ELOOP on Linux and macOS
+                            loops.append(path)
+
+    visit(root, frozenset())
+    return files, loops
+
+
+def part_of(path: Path) -> str | None:
+    """Returns "train", "validation" or "test" if the words of a relative path name one of them, else None."""
+    words = set(re.split(r"[^a-z0-9]+", path.as_posix().lower()))
+    return next((part for part, names in WORDS.items() if words & names), None)
+
+
+# --- reading
+
+
+def _read_digits(source: ImageSource, config: ImageDataConfig, problems: list[str]) -> Iterator[Record]:
+    values, labels = digits()
+    first = len(values) - HELD_DIGITS
+    chosen = range(first) if source.part == "train" else range(first, len(values))
+    for number in chosen:
+        yield Record(f"{DIGITS}: image {number}", int(labels[number]), values[number][None])
+
+
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """Returns scikit-learn's digits: uint8 [1797, 8, 8], whose 17 levels are spread over 0 to 255, and labels.
+
+    Raises:
+        ConfigError: scikit-learn is not installed.
+    """
+    found = importlib.util.find_spec("sklearn")
+    if found is None or found.origin is None:
+        fix = install_command("vision")
+        raise ConfigError(
+            [f"source: {DIGITS!r} comes with scikit-learn, which is not installed; install it: {fix}"], "data"
+        )
+    # Reading its file takes milliseconds; importing scikit-learn takes seconds.
+    path = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if path.is_file():
+        table = np.loadtxt(path, delimiter=",")
+        values, labels = table[:, :-1], table[:, -1]
+    else:
+        from sklearn.datasets import load_digits
+
+        values, labels = load_digits(return_X_y=True)
+    return np.rint(values.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8), labels.astype(np.int64)
+
+
+def _read_folder(source: ImageSource, config: ImageDataConfig, problems: list[str]) -> Iterator[Record]:
+    for path in source.files:
+        yield Record(str(path), path.relative_to(source.path).parts[0], path.read_bytes())
+
+
+def _read_parquet(source: ImageSource, config: ImageDataConfig, problems: list[str]) -> Iterator[Record]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        file = parquet.ParquetFile(source.path)
+    except (pa.ArrowInvalid, pa.ArrowException) as error:
+        raise _Unusable(f"is not a whole Parquet file ({_line(error)}); make it again, or leave it out") from None
+    with file:
+        names = file.schema_arrow.names
+        keys = [_column(config.image_key, "image_key", IMAGE_NAMES, names)]
+        keys.append(_column(config.label_key, "label_key", LABEL_NAMES, names))
+        if lines := [key for key in keys if not key[0]]:
+            raise _Unusable(*(line for _, line in lines))
+        image_key, label_key = keys[0][0], keys[1][0]
+        kind = file.schema_arrow.field(image_key).type
+        if not (_is_bytes(kind) or pa.types.is_struct(kind) and "bytes" in [part.name for part in kind]):
+            raise _Unusable(f"column {image_key!r} holds {kind}, not images; give a struct with `bytes`, or bytes")
+        number = 0
+        try:
+            for batch in file.iter_batches(ROWS, columns=[image_key, label_key]):
+                images = batch.column(image_key)
+                data = images if _is_bytes(kind) else images.field("bytes")
+                for value, label in zip(data, batch.column(label_key).to_pylist(), strict=True):
+                    name = f"{source.path}: row {number}"
+                    number += 1
+                    given = value.as_py()
+                    if given is None or label is None:
+                        which = image_key if given is None else label_key
+                        if sum(line.startswith(f"{source.path}: row") for line in problems) < REPORTED:
+                            problems.append(f"{name}: {which!r} is null; fill it in, or remove the row")
+                        continue
+                    yield Record(name, label, given)
+        except pa.ArrowException as error:
+            raise _Unusable(f"is damaged ({_line(error)}); make it again, or leave it out") from None
+
+
+def _is_bytes(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def _column(given: str | None, key: str, usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
+    """Returns the name of a column and "", or "" and a problem."""
+    if given is not None:
+        return (given, "") if given in names else ("", f"has no {given!r} ({key}); {nearest(given, names)}")
+    found = next((name for name in usual if name in names), "")
+    return found, "" if found else f"has none of {', '.join(usual)} but {', '.join(names)}; name one in {key}"
+
+
+def _parquet_names(path: Path) -> list[str] | None:
+    """Returns the class names in the metadata that the library `datasets` writes."""
+    from pyarrow import parquet
+
+    try:
+        stored = (parquet.read_schema(path).metadata or {}).get(b"huggingface", b"{}")
+        features = json.loads(stored).get("info", {}).get("features", {})
+        names = [value.get("names") for value in features.values() if value.get("_type") == "ClassLabel"]
+    except (OSError, ValueError, AttributeError):
+        return None
+    return names[0] if len(names) == 1 and isinstance(names[0], list) else None
+
+
+def _read_tar(source: ImageSource, config: ImageDataConfig, problems: list[str]) -> Iterator[Record]:
+    images: dict[str, tuple[str, bytes]] = {}
+    labels: dict[str, str] = {}
+    members, lines = 0, []
+    with tarfile.open(source.path, "r:") as archive:
+        for member in archive:
+            if member.isdir():
+                continue
+            if member.name.startswith("/") or ".." in Path(member.name).parts:
+                lines.append(f"has a member with a path outside the archive: {member.name}; make the shard again")
+                continue
+            if not member.isreg():
+                lines.append(f"has a member that is a link or a device: {member.name}; make the shard again")
+                continue
+            base, _, end = os.path.basename(member.name).partition(".")
+            key, end = os.path.join(os.path.dirname(member.name), base), f".{end.lower()}"
+            if base == "" or end not in (".cls", *IMAGES):
+                continue  # hidden files, and other fields of a sample
+            members += 1
+            content = archive.extractfile(member)
+            data = b"" if content is None else content.read()
+            if len(data) != member.size:
+                raise _Unusable("is truncated: it ends in the middle of a member; make it again")
+            if end == ".cls":
+                labels[key] = data.decode(errors="replace").strip()
+            else:
+                images[key] = (member.name, data)
+            if key in labels and key in images:
+                name, data = images.pop(key)
+                label = labels.pop(key)
+                yield Record(f"{source.path}: {name}", int(label) if label.isdecimal() else label, data)
+    lines += [f"has an image without a label: {name}; add {key}.cls" for key, (name, _) in images.items()]
+    lines += [f"has a label without an image: {key}.cls; add the image, or remove the label" for key in labels]
+    if not members:
+        lines.append("has no images; give members key.jpg and key.cls")
+    if lines:
+        more = [f"and {len(lines) - REPORTED} more problems"] if len(lines) > REPORTED else []
+        raise _Unusable(*lines[:REPORTED], *more)
+
+
+def _idx_labels(path: Path) -> Path:
+    match = _IDX.match(path.name)
+    assert match is not None
+    stem = f"{match['part']}labels"
+    end = match["end"].removesuffix(".gz")
+    for separator in (end[0], "-", "."):
+        for more in (".gz", "") if path.suffix == ".gz" else ("", ".gz"):
+            labels = path.with_name(f"{stem}{separator}idx1-ubyte{more}")
+            if labels.is_file():
+                return labels
+    raise _Unusable(f"{path.name} has no labels beside it; add {stem}{end[0]}idx1-ubyte")
+
+
+def _read_idx(source: ImageSource, config: ImageDataConfig, problems: list[str]) -> Iterator[Record]:
+    path, labels_path = source.files
+    labels = _idx(labels_path, (1,))
+    values = _idx(path, (3, 4))
+    if len(values) != len(labels):
+        raise _Unusable(f"has {len(values)} images, but {labels_path.name} {len(labels)} labels; make both again")
+    yield from _rows(path, _channels_first(path, values, problems), labels)
+
+
+def _idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
+    with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+        head = file.read(4)
+        if len(head) < 4 or head[:2] != b"\0\0" or head[2] != 8 or head[3] not in dimensions:
+            wanted = " or ".join(f"0x0000080{number}" for number in dimensions)
+            raise _Unusable(
+                f"{path.name} starts with 0x{head.hex()}, but IDX needs {wanted}; give an IDX file of bytes"
+            )
+        sizes = file.read(4 * head[3])
+        if len(sizes) < 4 * head[3]:
+            raise _Unusable(f"{path.name} is truncated: it ends in its header; make it again")
+        shape = struct.unpack(f">{head[3]}I", sizes)
+        need = math.prod(shape)
+        most = path.stat().st_size * (2000 if path.suffix == ".gz" else 1)  # gzip shrinks 1032 times at most
+        data = file.read(need) if need <= most else b""
+    if len(data) < need:
+        raise _Unusable(f"{path.name} is truncated: {need:,} bytes of values announced, fewer found; make it again")
+    return np.frombuffer(data, dtype=np.uint8).reshape(shape)
+
+
+def _arrays(path: Path, part: str | None) -> list[ImageSource]:
+    """The sources of an `.npz` file: one for each part that its names give, such as x_train and x_test."""
+    base = _file(path, part)
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            parts = sorted({found for name in arrays.files if (found := part_of(Path(name)))})
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile):
+        return [base]  # reading it reports the problem
+    return [ImageSource("npz", path, name, base.named, base.files) for name in parts] or [base]
+
+
+def _read_npz(source: ImageSource, config: ImageDataConfig, problems: list[str]) -> Iterator[Record]:
+    try:
+        with np.load(source.path, allow_pickle=False) as arrays:
+            names = [name for name in arrays.files if part_of(Path(name)) in (None, source.part)]
+            image_key = _array(config.image_key, "image_key", IMAGE_NAMES, names)
+            label_key = _array(config.label_key, "label_key", LABEL_NAMES, names)
+            if lines := [key[1] for key in (image_key, label_key) if not key[0]]:
+                raise _Unusable(*lines)
+            values, labels = arrays[image_key[0]], arrays[label_key[0]]
+    except ValueError as error:
+        raise _Unusable(_pickled(error)) from None
+    yield from _pairs(source.path, values, labels, config, problems)
+
+
+def _array(given: str | None, key: str, usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
+    if given is not None or any(name in names for name in usual):
+        return _column(given, key, usual, names)
+    words = {name: set(re.split(r"[^a-z0-9]+", name.lower())) for name in names}
+    found = [name for name in names if words[name] & set(usual)]  # x_train, test_labels
+    return (found[0], "") if len(found) == 1 else _column(given, key, usual, names)
+
+
+def _npy_labels(path: Path) -> Path:
+    for name in (f"{path.stem}.labels.npy", f"{path.stem}_labels.npy", "labels.npy"):
+        if (labels := path.with_name(name)).is_file():
+            return labels
+    raise _Unusable(f"{path.name} has no labels beside it; add {path.stem}.labels.npy, int64 [N]")
+
+
+def _read_npy(source: ImageSource, config: ImageDataConfig, problems: list[str]) -> Iterator[Record]:
+    try:
+        values, labels = (np.load(path, mmap_mode="r", allow_pickle=False) for path in source.files)
+    except ValueError as error:
+        raise _Unusable(_pickled(error)) from None
+    yield from _pairs(source.path, values, labels, config, problems)
+
+
+def _pickled(error: ValueError) -> str:
+    if "pickle" in str(error).lower():
+        return "holds pickled Python objects, which may run code and are refused; save arrays of numbers"
+    return f"is truncated or damaged ({_line(error)}); make it again, or leave it out"
+
+
+def _pairs(
+    path: Path, values: np.ndarray, labels: np.ndarray, config: ImageDataConfig, problems: list[str]
+) -> Iterator[Record]:
+    lines = []
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim != 1 or labels.dtype.kind not in "iuU":
+        lines.append(f"has labels {labels.dtype} {list(labels.shape)}; give integers or names, [N]")
+    elif len(labels) != len(values):
+        lines.append(f"has {len(values)} images and {len(labels)} labels; make both again")
+    if config.kind == "latents":
+        if values.ndim != 4 or values.shape[2] != values.shape[3] or values.dtype not in (np.float16, np.float32):
+            lines.append(f"has {values.dtype} {list(values.shape)}; latents are float16 [N, C, S, S]")
+    elif values.dtype != np.uint8:
+        nan = " with NaN" if values.dtype.kind == "f" and np.isnan(values).any() else ""
+        lines.append(f"has images {values.dtype}{nan}; give uint8 from 0 to 255, or set kind: latents")
+    if lines:
+        raise _Unusable(*lines)
+    yield from _rows(path, values if config.kind == "latents" else _channels_first(path, values, problems), labels)
+
+
+def _channels_first(path: Path, values: np.ndarray, problems: list[str]) -> np.ndarray:
+    """Returns images as [N, C, H, W]."""
+    if values.ndim == 3:
+        return values[:, None]
+    if values.ndim == 4 and values.shape[3] in (1, 3):
+        return values.transpose(0, 3, 1, 2)
+    if values.ndim == 4 and values.shape[1] in (1, 3):
+        return values
+    shape = list(values.shape)
+    raise _Unusable(f"has images {shape}; give [N, H, W], [N, H, W, C] or [N, C, H, W] with 1 or 3 channels")
+
+
+def _rows(path: Path, values: np.ndarray, labels: np.ndarray) -> Iterator[Record]:
+    given = labels.tolist()
+    for number, label in enumerate(given):
+        yield Record(f"{path}: image {number}", label, np.ascontiguousarray(values[number]))
+
+
+# --- content
+
+
+def _content(source: ImageSource, cache: Path | None) -> str:
+    if source.kind == DIGITS:
+        values, labels = digits()
+        return hashlib.sha256(values.tobytes() + labels.tobytes()).hexdigest()
+    if source.kind != "folder":
+        files = [SourceFile(path, source.kind, source.named) for path in source.files]
+        return hashlib.sha256("".join(fingerprints(files, cache)).encode()).hexdigest()
+    return _folder_content(source, cache)
+
+
+def _folder_content(source: ImageSource, cache: Path | None) -> str:
+    names = [path.relative_to(source.path).as_posix() for path in source.files]
+
+    def compute() -> str:
+        lines = (f"{name}\0{fingerprint(path)}\n" for name, path in zip(names, source.files, strict=True))
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    states = [path.stat() for path in source.files]
+    listing = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in zip(names, states, strict=True)]
+    stamp = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+    newest = max(max(s.st_mtime, s.st_ctime) for s in states)
+    return remembered(f"{source.path.resolve()}/{source.part}", stamp, newest, compute, cache)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
