@@ -335,7 +335,9 @@ def read_glue(config: GlueConfig) -> GlueCorpus:
 
 def read_dev(source: str | Path, task: GlueTask, skip_damaged: bool = False) -> dict[str, Examples]:
     """Returns the examples that are scored, by the names of their scores. Raises ConfigError as `read_glue`."""
-    folder, problems, found = find_folder(source, task), [], {}
+    folder = find_folder(source, task)
+    problems: list[str] = []
+    found: dict[str, Examples] = {}
     for suffix, name in task.dev:
         with gather(problems):
             found[task.name + suffix] = read_examples(folder / name, task, skip_damaged)

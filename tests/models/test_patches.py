@@ -18,7 +18,8 @@ def test_a_patch_is_a_strided_convolution_and_folds_back():
 
 
 @pytest.mark.parametrize(
-    "shape, key", [((1, 1, 8, 8), "channels: 3"), ((1, 3, 8, 10), "patch: 4"), ((1, 3, 8, 2), "8 x 4"), ((3, 8, 8), "height, width")]
+    "shape, key",
+    [((1, 1, 8, 8), "channels: 3"), ((1, 3, 8, 10), "patch: 4"), ((1, 3, 8, 2), "8 x 4"), ((3, 8, 8), "height, width")],
 )
 def test_images_that_do_not_fit_are_named(shape, key):
     with pytest.raises(ValueError, match=key):

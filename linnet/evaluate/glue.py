@@ -1,0 +1,68 @@
+"""The scores of GLUE's eight tasks, and their average as papers print it.
+
+F1, Matthews' and Pearson's correlation come from scikit-learn and SciPy (extra `eval`). All numbers are in per cent.
+The average is that of nine numbers, MNLI's two sets apart, where a missing or failed one counts as 0: so the rows of
+paper 003, Table 5, come out to the digit.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping
+
+import numpy as np
+
+from linnet.config import ConfigError, not_installed
+from linnet.data.glue import SCORES
+from linnet.install import install_command
+
+NEEDED = ("sklearn", "scipy")
+
+
+def check_installed() -> None:
+    """Raises ConfigError with the command that installs what the scores need, if something is missing."""
+    if missing := not_installed(NEEDED):
+        fix = f"the scores of GLUE need it; install the extra `eval`: {install_command('eval')}"
+        raise ConfigError([f"{name}: not installed; {fix}" for name in missing], "glue")
+
+
+def task_score(metric: str, outputs: np.ndarray, labels: np.ndarray) -> float:
+    """Returns the score of a task in per cent; 0 if it is not defined (Pearson's of constant outputs).
+
+    Args:
+        metric: accuracy, f1, matthews or pearson (`linnet.data.glue.GlueTask.metric`).
+        outputs: float [n, classes]; of pearson [n, 1], the numbers.
+        labels: int64 [n], the classes; of pearson float [n].
+    """
+    from scipy.stats import pearsonr
+    from sklearn import metrics
+
+    outputs = np.asarray(outputs, dtype=np.float64)
+    if metric == "pearson":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # constant outputs, whose correlation is NaN
+            value = float(pearsonr(outputs[:, 0], labels)[0]) if len(labels) > 1 else math.nan
+        return 0.0 if math.isnan(value) else 100.0 * value
+    found = outputs.argmax(1)
+    match metric:
+        case "accuracy":
+            return 100.0 * float(metrics.accuracy_score(labels, found))
+        case "f1":
+            return 100.0 * float(metrics.f1_score(labels, found, zero_division=0.0))
+        case "matthews":
+            return 100.0 * float(metrics.matthews_corrcoef(labels, found))
+    raise ValueError(f"metric {metric!r} is unknown; use accuracy, f1, matthews or pearson")
+
+
+def average(scores: Mapping[str, float | None]) -> float:
+    """Returns the mean of the nine numbers of GLUE, in per cent; one that is missing, None or NaN counts as 0.
+
+    Args:
+        scores: numbers by the names of `linnet.data.glue.SCORES`.
+
+    Raises:
+        ValueError: a name is not one of these.
+    """
+    if unknown := sorted(set(scores) - set(SCORES)):
+        raise ValueError(f"scores {', '.join(unknown)} are not of GLUE; use {', '.join(SCORES)}")
+    numbers = (scores.get(name) for name in SCORES)
+    return math.fsum(0.0 if number is None or math.isnan(number) else number for number in numbers) / len(SCORES)
