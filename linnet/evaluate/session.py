@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # options are checked without torch, which takes seconds to i
 
     from linnet.data import Tokenizer
     from linnet.inference import Engine
-    from linnet.models import CausalLM
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class Session:
 
     Attributes:
         path: the run or model folder.
+        model: of one of the kinds that the evaluators score.
         about: the output of `linnet.evaluate.results.describe_model`.
         training_length: tokens per training sequence; None if the folder does not hold it.
         precision: number format of weights and products: float32, bfloat16 or float64.
@@ -39,7 +39,7 @@ class Session:
     """
 
     path: Path
-    model: "CausalLM"
+    model: Any
     tokenizer: "Tokenizer | None"
     about: dict[str, Any]
     training_length: int | None
@@ -95,6 +95,7 @@ class Evaluator(ABC):
     """One kind of evaluation with its settings."""
 
     needs_text: ClassVar[bool] = True  # whether the evaluation requires a tokenizer
+    kinds: ClassVar[tuple[str, ...]] = ("causal_lm",)  # the kinds of models that it scores (`linnet.models.KINDS`)
 
     @property
     @abstractmethod
@@ -147,7 +148,8 @@ def prepare(
     if problems:  # several suites may report the same line about the source of data; only its last occurrence stays
         raise ConfigError(list(dict.fromkeys(reversed(problems)))[::-1], "evaluate")
     needs_text = any(evaluator.needs_text for evaluator in evaluators)
-    session = open_session(path, device, precision, needs_text, allow_plugins=allow_plugins)
+    kinds = [kind for kind in evaluators[0].kinds if all(kind in evaluator.kinds for evaluator in evaluators)]
+    session = open_session(path, device, precision, needs_text, kinds, allow_plugins=allow_plugins)
     for evaluator in evaluators:
         with gather(problems):
             evaluator.check_model(session)
@@ -161,6 +163,7 @@ def open_session(
     device: "torch.device | str | None" = None,
     precision: str = "float32",
     needs_text: bool = True,
+    kinds: Sequence[str] = ("causal_lm",),
     *,
     allow_plugins: bool = False,
 ) -> Session:
@@ -171,10 +174,12 @@ def open_session(
         device: device of the model; None is the CPU.
         precision: number format of weights and products.
         needs_text: whether a tokenizer is required.
+        kinds: the kinds of models that the caller can use, as in `linnet.runs.model.load_model`.
         allow_plugins: as in `linnet.runs.load_model`.
 
     Raises:
-        ConfigError: the folder holds no model, or it has no tokenizer although `needs_text` is True.
+        ConfigError: the folder holds no model or one of another kind, or it has no tokenizer although `needs_text` is
+            True.
     """
     import torch
 
@@ -182,7 +187,7 @@ def open_session(
     from linnet.runs.model import load_checkpoint
 
     folder = RunFolder.open(path)
-    loaded = load_checkpoint(path, device, getattr(torch, precision), allow_plugins=allow_plugins)
+    loaded = load_checkpoint(path, device, getattr(torch, precision), allow_plugins=allow_plugins, kinds=kinds)
     if loaded.tokenizer is None and needs_text:
         message = f"{path}: has no tokenizer.json, which texts and prompts need; put one into the folder"
         raise ConfigError([message], "evaluate")
