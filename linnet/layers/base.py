@@ -14,17 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from linnet import deprecation, trust
 from linnet.config import Config, ConfigError, nearest
+from linnet.ops.scans import Scan
 from linnet.ops.tensor_parallel import Split
 
 State = dict[str, Tensor]
 Bias = Literal["none", "qkv", "all"]
+NonCausal = Literal["generic", "two_scans", "one_scan"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,13 @@ class LayerContext:
             linear units.
         shared: modules that the model owns and several layers use, by the names of `Mixer.shared_spec`. Empty for a
             layer that is built alone; the layer then owns these modules itself.
+        causal: whether a token sees only those before it. False comes from the class of a model and never from an
+            option of a layer; `Mixer.non_causal` says what a mixer then does.
+        axes: number of axes of the grid on which the tokens lie; 1 is a sequence.
+        prefix: tokens before the grid, such as a class token.
+        side: largest side of the grid in tokens, for the start of time constants; None if it is not known.
+        scan: the order in which mixers that scan visit the tokens without causality: `forward`, `both` or `cross`
+            (`linnet.ops.scans.both_ways`).
     """
 
     d_model: int
@@ -76,6 +85,11 @@ class LayerContext:
     norm_eps: float | None = None
     bias: Bias = "none"
     shared: nn.ModuleDict | dict[str, nn.Module] = field(default_factory=dict)
+    causal: bool = True
+    axes: int = 1
+    prefix: int = 0
+    side: int | None = None
+    scan: Scan = "both"
 
     @property
     def bias_qkv(self) -> bool:
@@ -117,6 +131,12 @@ class Mixer(nn.Module):
         sequence_parallel: True if `forward` without a state is right for one span of a longer row, inside
             `linnet.ops.sequence.sequence_parallel`: all that looks at other tokens is an op of Linnet, or exchanges
             what it needs itself. For other mixers the state is passed from rank to rank (`linnet.layers.ring`).
+        non_causal: what the mixer does in a model without causality (`context.causal` is False). `generic`: nothing of
+            its own; the model runs `forward` in each order of its scan and takes the mean (`linnet.layers.non_causal`).
+            `two_scans`: `forward` runs in the orders of `context.scan` itself. `one_scan`: in one pass of `forward`,
+            every token sees all others. There is no state then: `forward` gets None and returns (y, None).
+        takes_grid: True if `forward` has a fourth argument `grid` (`linnet.layers.positions.grid.Grid`, None for a
+            sequence). Without causality, mixers that are not `generic` get it.
     """
 
     name: str
@@ -126,6 +146,8 @@ class Mixer(nn.Module):
     tp_counts: tuple[str, ...] = ("num_heads", "num_kv_heads", "channels")
     tp: Split | None = None
     sequence_parallel = False
+    non_causal: ClassVar[NonCausal] = "generic"
+    takes_grid: ClassVar[bool] = False
 
     @classmethod
     def span_problems(cls, config: Config, context: LayerContext, span: int, ranks: int, tp: int = 1) -> list[str]:

@@ -45,10 +45,14 @@ class DropoutPosition(nn.Module):
         self.register_buffer("value", torch.zeros(4, dtype=torch.int64), persistent=False)
         self.given = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Returns the keys of the tokens of x [B, T, D]: two 32-bit words per token, int64 [B, T, 2].
 
         Of a span of longer rows, they are the keys that its tokens have in the rows.
+
+        Args:
+            cu_seqlens: int32 [N+1] with B = 1 if each packed document is a row of its own, as sentences are; it has no
+                effect where `value` has the tokens of a row.
         """
         seed, step, first, length = self.value.unbind()
         if not self.given:
@@ -58,9 +62,14 @@ class DropoutPosition(nn.Module):
         place = torch.arange(batch * whole, device=x.device).view(batch, whole)
         if whole > own:
             place = place.narrow(1, sequence.first_position(own), own)
-        length = torch.where(length > 0, length, whole)
+        in_rows = length > 0
+        length = torch.where(in_rows, length, whole)
+        row, column = place // length, place % length
+        if cu_seqlens is not None:
+            document, start = _documents(cu_seqlens, own)
+            row, column = torch.where(in_rows, row, document), torch.where(in_rows, column, place - start)
         words = _absorb(seed.new_zeros(2), seed & _WORD, seed >> 32, step & _WORD, step >> 32)
-        return _absorb(words, first + place // length, place % length)
+        return _absorb(words, first + row, column)
 
 
 class Dropout(nn.Module):
@@ -94,11 +103,37 @@ class Dropout(nn.Module):
         return torch.cat([bits & (_LEVELS - 1), bits >> 16], -1)[..., :channels] >= threshold, threshold
 
 
+class DropPath(Dropout):
+    """Drops the whole output of a layer for some rows of a batch (stochastic depth, Huang et al. 2016).
+
+    A row is dropped with probability p, and the others are divided by 1 - p. Rows are documents where they are packed.
+    """
+
+    def forward(self, x: Tensor, keys: Tensor) -> Tensor:
+        """x [..., D] with keys [..., 2] from `row_keys`."""
+        kept, threshold = self.kept(keys, 1)
+        return torch.where(kept, x * (_LEVELS / (_LEVELS - threshold)), 0.0)
+
+
+def row_keys(keys: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Returns for each token the key of the first token of its row, or packed document: [B, T, 2] -> [B, T, 2]."""
+    if cu_seqlens is None:
+        return keys[:, :1].expand_as(keys)
+    return keys[:, _documents(cu_seqlens, keys.shape[1])[1]]
+
+
+def _documents(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Returns the document of each of `length` tokens, and the document's first token: int64 [T] each."""
+    index = torch.arange(length, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens[1:].to(index.dtype), index, right=True)
+    return document, cu_seqlens.to(index.dtype)[document]
+
+
 @contextmanager
 def position(
     model: nn.Module, *, step: int, first_row: int = 0, row_length: int = 0, seed: int | None = None
 ) -> Iterator[None]:
-    """Fixes the dropout masks of the forward passes inside. Does nothing for a model without dropout.
+    """Fixes the masks of dropout and drop path of the forward passes inside; nothing for a model without both.
 
     Args:
         model: a model with a `backbone`. A model from `build_model` also carries its seed.

@@ -11,12 +11,15 @@ from linnet.deprecation import renamed
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, find_mixer
 from linnet.layers.block import Block
 from linnet.layers.dropout import Dropout, DropoutPosition
+from linnet.layers.non_causal import mix_all, refuse_next_token
 from linnet.layers.norm import build_norm
 from linnet.layers.positions.absolute import build_positions
 from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions.grid import Grid
 from linnet.layers.ring import mix
+from linnet.models.config import EncoderConfig
 from linnet.models.layout import LayerSpec
-from linnet.models.stack import StackConfig
+from linnet.models.stack import StackConfig, outer_context
 from linnet.ops import sequence
 
 ModelState = dict[str, State]  # name of a mixer before the layers, or number of a block -> state of the layer
@@ -31,13 +34,30 @@ class Backbone(nn.Module):
 
     A mixer before the layers is a submodule with its own name (`backbone.tpe`). `shared` owns the modules that several
     layers use, so that they are saved and counted once.
+
+    Args:
+        causal: whether a token sees only those before it. Without causality there is no state and no next token.
+        axes, prefix: of the grid on which the tokens lie: its axes, and the tokens before it. 1 and 0 are a sequence.
+        side: largest side of the grid in tokens, for the start of time constants; None if it is not known.
+        block: class of the blocks.
     """
 
-    def __init__(self, config: StackConfig):
+    def __init__(
+        self,
+        config: StackConfig,
+        causal: bool = True,
+        axes: int = 1,
+        prefix: int = 0,
+        side: int | None = None,
+        block: type[Block] = Block,
+    ):
         super().__init__()
+        self.causal, self.axes, self.prefix = causal, axes, prefix
+        self.scan = config.scan if isinstance(config, EncoderConfig) else "both"
         self.before = tuple(spec.mixer for spec in config.stack.before)
         shared, blocks = nn.ModuleDict(), nn.ModuleList()
-        for name, layer in make_layers(config, shared):
+        outside = outer_context(config, causal, axes, prefix, side, self.scan)
+        for name, layer in make_layers(config, shared, outside, block):
             if name in self.before:
                 self.add_module(name, layer)
             else:
@@ -47,7 +67,8 @@ class Backbone(nn.Module):
         self.positions = build_positions(config.positions, config.d_model, config.num_positions)
         self.max_context: int | None = config.num_positions
         self.dropout = Dropout(config.dropout, 0) if config.dropout else None
-        self.dropout_position = DropoutPosition() if config.dropout else None
+        drops = config.dropout or (isinstance(config, EncoderConfig) and config.drop_path)
+        self.dropout_position = DropoutPosition() if drops else None
 
     def forward(
         self,
@@ -55,37 +76,55 @@ class Backbone(nn.Module):
         states: ModelState | None = None,
         cu_seqlens: Tensor | None = None,
         keep: tuple[Tensor, Tensor] | None = None,
+        grid: Grid | None = None,
+        condition: Tensor | None = None,
     ):
         """Returns the features of all tokens, and the states after the last token (None if none were given).
 
         Args:
             keep: rows and columns, int64 [n] each, of the tokens whose features are returned, [n, D]; None is all
                 tokens. The channel mixer of the last block, which no other token reads, computes these tokens only.
+            grid: of the tokens, if they lie on more than one axis or after other tokens.
+            condition: [B, D], for blocks that take it.
 
         Raises:
-            ValueError: a row is longer than the table of `positions: learned`.
+            ValueError: a row is longer than the table of `positions: learned`; a state without causality; a grid that
+                is not that of the model or of x.
         """
+        if not self.causal and states is not None:
+            refuse_next_token()
+        self._check_grid(x, grid, cu_seqlens)
         after: ModelState | None = None if states is None else {}
         if self.positions is not None:
             x = self._add_positions(x, states, after, cu_seqlens)
         keys = None
-        if self.dropout is not None and self.training:
-            keys = self.dropout_position(x)
-            x = self.dropout(x, keys)
+        if self.dropout_position is not None and self.training:
+            keys = self.dropout_position(x, None if self.causal else cu_seqlens)
+            if self.dropout is not None:
+                x = self.dropout(x, keys)
         for name, mixer in self.mixers_before():
+            if not self.causal:
+                x = mix_all(mixer, x, self.scan, cu_seqlens, grid)
+                continue
             x, state = mix(mixer, x, None if states is None else states[name], cu_seqlens)
             if after is not None:
                 after[name] = state
-        last = {} if keep is None else {"keep": keep}
+        options = {} if grid is None else {"grid": grid}
         for index, block in enumerate(self.blocks):
-            state, options = None if states is None else states[str(index)], last if block is self.blocks[-1] else {}
+            state = None if states is None else states[str(index)]
+            if keep is not None and block is self.blocks[-1]:
+                options["keep"] = keep
+            if block.takes_condition:
+                options["condition"] = condition
             x, state = block(x, state, cu_seqlens, keys, **options)
             if after is not None:
                 after[str(index)] = state
         return self.norm(x), after
 
     def step(self, x: Tensor, states: ModelState) -> tuple[Tensor, ModelState]:
-        """Computes one token, x [B, D]."""
+        """Computes one token, x [B, D]. Raises ValueError without causality."""
+        if not self.causal:
+            refuse_next_token()
         after: ModelState = {}
         if self.positions is not None:
             place = states[POSITION]["next"]
@@ -99,7 +138,13 @@ class Backbone(nn.Module):
         return self.norm(x), after
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> ModelState:
-        """Returns the states before the first token; `context_length` is the capacity of KV caches."""
+        """Returns the states before the first token; `context_length` is the capacity of KV caches.
+
+        Raises:
+            ValueError: without causality.
+        """
+        if not self.causal:
+            refuse_next_token()
         states: ModelState = {}
         if self.positions is not None:
             states[POSITION] = {"next": torch.zeros(batch, dtype=torch.int64, device=device)}
@@ -111,12 +156,14 @@ class Backbone(nn.Module):
 
     def state_bytes(self, context_length: int) -> int:
         """Returns the bytes carried between tokens for one sequence at a context length."""
+        if not self.causal:
+            return 0
         specs = [layer.state_spec(1, context_length) for layer in self.layers()]
         return sum(spec.bytes for layer in [*specs, self.own_state(1)] for spec in layer.values())
 
     def own_state(self, batch: int) -> dict[str, TensorSpec]:
         """Returns the specs of the state that belongs to the backbone and not to a layer."""
-        return {} if self.positions is None else {"next": TensorSpec((batch,), torch.int64)}
+        return {} if self.positions is None or not self.causal else {"next": TensorSpec((batch,), torch.int64)}
 
     @property
     def state_grows(self) -> bool:
@@ -141,6 +188,21 @@ class Backbone(nn.Module):
         parts = [part for block in self.blocks for part in (block.mixer, block.channel) if part is not None]
         return [*parts, *(mixer for _, mixer in self.mixers_before())]
 
+    def _check_grid(self, x: Tensor, grid: Grid | None, cu_seqlens: Tensor | None) -> None:
+        if grid is None:
+            if self.axes > 1 or self.prefix:
+                raise ValueError(
+                    f"grid: is missing, but the model has {self.axes} axes and {self.prefix} tokens before"
+                )
+            return
+        found = (len(grid.sides), grid.prefix, grid.tokens)
+        if self.causal or cu_seqlens is not None or found != (self.axes, self.prefix, x.shape[1]):
+            raise ValueError(
+                f"grid: {grid} does not fit a {'causal' if self.causal else 'non-causal'} model of {self.axes} axes "
+                f"with {self.prefix} tokens before them and rows of {x.shape[1]} tokens"
+                + (", and not packed rows" if cu_seqlens is not None else "")
+            )
+
     def _add_positions(self, x, states, after, cu_seqlens) -> Tensor:
         start = None if states is None else states[POSITION]["next"]
         length = x.shape[1]
@@ -156,22 +218,21 @@ class Backbone(nn.Module):
         return x + self.positions(token_positions(x, start, cu_seqlens)).to(x.dtype)
 
 
-def make_layers(config: StackConfig, shared: nn.ModuleDict) -> Iterator[tuple[str, nn.Module]]:
+def make_layers(
+    config: StackConfig, shared: nn.ModuleDict, outside: LayerContext | None = None, block: type[Block] = Block
+) -> Iterator[tuple[str, nn.Module]]:
     """Yields the layers of a backbone with their names in it, in the order in which they are made.
 
     The order defines the initial weights that layers draw themselves.
 
     Args:
         shared: gets the modules that several layers use, each before the first of them.
+        outside: context of the mixers before the layers, by default that of the class of the configuration.
+        block: class of the blocks.
     """
     stack = config.stack
-    outside = LayerContext(
-        config.d_model,
-        num_layers=len(stack.blocks),
-        norm=config.norm,
-        norm_eps=config.norm_eps,
-        bias=config.bias,
-    )
+    outside = outer_context(config) if outside is None else outside
+    drop_paths = _drop_paths(config)
     for spec in stack.before:
         yield spec.mixer, find_mixer(spec.mixer)(config.layer_options(spec.mixer, spec), outside)
     for index, (spec, context) in enumerate(zip(stack.blocks, _contexts(stack.blocks, outside, shared), strict=True)):
@@ -180,7 +241,14 @@ def make_layers(config: StackConfig, shared: nn.ModuleDict) -> Iterator[tuple[st
             for name, make in find_mixer(mixer[0]).shared_spec(mixer[1], context).items():
                 if name not in shared:
                     shared[name] = make()
-        yield f"blocks.{index}", Block(mixer, channel, context, config.dropout)
+        scan = config.scan if isinstance(config, EncoderConfig) else "both"
+        yield f"blocks.{index}", block(mixer, channel, context, config.dropout, scan, drop_paths[index])
+
+
+def _drop_paths(config: StackConfig) -> list[float]:
+    """Returns the probability of dropping each block, which rises linearly from 0."""
+    most = config.drop_path if isinstance(config, EncoderConfig) else 0.0
+    return [most * index / max(1, config.num_layers - 1) for index in range(config.num_layers)]
 
 
 def _contexts(specs: list[LayerSpec], outside: LayerContext, shared: nn.ModuleDict) -> Iterator[LayerContext]:

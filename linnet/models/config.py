@@ -20,13 +20,13 @@ In a file, a model is the name of a recipe, a recipe with changes, or a full des
         G: attention+swiglu
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from linnet.layers.base import MIXERS
+from linnet.layers.non_causal import Scan
 from linnet.models.patches import whole_side
-from linnet.models.stack import StackConfig
+from linnet.models.stack import StackConfig, class_token_problems
 
 
 class ModelConfig(StackConfig):
@@ -42,17 +42,39 @@ class ModelConfig(StackConfig):
 
 
 class EncoderConfig(StackConfig):
-    """A stack in which every token sees all others."""
+    """Keys of every model without causality, in which a token sees those before and after it."""
 
-    scan: Literal["forward", "both", "cross", "series"] = Field("both", description="orders in which scans read tokens")
-    drop_path: float = Field(0.0, ge=0, lt=1, description="probability of leaving out a branch of the last block")
-    init: Literal["normal", "xavier"] = Field("normal", description="of linear layers")
+    causal: ClassVar[bool] = False
+
+    scan: Scan = Field(
+        "both",
+        description="order in which mixers that scan visit the tokens: forward, row-major from the start; both, from "
+        "both ends; cross, row-major and column-major, each from both ends; series, both row-major, then both "
+        "column-major. No effect on mixers in which every token sees all in one pass",
+    )
+    drop_path: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="probability with which the last block is dropped for a row, in training; it "
+        "rises linearly from 0 in the first block",
+    )
+    init: Literal["normal", "xavier"] = Field(
+        "normal", description="of linear layers: normal with init_std, or uniform as Glorot and Bengio (2010) do"
+    )
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.axes == 1 and self.scan in ("cross", "series"):
+            found.append(f"scan: {self.scan} needs a grid of more than one axis, and here is a sequence; use both")
+        return found
 
 
 class VisionConfig(EncoderConfig):
     """Everything that defines an image classifier except its weights (`linnet.models.classifier`)."""
 
     TITLE = "an image classifier"
+    axes: ClassVar[int] = 2
 
     image_size: int = Field(224, ge=1, le=1 << 14, description="side of the images in pixels")
     patch: int = Field(16, ge=1, le=1 << 10, description="side of a patch in pixels; each patch is one token")
@@ -77,12 +99,8 @@ class VisionConfig(EncoderConfig):
             given = getattr(self, key)
             if given is not None and len(given) != self.channels:
                 found.append(f"{key}: has {len(given)} numbers, but channels is {self.channels}; give one per channel")
-        mixers = [MIXERS[spec.mixer] for spec in self.blocks if spec.mixer]
-        if self.pool == "cls" and all(getattr(mixer, "non_causal", "generic") != "one_scan" for mixer in mixers):
-            found.append(
-                "pool: cls needs a mixer in which all tokens see each other (attention, lightnet, cosformer2), because "
-                f"a class token sees nothing in scans, and {self.layout!r} has none; use pool: mean"
-            )
+        if self.pool == "cls":
+            found += class_token_problems(self)
         return found
 
 

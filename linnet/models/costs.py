@@ -132,15 +132,13 @@ def _count(layer: torch.nn.Module, seq_len: int, d_model: int, training: bool) -
         if training:
             y.sum().backward()
     layer.zero_grad(set_to_none=True)
-    parts = [layer.mixer, layer.channel] if isinstance(layer, Block) else [layer]
-    own = sum(part.flops(seq_len) for part in parts if part is not None)
-    return counter.get_total_flops() + (3.0 if training else 1.0) * own
+    return counter.get_total_flops() + (3.0 if training else 1.0) * layer.flops(seq_len)
 
 
 @lru_cache(maxsize=4096)
 def _paper(config_json: str, seq_len: int) -> float:
     backbone = meta_model(config_json).backbone
-    return 3.0 * sum(part.flops_paper(seq_len) for part in backbone.parts())
+    return 3.0 * sum(layer.flops_paper(seq_len) for layer in backbone.layers())
 
 
 @lru_cache(maxsize=4096)

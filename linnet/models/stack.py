@@ -40,6 +40,10 @@ class StackConfig(Config):
         "write the layers in `layout`, for example 'tnl+sglu x6', or a pattern and `num_layers`",
     )
 
+    # Of the class of a model and no keys: whether tokens see only those before them, and the axes of their grid.
+    causal: ClassVar[bool] = True
+    axes: ClassVar[int] = 1
+
     d_model: int = Field(ge=1, le=1 << 20, description="width D of the residual stream")
     layout: str = Field(description="the layers, for example 'tnl+sglu x24', or a list of blocks")
     options: dict[str, dict[str, Any]] = Field({}, description="options of each kind of layer, by its name")
@@ -139,9 +143,7 @@ def check(config: StackConfig) -> list[str]:
         for name in config.options
         if name not in stack.names
     ]
-    context = LayerContext(
-        config.d_model, num_layers=len(stack.blocks), norm=config.norm, norm_eps=config.norm_eps, bias=config.bias
-    )
+    context = outer_context(config)
     found: dict[str, None] = {}
     for spec in (*stack.before, *stack.blocks):
         for name in sorted(spec.names):
@@ -151,16 +153,52 @@ def check(config: StackConfig) -> list[str]:
     return problems + list(found)
 
 
+def outer_context(
+    config: StackConfig,
+    causal: bool | None = None,
+    axes: int | None = None,
+    prefix: int = 0,
+    side: int | None = None,
+    scan: str = "both",
+) -> LayerContext:
+    """Returns the context of a layer outside the blocks; `causal` and `axes` are by default those of the class."""
+    return LayerContext(
+        config.d_model,
+        num_layers=config.num_layers,
+        norm=config.norm,
+        norm_eps=config.norm_eps,
+        bias=config.bias,
+        causal=config.causal if causal is None else causal,
+        axes=config.axes if axes is None else axes,
+        prefix=prefix,
+        side=side,
+        scan="both" if scan == "series" else scan,
+    )
+
+
+def class_token_problems(config: StackConfig) -> list[str]:
+    """Returns why a class token would not see the tokens of a stack without causality, as `key: what; the fix`.
+
+    Tokens before a grid stay in front in every order of a scan, so they see only each other, except in a mixer in which
+    every token sees all (`Mixer.non_causal` is `one_scan`).
+    """
+    mixers = {spec.mixer for spec in config.blocks if spec.mixer is not None}
+    if any(MIXERS[name].non_causal == "one_scan" for name in mixers):
+        return []
+    known = sorted(name for name, mixer in MIXERS.items() if mixer.non_causal == "one_scan" and not mixer.before_layers)
+    return [
+        f"pool: cls needs a mixer in which every token sees all others ({', '.join(known)}), but the layout "
+        f"{config.layout!r} has only mixers that scan, which leave the class token blind; use pool: mean"
+    ]
+
+
 def span_problems(config: StackConfig, span: int, ranks: int, tp: int = 1) -> list[str]:
     """Returns why rows cannot be cut into spans (`linnet.ops.sequence`), as `Mixer.span_problems` says; builds nothing.
 
     Args:
         span: tokens of a span. ranks: number of spans. tp: ranks that share the heads or channels of a layer.
     """
-    stack = config.stack
-    context = LayerContext(
-        config.d_model, num_layers=len(stack.blocks), norm=config.norm, norm_eps=config.norm_eps, bias=config.bias
-    )
+    stack, context = config.stack, outer_context(config)
     found: dict[str, None] = {}
     for spec in (*stack.before, *stack.blocks):
         if spec.mixer is None:

@@ -1,0 +1,67 @@
+"""Mixers whose tokens see each other in both directions, whatever each mixer knows of that.
+
+A mixer that is causal by nature runs in each order of the model's scan, all orders as rows of one batch, and its
+outputs are averaged: mean and not sum, so that the residual branch keeps its scale. A mixer with a better form of its
+own has `non_causal` set and is called once. Tokens before a grid stay in front in every order: they see only each
+other, unless every token sees all (`one_scan`).
+"""
+
+from typing import Literal, NoReturn
+
+from torch import Tensor
+
+from linnet.layers.base import Mixer
+from linnet.layers.positions.grid import Grid
+from linnet.ops import sequence
+from linnet.ops.scans import ORDERS, Order, in_orders, reorder, restore
+
+Scan = Literal["forward", "both", "cross", "series"]
+
+_COLUMNS = Order(by_columns=True, backwards=False)
+
+
+def mix_all(mixer: Mixer, x: Tensor, scan: Scan, cu_seqlens: Tensor | None = None, grid: Grid | None = None) -> Tensor:
+    """Returns the output [B, T, D] of a mixer without causality.
+
+    Args:
+        scan: order in which tokens are visited: `forward`, row-major from the start (an ablation); `both`, from both
+            ends; `cross`, row-major and column-major, each from both ends; `series`, the whole mixer row-major from
+            both ends, then on its output column-major from both ends (HGRN2's module for two axes).
+        cu_seqlens: int32 [N+1], documents of one packed row (B = 1).
+        grid: of the tokens; None for a sequence.
+
+    Raises:
+        ValueError: inside `sequence_parallel`, where a token would not see the other spans of its row.
+    """
+    if sequence.span() is not None:
+        raise ValueError(
+            f"{mixer.name}: rows of a model that sees all tokens at once cannot be cut into spans; use parallel.sp: 1"
+        )
+    sides, prefix = (None, 0) if grid is None else (grid.sides, grid.prefix)
+    if scan == "series" and mixer.non_causal != "one_scan":
+        y = mix_all(mixer, x, "both", cu_seqlens, grid)
+        if grid is not None:
+            y, grid = reorder(y, _COLUMNS, sides, prefix), grid.transposed()
+        return restore(mix_all(mixer, y, "both", cu_seqlens, grid), _COLUMNS, sides, prefix)
+    if mixer.non_causal != "generic":
+        more = (grid,) if mixer.takes_grid and grid is not None else ()
+        return mixer(x, None, cu_seqlens, *more)[0]
+
+    def run(rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        return mixer(rows, None, cu_seqlens)[0]
+
+    first, *others = in_orders(run, x, cu_seqlens=cu_seqlens, scan=scan, sides=sides, prefix=prefix)
+    return sum(others, first) / (1 + len(others)) if others else first
+
+
+def passes(mixer: type[Mixer] | Mixer, scan: Scan) -> int:
+    """Returns how often `mix_all` computes each token in a pass of the model."""
+    if mixer.non_causal == "one_scan":
+        return 1
+    stages, orders = (2, "both") if scan == "series" else (1, scan)
+    return stages * (len(ORDERS[orders]) if mixer.non_causal == "generic" else 1)
+
+
+def refuse_next_token() -> NoReturn:
+    """Raises the ValueError of a model that is asked for its next token and has none."""
+    raise ValueError("this model sees all tokens at once, so it has no next token; only causal models have a state")
