@@ -58,15 +58,19 @@ class RMSNorm(SRMSNorm):
         self.weight = nn.Parameter(torch.ones(dim))
 
 
-def build_norm(kind: NormKind, dim: int, eps: float | None = None) -> nn.Module:
-    """Returns the norm of one kind over `dim` features. Raises ValueError for an unknown kind."""
+def build_norm(kind: NormKind, dim: int, eps: float | None = None, affine: bool = True) -> nn.Module:
+    """Returns the norm of one kind over `dim` features. Raises ValueError for an unknown kind.
+
+    Args:
+        affine: False leaves out the learned gain and bias, where a layer has its own; RMSNorm is SRMSNorm then.
+    """
     match kind:
         case "srmsnorm":
             return SRMSNorm(dim, eps or 1e-6)
         case "rmsnorm":
-            return RMSNorm(dim, eps or 1e-6)
+            return RMSNorm(dim, eps or 1e-6) if affine else SRMSNorm(dim, eps or 1e-6)
         case "layernorm":
-            return nn.LayerNorm(dim, eps or 1e-5)
+            return nn.LayerNorm(dim, eps or 1e-5, elementwise_affine=affine)
     raise ValueError(f"norm {kind!r} is unknown; use srmsnorm, rmsnorm or layernorm")
 
 
