@@ -8,6 +8,7 @@ from precision import TOLERANCE, assert_near, poison, widen
 
 from linnet.ops import additive_attention, debug, use_backend
 from linnet.ops.additive import chunked
+from linnet.ops.axes import spread
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -48,7 +49,10 @@ def logits(u, kind):
 
 def make(B, T, K, V, *, kind="plain", theta=False, positions=False, state=True, causal=True, offsets=None,
          final="Sz", dtype=torch.bfloat16, device="cuda", H=2, scale=0.7):  # fmt: skip
-    """Arguments of the form's forward, and gradients of its results: of the final state those that `final` names."""
+    """Arguments of the form's forward, and gradients of its results: of the final state those that `final` names.
+
+    positions: True for [B, T], or the shape of some.
+    """
     generator = torch.Generator().manual_seed(T)
 
     def normal(*shape, to=dtype):
@@ -59,7 +63,8 @@ def make(B, T, K, V, *, kind="plain", theta=False, positions=False, state=True, 
     q, v, do = normal(B, T, H, K), normal(B, T, H, V), normal(B, T, H, V)
     k = logits(torch.randn(B, T, H, K, generator=generator, dtype=torch.float64), kind).to(device, dtype)
     frequencies = torch.rand(H, K, generator=generator, dtype=torch.float64).to(device, exact) if theta else None
-    places = torch.randint(0, 100_000, (B, T), generator=generator).to(device) if positions else None
+    shape = (B, T) if positions is True else positions
+    places = torch.randint(0, 100_000, shape, generator=generator).to(device) if positions else None
     S, z = (normal(N, H, rows, V, to=exact), normal(N, H, K, to=exact)) if state else (None, None)
     dS, dz = normal(N, H, rows, V, to=exact), normal(N, H, K, to=exact)
     dS, dz = dS if "S" in final else None, dz if "z" in final else None
@@ -68,14 +73,16 @@ def make(B, T, K, V, *, kind="plain", theta=False, positions=False, state=True, 
 
 
 def places(q, k, v, theta, positions, offsets):
-    """[B, T]: where tokens are."""
+    """Where tokens are, to be multiplied by [B, T, H, K]."""
     at = torch.arange(q.shape[1], device=q.device)
     if positions is not None:
         at = positions
     elif offsets is not None:
         starts = offsets.long()
         at = at - starts[torch.searchsorted(starts, at, right=True) - 1]
-    return at.double().expand(q.shape[:2])
+    if at.ndim == 3:
+        return spread(at.double(), q.shape[3])[:, :, None]
+    return at.double().expand(q.shape[:2])[..., None, None]
 
 
 def errors(form, inputs, gradients):
@@ -102,7 +109,7 @@ def errors(form, inputs, gradients):
     if gradients[1] is not None:
         extra["dk"] += (expected[1] * gradients[1].double()).sum(-1).square().sum()
     if inputs[3] is not None:
-        extra["dtheta"] = (slopes * places(*inputs[:5], inputs[9])[..., None, None]).square().sum()
+        extra["dtheta"] = (slopes * places(*inputs[:5], inputs[9])).square().sum()
     extra["dz"] = extra["dk"]
     found = {}
     for name, a, e in zip(NAMES, actual, expected, strict=True):
@@ -499,6 +506,10 @@ INTERPRETED = [
     ((1, 50, 16, 16), {"final": "z"}),
     ((1, 40, 16, 16), {"theta": True, "scale": 0.0}),
     ((1, 50, 16, 16), {"final": "", "causal": False, "state": False}),
+    ((2, 36, 24, 16), {"theta": True, "positions": (1, 36, 2), "causal": False, "state": False, "H": 1, "segments": 2}),
+    ((2, 36, 16, 16), {"theta": True, "positions": (2, 36, 3), "causal": False, "state": False, "H": 1}),
+    ((1, 40, 24, 16), {"theta": True, "positions": (1, 40, 2), "H": 1}),
+    ((1, 20, 16, 16), {"theta": True, "positions": (1, 20, 2), "causal": False, "state": False, "offsets": [0, 7, 20]}),
 ]
 
 

@@ -105,11 +105,13 @@ def check_activation(shape, activation, dtype=torch.float32, device="cuda"):
     assert_agrees(lambda a, b: gated_activation(a, b, activation), a, b)
 
 
-def check_rotation(shape, heads, doubling, activation, positions, dtype=torch.float32, device="cuda"):
+def check_rotation(shape, heads, doubling, activation, positions, axes=None, dtype=torch.float32, device="cuda"):
     x = normal(*shape, dtype=dtype, device=device)
     theta = normal(heads, shape[-1] if doubling else shape[-1] // 2, device=device)
     place = torch.randint(0, positions, shape[:1], generator=torch.Generator().manual_seed(0)).to(device)
     place = place if len(shape) == 3 else place[:1, None] + torch.arange(shape[1], device=device).expand(shape[:2])
+    if axes:
+        place = torch.stack([place[:1] * (1 + a) // 2 for a in range(axes)], -1)
     assert_agrees(
         lambda x, theta, place: rotate(x, place, theta, doubling=doubling, activation=activation), x, theta, place
     )
@@ -175,7 +177,7 @@ def test_activation(activation, dtype):
 @pytest.mark.parametrize("doubling", [False, True])
 @pytest.mark.parametrize("shape, heads", [((2, 333, 3, 64), 3), ((2, 100, 8, 128), 1), ((5, 4, 20), 4)])
 def test_rotation(shape, heads, doubling, activation, dtype):
-    check_rotation(shape, heads, doubling, activation, 200_000, dtype)
+    check_rotation(shape, heads, doubling, activation, 200_000, dtype=dtype)
 
 
 @gpu
@@ -265,6 +267,8 @@ INTERPRETED = [
     (check_rotation, ((2, 9, 3, 8), 3, True, "silu", 1000)),
     (check_rotation, ((2, 9, 3, 6), 1, False, "none", 1000)),
     (check_rotation, ((5, 2, 8), 2, False, "silu", 1000)),
+    (check_rotation, ((2, 9, 3, 7), 3, True, "silu", 1000, 2)),
+    (check_rotation, ((2, 9, 3, 10), 1, False, "none", 1000, 3)),
 ]
 
 

@@ -10,6 +10,7 @@ from linnet.ops.additive import chunked
 from linnet.ops.additive.reference import reference
 from linnet.ops.additive.step import additive_step
 from linnet.ops.arguments import check_devices, check_matrix_state, check_state
+from linnet.ops.axes import check_positions, drop_single_axis
 from linnet.ops.chunks import count_pairs, exact, state_dtype
 from linnet.ops.documents import count_states
 from linnet.ops.fast_path import no_state
@@ -52,7 +53,9 @@ def additive_attention(
         v: [B, T, H, V].
         theta: [H, K], LRPE frequencies in radians per token. Rotates q and the normalised keys by position,
             x -> [x cos(t theta), x sin(t theta)], which doubles K in the state.
-        positions: integers [B, T]; default 0 .. T-1, from 0 in each document. With a state, give the true positions.
+        positions: integers [1 or B, T]; default 0 .. T-1, from 0 in each document. With a state, give the true
+            positions. [1 or B, T, A] are coordinates on A axes: the channels of a head fall into A contiguous groups
+            of ceil(K / A), each rotated by its coordinate (MD-LRPE).
         scale: multiplies q.
         causal: False takes the softmax over the whole sequence (document): o = q (k^T v).
         initial_state: (S [N, H, K or 2K, V], z [N, H, K]), from an earlier call, or S = 0 and z = -inf. N is B, or the
@@ -67,10 +70,11 @@ def additive_attention(
     Raises:
         ValueError: shapes, dtypes or options do not fit together.
 
-    Source: paper 003, section 4.1; LRPE in its complex form, section 4.2.
+    Source: paper 003, section 4.1; LRPE in its complex form, section 4.2, and on several axes, equations 10 to 14.
     """
     _check(q, k, v, theta, positions, causal, initial_state, cu_seqlens)
     S, z = (None, None) if initial_state is None else initial_state
+    positions = drop_single_axis(positions)
     if backend.debugging() and not bool((k < torch.inf).all()):
         raise ValueError(f"{OP}: k must hold logits below +inf and no NaN; -inf masks a token")
     if sequence.span() is not None:
@@ -241,11 +245,8 @@ def _check(q, k, v, theta, positions, causal, initial_state, cu_seqlens) -> None
     batch, length, heads, key_dim = q.shape
     if theta is not None and tuple(theta.shape) != (heads, key_dim):
         raise ValueError(f"{OP}: theta must be [H, K] = [{heads}, {key_dim}]; given {list(theta.shape)}")
-    if positions is not None and (tuple(positions.shape) != (batch, length) or positions.is_floating_point()):
-        raise ValueError(
-            f"{OP}: positions must be integers [B, T] = [{batch}, {length}]; "
-            f"given {positions.dtype} {list(positions.shape)}"
-        )
+    if positions is not None:
+        check_positions(OP, positions, batch, length)
     S, z = (None, None) if initial_state is None else initial_state
     check_devices(OP, q=q, theta=theta, positions=positions, S=S, z=z)
     if initial_state is None:

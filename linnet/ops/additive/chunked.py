@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from linnet.ops.axes import spread
 from linnet.ops.chunks import multiply_add, state_dtype
 from linnet.ops.documents import count_states, documents
 from linnet.ops.sequence import dot
@@ -238,7 +239,7 @@ def _load(q, k, v, theta, positions, start, begin, stop, chunk, dtype):
     if positions is None:
         at = torch.arange(begin - start, begin - start + count, device=k.device)[None]
     else:
-        at = positions.new_zeros(positions.shape[0], count)
+        at = positions.new_zeros(positions.shape[0], count, *positions.shape[2:])
         at[:, : stop - begin] = positions[:, begin:stop]
     rotation = Rotation.of(theta, at.unflatten(1, (-1, chunk)), dtype)
     return q, u, _cut(v, begin, stop, chunk, dtype), rotation
@@ -264,7 +265,7 @@ def _store(out, x, begin, stop):
 class Rotation:
     """The rotation of a run of tokens [B, H, n, C, K]; without tables (no theta) everything passes unchanged.
 
-    cos, sin: [1 or B, H, n, C, K]; positions: [1 or B, 1, n, C, 1].
+    cos, sin: [1 or B, H, n, C, K]; positions: [1 or B, 1, n, C, 1], on several axes [1 or B, 1, n, C, K].
     A `view` picks tokens out of tables and tensors alike (the rows or columns of a block).
     """
 
@@ -274,10 +275,13 @@ class Rotation:
 
     @staticmethod
     def of(theta: Tensor | None, positions: Tensor, dtype: torch.dtype) -> "Rotation":
-        """For positions [1 or B, n, C] and theta [H, K]. Angles are formed in float64: t theta needs the digits."""
+        """For theta [H, K] and positions [1 or B, n, C], or [1 or B, n, C, A] on several axes.
+
+        Angles are formed in float64: t theta needs the digits.
+        """
         if theta is None:
             return Rotation()
-        positions = positions[:, None, :, :, None]
+        positions = (positions[..., None] if positions.ndim == 3 else spread(positions, theta.shape[1]))[:, None]
         angle = positions.double() * theta.double()[:, None, None]
         return Rotation(angle.cos().to(dtype), angle.sin().to(dtype), positions.to(dtype))
 

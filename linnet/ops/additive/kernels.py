@@ -19,7 +19,8 @@ the summaries of `values_kernel`), joined by `combine_kernel`, and used in one m
 dv, `use_keys_kernel` for dq and the gradient of the logits.
 
 K and V are the widths, PK and PV these padded to powers of two, BC the columns of a program. ROTATE: LRPE doubles the
-rows of the state; its second half, of sines, is `state2`.
+rows of the state; its second half, of sines, is `state2`. AXES: columns of `positions` [rows, AXES], 0 where tokens are
+counted; SHARED: all sequences have the positions of the first.
 """
 
 import triton
@@ -102,14 +103,24 @@ def locate(N, H: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def load_angles(
-    positions, begin, chunk, t, left, frequency, C: tl.constexpr, HAS_POSITIONS: tl.constexpr, FAST: tl.constexpr
+    positions, chunk, t, left, i, frequency, C: tl.constexpr, K: tl.constexpr, AXES: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
-    """Positions of a chunk's tokens, and their cosines and sines [C, K]."""
-    if HAS_POSITIONS:
-        position = tl.load(positions + begin + chunk * C + t, mask=t < left, other=0).to(tl.float32)
+    """Positions of a chunk's tokens, [C, 1] or on several axes [C, channels], and cosines and sines of their angles.
+
+    The channels `i` fall into AXES groups. All coordinates of a token are loaded, and each channel selects its own.
+    """
+    at = chunk * C + t
+    if AXES == 0:
+        position = at.to(tl.float32)[:, None]
     else:
-        position = (chunk * C + t).to(tl.float32)
-    cos, sin = cosine_sine(position[:, None], frequency, FAST)
+        position = tl.load(positions + at * AXES, mask=t < left, other=0).to(tl.float32)[:, None]
+        if AXES > 1:
+            axis = i // ((K + AXES - 1) // AXES)
+            position = tl.broadcast_to(position, t.shape[0], i.shape[0])
+            for a in tl.static_range(1, AXES):
+                other = tl.load(positions + at * AXES + a, mask=t < left, other=0).to(tl.float32)
+                position = tl.where((axis == a)[None, :], other[:, None], position)
+    cos, sin = cosine_sine(position, frequency, FAST)
     return position, cos, sin
 
 
@@ -189,9 +200,10 @@ def link_kernel(
 def values_kernel(
     q, k, c, o, dq, initial, initial_z, final, final_z, sums, sums_z, boundaries, theta, positions, offsets,
     scale, T, N, G, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PK: tl.constexpr,
-    BC: tl.constexpr, REVERSE: tl.constexpr, SUMMARY: tl.constexpr, ROTATE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
-    SPLIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+    BC: tl.constexpr, REVERSE: tl.constexpr, SUMMARY: tl.constexpr, ROTATE: tl.constexpr, AXES: tl.constexpr,
+    SHARED: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, DOCUMENTS: tl.constexpr,
+    EVEN: tl.constexpr, SPLIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """o from c = v, or (REVERSE) dv from c = do. A program has BC columns of V of one head.
 
@@ -223,6 +235,8 @@ def values_kernel(
     boundary = boundaries + ((begin // C + n * (1 + G)) * (2 * H) + 2 * h) * K + i
     if ROTATE:
         frequency = tl.load(theta + h * K + i, mask=wide, other=0.0)[None, :]
+        if not SHARED:
+            positions += begin * AXES
 
     state = tl.zeros([BC, PK], tl.float32)
     if ROTATE:
@@ -288,7 +302,7 @@ def values_kernel(
         key = tl.exp2((tk - top[None, :]) * LOG2_E + SHIFT)
         tk = key.to(OPERAND)
         if ROTATE:
-            position, cos, sin = load_angles(positions, begin, chunk, t, left, frequency, C, HAS_POSITIONS, FAST)
+            position, cos, sin = load_angles(positions, chunk, t, left, i, frequency, C, K, AXES, FAST)
             tk1, tk2 = (key * cos).to(OPERAND), (key * sin).to(OPERAND)
         else:
             tk1 = tk
@@ -363,9 +377,10 @@ def values_kernel(
 def keys_kernel(
     q, k, again, v, do, dq, out, initial, initial_z, end, final, final_z, sums, sums_z, boundaries, theta, dtheta,
     positions, offsets, scale, T, N, G, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    PV: tl.constexpr, BC: tl.constexpr, REVERSE: tl.constexpr, ROTATE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
-    SPLIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
+    PV: tl.constexpr, BC: tl.constexpr, REVERSE: tl.constexpr, ROTATE: tl.constexpr, AXES: tl.constexpr,
+    SHARED: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, DOCUMENTS: tl.constexpr,
+    EVEN: tl.constexpr, SPLIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """out = dq, with `initial` the initial state. A program has BC channels of one head; its state is transposed.
 
@@ -401,6 +416,8 @@ def keys_kernel(
     boundary = boundaries + ((begin // C + n * (1 + G)) * (2 * H) + 2 * h) * K + i
     if ROTATE:
         frequency = tl.load(theta + h * K + i, mask=narrow, other=0.0)[None, :]
+        if not SHARED:
+            positions += begin * AXES
         angle_sums = tl.zeros([BC], tl.float32)
         state2 = tl.zeros([PV, BC], tl.float32)
 
@@ -476,7 +493,7 @@ def keys_kernel(
             tl.dot(earlier, tk, input_precision=PRECISION) + denominator[None, :], PRECISION != "tf32"
         )
         if ROTATE:
-            position, cos, sin = load_angles(positions, begin, chunk, t, left, frequency, C, HAS_POSITIONS, FAST)
+            position, cos, sin = load_angles(positions, chunk, t, left, i, frequency, C, K, AXES, FAST)
         if REVERSE or ROTATE:
             query = load_tile(q + move * K, keys, t, i, left, 0.0, K, K % BC != 0, EVEN).to(tl.float32) * inverse
         state *= decay[None, :]
@@ -500,7 +517,7 @@ def keys_kernel(
                 grad2 = tl.dot(tv, state2.to(OPERAND), input_precision=PRECISION)
                 grad2 = tl.dot(scores, tx2, grad2, input_precision=PRECISION)
                 state2 = tl.dot(tl.trans(tdo), tx2, state2, input_precision=PRECISION)
-                angle_sums += tl.sum(key * (grad2 * cos - grad * sin) * position[:, None], 0)
+                angle_sums += tl.sum(key * (grad2 * cos - grad * sin) * position, 0)
                 grad = grad * cos + grad2 * sin
             grad = tl.dot(later, (-q_dq).to(OPERAND), grad, input_precision=PRECISION)
             # `again` is k: the tile of one load would lie unswizzled in shared memory, for its two layouts.
@@ -522,7 +539,7 @@ def keys_kernel(
                 grad2 = tl.dot(tdo, state2.to(OPERAND), input_precision=PRECISION)
                 grad2 = tl.dot(scores, tx2, grad2, input_precision=PRECISION)
                 state2 = tl.dot(tl.trans(tv), tx2, state2, input_precision=PRECISION)
-                angle_sums += tl.sum(query * (grad2 * cos - grad * sin) * (position[:, None] * scale), 0)
+                angle_sums += tl.sum(query * (grad2 * cos - grad * sin) * (position * scale), 0)
                 grad = grad * cos + grad2 * sin
             grad = grad * inverse * scale
         store_masked(out + move * K, keys, grad, (t < left)[:, None] & narrow[None, :], not EVEN or K % BC != 0)
@@ -542,9 +559,9 @@ def keys_kernel(
 @triton.jit
 def sum_products_kernel(
     q, do, sums, theta, positions, offsets, scale, T, N, G, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, PK: tl.constexpr, BC: tl.constexpr, ROTATE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, FAST: tl.constexpr,
+    C: tl.constexpr, PK: tl.constexpr, BC: tl.constexpr, ROTATE: tl.constexpr, AXES: tl.constexpr,
+    SHARED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """sums [N, H, G, K or 2K, V] = scale q^T do of each segment, in BC columns of V per program."""
     block, nh, g = locate(N, H, V, BC)
@@ -560,6 +577,8 @@ def sum_products_kernel(
     if ROTATE:
         state2 = tl.zeros([PK, BC], tl.float32)
         frequency = tl.load(theta + h * K + i, mask=i < K, other=0.0)[None, :]
+        if not SHARED:
+            positions += begin * AXES
     for chunk in tl.range(g * per, tl.minimum((g + 1) * per, chunks), num_stages=STAGES):
         move = begin * 0 + chunk * C * H
         left = length - chunk * C
@@ -567,7 +586,7 @@ def sum_products_kernel(
         tc = load_tile(do + move * V, t[:, None] * (H * V) + j[None, :], t, j, left, 0.0, V, V % BC != 0, EVEN)
         tc = tc.to(OPERAND)
         if ROTATE:
-            position, cos, sin = load_angles(positions, begin, chunk, t, left, frequency, C, HAS_POSITIONS, FAST)
+            position, cos, sin = load_angles(positions, chunk, t, left, i, frequency, C, K, AXES, FAST)
             query = tq.to(tl.float32)
             tq = query * cos
             state2 = tl.dot(tl.trans((query * sin).to(OPERAND)), tc, state2, input_precision=PRECISION)
@@ -643,7 +662,7 @@ def combine_kernel(
 def use_values_kernel(
     q, k, o, S, z, theta, positions, offsets, scale, T, N, G, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, PK: tl.constexpr, BC: tl.constexpr, SOFTMAX: tl.constexpr, ROTATE: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    AXES: tl.constexpr, SHARED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """o = scale q S, or (SOFTMAX) dv = softmax(k) S with S the gradient to the state. BC columns of V per program."""
@@ -662,6 +681,8 @@ def use_values_kernel(
     if ROTATE:
         state2 = tl.load(S + K * V, mask=mask, other=0.0).to(OPERAND)
         frequency = tl.load(theta + h * K + i, mask=i < K, other=0.0)[None, :]
+        if not SHARED:
+            positions += begin * AXES
     if SOFTMAX:
         shift = tl.maximum(tl.load(z + nh.to(tl.int64) * K + i, mask=i < K, other=0.0), NOTHING)
     for chunk in tl.range(g * per, tl.minimum((g + 1) * per, chunks), num_stages=STAGES):
@@ -672,7 +693,7 @@ def use_values_kernel(
         if SOFTMAX:
             tx = tl.exp2((tx.to(tl.float32) - shift[None, :]) * LOG2_E)
         if ROTATE:
-            position, cos, sin = load_angles(positions, begin, chunk, t, left, frequency, C, HAS_POSITIONS, FAST)
+            position, cos, sin = load_angles(positions, chunk, t, left, i, frequency, C, K, AXES, FAST)
             both = tx.to(tl.float32)
             out = tl.dot((both * cos).to(OPERAND), state, input_precision=PRECISION)
             out = tl.dot((both * sin).to(OPERAND), state2, out, input_precision=PRECISION)
@@ -686,7 +707,7 @@ def use_values_kernel(
 def use_keys_kernel(
     x, k, out, S, z, delta, theta, dtheta, positions, offsets, scale, T, N, G, H: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, C: tl.constexpr, PV: tl.constexpr, BC: tl.constexpr, SOFTMAX: tl.constexpr, ROTATE: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
+    AXES: tl.constexpr, SHARED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """dq = scale x S^T from x = do; or (SOFTMAX) the gradient of k from x = v, S the gradient to the state.
@@ -711,6 +732,8 @@ def use_keys_kernel(
     if ROTATE:
         state2 = tl.load(S + K * V, mask=mask, other=0.0).to(OPERAND)
         frequency = tl.load(theta + h * K + i, mask=narrow, other=0.0)[None, :]
+        if not SHARED:
+            positions += begin * AXES
         angle_sums = tl.zeros([BC], tl.float32)
     if SOFTMAX:
         shift = tl.maximum(tl.load(z + nh.to(tl.int64) * K + i, mask=narrow, other=0.0), NOTHING)
@@ -726,9 +749,9 @@ def use_keys_kernel(
             if SOFTMAX:
                 key = tl.exp2((key - shift[None, :]) * LOG2_E)
         if ROTATE:
-            position, cos, sin = load_angles(positions, begin, chunk, t, left, frequency, C, HAS_POSITIONS, FAST)
+            position, cos, sin = load_angles(positions, chunk, t, left, i, frequency, C, K, AXES, FAST)
             grad2 = tl.dot(tx, tl.trans(state2), input_precision=PRECISION)
-            angle_sums += tl.sum(key * (grad2 * cos - grad * sin) * (position[:, None] * scale), 0)
+            angle_sums += tl.sum(key * (grad2 * cos - grad * sin) * (position * scale), 0)
             grad = grad * cos + grad2 * sin
         if SOFTMAX:
             grad = key * (grad - delta[None, :])

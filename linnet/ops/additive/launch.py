@@ -70,7 +70,11 @@ class Call(NamedTuple):
         if backend.debugging():
             documents(cu_seqlens, *q.shape[:2])
         theta = None if theta is None else align(theta.float())
-        positions = None if theta is None else align(positions)
+        if theta is None:
+            positions = None
+        elif positions is not None and positions.ndim == 2:  # Hopper's kernels read a row per sequence
+            positions = positions.expand(q.shape[0], -1)
+        positions = align(positions)
         q, k, v = (align(x) for x in (q, k, v))
         return cls(q, k, v, theta, positions, cu_seqlens, scale, q.new_empty(1, dtype=torch.float32))
 
@@ -245,8 +249,12 @@ class Call(NamedTuple):
         launch(kernel, programs, self._pick(tensors), numbers, (T, self.states, segments, H, *constants), **options)
 
     @property
-    def _rotates(self) -> tuple[bool, bool]:
-        return self.theta is not None, self.positions is not None
+    def _rotates(self) -> tuple[bool, int, bool]:
+        """Whether there is LRPE, the axes of positions (0: tokens are counted), and whether sequences share them."""
+        if self.positions is None:
+            return self.theta is not None, 0, False
+        axes = self.positions.shape[2] if self.positions.ndim == 3 else 1
+        return True, axes, self.positions.shape[0] < self.q.shape[0]
 
     def _rows(self, chunk: int) -> tuple[bool, bool]:
         """Whether there are documents, and whether all chunks are full."""

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from linnet.ops.axes import spread
 from linnet.ops.chunks import state_dtype
 from linnet.ops.documents import count_states, documents
 
@@ -48,13 +49,15 @@ def reference(
 
 
 def rotate(x: Tensor, theta: Tensor | None, positions: Tensor) -> Tensor:
-    """[x cos(t theta), x sin(t theta)] for x [..., H, K], theta [H, K], positions [...]; x itself without theta.
+    """[x cos(t theta), x sin(t theta)] for x [..., H, K], theta [H, K]; x itself without theta.
 
-    The angle is formed in float64, because t theta in float32 is off by 0.01 radian near t = 131,072.
+    Positions are [...], or [..., A] on A axes, each of which rotates its group of channels (`spread`). The angle is
+    formed in float64, because t theta in float32 is off by 0.01 radian near t = 131,072.
     """
     if theta is None:
         return x
-    angle = positions[..., None, None].double() * theta.double()
+    places = positions[..., None] if positions.ndim == x.ndim - 2 else spread(positions, x.shape[-1])
+    angle = places[..., None, :].double() * theta.double()
     return torch.cat([x * angle.cos().to(x.dtype), x * angle.sin().to(x.dtype)], -1)
 
 

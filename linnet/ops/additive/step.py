@@ -76,7 +76,7 @@ def _check(q, k, v, S, z, theta, positions) -> None:
             f"and positions {None if positions is None else list(positions.shape)}"
         )
     if theta is not None and tuple(positions.shape) != (batch,):
-        raise ValueError(f"positions must be [B] = [{batch}]; given {list(positions.shape)}")
+        raise ValueError(f"positions must be [B] = [{batch}], of one axis; given {list(positions.shape)}")
     rows = key_dim if theta is None else 2 * key_dim
     if tuple(S.shape) != (batch, heads, rows, v.shape[2]) or tuple(z.shape) != (batch, heads, key_dim):
         raise ValueError(

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.ops import backend
+from linnet.ops.axes import drop_single_axis, spread
 from linnet.ops.compat_torch import is_plain
 from linnet.ops.fast_path import find_apply
 from linnet.ops.vmap_rules import Mapped, fold, is_mapped, unfold
@@ -23,7 +24,8 @@ def rotate(x: Tensor, positions: Tensor, theta: Tensor, *, doubling: bool = Fals
 
     Args:
         x: [B, T, H, d], or [B, H, d] for one token.
-        positions: int64 [B, T], or [B].
+        positions: integers [1 or B, T], or [B]; or [1 or B, T, A], coordinates on A axes: the F frequencies fall into A
+            contiguous groups of ceil(F / A), and each group rotates by its coordinate.
         theta: frequencies in radians a token, [H, F] or [1, F] for all heads alike; F is d / 2, or d when doubling.
         doubling: the complex form (LRPE) instead of pairs.
         activation: none or silu, on x before it is rotated.
@@ -36,19 +38,28 @@ def rotate(x: Tensor, positions: Tensor, theta: Tensor, *, doubling: bool = Fals
     """
     heads, width = x.shape[-2:]
     fits = theta.ndim == 2 and theta.shape[0] in (1, heads) and width == theta.shape[1] * (1 if doubling else 2)
-    if not fits or positions.shape != x.shape[:-2] or activation not in ("none", "silu"):
+    if not fits or not _places_fit(x, positions) or activation not in ("none", "silu"):
         raise ValueError(
             f"rotate: x has shape {list(x.shape)}, positions {list(positions.shape)}, theta {list(theta.shape)} and "
-            f"activation {activation!r}; give [..., H, d], [...], [H or 1, {'d' if doubling else 'd / 2'}] and none or "
-            "silu"
+            f"activation {activation!r}; give [B, T, H, d], [B or 1, T] or [B or 1, T, A], "
+            f"[H or 1, {'d' if doubling else 'd / 2'}] and none or silu (for one token [B, H, d] and [B])"
         )
-    if is_plain((x, positions, theta)) and backend.use_triton("rotation", x.is_cuda) and positions.ndim in (1, 2):
-        kernels = importlib.import_module("linnet.ops.rotation.triton")
-        if kernels.supports(x, positions, theta):
-            return _apply(x, positions, theta, doubling, activation)
-    if is_mapped(x, positions) and not is_mapped(theta) and backend.use_triton("rotation", x.is_cuda):
-        return Mapped.apply(_rule, x, positions, theta, doubling, activation)
+    positions = drop_single_axis(positions)
+    if backend.use_triton("rotation", x.is_cuda) and x.ndim in (3, 4):
+        rows = positions.expand(x.shape[0], *positions.shape[1:])
+        if is_plain((x, rows, theta)):
+            kernels = importlib.import_module("linnet.ops.rotation.triton")
+            if kernels.supports(x, rows, theta):
+                return _apply(x, rows, theta, doubling, activation)
+        if is_mapped(x, positions) and not is_mapped(theta):
+            return Mapped.apply(_rule, x, rows, theta, doubling, activation)
     return rotate_reference(x, positions, theta, doubling, activation)
+
+
+def _places_fit(x: Tensor, positions: Tensor) -> bool:
+    if x.ndim == 4 and positions.ndim in (2, 3) and 0 not in positions.shape[2:]:
+        return positions.shape[0] in (1, x.shape[0]) and positions.shape[1] == x.shape[1]
+    return positions.shape == x.shape[:-2]
 
 
 def _rule(size, dims, x, positions, *others):
@@ -79,7 +90,8 @@ _apply = find_apply(_Rotate)
 def rotate_reference(x: Tensor, positions: Tensor, theta: Tensor, doubling: bool, activation: str = "none") -> Tensor:
     """As `rotate`. Angles are at least float32: positions beyond 2^24 or half-precision angles would collide."""
     theta = theta if theta.dtype == torch.float64 else theta.float()
-    angle = positions[..., None, None].to(theta.dtype) * theta
+    places = positions[..., None] if positions.ndim == x.ndim - 2 else spread(positions, theta.shape[1])
+    angle = places[..., None, :].to(theta.dtype) * theta
     x = F.silu(x) if activation == "silu" else x
     cos, sin = angle.cos(), angle.sin()
     wide = x.to(torch.promote_types(x.dtype, angle.dtype))

@@ -1,7 +1,9 @@
 """Rotation by position times frequency on a GPU: one pass, with angles, cosines and sines made on the way.
 
-A program holds some tokens and a block of the columns (head, frequency). For the gradient of the frequencies it walks
-over many tokens and leaves one partial sum, and a second launch adds those up: no atomics, so the same bits each time.
+A program holds some tokens and a block of the columns (head, frequency). On several axes it loads all coordinates of a
+token and selects one per column, because the axis of a frequency is known when the kernel is compiled. For the gradient
+of the frequencies it walks over many tokens and leaves one partial sum, and a second launch adds those up: no atomics,
+so the same bits each time.
 """
 
 import functools
@@ -38,7 +40,8 @@ def rotate_forward(x: Tensor, positions: Tensor, theta: Tensor, doubling: bool, 
     x, positions, theta = align(x), _align_places(positions), align(theta)
     y = x.new_empty(*x.shape[:-1], 2 * x.shape[-1]) if doubling else torch.empty_like(x)
     layout = _layout(positions)
-    key = (x.shape, theta.shape, layout, x.dtype, theta.dtype, positions.dtype, doubling, activation, x.device)
+    axes = positions.shape[2] if positions.ndim == 3 else 1
+    key = (x.shape, theta.shape, layout, axes, x.dtype, theta.dtype, positions.dtype, doubling, activation, x.device)
     launch, _ = _plan(forward_kernel, *key, False)
     launch(x, positions, theta, y, *layout)
     return y
@@ -50,7 +53,8 @@ def rotate_backward(x, positions, theta, dy, doubling, activation, needs_theta) 
     heads, width = dy.shape[-2:]
     dx = dy.new_empty(*dy.shape[:-1], width // 2) if doubling else torch.empty_like(dy)
     layout = _layout(positions)
-    key = (dx.shape, theta.shape, layout, dy.dtype, theta.dtype, positions.dtype, doubling, activation, dy.device)
+    axes = positions.shape[2] if positions.ndim == 3 else 1
+    key = (dx.shape, theta.shape, layout, axes, dy.dtype, theta.dtype, positions.dtype, doubling, activation, dy.device)
     launch, walkers = _plan(backward_kernel, *key, needs_theta)
     partial = dy.new_empty(walkers, heads, theta.shape[1], dtype=torch.float32) if needs_theta else None
     launch(align(x), positions, theta, dy, dx, partial, *layout)
@@ -64,15 +68,15 @@ def _align_places(positions: Tensor) -> Tensor:
     return positions.clone() if positions.data_ptr() % 16 else positions  # a row expanded to a batch stays one
 
 
-def _layout(positions: Tensor) -> tuple[int, int, int, int]:
-    """Of positions [B, T] or [B]: how many in all and in a row, and the strides."""
-    tokens = positions.shape[1] if positions.ndim == 2 else 1
-    return positions.numel(), tokens, *(*positions.stride(), 0)[:2]
+def _layout(positions: Tensor) -> tuple[int, int, int, int, int]:
+    """Of positions [B, T, A], [B, T] or [B]: how many tokens in all and in a row, and the strides."""
+    tokens = positions.shape[1] if positions.ndim > 1 else 1
+    return positions.shape[0] * tokens, tokens, *(*positions.stride(), 0, 0)[:3]
 
 
 @functools.lru_cache(1024)  # a launch is planned once for each shape, and the dtypes that choose a compiled variant
 def _plan(
-    kernel, shape, theta_shape, layout, dtype, theta_dtype, place_dtype, doubling, activation, device, needs_theta
+    kernel, shape, theta_shape, layout, axes, dtype, theta_dtype, place_dtype, doubling, activation, device, needs_theta
 ) -> tuple[Launcher, int]:
     (heads, _), frequencies = shape[-2:], theta_shape[1]
     columns, rows, warps = choose_tile(heads * frequencies)
@@ -82,24 +86,34 @@ def _plan(
     backward = (needs_theta,) if kernel is backward_kernel else ()
     constants = (
         *(heads, frequencies, theta_shape[0] == 1, doubling, activation == "silu", *backward),
-        *(device.type == "cuda", columns, rows),
+        *(axes, device.type == "cuda", columns, rows),
     )
     return Launcher(kernel, walkers * blocks, constants, num_warps=warps), walkers
 
 
 @triton.jit
-def _angles(positions, row, count, tokens, stride_row, stride_token, frequency, FAST: tl.constexpr):
+def _angles(
+    positions, row, count, tokens, stride_row, stride_token, stride_axis, column, frequency, F: tl.constexpr,
+    AXES: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Cosines and sines [ROWS, COLUMNS], and the coordinate of each, [ROWS, 1] with one axis."""
     at = (row // tokens) * stride_row + (row % tokens) * stride_token
-    place = tl.load(positions + at, mask=row < count, other=0).to(tl.float32)
-    cos, sin = cosine_sine(place[:, None], frequency[None, :], FAST)
+    place = tl.load(positions + at, mask=row < count, other=0).to(tl.float32)[:, None]
+    if AXES > 1:
+        axis = (column % F) // ((F + AXES - 1) // AXES)
+        place = tl.broadcast_to(place, row.shape[0], column.shape[0])
+        for a in tl.static_range(1, AXES):
+            other = tl.load(positions + at + a * stride_axis, mask=row < count, other=0).to(tl.float32)
+            place = tl.where((axis == a)[None, :], other[:, None], place)
+    cos, sin = cosine_sine(place, frequency[None, :], FAST)
     return cos, sin, place
 
 
 @triton.jit
 def forward_kernel(
-    x, positions, theta, y, count, tokens, stride_row, stride_token, HEADS: tl.constexpr, F: tl.constexpr,
-    SHARED: tl.constexpr, DOUBLING: tl.constexpr, SILU: tl.constexpr, FAST: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
+    x, positions, theta, y, count, tokens, stride_row, stride_token, stride_axis, HEADS: tl.constexpr,
+    F: tl.constexpr, SHARED: tl.constexpr, DOUBLING: tl.constexpr, SILU: tl.constexpr, AXES: tl.constexpr,
+    FAST: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (HEADS * F + COLUMNS - 1) // COLUMNS
     walker = tl.program_id(0) // BLOCKS
@@ -109,7 +123,9 @@ def forward_kernel(
     frequency = tl.load(theta + (column % F if SHARED else column), mask=inside, other=0.0).to(tl.float32)
     row = walker.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = (row < count)[:, None] & inside[None, :]
-    cos, sin, _ = _angles(positions, row, count, tokens, stride_row, stride_token, frequency, FAST)
+    cos, sin, _ = _angles(
+        positions, row, count, tokens, stride_row, stride_token, stride_axis, column, frequency, F, AXES, FAST
+    )
     to = row[:, None] * (2 * HEADS * F) + first[None, :]
     if DOUBLING:
         a = tl.load(x + row[:, None] * (HEADS * F) + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -129,9 +145,9 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    x, positions, theta, dy, dx, partial, count, tokens, stride_row, stride_token, HEADS: tl.constexpr,
+    x, positions, theta, dy, dx, partial, count, tokens, stride_row, stride_token, stride_axis, HEADS: tl.constexpr,
     F: tl.constexpr, SHARED: tl.constexpr, DOUBLING: tl.constexpr, SILU: tl.constexpr, NEEDS_THETA: tl.constexpr,
-    FAST: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    AXES: tl.constexpr, FAST: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (HEADS * F + COLUMNS - 1) // COLUMNS
     walker = tl.program_id(0) // BLOCKS
@@ -144,7 +160,9 @@ def backward_kernel(
     for block in range(walker, tl.cdiv(count, ROWS), tl.num_programs(0) // BLOCKS):
         row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         mask = (row < count)[:, None] & inside[None, :]
-        cos, sin, place = _angles(positions, row, count, tokens, stride_row, stride_token, frequency, FAST)
+        cos, sin, place = _angles(
+            positions, row, count, tokens, stride_row, stride_token, stride_axis, column, frequency, F, AXES, FAST
+        )
         wide = row[:, None] * (2 * HEADS * F) + first[None, :]
         narrow = row[:, None] * (HEADS * F) + column[None, :]
         da = tl.load(dy + wide, mask=mask, other=0.0).to(tl.float32)
@@ -170,7 +188,7 @@ def backward_kernel(
                 else:
                     turned = a * gb - b * ga
             if NEEDS_THETA:
-                total += turned * place[:, None]
+                total += turned * place
         if DOUBLING:
             tl.store(dx + narrow, ga.to(dx.dtype.element_ty), mask=mask)
         else:

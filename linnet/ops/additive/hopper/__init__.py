@@ -65,6 +65,8 @@ def suits(call: Call, causal: bool = True, backward: bool = False) -> bool:
         return False
     if torch.cuda.get_device_capability(q.device)[0] != 9:
         return False
+    if call.positions is not None and call.positions.ndim == 3:  # these kernels read one coordinate per token
+        return False
     if not causal:
         return call.theta is None
     rotated = call.theta is not None
