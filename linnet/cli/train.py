@@ -240,28 +240,29 @@ def _show_training(settings, train, json_: bool) -> None:
 
     from rich.console import Console
 
+    from linnet.train.objectives import find_objective
     from linnet.train.progress import TerminalProgress
 
-    console = Console(stderr=json_, soft_wrap=True)
-    with TerminalProgress(console) as progress:
+    console, objective = Console(stderr=json_, soft_wrap=True), find_objective(settings)
+    with TerminalProgress(console, objective.units, objective.SCORES) as progress:
 
         def show(row: dict) -> None:
             if row.get("event") == "start":  # all checks have passed
-                _show_plan(settings, console)
+                _show_plan(settings, row["steps"], console)
             progress(row)
 
         folder = train(show)
-    if not progress.started:
-        _show_plan(settings, console)
-        console.print("this run is done already; another setting (--set seed=1) makes another run", highlight=False)
     result = folder.result()
-    shown = ("loss", "bits_per_byte", "tokens", "seconds", "steps")
+    shown = ("loss", *objective.SCORES, objective.units, "seconds", "steps")
     if wrong := [key for key in shown if not isinstance(result.get(key, ""), int | float | None)]:
         raise folder.damaged_result(f"{', '.join(wrong)} missing or not a number")
+    if not progress.started:
+        _show_plan(settings, result["steps"] if settings.epochs else settings.total_steps, console)
+        console.print("this run is done already; another setting (--set seed=1) makes another run", highlight=False)
     if json_:
         typer.echo(json.dumps({"path": str(folder.path), **result}, indent=1))
     else:
-        _show_result(folder.path, result, console)
+        _show_result(folder.path, result, objective, console)
     if result["status"] != "done":
         raise typer.Exit(1)
 
@@ -277,7 +278,8 @@ def _no_other_settings(given: list[str]) -> None:
 
 def _length(config, changes: dict) -> int | None:
     """Returns the steps of a training with another `steps` or `tokens`."""
-    return config.model_copy(update={key: changes[key] for key in ("steps", "tokens")}).total_steps
+    lengths = {key: changes[key] for key in ("steps", "tokens") if key in type(config).model_fields}
+    return config.model_copy(update=lengths).total_steps
 
 
 def _extended(path: Path, device: str | None, assignments: list[str], allow_plugins: bool):
@@ -317,12 +319,12 @@ def _settings(
 ):
     """Returns the training that the command line describes."""
     from linnet import trust
-    from linnet.config import ConfigError, gather, override, parse, read_yaml
+    from linnet.config import ConfigError, gather, override, read_yaml
     from linnet.data.problems import text_problems
     from linnet.layers.base import load_plugin
     from linnet.layers.check import check_mixers
     from linnet.models import family
-    from linnet.train import TrainConfig
+    from linnet.train import read_training
     from linnet.train.config import moved, set_wins
 
     if config is None and model is None and mixer is None:
@@ -364,7 +366,7 @@ def _settings(
         values = override(set_wins(moved(values), assignments), assignments)
     found: list[str] = []
     with gather(found):
-        settings = parse(TrainConfig, values, "train")
+        settings = read_training(values)
     lacking = mixer is not None and own is None  # then no model knows its name and options
     problems += [line for line in found if not (lacking and line.startswith("model"))]
     if own and settings and not any(own in block for block in settings.model.blocks):
@@ -373,40 +375,46 @@ def _settings(
         with gather(problems):
             check_mixers(settings.plugins, settings.model.options, settings.model.d_model, settings.model.norm)
     if problems:
-        problems += text_problems(values.get("data", {}), cache, values.get("seq_len"), told=problems)
+        if values.get("objective", "text") == "text":
+            problems += text_problems(values.get("data", {}), cache, values.get("seq_len"), told=problems)
         raise ConfigError(problems, where)
     return settings
 
 
-def _show_plan(settings, console) -> None:
+def _show_plan(settings, steps: int, console) -> None:
     from rich.markup import escape
 
-    from linnet.models import count_parameters, flops_exact
+    from linnet.train.objectives import find_objective
 
-    total, outside = count_parameters(settings.model)
-    steps, tokens = settings.total_steps, settings.total_steps * settings.batch_size * settings.seq_len
-    flops = steps * flops_exact(settings.model, settings.seq_len, settings.batch_size)
+    objective = find_objective(settings)
+    costs, more = objective.count_costs(settings), objective.describe_model(settings)
+    outside = costs.parameters_backbone
     console.print(
         f"[bold]{escape(settings.name or settings.architecture)}[/]: "
         f"{escape(settings.model.layout)}, width {settings.model.d_model}, "
-        f"{total:,} parameters ({outside:,} without embeddings), vocabulary {settings.model.vocab_size:,}",
+        f"{costs.parameters:,} parameters ({outside:,} without embeddings){', ' if more else ''}{more}",
         highlight=False,
     )
+    batch = f"{settings.batch_size} x {settings.seq_len}" if hasattr(settings, "seq_len") else settings.batch_size
     console.print(
-        f"{steps:,} steps of {settings.batch_size} x {settings.seq_len} tokens = {tokens:,} tokens, {flops:.3g} FLOPs",
+        f"{steps:,} steps of {batch} {objective.units} = {steps * costs.units:,} {objective.units}, "
+        f"{steps * costs.flops:.3g} FLOPs",
         highlight=False,
     )
 
 
-def _show_result(path: Path, result: dict, console) -> None:
+def _show_result(path: Path, result: dict, objective, console) -> None:
     from rich.markup import escape
 
     if result["status"] == "done":
         # None if not finite: held-out text that is only the end of a document has no bytes.
-        loss, bits = ("?" if x is None else f"{x:.4f}" for x in (result["loss"], result["bits_per_byte"]))
+        words = {"loss": objective.loss_unit, **objective.SCORES}
+        scores = [
+            f"[bold]{'?' if (x := result.get(key)) is None else f'{x:.4f}'}[/] {unit}" for key, unit in words.items()
+        ]
         console.print(
-            f"held-out loss [bold]{loss}[/] nats per token, [bold]{bits}[/] bits per byte, "
-            f"after {result['tokens']:,} tokens in {result['seconds']:,.0f} s",
+            f"held-out loss {', '.join(scores)}, after {result[objective.units]:,} {objective.units} "
+            f"in {result['seconds']:,.0f} s",
             highlight=False,
         )
     else:

@@ -21,8 +21,14 @@ def show_plan(settings: "TrainConfig", devices: int, gpu: str, memory: float | N
     """
     import json
 
+    from linnet.config import ConfigError
     from linnet.train.plan import find_gpu, plan, refuse
 
+    if settings.objective != "text":
+        problem = (
+            f"--plan: counts trainings of text only, not objective: {settings.objective}; train a few steps instead"
+        )
+        raise ConfigError([problem], "command line")
     found = plan(settings, devices, find_gpu(gpu, memory))
     if json_:
         typer.echo(json.dumps(found.as_dict(), indent=1))

@@ -29,7 +29,7 @@ from linnet.study.architectures import (
     short_size,
 )
 from linnet.study.executors import ExecutorConfig
-from linnet.train import TrainConfig
+from linnet.train import read_training
 
 
 def _named(value: Any) -> Any:
@@ -235,7 +235,7 @@ def _train_problems(train: Any, model: ModelConfig) -> list[str]:
         return []  # reported as a wrong type
     problems = fixed_keys(train)
     try:
-        parse(TrainConfig, {key: train[key] for key in train if key not in SET_BY_THE_LADDER} | {"model": model})
+        read_training({key: train[key] for key in train if key not in SET_BY_THE_LADDER} | {"model": model})
     except ConfigError as error:
         problems += [f"train.{line}" for line in error.problems]
     return problems

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from linnet.config import ConfigError, gather, parse
+from linnet.config import ConfigError, gather
 from linnet.data import DataConfig, given_vocabulary
 from linnet.data.problems import text_problems
 from linnet.data.sources import find_files
 from linnet.models import ModelConfig, count_parameters, flops_exact
 from linnet.study.architectures import Architecture, load_plugins, make_rungs
 from linnet.study.config import SET_BY_THE_LADDER, StudyConfig, fixed_keys
-from linnet.train import TrainConfig, resolve
+from linnet.train import TrainingConfig, read_training, resolve
 from linnet.train.config import moved
 from linnet.train.identity import contents_of, find, name_of
 from linnet.train.loggers import check_loggers
@@ -47,7 +47,7 @@ class PlannedRun:
     params_total: int
     params_non_embedding: int
     learning_rate: float
-    train: TrainConfig = field(repr=False)
+    train: TrainingConfig = field(repr=False)
 
     def record(self) -> dict[str, Any]:
         """Returns everything except the training configuration, for plan.json."""
@@ -144,7 +144,7 @@ def plan(
         told = "\n".join(problems)
         try:  # all runs share these settings, so checking one run is enough
             smallest = min(_batch_size(config, a, i) for a, _, _ in rungs for i in range(len(config.targets)))
-            first = parse(TrainConfig, _train_values(config, train, *rungs[0], smallest, steps=1, seed=0, plugins=[]))
+            first = read_training(_train_values(config, train, *rungs[0], smallest, steps=1, seed=0, plugins=[]))
             if check_data:
                 found = evaluation_problems(first, lengths)
                 problems += [line for line in found if line.removeprefix("train.") not in told]
@@ -176,7 +176,7 @@ def plan(
         settings = _train_values(
             config, train, architecture, size, model, values["batch_size"], values["steps"], seed, used
         )
-        run = resolve(parse(TrainConfig, settings))
+        run = resolve(read_training(settings))
         named = {"architecture": architecture.name, "size": size.label, "seed": seed, "train": run}
         with gather(problems):
             name = name_of(run, contents) if root is None else find(run, root, contents).folder.path.name
@@ -191,7 +191,7 @@ def plan(
     return Plan(config, tuple(runs), tuple(dropped))
 
 
-def evaluation_problems(train: TrainConfig, lengths: Iterable[int], data: Data | None = None) -> list[str]:
+def evaluation_problems(train: TrainingConfig, lengths: Iterable[int], data: Data | None = None) -> list[str]:
     """Returns the problems of the evaluations of runs with these settings.
 
     Args:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet import trust
-from linnet.config import ConfigError, parse, read_yaml
+from linnet.config import ConfigError, read_yaml
 from linnet.runs import LockedError, RunFolder
 from linnet.runs.files import write_atomic
 from linnet.study.collect import PLAN, RUNS, collect
@@ -34,7 +34,7 @@ from linnet.study.executors import Job, Outcome, device_problem, make_executor
 from linnet.study.ladder import Plan, PlannedRun, evaluation_problems
 from linnet.study.ladder import plan as make_plan
 from linnet.study.progress import StudyProgress, count, duration
-from linnet.train import TrainConfig, passes, run_folder, train
+from linnet.train import TrainingConfig, passes, read_training, run_folder, train
 from linnet.train.objective import Data
 from linnet.train.objectives import find_objective
 from linnet.train.preflight import parallel_problems
@@ -112,7 +112,7 @@ def train_run(job: Job) -> str:
     """
     trust.accept(job.payload["trusted"])  # a worker on another machine has no list, and may have another file
     trust.check_plugins(job.payload["config"], f"the plan of {job.payload['root']}")
-    config = parse(TrainConfig, job.payload["config"])
+    config = read_training(job.payload["config"], "configuration")
     deadline = time.monotonic() + LOCK_PATIENCE
     root, cache = Path(job.payload["root"]), Path(job.payload["cache"])
     make = train if config.parallel.devices == 1 else train_on_devices
@@ -125,7 +125,7 @@ def train_run(job: Job) -> str:
             time.sleep(0.5)
 
 
-def train_on_devices(config: TrainConfig, root: Path, cache: Path) -> RunFolder:
+def train_on_devices(config: TrainingConfig, root: Path, cache: Path) -> RunFolder:
     """Trains one run in as many processes as `config.parallel` asks for, with `linnet train --devices`.
 
     Raises:

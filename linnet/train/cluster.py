@@ -20,15 +20,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from linnet.config import ConfigError, gather, parse
+from linnet.config import ConfigError, gather
 from linnet.install import install_command
 from linnet.runs import RunFolder
 from linnet.runs.files import write_atomic
-from linnet.train.config import TrainConfig, resolve
+from linnet.train.config import TrainingConfig, resolve
 from linnet.train.identity import as_begun, contents_of, find
 from linnet.train.loggers import check_loggers
 from linnet.train.loop import train
 from linnet.train.objective import Progress
+from linnet.train.objectives import in_steps, read_training
 from linnet.train.preflight import parallel_problems
 
 LOCAL = "local"  # the address that starts Ray on this machine
@@ -91,7 +92,7 @@ def workers_of(text: str) -> tuple[int, int]:
 
 
 def train_on_ray(
-    config: TrainConfig,
+    config: TrainingConfig,
     root: str | Path,
     cache: str | Path,
     address: str,
@@ -119,7 +120,8 @@ def train_on_ray(
         ray = import_ray("--ray")
     if problems:
         raise ConfigError(problems, "train")
-    root, cache, config = Path(root).absolute(), Path(cache).absolute(), resolve(config)
+    root, cache = Path(root).absolute(), Path(cache).absolute()
+    config = in_steps(resolve(config), cache, progress)
     place = find(config, root, contents_of(config, cache))
     if place.folder.done:
         return place.folder
@@ -140,7 +142,7 @@ def train_on_ray(
     return RunFolder.open(place.folder.path)
 
 
-def _count_problems(config: TrainConfig, least: int, most: int) -> list[str]:
+def _count_problems(config: TrainingConfig, least: int, most: int) -> list[str]:
     """Returns the problems of each number of workers that the group may have."""
     wrong = {count: found for count in range(least, most + 1) if (found := parallel_problems(config, count))}
     if least == most or not wrong:
@@ -152,7 +154,7 @@ def _count_problems(config: TrainConfig, least: int, most: int) -> list[str]:
     ]
 
 
-def _on_gpus(ray: Any, config: TrainConfig, least: int) -> bool:
+def _on_gpus(ray: Any, config: TrainingConfig, least: int) -> bool:
     """Returns whether workers take GPUs. Raises ConfigError if the cluster can never have enough devices."""
     have = ray.cluster_resources()
     gpus = config.run.device != "cpu" and (have.get("GPU", 0) >= 1 or config.run.device == "cuda")
@@ -164,7 +166,7 @@ def _on_gpus(ray: Any, config: TrainConfig, least: int) -> bool:
 
 
 def _fit(
-    config: TrainConfig, root: Path, cache: Path, least: int, most: int, restarts: int, gpus: bool
+    config: TrainingConfig, root: Path, cache: Path, least: int, most: int, restarts: int, gpus: bool
 ) -> dict[str, Any] | None:
     """Trains until the run has ended. Returns the problems that stopped it, None without any."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -210,7 +212,7 @@ def work(settings: dict[str, Any]) -> None:
             where = f"{settings['folder']} on {socket.gethostname()}"
             problem = f"{where}: {error.strerror}; start from a folder on storage that all machines share"
             raise ConfigError([problem], "ray") from None
-        config = parse(TrainConfig, settings["config"], "train")  # imports plugins, and compares their digests
+        config = read_training(settings["config"])  # imports plugins, and compares their digests
         train(config, settings["root"], settings["cache"])
     except ConfigError as error:  # starting again would not help, so the process ends well
         refused = Path(settings["refused"])
@@ -219,7 +221,7 @@ def work(settings: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _shown(folder: RunFolder, config: TrainConfig, progress: Progress | None) -> Iterator[None]:
+def _shown(folder: RunFolder, config: TrainingConfig, progress: Progress | None) -> Iterator[None]:
     """Passes rows that come into the record on to `progress`."""
     if progress is None:
         yield
@@ -234,7 +236,7 @@ def _shown(folder: RunFolder, config: TrainConfig, progress: Progress | None) ->
         follower.join(10)
 
 
-def _follow(path: Path, config: TrainConfig, progress: Callable[[dict], None], ended: threading.Event) -> None:
+def _follow(path: Path, config: TrainingConfig, progress: Callable[[dict], None], ended: threading.Event) -> None:
     record, started = path / "metrics.jsonl", False
     at = record.stat().st_size if record.exists() else 0
     while True:

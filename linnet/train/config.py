@@ -1,9 +1,13 @@
-"""The configuration of one training: the keys that its result depends on, and under `run` how it is executed."""
+"""The configuration of one training: the keys that its result depends on, and under `run` how it is executed.
+
+`TrainingConfig` has the keys that every objective has; `TrainConfig` is that of text. The other objectives define
+theirs beside the objective (`linnet.train.objectives`).
+"""
 
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -12,6 +16,7 @@ from linnet.config import Config, ConfigError
 from linnet.data import DataConfig, given_vocabulary
 from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig
+from linnet.models.stack import StackConfig
 from linnet.parallel.config import ParallelConfig
 from linnet.runs.folder import STATED
 from linnet.train.device import DeviceName
@@ -69,18 +74,21 @@ class RunConfig(Config):
     )
 
 
-class TrainConfig(Config):
-    """One model, many steps.
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+class TrainingConfig(Config):
+    """What every objective needs: a model, data, and how steps are made. Subclasses add the keys of one objective.
 
     Two configurations are the same training if they differ only in `run`, `parallel`, `name`, or in notation
-    (`linnet.train.identity`).
+    (`linnet.train.identity`). `linnet.train.objectives.read_training` picks the class from the key `objective`.
     """
 
-    ELSEWHERE: ClassVar = {
-        old: f"it is now `run.{new}`, and both are given; drop the top-level `{old}`" for old, new in MOVED.items()
-    }
+    ELSEWHERE: ClassVar = {old: f"write it as `run.{new}`" for old, new in MOVED.items()}
+    ROW: ClassVar = "images"  # what one row of a batch is, in messages
 
-    objective: Literal["text"] = Field("text", description="the training objective: `text`, the next token of a text")
+    objective: str = Field(description="the training objective")
     name: str = Field("", description="label of the run folder; default: the architecture")
     plugins: list[str] = Field(
         [], description="mixers outside the package, `path/to/file.py:Class`; the layout may name them"
@@ -88,12 +96,9 @@ class TrainConfig(Config):
     plugin_digests: dict[str, str] = Field(
         {}, description="SHA-256 of each plugin file, filled in by Linnet; a changed file is another training"
     )
-    data: DataConfig = Field(DataConfig(), description="the text to train on and its tokenizer")
-    model: ModelConfig = Field(
-        description="a recipe's name, a recipe with changes, or a layout; `vocab_size` defaults to the tokenizer's"
-    )
+    data: Config = Field(description="the data to train on")
+    model: StackConfig = Field(description="a recipe's name, a recipe with changes, or a layout")
     architecture: str = Field("", description="label in tables and figures; default: the names of the layout's mixers")
-    seq_len: int = Field(512, ge=1, le=1 << 40, description="tokens per sequence")
     batch_size: int = Field(16, ge=1, le=1 << 40, description="sequences per step, over all its `accumulation` parts")
     accumulation: int = Field(
         1,
@@ -102,8 +107,11 @@ class TrainConfig(Config):
         "that of the whole batch, with the same weight for each token",
     )
     steps: int | None = Field(None, ge=1, description="length of the training in steps; default: 1000")
-    tokens: int | None = Field(
-        None, ge=1, description="length of the training in tokens, in place of `steps`; rounded up to whole steps"
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        exclude_if=_is_none,
+        description="length of the training in passes over the data, in place of `steps`; rounded up to whole steps",
     )
     seed: int = Field(0, ge=0, lt=1 << 63, description="seed of the weights and of the sample order")
     precision: Literal["float32", "bfloat16"] = Field(
@@ -111,9 +119,6 @@ class TrainConfig(Config):
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW or Muon, and their settings")
     schedule: ScheduleConfig = Field(ScheduleConfig(), description="learning rate as a function of the step")
-    evaluate_tokens: int | None = Field(
-        131_072, ge=1, description="tokens of the held-out split that a validation scores; null: all"
-    )
     curve_every: int | None = Field(
         None, ge=1, description="steps between the points of the training curve that fits read; null: no such points"
     )
@@ -124,11 +129,6 @@ class TrainConfig(Config):
         "on another number of them",
     )
     guard: GuardConfig = Field(GuardConfig(), description="reaction to a loss that is not finite or that spikes")
-    evaluations: list[Evaluation] = Field(
-        [],
-        description="further evaluations during training and at its end; each runs after a checkpoint of its step, "
-        "which is written if none is due",
-    )
     init_from: str | None = Field(None, description="run folder; the training starts from its last weights")
 
     @property
@@ -138,19 +138,34 @@ class TrainConfig(Config):
 
     @property
     def total_steps(self) -> int:
-        if self.tokens is not None:
-            return -(-self.tokens // (self.batch_size * self.seq_len))
+        """Number of steps. Raises ValueError if the length is in epochs: `objectives.in_steps` counts them."""
+        if self.epochs is not None:
+            raise ValueError(f"epochs: {self.epochs:g} are not steps yet; call linnet.train.objectives.in_steps")
         return self.steps or DEFAULT_STEPS
+
+    @property
+    def includes(self) -> list[str]:
+        """Folders of Python files that the evaluations of this training run."""
+        return []
+
+    def data_settings(self) -> dict[str, Any]:
+        """Returns the keys of `data` that identify a training: those not at their default, without paths of files."""
+        return self.data.model_dump(mode="json", exclude_defaults=True, exclude={"source", "validation"})
+
+    def file_names(self) -> dict[str, Any]:
+        """Returns the paths of the files that the training reads."""
+        data = self.data.model_dump(mode="json")
+        return {"source": data.get("source"), "validation": data.get("validation"), "init_from": self.init_from}
 
     @model_validator(mode="before")
     @classmethod
-    def _accept_old_places(cls, values: Any) -> Any:
+    def _accept_run_folder(cls, values: Any) -> Any:
         if isinstance(values, Mapping) and {"format", "digest"} <= values.keys():  # the config.yaml of a run folder
             trust.check_training(values, "the config.yaml of a run")
             values = {key: value for key, value in values.items() if key not in STATED}
-        return moved(values)
+        return values
 
-    # Fields are validated in the order above: plugins before the model that names them, data before its vocabulary.
+    # Fields are validated in the order above: plugins before the model that names them.
 
     @field_validator("plugins")
     @classmethod
@@ -175,19 +190,8 @@ class TrainConfig(Config):
 
     @field_validator("model", mode="before")
     @classmethod
-    def _take_vocabulary(cls, model: Any, info: ValidationInfo) -> Any:
-        if isinstance(model, str):
-            model = {"recipe": model}
-        if isinstance(model, dict) and "vocab_size" not in model and "data" in info.data:
-            return {**model, "vocab_size": given_vocabulary(info.data["data"].tokenizer)}
-        return model
-
-    @field_validator("model")
-    @classmethod
-    def _check_vocabulary(cls, model: ModelConfig, info: ValidationInfo) -> ModelConfig:
-        if "data" in info.data:
-            check_vocabulary(model.vocab_size, given_vocabulary(info.data["data"].tokenizer))
-        return model
+    def _named_recipe(cls, model: Any) -> Any:
+        return {"recipe": model} if isinstance(model, str) else model
 
     @field_validator("architecture")
     @classmethod
@@ -201,15 +205,15 @@ class TrainConfig(Config):
     def _parts_of_batch(cls, accumulation: int, info: ValidationInfo) -> int:
         batch_size = info.data.get("batch_size", accumulation)
         if accumulation > batch_size:
-            raise ValueError(f"{accumulation} parts for a batch of {batch_size} sequences; use at most {batch_size}")
+            raise ValueError(f"{accumulation} parts for a batch of {batch_size} {cls.ROW}; use at most {batch_size}")
         return accumulation
 
-    @field_validator("tokens")
+    @field_validator("epochs")
     @classmethod
-    def _one_length(cls, tokens: int | None, info: ValidationInfo) -> int | None:
-        if tokens is not None and info.data.get("steps") is not None:
-            raise ValueError(f"steps ({info.data['steps']}) and tokens ({tokens}) are both given; drop one")
-        return tokens
+    def _steps_or_epochs(cls, epochs: float | None, info: ValidationInfo) -> float | None:
+        if epochs is not None and info.data.get("steps") is not None:
+            raise ValueError(f"steps ({info.data['steps']}) and epochs ({epochs:g}) are both given; drop one")
+        return epochs
 
     @field_validator("parallel", mode="before")
     @classmethod
@@ -226,6 +230,89 @@ class TrainConfig(Config):
                 "run.checkpoint_minutes=null, or another guard.policy"
             )
         return guard
+
+    @field_validator("init_from")
+    @classmethod
+    def _is_run(cls, init_from: str | None) -> str | None:
+        if init_from is not None and not (Path(init_from) / "config.yaml").is_file():
+            raise ValueError(f"{init_from!r} is not a run folder (it has no config.yaml)")
+        return init_from
+
+
+class TrainConfig(TrainingConfig):
+    """The training of a causal language model on text: `objective: text`, the default."""
+
+    ELSEWHERE: ClassVar = {
+        old: f"it is now `run.{new}`, and both are given; drop the top-level `{old}`" for old, new in MOVED.items()
+    }
+    ROW: ClassVar = "sequences"
+
+    objective: Literal["text"] = Field("text", description="the training objective: `text`, the next token of a text")
+    data: DataConfig = Field(DataConfig(), description="the text to train on and its tokenizer")
+    model: ModelConfig = Field(
+        description="a recipe's name, a recipe with changes, or a layout; `vocab_size` defaults to the tokenizer's"
+    )
+    seq_len: int = Field(512, ge=1, le=1 << 40, description="tokens per sequence")
+    tokens: int | None = Field(
+        None, ge=1, description="length of the training in tokens, in place of `steps`; rounded up to whole steps"
+    )
+    evaluate_tokens: int | None = Field(
+        131_072, ge=1, description="tokens of the held-out split that a validation scores; null: all"
+    )
+    evaluations: list[Evaluation] = Field(
+        [],
+        description="further evaluations during training and at its end; each runs after a checkpoint of its step, "
+        "which is written if none is due",
+    )
+
+    @property
+    def total_steps(self) -> int:
+        if self.tokens is not None:
+            return -(-self.tokens // (self.batch_size * self.seq_len))
+        return super().total_steps
+
+    @property
+    def includes(self) -> list[str]:
+        return [include for one in self.evaluations if (include := getattr(one, "include", None))]
+
+    def data_settings(self) -> dict[str, Any]:
+        found = super().data_settings()
+        if "tokenizer" in found:
+            found["tokenizer"].pop("path", None)
+            found["tokenizer"]["kind"] = self.data.tokenizer.kind
+        return found
+
+    def file_names(self) -> dict[str, Any]:
+        return super().file_names() | {"tokenizer": self.data.tokenizer.model_dump(mode="json").get("path")}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_old_places(cls, values: Any) -> Any:
+        return moved(values)
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _take_vocabulary(cls, model: Any, info: ValidationInfo) -> Any:
+        if isinstance(model, str):
+            model = {"recipe": model}
+        if isinstance(model, dict) and "vocab_size" not in model and "data" in info.data:
+            return {**model, "vocab_size": given_vocabulary(info.data["data"].tokenizer)}
+        return model
+
+    @field_validator("model")
+    @classmethod
+    def _check_vocabulary(cls, model: ModelConfig, info: ValidationInfo) -> ModelConfig:
+        if "data" in info.data:
+            check_vocabulary(model.vocab_size, given_vocabulary(info.data["data"].tokenizer))
+        return model
+
+    @field_validator("tokens")
+    @classmethod
+    def _one_length(cls, tokens: int | None, info: ValidationInfo) -> int | None:
+        for other in ("steps", "epochs"):
+            if tokens is not None and (given := info.data.get(other)) is not None:
+                raise ValueError(f"{other} ({given}) and tokens ({tokens}) are both given; drop one")
+        return tokens
 
     @field_validator("evaluations")
     @classmethod
@@ -248,12 +335,8 @@ class TrainConfig(Config):
             raise ValueError("; ".join(problems))
         return evaluations
 
-    @field_validator("init_from")
-    @classmethod
-    def _is_run(cls, init_from: str | None) -> str | None:
-        if init_from is not None and not (Path(init_from) / "config.yaml").is_file():
-            raise ValueError(f"{init_from!r} is not a run folder (it has no config.yaml)")
-        return init_from
+
+Training = TypeVar("Training", bound=TrainingConfig)
 
 
 def _old_attribute(old: str, new: str) -> property:
@@ -309,7 +392,7 @@ def _user_level() -> int:
     return level
 
 
-def resolve(config: TrainConfig) -> TrainConfig:
+def resolve(config: Training) -> Training:
     """Returns the configuration with the digests of its plugins filled in, as config.yaml stores it."""
     return config.model_copy(update={"plugin_digests": trust.digests(config.plugins)})
 

@@ -23,10 +23,11 @@ from linnet.train.suites import Evaluation, Measure, Subject, label
 class Evaluations:
     """The evaluations of one run, with all of their data in memory."""
 
-    def __init__(self, configs: Sequence[Evaluation], subject: Subject, validate_every: int):
+    def __init__(self, configs: Sequence[Evaluation], subject: Subject | None, validate_every: int):
         """Reads texts, prompts and tasks.
 
         Args:
+            subject: the model; None without evaluations.
             validate_every: steps between validations; evaluations without `every` run with them. 0: only at the end.
 
         Raises:

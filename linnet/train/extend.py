@@ -6,13 +6,14 @@ on the number of steps: under constant and inverse_sqrt, and under wsd before it
 
 from pathlib import Path
 
-from linnet.config import ConfigError, parse
+from linnet.config import ConfigError
 from linnet.parallel.mesh import on_main
 from linnet.runs import RunFolder, checkpoint
-from linnet.train.config import TrainConfig, resolve
+from linnet.train.config import TrainingConfig, resolve
 from linnet.train.identity import contents_of, digest_of, read_config
 from linnet.train.loop import train
 from linnet.train.objective import Progress
+from linnet.train.objectives import read_training
 from linnet.train.schedule import decay_start, length
 
 
@@ -60,17 +61,20 @@ def extend(
 
 
 def extended(
-    folder: RunFolder, old: TrainConfig, steps: int | None, tokens: int | None, run: dict | None = None
-) -> TrainConfig:
+    folder: RunFolder, old: TrainingConfig, steps: int | None, tokens: int | None, run: dict | None = None
+) -> TrainingConfig:
     """Returns the configuration of an extended run. Raises ConfigError if the run cannot have this length."""
     where, before, schedule = f"--extend {folder.path}", old.total_steps, old.schedule
     if (steps is None) == (tokens is None):
         raise ConfigError(["give the new length of the whole training: --set steps=N, or --set tokens=N"], where)
-    values = old.model_dump(mode="json") | {"steps": steps, "tokens": tokens}
+    lengths: dict = {"steps": steps, "tokens": tokens}
+    if tokens is None and not hasattr(old, "tokens"):
+        del lengths["tokens"]
+    values = old.model_dump(mode="json") | lengths
     warmup = length(schedule.warmup, before)  # a warm-up given as a share would grow with the number of steps
     values["schedule"]["warmup"] = float(warmup)
     values["run"] |= run or {}
-    new = parse(TrainConfig, values, where)
+    new = read_training(values, where)
     problems = []
     if new.total_steps <= before:
         problems.append(f"steps: {new.total_steps} is not more than the {before} steps of this run; give more")

@@ -22,14 +22,14 @@ from pydantic import BaseModel, ValidationError
 
 import linnet
 from linnet import trust
-from linnet.config import ConfigError, digest, parse
+from linnet.config import ConfigError, digest
 from linnet.models import upgrade
 from linnet.models.layout import LayerSpec
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.folder import FORMAT
 from linnet.train import device as devices
-from linnet.train.config import TrainConfig, moved, resolve
-from linnet.train.objectives import find_objective
+from linnet.train.config import TrainConfig, TrainingConfig, moved, resolve
+from linnet.train.objectives import find_objective, read_training, training_class
 
 LABELS = ("name", "architecture")
 CARRIED_OUT = ("run", "parallel", "evaluations.every")
@@ -54,14 +54,14 @@ class Place:
     digest: str
     old: bool = False
 
-    def make(self, config: TrainConfig) -> RunFolder:
+    def make(self, config: TrainingConfig) -> RunFolder:
         """Creates the folder with its config.yaml, unless it exists."""
         if not self.folder.exists:
             self.folder.write_config(resolve(config).model_dump(mode="json"), self.digest)
         return self.folder
 
 
-def find(config: TrainConfig, root: str | Path, contents: dict[str, str] | None) -> Place:
+def find(config: TrainingConfig, root: str | Path, contents: dict[str, str] | None) -> Place:
     """Returns the folder of a training under `root`: the existing one, or the one to create.
 
     Args:
@@ -95,28 +95,28 @@ def find(config: TrainConfig, root: str | Path, contents: dict[str, str] | None)
     return Place(named, key)
 
 
-def name_of(config: TrainConfig, contents: dict[str, str] | None) -> str:
+def name_of(config: TrainingConfig, contents: dict[str, str] | None) -> str:
     """Returns the folder name of a training: `<name or architecture>-<digest>`."""
     labels = {"name": config.name, "architecture": config.architecture}
     return RunFolder.name(labels, digest_of(config, contents))
 
 
-def run_folder(config: TrainConfig, root: str | Path, cache: str | Path | None = None) -> RunFolder:
+def run_folder(config: TrainingConfig, root: str | Path, cache: str | Path | None = None) -> RunFolder:
     """Returns the folder of a training under `root`; creates it with its config.yaml if it is missing."""
     return find(config, root, contents_of(config, cache)).make(config)
 
 
-def digest_of(config: TrainConfig, contents: dict[str, str] | None) -> str:
+def digest_of(config: TrainingConfig, contents: dict[str, str] | None) -> str:
     """Returns the digest of a training: 12 hexadecimal digits.
 
     Args:
         contents: result of `contents_of`; None uses the paths of the files instead.
     """
-    by = {"names": _names(config)} if contents is None else {"content": contents}
+    by = {"names": config.file_names()} if contents is None else {"content": contents}
     return digest({"format": FORMAT, "settings": settings(config), **by})
 
 
-def contents_of(config: TrainConfig, cache: str | Path | None = None) -> dict[str, str] | None:
+def contents_of(config: TrainingConfig, cache: str | Path | None = None) -> dict[str, str] | None:
     """Returns digests of the content of the files that a training reads; None if one of them cannot be read.
 
     Args:
@@ -134,18 +134,15 @@ def contents_of(config: TrainConfig, cache: str | Path | None = None) -> dict[st
         return None
 
 
-def settings(config: TrainConfig) -> dict[str, Any]:
+def settings(config: TrainingConfig) -> dict[str, Any]:
     """Returns the keys that the result depends on, except those that count by content. Defaults are omitted."""
-    left_out = {key for key in (*LABELS, *CARRIED_OUT, *BY_CONTENT, "steps", "tokens") if "." not in key}
+    left_out = {key for key in (*LABELS, *CARRIED_OUT, *BY_CONTENT, "steps", "tokens", "epochs") if "." not in key}
     found = config.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
     found["steps"] = config.total_steps  # `tokens` is another notation of the same length
-    data = found.setdefault("data", {})
-    for name in ("source", "validation"):
-        data.pop(name, None)
-    if "tokenizer" in data:
-        data["tokenizer"].pop("path", None)
-        data["tokenizer"]["kind"] = config.data.tokenizer.kind
+    found["data"] = config.data_settings()
     found["model"] = _model(config)
+    if config.objective != "text":  # a default of its class, but not of all trainings
+        found["objective"] = config.objective
     for one in found.get("evaluations", []):
         one.pop("every", None)
     if config.plugins:
@@ -160,7 +157,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
     return found
 
 
-def _model(config: TrainConfig) -> dict[str, Any]:
+def _model(config: TrainingConfig) -> dict[str, Any]:
     """Returns the model without defaults. Layers count by block, in any notation of layout, aliases and options."""
     model, stack = config.model, config.model.stack
 
@@ -213,14 +210,7 @@ def _configs(annotation: Any) -> list[type[BaseModel]]:
     return [found for part in typing.get_args(annotation) for found in _configs(part)]
 
 
-def _names(config: TrainConfig) -> dict[str, Any]:
-    """Returns the paths of the files that a training reads."""
-    data = config.data.model_dump(mode="json")
-    found = {"source": data["source"], "validation": data["validation"], "init_from": config.init_from}
-    return found | {"tokenizer": data["tokenizer"].get("path")}
-
-
-def read_config(folder: RunFolder, allow_plugins: bool = False) -> TrainConfig:
+def read_config(folder: RunFolder, allow_plugins: bool = False) -> TrainingConfig:
     """Returns the configuration of a run folder of any format, and imports its plugins.
 
     Args:
@@ -233,12 +223,12 @@ def read_config(folder: RunFolder, allow_plugins: bool = False) -> TrainConfig:
     values = _present(folder.config)
     trust.check_training(values, folder.path / "config.yaml", allow_plugins)
     try:
-        return TrainConfig.model_validate(values)
+        return training_class(values).model_validate(values)
     except ValidationError as error:
         unknown = [one["loc"] for one in error.errors() if one["type"] == "extra_forbidden"]
         if unknown:
             raise ConfigError(_dropped(folder, unknown), "run folder") from None
-        return parse(TrainConfig, values, f"{folder.path}/config.yaml")  # raises, with all problems
+        return read_training(values, f"{folder.path}/config.yaml")  # raises, with all problems
 
 
 def _present(values: Mapping[str, Any]) -> dict:
@@ -248,7 +238,7 @@ def _present(values: Mapping[str, Any]) -> dict:
     return {**values, "model": upgrade(model)} if isinstance(model, Mapping) else values
 
 
-def _check_unedited(folder: RunFolder, config: TrainConfig) -> None:
+def _check_unedited(folder: RunFolder, config: TrainingConfig) -> None:
     stored = read_config(folder)
     if settings(stored) != settings(config):
         message = (
@@ -258,7 +248,7 @@ def _check_unedited(folder: RunFolder, config: TrainConfig) -> None:
         raise ConfigError([message], "run folder")
 
 
-def _holds(folder: RunFolder, config: TrainConfig, wanted: dict) -> bool:
+def _holds(folder: RunFolder, config: TrainingConfig, wanted: dict) -> bool:
     """Returns whether a folder contains a training, judged by its keys and paths.
 
     Raises:
@@ -268,7 +258,9 @@ def _holds(folder: RunFolder, config: TrainConfig, wanted: dict) -> bool:
     state = file.stat()
     values = copy.deepcopy(_read(folder.path, state.st_size, state.st_mtime_ns))
     cheap = ("seed", "seq_len", "batch_size", "architecture")  # compared first: few runs of a study agree in these
-    if not isinstance(values, dict) or any(values.get(name) != getattr(config, name) for name in cheap):
+    if not isinstance(values, dict) or values.get("objective", "text") != config.objective:
+        return False
+    if any(values.get(name) != getattr(config, name, None) for name in cheap):
         return False
     try:
         trust.check_training(values, file)
@@ -276,17 +268,17 @@ def _holds(folder: RunFolder, config: TrainConfig, wanted: dict) -> bool:
         return False
     values, unknown = _known(values)
     try:
-        stored = TrainConfig.model_validate(values)
+        stored = training_class(values).model_validate(values)
     except ValidationError:
         return False
-    if _names(stored) != _names(config) or not _same(folder, stored, config, wanted):
+    if stored.file_names() != config.file_names() or not _same(folder, stored, config, wanted):
         return False
     if unknown:
         raise ConfigError(_dropped(folder, unknown), "run folder")
     return True
 
 
-def _same(folder: RunFolder, stored: TrainConfig, config: TrainConfig, wanted: dict) -> bool:
+def _same(folder: RunFolder, stored: TrainingConfig, config: TrainingConfig, wanted: dict) -> bool:
     own = settings(stored)
     if folder.digest is None and config.curve_every is not None:
         # 0.1.0 recorded the training curve for fits in the rows of log_every.
@@ -305,7 +297,7 @@ def _known(values: Mapping[str, Any]) -> tuple[dict, list[tuple]]:
     """Returns the values without the keys that no longer exist, and these keys."""
     values = _present(values)
     try:
-        TrainConfig.model_validate(values)
+        training_class(values).model_validate(values)
     except ValidationError as error:
         unknown = [one["loc"] for one in error.errors() if one["type"] == "extra_forbidden"]
         values = copy.deepcopy(values)
@@ -330,7 +322,7 @@ def _dropped(folder: RunFolder, unknown: list[tuple]) -> list[str]:
     return problems
 
 
-def as_begun(place: Place, config: TrainConfig) -> TrainConfig:
+def as_begun(place: Place, config: TrainingConfig) -> TrainConfig:
     """Returns the configuration with which a run continues in its folder.
 
     In a folder of 0.1.0 the training curve for fits is in the rows of `log_every`, so this key cannot change.

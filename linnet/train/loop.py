@@ -25,7 +25,18 @@ import torch
 
 from linnet import provenance, trust
 from linnet.config import ConfigError, digest, gather, unwritable
-from linnet.parallel.mesh import Mesh, agree, is_secondary, is_shared, on_main, shared, start, together, world
+from linnet.parallel.mesh import (
+    Mesh,
+    agree,
+    in_turns,
+    is_secondary,
+    is_shared,
+    on_main,
+    shared,
+    start,
+    together,
+    world,
+)
 from linnet.parallel.mesh import stop as stop_group
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
@@ -34,19 +45,20 @@ from linnet.runs.record import ROWS_LOST
 from linnet.runs.saver import Saver
 from linnet.train import device as devices
 from linnet.train.clock import Clock
-from linnet.train.config import TrainConfig, resolve
+from linnet.train.config import TrainingConfig, resolve
 from linnet.train.evaluation import rows_kept
 from linnet.train.guards import Trouble
 from linnet.train.identity import Place, as_begun, contents_of, find
 from linnet.train.loggers import open_loggers
 from linnet.train.objective import Progress
+from linnet.train.objectives import in_steps
 from linnet.train.preflight import Preflight, check_devices, preflight
 from linnet.train.schedule import factor
 from linnet.train.session import Session, start_from
 from linnet.train.stop import Stop, graceful_stop
 
 
-def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Progress | None = None) -> RunFolder:
+def train(config: TrainingConfig, root: str | Path, cache: str | Path, progress: Progress | None = None) -> RunFolder:
     """Trains one model, or resumes where an earlier call was stopped. Returns at once if the run is done.
 
     Args:
@@ -67,6 +79,8 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
     """
     config = resolve(config)
     mesh = _start(config)
+    if config.epochs is not None:
+        config = _in_steps(config, cache, progress, mesh)
     place = on_main(lambda: find(config, root, contents_of(config, cache)))
     folder, config = place.folder, as_begun(place, config)
     if on_main(lambda: folder.done):
@@ -94,7 +108,7 @@ def train(config: TrainConfig, root: str | Path, cache: str | Path, progress: Pr
     return _left(mesh, folder)
 
 
-def _start(config: TrainConfig) -> Mesh | None:
+def _start(config: TrainingConfig) -> Mesh | None:
     """Connects the ranks of a run and returns this one's mesh, None if it is the only one.
 
     Raises:
@@ -108,8 +122,19 @@ def _start(config: TrainConfig) -> Mesh | None:
     return start(config.parallel, devices.choose(config.run.device))
 
 
+def _in_steps(
+    config: TrainingConfig, cache: str | Path, progress: Progress | None, mesh: Mesh | None
+) -> TrainingConfig:
+    """Returns a training whose length is in steps. Raises ConfigError with all problems of the configuration."""
+    try:
+        return together(lambda: in_turns(lambda: in_steps(config, cache, progress)))
+    except ConfigError:
+        together(lambda: preflight(config, cache, progress, mesh))  # raises with those beside the data too
+        raise
+
+
 def _checked(
-    config: TrainConfig, folder: RunFolder, cache: str | Path, progress: Progress | None, mesh: Mesh | None
+    config: TrainingConfig, folder: RunFolder, cache: str | Path, progress: Progress | None, mesh: Mesh | None
 ) -> Preflight:
     """Returns what a training needs. Raises ConfigError with all problems that can be found before the first step."""
     problems: list[str] = []
@@ -124,7 +149,7 @@ def _checked(
     return found
 
 
-def _claim(stack: ExitStack, place: Place, config: TrainConfig) -> bool:
+def _claim(stack: ExitStack, place: Place, config: TrainingConfig) -> bool:
     """Makes the run folder and locks it. Returns False if the run is done."""
     folder = place.make(config)
     stack.enter_context(folder.lock())
@@ -152,10 +177,9 @@ def _left(mesh: Mesh | None, folder: RunFolder) -> RunFolder:
     return folder
 
 
-def _remember(config: TrainConfig) -> None:
+def _remember(config: TrainingConfig) -> None:
     """Puts the Python files that a training runs on the user's list, so that its folder can be loaded here."""
-    includes = [include for one in config.evaluations if (include := getattr(one, "include", None))]
-    trust.remember(config.plugins, includes)
+    trust.remember(config.plugins, config.includes)
 
 
 def none_good(folder: RunFolder) -> str:
@@ -172,7 +196,7 @@ class Run:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: TrainingConfig,
         folder: RunFolder,
         digest: str,
         found: Preflight,

@@ -8,7 +8,7 @@ and studies use only these two classes and know neither texts nor tokenizers. Th
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, gather
 from linnet.layers.base import auxiliary_layers
-from linnet.train.config import TrainConfig
+from linnet.models import count_parameters
+from linnet.train import passes
+from linnet.train.config import TrainingConfig
 from linnet.train.evaluation import Evaluations
 
 if TYPE_CHECKING:
@@ -42,6 +44,9 @@ class Data(Protocol):
 
     @property
     def digest(self) -> str: ...
+
+    @property
+    def train(self) -> Sized: ...
 
 
 @dataclass(frozen=True)
@@ -91,8 +96,13 @@ class RunObjective(Objective):
     """The objective of `linnet train`.
 
     Attributes:
+        Config: class of the trainings with this objective.
         name: value of the configuration key `objective`, a literal of the configuration's class.
         units: unit in which data are counted. Rows have the keys `<units>` and `<units>_per_second`.
+        loss_unit: unit of the loss, for readers: "nats per token".
+        SCORES: scores besides the loss, with the words for them: a validation row has `validation_<key>`, the result
+            has `<key>`.
+        config: the training. data: its data.
         costs: costs of the model and of a step.
         evaluations: evaluations during training.
         targets_per_row: number of targets of every row of a batch; None if rows differ.
@@ -100,16 +110,34 @@ class RunObjective(Objective):
             are a function of row and position.
     """
 
+    Config: ClassVar[type[TrainingConfig]]
     name: ClassVar[str]
     units: ClassVar[str]
+    loss_unit: ClassVar[str]
+    SCORES: ClassVar[dict[str, str]] = {}
+    config: Any
+    data: Any
     row_length: int = 0
     targets_per_row: int | None = None
     costs: Costs
     evaluations: Evaluations
 
+    def __init__(self, config: Any, data: Any, device: torch.device):
+        """
+        Args:
+            data: what `read` returns.
+            device: device for evaluations.
+
+        Raises:
+            ConfigError: evaluations that cannot run.
+        """
+        self.config, self.data = config, data
+        self.costs = self.count_costs(config)
+        self.evaluations = Evaluations([], None, 0)
+
     @classmethod
     @abstractmethod
-    def read(cls, config: TrainConfig, cache: str | Path, show: Callable[[str, int, int], None] | None = None) -> Data:
+    def read(cls, config: Any, cache: str | Path, show: Callable[[str, int, int], None] | None = None) -> Data:
         """Prepares the data, or finds them in `cache`. Runs that differ only in their model share them.
 
         Args:
@@ -121,7 +149,7 @@ class RunObjective(Objective):
 
     @classmethod
     @abstractmethod
-    def content(cls, config: TrainConfig, cache: str | Path | None = None) -> dict[str, str]:
+    def content(cls, config: Any, cache: str | Path | None = None) -> dict[str, str]:
         """Returns digests of the content of all source files of the data, which identify a training.
 
         Args:
@@ -133,30 +161,72 @@ class RunObjective(Objective):
         """
 
     @classmethod
-    @abstractmethod
     def size(cls, data: Data) -> int:
         """Returns the number of units in one pass over the training data."""
+        return len(data.train)
+
+    @classmethod
+    def units_per_step(cls, config: Any) -> int:
+        """Returns the number of units in one batch. The default counts rows."""
+        return config.batch_size
 
     @classmethod
     @abstractmethod
-    def data_problems(cls, config: TrainConfig, data: Data) -> list[str]:
+    def row_tokens(cls, config: Any) -> int:
+        """Returns the number of tokens that the layers see per row of a batch."""
+
+    @classmethod
+    @abstractmethod
+    def step_flops(cls, config: Any) -> float:
+        """Returns the training FLOPs of one step, as `linnet.models.flops_exact` counts them."""
+
+    @classmethod
+    def count_costs(cls, config: Any) -> Costs:
+        """Returns the costs of a training's model and of one step, from its configuration alone."""
+        total, outside = count_parameters(config.model)
+        return Costs(total, outside, cls.units_per_step(config), cls.step_flops(config))
+
+    @classmethod
+    def describe_model(cls, config: Any) -> str:
+        """Returns what the terminal shows of the model beside its layers and parameters; "" for nothing."""
+        return ""
+
+    @classmethod
+    def parallel_problems(cls, config: Any, count: int) -> list[str]:
+        """Returns why a training cannot be divided among `count` devices, each with its fix.
+
+        The default divides rows among devices, and refuses to cut rows (sp) and layers (tp).
+        """
+        problems = [
+            f"parallel.{key}: {degree} is not built for objective: {cls.name}, which divides {cls.units} among devices "
+            f"but not a model or a row; use parallel.{key}: 1"
+            for key in ("sp", "tp")
+            if (degree := getattr(config.parallel, key)) > 1
+        ]
+        own = config.parallel.model_copy(update={"sp": 1, "tp": 1})
+        return problems or own.problems(
+            count, config.model, cls.row_tokens(config), config.batch_size, config.accumulation
+        )
+
+    @classmethod
+    @abstractmethod
+    def data_problems(cls, config: Any, data: Data) -> list[str]:
         """Returns why data do not fit a configuration: too few of them, another vocabulary."""
 
     @classmethod
-    @abstractmethod
-    def check_evaluations(cls, config: TrainConfig, data: Data | None = None) -> None:
-        """Raises ConfigError for evaluations that cannot run, as far as this shows with or without the data."""
+    def check_evaluations(cls, config: Any, data: Data | None = None) -> None:
+        """Raises ConfigError for evaluations that cannot run, as far as this shows with or without the data.
+
+        The default is that of an objective without evaluations.
+        """
 
     @classmethod
-    @abstractmethod
-    def evaluations_need_data(cls, config: TrainConfig) -> bool:
+    def evaluations_need_data(cls, config: Any) -> bool:
         """Returns whether `check_evaluations` finds more problems once the data are prepared."""
+        return False
 
     @classmethod
-    @abstractmethod
-    def prepare(
-        cls, config: TrainConfig, device: torch.device, cache: str | Path, progress: Progress | None = None
-    ) -> Self:
+    def prepare(cls, config: Any, device: torch.device, cache: str | Path, progress: Progress | None = None) -> Self:
         """Prepares everything that training needs; creates no run folder.
 
         Args:
@@ -165,6 +235,42 @@ class RunObjective(Objective):
         Raises:
             ConfigError: lists all problems of data, model and evaluations.
         """
+
+        def show(what: str, done: int, total: int) -> None:
+            progress({"event": "data", "what": what, "done": done, "total": total})
+
+        problems: list[str] = []
+        data = None
+        with gather(problems):
+            data = cls.read(config, cache, None if progress is None else show)
+        if data is not None:
+            problems += cls.data_problems(config, data)
+        with gather(problems):  # even if the data are unusable: all problems are reported at once
+            cls.check_evaluations(config, data)
+        if problems:
+            raise ConfigError(problems, "train")
+        objective = cls(config, data, device)
+        cls.show_passes(config, data, progress)
+        return objective
+
+    @classmethod
+    def show_passes(cls, config: Any, data: Data, progress: Progress | None) -> None:
+        """Reports to `progress` how often a training reads its data."""
+        if progress is not None:
+            units = config.total_steps * cls.units_per_step(config)
+            text, warning = passes.line([units], cls.size(data), cls.units)
+            progress({"event": "passes", "text": text, "warning": warning})
+
+    def augment(self, batch: Batch, position: int, rank: int = 0, world: int = 1) -> Batch:
+        """Returns a batch with its random changes, on the device that has it. The default changes nothing.
+
+        Random numbers are drawn for the batch of all ranks from the seed of the training and `position`, so that a run
+        resumes exactly and on any number of ranks.
+
+        Args:
+            batch: the rows of rank `rank` of `world` at `position`, as `batches` returns them.
+        """
+        return batch
 
     def build_sharded(
         self, seed: int, mesh: "Mesh", wrap: Callable[[nn.Module], None]
@@ -184,9 +290,9 @@ class RunObjective(Objective):
     def count(self, *batch: Tensor) -> Tensor:
         """Returns the number of targets of a batch: the sum of the counts that `loss` returns for its micro-batches."""
 
-    @abstractmethod
     def loss_fields(self, loss: float) -> dict[str, float]:
         """Returns further fields of a training row that are computed from its mean loss."""
+        return {}
 
     @abstractmethod
     def validate(
@@ -203,26 +309,34 @@ class RunObjective(Objective):
             show: called with (scored units, total units) before each batch.
         """
 
-    @abstractmethod
     def result_fields(self, step: int, validation: dict[str, Any]) -> dict[str, Any]:
         """Returns the fields of result.json that only this objective has, after `step` steps.
 
         Args:
             validation: the last validation row, {} if there is none.
         """
+        return {key: validation.get(f"validation_{key}") for key in self.SCORES}
 
-    @abstractmethod
     def files(self) -> dict[str, str]:
         """Returns the files (name -> text) that the run folder needs to contain a usable model."""
+        return {}
 
-    @abstractmethod
     def meta(self) -> dict[str, Any]:
         """Returns plain values that describe data and model in a checkpoint."""
+        return {"data": self.data.digest}
 
-    @abstractmethod
     def resume_problems(self, meta: dict[str, Any]) -> list[str]:
         """Returns why this run cannot resume from a checkpoint with this `meta`, such as other data."""
+        if meta["data"] == self.data.digest:
+            return []
+        return [
+            f"data: the {self.units} changed since this run's checkpoint (digest {meta['data']}, now "
+            f"{self.data.digest}); restore them, or delete the run folder to train anew"
+        ]
 
-    @abstractmethod
     def start_problems(self, meta: dict[str, Any], path: Path) -> list[str]:
-        """Returns why a run cannot start from the weights of another run's checkpoint at `path` (`init_from`)."""
+        """Returns why a run cannot start from the weights of another run's checkpoint at `path` (`init_from`).
+
+        Names and shapes of the weights are compared in any case.
+        """
+        return []

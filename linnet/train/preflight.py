@@ -9,7 +9,7 @@ from linnet.config import ConfigError, gather
 from linnet.models import count_parameters
 from linnet.parallel.mesh import Mesh, device_problems, in_turns
 from linnet.train import device as devices
-from linnet.train.config import TrainConfig
+from linnet.train.config import TrainingConfig
 from linnet.train.evaluation import check_host
 from linnet.train.loggers import check_loggers
 from linnet.train.objective import Progress, RunObjective
@@ -25,7 +25,7 @@ class Preflight:
 
 
 def preflight(
-    config: TrainConfig, cache: str | Path, progress: Progress | None = None, mesh: Mesh | None = None
+    config: TrainingConfig, cache: str | Path, progress: Progress | None = None, mesh: Mesh | None = None
 ) -> Preflight:
     """Resolves the device and lets the objective prepare its data and evaluations.
 
@@ -46,7 +46,7 @@ def preflight(
         _check_memory(config, device or torch.device("cpu"), 1 if mesh is None else mesh.world)
     if mesh is not None and mesh.main:
         with gather(problems):
-            check_host(config.evaluations, count_parameters(config.model)[0])
+            check_host(getattr(config, "evaluations", ()), count_parameters(config.model)[0])
     with gather(problems):
         check_loggers(config.run.loggers)
     with gather(problems):
@@ -59,7 +59,7 @@ def preflight(
     return Preflight(device, objective)
 
 
-def check_devices(config: TrainConfig, count: int, here: int | None = None) -> None:
+def check_devices(config: TrainingConfig, count: int, here: int | None = None) -> None:
     """Raises ConfigError with all reasons why a training cannot run on `count` devices.
 
     Needs no data, no process group and no memory on a device, so it can be called before any process is started.
@@ -78,24 +78,24 @@ def check_devices(config: TrainConfig, count: int, here: int | None = None) -> N
         raise ConfigError(problems, "train")
 
 
-def parallel_problems(config: TrainConfig, count: int) -> list[str]:
+def parallel_problems(config: TrainingConfig, count: int) -> list[str]:
     """Returns why a training cannot be divided among `count` devices, each with its fix."""
-    return config.parallel.problems(count, config.model, config.seq_len, config.batch_size, config.accumulation)
+    return find_objective(config).parallel_problems(config, count)
 
 
-def _check_memory(config: TrainConfig, device: torch.device, count: int = 1) -> None:
+def _check_memory(config: TrainingConfig, device: torch.device, count: int = 1) -> None:
     """Raises ConfigError if `count` devices cannot hold even the weights or one activation of a training."""
     have = devices.capacity(device)
     if have is None:
         return
     parameters, _ = count_parameters(config.model)
-    tokens = -(-config.batch_size // config.parts) * config.seq_len // count
-    problems = []
+    tokens = -(-config.batch_size // config.parts) * find_objective(config).row_tokens(config) // count
+    problems, or_rows = [], " or seq_len" if hasattr(config, "seq_len") else ""
     if (need := 16 * parameters // count) > have:  # float32 weights and gradients, and two moments of the optimizer
         what = f"model: {parameters:,} parameters need {need / 1e9:,.1f} GB with gradients and the optimizer's moments"
         problems.append(f"{what}; {device.type} has {have / 1e9:,.1f} GB; lower d_model or the number of layers")
     if (need := 4 * tokens * config.model.d_model) > have:
         what = f"batch_size: {tokens:,} tokens in one part of the batch need more than {need / 1e9:,.1f} GB"
-        problems.append(f"{what}; {device.type} has {have / 1e9:,.1f} GB; lower batch_size or seq_len")
+        problems.append(f"{what}; {device.type} has {have / 1e9:,.1f} GB; lower batch_size{or_rows}")
     if problems:
         raise ConfigError(problems, "train")

@@ -1,6 +1,7 @@
 """Terminal output while a run trains: a progress bar with the time left, or occasional lines without a terminal."""
 
 import time
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,8 +18,12 @@ _EVENTS = {"spike": "loss spike", "non-finite": "loss or gradient not finite"}
 class TerminalProgress:
     """Progress callback of `train` for each row of the record; a context manager around the call."""
 
-    def __init__(self, console: Console):
-        self._console = console
+    def __init__(self, console: Console, units: str = "tokens", scores: Mapping[str, str] | None = None):
+        """
+        Args:
+            units, scores: `units` and `SCORES` of the objective (`linnet.train.objective.RunObjective`).
+        """
+        self._console, self._units, self._scores = console, units, scores or {}
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -60,8 +65,11 @@ class TerminalProgress:
             told = ", ".join(f"[bold]{row['metrics'][name]:.4f}[/] {escape(name.replace('_', ' '))}" for name in shown)
             self._say(f"step {row['step']:>7,}  {row['evaluation']} {told}  ({row['seconds']:.1f} s)")
         elif "validation_loss" in row:
-            loss, bits = row["validation_loss"], row["validation_bits_per_byte"]
-            self._say(f"step {row['step']:>7,}  held-out loss [bold]{loss:.4f}[/]  {bits:.4f} bits/byte")
+            scores = [
+                f"  {row[f'validation_{key}']:.4f} {words.replace(' per ', '/')}" for key, words in self._scores.items()
+            ]
+            loss = f"[bold]{row['validation_loss']:.4f}[/]"
+            self._say(f"step {row['step']:>7,}  held-out loss {loss}{''.join(scores)}")
             self._bar.update(
                 self._task, description="training", completed=row["step"], total=self._steps or None, state=""
             )
@@ -81,17 +89,22 @@ class TerminalProgress:
         if row["done"]:
             state = f"{_duration(seconds * (row['total'] / row['done'] - 1))} left"
         self._bar.update(
-            self._task, description="scoring held-out text", completed=row["done"], total=row["total"], state=state
+            self._task,
+            description=f"scoring held-out {'text' if self._units == 'tokens' else self._units}",
+            completed=row["done"],
+            total=row["total"],
+            state=state,
         )
         if not self._console.is_terminal and state and seconds >= SLOW and not self._told:
             self._told = True
-            self._say(f"step {row['step']:>7,}  scoring {row['total']:,} held-out tokens, {state}")
+            self._say(f"step {row['step']:>7,}  scoring {row['total']:,} held-out {self._units}, {state}")
 
     def _training(self, row: dict) -> None:
         if "loss" not in row:  # a point of the curve between two rows
             return
-        left = (self._steps - row["step"]) * row["tokens"] / row["step"] / row["tokens_per_second"]
-        state = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s  {_duration(left)} left"
+        speed = row[f"{self._units}_per_second"]
+        left = (self._steps - row["step"]) * row[self._units] / row["step"] / speed
+        state = f"loss {row['loss']:.4f}  {speed:,.0f} {self._units}/s  {_duration(left)} left"
         if row["flop_utilisation"] is not None:
             state += f"  {row['flop_utilisation']:.1%} of peak"
         self._bar.update(self._task, completed=row["step"], state=state)

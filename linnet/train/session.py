@@ -24,7 +24,7 @@ from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
 from linnet.runs.model import mismatches
 from linnet.train import recompute
-from linnet.train.config import TrainConfig
+from linnet.train.config import TrainingConfig
 from linnet.train.guards import Guard, Trouble
 from linnet.train.objective import Batch, RunObjective, training_loss
 from linnet.train.optim import Optimizer
@@ -57,7 +57,9 @@ class Session:
         split: the tensors of the model that tensor parallelism has cut (`tensor.cuts`); None without it.
     """
 
-    def __init__(self, config: TrainConfig, objective: RunObjective, device: torch.device, mesh: "Mesh | None" = None):
+    def __init__(
+        self, config: TrainingConfig, objective: RunObjective, device: torch.device, mesh: "Mesh | None" = None
+    ):
         """
         Args:
             mesh: the ranks that train together; None is one process.
@@ -76,7 +78,7 @@ class Session:
         self._loss = torch.compile(loss) if config.run.compile and mesh is None else loss
         split_dims = {name: dim for name, (dim, _) in (self.split or {}).items()}
         self.optimizer = Optimizer(self.model, config.optimizer, mesh, split_dims)
-        first, world = (0, 1) if mesh is None else (mesh.dp_rank, mesh.dp)
+        self._share = first, world = (0, 1) if mesh is None else (mesh.dp_rank, mesh.dp)
         self.prefetch = Prefetch(objective.batches(), device, first, world)
         self._first_row = config.batch_size * first // world
         self.guard = Guard(config.guard)
@@ -122,7 +124,7 @@ class Session:
         """
         while self.position in self.guard.skipped:
             self.position += 1
-        batch = self.prefetch.get(self.position)
+        batch = self.objective.augment(self.prefetch.get(self.position), self.position, *self._share)
         if self.mesh is not None:
             self._gradients_of_ranks(batch, self.mesh, flags)
             return

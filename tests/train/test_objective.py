@@ -14,7 +14,7 @@ from linnet.data import Batches, prepare, validation_batches
 from linnet.evaluate import score
 from linnet.models import build_model
 from linnet.runs import latest_good
-from linnet.train import TrainConfig, loop, session, train
+from linnet.train import TrainConfig, loop, read_training, session, train
 from linnet.train.evaluation import Evaluations
 from linnet.train.objective import Costs, RunObjective
 from linnet.train.objectives import OBJECTIVES, find_objective
@@ -92,11 +92,13 @@ def test_the_loop_knows_neither_texts_nor_models_of_texts(module):
 
 
 def test_every_objective_of_the_configuration_is_there(settings):
-    known = get_args(TrainConfig.model_fields["objective"].annotation)
-    assert set(OBJECTIVES) == set(known) and all(kind.name == name for name, kind in OBJECTIVES.items())
+    for name, kind in OBJECTIVES.items():
+        assert kind.name == name and get_args(kind.Config.model_fields["objective"].annotation) == (name,)
     assert find_objective(settings()) is OBJECTIVES["text"] and settings(objective="text") == settings()
     with pytest.raises(ConfigError, match="objective: .*'text'"):
-        settings(objective="images")
+        settings(objective="points")
+    with pytest.raises(ConfigError, match="objective: 'txt'.*'text'"):
+        read_training({"objective": "txt", "model": "tnl-10m"})
 
 
 class Line(nn.Module):
@@ -113,7 +115,7 @@ class Line(nn.Module):
 class Points(RunObjective):
     """Fits y = 3 x - 1: no tokens, no vocabulary, three tensors never seen by text."""
 
-    name, units = "points", "points"
+    Config, name, units = TrainConfig, "points", "points"
 
     def __init__(self, config):
         self.config, self.costs = config, Costs(2, 2, config.batch_size, 12.0 * config.batch_size)
@@ -128,20 +130,16 @@ class Points(RunObjective):
         return None
 
     @classmethod
-    def size(cls, data):
-        return 1 << 30
-
-    @classmethod
     def data_problems(cls, config, data):
         return []
 
     @classmethod
-    def check_evaluations(cls, config, data=None):
-        return None
+    def row_tokens(cls, config):
+        return 1
 
     @classmethod
-    def evaluations_need_data(cls, config):
-        return False
+    def step_flops(cls, config):
+        return 12.0 * config.batch_size
 
     @classmethod
     def prepare(cls, config, device, cache, progress=None):

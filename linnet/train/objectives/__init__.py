@@ -4,16 +4,72 @@ text.py        the next token of a text (`objective: text`, the default)
 synthetic.py   the tasks of MAD, which ensembles train (`linnet.study.mad`); not a value of the key
 """
 
-from linnet.train.config import TrainConfig
-from linnet.train.objective import RunObjective
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from linnet.config import ConfigError, nearest, parse, shown
+from linnet.train.config import Training, TrainingConfig
+from linnet.train.objective import Progress, RunObjective
 from linnet.train.objectives.text import TextObjective
 
 OBJECTIVES: dict[str, type[RunObjective]] = {kind.name: kind for kind in (TextObjective,)}
 
 
-def find_objective(config: TrainConfig) -> type[RunObjective]:
+def find_objective(config: TrainingConfig) -> type[RunObjective]:
     """Returns the objective class that a configuration names."""
     return OBJECTIVES[config.objective]
 
 
-__all__ = ["OBJECTIVES", "TextObjective", "find_objective"]
+def training_class(values: Mapping[str, Any]) -> type[TrainingConfig]:
+    """Returns the class of the training that `values` describe; the key `objective` names it, without it text.
+
+    Raises:
+        ConfigError: no objective has this name.
+    """
+    name = values.get("objective", TextObjective.name)
+    if not isinstance(name, str) or name not in OBJECTIVES:
+        raise ConfigError([f"objective: {shown(name)} is not known; {nearest(str(name), OBJECTIVES)}"], "train")
+    return OBJECTIVES[name].Config
+
+
+def read_training(values: Mapping[str, Any], where: str = "train") -> TrainingConfig:
+    """Returns the training that plain values describe, in the class of its objective.
+
+    Args:
+        where: what the values are, for messages.
+
+    Raises:
+        ConfigError: lists all problems.
+    """
+    try:
+        cls = training_class(values)
+    except ConfigError as error:
+        raise ConfigError(error.problems, where) from None
+    return parse(cls, values, where)
+
+
+def in_steps(config: Training, cache: str | Path, progress: Progress | None = None) -> Training:
+    """Returns a training whose length is in steps; one in `epochs` prepares its data to know them.
+
+    Args:
+        cache: folder of prepared data.
+        progress: called with {"event": "data", "what", "done", "total"} while data are prepared.
+
+    Raises:
+        ConfigError: lists all problems of the data.
+    """
+    if config.epochs is None:
+        return config
+
+    def show(what: str, done: int, total: int) -> None:
+        progress({"event": "data", "what": what, "done": done, "total": total})
+
+    kind = find_objective(config)
+    data = kind.read(config, cache, None if progress is None else show)
+    steps = max(1, math.ceil(config.epochs * kind.size(data) / kind.units_per_step(config)))
+    return config.model_copy(update={"steps": steps, "epochs": None})
+
+
+__all__ = ["OBJECTIVES", "TextObjective", "find_objective", "in_steps", "read_training", "training_class"]

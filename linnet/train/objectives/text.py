@@ -8,7 +8,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,12 @@ from linnet.data.corpus import content, revisions
 from linnet.data.loader import ValidationBatches
 from linnet.data.problems import in_data
 from linnet.evaluate import score
-from linnet.models import CausalLM, build_model, count_parameters, flops_exact, flops_paper, state_bytes
+from linnet.models import CausalLM, build_model, flops_exact, flops_paper, state_bytes
 from linnet.models.causal_lm import IGNORE
 from linnet.runs.model import TOKENIZER
-from linnet.train import passes
 from linnet.train.config import TrainConfig, check_vocabulary
 from linnet.train.evaluation import Evaluations, check_evaluations
-from linnet.train.objective import Costs, Loss, Progress, RunObjective, Show
+from linnet.train.objective import Loss, Progress, RunObjective, Show
 from linnet.train.suites import Subject
 
 if TYPE_CHECKING:
@@ -46,7 +45,9 @@ SCORED = 4096  # least held-out tokens per forward pass: scoring stores nothing 
 class TextObjective(RunObjective):
     """Trains a causal language model on a corpus."""
 
-    name, units = "text", "tokens"
+    Config = TrainConfig
+    name, units, loss_unit = "text", "tokens", "nats per token"
+    SCORES: ClassVar = {"bits_per_byte": "bits per byte"}
 
     def __init__(self, config: TrainConfig, corpus: Corpus, device: torch.device):
         """
@@ -56,12 +57,10 @@ class TextObjective(RunObjective):
         Raises:
             ConfigError: evaluations that cannot run.
         """
-        self.config, self.corpus, self.row_length = config, corpus, config.seq_len
+        self.config, self.corpus, self.data, self.row_length = config, corpus, corpus, config.seq_len
         self.targets_per_row = config.seq_len if config.data.packing == "cross" else None
         self.evaluations = _evaluations(config, corpus.tokenizer, device)
-        total, outside = count_parameters(config.model)
-        flops = flops_exact(config.model, config.seq_len, config.batch_size)
-        self.costs = Costs(total, outside, config.batch_size * config.seq_len, flops)
+        self.costs = self.count_costs(config)
 
     @classmethod
     def read(
@@ -74,8 +73,24 @@ class TextObjective(RunObjective):
         return content(config.data, cache)
 
     @classmethod
-    def size(cls, data: Corpus) -> int:
-        return len(data.train)
+    def units_per_step(cls, config: TrainConfig) -> int:
+        return config.batch_size * config.seq_len
+
+    @classmethod
+    def row_tokens(cls, config: TrainConfig) -> int:
+        return config.seq_len
+
+    @classmethod
+    def step_flops(cls, config: TrainConfig) -> float:
+        return flops_exact(config.model, config.seq_len, config.batch_size)
+
+    @classmethod
+    def describe_model(cls, config: TrainConfig) -> str:
+        return f"vocabulary {config.model.vocab_size:,}"
+
+    @classmethod
+    def parallel_problems(cls, config: TrainConfig, count: int) -> list[str]:
+        return config.parallel.problems(count, config.model, config.seq_len, config.batch_size, config.accumulation)
 
     @classmethod
     def data_problems(cls, config: TrainConfig, data: Corpus) -> list[str]:
@@ -130,10 +145,7 @@ class TextObjective(RunObjective):
                 check_evaluations(config.evaluations, config.seq_len, config.data.source)
         if problems:
             raise ConfigError(problems, "train")
-        if progress is not None:
-            tokens = config.total_steps * config.batch_size * config.seq_len
-            text, warning = passes.line([tokens], len(corpus.train), cls.units)
-            progress({"event": "passes", "text": text, "warning": warning})
+        cls.show_passes(config, corpus, progress)
         return objective
 
     def build(self, seed: int, device: torch.device | str | None = None) -> CausalLM:
