@@ -149,7 +149,11 @@ class ImageCorpus:
 
 
 def prepare_images(
-    config: ImageDataConfig, cache_dir: str | Path, progress: Progress | None = None, rebuild: bool = False
+    config: ImageDataConfig,
+    cache_dir: str | Path,
+    progress: Progress | None = None,
+    rebuild: bool = False,
+    whole: bool = False,
 ) -> ImageCorpus:
     """Opens the corpus of a configuration, and builds it first if it is not in the cache.
 
@@ -157,6 +161,8 @@ def prepare_images(
         cache_dir: folder of corpora; created if it does not exist.
         progress: called with the current phase, the bytes done and the bytes in total.
         rebuild: build a damaged corpus again. Without it, damage is an error, so that it is noticed.
+        whole: for evaluation: all images of the source (of its part `split`, if it has parts) are in `validation`, and
+            `train` is empty. Copies stay, and classes may be missing.
 
     Raises:
         ConfigError: lists all problems of configuration and sources; or names a damaged file of the corpus
@@ -164,7 +170,7 @@ def prepare_images(
     """
     cache = Path(cache_dir)
     skipped: list[str] = []
-    train, held = _find(config, skipped)
+    train, held = _find(config, skipped, whole)
     try:
         identity = _identity(config, train, held, cache)
         name = digest(identity)
@@ -179,11 +185,11 @@ def prepare_images(
             raise ConfigError([f"{cache}: {reason}; choose another cache folder"], "data")
         with shards.new_folder(folder, replace=found) as temporary:
             values = _build(temporary, config, train, held, skipped, progress)
-            if _identity(config, *_find(config, []), cache) != identity:
+            if _identity(config, *_find(config, [], whole), cache) != identity:
                 raise ConfigError(
                     ["source: files changed while they were read; run again when nothing writes to them"], "data"
                 )
-            shards.write_metadata(temporary, {"digest": name, "content": digest(identity["source"]), **values})
+            shards.write_metadata(temporary, {"digest": name, **values})
     except OSError as error:
         problem = f"{cache}: cannot prepare the corpus: {error}; free disk space, or choose another cache folder"
         raise ConfigError([problem], "data") from None
@@ -231,12 +237,18 @@ def image_content(config: ImageDataConfig, cache_dir: str | Path | None = None) 
     return found
 
 
-def _find(config: ImageDataConfig, skipped: list[str]) -> tuple[list[ImageSource], list[ImageSource]]:
-    """Returns the sources of training and of held-out images; the second may be empty."""
+def _find(
+    config: ImageDataConfig, skipped: list[str], whole: bool = False
+) -> tuple[list[ImageSource], list[ImageSource]]:
+    """Returns the sources of training and of held-out images; the second may be empty. If `whole`, the first is."""
     problems: list[str] = []
     train = sources.find_sources(config.source, "source", problems, skipped)
     held = sources.find_sources(config.validation, "validation", problems, skipped) if config.validation else []
-    train, held = sources.choose_parts(config, train, held, problems)
+    if whole:
+        train, _ = sources.choose_parts(config.model_copy(update={"held_out": None}), train, [], problems)
+        train, held = [], train
+    else:
+        train, held = sources.choose_parts(config, train, held, problems)
     every = [*train, *held]
     if config.kind == "latents":
         wrong = [source for source in every if source.kind not in ("npz", "npy")]
@@ -328,17 +340,20 @@ def _build(
             if progress:
                 progress("reading", done, total)
         problems += _shape_problems(config, table)
-        classes, labels = _classes(config, every, table, problems)
+        classes, labels = _classes(config, every, table, problems, whole=not train)
         is_held = np.arange(len(labels)) >= sum(counts[: len(train)]) if held else None
         if problems:
             raise ConfigError(problems, "data")
         split = _split(config, labels, np.array(table.hashes, dtype=np.uint64), is_held)
-        problems += _split_problems(config, classes, labels, split, bool(held))
+        if train:
+            problems += _split_problems(config, classes, labels, split, bool(held))
         if problems:
             raise ConfigError(problems, "data")
         entries = files.finish(labels, split)
     shape = next(iter(table.shapes))
-    mean, std = _statistics(table, split.train, (config.size or shape[0]) ** 2) if store != "latents" else (None, None)
+    mean, std = None, None
+    if train and store != "latents":
+        mean, std = _statistics(table, split.train, (config.size or shape[0]) ** 2)
     return {
         "config": config.model_dump(mode="json"),
         "kind": config.kind,
@@ -352,7 +367,7 @@ def _build(
             "train": [0, len(split.train)],
             "validation": [len(split.train), len(split.train) + len(split.held)],
         },
-        "split": "given" if held else "fraction",
+        "split": "whole" if not train else "given" if held else "fraction",
         "copies_left_out": split.copies,
         "damaged": damaged,
         "skipped": len(skipped),
@@ -458,7 +473,7 @@ def _shape_problems(config: ImageDataConfig, table: _Table) -> list[str]:
 
 
 def _classes(
-    config: ImageDataConfig, every: list[ImageSource], table: _Table, problems: list[str]
+    config: ImageDataConfig, every: list[ImageSource], table: _Table, problems: list[str], whole: bool
 ) -> tuple[list[str], np.ndarray]:
     """Returns the names of the classes, and the class of each image (int64)."""
     given = table.labels
@@ -485,7 +500,7 @@ def _classes(
     place = {name: number for number, name in enumerate(names)}
     unknown = sorted({str(label) for label in given} - set(names))
     problems += [f"classes: label {name!r} is not among them; {nearest(name, names)}" for name in unknown[:NAMED]]
-    if len(names) < 2:
+    if len(names) < 2 and not whole:
         problems.append(f"source: has one class, {names[0]!r}; give images of two or more classes")
     return names, np.array([place.get(str(label), 0) for label in given], dtype=np.int64)
 

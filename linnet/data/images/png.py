@@ -1,0 +1,26 @@
+"""Writes images as PNG, for pages and folders of samples."""
+
+import io
+
+import numpy as np
+
+from linnet.data.images.decode import check_pillow, from_pixels
+
+
+def encode_png(image: np.ndarray) -> bytes:
+    """Returns an image as the bytes of a PNG file.
+
+    Args:
+        image: uint8 [C, H, W], C 1 (grey) or 3 (RGB); an array, or a tensor on the CPU.
+
+    Raises:
+        ValueError: another type or shape.
+        ConfigError: Pillow is not installed.
+    """
+    values = np.asarray(image)
+    if values.dtype != np.uint8 or values.ndim != 3 or len(values) not in (1, 3):
+        raise ValueError(f"image: {values.dtype} {list(values.shape)} must be uint8 [1, H, W] or [3, H, W]")
+    check_pillow()
+    file = io.BytesIO()
+    from_pixels(values).save(file, "PNG")
+    return file.getvalue()
