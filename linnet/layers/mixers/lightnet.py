@@ -1,9 +1,13 @@
-"""LightNet: additive decay, a running softmax over time (paper 003, section 4.1; causal form).
+"""LightNet: additive decay, a running softmax over time (paper 003, section 4.1).
 
 q = silu(x W_q), u = x W_k (logits), v = x W_v; keys k_t = exp(u_t) / sum_{s<=t} exp(u_s), decay a_t = 1 - k_t, both
 from the one projection ("parameter tiling"); y = (Norm(O) * sigmoid(x W_d W_u)) W_o, gated like TNL3. LRPE rotates
 queries and normalised keys (paper 003, equation 10); the model applies TPE once after the embedding. The paper's
 variant without sharing is not implemented, because the paper does not define its keys.
+
+Without causality the softmax of the keys is over all tokens, so that one scan is enough: o = q (k^T v). On a grid LRPE
+rotates one group of channels per axis. The layer then commutes with a mirror of each axis, because cosines are even:
+only a position encoding such as `tpe` with own directions tells left from right.
 """
 
 import torch
@@ -12,9 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.non_causal import refuse_next_token
 from linnet.layers.norm import NormKind
 from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
 from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions.grid import Grid
 from linnet.layers.positions.lrpe import Lrpe
 from linnet.ops import additive_attention, additive_step
 
@@ -26,29 +32,46 @@ class LightnetConfig(GatedOutputConfig):
     num_heads: int = Field(8, ge=1, description="heads; must divide d_model")
     lrpe: bool = Field(True, description="False is an ablation of paper 003, section 5.3")
     lrpe_shared_heads: bool = Field(False, description="one set of frequencies for all heads")
+    lrpe_base: float | None = Field(
+        None, gt=1, description="base of the first frequencies; null: 10000 for a sequence, 100 for a grid"
+    )
 
     def check(self, context: LayerContext) -> list[str]:
-        return check_heads(context.d_model, self.num_heads)
+        problems = check_heads(context.d_model, self.num_heads)
+        if not self.lrpe and self.lrpe_base is not None:
+            problems.append(f"lrpe_base: {self.lrpe_base:g} has no effect with lrpe: false; leave it out")
+        return problems
 
 
 @register_mixer("lightnet", LightnetConfig)
 class Lightnet(Mixer):
-    """Maps x [B, T, D] to [B, T, D]; the state is that of `linnet.ops.additive_attention` and the next position."""
+    """Maps x [B, T, D] to [B, T, D]; the state is that of `linnet.ops.additive_attention` and the next position.
+
+    Without causality every token sees all others, and there is no state.
+    """
 
     sequence_parallel = True
+    non_causal = "one_scan"
+    takes_grid = True
 
     def __init__(self, config: LightnetConfig, context: LayerContext):
         super().__init__()
         d_model = context.d_model
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
+        self.causal = context.causal
         self.head_dim = split_heads(d_model, config.num_heads, self.name)
         self.q_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.k_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.v_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
-        self.lrpe = Lrpe(config.num_heads, self.head_dim, "complex", config.lrpe_shared_heads) if config.lrpe else None
+        frequencies = (config.lrpe_shared_heads, context.axes, config.lrpe_base)
+        self.lrpe = Lrpe(config.num_heads, self.head_dim, "complex", *frequencies) if config.lrpe else None
         self.output = GatedOutput(config, context, self.head_dim)
 
-    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+    def forward(
+        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, grid: Grid | None = None
+    ):
+        if not self.causal:
+            return self._attend_all(x, state, cu_seqlens, grid), None
         q, k, v = self._project(x)
         start = None if state is None else state["position"]
         o, after = additive_attention(
@@ -66,7 +89,20 @@ class Lightnet(Mixer):
             state = {"matrix": after[0], "log_sum": after[1], "position": start + lengths}
         return self.output(o.flatten(-2), x), state
 
+    def _attend_all(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, grid: Grid | None) -> Tensor:
+        """Returns the output for x [B, T, D] in which every token sees all others of its row or document."""
+        if state is not None:
+            refuse_next_token()
+        q, k, v = self._project(x)
+        positions = None if grid is None or self.lrpe is None else grid.positions(x.device)
+        o, _ = additive_attention(
+            q, k, v, theta=self._theta(), positions=positions, causal=False, cu_seqlens=cu_seqlens
+        )
+        return self.output(o.flatten(-2), x)
+
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        if not self.causal:
+            refuse_next_token()
         q, k, v = self._project(x)
         position = state["position"]
         o = additive_step(
@@ -81,6 +117,8 @@ class Lightnet(Mixer):
         return self.output(o.flatten(-2), x), state
 
     def state_spec(self, batch: int, context_length: int) -> dict[str, TensorSpec]:
+        if not self.causal:
+            return {}
         key_dim = 2 * self.head_dim if self.lrpe is not None else self.head_dim
         return {
             "matrix": TensorSpec((batch, self.num_heads, key_dim, self.head_dim)),
@@ -89,6 +127,8 @@ class Lightnet(Mixer):
         }
 
     def init_state(self, batch: int, context_length: int, device=None, dtype: torch.dtype | None = None) -> State:
+        if not self.causal:
+            refuse_next_token()
         state = super().init_state(batch, context_length, device, dtype)
         state["log_sum"].fill_(-torch.inf)  # the sum of exponentials before the first token is zero
         return state

@@ -2,12 +2,14 @@
 
 Complex: x -> [x cos(t theta), x sin(t theta)] doubles the head width, and q.k becomes
 sum_j q_j k_j cos(theta_j (t - s)). TNL's first layer, cosFormer2 and LightNet use it (papers 001 eq. 9, 000 A.1.4, 003
-eq. 10). Real: rotates pairs and keeps the width; with learned frequencies it generalises RoPE. With a decay per
+eq. 10). On a grid (MD-LRPE, paper 003, eq. 10-14) the channels of a head fall into one group per axis, each rotated by
+its coordinate, so that products depend on the differences of all coordinates. Real: rotates pairs and keeps the width; with learned frequencies it generalises RoPE. With a decay per
 channel only the complex form stays relative, because both copies of a channel share its decay.
 """
 
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from linnet.layers.positions.angles import geometric_frequencies
@@ -17,14 +19,24 @@ from linnet.ops.rotation import rotate
 class Lrpe(nn.Module):
     """Learned frequencies theta [H, d_h] (complex) or [H, d_h / 2] (real).
 
-    `shared_heads` False: theta = 10000^(-2i/D) over the whole model width, so the first head rotates fastest (the
+    `shared_heads` False: theta = base^(-2i/D) over the whole model width, so the first head rotates fastest (the
     released TransNormerLLM); True: one theta [1, .] with exponents -2i/d_h for all heads.
+
+    Several axes: all heads start with base^(-2i/e), i the index inside the group of an axis and e its width, the number
+    of frequencies per axis rounded up. `base` is 10000 for a sequence and 100 for a grid (None): at 10000 three quarters
+    of the channels would turn by less than 0.1 radian over 14 patches.
     """
 
     full_precision = ("theta",)  # positions multiply it, so rounding errors grow with the position
 
     def __init__(
-        self, num_heads: int, head_dim: int, form: Literal["complex", "real"] = "complex", shared_heads: bool = False
+        self,
+        num_heads: int,
+        head_dim: int,
+        form: Literal["complex", "real"] = "complex",
+        shared_heads: bool = False,
+        axes: int = 1,
+        base: float | None = None,
     ):
         super().__init__()
         if form == "real" and check_real(head_dim):
@@ -32,14 +44,20 @@ class Lrpe(nn.Module):
         self.form = form
         per_head = head_dim if form == "complex" else head_dim // 2
         heads = 1 if shared_heads else num_heads
-        self.theta = nn.Parameter(geometric_frequencies(heads * per_head).view(heads, per_head))
+        if axes == 1:
+            theta = geometric_frequencies(heads * per_head, 10000.0 if base is None else base).view(heads, per_head)
+        else:
+            group = geometric_frequencies(-(-per_head // axes), 100.0 if base is None else base)
+            theta = torch.cat([group] * axes)[:per_head].repeat(heads, 1)
+        self.theta = nn.Parameter(theta)
 
     def expanded(self, head_dim: int) -> int:
         """Returns the head width of queries and keys after the encoding."""
         return 2 * head_dim if self.form == "complex" else head_dim
 
     def forward(self, x: Tensor, positions: Tensor, activation: Literal["none", "silu"] = "none") -> Tensor:
-        """Encodes act(x) [B, T, H, d_h] (or [B, H, d_h] in a step) at positions [B, T] (or [B])."""
+        """Encodes act(x) [B, T, H, d_h] at positions [1 or B, T], or [1 or B, T, A] on A axes; in a step [B, H, d_h]
+        at positions [B]."""
         return rotate(x, positions, self.theta, doubling=self.form == "complex", activation=activation)
 
 
