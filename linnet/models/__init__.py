@@ -3,7 +3,7 @@
 from linnet.models.autoencoder import AutoEncoder, build_autoencoder
 from linnet.models.backbone import Backbone, ModelState
 from linnet.models.causal_lm import CausalLM, build_model, empty_model
-from linnet.models.config import ModelConfig, VisionConfig
+from linnet.models.config import MaskedConfig, ModelConfig, SentenceConfig, VisionConfig
 from linnet.models.costs import (
     active_parameters,
     attention_share,
@@ -16,7 +16,9 @@ from linnet.models.costs import (
 )
 from linnet.models.kinds import KINDS, OBJECTIVE_KINDS, Kind, build, empty_of, kind_of
 from linnet.models.layout import Alias, LayerSpec, parse_layout
+from linnet.models.masked_lm import MaskedLM
 from linnet.models.recipes import FAMILIES, RECIPES, families_of, family, get_recipe, kind_of_recipe, recipes_of
+from linnet.models.sentence import SentenceModel
 from linnet.models.stack import StackConfig, check, upgrade
 
 __all__ = [
@@ -30,8 +32,12 @@ __all__ = [
     "CausalLM",
     "Kind",
     "LayerSpec",
+    "MaskedConfig",
+    "MaskedLM",
     "ModelConfig",
     "ModelState",
+    "SentenceConfig",
+    "SentenceModel",
     "StackConfig",
     "VisionConfig",
     "active_parameters",

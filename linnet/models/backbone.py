@@ -65,6 +65,7 @@ class Backbone(nn.Module):
         self.shared, self.blocks = shared, blocks
         self.norm = build_norm(config.norm, config.d_model, config.norm_eps)
         self.positions = build_positions(config.positions, config.d_model, config.num_positions)
+        self.input_norm: nn.Module | None = None  # a model may set a norm of the embedding and its positions
         self.max_context: int | None = config.num_positions
         self.dropout = Dropout(config.dropout, 0) if config.dropout else None
         drops = config.dropout or (isinstance(config, EncoderConfig) and config.drop_path)
@@ -97,6 +98,8 @@ class Backbone(nn.Module):
         after: ModelState | None = None if states is None else {}
         if self.positions is not None:
             x = self._add_positions(x, states, after, cu_seqlens)
+        if self.input_norm is not None:
+            x = self.input_norm(x)
         keys = None
         if self.dropout_position is not None and self.training:
             keys = self.dropout_position(x, None if self.causal else cu_seqlens)

@@ -70,6 +70,32 @@ class EncoderConfig(StackConfig):
         return found
 
 
+class MaskedConfig(EncoderConfig):
+    """Everything that defines a masked language model except its weights (`linnet.models.masked_lm`)."""
+
+    TITLE = "a masked language model"
+
+    vocab_size: int = Field(
+        256,
+        ge=2,
+        le=1 << 31,
+        description="tokens, and optional padding; the mask token has a row of its own after them",
+    )
+    tie_embeddings: bool = Field(True, description="use the embedding as the head")
+    embedding_scale: float = Field(1.0, gt=0, description="factor of the embedding")
+    embedding_norm: bool = Field(False, description="a norm of the embedding and its positions, before the layers")
+
+
+class SentenceConfig(MaskedConfig):
+    """Everything that defines a model of sentences except its weights (`linnet.models.sentence`)."""
+
+    TITLE = "a model of sentences"
+
+    outputs: int = Field(2, ge=1, le=1 << 20, description="classes; 1 is a number, which is fitted by squared error")
+    pool: Literal["first", "mean"] = Field("first", description="what the head reads: the first token, or their mean")
+    head_dropout: float = Field(0.1, ge=0, lt=1, description="probability of dropout before the last layer")
+
+
 class VisionConfig(EncoderConfig):
     """Everything that defines an image classifier except its weights (`linnet.models.classifier`)."""
 

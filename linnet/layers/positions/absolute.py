@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-PositionKind = Literal["none", "sinusoidal", "learned"]
+PositionKind = Literal["none", "sinusoidal", "scaled_sinusoidal", "learned"]
 
 
 class Sinusoidal(nn.Module):
@@ -26,11 +26,27 @@ class Sinusoidal(nn.Module):
         return torch.cat([angles.sin(), angles.cos()], -1)
 
 
+class ScaledSinusoidal(Sinusoidal):
+    """Sinusoids times one learned number, which starts at 1 / sqrt(D) (Hua et al. 2022, arXiv:2202.10447)."""
+
+    full_precision = ("scale",)
+
+    def __init__(self, d_model: int):
+        super().__init__(d_model)
+        self.scale = nn.Parameter(torch.tensor([d_model**-0.5]))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Maps int64 [...] to [..., D], in the dtype of the learned number."""
+        return self.scale * super().forward(positions).to(self.scale.dtype)
+
+
 def build_positions(kind: PositionKind, d_model: int, num_positions: int | None) -> nn.Module | None:
     """Returns a module from positions int64 [...] to vectors [..., D], None for `none`."""
     match kind:
         case "sinusoidal":
             return Sinusoidal(d_model)
+        case "scaled_sinusoidal":
+            return ScaledSinusoidal(d_model)
         case "learned":
             return nn.Embedding(num_positions, d_model)
     return None
@@ -42,6 +58,6 @@ def check_positions(kind: PositionKind, d_model: int, num_positions: int | None)
         return ["num_positions: positions: learned needs the longest sequence in tokens; set it, for example 512"]
     if kind != "learned" and num_positions is not None:
         return [f"num_positions: {num_positions} has no effect with positions: {kind}; leave it out, or use learned"]
-    if kind == "sinusoidal" and d_model % 2:
-        return [f"d_model: {d_model} is odd; positions: sinusoidal needs an even width"]
+    if kind.endswith("sinusoidal") and d_model % 2:
+        return [f"d_model: {d_model} is odd; positions: {kind} needs an even width"]
     return []

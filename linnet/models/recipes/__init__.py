@@ -1,6 +1,6 @@
 """Named models. One file per family, with the paper, its sizes and every departure; importing registers all of them."""
 
-from linnet.models.recipes import cosformer2, gla, hgrn, lightnet, llama, mad, mamba, tnl
+from linnet.models.recipes import bert, cosformer2, gla, hgrn, lightnet, llama, mad, mamba, tnl
 from linnet.models.recipes.registry import (
     FAMILIES,
     RECIPES,
@@ -14,6 +14,7 @@ from linnet.models.recipes.registry import (
 __all__ = [
     "FAMILIES",
     "RECIPES",
+    "bert",
     "cosformer2",
     "families_of",
     "family",
