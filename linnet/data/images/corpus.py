@@ -36,6 +36,9 @@ FRACTION = 0.1  # held out of each class if nothing else says what is
 MOST_PIXELS = 1 << 30  # bytes of pixels up to which `store: auto` stores decoded images
 LISTED = 100  # most skipped files that corpus.json names
 BLOCK = 256  # images that are decoded at a time
+LARGE = (
+    16 << 10
+)  # bytes of an image from which threads are faster than one: Pillow decodes without the interpreter's lock
 NAMED = 5  # most images or classes that one problem names
 IMAGES, OFFSETS, LABELS, SPLITS = "images.bin", "offsets.npy", "labels.npy", "splits.npy"
 
@@ -318,13 +321,16 @@ def _build(
         for source in every:
             bad: list[str] = []
             lines: list[str] = []
-            before = len(table.labels)
-            for found in _decoded(sources.read_records(source, config, lines), config, store):
+            before, read, size = len(table.labels), 0, sum(path.stat().st_size for path in source.files)
+            for number, found in enumerate(_decoded(sources.read_records(source, config, lines), config, store)):
+                if progress and number % BLOCK == 0:
+                    progress("reading", done + min(read, size), total)
                 if isinstance(found, str):
                     bad.append(found)
                     continue
                 _enter(table, found)
                 files.add(found, config)
+                read += len(found.data)
             counts.append(len(table.labels) - before)
             damaged += len(bad)
             if config.skip_damaged:
@@ -336,9 +342,11 @@ def _build(
             if not counts[-1] and not bad and not lines:
                 lines.append(f"{source.path}: has no images; give some, or leave it out")
             problems += lines
-            done += sum(path.stat().st_size for path in source.files)
+            done += size
             if progress:
                 progress("reading", done, total)
+        if not table.labels and not problems:
+            problems.append(f"source: all of its {damaged} images are damaged, such as {skipped[-1]}")
         problems += _shape_problems(config, table)
         classes, labels = _classes(config, every, table, problems, whole=not train)
         is_held = np.arange(len(labels)) >= sum(counts[: len(train)]) if held else None
@@ -391,7 +399,8 @@ def _decoded(records: Iterable[Record], config: ImageDataConfig, store: str) -> 
     records = iter(records)
     with ThreadPoolExecutor(threads, "linnet-images") as pool:
         while block := list(itertools.islice(records, BLOCK)):
-            yield from pool.map(read, block) if threads > 1 and isinstance(block[0].data, bytes) else map(read, block)
+            size = sum(len(record.data) for record in block) / len(block) if isinstance(block[0].data, bytes) else 0
+            yield from pool.map(read, block) if threads > 1 and size > LARGE else map(read, block)
 
 
 def _read(record: Record, config: ImageDataConfig, wants_pixels: bool) -> _Found:
