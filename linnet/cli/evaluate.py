@@ -1,4 +1,4 @@
-"""`linnet evaluate`: perplexity of texts, needles in haystacks, recall, tasks and suites of tasks."""
+"""`linnet evaluate`: perplexity of texts, needles in haystacks, recall, images, tasks and suites of tasks."""
 
 import json
 from collections.abc import Sequence
@@ -57,6 +57,12 @@ class Scoring(StrEnum):
     choice = "choice"
 
 
+class Split(StrEnum):
+    train = "train"
+    validation = "validation"
+    test = "test"
+
+
 class Device(StrEnum):
     auto = "auto"
     cpu = "cpu"
@@ -98,7 +104,7 @@ evaluate = typer.Typer(
     cls=_Evaluate,
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Score a model on texts, needles, recall, tasks or a suite of tasks; RUN/evaluations keeps the results.",
+    help="Score a model on texts, needles, recall, images, tasks or suites of them; RUN/evaluations keeps the results.",
     epilog='Start with [bold]linnet evaluate text RUN "books/*.txt"[/]; docs/evaluation.md explains every number.',
 )
 
@@ -268,6 +274,40 @@ def recall(
     settings = {"lengths": _numbers("lengths", lengths, problems), "pairs": _numbers("pairs", pairs, problems)}
     evaluators = [RecallEvaluator(settings | {"samples": samples})] if all(settings.values()) else []
     _run(typed, run, evaluators, problems, device, dtype, as_json, allow_plugins)
+
+
+@evaluate.command()
+def images(
+    typed: typer.Context,
+    run: Annotated[Path, RUN],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Labelled images: class folders, Parquet, tar, IDX, npz, or [bold]digits[/]; may be given again.",
+            metavar="SOURCE",
+            show_default="the held-out images of the training",
+        ),
+    ] = None,
+    split: Annotated[
+        Split | None,
+        typer.Option(help="Which part of --data, if it has parts.", show_default="test, or else validation"),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Images per forward pass.", min=1)] = 256,
+    cache: Annotated[Path, typer.Option(help="Folder of prepared images.")] = Path("runs/cache"),
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.float32,
+    as_json: JsonOption = False,
+    allow_plugins: AllowOption = False,
+) -> None:
+    """Score an image classifier: accuracy with intervals, likelihood, calibration, confusions, worst mistakes.
+
+    [bold]linnet evaluate images RUN[/]
+    [bold]linnet evaluate images RUN --data cifar10/test.parquet[/]
+    """
+    from linnet.evaluate.evaluators import ImageEvaluator
+
+    evaluator = ImageEvaluator(tuple(data or ()), split and split.value, batch, cache)
+    _run(typed, run, [evaluator], [], device, dtype, as_json, allow_plugins)
 
 
 @evaluate.command()

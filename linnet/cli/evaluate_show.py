@@ -43,6 +43,8 @@ def show(record: Evaluation, path: Path) -> None:
         _show_needle(record, path)
     elif record.kind == "recall":
         _show_recall(record)
+    elif record.kind == "images":
+        _show_images(record, path)
     else:
         _show_tasks(record)
 
@@ -106,6 +108,31 @@ def _show_recall(record: Evaluation) -> None:
 
 def _cell(cell: dict | None) -> str:
     return "-" if cell is None else f"{cell['accuracy']:.2f} {cell['choice']:.2f} ({cell['chance']:.2f})"
+
+
+def _show_images(record: Evaluation, path: Path) -> None:
+    console, found = Console(), record.detail
+    values = {one.metric: one.value for one in record.results}
+    speed = f"{found['images_per_second']:,.0f} images per second"
+    console.print(f"{record.model['run']}: {found['images']:,} images, {speed}", highlight=False, markup=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    chances = {metric: value for _, metric, value in found["chance"]}
+    for metric, name in (("accuracy", "accuracy"), ("top5_accuracy", "top-5 accuracy")):
+        if metric in values:
+            low, high = found["wilson"][metric]
+            interval = f"95 % interval {low:.2%} to {high:.2%}; guessing: {chances[metric]:.2%}"
+            table.add_row(name, f"{values[metric]:.2%}", interval)
+    table.add_row("loss", f"{values['nll']:.4f}", "nats per image")
+    table.add_row("calibration error", f"{values['calibration_error']:.4f}", f"{len(found['bins'])} bins of confidence")
+    console.print(table)
+    wrong = sorted((one for one in found["confusions"] if one[0] != one[1]), key=lambda one: -one[2])
+    if wrong:
+        most = _table(("label", "predicted"), ("images",))
+        for label, predicted, count in wrong[:5]:
+            most.add_row(escape(found["classes"][label]), escape(found["classes"][predicted]), f"{count:,}")
+        console.print(most)
+    console.print(f"mistakes, confusions and calibration as a page: linnet report {escape(str(path))}", soft_wrap=True,
+                  style="dim")  # fmt: skip
 
 
 def _show_tasks(record: Evaluation) -> None:

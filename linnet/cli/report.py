@@ -1,4 +1,4 @@
-"""`linnet report`: a page and pictures from a study folder."""
+"""`linnet report`: a page and pictures from a study folder, or from the run of an image classifier."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +8,11 @@ import typer
 
 def report(
     study: Annotated[
-        Path, typer.Argument(help="The folder that linnet study made, or a folder of runs.", show_default=False)
+        Path,
+        typer.Argument(
+            help="The folder that linnet study made, a folder of runs, or the run of an image model.",
+            show_default=False,
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -43,8 +47,16 @@ def report(
 
     check_study(FIGURES + FITS, "report")
     from linnet.report import write_report
+    from linnet.report.run_page import writer_of
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    write_run = writer_of(study)
+    if write_run is not None:
+        page = write_run(study, out)
+        typer.echo(page)
+        if open_:
+            webbrowser.open(page.resolve().as_uri())
+        return
     with console.status("fitting the laws, drawing the figures") if console.is_terminal else nullcontext():
         left_out = {"exclude": exclude or (), "best_of": best_of}
         page = write_report(study, out, bootstrap=bootstrap, laws=laws, **left_out, tell=console.print)

@@ -28,6 +28,8 @@ def title(group: Shared) -> str:
         return f"needle: {needle_name(asked)}, {lengths}, {len(asked['depths'])} depths"
     if group.kind == "tasks":
         return f"tasks: {', '.join(asked['tasks'])}"
+    if group.kind == "images":
+        return f"images: {', '.join(asked['data']) or 'held out in training'}"
     return group.kind
 
 
@@ -60,7 +62,7 @@ def split(groups: Sequence[Shared]) -> list[str]:
 def command(evaluation: Evaluation, run: str) -> str:
     """Returns the command that evaluates `run` with the settings of `evaluation`."""
     asked, kind = common(evaluation.asked), evaluation.kind
-    name = kind if kind in ("text", "needle", "recall", "tasks") else "suite"
+    name = kind if kind in ("text", "needle", "recall", "images", "tasks") else "suite"
     words = ["linnet", "evaluate", name, run]
     if kind == "text":
         words += asked["text"]
@@ -73,6 +75,9 @@ def command(evaluation: Evaluation, run: str) -> str:
     elif kind == "recall":
         words += ["--lengths", ",".join(map(str, asked["lengths"]))]
         words += ["--pairs", ",".join(map(str, asked["pairs"])), "--samples", str(asked["samples"])]
+    elif kind == "images":
+        words += [word for source in asked["data"] for word in ("--data", source)]
+        words += ["--split", asked["split"]] if asked["split"] else []
     else:
         words += asked["tasks"] if kind == "tasks" else [kind]
     for name in ("include", "shots", "limit"):

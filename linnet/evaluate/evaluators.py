@@ -1,4 +1,4 @@
-"""The kinds of evaluation: texts, needles, recall, tasks of lm-evaluation-harness, and suites of tasks."""
+"""The kinds of evaluation: texts, needles, recall, images, tasks of lm-evaluation-harness, and suites of tasks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -160,6 +160,50 @@ class RecallEvaluator(Evaluator):
         from linnet.evaluate.recall import RecallConfig
 
         return parse(RecallConfig, self.settings, "recall")
+
+
+@dataclass
+class ImageEvaluator(Evaluator):
+    """Scores labelled images (`linnet.evaluate.images`).
+
+    Attributes:
+        data: sources of images, as `data.source` of a training; empty for the held-out images of the run.
+        split: the part of `data` to score, if it has parts: train, validation or test; None takes test, or else
+            validation, where there is one.
+        batch: images per forward pass.
+        cache: folder of prepared images.
+    """
+
+    kind: ClassVar[str] = "images"
+    kinds: ClassVar[tuple[str, ...]] = ("classifier",)
+    needs_text: ClassVar[bool] = False
+
+    data: tuple[str, ...] = ()
+    split: str | None = None
+    batch: int = 256
+    cache: Path = Path("runs/cache")
+    _images: Any = field(default=None, init=False, repr=False)
+
+    def check(self) -> None:
+        problems: list[str] = []
+        if self.split is not None and not self.data:
+            problems.append(f"split: {self.split!r} is a part of --data; give --data too, or leave it out")
+        if problems:
+            raise ConfigError(problems, "evaluate")
+
+    def check_model(self, session: Session) -> None:
+        from linnet.evaluate.image_data import open_split
+
+        self._images = open_split(session, self.data, self.split, self.cache)
+
+    def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
+        from linnet.evaluate.images import score_images
+
+        split, classes = self._images
+        with progress("images", len(split)) as meter:
+            score = score_images(session.model, split, classes, self.batch, progress=meter)
+        asked = {"data": list(self.data), "split": self.split, "precision": session.precision}
+        return Evaluation(self.kind, session.about, asked, score.results(), score.detail(), score.digest)
 
 
 @dataclass(frozen=True)
