@@ -3,6 +3,7 @@
 from linnet.models.autoencoder import AutoEncoder, build_autoencoder
 from linnet.models.backbone import Backbone, ModelState
 from linnet.models.causal_lm import CausalLM, build_model, empty_model
+from linnet.models.classifier import ImageClassifier
 from linnet.models.config import MaskedConfig, ModelConfig, SentenceConfig, VisionConfig
 from linnet.models.costs import (
     active_parameters,
@@ -30,6 +31,7 @@ __all__ = [
     "AutoEncoder",
     "Backbone",
     "CausalLM",
+    "ImageClassifier",
     "Kind",
     "LayerSpec",
     "MaskedConfig",

@@ -1,10 +1,13 @@
-"""Parameters, FLOPs in three conventions and the state of a model, from its layers. Allocates nothing.
+"""Parameters, FLOPs in three conventions and the state of a model of any kind, from its layers. Allocates nothing.
 
 `flops_exact` sums the FLOP formulas of every matrix product and registered op with the real widths (2 per multiply-add,
 full tiles, attention without the causal discount, no element-wise work), forward and backward, plus the model's own
 `head_flops`. `flops_causal` is `flops_exact` without the pairs of tokens that the mask of softmax attention hides:
 kernels skip them, but compute the chunks of linear attention whole. `flops_paper` is the convention of paper 000, Table
 1 (ideal GLU 8d/3, leading terms, no embedding or head): three times the forward sum of `flops_paper` over the layers.
+
+A sequence has `seq_len` tokens. Of a model of images, `seq_len` None is one image of its `image_size`, and no other
+number of tokens can be counted: change `image_size` in the configuration.
 """
 
 import copy
@@ -19,95 +22,129 @@ from torch.utils.flop_counter import FlopCounterMode
 from linnet.config import ConfigError
 from linnet.layers.base import Mixer
 from linnet.layers.block import Block
+from linnet.layers.non_causal import mix_all
+from linnet.layers.positions.grid import Grid
 from linnet.models.backbone import Backbone
-from linnet.models.causal_lm import CausalLM, empty_model
 from linnet.models.config import ModelConfig
+from linnet.models.kinds import KINDS, empty_of, kind_of
+from linnet.models.stack import StackConfig
 
 PAPER_BATCH, PAPER_SEQ_LEN = 480, 8192  # one optimizer step of paper 000
 
 
-def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Returns total and non-embedding parameters (without input embedding, learned positions and head)."""
-    return _parameters(config.model_dump_json())
+def count_parameters(config: StackConfig) -> tuple[int, int]:
+    """Returns total and non-embedding parameters: without input embedding or patches, learned positions and head."""
+    return _parameters(*_key(config))
 
 
-def flops_exact(config: ModelConfig, seq_len: int, batch: int = 1, training: bool = True) -> float:
+def flops_exact(config: StackConfig, seq_len: int | None = None, batch: int = 1, training: bool = True) -> float:
     """Returns the FLOPs of `batch` sequences of `seq_len` tokens: forward, backward (with `training`) and head."""
-    return batch * model_flops(meta_model(config.model_dump_json()), seq_len, training)
+    return batch * model_flops(meta_of(config), seq_len, training)
 
 
-def model_flops(model: torch.nn.Module, seq_len: int, training: bool = True) -> float:
-    """Returns the FLOPs of one sequence through any model with a `config`, a `backbone` and `head_flops(seq_len)`.
+def model_flops(model: torch.nn.Module, seq_len: int | None = None, training: bool = True) -> float:
+    """Returns the FLOPs of one sequence or image through any model with `config`, `backbone` and `head_flops(seq_len)`.
 
-    Backbones are counted once per shape and length: models that differ in vocabulary or head share the count.
+    A model may also have `input_flops(seq_len)`, forward FLOPs on inputs that need no gradient (backward costs as much
+    again, for the weights), and `grid`, the grid of its tokens. Backbones are counted once per shape and length: models
+    that differ in vocabulary or head share the count.
     """
-    backbone = model.config.model_dump_json(exclude=_OUTSIDE_BACKBONE)
-    return (3.0 if training else 1.0) * model.head_flops(seq_len) + _backbone_flops(backbone, seq_len, training)
+    seq_len = _tokens(model, seq_len)
+    outside = (3.0 if training else 1.0) * model.head_flops(seq_len)
+    if hasattr(model, "input_flops"):
+        outside += (2.0 if training else 1.0) * model.input_flops(seq_len)
+    return outside + _backbone_flops(*_backbone_key(model.config), seq_len, training)
 
 
-def flops_paper(config: ModelConfig, seq_len: int) -> float:
+def flops_paper(config: StackConfig, seq_len: int | None = None) -> float:
     """Returns the training FLOPs of one sequence as paper 000 counts them (Table 1)."""
-    return _paper(config.model_dump_json(), seq_len)
+    return _paper(*_key(config), seq_len)
 
 
-def flops_causal(config: ModelConfig, seq_len: int, batch: int = 1, training: bool = True) -> float:
+def flops_causal(config: StackConfig, seq_len: int | None = None, batch: int = 1, training: bool = True) -> float:
     """Returns `flops_exact` without the pairs of tokens that the mask of softmax attention hides."""
-    masked = _masked(config.model_dump_json(exclude=_OUTSIDE_BACKBONE), seq_len)
+    masked = _masked(*_backbone_key(config), seq_len)
     return flops_exact(config, seq_len, batch, training) - batch * (3.0 if training else 1.0) * masked
 
 
-def active_parameters(config: ModelConfig) -> int:
+def active_parameters(config: StackConfig) -> int:
     """Returns the non-embedding parameters that one token uses: of several experts, only those it is routed to."""
-    parts = meta_model(config.model_dump_json()).backbone.parts()
-    return count_parameters(config)[1] - sum(part.inactive_parameters() for part in parts)
+    return count_parameters(config)[1] - sum(part.inactive_parameters() for part in meta_of(config).backbone.parts())
 
 
-def attention_share(config: ModelConfig) -> float | None:
+def attention_share(config: StackConfig) -> float | None:
     """Returns the share of softmax attention among the mixers of all blocks; None for a model without mixers."""
-    mixers = [block.mixer for block in meta_model(config.model_dump_json()).backbone.blocks if block.mixer is not None]
+    mixers = [block.mixer for block in meta_of(config).backbone.blocks if block.mixer is not None]
     return sum(mixer.name == "attention" for mixer in mixers) / len(mixers) if mixers else None
 
 
-def state_numbers(config: ModelConfig, context_length: int) -> tuple[int, int]:
+def state_numbers(config: StackConfig, context_length: int) -> tuple[int, int]:
     """Returns how many numbers one sequence carries between tokens, as paper 004 counts them: fixed and dynamic.
 
     The fixed part is the recurrent states (`TensorSpec.size`) and the caches of windowed attention. The dynamic part is
     the caches that grow with the context: 2 x KV width x `context_length` per layer of attention.
     """
-    return _state_numbers(config.model_dump_json(exclude=_OUTSIDE_BACKBONE), context_length)
+    return _state_numbers(*_backbone_key(config), context_length)
 
 
-def state_bytes(config: ModelConfig, context_length: int) -> int:
+def state_bytes(config: StackConfig, context_length: int) -> int:
     """Returns the bytes carried between tokens for one sequence: recurrent states in float32, KV caches in bfloat16."""
-    return _state(config.model_dump_json(), context_length)
+    return _state(*_key(config), context_length)
 
 
-_OUTSIDE_BACKBONE = {"vocab_size", "tie_embeddings", "embedding_scale", "init_std"}  # keys that no layer depends on
+def meta_of(config: StackConfig) -> torch.nn.Module:
+    """Returns the model of any configuration on the meta device."""
+    return meta_model(*_key(config))
+
+
+# Keys that no layer depends on. Those of text are all that paper 000's models have; the rest are of images.
+_OUTSIDE_BACKBONE = {"vocab_size", "tie_embeddings", "embedding_scale", "init_std", "mean", "std", "head_bias"}
 
 
 @lru_cache(maxsize=64)
-def meta_model(config_json: str) -> CausalLM:
-    """Returns the model on the meta device, from the JSON of its configuration (which is hashable)."""
+def meta_model(config_json: str, kind: str = "causal_lm") -> torch.nn.Module:
+    """Returns a model of one kind on the meta device, from the JSON of its configuration (which is hashable)."""
     try:
-        return empty_model(ModelConfig.model_validate_json(config_json), "meta")
+        return empty_of(KINDS[kind].config.model_validate_json(config_json), "meta")
     except RuntimeError as error:  # a matrix has more elements than 64 bits count
         reason = str(error).splitlines()[0]
         message = f"model: has a matrix that no machine can hold ({reason}); lower d_model, inner or num_experts"
         raise ConfigError([message], "model") from None
 
 
+def _key(config: StackConfig) -> tuple[str, str]:
+    return config.model_dump_json(), kind_of(config).name
+
+
+def _backbone_key(config: StackConfig) -> tuple[str, str]:
+    return config.model_dump_json(exclude=_OUTSIDE_BACKBONE), kind_of(config).name
+
+
+def _tokens(model: torch.nn.Module, seq_len: int | None) -> int:
+    """Returns the tokens of a sequence or image. Raises ValueError if a model of images has another number."""
+    grid: Grid | None = getattr(model, "grid", None)
+    if seq_len is None and grid is None:
+        raise ValueError("seq_len: is missing; a model of sequences needs the number of tokens")
+    if grid is not None and seq_len not in (None, grid.tokens):
+        raise ValueError(
+            f"seq_len: {seq_len} is not the {grid.tokens} tokens of the model's images; leave it out, or change "
+            "image_size in the configuration"
+        )
+    return seq_len if grid is None else grid.tokens
+
+
 @lru_cache(maxsize=4096)
-def _parameters(config_json: str) -> tuple[int, int]:
-    model = meta_model(config_json)
+def _parameters(config_json: str, kind: str) -> tuple[int, int]:
+    model = meta_model(config_json, kind)
     total, inside = (sum(p.numel() for p in module.parameters()) for module in (model, model.backbone))
     positions = model.backbone.positions
     return total, inside - (0 if positions is None else sum(p.numel() for p in positions.parameters()))
 
 
 @lru_cache(maxsize=4096)
-def _backbone_flops(config_json: str, seq_len: int, training: bool) -> float:
-    model = meta_model(config_json)
-    return _sum_over_layers(model.backbone, lambda layer: _count(layer, seq_len, model.config.d_model, training))
+def _backbone_flops(config_json: str, kind: str, seq_len: int, training: bool) -> float:
+    model = meta_model(config_json, kind)
+    return _sum_over_layers(model.backbone, lambda layer: _count(layer, model, seq_len, training))
 
 
 def _sum_over_layers(backbone: Backbone, cost: Callable[[torch.nn.Module], float]) -> float:
@@ -124,11 +161,18 @@ def _sum_over_layers(backbone: Backbone, cost: Callable[[torch.nn.Module], float
     return total
 
 
-def _count(layer: torch.nn.Module, seq_len: int, d_model: int, training: bool) -> float:
-    x = torch.empty(1, seq_len, d_model, device="meta", requires_grad=training)
+def _count(layer: torch.nn.Module, model: torch.nn.Module, seq_len: int, training: bool) -> float:
+    x = torch.empty(1, seq_len, model.config.d_model, device="meta", requires_grad=training)
+    grid = getattr(model, "grid", None)
     counter = FlopCounterMode(display=False)
     with counter, torch.set_grad_enabled(training):
-        y, _ = layer(x)
+        if isinstance(layer, Block):
+            more = {"condition": torch.empty_like(x[:, 0])} if layer.takes_condition else {}
+            y, _ = layer(x, grid=grid, **more)
+        elif model.backbone.causal:
+            y, _ = layer(x)
+        else:
+            y = mix_all(layer, x, model.backbone.scan, grid=grid)
         if training:
             y.sum().backward()
     layer.zero_grad(set_to_none=True)
@@ -136,35 +180,42 @@ def _count(layer: torch.nn.Module, seq_len: int, d_model: int, training: bool) -
 
 
 @lru_cache(maxsize=4096)
-def _paper(config_json: str, seq_len: int) -> float:
-    backbone = meta_model(config_json).backbone
-    return 3.0 * sum(layer.flops_paper(seq_len) for layer in backbone.layers())
+def _paper(config_json: str, kind: str, seq_len: int | None) -> float:
+    model = meta_model(config_json, kind)
+    seq_len = _tokens(model, seq_len)
+    return 3.0 * sum(layer.flops_paper(seq_len) for layer in model.backbone.layers())
 
 
 @lru_cache(maxsize=4096)
-def _state(config_json: str, context_length: int) -> int:
+def _state(config_json: str, kind: str, context_length: int) -> int:
     def cost(layer: torch.nn.Module) -> int:
         specs = copy.deepcopy(layer).to(torch.bfloat16).state_spec(1, context_length)
         return sum(spec.bytes for spec in specs.values())
 
-    backbone = meta_model(config_json).backbone
+    backbone = meta_model(config_json, kind).backbone
+    if not backbone.causal:
+        return 0
     return _sum_over_layers(backbone, cost) + sum(spec.bytes for spec in backbone.own_state(1).values())
 
 
 @lru_cache(maxsize=4096)
-def _masked(config_json: str, seq_len: int) -> float:
-    mixers = [part for part in meta_model(config_json).backbone.parts() if isinstance(part, Mixer)]
+def _masked(config_json: str, kind: str, seq_len: int | None) -> float:
+    model = meta_model(config_json, kind)
+    if not model.backbone.causal:
+        return 0.0
+    mixers = [part for part in model.backbone.parts() if isinstance(part, Mixer)]
     return sum(mixer.flops_masked(seq_len) for mixer in mixers)
 
 
 @lru_cache(maxsize=4096)
-def _state_numbers(config_json: str, context_length: int) -> tuple[int, int]:
+def _state_numbers(config_json: str, kind: str, context_length: int) -> tuple[int, int]:
     def caches(layer: torch.nn.Module, length: int) -> int:
         specs = layer.state_spec(1, length).values()
         return sum(prod(spec.shape) for spec in specs if spec.dtype.is_floating_point and not spec.counted)
 
     fixed = dynamic = 0
-    for layer in meta_model(config_json).backbone.layers():
+    backbone = meta_model(config_json, kind).backbone
+    for layer in backbone.layers() if backbone.causal else ():
         fixed += sum(spec.size for spec in layer.state_spec(1, context_length).values())
         now, longer = caches(layer, context_length), caches(layer, 2 * context_length)
         if longer > now:

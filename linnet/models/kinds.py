@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from linnet.models.causal_lm import CausalLM, draw_weights, empty
-from linnet.models.config import MaskedConfig, ModelConfig, SentenceConfig
+from linnet.models.classifier import ImageClassifier
+from linnet.models.config import MaskedConfig, ModelConfig, SentenceConfig, VisionConfig
 from linnet.models.masked_lm import MaskedLM
 from linnet.models.sentence import SentenceModel
 from linnet.models.stack import StackConfig
@@ -36,6 +37,7 @@ KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         Kind("causal_lm", ModelConfig, CausalLM, "linnet generate, linnet serve, linnet evaluate text"),
+        Kind("classifier", VisionConfig, ImageClassifier, "linnet evaluate images"),
         Kind("masked_lm", MaskedConfig, MaskedLM, "linnet evaluate masked"),
         Kind("sentence", SentenceConfig, SentenceModel, "linnet evaluate glue"),
     )

@@ -1,6 +1,6 @@
 """Named models. One file per family, with the paper, its sizes and every departure; importing registers all of them."""
 
-from linnet.models.recipes import bert, cosformer2, gla, hgrn, lightnet, llama, mad, mamba, tnl
+from linnet.models.recipes import bert, cosformer2, gla, hgrn, lightnet, llama, mad, mamba, tnl, vit
 from linnet.models.recipes.registry import (
     FAMILIES,
     RECIPES,
@@ -28,4 +28,5 @@ __all__ = [
     "mamba",
     "recipes_of",
     "tnl",
+    "vit",
 ]
