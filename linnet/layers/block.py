@@ -28,9 +28,11 @@ class Block(nn.Module):
     Attributes:
         layers: `mixer` and `channel` as given.
         takes_condition: True for a subclass whose `forward` has an argument `condition`, [B, D].
+        affine: whether the norms of the blocks, and the last norm of the model, have a learned gain.
     """
 
     takes_condition: ClassVar[bool] = False
+    affine: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -51,11 +53,11 @@ class Block(nn.Module):
             self.mixer = find_mixer(mixer[0])(mixer[1], context)
             owns_norm = self.mixer.owns_input_norm
             self.mixer_norm = (
-                nn.Identity() if owns_norm else build_norm(context.norm, context.d_model, context.norm_eps)
+                nn.Identity() if owns_norm else build_norm(context.norm, context.d_model, context.norm_eps, self.affine)
             )
         if channel is not None:
             self.channel = find_channel(channel[0])(channel[1], context)
-            self.channel_norm = build_norm(context.norm, context.d_model, context.norm_eps)
+            self.channel_norm = build_norm(context.norm, context.d_model, context.norm_eps, self.affine)
         site = 1 + 2 * context.layer_index  # site 0 is the embedding's
         self.mixer_dropout = Dropout(dropout, site) if dropout else None
         self.channel_dropout = Dropout(dropout, site + 1) if dropout else None

@@ -4,7 +4,7 @@ from linnet.models.autoencoder import AutoEncoder, build_autoencoder
 from linnet.models.backbone import Backbone, ModelState
 from linnet.models.causal_lm import CausalLM, build_model, empty_model
 from linnet.models.classifier import ImageClassifier
-from linnet.models.config import MaskedConfig, ModelConfig, SentenceConfig, VisionConfig
+from linnet.models.config import DenoiserConfig, MaskedConfig, ModelConfig, SentenceConfig, VisionConfig
 from linnet.models.costs import (
     active_parameters,
     attention_share,
@@ -15,6 +15,7 @@ from linnet.models.costs import (
     state_bytes,
     state_numbers,
 )
+from linnet.models.denoiser import Denoiser
 from linnet.models.kinds import KINDS, OBJECTIVE_KINDS, Kind, build, empty_of, kind_of
 from linnet.models.layout import Alias, LayerSpec, parse_layout
 from linnet.models.masked_lm import MaskedLM
@@ -32,6 +33,8 @@ __all__ = [
     "Backbone",
     "CausalLM",
     "ImageClassifier",
+    "Denoiser",
+    "DenoiserConfig",
     "Kind",
     "LayerSpec",
     "MaskedConfig",

@@ -63,7 +63,7 @@ class Backbone(nn.Module):
             else:
                 blocks.append(layer)
         self.shared, self.blocks = shared, blocks
-        self.norm = build_norm(config.norm, config.d_model, config.norm_eps)
+        self.norm = build_norm(config.norm, config.d_model, config.norm_eps, block.affine)
         self.positions = build_positions(config.positions, config.d_model, config.num_positions)
         self.input_norm: nn.Module | None = None  # a model may set a norm of the embedding and its positions
         self.max_context: int | None = config.num_positions

@@ -130,7 +130,34 @@ class VisionConfig(EncoderConfig):
         return found
 
 
-def image_problems(config: "VisionConfig") -> list[str]:
+class DenoiserConfig(EncoderConfig):
+    """Everything that defines a denoiser except its weights (`linnet.models.denoiser`)."""
+
+    TITLE = "a denoiser"
+
+    image_size: int = Field(32, ge=1, le=1 << 14, description="side of the images, or latents, in pixels")
+    patch: int = Field(2, ge=1, le=1 << 10, description="side of a patch in pixels; each patch is one token")
+    channels: int = Field(3, ge=1, le=1 << 10, description="channels: 1 grey, 3 colour, 4 latents")
+    classes: int = Field(1000, ge=1, le=1 << 24, description="classes that can be asked for")
+    conditioning: Literal["tokens", "adaln_zero"] = Field(
+        "tokens",
+        description="how time step and class enter: as two tokens before the patches, or as shift, scale and gate of "
+        "each layer",
+    )
+    position: Literal["none", "learned", "sin_cos"] = Field(
+        "none", description="table added to the patches; learned has one row per patch and fixes the image size"
+    )
+    class_drop: float = Field(
+        0.1, ge=0, lt=1, description="share of images that are trained without their class, which guidance needs"
+    )
+    learn_sigma: bool = Field(True, description="predict the variance of each step too")
+
+    def problems(self) -> list[str]:
+        """Returns the problems of keys that are valid one by one."""
+        return super().problems() + image_problems(self)
+
+
+def image_problems(config: "VisionConfig | DenoiserConfig") -> list[str]:
     """Returns the problems of image_size, patch and position of a model of images."""
     found, size, patch = [], config.image_size, config.patch
     if size % patch:

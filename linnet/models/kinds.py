@@ -10,7 +10,8 @@ from torch import nn
 
 from linnet.models.causal_lm import CausalLM, draw_weights, empty
 from linnet.models.classifier import ImageClassifier
-from linnet.models.config import MaskedConfig, ModelConfig, SentenceConfig, VisionConfig
+from linnet.models.config import DenoiserConfig, MaskedConfig, ModelConfig, SentenceConfig, VisionConfig
+from linnet.models.denoiser import Denoiser
 from linnet.models.masked_lm import MaskedLM
 from linnet.models.sentence import SentenceModel
 from linnet.models.stack import StackConfig
@@ -38,6 +39,7 @@ KINDS: dict[str, Kind] = {
     for kind in (
         Kind("causal_lm", ModelConfig, CausalLM, "linnet generate, linnet serve, linnet evaluate text"),
         Kind("classifier", VisionConfig, ImageClassifier, "linnet evaluate images"),
+        Kind("denoiser", DenoiserConfig, Denoiser, "linnet sample, linnet evaluate samples"),
         Kind("masked_lm", MaskedConfig, MaskedLM, "linnet evaluate masked"),
         Kind("sentence", SentenceConfig, SentenceModel, "linnet evaluate glue"),
     )

@@ -1,6 +1,6 @@
 """Named models. One file per family, with the paper, its sizes and every departure; importing registers all of them."""
 
-from linnet.models.recipes import bert, cosformer2, gla, hgrn, lightnet, llama, mad, mamba, tnl, vit
+from linnet.models.recipes import bert, cosformer2, dit, gla, hgrn, lightnet, llama, mad, mamba, tnl, vit
 from linnet.models.recipes.registry import (
     FAMILIES,
     RECIPES,
@@ -16,6 +16,7 @@ __all__ = [
     "RECIPES",
     "bert",
     "cosformer2",
+    "dit",
     "families_of",
     "family",
     "get_recipe",

@@ -1,0 +1,73 @@
+"""A residual block that a vector per row modulates: adaLN-zero (DiT, arXiv:2212.09748, section 3.2)."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from linnet.config import Config
+from linnet.layers.base import LayerContext, State
+from linnet.layers.block import Block, masked
+from linnet.layers.non_causal import Scan
+from linnet.layers.positions.grid import Grid
+
+
+class ModulatedBlock(Block):
+    """x += g1 * mixer(norm(x) (1 + s1) + b1), then x += g2 * channel(norm(x) (1 + s2) + b2).
+
+    (b1, s1, g1, b2, s2, g2) = Linear(silu(condition)), which starts at zero, so that the block starts as the identity.
+    Norms have no gain or bias of their own.
+    """
+
+    takes_condition = True
+    affine = False
+
+    def __init__(
+        self,
+        mixer: tuple[str, Config] | None,
+        channel: tuple[str, Config] | None,
+        context: LayerContext,
+        dropout: float = 0.0,
+        scan: Scan = "both",
+        drop_path: float = 0.0,
+    ):
+        super().__init__(mixer, channel, context, dropout, scan, drop_path)
+        self.sublayers = (self.mixer is not None) + (self.channel is not None)
+        self.modulation = nn.Linear(context.d_model, 3 * self.sublayers * context.d_model)
+        self.modulation.starts_zero = True
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        cu_seqlens: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
+        keep: tuple[Tensor, Tensor] | None = None,
+        grid: Grid | None = None,
+        condition: Tensor | None = None,
+    ):
+        """x [B, T, D] -> (x [B, T, D], state after the last token or None).
+
+        Args:
+            condition: [B, D]; None is zeros. The other arguments are those of `Block`.
+        """
+        if condition is None:
+            condition = x.new_zeros(x.shape[0], x.shape[-1])
+        keys = self.mask_keys(dropout_keys, cu_seqlens)
+        parts = list(self.modulation(F.silu(condition)).chunk(3 * self.sublayers, -1))
+        if self.mixer is not None:
+            shift, scale, gate = (parts.pop(0) for _ in range(3))
+            y, state = self.mix(modulate(self.mixer_norm(x), shift, scale), state, cu_seqlens, grid)
+            x = x + gate[:, None] * masked(y, keys, self.mixer_dropout, self.mixer_path)
+        if self.channel is not None:
+            shift, scale, gate = parts
+            y = self.channel(modulate(self.channel_norm(x), shift, scale))
+            x = x + gate[:, None] * masked(y, keys, self.channel_dropout, self.channel_path)
+        return (x if keep is None else x[keep]), state
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Raises NotImplementedError: a condition belongs to models that see all tokens at once."""
+        raise NotImplementedError("a modulated block has no step, because it belongs to models without causality")
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Returns x (1 + scale) + shift for x [B, T, D] and one shift and scale per row, [B, D] each."""
+    return x * (1 + scale[:, None]) + shift[:, None]
