@@ -43,6 +43,7 @@ TorchDispatchMode, tree_iter = _python_dispatch.TorchDispatchMode, _pytree.tree_
 foreach_norm = torch._foreach_norm
 foreach_multiply_ = torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_
+foreach_lerp_ = torch._foreach_lerp_
 
 _is_legacy, _is_wrapped = torch._C._functorch.is_legacy_batchedtensor, torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_batchedtensor

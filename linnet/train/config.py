@@ -19,6 +19,7 @@ from linnet.models import ModelConfig
 from linnet.models.stack import StackConfig
 from linnet.parallel.config import ParallelConfig
 from linnet.runs.folder import STATED
+from linnet.train.average import AverageConfig
 from linnet.train.device import DeviceName
 from linnet.train.guards import GuardConfig
 from linnet.train.loggers import LoggerName
@@ -119,6 +120,11 @@ class TrainingConfig(Config):
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW or Muon, and their settings")
     schedule: ScheduleConfig = Field(ScheduleConfig(), description="learning rate as a function of the step")
+    average: AverageConfig | None = Field(
+        None,
+        exclude_if=_is_none,
+        description="keeps a moving average of the weights, which is scored and loaded in their place; null: none",
+    )
     curve_every: int | None = Field(
         None, ge=1, description="steps between the points of the training curve that fits read; null: no such points"
     )

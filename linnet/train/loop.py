@@ -442,7 +442,7 @@ class Run:
 
     def finish(self, status: str) -> None:
         """Validates once more and writes the result. A kill during this call loses nothing and writes nothing twice."""
-        validation = self.evaluate() if status == "done" else {}
+        validation = self.evaluate(last=True) if status == "done" else {}
         if reason := together(self.saver.join):
             warnings.warn(f"{reason}; every command reads the shards", stacklevel=4)
         on_main(lambda: self.write_result(status, validation))
@@ -461,6 +461,7 @@ class Run:
                 "loss": validation.get("validation_loss"),
                 "train_loss": rows[-1]["loss"] if rows else None,
                 **self.objective.result_fields(step, validation),
+                **{key: value for key, value in validation.items() if key.startswith("raw_")},
                 "evaluations": self.last_evaluations(),
                 "seconds": self.clock.total(),
                 f"{units}_per_second": step * costs.units / training if training else None,
@@ -518,15 +519,26 @@ class Run:
             "seconds": self.clock.total(),
         }
 
-    def evaluate(self) -> dict:
-        """Scores the held-out data, writes the row and returns it."""
+    def evaluate(self, last: bool = False) -> dict:
+        """Scores the held-out data, writes the row and returns it.
+
+        The scores are those of the average of the weights, if there is one. Then the `last` row also has those of the
+        weights themselves, as `raw_loss` and so on.
+        """
         with self.clock.paused():
-            show = None if self.progress is None else self.show_scoring
-            ranks = {} if self.mesh is None else {"mesh": self.mesh}  # an objective for one device need not take it
-            scores = self.objective.validate(self.session.model, self.session.autocast, show, **ranks)
+            with self.session.averaged():
+                scores = self.score()
+            if last and self.session.average is not None:
+                scores |= {key.replace("validation_", "raw_", 1): value for key, value in self.score().items()}
         row = {"step": self.session.step, **self.place(), **scores}
         self.write(row)
         return row
+
+    def score(self) -> dict[str, float]:
+        """Scores the held-out data with the weights that the model has."""
+        session, show = self.session, None if self.progress is None else self.show_scoring
+        ranks = {} if self.mesh is None else {"mesh": self.mesh}  # an objective for one device need not take it
+        return self.objective.validate(session.model, session.autocast, show, **ranks)
 
     def show_scoring(self, done: int, total: int) -> None:
         """Reports the scored share of the held-out data to `progress`."""

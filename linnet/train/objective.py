@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from linnet.config import ConfigError, gather
 from linnet.layers.base import auxiliary_layers
-from linnet.models import count_parameters
+from linnet.models import OBJECTIVE_KINDS, build, count_parameters
 from linnet.train import passes
 from linnet.train.config import TrainingConfig
 from linnet.train.evaluation import Evaluations
@@ -102,6 +102,7 @@ class RunObjective(Objective):
         loss_unit: unit of the loss, for readers: "nats per token".
         SCORES: scores besides the loss, with the words for them: a validation row has `validation_<key>`, the result
             has `<key>`.
+        own_parts: prefixes of the names of weights that `init_from` neither loads nor expects, such as a new head.
         config: the training. data: its data.
         costs: costs of the model and of a step.
         evaluations: evaluations during training.
@@ -115,6 +116,7 @@ class RunObjective(Objective):
     units: ClassVar[str]
     loss_unit: ClassVar[str]
     SCORES: ClassVar[dict[str, str]] = {}
+    own_parts: ClassVar[tuple[str, ...]] = ()
     config: Any
     data: Any
     row_length: int = 0
@@ -134,6 +136,9 @@ class RunObjective(Objective):
         self.config, self.data = config, data
         self.costs = self.count_costs(config)
         self.evaluations = Evaluations([], None, 0)
+
+    def build(self, seed: int, device: torch.device | str | None = None) -> nn.Module:
+        return build(OBJECTIVE_KINDS[self.name], self.config.model, seed, device)
 
     @classmethod
     @abstractmethod
@@ -237,7 +242,8 @@ class RunObjective(Objective):
         """
 
         def show(what: str, done: int, total: int) -> None:
-            progress({"event": "data", "what": what, "done": done, "total": total})
+            if progress is not None:
+                progress({"event": "data", "what": what, "done": done, "total": total})
 
         problems: list[str] = []
         data = None

@@ -27,7 +27,9 @@ class Prefetch:
         return tuple(tensor.to(self._device, non_blocking=True) for tensor in future.result())
 
     def close(self) -> None:
-        """Stops reading ahead."""
+        """Stops reading ahead, and the worker processes of the source."""
+        if (close := getattr(self._source, "close", None)) is not None:
+            close()
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 

@@ -22,8 +22,9 @@ from linnet.ops import compat_torch
 from linnet.ops.sequence import sequence_parallel
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
-from linnet.runs.model import mismatches
+from linnet.runs.model import AVERAGE, mismatches
 from linnet.train import recompute
+from linnet.train.average import Average
 from linnet.train.config import TrainingConfig
 from linnet.train.guards import Guard, Trouble
 from linnet.train.objective import Batch, RunObjective, training_loss
@@ -54,6 +55,7 @@ class Session:
         grad_norm: norm of the last gradient that `judge` read.
         flags: the flags that `gradients` was called with, true if they were on any rank: those of this step, on a GPU
             those of the step before, because reading them must not wait for the device.
+        average: the moving average of the weights, if the configuration asks for one.
         split: the tensors of the model that tensor parallelism has cut (`tensor.cuts`); None without it.
     """
 
@@ -81,6 +83,7 @@ class Session:
         self._share = first, world = (0, 1) if mesh is None else (mesh.dp_rank, mesh.dp)
         self.prefetch = Prefetch(objective.batches(), device, first, world)
         self._first_row = config.batch_size * first // world
+        self.average = None if config.average is None else Average(config.average, model_tensors(self.model))
         self.guard = Guard(config.guard)
         self.autocast = (
             torch.autocast(device.type, dtype=torch.bfloat16)
@@ -264,6 +267,8 @@ class Session:
         """Clips the gradient and updates the weights with the schedule's learning rate."""
         self.optimizer.clip(self._norm)
         self.optimizer.step(factor(self.config.schedule, self.step, self.config.total_steps))
+        if self.average is not None:
+            self.average.update(self.step)
         self.step += 1
         self.position += 1
 
@@ -278,6 +283,8 @@ class Session:
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         tensors = {"model": model_tensors(self.model), "optimizer": self.optimizer.tensors(), "random": random}
+        if self.average is not None:
+            tensors[AVERAGE] = self.average.tensors()
         return tensors, {
             "step": self.step,
             "position": self.position,
@@ -299,9 +306,11 @@ class Session:
         if self.mesh is None:
             load_model(self.model, tensors["model"])
             self.optimizer.load(tensors["optimizer"])
+            if self.average is not None:
+                fill(self.average.tensors(), tensors.get(AVERAGE, {}))
             random = tensors["random"]
         else:
-            random = self._read_shards(tensors, "model", "optimizer")
+            random = self._read_shards(tensors, "model", "optimizer", *([AVERAGE] if self.average else []))
         torch.set_rng_state(random["cpu"])
         if self.device.type == "cuda" and "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"], self.device)
@@ -313,8 +322,12 @@ class Session:
         self._unread.clear()
         self._flags.clear()
 
-    def _read_shards(self, path: Path, *groups: str) -> dict[str, Tensor]:
-        """Reads this rank's shards of a checkpoint of any layout into the model and the optimizer.
+    def _read_shards(self, path: Path, *groups: str, without: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        """Reads this rank's shards of a checkpoint of any layout into the model, the optimizer and the average.
+
+        Args:
+            groups: groups of the checkpoint to read.
+            without: prefixes of names of the model that are not read.
 
         Returns:
             The random states of this rank.
@@ -324,16 +337,33 @@ class Session:
 
         settle(self.model)
         self.optimizer.prepare()  # state that the checkpoint does not have is that before the first step
-        places = {"model": model_tensors(self.model), "optimizer": self.optimizer.tensors()}
+        model = {name: own for name, own in model_tensors(self.model).items() if not name.startswith(without)}
+        places = {"model": model, "optimizer": self.optimizer.tensors()}
+        if self.average is not None:
+            places[AVERAGE] = self.average.tensors()
         return sharded.load(path, {group: places[group] for group in groups}, self.mesh, self.split)
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the whole weights: on several ranks on the host of rank 0, and {} on the others."""
+        """Returns the whole weights that count: the average if there is one.
+
+        On several ranks they are on the host of rank 0, and the other ranks get {}.
+        """
+        tensors = model_tensors(self.model) if self.average is None else self.average.tensors()
         if self.mesh is None:
-            return model_tensors(self.model)
+            return tensors
         from linnet.parallel.build import whole_tensors
 
-        return whole_tensors(model_tensors(self.model), self.mesh, self.split or {})
+        return whole_tensors(tensors, self.mesh, self.split or {})
+
+    def averaged(self) -> contextlib.AbstractContextManager:
+        """Puts the average into the model, if there is one, while the context lasts."""
+        if self.average is None:
+            return contextlib.nullcontext()
+        if self.mesh is not None:
+            from linnet.parallel.shard import settle
+
+            settle(self.model)  # so that the model has no other copy of its weights than the shards
+        return self.average.in_place()
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -349,7 +379,11 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def load_model(model: torch.nn.Module, tensors: dict[str, Tensor], where: str = "checkpoint") -> None:
     """Copies saved tensors into `model`. Raises `ConfigError` that lists every name and shape that differs."""
-    own = model_tensors(model)
+    fill(model_tensors(model), tensors, where)
+
+
+def fill(own: dict[str, Tensor], tensors: dict[str, Tensor], where: str = "checkpoint") -> None:
+    """Copies saved tensors into those of the same names. Raises `ConfigError` as `load_model`."""
     problems = mismatches(
         {name: tuple(tensor.shape) for name, tensor in own.items()},
         {name: tuple(tensor.shape) for name, tensor in tensors.items()},
@@ -378,7 +412,14 @@ def start_from(session: Session, run: str) -> None:
         raise ConfigError(problems or [f"{run}: has no checkpoint"], where)
     if problems := session.objective.start_problems(meta, path):
         raise ConfigError(problems, where)
+    new = session.objective.own_parts
     if session.mesh is None:
-        load_model(session.model, tensors["model"], where)
+        own, given = (
+            {name: tensor for name, tensor in found.items() if not name.startswith(new)}
+            for found in (model_tensors(session.model), tensors["model"])
+        )
+        fill(own, given, where)
     else:
-        session._read_shards(path, "model")
+        session._read_shards(path, "model", without=new)
+    if session.average is not None:
+        session.average.restart()

@@ -1,6 +1,7 @@
 """Training objectives: one file per value of the configuration key `objective`.
 
 text.py        the next token of a text (`objective: text`, the default)
+images.py      the class of an image (`objective: images`)
 synthetic.py   the tasks of MAD, which ensembles train (`linnet.study.mad`); not a value of the key
 """
 
@@ -12,9 +13,10 @@ from typing import Any
 from linnet.config import ConfigError, nearest, parse, shown
 from linnet.train.config import Training, TrainingConfig
 from linnet.train.objective import Progress, RunObjective
+from linnet.train.objectives.images import ImageObjective
 from linnet.train.objectives.text import TextObjective
 
-OBJECTIVES: dict[str, type[RunObjective]] = {kind.name: kind for kind in (TextObjective,)}
+OBJECTIVES: dict[str, type[RunObjective]] = {kind.name: kind for kind in (TextObjective, ImageObjective)}
 
 
 def find_objective(config: TrainingConfig) -> type[RunObjective]:
@@ -64,7 +66,8 @@ def in_steps(config: Training, cache: str | Path, progress: Progress | None = No
         return config
 
     def show(what: str, done: int, total: int) -> None:
-        progress({"event": "data", "what": what, "done": done, "total": total})
+        if progress is not None:
+            progress({"event": "data", "what": what, "done": done, "total": total})
 
     kind = find_objective(config)
     data = kind.read(config, cache, None if progress is None else show)

@@ -1,0 +1,247 @@
+"""The class of an image: `objective: images`.
+
+The model is an `ImageClassifier`. The loss is the cross-entropy in nats per image, with label smoothing if
+`augment.smoothing` says so, and with mixed labels under MixUp and CutMix; validation reports the loss of the true label
+and the share of images whose most likely class is right.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor, nn
+
+from linnet.config import ConfigError
+from linnet.data.images import (
+    AugmentConfig,
+    ImageBatches,
+    ImageCorpus,
+    ImageDataConfig,
+    ImageSplit,
+    augment_batch,
+    image_content,
+    prepare_images,
+)
+from linnet.models import VisionConfig, flops_exact
+from linnet.train.config import RunConfig, TrainingConfig
+from linnet.train.objective import Batch, Loss, RunObjective, Show
+from linnet.train.scoring import sum_over_batches
+
+if TYPE_CHECKING:
+    from linnet.parallel.mesh import Mesh
+
+CLASSES = "classes.json"
+"""File of a run folder: the names of the classes, in the order of the model's outputs."""
+SCORED = 256
+"""Least number of held-out images per forward pass."""
+
+
+class ImageRunConfig(RunConfig):
+    """How a training on images is executed."""
+
+    workers: int = Field(
+        0, ge=0, description="processes that decode and augment images; 0: the training process. Batches are the same"
+    )
+
+
+class ImageTraining(TrainingConfig):
+    """The training of a model on images. Its subclasses and this class have one objective each."""
+
+    objective: Literal["images"] = Field("images", description="the training objective: `images`, the class of each")
+    data: ImageDataConfig = Field(ImageDataConfig(), description="the images and their labels")
+    model: VisionConfig = Field(description="a recipe's name, a recipe with changes, or a layout with `image_size` ...")
+    batch_size: int = Field(64, ge=1, le=1 << 40, description="images per step, over all its `accumulation` parts")
+    run: ImageRunConfig = Field(
+        ImageRunConfig(), description="how the training is executed; not part of the run's identity"
+    )
+    augment: AugmentConfig = Field(
+        AugmentConfig(), description="random changes of training images; a name is short for {kind: name}"
+    )
+    evaluate_images: int | None = Field(
+        None, ge=1, description="held-out images that a validation scores, spread evenly over them; null: all"
+    )
+
+    @field_validator("augment")
+    @classmethod
+    def _in_pairs(cls, augment: AugmentConfig, info: Any) -> AugmentConfig:
+        if "batch_size" in info.data and (problems := augment.problems(info.data["batch_size"])):
+            raise ValueError("; ".join(problems))
+        return augment
+
+
+class ImageObjective(RunObjective):
+    """Trains an image classifier on a corpus of images with labels."""
+
+    Config = ImageTraining
+    name, units, loss_unit = "images", "images", "nats per image"
+    SCORES: ClassVar = {"accuracy": "accuracy"}
+    targets_per_row = 1
+    config: ImageTraining
+    data: ImageCorpus
+
+    @classmethod
+    def read(
+        cls, config: ImageTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
+    ) -> ImageCorpus:
+        try:
+            return prepare_images(config.data, cache, show)
+        except ConfigError as error:
+            raise ConfigError([in_data(line) for line in error.problems], error.where) from None
+
+    @classmethod
+    def content(cls, config: ImageTraining, cache: str | Path | None = None) -> dict[str, str]:
+        return image_content(config.data, cache)
+
+    @classmethod
+    def row_tokens(cls, config: ImageTraining) -> int:
+        model = config.model
+        return (model.image_size // model.patch) ** 2 + (model.pool == "cls")
+
+    @classmethod
+    def step_flops(cls, config: ImageTraining) -> float:
+        return flops_exact(config.model, cls.row_tokens(config), config.batch_size)
+
+    @classmethod
+    def describe_model(cls, config: ImageTraining) -> str:
+        model = config.model
+        size = f"{model.image_size} x {model.image_size} x {model.channels}"
+        return f"images {size} in {cls.row_tokens(config):,} tokens, {model.classes:,} classes"
+
+    @classmethod
+    def data_problems(cls, config: ImageTraining, data: ImageCorpus) -> list[str]:
+        """Returns why images do not fit the model: their side, channels or classes; or none is there to score."""
+        model, problems = config.model, image_problems(config.model, data)
+        if model.classes != len(data.classes):
+            problems.append(
+                f"model.classes: {model.classes}, but the images have {len(data.classes)} classes; set "
+                f"model.classes={len(data.classes)}"
+            )
+        if not len(data.validation):
+            problems.append("data: has no held-out images; give data.validation or data.validation_fraction")
+        return problems
+
+    @classmethod
+    def parallel_problems(cls, config: ImageTraining, count: int) -> list[str]:
+        problems = super().parallel_problems(config, count)
+        return problems or config.augment.problems(config.batch_size, config.parallel.degrees(count).dp)
+
+    def loss(self, model: nn.Module) -> Loss:
+        smoothing = self.config.augment.smoothing
+
+        def loss(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            # Labels that were mixed are smoothed already.
+            return model.loss(images, labels, 0.0 if labels.is_floating_point() else smoothing)
+
+        return loss
+
+    def batches(self) -> ImageBatches:
+        config = self.config
+        return ImageBatches(self.data.train, config.batch_size, config.seed, config.augment, workers=config.run.workers)
+
+    def augment(self, batch: Batch, position: int, rank: int = 0, world: int = 1) -> Batch:
+        config = self.config
+        return augment_batch(
+            config.augment,
+            (batch[0], batch[1]),
+            classes=config.model.classes,
+            seed=config.seed,
+            position=position,
+            rank=rank,
+            world=world,
+            batch_size=config.batch_size,
+        )
+
+    def count(self, images: Tensor, labels: Tensor) -> Tensor:
+        return torch.tensor(len(labels), device=labels.device)
+
+    def validate(
+        self,
+        model: nn.Module,
+        autocast: contextlib.AbstractContextManager,
+        show: Show | None = None,
+        mesh: "Mesh | None" = None,
+    ) -> dict[str, float]:
+        def measure(images: Tensor, labels: Tensor) -> Tensor:
+            logits = model(images).float()
+            loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+            return torch.stack(
+                [loss, (logits.argmax(-1) == labels).sum(), torch.tensor(len(labels), device=loss.device)]
+            )
+
+        ranks = 1 if mesh is None else mesh.dp
+        batches = HeldOut(self.data.validation, scored_rows(self.config, ranks), self.config.evaluate_images)
+        loss, right, count = sum_over_batches(model, batches, measure, autocast, show, mesh).tolist()
+        return {
+            "validation_loss": loss / count,
+            "validation_accuracy": right / count,
+            "validation_images": round(count),
+        }
+
+    def result_fields(self, step: int, validation: dict[str, Any]) -> dict[str, Any]:
+        return {**super().result_fields(step, validation), "unique_images": len(self.data.train)}
+
+    def files(self) -> dict[str, str]:
+        return {CLASSES: json.dumps(self.data.classes, ensure_ascii=False) + "\n"}
+
+    def meta(self) -> dict[str, Any]:
+        return {"data": self.data.digest, "classes": len(self.data.classes)}
+
+
+class HeldOut(Sequence[Batch]):
+    """The held-out images that a validation scores, always the same, in batches.
+
+    Args:
+        rows: images per batch; the last may have fewer.
+        most: scores this many images, spread evenly over the split; None scores all.
+    """
+
+    def __init__(self, split: ImageSplit, rows: int, most: int | None = None):
+        count = len(split) if most is None else min(most, len(split))
+        self._split, self._rows = split, rows
+        self._indices = [number * len(split) // count for number in range(count)]
+
+    def __len__(self) -> int:
+        return -(-len(self._indices) // self._rows)
+
+    def __getitem__(self, number: Any) -> Batch:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        indices = self._indices[number * self._rows : (number + 1) * self._rows]
+        return self._split.images(indices), self._split.labels(indices)
+
+
+def scored_rows(config: TrainingConfig, ranks: int = 1) -> int:
+    """Returns the images per forward pass in validation: those of a micro-batch, but at least `SCORED`.
+
+    Args:
+        ranks: number of ranks that read different images.
+    """
+    return max(-(-config.batch_size // (config.parts * ranks)), SCORED)
+
+
+def image_problems(model: Any, data: ImageCorpus) -> list[str]:
+    """Returns why images cannot be the input of a model with `image_size` and `channels`."""
+    problems = []
+    if model.image_size != data.side:
+        problems.append(
+            f"model.image_size: {model.image_size}, but the images are {data.side} x {data.side}; set "
+            f"model.image_size={data.side}, or data.size={model.image_size} to resize them"
+        )
+    if model.channels != data.channels:
+        fix = {1: "grey", 3: "rgb"}.get(model.channels)
+        convert = f", or data.convert={fix}" if fix else ""
+        problems.append(
+            f"model.channels: {model.channels}, but the images have {data.channels}; set "
+            f"model.channels={data.channels}{convert}"
+        )
+    return problems
+
+
+def in_data(line: str) -> str:
+    """Returns a problem of an `ImageDataConfig` with its key in a training: `data.` before keys of it."""
+    key = line.partition(":")[0].partition(".")[0]
+    return f"data.{line}" if key in ImageDataConfig.model_fields else line
