@@ -17,9 +17,9 @@ from linnet.ops.tensor_parallel import Split, gather
 from linnet.parallel import tensor
 from linnet.parallel.mesh import Mesh
 from linnet.parallel.shard import shard, sharded_modules
+from linnet.parallel.tensor import Cuts
 
 DRAWN = 8  # most matrices that a rank draws at the same time
-Cuts = Mapping[str, tuple[int, tuple[int, ...]]]  # name -> dimension that tensor parallelism cuts, and whole shape
 
 
 def build(

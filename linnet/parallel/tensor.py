@@ -7,7 +7,7 @@ is one all-reduce of [B, T, D], and one of [B, T] for a norm over the split widt
 After each backward pass, `reduce_partial` completes the gradients of the parameters that the layers hold whole.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +24,7 @@ from linnet.models.config import ModelConfig
 from linnet.ops.tensor_parallel import Products, Split, columns, enter, enter_columns, leave, rowwise
 
 WORDS = ("colwise", "rowwise", "split", "split_norm", "partial", "whole")
+Cuts = Mapping[str, tuple[int, tuple[int, ...]]]  # name of a cut tensor -> its cut dimension, and its whole shape
 VOCABULARY = "vocabulary"  # the word of the embedding and the head: the rows are split, unevenly if need be
 
 
@@ -76,7 +77,7 @@ def whole_shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: places[name].shape if name in places else tensor.shape for name, _, tensor in _tensors(model)}
 
 
-def cuts(model: nn.Module) -> dict[str, tuple[int, tuple[int, ...]]]:
+def cuts(model: nn.Module) -> Cuts:
     """Returns the dimension and the whole shape of each parameter and buffer that is cut."""
     shapes, dims = whole_shapes(model), split_dims(model)
     return {name: (dim, tuple(shapes[name])) for name, dim in dims.items() if dim is not None}
@@ -94,12 +95,6 @@ def slice_of(model: CausalLM, name: str, whole: Tensor) -> Tensor:
     if whole.shape != place.shape:
         raise ValueError(f"{name}: a whole tensor has shape {list(place.shape)}, not {list(whole.shape)}")
     return model.tp.cut(whole, place.dim)
-
-
-def join(model: CausalLM, name: str, parts: Sequence[Tensor]) -> Tensor:
-    """Returns the whole tensor from the ranks' parts in rank order, the inverse of `slice_of`."""
-    dim = split_dims(model)[name]
-    return parts[0] if dim is None else torch.cat(list(parts), dim)
 
 
 def reduce_partial(model: nn.Module, group: dist.ProcessGroup) -> None:

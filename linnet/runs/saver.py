@@ -18,7 +18,8 @@ from linnet.runs.slices import Slice
 
 if TYPE_CHECKING:  # importing PyTorch's distributed checkpoints takes seconds, which one process need not wait
     from linnet.parallel.mesh import Mesh
-    from linnet.runs.sharded import Cuts, Placed
+    from linnet.parallel.tensor import Cuts
+    from linnet.runs.sharded import Placed
 
 # Longest that ranks wait for one that still writes. A rank that dies ends the waiting at once.
 PATIENCE = timedelta(hours=2)

@@ -45,9 +45,8 @@ from linnet.runs.slices import Slice
 
 if TYPE_CHECKING:
     from linnet.parallel.mesh import Mesh
+    from linnet.parallel.tensor import Cuts
 
-# Parameter or buffer that tensor parallelism has cut -> (dimension, shape of the whole tensor).
-Cuts = Mapping[str, tuple[int, tuple[int, ...]]]
 Placed = dict[str, dict[str, Slice]]  # group -> name -> slice
 
 Result = TypeVar("Result")
@@ -172,7 +171,7 @@ def latest_good(
     return None, {}, problems
 
 
-def load(path: Path, tensors: Tensors, mesh: "Mesh", split: Cuts | None = None) -> dict[str, Tensor]:
+def load(path: Path, tensors: Tensors, mesh: "Mesh", split: "Cuts | None" = None) -> dict[str, Tensor]:
     """Fills this rank's tensors in place from a checkpoint of any layout. Verify it first (`latest_good`).
 
     Optimizer state that the checkpoint does not have for a parameter at all (no step was made with it) is left as it
@@ -214,7 +213,7 @@ def load(path: Path, tensors: Tensors, mesh: "Mesh", split: Cuts | None = None) 
     raise CheckpointError(problems)
 
 
-def placed(tensors: Tensors, mesh: "Mesh", split: Cuts) -> Placed:
+def placed(tensors: Tensors, mesh: "Mesh", split: "Cuts") -> Placed:
     """Returns this rank's slices of tensors, as views of their memory, with their places in the whole tensors.
 
     Random states get the rank's name, because each rank has its own.

@@ -11,7 +11,6 @@ A study keeps no other state. If it runs again, it trains only the missing runs,
 
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from linnet.train import TrainingConfig, passes, read_training, run_folder, trai
 from linnet.train.objective import Data
 from linnet.train.objectives import find_objective
 from linnet.train.preflight import parallel_problems
+from linnet.train.stop import stop_with_parent
 
 CACHE = "cache"  # folder of prepared corpora, inside the folder of studies
 LOCK_PATIENCE = 60.0  # seconds to wait for a run that a worker of a killed study still locks
@@ -146,7 +146,7 @@ def train_on_devices(config: TrainingConfig, root: Path, cache: Path) -> RunFold
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=stop_with_parent,
         )
         try:
             _, errors = process.communicate()
@@ -160,13 +160,6 @@ def train_on_devices(config: TrainingConfig, root: Path, cache: Path) -> RunFold
     if process.returncode == 2:
         raise ConfigError([line.strip().removeprefix("- ") for line in text.splitlines()[-5:]], "train")
     raise RuntimeError(f"linnet train --devices ended with {process.returncode}: {text[-2000:]}")
-
-
-def _end_with_parent() -> None:
-    """Asks Linux to send this process SIGTERM when the one that started it dies."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _check_devices(plan: Plan, config: StudyConfig) -> None:

@@ -14,7 +14,6 @@ Launcher and workers share a folder (`LINNET_LAUNCH`):
 """
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -32,6 +31,7 @@ from pathlib import Path
 from linnet.config import ConfigError
 from linnet.parallel import alive
 from linnet.parallel.mesh import is_secondary, is_shared, rank, world
+from linnet.train.stop import stop_with_parent
 
 FOLDER, PROCESS = "LINNET_LAUNCH", "LINNET_LAUNCHER"
 RESTARTS = 3
@@ -267,13 +267,11 @@ def _note_failure(folder: Path, mine: int, error: BaseException) -> None:
 
 
 def _end_with_parent() -> None:
-    """Asks Linux to send this process SIGTERM when its agent dies: it has a session of its own and would go on.
+    """Stops this process when its agent dies: it has a session of its own and would go on.
 
     Ends at once if the launcher died while this process was starting: no other rank will come.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        set_signal_at_death_of_parent = 1  # PR_SET_PDEATHSIG of prctl(2)
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(set_signal_at_death_of_parent, signal.SIGTERM)
+        stop_with_parent()
         if os.environ.get(PROCESS, str(os.getppid())) != str(os.getppid()):
             raise SystemExit(0)

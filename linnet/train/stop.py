@@ -1,9 +1,19 @@
 """Ctrl-C and SIGTERM as a request to stop between two steps."""
 
 import contextlib
+import ctypes
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+
+
+def stop_with_parent() -> None:
+    """Asks Linux to send this process SIGTERM when the process that started it dies; elsewhere does nothing."""
+    if sys.platform == "linux":
+        set_signal_at_death_of_parent = 1  # PR_SET_PDEATHSIG of prctl(2)
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(set_signal_at_death_of_parent, signal.SIGTERM)
 
 
 class Stop:

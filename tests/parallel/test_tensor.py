@@ -153,12 +153,14 @@ def split_table(names):
             tensor.split(each, dist.group.WORLD)
         wholes = dict(model.named_parameters()) | dict(model.named_buffers())
         shapes = {key: x.shape for key, x in (*empty.named_parameters(), *empty.named_buffers())}
+        dims = tensor.split_dims(part)
         for key, own in (*part.named_parameters(), *part.named_buffers()):
             assert own.shape == shapes[key] and torch.equal(own, tensor.slice_of(empty, key, wholes[key])), key
             parts = [None] * dist.get_world_size()
             dist.all_gather_object(parts, own.detach())
-            assert torch.equal(tensor.join(part, key, parts), wholes[key]), key
-        cut = {key for key, dim in tensor.split_dims(part).items() if dim is not None}
+            dim = dims[key]
+            assert torch.equal(parts[0] if dim is None else torch.cat(parts, dim), wholes[key]), key
+        cut = {key for key, dim in dims.items() if dim is not None}
         assert cut == {key for key, whole in wholes.items() if shapes[key] != whole.shape}
     return len(names)
 
