@@ -12,6 +12,7 @@ Where a folder holds Parquet, tar, IDX or array files, these are read; otherwise
 unpacked, and no pickle is read.
 """
 
+import errno
 import glob
 import gzip
 import hashlib
@@ -258,9 +259,7 @@ def _is_labels(path: Path) -> bool:
 def _folder(root: Path, skipped: list[str]) -> list[ImageSource]:
     files, loops = _walk(root)
     if loops:
-        raise _Unusable(
-            *(f"has a symbolic link that leads back to its own folder: {path}; remove it" for path in loops)
-        )
+        raise _Unusable(*(f"has a symbolic link that leads back to itself: {path}; remove it" for path in loops))
     packed = [path for path in files if _kind(path) and not _is_labels(path)]
     if packed:
         found: list[ImageSource] = []
@@ -312,7 +311,11 @@ def _class_folders(root: Path, files: list[Path], skipped: list[str]) -> list[Im
 
 
 def _subfolders(base: Path) -> list[Path]:
-    return sorted(path for path in base.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return sorted(path for path in base.iterdir() if path.is_dir() and not _hidden(path.name))
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def _walk(root: Path) -> tuple[list[Path], list[Path]]:
@@ -324,22 +327,23 @@ def _walk(root: Path) -> tuple[list[Path], list[Path]]:
         above = above | {os.path.realpath(folder)}
         with os.scandir(folder) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
-                if entry.name.startswith(".") or entry.name == "__MACOSX":
+                if _hidden(entry.name):
                     continue
                 path = Path(entry.path)
-                if entry.is_dir():
+                try:
+                    is_folder, is_file = entry.is_dir(), entry.is_file()
+                except OSError as error:
+                    if error.errno != errno.ELOOP:
+                        raise
+                    loops.append(path)
+                    continue
+                if is_folder:
                     if entry.is_symlink() and os.path.realpath(path) in above:
                         loops.append(path)
                     else:
                         visit(path, above)
-                elif entry.is_file():
+                elif is_file:
                     files.append(path)
-                elif entry.is_symlink() and not path.exists():
-                    try:
-                        path.stat()
-                    except OSError as error:
-                        if error.errno in (40, 62):  # ELOOP on Linux and macOS
-                            loops.append(path)
 
     visit(root, frozenset())
     return files, loops
