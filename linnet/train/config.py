@@ -245,19 +245,12 @@ class TrainingConfig(Config):
         return init_from
 
 
-class TrainConfig(TrainingConfig):
-    """The training of a causal language model on text: `objective: text`, the default."""
+class CorpusTraining(TrainingConfig):
+    """A training on rows of tokens from a corpus of text: the keys of `objective: text` and `masked`."""
 
-    ELSEWHERE: ClassVar = {
-        old: f"it is now `run.{new}`, and both are given; drop the top-level `{old}`" for old, new in MOVED.items()
-    }
     ROW: ClassVar = "sequences"
 
-    objective: Literal["text"] = Field("text", description="the training objective: `text`, the next token of a text")
     data: DataConfig = Field(DataConfig(), description="the text to train on and its tokenizer")
-    model: ModelConfig = Field(
-        description="a recipe's name, a recipe with changes, or a layout; `vocab_size` defaults to the tokenizer's"
-    )
     seq_len: int = Field(512, ge=1, le=1 << 40, description="tokens per sequence")
     tokens: int | None = Field(
         None, ge=1, description="length of the training in tokens, in place of `steps`; rounded up to whole steps"
@@ -265,21 +258,12 @@ class TrainConfig(TrainingConfig):
     evaluate_tokens: int | None = Field(
         131_072, ge=1, description="tokens of the held-out split that a validation scores; null: all"
     )
-    evaluations: list[Evaluation] = Field(
-        [],
-        description="further evaluations during training and at its end; each runs after a checkpoint of its step, "
-        "which is written if none is due",
-    )
 
     @property
     def total_steps(self) -> int:
         if self.tokens is not None:
             return -(-self.tokens // (self.batch_size * self.seq_len))
         return super().total_steps
-
-    @property
-    def includes(self) -> list[str]:
-        return [include for one in self.evaluations if (include := getattr(one, "include", None))]
 
     def data_settings(self) -> dict[str, Any]:
         found = super().data_settings()
@@ -290,11 +274,6 @@ class TrainConfig(TrainingConfig):
 
     def file_names(self) -> dict[str, Any]:
         return super().file_names() | {"tokenizer": self.data.tokenizer.model_dump(mode="json").get("path")}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_old_places(cls, values: Any) -> Any:
-        return moved(values)
 
     @field_validator("model", mode="before")
     @classmethod
@@ -307,9 +286,9 @@ class TrainConfig(TrainingConfig):
 
     @field_validator("model")
     @classmethod
-    def _check_vocabulary(cls, model: ModelConfig, info: ValidationInfo) -> ModelConfig:
-        if "data" in info.data:
-            check_vocabulary(model.vocab_size, given_vocabulary(info.data["data"].tokenizer))
+    def _check_vocabulary(cls, model: Any, info: ValidationInfo) -> Any:
+        if "data" in info.data and isinstance(vocab_size := getattr(model, "vocab_size", None), int):
+            check_vocabulary(vocab_size, given_vocabulary(info.data["data"].tokenizer))
         return model
 
     @field_validator("tokens")
@@ -319,6 +298,33 @@ class TrainConfig(TrainingConfig):
             if tokens is not None and (given := info.data.get(other)) is not None:
                 raise ValueError(f"{other} ({given}) and tokens ({tokens}) are both given; drop one")
         return tokens
+
+
+class TrainConfig(CorpusTraining):
+    """The training of a causal language model on text: `objective: text`, the default."""
+
+    ELSEWHERE: ClassVar = {
+        old: f"it is now `run.{new}`, and both are given; drop the top-level `{old}`" for old, new in MOVED.items()
+    }
+
+    objective: Literal["text"] = Field("text", description="the training objective: `text`, the next token of a text")
+    model: ModelConfig = Field(
+        description="a recipe's name, a recipe with changes, or a layout; `vocab_size` defaults to the tokenizer's"
+    )
+    evaluations: list[Evaluation] = Field(
+        [],
+        description="further evaluations during training and at its end; each runs after a checkpoint of its step, "
+        "which is written if none is due",
+    )
+
+    @property
+    def includes(self) -> list[str]:
+        return [include for one in self.evaluations if (include := getattr(one, "include", None))]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_old_places(cls, values: Any) -> Any:
+        return moved(values)
 
     @field_validator("evaluations")
     @classmethod

@@ -1,7 +1,9 @@
 """Training objectives: one file per value of the configuration key `objective`.
 
 text.py        the next token of a text (`objective: text`, the default)
+masked.py      masked tokens of a text (`objective: masked`)
 images.py      the class of an image (`objective: images`)
+corpus.py      what text and masked text share
 synthetic.py   the tasks of MAD, which ensembles train (`linnet.study.mad`); not a value of the key
 """
 
@@ -14,9 +16,12 @@ from linnet.config import ConfigError, nearest, parse, shown
 from linnet.train.config import Training, TrainingConfig
 from linnet.train.objective import Progress, RunObjective
 from linnet.train.objectives.images import ImageObjective
+from linnet.train.objectives.masked import MaskedObjective
 from linnet.train.objectives.text import TextObjective
 
-OBJECTIVES: dict[str, type[RunObjective]] = {kind.name: kind for kind in (TextObjective, ImageObjective)}
+OBJECTIVES: dict[str, type[RunObjective]] = {
+    kind.name: kind for kind in (TextObjective, ImageObjective, MaskedObjective)
+}
 
 
 def find_objective(config: TrainingConfig) -> type[RunObjective]:

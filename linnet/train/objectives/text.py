@@ -6,7 +6,7 @@ targets of a batch, in nats per token; validation reports it also in bits per by
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,33 +20,29 @@ from linnet.data import (
     Tokenizer,
     flatten_documents,
     given_tokenizer,
-    prepare,
     validation_batches,
 )
-from linnet.data.corpus import content, revisions
-from linnet.data.loader import ValidationBatches
+from linnet.data.corpus import revisions
 from linnet.data.problems import in_data
 from linnet.evaluate import score
 from linnet.models import CausalLM, build_model, flops_exact, flops_paper, state_bytes
 from linnet.models.causal_lm import IGNORE
-from linnet.runs.model import TOKENIZER
 from linnet.train.config import TrainConfig, check_vocabulary
 from linnet.train.evaluation import Evaluations, check_evaluations
-from linnet.train.objective import Loss, Progress, RunObjective, Show
+from linnet.train.objective import Loss, Progress, Show
+from linnet.train.objectives.corpus import CorpusObjective, Shown, scored_rows
 from linnet.train.suites import Subject
 
 if TYPE_CHECKING:
     from linnet.parallel.build import Cuts
     from linnet.parallel.mesh import Mesh
 
-SCORED = 4096  # least held-out tokens per forward pass: scoring stores nothing for gradients, so more tokens fit
 
-
-class TextObjective(RunObjective):
+class TextObjective(CorpusObjective):
     """Trains a causal language model on a corpus."""
 
     Config = TrainConfig
-    name, units, loss_unit = "text", "tokens", "nats per token"
+    name, loss_unit = "text", "nats per token"
     SCORES: ClassVar = {"bits_per_byte": "bits per byte"}
 
     def __init__(self, config: TrainConfig, corpus: Corpus, device: torch.device):
@@ -61,24 +57,6 @@ class TextObjective(RunObjective):
         self.targets_per_row = config.seq_len if config.data.packing == "cross" else None
         self.evaluations = _evaluations(config, corpus.tokenizer, device)
         self.costs = self.count_costs(config)
-
-    @classmethod
-    def read(
-        cls, config: TrainConfig, cache: str | Path, show: Callable[[str, int, int], None] | None = None
-    ) -> Corpus:
-        return prepare(config.data, cache, progress=show)
-
-    @classmethod
-    def content(cls, config: TrainConfig, cache: str | Path | None = None) -> dict[str, str]:
-        return content(config.data, cache)
-
-    @classmethod
-    def units_per_step(cls, config: TrainConfig) -> int:
-        return config.batch_size * config.seq_len
-
-    @classmethod
-    def row_tokens(cls, config: TrainConfig) -> int:
-        return config.seq_len
 
     @classmethod
     def step_flops(cls, config: TrainConfig) -> float:
@@ -192,7 +170,7 @@ class TextObjective(RunObjective):
         )
         mean = self.corpus.bytes_per_token("validation")
         lengths = mean if lengths is None else lengths
-        shown = _Shown(batches, show)
+        shown = Shown(batches, show)
         result = score(model, shown, lengths, autocast, self.loss(model), mesh)
         return {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte}
 
@@ -207,45 +185,6 @@ class TextObjective(RunObjective):
             **({"revisions": found} if (found := revisions(config.data)) else {}),
         }
 
-    def files(self) -> dict[str, str]:
-        return {TOKENIZER: self.corpus.tokenizer.to_json()}
-
-    def meta(self) -> dict[str, Any]:
-        return {
-            "data": self.corpus.digest,
-            "documents": self.corpus.train.documents,
-            "vocabulary": self.vocabulary(),
-        }
-
-    def vocabulary(self) -> dict[str, Any]:
-        """Returns what identifies the meaning of token ids in this run, for comparison with another run."""
-        return {
-            "model": self.config.model.vocab_size,
-            "tokenizer": self.corpus.tokenizer.name,
-            "tokens": self.corpus.vocab_size,
-            "digest": self.corpus.metadata["tokenizer"]["sha256"][:12],
-        }
-
-    def resume_problems(self, meta: dict[str, Any]) -> list[str]:
-        if meta["data"] == self.corpus.digest:
-            return []
-        return [
-            f"data: the text changed since this run's checkpoint (digest {meta['data']}, now "
-            f"{self.corpus.digest}); restore it, or delete the run folder to train anew"
-        ]
-
-    def start_problems(self, meta: dict[str, Any], path: Path) -> list[str]:
-        mine, theirs = self.vocabulary(), meta["vocabulary"]
-        # Names are not compared, because the name of a tokenizer may be that of its file.
-        if all(mine[key] == theirs[key] for key in ("model", "tokens", "digest")):
-            return []
-        return [
-            f"the vocabulary differs: {path} has {theirs['model']} rows for the {theirs['tokens']} tokens of "
-            f"{theirs['tokenizer']} ({theirs['digest']}), this configuration has {mine['model']} rows for the "
-            f"{mine['tokens']} tokens of {mine['tokenizer']} ({mine['digest']}); "
-            "use the same data.tokenizer and model.vocab_size"
-        ]
-
 
 def packed_loss(model: CausalLM, tokens: Tensor, targets: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the loss of rows in which the state of every layer restarts at each document (`data.packing: reset`).
@@ -256,31 +195,6 @@ def packed_loss(model: CausalLM, tokens: Tensor, targets: Tensor, starts: Tensor
     if starts.shape[1] == 1:  # one document per row: use the rows as an ordinary batch
         return model.loss(tokens, targets)
     return model.loss(*flatten_documents(tokens, targets, starts))
-
-
-def scored_rows(config: TrainConfig, ranks: int = 1) -> int:
-    """Returns the rows per forward pass in validation: the rows of a micro-batch, but at least `SCORED` tokens.
-
-    Args:
-        ranks: number of ranks that read different rows.
-    """
-    return max(-(-config.batch_size // (config.parts * ranks)), SCORED // config.seq_len)
-
-
-class _Shown(Sequence):
-    """Batches that report progress before each is read: scoring may take longer than the training did."""
-
-    def __init__(self, batches: ValidationBatches, show: Show | None):
-        self._batches, self._show = batches, show
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getitem__(self, number: int) -> tuple[Tensor, ...]:
-        batch = self._batches[number]  # first: an iteration ends with IndexError here
-        if self._show is not None:
-            self._show(self._batches.tokens * number // len(self._batches), self._batches.tokens)
-        return batch
 
 
 def _evaluations(config: TrainConfig, tokenizer: Tokenizer, device: torch.device) -> Evaluations:

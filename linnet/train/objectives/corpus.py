@@ -1,0 +1,108 @@
+"""What the objectives on rows of tokens from a corpus share: text and masked text."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from linnet.data import Corpus, prepare
+from linnet.data.corpus import content
+from linnet.runs.model import TOKENIZER
+from linnet.train.config import CorpusTraining
+from linnet.train.objective import RunObjective, Show
+
+SCORED = 4096  # least held-out tokens per forward pass: scoring stores nothing for gradients, so more tokens fit
+
+
+class CorpusObjective(RunObjective):
+    """An objective whose data are a corpus of text.
+
+    Attributes:
+        corpus: the prepared text.
+    """
+
+    units = "tokens"
+    corpus: Corpus
+
+    @classmethod
+    def read(
+        cls, config: CorpusTraining, cache: str | Path, show: Callable[[str, int, int], None] | None = None
+    ) -> Corpus:
+        return prepare(config.data, cache, progress=show)
+
+    @classmethod
+    def content(cls, config: CorpusTraining, cache: str | Path | None = None) -> dict[str, str]:
+        return content(config.data, cache)
+
+    @classmethod
+    def units_per_step(cls, config: CorpusTraining) -> int:
+        return config.batch_size * config.seq_len
+
+    @classmethod
+    def row_tokens(cls, config: CorpusTraining) -> int:
+        return config.seq_len
+
+    def files(self) -> dict[str, str]:
+        return {TOKENIZER: self.corpus.tokenizer.to_json()}
+
+    def meta(self) -> dict[str, Any]:
+        return {
+            "data": self.corpus.digest,
+            "documents": self.corpus.train.documents,
+            "vocabulary": self.vocabulary(),
+        }
+
+    def vocabulary(self) -> dict[str, Any]:
+        """Returns what identifies the meaning of token ids in this run, for comparison with another run."""
+        return {
+            "model": self.config.model.vocab_size,
+            "tokenizer": self.corpus.tokenizer.name,
+            "tokens": self.corpus.vocab_size,
+            "digest": self.corpus.metadata["tokenizer"]["sha256"][:12],
+        }
+
+    def resume_problems(self, meta: dict[str, Any]) -> list[str]:
+        if meta["data"] == self.corpus.digest:
+            return []
+        return [
+            f"data: the text changed since this run's checkpoint (digest {meta['data']}, now "
+            f"{self.corpus.digest}); restore it, or delete the run folder to train anew"
+        ]
+
+    def start_problems(self, meta: dict[str, Any], path: Path) -> list[str]:
+        mine, theirs = self.vocabulary(), meta["vocabulary"]
+        # Names are not compared, because the name of a tokenizer may be that of its file.
+        if all(mine[key] == theirs[key] for key in ("model", "tokens", "digest")):
+            return []
+        return [
+            f"the vocabulary differs: {path} has {theirs['model']} rows for the {theirs['tokens']} tokens of "
+            f"{theirs['tokenizer']} ({theirs['digest']}), this configuration has {mine['model']} rows for the "
+            f"{mine['tokens']} tokens of {mine['tokenizer']} ({mine['digest']}); "
+            "use the same data.tokenizer and model.vocab_size"
+        ]
+
+
+class Shown(Sequence):
+    """Batches that report progress before each is read: scoring may take longer than the training did."""
+
+    def __init__(self, batches: Any, show: Show | None):
+        self._batches, self._show = batches, show
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, ...]:
+        batch = self._batches[number]  # first: an iteration ends with IndexError here
+        if self._show is not None:
+            self._show(self._batches.tokens * number // len(self._batches), self._batches.tokens)
+        return batch
+
+
+def scored_rows(config: CorpusTraining, ranks: int = 1) -> int:
+    """Returns the rows per forward pass in validation: the rows of a micro-batch, but at least `SCORED` tokens.
+
+    Args:
+        ranks: number of ranks that read different rows.
+    """
+    return max(-(-config.batch_size // (config.parts * ranks)), SCORED // config.seq_len)
