@@ -14,6 +14,8 @@ class Target(StrEnum):
 
     hf = "hf"
     llama = "llama"
+    vit = "vit"
+    timm = "timm"
     linnet = "linnet"
 
 
@@ -21,12 +23,16 @@ def convert(
     path: Annotated[Path, typer.Argument(help="A run, a model folder, or a checkpoint folder with config.json.")],
     to: Annotated[
         Target | None,
-        typer.Option(help="Default: hf from a run or model folder, linnet from a checkpoint.", show_default=False),
+        typer.Option(
+            help="Default: hf from a run or model folder (vit from one with an image classifier), linnet from a "
+            "checkpoint.",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="A new folder. Default: PATH's name with -hf, -llama or -linnet appended, in this folder.",
+            help="A new folder. Default: PATH's name with - and the target appended, in this folder.",
             show_default=False,
         ),
     ] = None,
@@ -38,11 +44,14 @@ def convert(
     """Turn a run into a folder that transformers loads, or a checkpoint of another project into a Linnet model.
 
     Checkpoints: Llama, Mistral, Qwen2, Qwen3 and Mamba of transformers; HGRN, HGRN2, GLA, LightNet, Transformer and
-    Mamba of flash-linear-attention; TransNormerLLM. Settings that Linnet's layers cannot express are errors.
+    Mamba of flash-linear-attention; TransNormerLLM; ViT and DeiT of transformers and timm. Settings that Linnet's
+    layers cannot express are errors.
 
     [bold]linnet convert runs/tnl-0123456789ab --to hf[/], then AutoModelForCausalLM with trust_remote_code=True.
 
     [bold]linnet convert runs/llama-0123456789ab --to llama[/]: a model of attention+swiglu as a plain Llama
+
+    [bold]linnet convert runs/deit-0123456789ab --to timm[/]: an image classifier of attention+mlp as a ViT
 
     [bold]linnet convert TransNormerLLM-385M[/], then [bold]linnet generate TransNormerLLM-385M-linnet "Once"[/]
     """
@@ -54,7 +63,7 @@ def convert(
     if not ours and not (path / "config.json").is_file():
         message = f"{path}: has neither config.yaml (a run) nor config.json (a checkpoint); name a folder with one"
         raise ConfigError([message], "convert")
-    target = to or (Target.hf if ours else Target.linnet)
+    target = to or (Target.linnet if not ours else Target.vit if _classifies(path) else Target.hf)
     if ours == (target is Target.linnet):
         fix = "it has Linnet's layout already" if ours else f"convert it to linnet first, then the result to {target}"
         raise ConfigError([f"--to {target}: {path} cannot be converted to it; {fix}"], "convert")
@@ -64,6 +73,9 @@ def convert(
     except ImportError as error:
         raise ConfigError([str(error)], "convert") from None
     if ours:
+        if target in (Target.vit, Target.timm):
+            typer.echo(hf.export_vit(path, out, target.value, allow_plugins=allow_plugins))
+            return
         write = hf.export if target is Target.hf else hf.export_llama
         typer.echo(write(path, out, allow_plugins=allow_plugins))
         return
@@ -74,3 +86,11 @@ def convert(
     for note in found.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     typer.echo(found.path)
+
+
+def _classifies(path: Path) -> bool:
+    """Returns whether a folder contains an image classifier."""
+    from linnet.runs import RunFolder
+    from linnet.runs.model import read_kind
+
+    return read_kind(RunFolder.open(path)).name == "classifier"

@@ -17,7 +17,7 @@ except ImportError as error:
 from linnet.hf.cache import LinnetCache
 from linnet.hf.config import LinnetConfig
 from linnet.hf.convert import Converted, convert
-from linnet.hf.export import export, export_llama
+from linnet.hf.export import export, export_llama, export_vit
 from linnet.hf.model import LinnetForCausalLM
 from linnet.hf.tokenizer import to_transformers
 
@@ -32,5 +32,6 @@ __all__ = [
     "convert",
     "export",
     "export_llama",
+    "export_vit",
     "to_transformers",
 ]

@@ -1,4 +1,4 @@
-"""Converts checkpoints of other projects to Linnet model folders for `linnet.runs.load_model` and `linnet generate`."""
+"""Converts checkpoints of other projects to Linnet model folders, which `linnet.runs.load_model` reads."""
 
 import json
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from linnet.config import ConfigError, nearest
 from linnet.data import Tokenizer, load_tokenizer
-from linnet.hf.export import TEMPLATE
-from linnet.hf.layouts import HEAD, LAYOUTS, MISSING, Plan, Settings
+from linnet.hf.export import PREPROCESSOR, TEMPLATE
+from linnet.hf.layouts import HEAD, LAYOUTS, MISSING, TIMM, Part, Plan, Settings
 from linnet.hf.source import Source, open_source
-from linnet.models import CausalLM, ModelConfig
+from linnet.models import ModelConfig, StackConfig, empty_of
 from linnet.runs import save_model
-from linnet.runs.model import TOKENIZER
+from linnet.runs.model import CLASSES, TOKENIZER
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,16 @@ class Converted:
 
     path: Path
     layout: str
-    model: ModelConfig
+    model: StackConfig
     notes: tuple[str, ...]
 
 
 def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Converted:
     """Converts a checkpoint folder (config.json and weights) to a model folder. Weights keep their dtype.
 
-    `model_type` in config.json selects the layout (`linnet.hf.layouts.LAYOUTS`).
+    `model_type` in config.json selects the layout (`linnet.hf.layouts.LAYOUTS`); a file with `architecture` alone is
+    timm's. Of a model of images, preprocessor_config.json gives `mean` and `std`, and the names of its classes become
+    classes.json.
 
     Args:
         path: the checkpoint folder.
@@ -51,6 +53,8 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     """
     source = open_source(path, allow_pickle)
     kind = source.config.get("model_type")
+    if kind is None and isinstance(source.config.get("architecture"), str):
+        kind = TIMM
     if isinstance(kind, str) and kind in MISSING:
         problem = f"model_type: {kind!r} needs a layer that Linnet does not have: {MISSING[kind]}; a mixer of your own"
         raise ConfigError([f"{problem} can add it (docs/mixers.md), but this checkpoint cannot be read"], str(path))
@@ -59,18 +63,24 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
             [f"model_type: {kind!r} is not a layout that Linnet reads; {nearest(str(kind), LAYOUTS)}"], str(path)
         )
     name, read, embedding = LAYOUTS[kind]
-    settings = Settings(source.config, tied=_tied(source, embedding))
+    images = _read_json(source.path / PREPROCESSOR)
+    settings = Settings(source.config, tied=bool(embedding) and _tied(source, embedding), images=images)
     settings.only("quantization_config", None, why="quantised weights are not read")
     plan = read(settings)
-    _check_tensors(plan, source)
+    own = _check_tensors(plan, source)
     notes: list[str] = []
     if settings.tied and HEAD in source.shapes and not _equal(source, embedding):
         notes.append(f"{HEAD} differs from the embedding and was left out, because tie_word_embeddings is true")
-    tokenizer = _tokenizer(source, plan, notes)
-    out = save_model(out, plan.model, {name: _take(plan, source, name) for name in plan.parts}, tokenizer)
-    template = _template(source)
-    if template is not None:
-        (out / TEMPLATE).write_text(template, encoding="utf-8")
+    tokenizer = _tokenizer(source, plan.model, notes) if isinstance(plan.model, ModelConfig) else None
+    out = save_model(
+        out, plan.model, {name: _take(plan.parts[name], source, shape) for name, shape in own.items()}, tokenizer
+    )
+    if isinstance(plan.model, ModelConfig):
+        template = _template(source)
+        if template is not None:
+            (out / TEMPLATE).write_text(template, encoding="utf-8")
+    else:
+        _note_images(out, source, plan.model, notes)
     return Converted(out, name, plan.model, tuple(notes))
 
 
@@ -88,9 +98,9 @@ def _equal(source: Source, embedding: str) -> bool:
     return torch.equal(source.read(embedding), source.read(HEAD))
 
 
-def _check_tensors(plan: Plan, source: Source) -> None:
-    with torch.device("meta"):
-        own = {name: tuple(tensor.shape) for name, tensor in CausalLM(plan.model).state_dict().items()}
+def _check_tensors(plan: Plan, source: Source) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the model's parameters. Raises ConfigError with all tensors that do not fit."""
+    own = {name: tuple(tensor.shape) for name, tensor in empty_of(plan.model, "meta").state_dict().items()}
     assert own.keys() == plan.parts.keys(), own.keys() ^ plan.parts.keys()
     problems, used = {}, set()
     for name, part in plan.parts.items():
@@ -103,21 +113,22 @@ def _check_tensors(plan: Plan, source: Source) -> None:
         elif part.name in source.integers:
             problems[part.name] = f"{part.name}: holds integers; use a checkpoint whose weights are not quantised"
     left = [name for name in source.shapes if name not in used and not plan.ignores(name)]
-    tied = plan.model.tie_embeddings
+    tied = getattr(plan.model, "tie_embeddings", False)
     problems |= {name: f"{name}: Linnet's model does not use it" for name in left if not (tied and name == HEAD)}
     if problems:
         raise ConfigError(list(problems.values()), f"weights of {source.path}")
+    return own
 
 
-def _take(plan: Plan, source: Source, name: str) -> Tensor:
-    part = plan.parts[name]
+def _take(part: Part, source: Source, shape: tuple[int, ...]) -> Tensor:
+    """Returns the parameter of a shape."""
     tensor = source.read(part.name)
     if part.of > 1:
         tensor = tensor.chunk(part.of)[part.index].clone()
-    return tensor.squeeze(1) if part.squeeze else tensor
+    return tensor.reshape(shape)
 
 
-def _tokenizer(source: Source, plan: Plan, notes: list[str]) -> Tokenizer | None:
+def _tokenizer(source: Source, model: ModelConfig, notes: list[str]) -> Tokenizer | None:
     file = source.path / TOKENIZER
     if not file.is_file() and (source.path / "tokenizer.model").is_file():
         notes.append(
@@ -136,10 +147,10 @@ def _tokenizer(source: Source, plan: Plan, notes: list[str]) -> Tokenizer | None
     except ConfigError as error:
         notes.append(f"the tokenizer was left out: {'; '.join(error.problems)}")
         return None
-    if tokenizer.vocab_size > plan.model.vocab_size:
+    if tokenizer.vocab_size > model.vocab_size:
         notes.append(
             f"the tokenizer was left out: it has {tokenizer.vocab_size} tokens, but the model's embedding has only "
-            f"{plan.model.vocab_size} rows"
+            f"{model.vocab_size} rows"
         )
         return None
     if _extra(source).get("add_bos_token") is not False:
@@ -155,8 +166,30 @@ def _template(source: Source) -> str | None:
     return template if isinstance(template, str) else None
 
 
+def _note_images(out: Path, source: Source, model: StackConfig, notes: list[str]) -> None:
+    """Writes the names of the classes, and tells if the mean and deviation of pixels are not known."""
+    names = source.config.get("id2label") or source.config.get("label_names")
+    if isinstance(names, dict):
+        names = [names.get(str(index)) for index in range(len(names))]
+    if (
+        isinstance(names, list)
+        and len(names) == getattr(model, "classes", 0)
+        and all(isinstance(x, str) for x in names)
+    ):
+        (out / CLASSES).write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
+    if getattr(model, "mean", None) is None:
+        notes.append(
+            f"the checkpoint has no mean and deviation of pixels ({PREPROCESSOR}), so the model takes pixels from 0 to 1 "
+            f"as they are; if it was trained otherwise, write model.mean and model.std into {out / 'config.yaml'}"
+        )
+
+
 def _extra(source: Source) -> dict[str, Any]:
-    file = source.path / "tokenizer_config.json"
+    return _read_json(source.path / "tokenizer_config.json")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Returns the content of a file that may be missing or damaged, then {}."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

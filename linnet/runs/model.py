@@ -8,6 +8,7 @@ without its history. `linnet convert` writes model folders:
                          them; `prompt_start` if token ids precede each prompt
     model.safetensors    its weights
     tokenizer.json       its tokenizer, in the format of `linnet.data.load_tokenizer`, if it has one
+    classes.json         of a model of images, the names of the classes, if they are known
     SHA256SUMS           of the two files above, verified on load; `sha256sum -c` reads it too. 0.1.0 did not write it
 """
 
@@ -34,6 +35,7 @@ from linnet.runs.files import write_atomic
 from linnet.runs.folder import RunFolder
 
 TOKENIZER, WEIGHTS, SUMS = "tokenizer.json", "model.safetensors", "SHA256SUMS"
+CLASSES = "classes.json"  # a list of the names of an image classifier's classes, if they are known
 MODEL, AVERAGE = "model", "average"  # groups of a checkpoint: the last weights, and their moving average
 TEXT = ("causal_lm",)
 Weights = Literal["average", "raw"]

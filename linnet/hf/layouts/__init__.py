@@ -1,9 +1,11 @@
-"""Checkpoint layouts that Linnet reads, by the `model_type` of config.json."""
+"""Checkpoint layouts that Linnet reads, by the `model_type` of config.json; timm's files have an `architecture` only."""
 
-from linnet.hf.layouts import fla, linnet, llama, mamba, transnormer
+from linnet.hf.layouts import fla, linnet, llama, mamba, transnormer, vit
 from linnet.hf.layouts.base import HEAD, Part, Plan, Reader, Settings
 
-# model_type -> (name for messages, reader, name of the embedding tensor)
+TIMM = "timm"
+
+# model_type -> (name for messages, reader, name of the embedding tensor; "" for models of images)
 LAYOUTS: dict[str, tuple[str, Reader, str]] = {
     "gla": ("GLA of flash-linear-attention", fla.read_gla, fla.EMBEDDING),
     "hgrn": ("HGRN of flash-linear-attention", fla.read_hgrn, fla.EMBEDDING),
@@ -15,12 +17,15 @@ LAYOUTS: dict[str, tuple[str, Reader, str]] = {
     "mistral": ("Mistral", llama.read_mistral, llama.EMBEDDING),
     "qwen2": ("Qwen2", llama.read_qwen2, llama.EMBEDDING),
     "qwen3": ("Qwen3", llama.read_qwen3, llama.EMBEDDING),
+    TIMM: ("ViT of timm", vit.read_timm, ""),
     "transformer": ("Transformer of flash-linear-attention", fla.read_transformer, fla.EMBEDDING),
     "transnormer": ("TransNormerLLM", transnormer.read, transnormer.EMBEDDING),
+    "vit": ("ViT", vit.read, ""),
 }
 
 # model_type -> the layer that Linnet lacks
 MISSING = {
+    "deit": "a distillation token (a DeiT without one is published as `vit`, such as facebook/deit-small-patch16-224)",
     "deltanet": "the delta rule",
     "delta_net": "the delta rule",
     "gated_deltanet": "the gated delta rule",
@@ -30,4 +35,4 @@ MISSING = {
     "rwkv7": "RWKV-7",
 }
 
-__all__ = ["HEAD", "LAYOUTS", "MISSING", "Part", "Plan", "Settings"]
+__all__ = ["HEAD", "LAYOUTS", "MISSING", "Part", "Plan", "Settings", "TIMM"]

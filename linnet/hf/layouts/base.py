@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from linnet.config import ConfigError
-from linnet.models import ModelConfig
+from linnet.models import StackConfig
 
 LARGEST = {"layers": 1 << 10, "width": 1 << 20, "vocabulary": 1 << 24}
 
@@ -19,15 +19,20 @@ class Part:
         name: name of the tensor in the checkpoint.
         index, of: the parameter is part `index` of `of` equal parts of the tensor's rows.
         squeeze: whether to remove the tensor's axis 1, of size 1.
+        view: shape of the whole tensor, whose elements in order are those of the parameter; None if it follows from
+            the parameter's.
     """
 
     name: str
     index: int = 0
     of: int = 1
     squeeze: bool = False
+    view: tuple[int, ...] | None = None
 
     def shape(self, own: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape that the tensor must have for a parameter of shape `own`."""
+        if self.view is not None:
+            return self.view
         rows, *rest = own
         return (rows * self.of, *([1] if self.squeeze else []), *rest)
 
@@ -36,7 +41,7 @@ class Part:
 class Plan:
     """A model, the sources of its parameters, and regular expressions for names of tensors that may be unused."""
 
-    model: ModelConfig
+    model: StackConfig
     parts: dict[str, Part]
     ignored: tuple[str, ...] = ()
 
@@ -52,11 +57,13 @@ class Settings:
         values: the content of config.json.
         tied: whether the head shares the embedding's weight.
         problems: problems found so far.
+        images: the content of preprocessor_config.json, {} without that file.
     """
 
     values: Mapping[str, Any]
     tied: bool = False
     problems: list[str] = field(default_factory=list)
+    images: Mapping[str, Any] = field(default_factory=dict)
 
     def integer(self, key: str, default: int | None, largest: int = LARGEST["width"]) -> int:
         """Returns a whole number of at least 1. With None as the default, the key is required."""
@@ -120,7 +127,7 @@ def stack(layers: Iterable[int], own: str, its: str, names: Mapping[str, str | P
         for mine, given in names.items():
             part = given if isinstance(given, Part) else Part(given)
             name = f"{its.format(index)}.{part.name}"
-            parts[f"{own.format(index)}.{mine}"] = Part(name, part.index, part.of, part.squeeze)
+            parts[f"{own.format(index)}.{mine}"] = replace(part, name=name)
     return parts
 
 
