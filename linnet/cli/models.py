@@ -12,8 +12,14 @@ def models(
     ] = None,
     context: Annotated[int, typer.Option(help="Context length in tokens, for the bytes of state.", min=1)] = 8192,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects in full precision.")] = False,
+    vision: Annotated[
+        bool, typer.Option("--vision", help="List models of images: classifiers, then denoisers.")
+    ] = False,
     recount: Annotated[
-        bool, typer.Option("--recount", help="Count from the layers (12 s for all) instead of reading stored counts.")
+        bool,
+        typer.Option(
+            "--recount", help="Count from the layers (half a minute for all) instead of reading stored counts."
+        ),
     ] = False,
 ) -> None:
     """List the model recipes: shape, parameters, training FLOPs and bytes of state.
@@ -21,23 +27,68 @@ def models(
     PFLOPs per step are for the batch of paper 000 (480 sequences of 8192 tokens). "paper" follows the convention of
     its Table 1 and reproduces its Table 7; "exact" sums every matrix product with the real widths, the head included.
 
+    Without names, models of text are listed, and with --vision those of images. A name selects among all.
+
     Example: [bold]linnet models tnl hgrn2-1b --context 131072[/]
+
+    [bold]linnet models --vision[/]
     """
     from linnet.config import ConfigError
-    from linnet.models import RECIPES
+    from linnet.models.recipes import table
     from linnet.models.recipes.registry import unknown_recipe
-    from linnet.models.recipes.table import recipe_summary
 
+    texts, images = table.names_of(table.TEXT), table.names_of(table.IMAGES)
+    known = images if vision else texts + images if names else texts
     wanted = names or [""]
-    unknown = [name for name in wanted if not any(recipe.startswith(name) for recipe in RECIPES)]
+    unknown = [name for name in wanted if not any(recipe.startswith(name) for recipe in known)]
     if unknown:
         raise ConfigError([unknown_recipe(name) for name in unknown], "linnet models")
-    chosen = [recipe for recipe in RECIPES if any(recipe.startswith(name) for name in wanted)]
-    rows = [recipe_summary(name, context, recount) for name in chosen]
+    chosen = [recipe for recipe in known if any(recipe.startswith(name) for name in wanted)]
+    rows = [table.recipe_summary(name, context, recount) for name in chosen]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    _print_table(rows, context)
+    if of_text := [row for row in rows if "image_size" not in row]:
+        _print_table(of_text, context)
+    if of_images := [row for row in rows if "image_size" in row]:
+        _print_images(of_images)
+
+
+def _print_images(rows: list[dict]) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from linnet.models.recipes.vit import PUBLISHED
+
+    table = Table(
+        box=SIMPLE,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        caption="L layers, d width, h heads, g inner width; side and patch in pixels;\n"
+        "all parameters in millions; GFLOPs of a forward pass per image, 2 per multiply-add;\n"
+        "top-1: published accuracy in percent on ImageNet, not measured here.",
+        caption_justify="left",
+    )
+    for column in ("model", "L", "d", "h", "g", "side", "patch", "tokens", "params M", "GFLOPs", "top-1"):
+        first = column == "model"
+        table.add_column(column, justify="left" if first else "right", no_wrap=not first, overflow="fold")
+    kind = None
+    for row in rows:
+        if kind not in (None, row["kind"]):
+            table.add_section()
+        kind, published = row["kind"], PUBLISHED.get(row["name"])
+        cells = [
+            row[key] for key in ("num_layers", "d_model", "num_heads", "glu_width", "image_size", "patch", "tokens")
+        ]
+        table.add_row(
+            row["name"],
+            *("-" if cell is None else str(cell) for cell in cells),
+            f"{row['params_total'] / 1e6:.2f}",
+            _number(row["flops_forward"] / 1e9),
+            "-" if published is None else f"{published.top1:.1f}",
+        )
+    Console().print(table)
 
 
 def _print_table(rows: list[dict], context: int) -> None:

@@ -72,9 +72,8 @@ def convert(path: str | Path, out: str | Path, allow_pickle: bool = False) -> Co
     if settings.tied and HEAD in source.shapes and not _equal(source, embedding):
         notes.append(f"{HEAD} differs from the embedding and was left out, because tie_word_embeddings is true")
     tokenizer = _tokenizer(source, plan.model, notes) if isinstance(plan.model, ModelConfig) else None
-    out = save_model(
-        out, plan.model, {name: _take(plan.parts[name], source, shape) for name, shape in own.items()}, tokenizer
-    )
+    tensors = {name: _take(plan.parts[name], source, shape) for name, shape in own.items()}
+    out = save_model(out, plan.model, tensors, tokenizer)
     if isinstance(plan.model, ModelConfig):
         template = _template(source)
         if template is not None:
@@ -171,16 +170,13 @@ def _note_images(out: Path, source: Source, model: StackConfig, notes: list[str]
     names = source.config.get("id2label") or source.config.get("label_names")
     if isinstance(names, dict):
         names = [names.get(str(index)) for index in range(len(names))]
-    if (
-        isinstance(names, list)
-        and len(names) == getattr(model, "classes", 0)
-        and all(isinstance(x, str) for x in names)
-    ):
+    whole = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if whole and len(names) == getattr(model, "classes", 0):
         (out / CLASSES).write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
     if getattr(model, "mean", None) is None:
         notes.append(
-            f"the checkpoint has no mean and deviation of pixels ({PREPROCESSOR}), so the model takes pixels from 0 to 1 "
-            f"as they are; if it was trained otherwise, write model.mean and model.std into {out / 'config.yaml'}"
+            f"the checkpoint has no mean and deviation of pixels ({PREPROCESSOR}), so the model takes pixels from 0 to "
+            f"1 as they are; if it was trained otherwise, write model.mean and model.std into {out / 'config.yaml'}"
         )
 
 

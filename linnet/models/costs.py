@@ -265,9 +265,43 @@ def count(config: ModelConfig, context_length: int) -> dict[str, Any]:
     }
 
 
-def _glu_width(config: ModelConfig) -> int | None:
-    """Returns the inner width of the first gated channel mixer, as built (the layer resolves an option of 0)."""
-    for block in meta_model(config.model_dump_json()).backbone.blocks:
+def image_summary(name: str, config: Any, counts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns one row of `linnet models --vision --json`: the shape and every count of a model of images.
+
+    Args:
+        config: of a kind of model with `image_size` and `patch`.
+        counts: the result of `image_count`, if it is known.
+    """
+    return {
+        "name": name,
+        "kind": kind_of(config).name,
+        "layout": config.layout,
+        "num_layers": config.num_layers,
+        "d_model": config.d_model,
+        "num_heads": config.shown_option("num_heads"),
+        "image_size": config.image_size,
+        "patch": config.patch,
+        "channels": config.channels,
+        **(counts or image_count(config)),
+    }
+
+
+def image_count(config: StackConfig) -> dict[str, Any]:
+    """Returns the parameters of a model of images, its tokens per image, and its FLOPs per image of `image_size`."""
+    total, non_embedding = count_parameters(config)
+    return {
+        "glu_width": _glu_width(config),
+        "tokens": meta_of(config).grid.tokens,
+        "params_total": total,
+        "params_non_embedding": non_embedding,
+        "flops_forward": flops_exact(config, training=False),
+        "flops_training": flops_exact(config),
+    }
+
+
+def _glu_width(config: StackConfig) -> int | None:
+    """Returns the inner width of the first channel mixer, as built (the layer resolves an option of 0)."""
+    for block in meta_of(config).backbone.blocks:
         if hasattr(block.channel, "down_proj"):
             return block.channel.down_proj.in_features
     return None

@@ -60,6 +60,9 @@ def get_recipe(name: str):
 
 
 def unknown_recipe(name: str) -> str:
-    """Returns the message about a name that belongs to no recipe."""
+    """Returns the message about a name that belongs to no recipe of a causal language model."""
+    if kind_of_recipe(name) not in (None, "causal_lm"):
+        title = get_recipe(name).TITLE
+        return f"recipe {name!r} describes {title}, but a causal language model is needed here; choose another recipe"
     known = [recipe for recipes in _RECIPES.values() for recipe in recipes]
     return f"recipe {name!r} is unknown; {nearest(str(name), known)} (linnet models lists them)"

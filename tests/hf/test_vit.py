@@ -1,4 +1,4 @@
-"""ViT and DeiT: logits of transformers' own model, and conversion both ways, in the layouts of transformers and timm."""
+"""ViT and DeiT: logits of transformers' own model, and conversion both ways, in its layout and in timm's."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Checkpoint layouts that Linnet reads, by the `model_type` of config.json; timm's files have an `architecture` only."""
+"""Checkpoint layouts that Linnet reads, by the `model_type` of config.json; timm's have an `architecture` instead."""
 
 from linnet.hf.layouts import fla, linnet, llama, mamba, transnormer, vit
 from linnet.hf.layouts.base import HEAD, Part, Plan, Reader, Settings
