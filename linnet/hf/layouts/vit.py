@@ -190,11 +190,12 @@ def _shape(config: StackConfig) -> dict[str, Any]:
     for spec in config.blocks:
         for name in ("attention", "mlp"):
             own, its = (one.layer_options(name, spec).model_dump() for one in (config, vit))
-            resolved = {"num_kv_heads": its.get("num_heads"), "head_dim": config.d_model // shape["num_heads"]}
+            same = {"num_kv_heads": (0, shape["num_heads"]), "head_dim": (0, config.d_model // shape["num_heads"])}
+            same |= {"inner": (0, shape["inner"]), "bias": (False, True)}  # 0 is the shape's; the model's bias is all
             problems += [
                 f"options.{name}.{key}: {own[key]!r} is not what a ViT has, which is {its[key]!r}"
                 for key in its
-                if own[key] != its[key] and own[key] != resolved.get(key) and (key, name) != ("bias", "mlp")
+                if own[key] not in same.get(key, (its[key],))
             ]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), EXPORT)
