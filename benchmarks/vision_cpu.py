@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace) -> list[dict]:
     for plan, folder in found.items():
         result = folder.result()
         row = {"experiment": plan.experiment, "variant": plan.variant, "seed": plan.seed}
-        row |= {"accuracy": round(result["validation_accuracy"], 5), "loss": round(result["validation_loss"], 5)}
+        row |= {"accuracy": round(result["accuracy"], 5), "loss": round(result["loss"], 5)}
         row |= {"images": IMAGES[experiment], "parameters": result["params_total"]}
         row |= {"steps": result["steps"], "seconds": round(result["seconds"], 1)}
         rows.append(row | timing.constants(command))

@@ -90,6 +90,6 @@ def _train(plan: Plan, out: Path, cache: Path, threads: int) -> Path:
 
 def _summary(folder: RunFolder) -> str:
     result = folder.result()
-    accuracy = result.get("validation_accuracy")
-    shown = f"loss {result['validation_loss']:.4f}"
+    accuracy = result.get("accuracy")
+    shown = f"loss {result['loss']:.4f}"
     return shown if accuracy is None else f"{shown}, accuracy {accuracy:.2%}"

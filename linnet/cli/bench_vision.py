@@ -124,22 +124,20 @@ def _check(
 
     from linnet.config import ConfigError, gather, nearest, not_installed
     from linnet.install import install_command
-    from linnet.models import RECIPES, get_recipe
-    from linnet.models.config import VisionConfig
-    from linnet.models.recipes.registry import unknown_recipe
+    from linnet.models import get_recipe, kind_of_recipe
+    from linnet.models.registry import unknown_recipe
     from linnet.report.shell import check_folder
     from linnet.train.throughput import Linnet, Transformers, at_side
 
     problems: list[str] = []
     systems: list[tuple[str, System]] = []
     for name in dict.fromkeys([*models, *peers]):
-        if name not in RECIPES:
-            problems.append(unknown_recipe(name))
+        kind = kind_of_recipe(name)
+        if kind != "classifier":
+            other = f"{name}: is not an image classifier; linnet models --vision lists those"
+            problems.append(unknown_recipe(name) if kind is None else other)
             continue
         config = get_recipe(name)
-        if not isinstance(config, VisionConfig):
-            problems.append(f"{name}: is not an image classifier; linnet models --vision lists those")
-            continue
         for side in sides:
             with gather(problems):
                 at_side(config, side)

@@ -17,7 +17,7 @@ import torch
 from linnet.data.images.png import encode_png
 from linnet.evaluate.classification import Scores, calibration, confusions, join, score_logits, wilson, worst
 from linnet.evaluate.mode import evaluating
-from linnet.evaluate.results import Item, Result
+from linnet.evaluate.results import Item, Result, digest_of
 
 if TYPE_CHECKING:
     from linnet.data.images import ImageSplit
@@ -106,14 +106,13 @@ def score_images(
         raise ValueError("split: has no image to score; name other data")
     device = next(model.parameters()).device
     found, seconds = [], 0.0
-    hashed = hashlib.sha256(repr(classes).encode())
+    pixels, numbers = hashlib.sha256(), hashlib.sha256()
     with evaluating(model):
         for start in range(0, len(split), batch):
             places = np.arange(start, min(start + batch, len(split)))
             images, labels = split.images(places), split.labels(places)
-            hashed.update(repr(tuple(images.shape)).encode())
-            hashed.update(images.contiguous().numpy().tobytes())
-            hashed.update(labels.numpy().astype("<i8").tobytes())
+            pixels.update(images.contiguous().numpy().tobytes())
+            numbers.update(labels.numpy().astype("<i8").tobytes())
             images = images.to(device)
             began = time.perf_counter()
             logits = model(images).double().cpu()  # copying to the host waits for the device
@@ -123,7 +122,9 @@ def score_images(
                 progress(len(places))
     scores = join(found)
     kept = [_mistake(split, scores, int(place)) for place in worst(scores, mistakes)]
-    return ImageScore(scores, classes, hashed.hexdigest()[:12], seconds, kept)
+    shape = (len(split), *split.images([0]).shape[1:])
+    digest = digest_of([repr((classes, shape)), pixels.digest(), numbers.digest()])
+    return ImageScore(scores, classes, digest, seconds, kept)
 
 
 def _mistake(split: "ImageSplit", scores: Scores, place: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from linnet.runs.files import write_atomic
 from linnet.runs.record import curve_rows
 
 CELLS = 40  # up to so many classes the confusions are drawn as a matrix
-LISTED = 30  # most confusions that the table lists
+LISTED = 12  # most confusions that the table lists
 POINTS = 400  # most points of a training curve that are drawn
 
 
@@ -50,7 +50,7 @@ class Classifier:
 
 
 def write_classifier(run: str | Path, out: str | Path | None = None) -> Path:
-    """Writes the page of a run of `objective: images`, and a PNG and an SVG of each figure beside it.
+    """Writes the page of an image classifier, and a PNG and an SVG of each figure beside it.
 
     Args:
         run: the run folder.
@@ -119,8 +119,8 @@ def _lead(found: Classifier) -> str:
         low, high = record.detail["wilson"]["accuracy"]
         text += f" Of {record.detail['images']:,} {_scored(record)}, <b>{value:.2%}</b> are right "
         text += f"(95 % interval {low:.2%} to {high:.2%}; guessing: {1 / len(record.detail['classes']):.2%})."
-    elif _number(result.get("validation_accuracy")):
-        text += f" Held-out accuracy: <b>{result['validation_accuracy']:.2%}</b>."
+    elif _number(result.get("accuracy")):
+        text += f" Held-out accuracy: <b>{result['accuracy']:.2%}</b>."
     return text
 
 
@@ -212,12 +212,13 @@ def _calibration(found: Classifier) -> Figure | None:
     x = alt.X("low:Q", title="confidence", scale=share).axis(format=".0%", tickCount=5)
     y = alt.Y("accuracy:Q", title="accuracy", scale=share).axis(format=".0%", tickCount=5)
     tooltip = canvas.tooltip(("bin", "right"))
-    bars = canvas.chart(rows).mark_bar(color=hue, opacity=0.75).encode(x, alt.X2("high:Q"), y, tooltip=tooltip)
+    floor, look = alt.Y2(datum=0), {"color": hue, "opacity": 0.75}
+    bars = canvas.chart(rows).mark_rect(**look).encode(x, alt.X2("high:Q"), y, floor, tooltip=tooltip)
     line = canvas.chart([{"low": 0.0, "accuracy": 0.0}, {"low": 1.0, "accuracy": 1.0}])
     line = line.mark_line(style=style.INK, strokeDash=[4, 4]).encode(x, y)
     left = canvas.layer(bars, line).properties(width=420, height=260, title="accuracy by confidence")
     counts = alt.Y("count:Q", title="images").axis(format=",.0f", tickCount=5)
-    right = canvas.chart(rows).mark_bar(color=hue, opacity=0.75).encode(x, alt.X2("high:Q"), counts, tooltip=tooltip)
+    right = canvas.chart(rows).mark_rect(**look).encode(x, alt.X2("high:Q"), counts, floor, tooltip=tooltip)
     right = right.properties(width=420, height=260, title="images by confidence")
     error = found.record.detail["calibration_error"]
     caption = (
@@ -248,10 +249,12 @@ def _matrix(found: Classifier) -> Figure | None:
     base = canvas.chart(rows)
     tooltip = canvas.tooltip(("label", "predicted", "images"))
     colour = alt.Color("share:Q", scale=scale, legend=alt.Legend(title="of the label", format=".0%"))
-    cells = base.mark_rect().encode(x.axis(labelAngle=-40), y, colour, tooltip=tooltip)
+    cells = base.mark_rect().encode(
+        x.axis(labelAngle=-40 if max(map(len, classes)) > 2 else 0), y, colour, tooltip=tooltip
+    )
     layers = [cells]
     if len(classes) <= 20:
-        dark = alt.condition("datum.share > 0.45", alt.value("white"), alt.value("#1d1d1f"))
+        dark = alt.condition("datum.share > 0.2", alt.value("white"), alt.value("#1d1d1f"))
         layers.append(base.mark_text(fontSize=11).encode(x, y, text="count:Q", color=dark))
     side = cell * len(classes)
     drawn = canvas.layer(*layers).properties(width=max(side, 160), height=max(side, 160))

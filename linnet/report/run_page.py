@@ -9,14 +9,16 @@ from linnet.runs import RunFolder
 
 Writer = Callable[[Path, Path | None], Path]
 
-WRITERS: dict[str, Writer] = {"images": write_classifier}  # by the objective of the run
+WRITERS: dict[str, Writer] = {"classifier": write_classifier}  # by the kind of the model
 
 
 def writer_of(path: Path) -> Writer | None:
-    """Returns the function (run folder, page or None) -> page for a run whose objective has a page, else None."""
+    """Returns the function (folder, page or None) -> page for a run or model folder whose kind has a page, else None."""
     if not (path / "config.yaml").is_file():
         return None
+    from linnet.runs.model import read_kind
+
     try:
-        return WRITERS.get(RunFolder.open(path).config.get("objective", "text"))
+        return WRITERS.get(read_kind(RunFolder.open(path)).name)
     except ConfigError:  # reading the folder as a study names the problem
         return None

@@ -1,0 +1,122 @@
+"""`linnet evaluate images`, and the comparison of two classifiers."""
+
+import base64
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from linnet.cli import app
+from linnet.data.images import ImageDataConfig, prepare_images
+from linnet.evaluate.images import score_images, smaller
+from linnet.evaluate.results import read_evaluations
+from linnet.models import VisionConfig, build
+from linnet.runs.model import save_model
+
+pytest.importorskip("sklearn")
+
+
+def vision(**changes):
+    values = {"d_model": 16, "layout": "attention+mlp x1", "options": {"attention": {"num_heads": 1, "rope": False}}}
+    values |= {"image_size": 8, "patch": 4, "channels": 1, "classes": 10, "init_std": 0.25, "position": "learned"}
+    return VisionConfig(**values | changes)
+
+
+def folder(path, seed=0, **changes):
+    model = build("classifier", config := vision(**changes), seed)
+    return save_model(path, config, model.state_dict())
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+    return cache, prepare_images(ImageDataConfig(split="test"), cache, whole=True).validation
+
+
+def evaluate(*arguments):
+    return CliRunner().invoke(app, ["evaluate", "images", *map(str, arguments), "--device", "cpu"])
+
+
+def test_record_is_what_scikit_learn_says(tmp_path, digits):
+    metrics = pytest.importorskip("sklearn.metrics")
+    cache, split = digits
+    run = folder(tmp_path / "run")
+    done = evaluate(run, "--data", "digits", "--cache", cache, "--batch", 100)
+    assert done.exit_code == 0, done.output
+    assert "297 images" in done.output and "95 % interval" in done.output
+    (record,) = read_evaluations(run)
+    values = {one.metric: one.value for one in record.results}
+    with torch.no_grad():
+        logits = build("classifier", vision(), 0)(split.images(slice(None))).double().numpy()
+    labels = split.labels(slice(None)).numpy()
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    assert values["accuracy"] == metrics.accuracy_score(labels, logits.argmax(1))
+    assert values["top5_accuracy"] == metrics.top_k_accuracy_score(labels, logits, k=5)
+    assert values["nll"] == pytest.approx(metrics.log_loss(labels, p), rel=1e-5)
+    assert sum(count for *_, count in record.detail["confusions"]) == len(split) == record.detail["images"]
+    low, high = record.detail["wilson"]["accuracy"]
+    assert low < values["accuracy"] < high
+    mistakes = record.detail["mistakes"]
+    assert len(mistakes) == 24
+    assert [one["label_probability"] for one in mistakes] == sorted(one["label_probability"] for one in mistakes)
+    image = pytest.importorskip("PIL.Image")
+    with image.open(__import__("io").BytesIO(base64.b64decode(mistakes[0]["png"]))) as picture:
+        assert (np.asarray(picture) == split.images([mistakes[0]["index"]])[0, 0].numpy()).all()
+
+
+def test_two_classifiers_are_compared_on_the_same_images_only(tmp_path, digits):
+    cache, split = digits
+    runs = [folder(tmp_path / f"seed-{seed}", seed) for seed in (0, 1)]
+    for run in runs:
+        assert evaluate(run, "--data", "digits", "--cache", cache).exit_code == 0
+    done = CliRunner().invoke(app, ["compare", *map(str, runs), "--json"])
+    assert done.exit_code == 0, done.output
+    found = {one["metric"]: one for one in json.loads(done.stdout)}
+    assert found["accuracy"]["n"] == 297 and found["accuracy"]["chance"] == pytest.approx(0.1)
+    assert len(found["accuracy"]["differences"]) == 1  # accuracy is tested, the rest is shown
+    # The same settings over other pixels are not compared.
+    images = tmp_path / "images.npz"
+    for shift in (0, 1):
+        np.savez(
+            images, images=split.images(slice(None)).numpy()[:, 0] + shift, labels=split.labels(slice(None)).numpy()
+        )
+        assert evaluate(runs[shift], "--data", images, "--cache", cache).exit_code == 0
+    done = CliRunner().invoke(app, ["compare", *map(str, runs), "--no-page"])
+    assert "not the content that was scored" in " ".join(done.output.split())
+    records = [one for run in runs for one in read_evaluations(run) if one.asked["data"] == [str(images)]]
+    assert len({one.scored for one in records}) == 2
+    with open(runs[0] / "evaluations" / f"{records[0].name}.csv", newline="") as file:
+        assert sum(row["metric"] == "accuracy" for row in csv.DictReader(file)) == 297
+
+
+def test_a_batch_does_not_change_the_scores(digits):
+    model = build("classifier", vision(), 0)
+    whole, parts = (score_images(model, digits[1], digits[1].classes, batch) for batch in (297, 64))
+    assert whole.digest == parts.digest and (whole.scores.predicted == parts.scores.predicted).all()
+    assert np.allclose(whole.scores.nll, parts.scores.nll, atol=1e-5)
+
+
+def test_pictures_get_smaller():
+    image = torch.arange(200 * 300, dtype=torch.int64).remainder(256).to(torch.uint8).view(1, 200, 300)
+    assert smaller(image, 96).shape == (1, 50, 75) and smaller(image, 300) is image
+    assert (smaller(torch.full((3, 97, 97), 7, dtype=torch.uint8), 96) == 7).all()
+
+
+def test_images_that_do_not_fit_the_model_are_refused(tmp_path, digits):
+    cache, _ = digits
+    done = evaluate(folder(tmp_path / "two", classes=2), "--data", "digits", "--cache", cache)
+    assert done.exit_code == 2 and "classes" in done.output
+    done = evaluate(folder(tmp_path / "model"), "--cache", cache)
+    assert done.exit_code == 2 and "--data" in done.output  # a model folder does not say what it was trained on
+    done = evaluate(tmp_path / "model", "--split", "test")
+    assert done.exit_code == 2 and "--split" in done.output
+    done = evaluate(tmp_path / "model", "--data", tmp_path / "nothing", "--cache", cache)
+    assert done.exit_code == 2 and "nothing" in done.output
+
+
+def test_evaluations_of_text_refuse_a_classifier_by_name(tmp_path):
+    done = CliRunner().invoke(app, ["evaluate", "recall", str(folder(tmp_path / "run")), "--device", "cpu"])
+    assert done.exit_code == 2 and "image classifier" in done.output
