@@ -187,7 +187,7 @@ def test_a_step_that_is_compiled_wrong_is_not_taken(monkeypatch):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_engines_say_the_same_and_do_not_take_each_others_steps():
     prompts, settings = random_prompts(3, 9), Sampling(max_tokens=12)
-    for name, slots in (("tnl-70m", 1), ("hgrn2-70m", 1), ("tnl-70m", 2)):
+    for name, slots in (("hgrn2-70m", 1), ("tnl-70m", 2)):
         plain, compiled = (
             Engine(lively(shrunk(name)), slots=slots, device="cpu", compile=flag).generate(prompts, settings)
             for flag in (False, True)
