@@ -1,11 +1,13 @@
 """A model over many ranks, with the initial weights of one process, bit for bit, in every layout.
 
-No rank holds the whole model: it is made without memory (on the meta device), divided, and then filled part by part
-(`linnet.models.causal_lm.draw_parts`), of which each rank keeps its slice.
+`build` makes causal language models, of which no rank holds the whole: a model is made without memory (on the meta
+device), divided, and then filled part by part (`linnet.models.causal_lm.draw_parts`), of which each rank keeps its
+slice. `build_whole` makes any other model as a whole on every rank and divides it.
 """
 
 import os
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,8 @@ from linnet.parallel import tensor
 from linnet.parallel.mesh import Mesh
 from linnet.parallel.shard import shard, sharded_modules
 from linnet.parallel.tensor import Cuts
+
+M = TypeVar("M", bound=nn.Module)
 
 DRAWN = 8  # most matrices that a rank draws at the same time
 
@@ -59,10 +63,50 @@ def build(
         return cuts
 
     cuts = mesh.together(divide)  # a rank without enough memory must not leave the others waiting in a gather
-    for module in sharded_modules(model):  # a first gather: FSDP pads unequal shards, which replaces their memory
+    _gather_once(model)
+    return model, cuts
+
+
+def build_whole(
+    make: Callable[[], M],
+    mesh: Mesh,
+    *,
+    precision: str = "float32",
+    reshard: bool = True,
+    wrap: Callable[[nn.Module], None] | None = None,
+) -> M:
+    """Returns this rank's shards of the model that `make` returns. Every rank makes the whole model and keeps its part.
+
+    For models that one device holds: the layers of a `backbone` are sharded, and the rest of the model together.
+
+    Args:
+        make: returns the model with its initial weights, the same on all ranks.
+        precision, reshard: as in `shard`.
+        wrap: as in `build`.
+
+    Raises:
+        ValueError: the mesh has spans of rows or parts of layers, which need `build`.
+    """
+    if mesh.sp * mesh.tp > 1:
+        raise ValueError(f"sp {mesh.sp} and tp {mesh.tp} must be 1 for a model that is made as a whole")
+
+    def divide() -> M:
+        model = make().to(mesh.device)
+        if wrap is not None:
+            wrap(model)
+        shard(model, mesh, precision, reshard)
+        return model
+
+    model = mesh.together(divide)
+    _gather_once(model)
+    return model
+
+
+def _gather_once(model: nn.Module) -> None:
+    """Gathers and frees all weights: FSDP pads unequal shards at the first gather, which replaces their memory."""
+    for module in sharded_modules(model):
         module.unshard()
         module.reshard()
-    return model, cuts
 
 
 @torch.no_grad()

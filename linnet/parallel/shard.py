@@ -22,7 +22,7 @@ from linnet.parallel.mesh import Mesh
 
 
 def shard(model: nn.Module, mesh: Mesh, precision: str = "float32", reshard: bool = True) -> None:
-    """Shards the parameters of a causal language model over `mesh.fsdp`, in place. They become DTensors.
+    """Shards the parameters of a model with a `backbone` over `mesh.fsdp`, in place. They become DTensors.
 
     Args:
         model: on the meta device or the device of `mesh`. Its blocks are already wrapped for recomputation and
@@ -48,8 +48,9 @@ def shard(model: nn.Module, mesh: Mesh, precision: str = "float32", reshard: boo
         others = {parameter for parameter in block.parameters() if parameter not in parameters}
         fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard, ignored_params=others)
     # FSDP's hooks run around `forward`; other methods that use parameters must be registered.
-    register_fsdp_forward_method(model, "loss")
-    register_fsdp_forward_method(model, "prefill")
+    for method in ("loss", "prefill", "features"):
+        if hasattr(model, method):
+            register_fsdp_forward_method(model, method)
     for module in sharded_modules(model):
         if mesh.fsdp.size() > 1:  # on one rank a factor would cost a pass over the gradients
             module.set_gradient_divide_factor(1.0)

@@ -283,10 +283,16 @@ class RunObjective(Objective):
     ) -> "tuple[nn.Module, Cuts | None]":
         """Returns this rank's part of the model of `build`, as `linnet.parallel.build.build` does.
 
-        Raises:
-            ConfigError: this objective trains on one device only.
+        The default divides the rows of a batch and the weights among ranks, but no row and no layer.
+
+        Args:
+            wrap: adds recomputation and compilation to a model before it is sharded.
         """
-        raise ConfigError([f"objective: {self.name} trains on one device only; use --devices 1"], "parallel")
+        from linnet.parallel.build import build_whole
+
+        config = self.config
+        options = {"precision": config.precision, "reshard": config.parallel.reshard, "wrap": wrap}
+        return build_whole(lambda: self.build(seed), mesh, **options), None
 
     @abstractmethod
     def batches(self) -> BatchSource:
