@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from linnet.config import Config
 from linnet.layers.base import LayerContext, State, TensorSpec, find_channel, find_mixer
 from linnet.layers.dropout import Dropout, DropPath, row_keys
-from linnet.layers.non_causal import Scan, mix_all, passes, refuse_next_token
+from linnet.layers.non_causal import Scan, mix_all, passes, refuse_next_token, refuse_state
 from linnet.layers.norm import add_and_norm, build_norm, norm_and_keep
 from linnet.layers.positions.grid import Grid
 from linnet.layers.ring import mix
@@ -104,8 +104,7 @@ class Block(nn.Module):
         """Returns the output of the token mixer for its input x [B, T, D], and the state after the last token."""
         if self.causal:
             return mix(self.mixer, x, state, cu_seqlens)
-        if state is not None:
-            refuse_next_token()
+        refuse_state(state)
         return mix_all(self.mixer, x, self.scan, cu_seqlens, grid), None
 
     def mask_keys(self, dropout_keys: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

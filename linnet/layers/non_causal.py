@@ -6,14 +6,15 @@ own has `non_causal` set and is called once. Tokens before a grid stay in front 
 other, unless every token sees all (`one_scan`).
 """
 
+from collections.abc import Callable
 from typing import Literal, NoReturn
 
 from torch import Tensor
 
-from linnet.layers.base import Mixer
+from linnet.layers.base import Mixer, State
 from linnet.layers.positions.grid import Grid
 from linnet.ops import sequence
-from linnet.ops.scans import ORDERS, Order, in_orders, reorder, restore
+from linnet.ops.scans import ORDERS, Order, both_ways, in_orders, reorder, restore
 
 Scan = Literal["forward", "both", "cross", "series"]
 
@@ -50,8 +51,20 @@ def mix_all(mixer: Mixer, x: Tensor, scan: Scan, cu_seqlens: Tensor | None = Non
     def run(rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return mixer(rows, None, cu_seqlens)[0]
 
-    first, *others = in_orders(run, x, cu_seqlens=cu_seqlens, scan=scan, sides=sides, prefix=prefix)
+    first, *others = in_orders(run, x, cu_seqlens=cu_seqlens, orders=ORDERS[scan], sides=sides, prefix=prefix)
     return sum(others, first) / (1 + len(others)) if others else first
+
+
+def scan_both_ways(
+    attend: Callable[..., Tensor],
+    *tensors: Tensor,
+    orders: tuple[Order, ...],
+    cu_seqlens: Tensor | None,
+    grid: Grid | None,
+) -> Tensor:
+    """Returns `linnet.ops.scans.both_ways` on a grid, for mixers that scan themselves (`two_scans`)."""
+    sides, prefix = (None, 0) if grid is None else (grid.sides, grid.prefix)
+    return both_ways(attend, *tensors, cu_seqlens=cu_seqlens, orders=orders, sides=sides, prefix=prefix)
 
 
 def passes(mixer: type[Mixer] | Mixer, scan: Scan) -> int:
@@ -60,6 +73,12 @@ def passes(mixer: type[Mixer] | Mixer, scan: Scan) -> int:
         return 1
     stages, orders = (2, "both") if scan == "series" else (1, scan)
     return stages * (len(ORDERS[orders]) if mixer.non_causal == "generic" else 1)
+
+
+def refuse_state(state: State | None) -> None:
+    """Raises ValueError if a layer without causality is given a state."""
+    if state is not None:
+        refuse_next_token()
 
 
 def refuse_next_token() -> NoReturn:

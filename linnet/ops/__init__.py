@@ -21,6 +21,7 @@ from linnet.ops.gated import (
     gated_step,
 )
 from linnet.ops.lightning import lightning_attention, lightning_pending_step, lightning_step
+from linnet.ops.lightning.non_causal import linear_attention
 from linnet.ops.longconv import ModalFilter, filtered_attention, long_convolution, long_convolution_step
 from linnet.ops.modal import modal_convolution, modal_step
 from linnet.ops.norm import rms_norm
@@ -48,6 +49,7 @@ __all__ = [
     "lightning_attention",
     "lightning_step",
     "lightning_pending_step",
+    "linear_attention",
     "linear_cross_entropy",
     "long_convolution",
     "long_convolution_step",

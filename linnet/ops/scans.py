@@ -27,10 +27,12 @@ class Order(NamedTuple):
     backwards: bool
 
 
-ORDERS: dict[str, tuple[Order, ...]] = {
-    "forward": (Order(False, False),),
-    "both": (Order(False, False), Order(False, True)),
-    "cross": (Order(False, False), Order(False, True), Order(True, False), Order(True, True)),
+FORWARD = (Order(False, False),)
+BOTH = (Order(False, False), Order(False, True))
+ORDERS: dict[Scan, tuple[Order, ...]] = {
+    "forward": FORWARD,
+    "both": BOTH,
+    "cross": (*BOTH, Order(True, False), Order(True, True)),
 }
 
 
@@ -38,7 +40,7 @@ def both_ways(
     attend: Callable[..., Tensor],
     *tensors: Tensor,
     cu_seqlens: Tensor | None = None,
-    scan: Scan = "both",
+    orders: tuple[Order, ...] = BOTH,
     sides: tuple[int, ...] | None = None,
     prefix: int = 0,
 ) -> Tensor:
@@ -52,14 +54,14 @@ def both_ways(
         tensors: [B, T, ...] each.
         cu_seqlens: int32 [N+1] with B = 1, where documents start in T, then T. The orders then follow one another
             along T.
-        scan: forward, both (row-major, from both ends) or cross (also column-major, from both ends).
+        orders: of `ORDERS`: forward, both (row-major, from both ends) or cross (also column-major, from both ends).
         sides: of the grid; None for a sequence.
         prefix: tokens before the grid.
 
     Raises:
         ValueError: `cu_seqlens` with a grid, or sides that are not those of the row.
     """
-    first, *others = in_orders(attend, *tensors, cu_seqlens=cu_seqlens, scan=scan, sides=sides, prefix=prefix)
+    first, *others = in_orders(attend, *tensors, cu_seqlens=cu_seqlens, orders=orders, sides=sides, prefix=prefix)
     return sum(others, first)
 
 
@@ -67,13 +69,12 @@ def in_orders(
     attend: Callable[..., Tensor],
     *tensors: Tensor,
     cu_seqlens: Tensor | None = None,
-    scan: Scan = "both",
+    orders: tuple[Order, ...] = BOTH,
     sides: tuple[int, ...] | None = None,
     prefix: int = 0,
 ) -> list[Tensor]:
-    """Returns the outputs of `both_ways` apart: one [B, T, ...] for each of `ORDERS[scan]`, in the order of the row."""
-    orders = ORDERS[scan]
-    if len(orders) == 1:
+    """Returns the outputs of `both_ways` apart: one [B, T, ...] for each order, with the tokens of the row."""
+    if orders == FORWARD:
         return [attend(*tensors, cu_seqlens=cu_seqlens)]
     along = 0 if cu_seqlens is None else 1
     if along:

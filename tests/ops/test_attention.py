@@ -5,8 +5,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from linnet.ops import use_backend
-from linnet.ops.attention import attend_window, causal_attention, flex
-from linnet.ops.attention.flex import block_mask, first_visible
+from linnet.ops.attention import attend_window, causal_attention, flex, full_attention
+from linnet.ops.attention.flex import block_mask, document_mask, first_visible, last_visible
 
 DOCUMENTS = [0, 1, 60, 60, 160, 260, 301]
 
@@ -18,22 +18,23 @@ def draw(length=301, batch=2, heads=4, groups=2, width=8, dtype=torch.float64):
     return [x.requires_grad_() for x in (q, k, v)], do
 
 
-def visible(length, window, bounds):
+def visible(length, window, bounds, causal=True):
     """[T, T], pair by pair."""
     index = torch.arange(length)
     mask = (index[:, None] >= index) & (index[:, None] - index < (window or length))
+    mask = mask if causal else torch.ones_like(mask)
     if bounds is not None:
         number = torch.tensor([sum(end <= t for end in bounds[1:]) for t in range(length)])
         mask &= number[:, None] == number
     return mask
 
 
-def expected(tensors, do, window, bounds):
+def expected(tensors, do, window, bounds, causal=True):
     """o and gradients by a softmax written out."""
     q, k, v = (x.detach().double().requires_grad_() for x in tensors)
     share = q.shape[2] // k.shape[2]
     scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(share, 2)) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(~visible(q.shape[1], window, bounds), float("-inf"))
+    scores = scores.masked_fill(~visible(q.shape[1], window, bounds, causal), float("-inf"))
     o = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v.repeat_interleave(share, 2))
     return [o, *torch.autograd.grad(o, (q, k, v), do.double())]
 
@@ -51,6 +52,19 @@ def test_windows_and_documents_agree_with_a_dense_mask(window, bounds, form):
         o = causal_attention(*tensors, window, offsets(bounds))
         found = [o, *torch.autograd.grad(o, tensors, do)]
     torch.testing.assert_close(found, expected(tensors, do, window, bounds))
+
+
+@pytest.mark.parametrize("form", ["auto", "reference"])
+@pytest.mark.parametrize("bounds", [None, DOCUMENTS])
+def test_attention_without_causality_agrees_with_a_dense_mask(bounds, form):
+    tensors, do = draw(batch=2 if bounds is None else 1)
+    with use_backend(form):
+        o = full_attention(*tensors, offsets(bounds))
+        found = [o, *torch.autograd.grad(o, tensors, do)]
+    torch.testing.assert_close(found, expected(tensors, do, 0, bounds, causal=False))
+    stacked = [torch.stack([x.detach(), 2 * x.detach()]) for x in tensors]
+    each = torch.stack([full_attention(*(x[i] for x in stacked), offsets(bounds)) for i in range(2)])
+    torch.testing.assert_close(torch.vmap(lambda q, k, v: full_attention(q, k, v, offsets(bounds)))(*stacked), each)
 
 
 @pytest.mark.parametrize("length", [64, 65, 127, 128, 129, 192, 200])
@@ -107,12 +121,31 @@ def test_blocks_for_flex_attention(window, bounds):
     torch.testing.assert_close(o, scores.softmax(-1) @ v, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("bounds", [[0, 384], [0, 1, 60, 60, 160, 300, 384], [0, 128, 256, 300], [0, 20, 370, 384]])
+def test_blocks_for_flex_attention_without_causality(bounds):
+    length = 384
+    cpu = torch.device("cpu")
+    mask = document_mask(first_visible(length, 0, offsets(bounds), cpu), last_visible(length, offsets(bounds), cpu))
+    right = visible(length, 0, bounds if bounds[-1] == length else [*bounds, length], causal=False)
+    wanted = create_block_mask(lambda b, h, q, k: right[q, k], None, None, length, length, device="cpu")
+    assert torch.equal(mask.to_dense(), wanted.to_dense())
+    assert torch.equal(mask.full_kv_num_blocks, wanted.full_kv_num_blocks)
+    assert torch.equal(mask.q_num_blocks, wanted.q_num_blocks)
+    q, k, v = (x.detach().float().transpose(1, 2) for x in draw(length, groups=4)[0])
+    with torch.no_grad():
+        o = flex_attention(q, k, v, block_mask=mask)
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~right, float("-inf"))
+    torch.testing.assert_close(o, scores.softmax(-1) @ v, rtol=1e-4, atol=1e-5)
+
+
 def test_masks_are_kept_as_long_as_the_boundaries_stay():
     bounds, device = offsets([0, 100, 384]), torch.device("cpu")
     mask = flex._mask(384, 0, bounds, device)
     assert flex._mask(384, 0, bounds, device) is mask
     assert flex._mask(384, 0, offsets([0, 100, 384]), device) is not mask
     assert flex._mask(384, 50, bounds, device) is not mask
+    assert flex._mask(384, 0, bounds, device, causal=False) is not mask
     bounds[1] = 200
     assert not torch.equal(flex._mask(384, 0, bounds, device).to_dense(), mask.to_dense())
     assert flex._mask(384, 50, None, device) is flex._mask(384, 50, None, device)

@@ -5,7 +5,7 @@ import torch
 from test_attention import draw, expected, offsets
 
 from linnet.ops import SlowPathWarning, backend
-from linnet.ops.attention import causal_attention, flex
+from linnet.ops.attention import causal_attention, flex, full_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -42,6 +42,17 @@ def test_agrees_with_float64(window, bounds, heads, groups, width, dtype, tolera
     assert calls == [(batch, 301, heads, width)] and o.dtype == dtype
     for mine, right in zip(found, expected([x.cpu() for x in tensors], do.cpu(), window, bounds), strict=True):
         assert (mine.double().cpu() - right).norm() <= tolerance * right.norm()
+
+
+@pytest.mark.parametrize("heads, groups, width", [(4, 2, 64), (2, 2, 8)])
+def test_agrees_with_float64_without_causality(heads, groups, width, calls):
+    tensors, do = on_gpu(batch=1, heads=heads, groups=groups, width=width, dtype=torch.bfloat16)
+    o = full_attention(*tensors, offsets(BOUNDS).cuda())
+    found = [o, *torch.autograd.grad(o, tensors, do)]
+    assert calls == [(1, 301, heads, width)] and o.dtype == torch.bfloat16
+    right = expected([x.cpu() for x in tensors], do.cpu(), 0, BOUNDS, causal=False)
+    for mine, one in zip(found, right, strict=True):
+        assert (mine.double().cpu() - one).norm() <= 2e-2 * one.norm()
 
 
 def test_other_boundaries_compile_nothing(calls):

@@ -2,6 +2,8 @@
 
 `forward` calls `linnet.ops.attention`, which chooses the kernel for windows and packed documents. The state is a KV
 cache: a ring of `context_length` slots, or of `window` slots with a window, so a windowed layer has constant memory.
+Without causality every token attends to all tokens and a window is refused; on a grid RoPE rotates one group of pairs
+per axis.
 """
 
 from functools import lru_cache
@@ -13,11 +15,13 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.non_causal import refuse_state
 from linnet.layers.norm import RMSNorm
 from linnet.layers.output import check_heads, split_heads
 from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions.grid import Grid
 from linnet.layers.positions.rope import Rope, RopeScalingConfig, check_rope
-from linnet.ops.attention import attend_window, causal_attention, span_problems
+from linnet.ops.attention import attend_window, causal_attention, full_attention, span_problems
 
 
 class AttentionConfig(LayerConfig):
@@ -38,6 +42,10 @@ class AttentionConfig(LayerConfig):
             return problems
         if self.num_kv_heads and self.num_heads % self.num_kv_heads:
             problems = [f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}; use a divisor"]
+        if self.window and not context.causal:
+            problems.append(
+                f"window: {self.window} is defined by the tokens before a token; without causality use window: 0"
+            )
         if self.rope:
             key = "head_dim" if self.head_dim else "num_heads"
             problems += check_rope(self.head_dim or context.d_model // self.num_heads, key)
@@ -49,11 +57,14 @@ class Attention(Mixer):
     """Maps x [B, T, D] to [B, T, D]; the state is a ring of keys and values, their positions, and the next position."""
 
     sequence_parallel = True
+    non_causal = "one_scan"
+    takes_grid = True
 
     def __init__(self, config: AttentionConfig, context: LayerContext):
         super().__init__()
         d_model = context.d_model
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
+        self.causal = context.causal
         self.head_dim = config.head_dim or split_heads(d_model, config.num_heads, self.name)
         for problem in config.check(context):
             raise ValueError(f"attention.{problem}")
@@ -67,7 +78,7 @@ class Attention(Mixer):
         self.q_norm, self.k_norm = (
             RMSNorm(self.head_dim, context.norm_eps or 1e-6) if config.qk_norm else None for _ in range(2)
         )
-        self.rope = Rope(self.head_dim, config.rope_base, config.rope_scaling) if config.rope else None
+        self.rope = Rope(self.head_dim, config.rope_base, config.rope_scaling, context.axes) if config.rope else None
 
     @classmethod
     def span_problems(cls, config: AttentionConfig, context: LayerContext, span: int, ranks: int, tp: int = 1):
@@ -78,7 +89,14 @@ class Attention(Mixer):
         by_heads = not span_problems(self.num_heads, self.num_kv_heads, 0, 1, ranks)
         return 1 if by_heads else max(1, self.config.window - 1)
 
-    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+    def forward(
+        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, grid: Grid | None = None
+    ):
+        if not self.causal:
+            refuse_state(state)
+            positions = token_positions(x, None, cu_seqlens) if grid is None else grid.positions(x.device)
+            o = full_attention(*self._project(x, positions), cu_seqlens)
+            return self.out_proj(o.flatten(-2)), None
         if cu_seqlens is not None and state is not None:
             raise ValueError(
                 "attention: a state belongs to rows of a batch and cu_seqlens to packed documents; pass one of the two"
@@ -125,7 +143,9 @@ class Attention(Mixer):
         return 8.0 * n * d * w + 4.0 * n * seen * w + 4.0 * n * w
 
     def flops_masked(self, seq_len: int) -> float:
-        """4 d for each pair of tokens that the kernel computes and the mask hides."""
+        """4 d for each pair of tokens that the kernel computes and the mask hides; 0 without causality."""
+        if not self.causal:
+            return 0.0
         seen = min(seq_len, self.config.window or seq_len)
         visible = seq_len * seen - seen * (seen - 1) // 2
         return 4.0 * self.d_model * (_computed_pairs(seq_len, self.config.window) - visible)

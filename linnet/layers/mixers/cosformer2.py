@@ -1,8 +1,9 @@
 """cosFormer2: linear attention without decay, with learned complex LRPE in every layer (paper 000, A.1.4).
 
 Q = silu(X W_q), K = silu(X W_k), V = X W_v; LRPE doubles the heads of Q and K; O = Norm(LA(Q, K, V)) * sigmoid(X W_d
-W_u); y = O W_o. No denominator. The recipes apply TPE once after the embedding (the mixer `tpe`). The gate reads the
-normed input by default; `gate_input: residual` is the equation of the paper.
+W_u); y = O W_o. No denominator. Without causality every token sees all others in two products, O = Q (K^T V), and on a
+grid LRPE rotates one group of channels per axis. The recipes apply TPE once after the embedding (the mixer `tpe`). The
+gate reads the normed input by default; `gate_input: residual` is the equation of the paper.
 """
 
 from typing import Literal
@@ -12,11 +13,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.non_causal import refuse_state
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
 from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions.grid import Grid
 from linnet.layers.positions.lrpe import Lrpe
-from linnet.ops import lightning_attention, lightning_step
+from linnet.ops import lightning_attention, lightning_step, linear_attention
 
 
 class Cosformer2Config(GatedOutputConfig):
@@ -36,21 +39,31 @@ class Cosformer2(Mixer):
     """Maps x [B, T, D] to [B, T, D]; the state is [B, H, 2 K, V] and the position of the next token."""
 
     sequence_parallel = True
+    non_causal = "one_scan"
+    takes_grid = True
 
     def __init__(self, config: Cosformer2Config, context: LayerContext):
         super().__init__()
         d_model = context.d_model
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
+        self.causal = context.causal
         self.head_dim = split_heads(d_model, config.num_heads, self.name)
         self.owns_input_norm = config.gate_input == "residual"
         self.input_norm = build_norm(context.norm, d_model, context.norm_eps) if self.owns_input_norm else None
         self.q_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.k_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.v_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
-        self.lrpe = Lrpe(config.num_heads, self.head_dim, "complex", config.lrpe_shared_heads)
+        self.lrpe = Lrpe(config.num_heads, self.head_dim, "complex", config.lrpe_shared_heads, context.axes)
         self.output = GatedOutput(config, context, self.head_dim)
 
-    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+    def forward(
+        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, grid: Grid | None = None
+    ):
+        if not self.causal:
+            refuse_state(state)
+            places = token_positions(x, None, cu_seqlens) if grid is None else grid.positions(x.device)
+            o = linear_attention(*self._project(x, places), cu_seqlens=cu_seqlens)
+            return self.output(o.flatten(-2), x), None
         start = None if state is None else state["position"]
         q, k, v = self._project(x, token_positions(x, start, cu_seqlens))
         o, matrix = lightning_attention(

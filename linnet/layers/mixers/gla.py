@@ -8,10 +8,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import build_norm, norm_and_gate
 from linnet.layers.output import check_heads, split_heads
+from linnet.layers.positions.grid import Grid
 from linnet.ops import gated_linear_attention, gated_step
 from linnet.ops.activation import log_sigmoid
+from linnet.ops.scans import ORDERS
 
 
 class GlaConfig(LayerConfig):
@@ -39,14 +42,17 @@ class GlaConfig(LayerConfig):
 
 @register_mixer("gla", GlaConfig)
 class Gla(Mixer):
-    """x [B, T, D] -> [B, T, D], state [B, H, K, V]."""
+    """x [B, T, D] -> [B, T, D], state [B, H, K, V]. Without causality the outputs of all directions are added."""
 
     sequence_parallel = True
+    non_causal = "two_scans"
+    takes_grid = True
 
     def __init__(self, config: GlaConfig, context: LayerContext):
         super().__init__()
         d_model = context.d_model
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
+        self.causal, self.orders = context.causal, ORDERS[context.scan]
         self.value_dim = split_heads(d_model, config.num_heads, self.name)
         for problem in config.check(context):
             raise ValueError(f"gla.{problem}")
@@ -62,8 +68,18 @@ class Gla(Mixer):
         self.out_proj = nn.Linear(d_model, d_model, bias=context.bias_all)
         self.out_proj.ends_residual = True
 
-    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+    def forward(
+        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, grid: Grid | None = None
+    ):
         q, k, v, log_decay = self._project(x)
+        if not self.causal:
+            refuse_state(state)
+
+            def attend(*tensors: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+                return gated_linear_attention(*tensors, scale=self.key_dim**-0.5, cu_seqlens=cu_seqlens)[0]
+
+            o = scan_both_ways(attend, q, k, v, log_decay, orders=self.orders, cu_seqlens=cu_seqlens, grid=grid)
+            return self._read(o, x), None
         o, matrix = gated_linear_attention(
             q,
             k,

@@ -15,9 +15,12 @@ from torch.nn import functional as F
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.lower_bound import LowerBounds, forget_gate
+from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.positions.angles import geometric_frequencies
+from linnet.layers.positions.grid import Grid
 from linnet.ops import diagonal_scan, diagonal_step
+from linnet.ops.scans import ORDERS, Order
 from linnet.ops.tensor_parallel import own_part
 
 
@@ -32,20 +35,36 @@ class HgrnConfig(LayerConfig):
         "inclusive",
         description="learned bound of the forget gate, which rises with the layers; none leaves it at 0",
     )
+    theta_per_direction: bool = Field(
+        False, description="rotations of their own for the scans from the end, without causality (complex: true)"
+    )
+
+    def check(self, context: LayerContext) -> list[str]:
+        if not self.theta_per_direction or (self.complex and not context.causal):
+            return []
+        if context.causal:
+            return ["theta_per_direction: true has no effect in a causal model, which has one direction; leave it out"]
+        return ["theta_per_direction: true has no effect with complex: false, which has no rotation; leave it out"]
 
 
 @register_mixer("hgrn", HgrnConfig)
 class Hgrn(Mixer):
-    """x [B, T, D] -> [B, T, D]; the state is one number per channel, complex or real."""
+    """x [B, T, D] -> [B, T, D]; the state is one number per channel, complex or real.
+
+    Without causality the projections are computed once and the outputs of all directions added before the norm.
+    """
 
     sequence_parallel = True
-    full_precision = ("theta",)
+    non_causal = "two_scans"
+    takes_grid = True
+    full_precision = ("theta", "theta_backwards")
 
     def __init__(self, config: HgrnConfig, context: LayerContext):
         super().__init__()
         d_model = context.d_model
         features = 2 * d_model if config.complex else d_model
         self.config, self.d_model, self.index = config, d_model, context.mixer_index
+        self.causal, self.orders = context.causal, ORDERS[context.scan]
         self.in_proj = nn.Linear(d_model, features, bias=context.bias_qkv)
         self.f_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.gate_proj = nn.Linear(d_model, features, bias=context.bias_all)
@@ -56,6 +75,8 @@ class Hgrn(Mixer):
             self.theta = nn.Parameter(geometric_frequencies(d_model))
         else:
             self.theta = None
+        if config.theta_per_direction:
+            self.theta_backwards = nn.Parameter(geometric_frequencies(d_model))
         bounded = config.lower_bound != "none"
         self.bounds = self.shared(self.name, config, context) if bounded else ()
 
@@ -66,8 +87,13 @@ class Hgrn(Mixer):
             return {}
         return {cls.name: partial(LowerBounds, context.mixer_count, context.d_model)}
 
-    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+    def forward(
+        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, grid: Grid | None = None
+    ):
         inputs, log_decay = self._project(x)
+        if not self.causal:
+            refuse_state(state)
+            return self._read(self._scan_both_ways(inputs, log_decay, cu_seqlens, grid), x), None
         h, hidden = diagonal_scan(
             inputs,
             log_decay,
@@ -99,6 +125,23 @@ class Hgrn(Mixer):
         if not self.config.complex:
             return []
         return ["complex: true cannot be split over devices, since no rows of out_proj are a slice; use complex: false"]
+
+    def _scan_both_ways(
+        self, inputs: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None, grid: Grid | None
+    ) -> Tensor:
+        """Returns the sum of the hidden states over the directions."""
+
+        def run(theta: Tensor | None, orders: tuple[Order, ...]) -> Tensor:
+            def attend(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+                return diagonal_scan(x, log_decay, theta=theta, cu_seqlens=cu_seqlens)[0]
+
+            return scan_both_ways(attend, inputs, log_decay, orders=orders, cu_seqlens=cu_seqlens, grid=grid)
+
+        backwards = tuple(order for order in self.orders if order.backwards)
+        if not self.config.theta_per_direction or not backwards:
+            return run(self.theta, self.orders)
+        forwards = tuple(order for order in self.orders if not order.backwards)
+        return run(self.theta, forwards) + run(self.theta_backwards, backwards)
 
     def _project(self, x: Tensor):
         beta = None

@@ -18,9 +18,12 @@ from torch.nn import functional as F
 
 from linnet.layers.base import LayerConfig, LayerContext, Mixer, State, TensorSpec, register_mixer
 from linnet.layers.lower_bound import LowerBounds
+from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import NormKind, build_norm
 from linnet.layers.output import check_heads, split_heads
+from linnet.layers.positions.grid import Grid
 from linnet.ops import forget_gated_attention, forget_gated_pending_step, forget_gated_step
+from linnet.ops.scans import ORDERS
 from linnet.ops.tensor_parallel import own_part
 
 
@@ -43,16 +46,22 @@ class Hgrn2Config(LayerConfig):
 
 @register_mixer("hgrn2", Hgrn2Config)
 class Hgrn2(Mixer):
-    """x [B, T, D] -> [B, T, D], state [B, H, K, V]."""
+    """x [B, T, D] -> [B, T, D], state [B, H, K, V].
+
+    Without causality the projections are computed once and the outputs of all directions added before the norm, as in
+    the authors' bidirectional module.
+    """
 
     sequence_parallel = True
+    non_causal = "two_scans"
+    takes_grid = True
 
     def __init__(self, config: Hgrn2Config, context: LayerContext):
         super().__init__()
         d_model = context.d_model
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
         self.head_dim = split_heads(d_model, config.num_heads, self.name)
-        self.index = context.mixer_index
+        self.index, self.causal, self.orders = context.mixer_index, context.causal, ORDERS[context.scan]
         self.q_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.f_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
         self.i_proj = nn.Linear(d_model, d_model, bias=context.bias_qkv)
@@ -69,8 +78,18 @@ class Hgrn2(Mixer):
             return {}
         return {cls.name: partial(LowerBounds, context.mixer_count, context.d_model)}
 
-    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
+    def forward(
+        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, grid: Grid | None = None
+    ):
         q, gate, v, beta = self._project(x)
+        if not self.causal:
+            refuse_state(state)
+
+            def attend(q: Tensor, gate: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+                return forget_gated_attention(q, gate, v, lower_bound=beta, cu_seqlens=cu_seqlens)[0]
+
+            o = scan_both_ways(attend, q, gate, v, orders=self.orders, cu_seqlens=cu_seqlens, grid=grid)
+            return self.out_proj(self.norm(o.flatten(-2))), None
         o, matrix = forget_gated_attention(
             q,
             gate,

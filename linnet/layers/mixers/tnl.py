@@ -19,11 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, register_mixer
+from linnet.layers.non_causal import refuse_state, scan_both_ways
 from linnet.layers.norm import build_norm
 from linnet.layers.output import GatedOutput, GatedOutputConfig, check_heads, split_heads
 from linnet.layers.positions.angles import token_positions
+from linnet.layers.positions.grid import Grid
 from linnet.layers.positions.lrpe import Lrpe, check_real
 from linnet.ops import lightning_attention, lightning_pending_step, lightning_step
+from linnet.ops.scans import ORDERS
 
 
 class TnlConfig(GatedOutputConfig):
@@ -50,14 +53,20 @@ class TnlConfig(GatedOutputConfig):
 
 @register_mixer("tnl", TnlConfig)
 class Tnl(Mixer):
-    """x [B, T, D] -> [B, T, D], state [B, H, K, V] and, with LRPE, the position of the next token."""
+    """x [B, T, D] -> [B, T, D], state [B, H, K, V] and, with LRPE, the position of the next token.
+
+    Without causality the projections are computed once and the outputs of all directions added before the norm.
+    """
 
     sequence_parallel = True
+    non_causal = "two_scans"
+    takes_grid = True
 
     def __init__(self, config: TnlConfig, context: LayerContext):
         super().__init__()
         d_model = context.d_model
         self.config, self.d_model, self.num_heads = config, d_model, config.num_heads
+        self.causal, self.orders = context.causal, ORDERS[context.scan]
         self.head_dim = split_heads(d_model, config.num_heads, self.name)
         self.owns_input_norm = config.gate_input == "residual"
         self.input_norm = build_norm(context.norm, d_model, context.norm_eps) if self.owns_input_norm else None
@@ -67,15 +76,30 @@ class Tnl(Mixer):
         self.output = GatedOutput(config, context, self.head_dim)
         with_lrpe = config.lrpe == "all_layers" or (config.lrpe == "first_layer" and context.layer_index == 0)
         self.lrpe = (
-            Lrpe(config.num_heads, self.head_dim, config.lrpe_form, config.lrpe_shared_heads) if with_lrpe else None
+            Lrpe(config.num_heads, self.head_dim, config.lrpe_form, config.lrpe_shared_heads, context.axes)
+            if with_lrpe
+            else None
         )
         rates = decay_rates(config, context.layer_index, context.num_layers)
         self.register_buffer("log_decay", torch.tensor(-rates), persistent=False)
 
-    def forward(self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None):
-        start = None if state is None or self.lrpe is None else state["position"]
-        positions = token_positions(x, start, cu_seqlens) if self.lrpe is not None else None
+    def forward(
+        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, grid: Grid | None = None
+    ):
+        if not self.causal:
+            refuse_state(state)
+        positions = None
+        if self.lrpe is not None:
+            start = None if state is None else state["position"]
+            positions = token_positions(x, start, cu_seqlens) if grid is None else grid.positions(x.device)
         q, k, v = self._project(x, positions, self.config.qk_activation)
+        if not self.causal:
+
+            def attend(*tensors: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+                return lightning_attention(*tensors, log_decay=self.log_decay, cu_seqlens=cu_seqlens)[0]
+
+            o = scan_both_ways(attend, q, k, v, orders=self.orders, cu_seqlens=cu_seqlens, grid=grid)
+            return self.output(o.flatten(-2), x), None
         o, matrix = lightning_attention(
             q,
             k,

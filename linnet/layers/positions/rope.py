@@ -1,6 +1,7 @@
 """RoPE: rotary position embedding (Su et al. 2021, arXiv:2104.09864), the fixed real case of LRPE.
 
-Features i and i + d/2 form a pair (the half-split order of released LLaMA weights).
+Features i and i + d/2 form a pair (the half-split order of released LLaMA weights). On a grid the pairs fall into one
+contiguous group per axis, each rotated by its coordinate, with the frequencies of a head of the group's width.
 """
 
 import math
@@ -39,11 +40,13 @@ class RopeScalingConfig(Config):
 class Rope(nn.Module):
     """Rotates queries and keys [B, T, H, d] (or [B, H, d] in a step) by position times a fixed frequency."""
 
-    def __init__(self, head_dim: int, base: float = 10000.0, scaling: RopeScalingConfig | None = None):
+    def __init__(self, head_dim: int, base: float = 10000.0, scaling: RopeScalingConfig | None = None, axes: int = 1):
         super().__init__()
         for problem in check_rope(head_dim):
             raise ValueError(problem)
-        frequencies = geometric_frequencies(head_dim // 2, base**0.5)  # base^(-2i/d) for i < d/2
+        group = -(-(head_dim // 2) // axes)  # pairs per axis
+        frequencies = geometric_frequencies(group, base**0.5)  # base^(-2i/d) for i < d/2
+        frequencies = frequencies.repeat(axes)[: head_dim // 2]
         if scaling is not None:
             frequencies = scale_frequencies(frequencies, scaling)
         self.register_buffer("theta", frequencies[None], persistent=False)

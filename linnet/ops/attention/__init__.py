@@ -1,8 +1,8 @@
-"""Causal softmax attention: full, in a sliding window, and over packed documents.
+"""Softmax attention: causal, in a sliding window, without causality, and over packed documents.
 
 Which code runs:
 
-* Full attention runs PyTorch's scaled_dot_product_attention (SDPA), or kernels of Linnet for narrow heads on a GPU.
+* Whole rows run PyTorch's scaled_dot_product_attention (SDPA), or kernels of Linnet for narrow heads on a GPU.
 * Windows and documents on a GPU run compiled flex attention, which skips the blocks of scores that no query sees.
 * Windows and documents elsewhere (CPU, float64, `torch.vmap`) run SDPA on blocks (`linnet.ops.attention.blocks`).
 
@@ -23,7 +23,7 @@ from linnet.ops.documents import check_documents
 from linnet.ops.registration import empty_like, register
 from linnet.ops.vmap_rules import Mapped, fold, is_mapped, unfold
 
-__all__ = ["attend_window", "causal_attention", "span_problems"]
+__all__ = ["attend_window", "causal_attention", "full_attention", "span_problems"]
 
 # Largest sequence and head width of Linnet's own kernels; longer and wider ones were not measured.
 LONGEST, WIDEST = 1024, 32
@@ -48,11 +48,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, cu_seqlen
         ValueError: if the shapes do not match, `window` is negative, or the boundaries do not rise from 0 to T (on a
             GPU only inside `linnet.ops.backend.debug`, because reading them waits for the device).
     """
-    if q.ndim != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"causal_attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; give q [B, T, H, D] and k, v "
-            "[B, T, G, D]"
-        )
+    _check_shapes("causal_attention", q, k, v)
     if window < 0:
         raise ValueError(f"causal_attention: window: {window} is negative; give tokens, or 0 for no limit")
     if (here := sequence.span()) is not None:
@@ -60,8 +56,42 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, cu_seqlen
     return _attend(q, k, v, window, cu_seqlens)
 
 
+def full_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Returns o_t = sum_s softmax_s(q_t k_s / sqrt(D)) v_s for each head, over all tokens s of the row or document.
+
+    Args:
+        q: [B, T, H, D].
+        k, v: [B, T, G, D]; G divides H, and H / G neighbouring heads share one of k and v.
+        cu_seqlens: int32 [N+1], the start of each document and then T; B must be 1.
+
+    Returns:
+        o [B, T, H, D] in the dtype of q. Gradients reach q, k and v.
+
+    Raises:
+        ValueError: if the shapes do not match, the boundaries do not rise from 0 to T (on a GPU only inside
+            `linnet.ops.backend.debug`), or ranks share the rows (`linnet.ops.sequence`).
+    """
+    _check_shapes("full_attention", q, k, v)
+    if sequence.span() is not None:
+        raise ValueError("full_attention: tokens see the whole row, but ranks share it; use parallel.sp: 1")
+    check_documents(cu_seqlens, *q.shape[:2])
+    if cu_seqlens is not None:
+        return _restricted(q, k, v, 0, cu_seqlens, causal=False)
+    if is_mapped(q, k, v) and backend.use_triton("attention", q.is_cuda):
+        return Mapped.apply(_full_rule, q, k, v)  # PyTorch's own vmap rule of SDPA fails for some lengths on a GPU
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.ndim != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"{op}: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; give q [B, T, H, D] and k, v [B, T, G, D]"
+        )
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Attention of whole rows."""
+    """Causal attention of whole rows."""
     check_documents(cu_seqlens, *q.shape[:2])
     window = window if window < q.shape[1] else 0  # a window as long as the row hides nothing
     if window or cu_seqlens is not None:
@@ -75,18 +105,19 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | N
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 
-def _restricted(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None) -> Tensor:
+def _restricted(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None, causal: bool = True) -> Tensor:
     """Attention in a window, over documents, or both."""
     if backend.use_reference():
-        return importlib.import_module("linnet.ops.attention.reference").attend_dense(q, k, v, window, cu_seqlens)
+        reference = importlib.import_module("linnet.ops.attention.reference")
+        return reference.attend_dense(q, k, v, window, cu_seqlens, causal)
     if is_mapped(q, k, v):
-        return Mapped.apply(functools.partial(_restricted_rule, window, cu_seqlens), q, k, v)
+        return Mapped.apply(functools.partial(_restricted_rule, window, cu_seqlens, causal), q, k, v)
     if backend.use_triton("attention", q.is_cuda, "flex") and q.is_cuda and _suits_flex(q, k, v):
         from linnet.ops.attention.flex import attend_flex  # a compiler traces an import statement, not import_module
 
-        return attend_flex(q, k, v, window, cu_seqlens)
+        return attend_flex(q, k, v, window, cu_seqlens, causal)
     if cu_seqlens is not None:
-        return attend_documents(q, k, v, window, cu_seqlens)
+        return attend_documents(q, k, v, window, cu_seqlens, causal)
     return attend_window(q, k, v, window)
 
 
@@ -112,12 +143,16 @@ def _rule(size, dims, *tensors):
     return unfold(causal_attention(*(fold(x, dim, size, 0) for x, dim in zip(tensors, dims, strict=True))), size, 0), 0
 
 
-def _restricted_rule(window, cu_seqlens, size, dims, *tensors):
+def _full_rule(size, dims, *tensors):
+    return unfold(full_attention(*(fold(x, dim, size, 0) for x, dim in zip(tensors, dims, strict=True))), size, 0), 0
+
+
+def _restricted_rule(window, cu_seqlens, causal, size, dims, *tensors):
     """Models fold into the batch: one row per model, all with the same documents."""
     q, k, v = (fold(x, dim, size, 0) for x, dim in zip(tensors, dims, strict=True))
     if cu_seqlens is None:
         return unfold(causal_attention(q, k, v, window), size, 0), 0
-    return unfold(attend_documents(q, k, v, window, cu_seqlens), size, 0), 0
+    return unfold(attend_documents(q, k, v, window, cu_seqlens, causal), size, 0), 0
 
 
 def _shapes(q, k, v):

@@ -47,14 +47,15 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def attend_documents(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor) -> Tensor:
-    """Returns causal attention in which each token sees its own document only, and in it the last `window` tokens.
+def attend_documents(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor, causal: bool = True) -> Tensor:
+    """Returns attention in which each token sees its own document only: all of it, or its last `window` tokens.
 
     Neighbouring documents of equal length share one call, so the rows of a batch without boundaries take one call.
 
     Args:
         q, k, v, window: as in `attend_window`; all rows of the batch have the same documents.
         cu_seqlens: int32 [N+1].
+        causal: False lets each token see its whole document, without a window.
 
     Raises:
         ValueError: if the boundaries do not rise from 0 to T.
@@ -62,16 +63,16 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: T
     # It reads the boundaries on the host, so a compiled model breaks its graph here.
     # `disable` imports the compiler, a second of processor time, so it waits for a process that compiles.
     if not compiler_is_imported():
-        return _attend_documents(q, k, v, window, cu_seqlens)
+        return _attend_documents(q, k, v, window, cu_seqlens, causal)
     if not _OUTSIDE_GRAPHS:
         _OUTSIDE_GRAPHS.append(torch.compiler.disable(_attend_documents))
-    return _OUTSIDE_GRAPHS[0](q, k, v, window, cu_seqlens)
+    return _OUTSIDE_GRAPHS[0](q, k, v, window, cu_seqlens, causal)
 
 
 _OUTSIDE_GRAPHS: list = []
 
 
-def _attend_documents(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor) -> Tensor:
+def _attend_documents(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor, causal: bool) -> Tensor:
     runs: list[tuple[int, int]] = []  # (documents, their length)
     for _, start, end in documents(cu_seqlens, 1, q.shape[1]):
         if end == start:
@@ -85,7 +86,8 @@ def _attend_documents(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: 
     # `split` has one backward for all parts; a slice each would add up N gradients of the whole row.
     for (count, length), *tensors in zip(runs, *(x.split(sizes, 1) for x in (q, k, v)), strict=True):
         parts = [x.unflatten(1, (count, length)).flatten(0, 1) for x in tensors]
-        outputs.append(attend_window(*parts, window).unflatten(0, (q.shape[0], count)).flatten(1, 2))
+        o = attend_window(*parts, window) if causal else _sdpa(*parts, causal=False)
+        outputs.append(o.unflatten(0, (q.shape[0], count)).flatten(1, 2))
     return torch.cat(outputs, 1)
 
 
@@ -104,10 +106,10 @@ def _band(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """SDPA on [B, T, H, D]; causal without a mask."""
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = True) -> Tensor:
+    """SDPA on [B, T, H, D]; by default causal without a mask."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=q.shape[1] != k.shape[1]
     )
     return o.transpose(1, 2)

@@ -5,11 +5,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def attend_dense(q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Returns what `causal_attention` returns, by a mask [T, T]."""
+def attend_dense(
+    q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None, causal: bool = True
+) -> Tensor:
+    """Returns what `causal_attention`, or `full_attention`, returns, by a mask [T, T]."""
     index = torch.arange(q.shape[1], device=q.device)
     distance = index[:, None] - index
-    mask = distance >= 0
+    mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window:
         mask = mask & (distance < window)
     if cu_seqlens is not None:
