@@ -152,8 +152,9 @@ def _linnet(
     pass
 
 
-for verb in (demo, models, data, train, generate, serve, compare, study, fit, convert, report, schema):
+for verb in (demo, models, train, generate, serve, compare, study, fit, convert, report, schema):
     app.command(name=verb.__name__)(verb)
+app.add_typer(data, name="data")
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(mad, name="mad")
 app.add_typer(runs, name="runs")

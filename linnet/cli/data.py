@@ -1,4 +1,4 @@
-"""`linnet data`: prepare a corpus and show what it holds."""
+"""`linnet data`: prepare a corpus of text or images and show what it holds."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,27 @@ from linnet.config import ConfigError
 SAMPLE = 200  # tokens shown
 
 
-def data(
+class _Data(typer.core.TyperGroup):
+    """Takes `linnet data PATH...` as `linnet data text PATH...`."""
+
+    def parse_args(self, ctx, args):
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["text", *args]
+        return super().parse_args(ctx, args)
+
+
+data = typer.Typer(
+    cls=_Data,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Prepare text (the default) or images for training, once, and show what they hold.",
+    epilog='Example: [bold]linnet data "books/*.txt" --tokenizer bpe:4096[/], in full linnet data text ...; a path '
+    "that is called text or images is written ./text.",
+)
+
+
+@data.command(name="text")
+def prepare_text(
     paths: Annotated[
         list[str],
         typer.Argument(
@@ -158,6 +178,160 @@ def _show(corpus, sample: str) -> None:
     console.print(sample, markup=False, highlight=False)
 
 
+CLASSES_SHOWN = 20
+_IMAGE_OPTIONS = (
+    "split held_out validation validation_fraction kind image_key label_key size crop convert store skip_damaged "
+    "max_images seed"
+).split()
+
+
+@data.command(name="images")
+def prepare_images(
+    source: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE",
+            help="Folders of classes (root/class/*.png), Parquet, tar shards, IDX files, .npz and .npy arrays, "
+            "folders of these, [bold]hf:NAME:CONFIG:SPLIT[/], or [bold]digits[/] of scikit-learn.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of prepared corpora; each gets a subfolder.")] = Path("runs/cache"),
+    split: Annotated[str, typer.Option(help="Part to train on, if the source has parts.")] = "train",
+    held_out: Annotated[
+        str | None, typer.Option(help="Part to hold out.", show_default="validation, or else test")
+    ] = None,
+    validation: Annotated[
+        list[str] | None, typer.Option(help="Held-out images: a source; may be given again.", show_default=False)
+    ] = None,
+    validation_fraction: Annotated[
+        float | None,
+        typer.Option(help="Share of each class to hold out.", show_default="0.1, if the source has no part for it"),
+    ] = None,
+    kind: Annotated[str, typer.Option(help="images or latents.")] = "images",
+    image_key: Annotated[
+        str | None, typer.Option(help="Column or array of the images.", show_default="the usual names")
+    ] = None,
+    label_key: Annotated[
+        str | None, typer.Option(help="Column or array of the labels.", show_default="the usual names")
+    ] = None,
+    size: Annotated[
+        int | None, typer.Option(help="Side in pixels: resize and cut out the centre.", show_default="as they are")
+    ] = None,
+    crop: Annotated[float, typer.Option(help="Share of the shorter side that the cut keeps.")] = 0.875,
+    convert: Annotated[str | None, typer.Option(help="grey or rgb.", show_default="as they are")] = None,
+    store: Annotated[str, typer.Option(help="auto, encoded or pixels.")] = "auto",
+    skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Leave out damaged images.")] = False,
+    max_images: Annotated[
+        int | None, typer.Option(help="Use this many training images, in random order.", show_default="all")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of images; the order of training has its own.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Prepare images for training, once, and show what they hold.
+
+    All images are decoded and checked, and stored on disk with their classes; part of them is held out.
+    A second call finds the corpus, checks it, and rebuilds it if it is damaged.
+
+    Example: [bold]linnet data images photos --size 64 --convert rgb[/]
+    """
+    from linnet.config import parse
+    from linnet.data import CorpusDamaged
+    from linnet.data import images as library
+
+    values = {"source": source, "split": split, "held_out": held_out, "validation": validation or []}
+    values |= {"validation_fraction": validation_fraction, "kind": kind, "image_key": image_key, "label_key": label_key}
+    values |= {"size": size, "crop": crop, "convert": convert, "store": store, "skip_damaged": skip_damaged}
+    values |= {"max_images": max_images, "seed": seed}
+    errors = Console(stderr=True, soft_wrap=True)
+    try:
+        config = parse(library.ImageDataConfig, values, "data")
+        with _Bar(errors) as bar:
+            try:
+                corpus = library.prepare_images(config, out, bar)
+            except CorpusDamaged as damage:
+                for problem in damage.problems:
+                    found = escape(problem.partition(";")[0])
+                    errors.print(f"[bold yellow]damaged[/] {found}; rebuilding it", highlight=False)
+                corpus = library.prepare_images(config, out, bar, rebuild=True)
+    except ConfigError as error:
+        raise ConfigError([_by_image_option(line) for line in error.problems], "data") from None
+    summary = _image_summary(corpus)
+    if as_json:
+        typer.echo(json.dumps(summary, indent=1))
+    else:
+        _show_images(summary)
+
+
+def _by_image_option(problem: str) -> str:
+    """Returns a problem of a key under the name of the option or argument that sets it."""
+    place, colon, rest = problem.partition(":")
+    key = place.partition(".")[0]
+    if key == "source":
+        return f"SOURCE:{rest}"
+    return f"--{key.replace('_', '-')}{colon}{rest}" if key in _IMAGE_OPTIONS else problem
+
+
+def _image_summary(corpus) -> dict:
+    metadata = corpus.metadata
+    counts = {
+        name: corpus.split(name).labels(slice(None)).bincount(minlength=len(corpus.classes)).tolist()
+        for name in ("train", "validation")
+    }
+    return {
+        "folder": str(corpus.folder),
+        "digest": corpus.digest,
+        "kind": metadata["kind"],
+        "channels": corpus.channels,
+        "side": corpus.side,
+        "stored": metadata["stored"],
+        "bytes": metadata["files"]["images.bin"]["size"],
+        "splits": {name: sum(counts[name]) for name in counts},
+        "split": metadata["split"],
+        "classes": {name: [counts[split][n] for split in counts] for n, name in enumerate(corpus.classes)},
+        "mean": corpus.mean,
+        "std": corpus.std,
+        "copies_left_out": metadata["copies_left_out"],
+        "damaged": metadata["damaged"],
+        "skipped": metadata["skipped"],
+        "skipped_files": metadata["skipped_files"],
+    }
+
+
+def _show_images(summary: dict) -> None:
+    console = Console(soft_wrap=True)
+    table = Table("class", box=None)
+    for name in summary["splits"]:
+        table.add_column(name, justify="right")
+    classes = summary["classes"]
+    for name, counts in list(classes.items())[:CLASSES_SHOWN]:
+        table.add_row(escape(name), *(f"{count:,}" for count in counts))
+    if len(classes) > CLASSES_SHOWN:
+        table.add_row(f"... {len(classes) - CLASSES_SHOWN:,} more")
+    table.add_row("[bold]all[/]", *(f"{count:,}" for count in summary["splits"].values()))
+    console.print(table)
+    size = f"{summary['kind']} of {summary['channels']} x {summary['side']} x {summary['side']}"
+    console.print(
+        f"{size} (channels x height x width), {len(classes):,} classes; stored as {summary['stored']}, "
+        f"{summary['bytes']:,} bytes"
+    )
+    console.print(_IMAGES_HELD_OUT[summary["split"]])
+    if summary["mean"]:
+        mean, std = (", ".join(f"{value:.4f}" for value in summary[key]) for key in ("mean", "std"))
+        console.print(f"training pixels from 0 to 1: mean {mean}; standard deviation {std}", highlight=False)
+    if summary["copies_left_out"]:
+        console.print(f"{summary['copies_left_out']:,} copies of held-out images are left out of training")
+    if summary["skipped"]:
+        damaged = f" ({summary['damaged']:,} damaged images)" if summary["damaged"] else ""
+        console.print(
+            f"{summary['skipped']:,} files skipped{damaged}, for example {escape(summary['skipped_files'][0])}"
+        )
+    console.print(f"in {escape(summary['folder'])}")
+
+
+_IMAGES_HELD_OUT = {
+    "fraction": "held out: a share of each class, by a hash of the pixels",
+    "given": "held out: the images of --validation, or of the source's own part",
+}
 _HELD_OUT = {
     "documents": "held out by document",
     "tails": "held out: the end of each document, because there are few or very uneven ones",

@@ -77,4 +77,12 @@ def test_bad_input_is_listed_with_exit_code_2(call):
 
 def test_help_teaches(call):
     result = CliRunner().invoke(app, ["data", "--help"])
+    assert result.exit_code == 0 and "Example" in result.stdout and "images" in result.stdout
+    result = CliRunner().invoke(app, ["data", "text", "--help"])
     assert result.exit_code == 0 and "Example" in result.stdout and "--tokenizer" in result.stdout
+
+
+def test_text_is_the_default_also_before_options(call):
+    plain = call(call.folder, "--json")
+    assert call("text", call.folder, "--json").stdout == plain.stdout
+    assert call("--seed", "0", call.folder, "--json").stdout == plain.stdout
