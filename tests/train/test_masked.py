@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import shutil
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from linnet.data.masking import MaskedValidation
 from linnet.evaluate import score
 from linnet.layers import dropout
 from linnet.models import MaskedLM, family
-from linnet.runs import checkpoint
+from linnet.runs import RunFolder, checkpoint
 from linnet.runs.model import load_model
 from linnet.train import train
 from linnet.train.config import RunConfig, TrainConfig
@@ -51,7 +52,8 @@ def test_a_training_learns_resumes_exactly_and_is_found_again(masked, cache, tmp
     with pytest.raises(ConfigError, match="contains a masked language model.*linnet evaluate masked"):
         load_model(whole.path)
 
-    stopped = train(masked(), tmp_path / "b", cache)  # as if it was killed after step 7
+    shutil.copytree(tmp_path / "a", tmp_path / "b")  # as if it was killed after step 5
+    stopped = RunFolder.open(tmp_path / "b" / whole.path.name)
     for path in stopped.checkpoints():
         if checkpoint.step_of(path) > 5:
             for file in path.iterdir():
