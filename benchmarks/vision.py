@@ -5,11 +5,11 @@
     python benchmarks/vision.py --device cpu --models lightnet-vit-8px --peer vit-8px --sides 8 --tokens 256
 
 First the gates: on the device, every model must give the logits and the gradient that float64 gives on the CPU. Then
-training steps (AdamW, autocast over float32 weights) and inference (weights in bfloat16), with the same number of patches
-per batch at every side: paper 003, Figure 1, at the level of models. The peer is transformers' ViT with SDPA, eager and
-compiled; its faster form is the rival. Rows go into benchmarks/results/vision-<gpu>.csv after each measurement, and a
-row of the same commit is not measured again, so a second call goes on. Not run, because they have no wheels and need
-nvcc: the extensions of Vim and VMamba.
+training steps (AdamW, autocast over float32 weights) and inference (weights in bfloat16), with the same number of
+patches per batch at every side: paper 003, Figure 1, at the level of models. The peer is transformers' ViT with SDPA,
+eager and compiled; its faster form is the rival. Rows go into benchmarks/results/vision-<gpu>.csv after each
+measurement, and a row of the same commit is not measured again, so a second call goes on. Not run, because they have no
+wheels and need nvcc: the extensions of Vim and VMamba.
 """
 
 import argparse

@@ -13,7 +13,7 @@ WRITERS: dict[str, Writer] = {"classifier": write_classifier}  # by the kind of 
 
 
 def writer_of(path: Path) -> Writer | None:
-    """Returns the function (folder, page or None) -> page for a run or model folder whose kind has a page, else None."""
+    """Returns the function (folder, page or None) -> page for a folder whose kind of model has a page, else None."""
     if not (path / "config.yaml").is_file():
         return None
     from linnet.runs.model import read_kind
