@@ -3,8 +3,9 @@
 Complex: x -> [x cos(t theta), x sin(t theta)] doubles the head width, and q.k becomes
 sum_j q_j k_j cos(theta_j (t - s)). TNL's first layer, cosFormer2 and LightNet use it (papers 001 eq. 9, 000 A.1.4, 003
 eq. 10). On a grid (MD-LRPE, paper 003, eq. 10-14) the channels of a head fall into one group per axis, each rotated by
-its coordinate, so that products depend on the differences of all coordinates. Real: rotates pairs and keeps the width; with learned frequencies it generalises RoPE. With a decay per
-channel only the complex form stays relative, because both copies of a channel share its decay.
+its coordinate, so that products depend on the differences of all coordinates. Real: rotates pairs and keeps the width;
+with learned frequencies it generalises RoPE. With a decay per channel only the complex form stays relative, because
+both copies of a channel share its decay.
 """
 
 from typing import Literal
@@ -23,8 +24,8 @@ class Lrpe(nn.Module):
     released TransNormerLLM); True: one theta [1, .] with exponents -2i/d_h for all heads.
 
     Several axes: all heads start with base^(-2i/e), i the index inside the group of an axis and e its width, the number
-    of frequencies per axis rounded up. `base` is 10000 for a sequence and 100 for a grid (None): at 10000 three quarters
-    of the channels would turn by less than 0.1 radian over 14 patches.
+    of frequencies per axis rounded up. `base` None is 10000 for a sequence and 100 for a grid: with 10000, three
+    quarters of the channels would turn by less than 0.1 radian over 14 patches.
     """
 
     full_precision = ("theta",)  # positions multiply it, so rounding errors grow with the position
