@@ -10,7 +10,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -103,7 +103,15 @@ class LayerContext:
 
 
 class LayerConfig(Config):
-    """Options of a layer. `check` finds options that do not fit this model width or each other."""
+    """Options of a layer. `check` finds options that do not fit this model width or each other.
+
+    Attributes:
+        causal_defaults: what an option that is None stands for in a causal model, where that was the default of an
+            earlier release. The configuration of a causal model has this value in place of None, and the digest of a
+            training omits it.
+    """
+
+    causal_defaults: ClassVar[Mapping[str, object]] = {}
 
     def check(self, context: LayerContext) -> list[str]:
         """Returns the problems of these options in a layer at `context`, each as "key: what is wrong; the fix".

@@ -78,7 +78,7 @@ class StackConfig(Config):
         values = _without_recipe(cls, dict(values))
         if values.get("tpe") is not None:
             deprecation.warn("model key `tpe`", "the mixer `tpe` at the start of `layout`, its values in `options.tpe`")
-        return _complete(_one_layout(upgrade(values)))
+        return _complete(_one_layout(upgrade(values)), cls.causal)
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
@@ -251,6 +251,11 @@ def _without_recipe(cls: type[StackConfig], values: dict[str, Any]) -> dict[str,
             "(linnet models lists them), or the objective of that kind of model"
         )
     options = recipe["options"]
+    if config.causal and not cls.causal:  # what stands for None in the recipe does not here
+        options = {
+            name: {key: value for key, value in given.items() if _causal_defaults(name).get(key, ...) != value}
+            for name, given in options.items()
+        }
     layout = values.get("layout", recipe["layout"])
     if layout != recipe["layout"]:
         first = {name for spec in stack.before for name in spec.names}
@@ -304,7 +309,7 @@ def repeated(layout: str, num_layers: int, aliases: Mapping[str, str | Alias] | 
     return cut(layout, num_layers, aliases or {})
 
 
-def _complete(values: dict[str, Any]) -> dict[str, Any]:
+def _complete(values: dict[str, Any], causal: bool) -> dict[str, Any]:
     """Fills `options` with the defaults of every layer of the layout; `check` reports invalid values."""
     layout, options, aliases = (
         values.get("layout"),
@@ -322,9 +327,18 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
         layer = MIXERS.get(name) or CHANNELS[name]
         try:
             complete[name] = parse(layer.Config, options.get(name, {})).model_dump()
+            for key, value in _causal_defaults(name).items() if causal else ():
+                if key in complete[name] and complete[name][key] is None:
+                    complete[name][key] = value
         except ConfigError:
             complete[name] = options[name]
     return {**values, "options": complete | {name: given for name, given in options.items() if name not in complete}}
+
+
+def _causal_defaults(name: str) -> Mapping[str, object]:
+    """Returns `LayerConfig.causal_defaults` of a layer."""
+    layer = MIXERS.get(name) or CHANNELS.get(name)
+    return getattr(getattr(layer, "Config", None), "causal_defaults", {})
 
 
 def as_aliases(values: Any) -> dict[str, str | Alias] | None:

@@ -24,6 +24,7 @@ from linnet.ops.lightning import lightning_attention, lightning_pending_step, li
 from linnet.ops.lightning.non_causal import linear_attention
 from linnet.ops.longconv import ModalFilter, filtered_attention, long_convolution, long_convolution_step
 from linnet.ops.modal import modal_convolution, modal_step
+from linnet.ops.modal.grid import modal_grid_convolution
 from linnet.ops.norm import rms_norm
 from linnet.ops.rotation import rotate
 from linnet.ops.scan import diagonal_scan, diagonal_step
@@ -54,6 +55,7 @@ __all__ = [
     "long_convolution",
     "long_convolution_step",
     "modal_convolution",
+    "modal_grid_convolution",
     "modal_step",
     "rms_norm",
     "rotate",

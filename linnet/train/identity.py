@@ -161,10 +161,14 @@ def _model(config: TrainingConfig) -> dict[str, Any]:
     """Returns the model without defaults. Layers count by block, in any notation of layout, aliases and options."""
     model, stack = config.model, config.model.stack
 
+    def given(name: str, spec: LayerSpec) -> dict[str, Any]:
+        options = model.layer_options(name, spec)
+        old = getattr(options, "causal_defaults", {}) if model.causal else {}
+        found = options.model_dump(mode="json", exclude_defaults=True)
+        return {key: value for key, value in found.items() if key not in old or value != old[key]}
+
     def block(spec: LayerSpec) -> dict[str, Any]:
-        options = {
-            name: model.layer_options(name, spec).model_dump(mode="json", exclude_defaults=True) for name in spec.names
-        }
+        options = {name: given(name, spec) for name in spec.names}
         own = {name: given for name, given in options.items() if given}
         return {"mixer": spec.mixer, "channel": spec.channel, "options": own}
 

@@ -11,6 +11,7 @@ from linnet import provenance
 from linnet.config import ConfigError, override, parse, parse_yaml, read_yaml
 from linnet.data import DataConfig
 from linnet.deprecation import LinnetDeprecationWarning
+from linnet.models.config import EncoderConfig
 from linnet.runs import RunFolder, checkpoint
 from linnet.study import StudyConfig, run_study
 from linnet.study.fit import load_study
@@ -210,6 +211,24 @@ def test_a_model_counts_by_its_blocks():
     both = {key(**first_only), key(**second_only), key(**same[0])}
     tpe = {key(layout=f"tpe {layer} x2", options=wide | {"tpe": {"num_modes": n}}) for n in (4, 8)}
     assert len(both | tpe) == 5
+
+
+def test_options_that_the_model_chooses_do_not_change_causal_trainings():
+    """tpe's defaults depend on causality since images; a text training has the options and the digest it had."""
+
+    def model(**options):
+        tpe = {"layout": "tpe gla", "d_model": 16, "options": {"gla": {"num_heads": 2}, "tpe": options}}
+        return parse(TrainConfig, {"model": tpe, "data": {"source": [__file__]}})
+
+    old = {"num_modes": 64, "decay": "learned", "residual": False, "max_time_constant": 1024}
+    assert model().model.options["tpe"] == model(**old).model.options["tpe"] == old
+    assert digest_of(model(), {}) == digest_of(model(**old), {})
+    assert len({digest_of(model(**one), {}) for one in ({}, {"num_modes": 32}, {"residual": True})}) == 3
+    given = {"d_model": 16, "layout": "tpe gla", "options": {"gla": {"num_heads": 2}}}
+    encoder = parse(EncoderConfig, given)
+    assert encoder.options["tpe"] == old | dict.fromkeys(("num_modes", "residual", "max_time_constant"))
+    explicit = parse(EncoderConfig, given | {"options": {**given["options"], "tpe": old}})
+    assert explicit.options["tpe"] == old  # and not what null chooses
 
 
 def test_defaults_that_are_written_out_are_left_out(settings):

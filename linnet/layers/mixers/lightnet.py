@@ -33,7 +33,10 @@ class LightnetConfig(GatedOutputConfig):
     lrpe: bool = Field(True, description="False is an ablation of paper 003, section 5.3")
     lrpe_shared_heads: bool = Field(False, description="one set of frequencies for all heads")
     lrpe_base: float | None = Field(
-        None, gt=1, description="base of the first frequencies; null: 10000 for a sequence, 100 for a grid"
+        None,
+        gt=1,
+        exclude_if=lambda base: base is None,
+        description="base of the first frequencies; null: 10000 for a sequence, 100 for a grid",
     )
 
     def check(self, context: LayerContext) -> list[str]:
