@@ -1,4 +1,4 @@
-"""The modal convolution on grids: both forms against the definition, with gradients; in float64 if not said otherwise."""
+"""The modal convolution on grids: both forms against the definition, with gradients, mostly in float64."""
 
 import pytest
 import torch
