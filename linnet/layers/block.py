@@ -150,11 +150,6 @@ class Block(nn.Module):
         mixer = 0.0 if self.mixer is None else self.passes * self.mixer.flops(seq_len)
         return mixer + (0.0 if self.channel is None else self.channel.flops(seq_len))
 
-    def flops_paper(self, seq_len: int) -> float:
-        """Returns the forward FLOPs of one sequence in the convention of paper 000 (`Mixer.flops_paper`)."""
-        mixer = 0.0 if self.mixer is None else self.passes * self.mixer.flops_paper(seq_len)
-        return mixer + (0.0 if self.channel is None else self.channel.flops_paper(seq_len))
-
     @property
     def passes(self) -> int:
         """Returns how often the mixer computes each token in one pass of the model."""

@@ -11,7 +11,7 @@ from linnet.deprecation import renamed
 from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, find_mixer
 from linnet.layers.block import Block
 from linnet.layers.dropout import Dropout, DropoutPosition
-from linnet.layers.non_causal import mix_all, refuse_next_token
+from linnet.layers.non_causal import mix_all, passes, refuse_next_token
 from linnet.layers.norm import build_norm
 from linnet.layers.positions.absolute import build_positions
 from linnet.layers.positions.angles import token_positions
@@ -190,6 +190,16 @@ class Backbone(nn.Module):
         """Returns every mixer and channel mixer."""
         parts = [part for block in self.blocks for part in (block.mixer, block.channel) if part is not None]
         return [*parts, *(mixer for _, mixer in self.mixers_before())]
+
+    def flops_paper(self, seq_len: int) -> float:
+        """Returns the forward FLOPs of one sequence in the convention of paper 000, of all passes of each mixer."""
+        total = 0.0
+        for block in self.blocks:
+            total += 0.0 if block.mixer is None else block.passes * block.mixer.flops_paper(seq_len)
+            total += 0.0 if block.channel is None else block.channel.flops_paper(seq_len)
+        for _, mixer in self.mixers_before():
+            total += (1 if self.causal else passes(mixer, self.scan)) * mixer.flops_paper(seq_len)
+        return total
 
     def _check_grid(self, x: Tensor, grid: Grid | None, cu_seqlens: Tensor | None) -> None:
         if grid is None:

@@ -183,7 +183,7 @@ def _count(layer: torch.nn.Module, model: torch.nn.Module, seq_len: int, trainin
 def _paper(config_json: str, kind: str, seq_len: int | None) -> float:
     model = meta_model(config_json, kind)
     seq_len = _tokens(model, seq_len)
-    return 3.0 * sum(layer.flops_paper(seq_len) for layer in model.backbone.layers())
+    return 3.0 * model.backbone.flops_paper(seq_len)
 
 
 @lru_cache(maxsize=4096)
