@@ -136,7 +136,7 @@ def measure(
     """
     for case in cases:
         gc.collect()
-        torch._dynamo.reset()
+        torch.compiler.reset()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         tokens = (case.side // system.config.patch) ** 2
