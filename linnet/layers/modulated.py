@@ -47,10 +47,13 @@ class ModulatedBlock(Block):
         """x [B, T, D] -> (x [B, T, D], state after the last token or None).
 
         Args:
-            condition: [B, D]; None is zeros. The other arguments are those of `Block`.
+            condition: [B, D]. The other arguments are those of `Block`.
+
+        Raises:
+            ValueError: without a condition.
         """
         if condition is None:
-            condition = x.new_zeros(x.shape[0], x.shape[-1])
+            raise ValueError("condition: is missing; a modulated block needs one vector per row, [B, D]")
         keys = self.mask_keys(dropout_keys, cu_seqlens)
         parts = list(self.modulation(F.silu(condition)).chunk(3 * self.sublayers, -1))
         if self.mixer is not None:

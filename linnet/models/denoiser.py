@@ -24,6 +24,7 @@ class Denoiser(nn.Module):
     """Predicts the noise in images, and with `learn_sigma` where the variance of the reverse step lies.
 
     Attributes:
+        grid: of the tokens of an image of `image_size`.
         prefix: tokens before the grid: 2, the time step and the class, with `conditioning: tokens`, else 0.
         none: class index that stands for no class.
     """
@@ -34,6 +35,7 @@ class Denoiser(nn.Module):
         tokens = config.conditioning == "tokens"
         side = config.image_size // config.patch
         self.prefix, self.none = 2 if tokens else 0, config.classes
+        self.grid = Grid((side, side), self.prefix)
         self.out_channels = config.channels * (2 if config.learn_sigma else 1)
         self.patches = Patches(config.channels, config.patch, width)
         self.time = TimeEmbedding(width)
@@ -62,7 +64,7 @@ class Denoiser(nn.Module):
                 another size than `image_size` with `position: learned`.
         """
         rows, columns = self.patches.grid(noisy)
-        x = self.patches(noisy)
+        x = self.patches(noisy.to(self.patches.proj.weight.dtype))
         x = self._add_positions(x, rows, columns)
         time, label = self.time(t, x.dtype), self.classes(classes).to(x.dtype)
         if self.modulation is None:
@@ -77,14 +79,15 @@ class Denoiser(nn.Module):
         return fold(self.head(x), (rows, columns), self.config.patch)
 
     def head_flops(self, seq_len: int) -> float:
-        """Returns the forward FLOPs of the head for one image of `seq_len` tokens, those of the condition with it."""
-        head = 2.0 * (seq_len - self.prefix) * math.prod(self.head.weight.shape)
-        return head + (0.0 if self.modulation is None else 2.0 * math.prod(self.modulation.weight.shape))
+        """Returns the forward FLOPs of head and condition for one image of `seq_len` tokens."""
+        patches = 2.0 * (seq_len - self.prefix) * math.prod(self.head.weight.shape)
+        once = [self.time.output] if self.modulation is None else [self.time.output, self.modulation]
+        return patches + 2.0 * sum(math.prod(layer.weight.shape) for layer in once)
 
     def input_flops(self, seq_len: int) -> float:
-        """Returns the forward FLOPs of the projection of patches and of the time step, for one image."""
+        """Returns the forward FLOPs of the first layers, on patches and on the features of the time step."""
         patches = 2.0 * (seq_len - self.prefix) * math.prod(self.patches.proj.weight.shape)
-        return patches + 2.0 * sum(math.prod(layer.weight.shape) for layer in (self.time.hidden, self.time.output))
+        return patches + 2.0 * math.prod(self.time.hidden.weight.shape)
 
     def _add_positions(self, x: Tensor, rows: int, columns: int) -> Tensor:
         side = self.config.image_size // self.config.patch

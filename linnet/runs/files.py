@@ -13,12 +13,12 @@ def is_full(error: BaseException) -> bool:
     return getattr(error, "errno", None) in FULL or re.search(r"os error (28|27|122)\b", str(error)) is not None
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Writes text so that a reader sees the old file or the new one, even if the machine stops in between."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Writes text (as UTF-8) or bytes so that a reader sees the old file or the new one, even if the machine stops."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

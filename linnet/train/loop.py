@@ -41,6 +41,7 @@ from linnet.parallel.mesh import stop as stop_group
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
 from linnet.runs.files import write_atomic
+from linnet.runs.folder import PICTURES
 from linnet.runs.record import ROWS_LOST
 from linnet.runs.saver import Saver
 from linnet.train import device as devices
@@ -528,6 +529,7 @@ class Run:
         with self.clock.paused():
             with self.session.averaged():
                 scores = self.score()
+                self.draw_pictures()
             if last and self.session.average is not None:
                 scores |= {key.replace("validation_", "raw_", 1): value for key, value in self.score().items()}
         row = {"step": self.session.step, **self.place(), **scores}
@@ -539,6 +541,17 @@ class Run:
         session, show = self.session, None if self.progress is None else self.show_scoring
         ranks = {} if self.mesh is None else {"mesh": self.mesh}  # an objective for one device need not take it
         return self.objective.validate(session.model, session.autocast, show, **ranks)
+
+    def draw_pictures(self) -> None:
+        """Writes the pictures of this step into the run folder."""
+        session = self.session
+        found = self.objective.pictures(session.model, session.autocast, self.mesh)
+        if not self.main:
+            return
+        for ending, content in found.items():
+            path = self.folder.path / PICTURES / f"step-{session.step:08d}{ending}"
+            path.parent.mkdir(exist_ok=True)
+            write_atomic(path, content)
 
     def show_scoring(self, done: int, total: int) -> None:
         """Reports the scored share of the held-out data to `progress`."""

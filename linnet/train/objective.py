@@ -321,6 +321,15 @@ class RunObjective(Objective):
             show: called with (scored units, total units) before each batch.
         """
 
+    def pictures(
+        self, model: nn.Module, autocast: contextlib.AbstractContextManager, mesh: "Mesh | None" = None
+    ) -> dict[str, bytes]:
+        """Returns pictures of what the model has learned: ending of a file's name -> its content. The default is none.
+
+        Called after each validation, on all ranks; `pictures/step-00001000<ending>` of the run folder keeps them.
+        """
+        return {}
+
     def result_fields(self, step: int, validation: dict[str, Any]) -> dict[str, Any]:
         """Returns the fields of result.json that only this objective has, after `step` steps.
 

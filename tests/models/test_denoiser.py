@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from linnet.config import ConfigError, parse
 from linnet.models import DenoiserConfig, build
@@ -41,6 +42,49 @@ def test_time_features_are_cosines_and_sines():
         angles = [step * 10000 ** (-i / 128) for i in range(128)]
         expected = [math.cos(a) for a in angles] + [math.sin(a) for a in angles]
         assert torch.allclose(row, torch.tensor(expected, dtype=torch.float64), atol=1e-10)
+
+
+def test_dit_equals_a_transcription():
+    """All of DiT: patches, positions, time, class, blocks with adaLN-zero, head; patches are cut row by row."""
+    made = model()
+    weights = {name: value for name, value in made.state_dict().items()}
+    x, t, classes = inputs()
+    width, heads, layers = 64, 2, 2
+
+    def linear(name, y):
+        return y @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    def norm(y):
+        return (y - y.mean(-1, keepdim=True)) / torch.sqrt(y.var(-1, unbiased=False, keepdim=True) + 1e-6)
+
+    cut = [x[:, :, i : i + 2, j : j + 2].flatten(1) for i in range(0, 8, 2) for j in range(0, 8, 2)]
+    table = torch.zeros(16, width, dtype=torch.float64)
+    for row in range(4):
+        for column in range(4):
+            for i in range(width // 4):
+                rate = 10000 ** (-i / (width // 4))
+                values = (math.sin(column * rate), math.cos(column * rate), math.sin(row * rate), math.cos(row * rate))
+                for part, value in enumerate(values):
+                    table[4 * row + column, part * width // 4 + i] = value
+    y = linear("patches.proj", torch.stack(cut, 1)) + table.float().double()
+    hidden = linear("time.hidden", time_features(t, torch.float64))
+    condition = linear("time.output", F.silu(hidden)) + weights["classes.weight"][classes]
+    for index in range(layers):
+        block = f"backbone.blocks.{index}"
+        b1, s1, g1, b2, s2, g2 = linear(f"{block}.modulation", F.silu(condition))[:, None].chunk(6, -1)
+        z = norm(y) * (1 + s1) + b1
+        q, k, v = (linear(f"{block}.mixer.{p}_proj", z).unflatten(-1, (heads, -1)).transpose(1, 2) for p in "qkv")
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(width / heads)).softmax(-1)
+        y = y + g1 * linear(f"{block}.mixer.out_proj", (scores @ v).transpose(1, 2).flatten(2))
+        z = norm(y) * (1 + s2) + b2
+        y = y + g2 * linear(f"{block}.channel.down_proj", F.gelu(linear(f"{block}.channel.up_proj", z)))
+    shift, scale = linear("modulation", F.silu(condition))[:, None].chunk(2, -1)
+    patches = linear("head", norm(y) * (1 + scale) + shift)
+    expected = torch.zeros(3, 2, 8, 8, dtype=torch.float64)
+    for place in range(16):
+        i, j = 2 * (place // 4), 2 * (place % 4)
+        expected[:, :, i : i + 2, j : j + 2] = patches[:, place].view(3, 2, 2, 2)
+    assert torch.allclose(made(x, t, classes), expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("recipe", ["dit-8px", "lightnet-dit-8px"])

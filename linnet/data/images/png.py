@@ -24,3 +24,14 @@ def encode_png(image: np.ndarray) -> bytes:
     file = io.BytesIO()
     from_pixels(values).save(file, "PNG")
     return file.getvalue()
+
+
+def picture_grid(images: np.ndarray, columns: int) -> np.ndarray:
+    """Returns images uint8 [n, C, H, W] as one picture [C, ...], row by row, with a white pixel between them."""
+    count, channels, height, width = images.shape
+    rows = -(-count // columns)
+    whole = np.full((channels, rows * (height + 1) - 1, columns * (width + 1) - 1), 255, dtype=np.uint8)
+    for number, image in enumerate(images):
+        top, left = (number // columns) * (height + 1), (number % columns) * (width + 1)
+        whole[:, top : top + height, left : left + width] = image
+    return whole

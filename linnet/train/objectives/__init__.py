@@ -3,6 +3,7 @@
 text.py        the next token of a text (`objective: text`, the default)
 masked.py      masked tokens of a text (`objective: masked`)
 images.py      the class of an image (`objective: images`)
+diffusion.py   the noise in an image (`objective: diffusion`)
 sentences.py   classes or numbers of sentences (`objective: sentences`)
 corpus.py      what text and masked text share
 synthetic.py   the tasks of MAD, which ensembles train (`linnet.study.mad`); not a value of the key
@@ -16,13 +17,21 @@ from typing import Any
 from linnet.config import ConfigError, nearest, parse, shown
 from linnet.train.config import Training, TrainingConfig
 from linnet.train.objective import Progress, RunObjective
+from linnet.train.objectives.diffusion import DiffusionObjective
 from linnet.train.objectives.images import ImageObjective
 from linnet.train.objectives.masked import MaskedObjective
 from linnet.train.objectives.sentences import SentenceObjective
 from linnet.train.objectives.text import TextObjective
 
 OBJECTIVES: dict[str, type[RunObjective]] = {
-    kind.name: kind for kind in (TextObjective, ImageObjective, MaskedObjective, SentenceObjective)
+    kind.name: kind
+    for kind in (
+        TextObjective,
+        ImageObjective,
+        DiffusionObjective,
+        MaskedObjective,
+        SentenceObjective,
+    )
 }
 
 
