@@ -351,7 +351,7 @@ def _check_mixers(settings) -> None:
             model = make_model(*rung, vocab_size=256)
             found = [left.pop(name) for name in model.options if name in left]
             with gather(problems):
-                check_mixers(found, model.options, model.d_model, model.norm)
+                check_mixers(found, model.options, model.d_model, model.norm, model.causal, model.axes)
     if problems:
         raise ConfigError([*unloaded, *problems], "study")
 

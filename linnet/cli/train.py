@@ -373,7 +373,8 @@ def _settings(
         problems.append(f"--mixer: the layout {settings.model.layout!r} has no {own!r}; write it into model.layout")
     if settings:
         with gather(problems):
-            check_mixers(settings.plugins, settings.model.options, settings.model.d_model, settings.model.norm)
+            model = settings.model
+            check_mixers(settings.plugins, model.options, model.d_model, model.norm, model.causal, model.axes)
     if problems:
         if values.get("objective", "text") == "text":
             problems += text_problems(values.get("data", {}), cache, values.get("seq_len"), told=problems)

@@ -1,4 +1,4 @@
-"""Tests a mixer from outside the package against the contract of `Mixer` before a run starts.
+"""Tests a mixer from outside the package against the contract of `Mixer` before a run starts, for any kind of model.
 
 tests/layers/test_mixers.py tests the package's own mixers more thoroughly.
 """
@@ -7,13 +7,15 @@ import functools
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from linnet.config import Config, ConfigError, gather, parse
-from linnet.layers.base import LayerContext, Mixer, State, TensorSpec, find_mixer, load_plugin
+from linnet.layers.base import LayerContext, Mixer, NonCausal, State, TensorSpec, find_mixer, load_plugin
+from linnet.layers.non_causal import mix_all
+from linnet.layers.positions.grid import Grid
 
 # 64 tokens, since a mixer may need whole chunks. The cut is at a prime, so that no chunk begins there.
 BATCH, TOKENS, CUT, STEPS = 2, 64, 37, 8
@@ -21,13 +23,22 @@ WIDTH = 64  # width of the first layer that is tried: a wide layer takes long, a
 # Relative to the largest output: above rounding errors in float32 and far below mistakes, which are about as large as
 # y.
 TOLERANCE = 1e-3
+BACKWARD = "the backward pass of forward"
 
 
-def check_mixers(plugins: Iterable[str], options: Mapping[str, Mapping], d_model: int, norm: str = "rmsnorm") -> None:
+def check_mixers(
+    plugins: Iterable[str],
+    options: Mapping[str, Mapping],
+    d_model: int,
+    norm: str = "rmsnorm",
+    causal: bool = True,
+    axes: int = 1,
+) -> None:
     """Runs `check_mixer` for each plugin that the layout of a model names.
 
     Args:
         plugins: specs in the form of `load_plugin`. options: layer -> options, for all layers of the layout.
+        causal, axes: of the model (`StackConfig.causal` and `axes`).
 
     Raises:
         ConfigError: lists the problems of all plugins.
@@ -36,18 +47,24 @@ def check_mixers(plugins: Iterable[str], options: Mapping[str, Mapping], d_model
     for spec in dict.fromkeys(plugins):
         if (name := load_plugin(spec)) in options:
             with gather(problems):
-                check_mixer(spec, options[name], d_model, norm)
+                check_mixer(spec, options[name], d_model, norm, causal, axes)
     if problems:
         raise ConfigError(problems, "plugins")
 
 
-def check_mixer(spec: str, options: Mapping[str, Any], d_model: int, norm: str = "rmsnorm") -> None:
+def check_mixer(
+    spec: str, options: Mapping[str, Any], d_model: int, norm: str = "rmsnorm", causal: bool = True, axes: int = 1
+) -> None:
     """Runs one layer of a plugin on a few random tokens on the CPU and tests that it is causal and its forms agree.
+
+    Without causality there is no state, and the layer may look ahead. What is tested then is that the scans of a
+    generic mixer from both ends turn around with the row, which needs rows that are computed each on its own.
 
     Runs in eval mode and in float64, or in float32 if float64 fails. Restores the state of torch's generators.
 
     Args:
         spec: `path/to/file.py:ClassName`. options: options of its Config, for the width `d_model`.
+        causal: whether a token of the model sees only those before it. axes: of the model's grid, 1 for a sequence.
 
     Raises:
         ConfigError: one line per problem, with the fix.
@@ -63,12 +80,13 @@ def check_mixer(spec: str, options: Mapping[str, Any], d_model: int, norm: str =
             for width, dtype in dict.fromkeys(
                 [(min(d_model, WIDTH), torch.float64), (d_model, torch.float64), (d_model, torch.float32)]
             ):
-                problems = _problems(cls, config, LayerContext(d_model=width, norm=norm), dtype)
+                context = LayerContext(d_model=width, norm=norm, causal=causal, axes=axes)
+                problems = (_problems if causal else _non_causal_problems)(cls, config, context, dtype)
                 if not problems:
                     break
             if not problems:
                 with gather(problems):
-                    _costs(cls, config, LayerContext(d_model=d_model, norm=norm))
+                    _costs(cls, config, LayerContext(d_model=d_model, norm=norm, causal=causal, axes=axes))
     if problems:
         raise ConfigError([f"mixer {spec!r}: {problem}" for problem in dict.fromkeys(problems)], "plugins")
 
@@ -83,17 +101,11 @@ def _problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: to
             "context_length) that returns {name: TensorSpec(shape)}, or {} if it carries nothing"
         )
     with gather(problems):
-        _seed(0)
-        mixer = _build(cls, config, context).to(dtype).eval()
-        for module in context.shared.values():
-            module.to(dtype)
-        _fill_zeros(mixer)
-        x = torch.randn(BATCH, TOKENS, context.d_model, dtype=dtype)
+        mixer, x = _mixer_and_tokens(cls, config, context, dtype)
         y, _ = _forward(mixer, x)
-        if not y.isfinite().all():
-            _refuse("forward gave y that is not finite for ordinary tokens; look for overflow, log of 0, division by 0")
+        _finite(y)
         with gather(problems):
-            _ask(lambda: _backward(mixer, x), cls, "the backward pass of forward")
+            _ask(lambda: _backward(mixer, x), cls, BACKWARD)
         _causal(mixer, x, y)
         if has_spec and (_has_step(cls) or _state(mixer, dtype)):
             with gather(problems):
@@ -103,12 +115,73 @@ def _problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: to
     return problems
 
 
+def _non_causal_problems(cls: type[Mixer], config: Config, context: LayerContext, dtype: torch.dtype) -> list[str]:
+    """Returns the problems of a mixer in a model without causality, in one precision."""
+    problems: list[str] = []
+    if cls.non_causal not in get_args(NonCausal):
+        return [f"non_causal is {cls.non_causal!r}; write one of {', '.join(get_args(NonCausal))}"]
+    with gather(problems):
+        mixer, x = _mixer_and_tokens(cls, config, context, dtype)
+        grid = _grid(context)
+        y = _mix_all(mixer, x, grid)
+        _finite(y)
+        with gather(problems):
+            _ask(lambda: mix_all(mixer, x.clone().requires_grad_(), "both", None, grid).sum().backward(), cls, BACKWARD)
+        if cls.non_causal != "generic":
+            return problems
+        turned = _mix_all(mixer, x.flip(1), grid).flip(1)
+        apart = (_forward(mixer, x)[0] + _forward(mixer, x.flip(1))[0].flip(1)) / 2
+        if changed := _differing(turned, y, y) or _differing(apart, y, y):
+            _refuse(
+                "computes the two directions of a row in another way together than apart, or of the reversed row (at "
+                f"token {changed[0]}); compute each row of the batch from its own tokens, and keep nothing of earlier "
+                "calls"
+            )
+    return problems
+
+
+def _grid(context: LayerContext) -> Grid | None:
+    """Returns a grid of TOKENS tokens on the axes of the model; None for a sequence."""
+    return None if context.axes == 1 else Grid((TOKENS // 2 ** (context.axes - 1), *[2] * (context.axes - 1)))
+
+
+def _mix_all(mixer: Mixer, x: Tensor, grid: Grid | None, what: str = "forward(x, state, cu_seqlens)") -> Tensor:
+    """Returns y of a model without causality, after a look at what one call of the mixer returns."""
+    own = mixer.takes_grid and mixer.non_causal != "generic" and grid is not None
+    _seed(2)
+    _pair(
+        _ask(lambda: _without_gradients(mixer, x.clone(), None, None, *[grid] * own), type(mixer), what), x, "forward"
+    )
+    _seed(2)
+    return _ask(lambda: _without_gradients(mix_all, mixer, x.clone(), "both", None, grid), type(mixer), what)
+
+
+def _mixer_and_tokens(
+    cls: type[Mixer], config: Config, context: LayerContext, dtype: torch.dtype
+) -> tuple[Mixer, Tensor]:
+    _seed(0)
+    mixer = _build(cls, config, context).to(dtype).eval()
+    for module in context.shared.values():
+        module.to(dtype)
+    _fill_zeros(mixer)
+    return mixer, torch.randn(BATCH, TOKENS, context.d_model, dtype=dtype)
+
+
+def _finite(y: Tensor) -> None:
+    if not y.isfinite().all():
+        _refuse("forward gave y that is not finite for ordinary tokens; look for overflow, log of 0, division by 0")
+
+
 def _costs(cls: type[Mixer], config: Config, context: LayerContext) -> None:
     """Counts FLOPs on the meta device, in the precision of training."""
     with torch.device("meta"):
         mixer = _build(cls, config, context)
     x = torch.empty(1, TOKENS, context.d_model, device="meta")
-    _forward(mixer, x, what="forward without memory (x.device is meta, where FLOPs are counted; use x.device)")
+    what = "forward without memory (x.device is meta, where FLOPs are counted; use x.device)"
+    if context.causal:
+        _forward(mixer, x, what=what)
+    else:
+        _mix_all(mixer, x, _grid(context), what)
     for name in ("flops", "flops_paper"):
         _ask(lambda name=name: float(getattr(mixer, name)(TOKENS)), cls, f"{name}(seq_len)")
 

@@ -126,8 +126,37 @@ def test_mistakes_of_one_file_and_of_several_are_told_at_once(outside, tmp_path)
     check_mixers(plugins, {"swiglu": {}}, 16)  # a layout that names none of them
 
 
+ROWS = [
+    ("s = s + x.mean(0)", "directions of a row"),
+    ("self.calls = getattr(self, 'calls', 0) + 1; s = s + self.calls", "directions of a row"),
+    ("s = s.log()", "not finite"),
+    ("s = s @ s", "RuntimeError"),
+]
+
+
+@pytest.mark.parametrize("line, told", ROWS)
+@pytest.mark.parametrize("axes", [1, 2])
+def test_without_causality_rows_are_computed_on_their_own(outside, line, told, axes):
+    with pytest.raises(ConfigError, match=told):
+        check_mixer(outside([(OUT, f"{line}\n        {OUT}", "")]), {}, 16, causal=False, axes=axes)
+
+
+def test_without_causality_a_mixer_may_look_ahead_and_needs_no_state(outside):
+    ahead = (OUT, "s = s + x.roll(-1, 1)\n        " + OUT, "")
+    check_mixer(outside([ahead, ("def state_spec", "def state_spek", "")]), {}, 16, causal=False)
+    check_mixer(f"{EXAMPLE}:MyMixer", {"num_heads": 2}, 16, causal=False, axes=2)
+
+
+def test_an_unknown_form_without_causality_is_told(outside):
+    with pytest.raises(ConfigError, match="non_causal.*three_scans.*two_scans"):
+        check_mixer(
+            outside([("    def step", "    non_causal = 'three_scans'\n\n    def step", "")]), {}, 16, causal=False
+        )
+
+
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", PACKAGE)
-def test_no_mixer_of_the_package_would_be_refused(outside, name):
+def test_no_mixer_of_the_package_would_be_refused(outside, name, causal):
     """As if it came from outside: each is right, in its own way of carrying and rounding."""
     base = f'MIXERS["{name}"]'
     spec = outside([])
@@ -135,7 +164,7 @@ def test_no_mixer_of_the_package_would_be_refused(outside, name):
         f"from linnet.layers import MIXERS, register_mixer\n\n@register_mixer('outside', {base}.Config)\n"
         f"class Outside({base}):\n    pass\n"
     )
-    check_mixer(spec, {}, 96, "layernorm")
+    check_mixer(spec, {}, 96, "layernorm", causal, 1 if causal else 2)
 
 
 def test_the_example_passes_fast_and_leaves_the_generator_alone():
