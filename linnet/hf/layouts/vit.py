@@ -52,8 +52,8 @@ def read(settings: Settings) -> Plan:
         "inner": settings.integer("intermediate_size", 3072),
         "activation": settings.choice("hidden_act", "gelu", ACTIVATIONS),
         "norm_eps": settings.number("layer_norm_eps", 1e-12),
-        "image_size": settings.integer("image_size", 224, 1 << 14),
-        "patch": settings.integer("patch_size", 16, 1 << 10),
+        "image_size": _side(settings, "image_size", 224, 1 << 14),
+        "patch": _side(settings, "patch_size", 16, 1 << 10),
         "channels": settings.integer("num_channels", 3, 1 << 10),
         "classes": classes,
     }
@@ -83,6 +83,7 @@ def read_timm(settings: Settings) -> Plan:
     width, layers, heads = SIZES[found[1]]
     given, about = (settings.values.get(key) or {} for key in ("model_args", "pretrained_cfg"))
     known = {"img_size", "patch_size", "in_chans", "embed_dim", "depth", "num_heads", "mlp_ratio", "num_classes"}
+    known.add("global_pool")
     settings.problems += [f"model_args.{key}: Linnet's ViT has no such option" for key in given if key not in known]
     args = Settings({**settings.values, **given}, problems=settings.problems)
     width = args.integer("embed_dim", width)
@@ -93,16 +94,24 @@ def read_timm(settings: Settings) -> Plan:
         "inner": int(width * args.number("mlp_ratio", 4.0)),
         "activation": "gelu",
         "norm_eps": 1e-6,
-        "image_size": args.integer("img_size", int(found[3]), 1 << 14),
-        "patch": args.integer("patch_size", int(found[2]), 1 << 10),
+        "image_size": _side(args, "img_size", int(found[3]), 1 << 14),
+        "patch": _side(args, "patch_size", int(found[2]), 1 << 10),
         "channels": args.integer("in_chans", 3, 1 << 10),
         "classes": args.integer("num_classes", 1000, LARGEST["vocabulary"]),
     }
-    settings.only("global_pool", "token", why="Linnet reads timm's models with a class token")
+    args.only("global_pool", "token", why="Linnet reads timm's models with a class token")
     ends = {"patches.proj": "patch_embed.proj", "backbone.norm": "norm", "head": "head"}
     tokens = {"class_token": "cls_token", "position": "pos_embed"}
     pixels = {key: about.get(key) for key in ("mean", "std")}
     return _plan(settings, model, pixels, ends, tokens, "blocks.{}", TIMM)
+
+
+def _side(settings: Settings, key: str, default: int, largest: int) -> int:
+    """Returns the side of a square, which may be given as a pair of equal numbers."""
+    value = settings.values.get(key)
+    if isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1]:
+        settings = Settings({key: value[0]}, problems=settings.problems)
+    return settings.integer(key, default, largest)
 
 
 def write(config: StackConfig) -> dict[str, Any]:
