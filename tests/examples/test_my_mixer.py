@@ -12,6 +12,7 @@ from linnet.layers.base import LayerContext, find_mixer, load_plugin
 from linnet.models import build_model, count_parameters, family, flops_exact
 from linnet.study import StudyConfig, run_study
 from linnet.train import TrainConfig
+from linnet.train.objectives import read_training
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples" / "my_mixer.py"
@@ -103,7 +104,9 @@ def test_what_the_docs_show_of_it_is_so(monkeypatch, capsys):
     exec(agrees, names)
     exec(costs, names)
     assert capsys.readouterr().out.split()
-    layout, file = (text for language, text in blocks if language == "yaml")
+    layout, images, file = (text for language, text in blocks if language == "yaml")
+    classifier = read_training(yaml.safe_load(images)).model
+    assert classifier.layout == "my_mixer+swiglu x3" and not classifier.causal
     stack = parse(TrainConfig, yaml.safe_load(layout)).model
     windows = [stack.layer_options("attention", spec).window for spec in stack.blocks]
     assert windows == [64, 64, 64, 0] * 2 and [spec.mixer for spec in stack.stack.before] == ["tpe"]
