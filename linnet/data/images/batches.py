@@ -10,6 +10,7 @@ a rank that takes an even number of rows has both.
 import itertools
 import re
 import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +36,8 @@ class ImageBatches:
         batch_size: rows per step, over all ranks.
         seed: seed of the order, and of augmentation that works on single images (`deit`).
         augment: augmentation. Crops, flips and mixing are applied later, on the device, by `augment_batch`.
-        workers: processes that decode; 0 decodes in the calling process. Batches do not depend on it.
+        workers: processes that decode; 0 decodes in the calling process (`deit` outside the main thread uses one).
+            Batches do not depend on it.
         repeats: times that an image is read in a row; None takes `augment.repeats`.
 
     Raises:
@@ -82,13 +84,20 @@ class ImageBatches:
                 f"position {position} must not be negative, and rank {rank} must lie in [0, world {world})"
             )
         key = (position, rank, world)
-        if self.workers == 0:
+        workers = self.workers
+        if (
+            workers == 0
+            and self._rows.augment.kind == "deit"
+            and threading.current_thread() is not threading.main_thread()
+        ):
+            workers = 1  # timm draws from the process's generators, which the main thread may use at the same time
+        if workers == 0:
             return self._rows[key]
         if self._loader is None or self._next != key:  # the first batch, or a jump
             self.close()
             with warnings.catch_warnings():  # of more workers than cores, which is the user's choice
                 warnings.filterwarnings("ignore", "This DataLoader will create")
-                self._loader = iter(_loader(self._rows, key, self.workers))
+                self._loader = iter(_loader(self._rows, key, workers))
         self._next = (position + 1, rank, world)
         try:
             return next(self._loader)
@@ -97,7 +106,7 @@ class ImageBatches:
             if found is None:
                 raise
             self.close()
-            problem = f"workers: {self.workers} processes decode images, and process {found[1].strip()} was killed"
+            problem = f"workers: {workers} processes decode images, and process {found[1].strip()} was killed"
             raise ConfigError(
                 [f"{problem}, perhaps for lack of memory; use fewer workers and resume the run"], "data"
             ) from None

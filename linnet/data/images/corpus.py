@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from linnet.config import ConfigError, digest, nearest, unwritable
-from linnet.data import shards
+from linnet.data import hub, shards
 from linnet.data.images import decode, sources
 from linnet.data.images.config import ImageDataConfig
 from linnet.data.images.sources import ImageSource, Record
@@ -192,6 +192,8 @@ def prepare_images(
                 raise ConfigError(
                     ["source: files changed while they were read; run again when nothing writes to them"], "data"
                 )
+            if revisions := hub.revisions([*config.source, *config.validation], "dataset"):
+                values["revisions"] = revisions
             shards.write_metadata(temporary, {"digest": name, **values})
     except OSError as error:
         problem = f"{cache}: cannot prepare the corpus: {error}; free disk space, or choose another cache folder"
@@ -205,7 +207,8 @@ def check_images(config: ImageDataConfig, cache_dir: str | Path) -> None:
     Raises:
         ConfigError: lists all problems of the sources.
     """
-    cache, skipped = Path(cache_dir), []
+    cache = Path(cache_dir)
+    skipped: list[str] = []
     train, held = _find(config, skipped)
     if cache.is_dir() and (folder := cache / digest(_identity(config, train, held, cache))).exists():
         open_images(folder)
@@ -413,6 +416,7 @@ def _read(record: Record, config: ImageDataConfig, wants_pixels: bool) -> _Found
         channels, *sides = values.shape
         raw = values.tobytes()
         return _Found(record.name, record.label, _hash(raw, values.shape), channels, (sides[0], sides[1]), raw, None)
+    image: Image | None
     if isinstance(data, bytes):
         image = decode.decode(data, config.convert)
         own = decode.pixels(image)
@@ -422,8 +426,7 @@ def _read(record: Record, config: ImageDataConfig, wants_pixels: bool) -> _Found
     channels, height, width = own.shape
     final: np.ndarray | None = own
     if config.size is not None and own.shape[1:] != (config.size, config.size):
-        image = decode.from_pixels(own) if image is None else image
-        final = decode.pixels(decode.resized(image, config.size, config.crop))
+        final = decode.pixels(decode.resized(image or decode.from_pixels(own), config.size, config.crop))
     return _Found(record.name, record.label, _hash(own.tobytes(), own.shape), channels, (height, width), data, final)
 
 
@@ -616,7 +619,8 @@ class _Growing:
     def __init__(self, folder: Path | None, name: str):
         self._path = None if folder is None else folder / f".{name}"
         self._file = None if self._path is None else open(self._path, "wb")
-        self._hash, self.lengths, self.size = hashlib.sha256(), [], 0
+        self._hash, self.size = hashlib.sha256(), 0
+        self.lengths: list[int] = []
 
     def add(self, data: bytes) -> None:
         self.lengths.append(len(data))

@@ -8,7 +8,7 @@ imports torchvision, which must be built for the torch that is installed; both a
 import hashlib
 import random
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor
 from linnet.config import ConfigError
 from linnet.data.images.corpus import ImageSplit
 from linnet.install import install_command
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 POLICY = "rand-m9-mstd0.5-inc1"
 SMALL = 32  # pixels up to which an image is padded by 4 and cropped, not cropped and resized (DeiT's code)
@@ -109,8 +112,13 @@ def _fix() -> str:
 
 def _transform(side: int) -> tuple[Any, tuple[float, ...], tuple[float, ...]]:
     from timm.data import create_transform
+    from timm.data.auto_augment import posterize
     from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     from torchvision import transforms
+
+    def _posterize(image: "Image", bits: int, **options: Any) -> "Image":
+        # At magnitude 10 timm 1.0.31 keeps 0 bits: a black image up to Pillow 12, an error since Pillow 13.
+        return posterize(image, bits, **options) if bits > 0 else image.point(lambda _: 0)
 
     transform = create_transform(
         input_size=side,
@@ -126,4 +134,8 @@ def _transform(side: int) -> tuple[Any, tuple[float, ...], tuple[float, ...]]:
     )
     if side <= SMALL:
         transform.transforms[0] = transforms.RandomCrop(side, padding=4)
+    for step in transform.transforms:
+        for op in getattr(step, "ops", ()):
+            if op.aug_fn is posterize:
+                op.aug_fn = _posterize
     return transform, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD

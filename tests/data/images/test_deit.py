@@ -3,6 +3,7 @@
 import importlib.util
 import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -60,6 +61,10 @@ def test_an_image_depends_on_its_sample_alone(timm, corpus):
     workers = ImageBatches(corpus.train, 6, seed=1, augment=DEIT, workers=1)
     assert torch.equal(workers.batch(3)[0], images)
     workers.close()
+    thread = ImageBatches(corpus.train, 6, seed=1, augment=DEIT)
+    with ThreadPoolExecutor(1) as pool:  # as training on a GPU reads ahead: in a process of its own
+        assert torch.equal(pool.submit(thread.batch, 3).result()[0], images) and thread._loader is not None
+    thread.close()
     assert not torch.equal(ImageBatches(corpus.train, 6, seed=2, augment=DEIT).batch(3)[0], images)
 
 
@@ -82,6 +87,17 @@ def test_the_transform_is_that_of_timm(timm, corpus):
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
     found = mine.images(np.array([2]), np.array([7]))[0]
     torch.testing.assert_close(found, expected * std + mean)
+
+
+def test_the_strongest_posterize_makes_an_image_black(timm, corpus):
+    """timm asks for 0 bits there, which Pillow 13 refuses."""
+    mine = deit.DeitTransform(corpus.train, 5)
+    [policy] = [step for step in mine._transform.transforms if hasattr(step, "ops")]
+    [op] = [op for op in policy.ops if op.name == "PosterizeIncreasing"]
+    op.prob, op.magnitude, op.magnitude_std = 1.0, 10, 0
+    assert not np.asarray(op(corpus.train.image(0))).any()
+    op.magnitude = 9
+    assert np.asarray(op(corpus.train.image(0))).any()
 
 
 def test_grey_images_are_refused(tmp_path):
