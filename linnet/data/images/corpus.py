@@ -12,6 +12,7 @@ corpus.json   classes, sizes, configuration, digest of the content, and SHA-256 
 import hashlib
 import itertools
 import os
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 FORMAT = 1  # increase it when the same inputs give other files
 FRACTION = 0.1  # held out of each class if nothing else says what is
 MOST_PIXELS = 1 << 30  # bytes of pixels up to which `store: auto` stores decoded images
+MOST_CLASSES = 1 << 16  # without names of classes; a larger label is a mistake
 LISTED = 100  # most skipped files that corpus.json names
 BLOCK = 256  # images that are decoded at a time
 LARGE = (
@@ -297,10 +299,10 @@ class _Table:
     """Columns over all images of a corpus."""
 
     labels: list[int | str] = field(default_factory=list)
-    hashes: list[int] = field(default_factory=list)
+    hashes: "array[int]" = field(default_factory=lambda: array("Q"))
     names: list[str] = field(default_factory=list)
-    sums: list[np.ndarray] = field(default_factory=list)
-    squares: list[np.ndarray] = field(default_factory=list)
+    sums: "array[int]" = field(default_factory=lambda: array("q"))  # of the pixels of each channel
+    squares: "array[int]" = field(default_factory=lambda: array("q"))
     shapes: dict[tuple[int, int], str] = field(default_factory=dict)  # first image of each height and width
     channels: dict[int, str] = field(default_factory=dict)
 
@@ -453,15 +455,14 @@ def _enter(table: _Table, found: _Found) -> None:
     table.channels.setdefault(found.channels, found.name)
     if found.pixels is not None:
         values = found.pixels.reshape(len(found.pixels), -1).astype(np.int64)
-        table.sums.append(values.sum(1))
-        table.squares.append((values * values).sum(1))
+        table.sums.extend(values.sum(1).tolist())
+        table.squares.extend((values * values).sum(1).tolist())
 
 
 def _statistics(table: _Table, train: np.ndarray, pixels: int) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of the training pixels between 0 and 1, per channel."""
-    count = len(train) * pixels
-    mean = np.array([table.sums[number] for number in train]).sum(0) / count
-    square = np.array([table.squares[number] for number in train]).sum(0) / count
+    count, images = len(train) * pixels, len(table.labels)
+    mean, square = (np.array(sums).reshape(images, -1)[train].sum(0) / count for sums in (table.sums, table.squares))
     std = np.sqrt(np.maximum(square - mean * mean, 0))
     return [round(float(value) / 255, 6) for value in mean], [round(float(value) / 255, 6) for value in std]
 
@@ -497,17 +498,17 @@ def _classes(
         problems.append(f"label_key: some labels are numbers ({number}), others names ({name}); use one of both")
         return [], np.empty(0, dtype=np.int64)
     if all(numbers):
-        labels = np.array(given, dtype=np.int64)
-        names = config.classes or sources.class_names(every) or [str(n) for n in range(max(int(labels.max()) + 1, 2))]
-        outside = np.flatnonzero((labels < 0) | (labels >= len(names)))
-        if outside.size:
+        most = max(2, min(max(given) + 1, MOST_CLASSES))  # type: ignore[type-var, operator]
+        names = config.classes or sources.class_names(every) or [str(number) for number in range(most)]
+        outside = [place for place, label in enumerate(given) if not 0 <= label < len(names)]  # type: ignore[operator]
+        if outside:
             first = outside[0]
             problems.append(
-                f"{table.names[first]}: label {labels[first]} is outside the classes 0 to {len(names) - 1} "
-                f"({outside.size} such images); correct the labels, or give all names in classes"
+                f"{table.names[first]}: label {given[first]} is outside the classes 0 to {len(names) - 1} "
+                f"({len(outside)} such images); correct the labels, or give all names in classes"
             )
             return names, np.zeros(len(given), dtype=np.int64)
-        return names, labels
+        return names, np.array(given, dtype=np.int64)
     names = config.classes or sorted({str(label) for label in given})
     place = {name: number for number, name in enumerate(names)}
     unknown = sorted({str(label) for label in given} - set(names))

@@ -413,6 +413,10 @@ def _read_parquet(source: ImageSource, config: ImageDataConfig, problems: list[s
         kind = file.schema_arrow.field(image_key).type
         if not (_is_bytes(kind) or pa.types.is_struct(kind) and "bytes" in [part.name for part in kind]):
             raise _Unusable(f"column {image_key!r} holds {kind}, not images; give a struct with `bytes`, or bytes")
+        labels = file.schema_arrow.field(label_key).type
+        values = labels.value_type if pa.types.is_dictionary(labels) else labels
+        if not (pa.types.is_integer(values) or pa.types.is_string(values) or pa.types.is_large_string(values)):
+            raise _Unusable(f"column {label_key!r} holds {labels}, not labels; give integers or names in label_key")
         number = 0
         try:
             for batch in file.iter_batches(ROWS, columns=[image_key, label_key]):

@@ -316,6 +316,28 @@ def nulls(made):
     return path
 
 
+def float_column(made):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    path = made.folder / "floats.parquet"
+    parquet.write_table(pa.table({"image": [encoded(zeros(6, 6))], "label": [0.5]}), path)
+    return path
+
+
+def no_images(made):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    path = made.folder / "words.parquet"
+    parquet.write_table(pa.table({"image": ["a.png", "b.png"], "label": [0, 1]}), path)
+    return path
+
+
+def huge(made):
+    return made.tar(label=lambda number: "9" * 30 if number == 2 else str(number % 3))
+
+
 def negative(made):
     return made.npz(image=made.values, label=made.labels - 1)
 
@@ -389,6 +411,9 @@ LATENTS = {"kind": "latents"}
         (other_column, {"image_key": "imgae"}, ["all.parquet", "'imgae'", "did you mean 'image'"]),
         (cut_parquet, {}, ["all.parquet", "Parquet"]),
         (nulls, {}, ["nulls.parquet: row 1", "null"]),
+        (float_column, {}, ["floats.parquet", "'label'", "double", "label_key"]),
+        (no_images, {}, ["words.parquet", "'image'", "string"]),
+        (huge, {}, ["002.png", "label 9999", "outside the classes 0 to 65535"]),
         (negative, {}, ["label -1", "outside the classes 0 to 1"]),
         (above, {"classes": ["a", "b"]}, ["label 2", "outside the classes 0 to 1", "classes"]),
         (gap, {}, ["source: no training images", "(1, 3)"]),
