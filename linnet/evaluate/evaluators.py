@@ -1,4 +1,4 @@
-"""The kinds of evaluation: texts, needles, recall, images, tasks of lm-evaluation-harness, and suites of tasks."""
+"""The kinds of evaluation: texts, needles, recall, images, masked texts, sentences, tasks, and suites of tasks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -204,6 +204,208 @@ class ImageEvaluator(Evaluator):
             score = score_images(session.model, split, classes, self.batch, progress=meter)
         asked = {"data": list(self.data), "split": self.split, "precision": session.precision}
         return Evaluation(self.kind, session.about, asked, score.results(), score.detail(), score.digest)
+
+
+@dataclass(frozen=True)
+class MaskedEvaluator(Evaluator):
+    """Scores the masked tokens of the documents of files (`linnet.evaluate.masked`).
+
+    Attributes:
+        paths: files, folders or globs.
+        text_key: key (JSONL) or column (Parquet) of the text.
+        row: tokens per row; None is the training length, or 128 if it is not known.
+    """
+
+    kind: ClassVar[str] = "masked"
+    kinds: ClassVar[tuple[str, ...]] = ("masked_lm",)
+
+    paths: tuple[str, ...]
+    text_key: str = "text"
+    row: int | None = None
+
+    def check(self) -> None:
+        TextEvaluator(self.paths, text_key=self.text_key).check()
+
+    def check_model(self, session: Session) -> None:
+        self._masking(session)
+
+    def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
+        from linnet.evaluate.masked import score_masked
+        from linnet.evaluate.text import read_texts
+
+        documents = read_texts(list(self.paths), session.tokenizer, self.text_key)
+        row, masking = self.row or session.training_length or 128, self._masking(session)
+        with progress("tokens", sum(len(document.tokens) for document in documents)) as meter:
+            found = score_masked(session.model, documents, masking, row, meter)
+        asked = {"text": list(self.paths), "text_key": self.text_key, "row": row, "masking": masking.model_dump()}
+        scored = digest_of(document.digest for document in documents)
+        detail = {"documents": len(found.names), "tokens": int(found.counts.sum()), "skipped": found.skipped}
+        results = (found.perplexity("text", "masked_perplexity"),)
+        return Evaluation(self.kind, session.about, asked | {"precision": session.precision}, results, detail, scored)
+
+    def _masking(self, session: Session) -> Any:
+        from linnet.config import parse
+        from linnet.data.masking import MaskingConfig
+        from linnet.runs import RunFolder
+
+        return parse(MaskingConfig, RunFolder.open(session.path).config.get("masking") or {}, "masking")
+
+
+@dataclass(frozen=True)
+class SentencesEvaluator(Evaluator):
+    """Computes pseudo-log-likelihoods of sentences, one per line (`linnet.evaluate.masked`).
+
+    Attributes:
+        paths: text files, folders or globs.
+        longest: sentences with more tokens are skipped.
+    """
+
+    kind: ClassVar[str] = "sentences"
+    kinds: ClassVar[tuple[str, ...]] = ("masked_lm",)
+
+    paths: tuple[str, ...]
+    longest: int = 512
+
+    def check(self) -> None:
+        self._sentences()
+
+    def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
+        from linnet.evaluate.masked import score_sentences
+
+        sentences = self._sentences()
+        with progress("sentences", len(sentences)) as meter:
+            found = score_sentences(session.model, session.tokenizer, sentences, self.longest, meter)
+        asked = {"sentences": list(self.paths), "longest": self.longest, "precision": session.precision}
+        results = (found.likelihood("sentences"), found.perplexity("sentences", "pseudo_perplexity"))
+        detail = {"sentences": len(found.names), "tokens": int(found.counts.sum()), "skipped": found.skipped}
+        scored = digest_of(text for _, text in sentences)
+        return Evaluation(self.kind, session.about, asked, results, detail, scored)
+
+    def _sentences(self) -> list[tuple[str, str]]:
+        problems: list[str] = []
+        found = []
+        for file in find_files(list(self.paths), "sentences", problems, []):
+            for text in read_documents(file, "text", problems):
+                lines = text.decode().split("\n")
+                found += [(f"{file.path}:{n}", line.strip()) for n, line in enumerate(lines, 1) if line.strip()]
+        if not problems and not found:
+            problems.append(f"sentences: {', '.join(map(repr, self.paths))} holds no line of text; name other files")
+        if problems:
+            raise ConfigError(problems, "evaluate")
+        return found
+
+
+@dataclass
+class GlueEvaluator(Evaluator):
+    """Scores a model of sentences on the dev sentences of its task of GLUE, by the task's metric in per cent.
+
+    Attributes:
+        source: folder of the task's files, or of GLUE; None is that of the training.
+    """
+
+    kind: ClassVar[str] = "glue"
+    kinds: ClassVar[tuple[str, ...]] = ("sentence",)
+
+    source: str | None = None
+    _dev: Any = field(default=None, init=False, repr=False)
+
+    def check(self) -> None:
+        from linnet.evaluate.glue import check_installed
+
+        problems: list[str] = []
+        with gather(problems):
+            check_installed()
+        if self.source is not None and not Path(self.source).expanduser().is_dir():
+            problems.append(f"data: {self.source!r} is not a folder; name the folder of GLUE or of the task")
+        if problems:
+            raise ConfigError(problems, "evaluate")
+
+    def check_model(self, session: Session) -> None:
+        from linnet.config import parse
+        from linnet.data.glue import TASKS, GlueConfig, read_dev
+        from linnet.runs import RunFolder
+
+        data = RunFolder.open(session.path).config.get("data")
+        if not isinstance(data, dict):
+            message = f"{session.path}: does not say which task it was trained on; name a run of objective: sentences"
+            raise ConfigError([message], "evaluate")
+        config = parse(GlueConfig, data, "data")
+        task = TASKS[config.task]
+        self._dev = (task, config, read_dev(self.source or config.source, task, config.skip_damaged))
+
+    def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
+        from linnet.data.glue import Sentences
+        from linnet.evaluate.glue import sentence_outputs, task_score
+
+        task, config, dev = self._dev
+        results, parts = [], []
+        with progress("sentences", sum(map(len, dev.values()))) as meter:
+            for name, examples in dev.items():
+                sentences = Sentences(examples, session.tokenizer, config.max_length)
+                outputs = sentence_outputs(session.model, sentences, progress=meter)
+                value, labels = task_score(task.metric, outputs, sentences.labels), sentences.labels
+                if task.metric == "accuracy":
+                    right = 100.0 * (outputs.argmax(1) == labels)
+                    items = (Item(str(number), float(score)) for number, score in enumerate(right))
+                    results.append(Result.of_items(name, task.metric, items))
+                else:
+                    results.append(Result(name, task.metric, value, n=len(labels)))
+                parts += [text for texts in examples.texts for text in texts]
+        asked = {"task": task.name, "data": self.source or config.source, "max_length": config.max_length}
+        asked |= {"precision": session.precision}
+        detail = {"scores": {one.task: one.value for one in results}}
+        return Evaluation(self.kind, session.about, asked, tuple(results), detail, digest_of(parts))
+
+
+@dataclass
+class ColaEvaluator(Evaluator):
+    """Scores a masked language model on CoLA: how well pseudo-log-likelihoods tell acceptable sentences from others.
+
+    Attributes:
+        source: folder of CoLA's files, or of GLUE.
+        longest: sentences with more tokens are skipped.
+    """
+
+    kind: ClassVar[str] = "cola"
+    kinds: ClassVar[tuple[str, ...]] = ("masked_lm",)
+
+    source: str
+    longest: int = 512
+    _dev: Any = field(default=None, init=False, repr=False)
+
+    def check(self) -> None:
+        from linnet.data.glue import TASKS, read_dev
+        from linnet.evaluate.glue import check_installed
+
+        problems: list[str] = []
+        with gather(problems):
+            check_installed()
+        with gather(problems):
+            self._dev = read_dev(self.source, TASKS["cola"])["cola"]
+        if not problems and len(set(self._dev.labels.tolist())) < 2:
+            problems.append(f"cola: all sentences of {self.source!r} have one label; give CoLA's dev.tsv")
+        if problems:
+            raise ConfigError(problems, "evaluate")
+
+    def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
+        import numpy as np
+
+        from linnet.evaluate.masked import area_under_curve, score_sentences
+
+        examples = self._dev
+        sentences = [(str(number), texts[0]) for number, texts in enumerate(examples.texts)]
+        with progress("sentences", len(sentences)) as meter:
+            found = score_sentences(session.model, session.tokenizer, sentences, self.longest, meter)
+        labels = examples.labels[np.array([int(name) for name in found.names])]
+        count = len(labels)
+        results = (
+            Result("cola", "auc", area_under_curve(labels, found.sums), n=count),
+            Result("cola", "auc_per_token", area_under_curve(labels, found.sums / found.counts), n=count),
+            found.likelihood("cola"),
+        )
+        asked = {"cola": self.source, "longest": self.longest, "precision": session.precision}
+        detail = {"sentences": count, "acceptable": int(labels.sum()), "skipped": found.skipped}
+        return Evaluation(self.kind, session.about, asked, results, detail, digest_of(text for _, text in sentences))
 
 
 @dataclass(frozen=True)

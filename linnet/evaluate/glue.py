@@ -5,17 +5,22 @@ The average is that of nine numbers, MNLI's two sets apart, where a missing or f
 paper 003, Table 5, come out to the digit.
 """
 
+import contextlib
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
+import torch
+from torch import nn
 
 from linnet.config import ConfigError, not_installed
-from linnet.data.glue import SCORES
+from linnet.data.glue import SCORES, Sentences, pack_rows
+from linnet.evaluate.mode import evaluating
 from linnet.install import install_command
 
 NEEDED = ("sklearn", "scipy")
+ROWS = 64  # sentences per forward pass
 
 
 def check_installed() -> None:
@@ -66,3 +71,43 @@ def average(scores: Mapping[str, float | None]) -> float:
         raise ValueError(f"scores {', '.join(unknown)} are not of GLUE; use {', '.join(SCORES)}")
     numbers = (scores.get(name) for name in SCORES)
     return math.fsum(0.0 if number is None or math.isnan(number) else number for number in numbers) / len(SCORES)
+
+
+@torch.no_grad()
+def sentence_outputs(
+    model: nn.Module,
+    sentences: Sentences,
+    rows: int = ROWS,
+    autocast: contextlib.AbstractContextManager | None = None,
+    progress: Callable[[int], object] = lambda more: None,
+) -> np.ndarray:
+    """Returns the outputs of a model of sentences, float32 [n, outputs], in the order of the sentences.
+
+    Args:
+        rows: sentences per forward pass; long ones are taken together.
+        progress: called with the number of sentences of each pass.
+    """
+    device = next(model.parameters()).device
+    order = np.argsort(-sentences.lengths, kind="stable")
+    found: list[np.ndarray] = []
+    with evaluating(model):
+        for first in range(0, len(order), rows):
+            tokens, lengths, _ = sentences.rows(order[first : first + rows])
+            packed, cu_seqlens = pack_rows(tokens, lengths)
+            with autocast or contextlib.nullcontext():
+                outputs = model(packed.to(device), cu_seqlens.to(device))
+            found.append(outputs.float().cpu().numpy())
+            progress(len(tokens))
+    result = np.empty((len(order), found[0].shape[1]), dtype=np.float32)
+    result[order] = np.concatenate(found)
+    return result
+
+
+def output_losses(outputs: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Returns the loss of each sentence, float64 [n]: the negative log-likelihood of its class, or squared error."""
+    outputs = outputs.astype(np.float64)
+    if outputs.shape[1] == 1:
+        return np.square(outputs[:, 0] - labels)
+    peak = outputs.max(1, keepdims=True)
+    logsumexp = peak[:, 0] + np.log(np.exp(outputs - peak).sum(1))
+    return logsumexp - outputs[np.arange(len(labels)), labels]

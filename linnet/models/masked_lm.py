@@ -68,6 +68,18 @@ class MaskedLM(nn.Module):
             nll = cross_entropy_reference(linear(x, weight), found, IGNORE)
         return nll, wanted.sum()
 
+    def log_likelihoods(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Returns the log-likelihood of each target in nats, at least float32 [n], in the order of rows and places.
+
+        Args:
+            tokens, targets, cu_seqlens: as in `loss`.
+        """
+        rows, columns = (targets != IGNORE).nonzero(as_tuple=True)
+        x, _ = self.backbone(embed(self, tokens), cu_seqlens=cu_seqlens, keep=(rows, columns))
+        logits = linear(x, self.weight())
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits.log_softmax(-1).gather(-1, targets[rows, columns][:, None])[:, 0]
+
     def weight(self) -> Tensor:
         """Returns the rows of the head, [vocab, D]."""
         return self.embedding.weight[: self.config.vocab_size] if self.head is None else self.head.weight

@@ -6,7 +6,7 @@ or the squared error of a number. Validation reports the task's own metric in pe
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -30,8 +30,7 @@ from linnet.data.glue import (
     pack_rows,
     read_glue,
 )
-from linnet.evaluate.glue import check_installed, task_score
-from linnet.evaluate.mode import evaluating
+from linnet.evaluate.glue import ROWS, check_installed, output_losses, sentence_outputs, task_score
 from linnet.models import KINDS, SentenceConfig, flops_exact
 from linnet.runs import RunFolder
 from linnet.runs.model import TOKENIZER, read_kind, read_tokenizer
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from linnet.parallel.mesh import Mesh
 
 STARTS = ("masked_lm", "sentence")  # kinds of models from which a fine-tuning starts
-SCORED = 64  # least number of sentences per forward pass in validation
 
 
 class SentenceTraining(TrainingConfig):
@@ -255,16 +253,17 @@ class SentenceObjective(RunObjective):
         mesh: "Mesh | None" = None,
     ) -> dict[str, float]:
         """Scores the dev sentences. On several ranks each scores all of them: they are few, and metrics need all."""
-        rows, total, done = max(SCORED, self.config.batch_size), sum(map(len, self.dev.values())), 0
+        total, done = sum(map(len, self.dev.values())), 0
+
+        def progress(more: int) -> None:
+            nonlocal done
+            done += more
+            if show is not None:
+                show(done, total)
+
         fields, losses, scores = {}, [], []
         for name, sentences in self.dev.items():
-
-            def shown(more: int, before: int = done) -> None:
-                if show is not None:
-                    show(before + more, total)
-
-            outputs = sentence_outputs(model, sentences, rows, autocast, shown)
-            done += len(sentences)
+            outputs = sentence_outputs(model, sentences, max(ROWS, self.config.batch_size), autocast, progress)
             losses.append(output_losses(outputs, sentences.labels))
             scores.append(task_score(self.task.metric, outputs, sentences.labels))
             fields[f"validation_{name}"] = scores[-1]
@@ -309,44 +308,3 @@ def tokenizer_of(config: SentenceTraining) -> Tokenizer:
     if (found := read_tokenizer(folder)) is None:
         raise ConfigError([f"init_from: {folder.path} has no {TOKENIZER}; set data.tokenizer"], "train")
     return found
-
-
-@torch.no_grad()
-def sentence_outputs(
-    model: nn.Module,
-    sentences: Sentences,
-    rows: int,
-    autocast: contextlib.AbstractContextManager | None = None,
-    shown: Callable[[int], None] | None = None,
-) -> np.ndarray:
-    """Returns the outputs of a model of sentences, float32 [n, outputs], in the order of the sentences.
-
-    Args:
-        rows: sentences per forward pass; long ones are taken together.
-        shown: called with the number of scored sentences.
-    """
-    device = next(model.parameters()).device
-    order = np.argsort(-sentences.lengths, kind="stable")
-    found: Sequence[np.ndarray] = []
-    with evaluating(model):
-        for first in range(0, len(order), rows):
-            tokens, lengths, _ = sentences.rows(order[first : first + rows])
-            packed, cu_seqlens = pack_rows(tokens, lengths)
-            with autocast or contextlib.nullcontext():
-                outputs = model(packed.to(device), cu_seqlens.to(device))
-            found.append(outputs.float().cpu().numpy())
-            if shown is not None:
-                shown(first + len(tokens))
-    result = np.empty((len(order), found[0].shape[1]), dtype=np.float32)
-    result[order] = np.concatenate(found)
-    return result
-
-
-def output_losses(outputs: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Returns the loss of each sentence, float64 [n]: the negative log-likelihood of its class, or squared error."""
-    outputs = outputs.astype(np.float64)
-    if outputs.shape[1] == 1:
-        return np.square(outputs[:, 0] - labels)
-    peak = outputs.max(1, keepdims=True)
-    logsumexp = peak[:, 0] + np.log(np.exp(outputs - peak).sum(1))
-    return logsumexp - outputs[np.arange(len(labels)), labels]
