@@ -1,4 +1,4 @@
-"""`linnet evaluate`: perplexity of texts, needles in haystacks, recall, images, tasks and suites of tasks."""
+"""`linnet evaluate`: texts, needles in haystacks, recall, images, masked texts, GLUE, tasks and suites of tasks."""
 
 import json
 from collections.abc import Sequence
@@ -104,7 +104,8 @@ evaluate = typer.Typer(
     cls=_Evaluate,
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Score a model on texts, needles, recall, images, tasks or suites of them; RUN/evaluations keeps the results.",
+    help="Score a model on texts, needles, recall, images, masked texts, GLUE, tasks or suites; RUN/evaluations keeps "
+    "the results.",
     epilog='Start with [bold]linnet evaluate text RUN "books/*.txt"[/]; docs/evaluation.md explains every number.',
 )
 
@@ -311,6 +312,100 @@ def images(
 
 
 @evaluate.command()
+def masked(
+    typed: typer.Context,
+    run: Annotated[Path, RUN],
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PATH", help="Files, folders or globs in quotes: text, JSONL or Parquet.", show_default=False
+        ),
+    ] = None,
+    sentences: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text files with one sentence per line, for pseudo-log-likelihoods; may be given again.",
+            metavar="PATH",
+            show_default=False,
+        ),
+    ] = None,
+    cola: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of GLUE's CoLA: how well pseudo-log-likelihoods tell acceptable sentences from others.",
+            metavar="FOLDER",
+            show_default=False,
+        ),
+    ] = None,
+    row: Annotated[
+        int | None, typer.Option(help="Tokens per row of a PATH.", min=4, show_default="the training length")
+    ] = None,
+    longest: Annotated[int, typer.Option(help="Skip sentences with more tokens.", min=1)] = 512,
+    text_key: Annotated[str, typer.Option(help="Key (JSONL) or column (Parquet) of the text.")] = "text",
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.float32,
+    as_json: JsonOption = False,
+    allow_plugins: AllowOption = False,
+) -> None:
+    """Score a masked language model: masked perplexity of texts, pseudo-log-likelihoods of sentences, AUC on CoLA.
+
+    [bold]linnet evaluate masked RUN "books/*.txt"[/]
+    [bold]linnet evaluate masked RUN --sentences lines.txt --cola glue/CoLA[/]
+    """
+    from linnet.evaluate.evaluators import ColaEvaluator, MaskedEvaluator, SentencesEvaluator
+
+    problems = [] if paths or sentences or cola else ["PATH: nothing to score; give texts, --sentences or --cola"]
+    for name, needed in (("row", paths), ("text-key", paths), ("longest", sentences or cola)):
+        if not needed and _is_given(typed, name.replace("-", "_")):
+            problems.append(f"--{name}: has no effect on what is scored here; leave it out")
+    evaluators: list[Evaluator] = [MaskedEvaluator(tuple(paths), text_key, row)] if paths else []
+    evaluators += [SentencesEvaluator(tuple(sentences), longest)] if sentences else []
+    evaluators += [ColaEvaluator(cola, longest)] if cola else []
+    if not evaluators:
+        raise ConfigError(problems, "evaluate")
+    _run(typed, run, evaluators, problems, device, dtype, as_json, allow_plugins)
+
+
+@evaluate.command()
+def glue(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Runs of objective: sentences, of any tasks.", show_default=False),
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of GLUE, or of the one task of the runs.",
+            metavar="FOLDER",
+            show_default="that of each training",
+        ),
+    ] = None,
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.float32,
+    as_json: JsonOption = False,
+    allow_plugins: AllowOption = False,
+) -> None:
+    """Score fine-tuned models on the dev sentences of GLUE, and print the average of its nine numbers.
+
+    Of several runs of one task the best one counts, as papers choose the learning rate; a missing task counts as 0.
+
+    [bold]linnet evaluate glue RUN --data glue[/]
+    [bold]linnet evaluate glue runs/sst2-* runs/cola-* --data glue[/]
+    """
+    from linnet.cli.evaluate_show import show_glue
+    from linnet.evaluate.evaluators import GlueEvaluator
+
+    found = {}
+    for run in runs:
+        evaluator = GlueEvaluator(data)
+        job = _Job(run, [evaluator], [], device.value, dtype.value, as_json, allow_plugins, frozenset(["data"]))
+        found[run] = _execute(job, echo=False)[evaluator.kind]
+    table = show_glue(found, printed=not as_json)
+    if as_json:
+        typer.echo(json.dumps({"runs": {str(run): one for run, one in found.items()}, **table}, indent=1))
+
+
+@evaluate.command()
 def tasks(
     typed: typer.Context,
     run: Annotated[Path, RUN],
@@ -428,8 +523,15 @@ def _run(
         _execute(job)
 
 
-def _execute(job: _Job) -> None:
-    """Runs, prints and saves one evaluation after the other, so that a failure does not lose earlier records."""
+def _execute(job: _Job, echo: bool = True) -> dict[str, dict]:
+    """Runs, prints and saves one evaluation after the other, so that a failure does not lose earlier records.
+
+    Args:
+        echo: print the records if they are to be JSON.
+
+    Returns:
+        The records, by their kind.
+    """
     from linnet.cli.evaluate_show import bar, show
     from linnet.evaluate.session import no_progress, prepare
     from linnet.train.device import choose
@@ -450,8 +552,9 @@ def _execute(job: _Job) -> None:
         if not job.as_json:
             show(record, session.path)
         records[record.kind] = record.to_dict()
-    if job.as_json:
+    if job.as_json and echo:
         typer.echo(json.dumps(records, indent=1))
+    return records
 
 
 def _warn(session: "Session", job: _Job) -> None:

@@ -45,6 +45,8 @@ def show(record: Evaluation, path: Path) -> None:
         _show_recall(record)
     elif record.kind == "images":
         _show_images(record, path)
+    elif record.kind in ("masked", "sentences", "cola", "glue"):
+        _show_numbers(record)
     else:
         _show_tasks(record)
 
@@ -133,6 +135,60 @@ def _show_images(record: Evaluation, path: Path) -> None:
         console.print(most)
     console.print(f"mistakes, confusions and calibration as a page: linnet report {escape(str(path))}", soft_wrap=True,
                   style="dim")  # fmt: skip
+
+
+MEANINGS = {
+    "masked_perplexity": "per masked token",
+    "pseudo_log_likelihood": "nats per sentence",
+    "pseudo_perplexity": "per token of the sentences",
+    "auc": "of pseudo-log-likelihoods; guessing: 0.5",
+    "auc_per_token": "of their means over tokens; guessing: 0.5",
+}
+
+
+def _show_numbers(record: Evaluation) -> None:
+    console, found = Console(), record.detail
+    counts = ", ".join(f"{found[key]:,} {key}" for key in ("documents", "sentences", "tokens") if key in found)
+    counts = counts or f"{record.asked['task']}, {sum(one.n for one in record.results):,} sentences"
+    skipped = f"; {found['skipped']:,} skipped, which are too short or too long" if found.get("skipped") else ""
+    console.print(f"{record.model['run']}: {counts}{skipped}", highlight=False, markup=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for one in record.results:
+        name = f"{one.task} {one.metric}" if record.kind == "glue" else one.metric.replace("_", " ")
+        value = f"{one.value:.2f}" if record.kind == "glue" else f"{one.value:,.4f}"
+        table.add_row(name, value, MEANINGS.get(one.metric, "per cent"))
+    console.print(table)
+
+
+def show_glue(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]:
+    """Returns the best score of each number of GLUE over several runs, and their average; prints both.
+
+    Args:
+        records: of the kind `glue`, by the path of the run.
+
+    Returns:
+        {"scores": {name: per cent}, "from": {name: run}, "average": per cent}.
+    """
+    from linnet.data.glue import SCORES, TASKS
+    from linnet.evaluate.glue import average
+
+    best: dict[str, tuple[float, Path, dict]] = {}  # of each task, by the mean of its numbers
+    for path, record in records.items():
+        scores = record["detail"]["scores"]
+        task, mean = record["asked"]["task"], sum(scores.values()) / len(scores)
+        if task not in best or mean > best[task][0]:
+            best[task] = (mean, path, scores)
+    scores = {name: value for _, _, found in best.values() for name, value in found.items()}
+    runs = {name: path for task, (_, path, _) in best.items() for name in TASKS[task].scores}
+    mean = average(scores)
+    if printed and len(records) > 1:
+        table = _table(("number", "run"), ("per cent",))
+        for name in SCORES:
+            value = f"{scores[name]:.2f}" if name in scores else "missing"
+            table.add_row(name, escape(runs[name].name) if name in runs else "", value)
+        table.add_row("average of nine", "", f"{mean:.2f}")
+        Console().print(table)
+    return {"scores": scores, "from": {name: str(path) for name, path in runs.items()}, "average": mean}
 
 
 def _show_tasks(record: Evaluation) -> None:

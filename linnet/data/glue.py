@@ -178,7 +178,7 @@ def read_examples(path: str | Path, task: GlueTask, skip_damaged: bool = False) 
         lines.pop()
     header = lines[0] if lines else []
     wanted = (*task.sentences, task.label)
-    if all(name in header for name in wanted):
+    if all(name in header for name in task.columns or wanted):
         columns, first = tuple(header), 1
     elif task.columns:
         columns, first = task.columns, 0

@@ -1,0 +1,157 @@
+"""`linnet evaluate masked` and `glue`: every number against a direct computation, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from linnet.cli import app
+from linnet.data import ByteTokenizer
+from linnet.data.glue import TASKS, encode, read_dev
+from linnet.data.masking import MaskingConfig
+from linnet.evaluate.masked import area_under_curve, score_masked, score_sentences
+from linnet.evaluate.results import read_evaluations
+from linnet.evaluate.text import Document
+from linnet.models import build, family
+from linnet.models.config import SentenceConfig
+from linnet.runs.model import save_model
+
+pytest.importorskip("sklearn")
+SENTENCES = ["The cat sat on the mat.", "mat the on sat", "a", "Dogs bark loudly at night."]
+
+
+def config(name="lightnet-bert", **changes):
+    return family(name, "masked_lm")(16, 2, num_heads=2).model_copy(update={"init_std": 0.3, **changes})
+
+
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory):
+    values = config()
+    model = build("masked_lm", values, 0).eval()
+    path = tmp_path_factory.mktemp("model") / "masked"
+    return save_model(path, values, model.state_dict(), ByteTokenizer()), model
+
+
+@pytest.fixture(scope="module")
+def glue(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("glue")
+    for name, lines in (
+        ("CoLA", [f"x\t{number % 2}\t*\t{text}" for number, text in enumerate(SENTENCES)]),
+        ("SST-2", ["sentence\tlabel", *(f"{text}\t{number % 2}" for number, text in enumerate(SENTENCES))]),
+    ):
+        (folder / name).mkdir()
+        for file in ("train.tsv", "dev.tsv"):
+            (folder / name / file).write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
+
+
+def pseudo(model, text):
+    """The pseudo-log-likelihood, one masked token at a time, each in a pass of its own."""
+    tokens = torch.tensor([0, *text.encode(), 0])
+    total = 0.0
+    for place in range(1, len(tokens) - 1):
+        seen = tokens.clone()
+        seen[place] = model.mask_token
+        total += model(seen[None])[0, place].log_softmax(-1)[tokens[place]].item()
+    return total
+
+
+@torch.no_grad()
+def test_pseudo_log_likelihoods_mask_each_token_in_turn(masked, glue, tmp_path, monkeypatch):
+    path, model = masked
+    monkeypatch.setattr("linnet.evaluate.masked.TOKENS", 100)  # several passes, whose rows are of several sentences
+    expected = [pseudo(model, text) for text in SENTENCES]
+    (tmp_path / "lines.txt").write_text("\n\n".join(SENTENCES) + "\n")
+    done = run("masked", path, "--sentences", tmp_path / "lines.txt", "--cola", glue, "--longest", 25)
+    assert done.exit_code == 0, done.output
+    assert "1 skipped" in done.output and "auc per token" in done.output
+    records = {record.kind: record for record in read_evaluations(path)}
+    kept = [value for value, text in zip(expected, SENTENCES, strict=True) if len(text) <= 25]
+    lines, cola = records["sentences"], records["cola"]
+    assert [item.score for item in lines.results[0].items] == pytest.approx(kept, rel=1e-4)
+    assert lines.results[0].value == pytest.approx(np.mean(kept), rel=1e-4)
+    tokens = sum(len(text) for text in SENTENCES if len(text) <= 25)
+    assert lines.results[1].metric == "pseudo_perplexity"
+    assert lines.results[1].value == pytest.approx(np.exp(-sum(kept) / tokens), rel=1e-4)
+    values = {one.metric: one.value for one in cola.results}
+    labels = [number % 2 for number, text in enumerate(SENTENCES) if len(text) <= 25]
+    pairs = [(a > b) + 0.5 * (a == b) for a, x in zip(kept, labels, strict=True) if x
+             for b, y in zip(kept, labels, strict=True) if not y]  # fmt: skip
+    assert values["auc"] == pytest.approx(np.mean(pairs)) and cola.detail["skipped"] == 1
+    assert area_under_curve(np.array([0, 0, 1]), np.array([1.0, 2.0, 2.0])) == 0.75
+
+
+@torch.no_grad()
+def test_masked_perplexity_is_that_of_masked_rows(masked, tmp_path):
+    path, model = masked
+    (tmp_path / "text.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 3)
+    done = run("masked", path, tmp_path / "text.txt", "--row", 32, "--json")
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.output)["masked"]
+    document = Document.of_text("x", (tmp_path / "text.txt").read_text(), ByteTokenizer())
+    found = score_masked(model, [document], MaskingConfig(), 32)
+    assert record["results"][0]["value"] == pytest.approx(np.exp(-found.sums[0] / found.counts[0]), rel=1e-5)
+    rows = [len(document.tokens[start : start + 32]) for start in range(0, len(document.tokens), 32)]
+    assert found.counts[0] == sum(round(0.25 * length) for length in rows if length >= 4) == record["detail"]["tokens"]
+    again = score_masked(model, [document, document], MaskingConfig(), 32)  # the same masks beside any other document
+    assert again.sums == pytest.approx(found.sums[[0, 0]], rel=1e-5)
+    with pytest.raises(ValueError, match="nothing to score"):
+        score_sentences(model, ByteTokenizer(), [("empty", "")])
+
+
+def test_glue_scores_runs_and_takes_the_best_of_each_task(glue, tmp_path):
+    values = SentenceConfig(**config("bert").model_dump(), outputs=2)
+    runs, accuracies = [], []
+    for seed, (task, name) in enumerate((("sst2", "SST-2"), ("sst2", "SST-2"), ("cola", "CoLA"))):
+        model = build("sentence", values, seed).eval()
+        path = save_model(tmp_path / f"{task}-{seed}", values, model.state_dict(), ByteTokenizer())
+        file = path / "config.yaml"
+        about = yaml.safe_load(file.read_text()) | {"data": {"source": str(glue / name), "task": task}}
+        file.write_text(yaml.safe_dump(about))
+        runs.append(path)
+        examples = read_dev(glue, TASKS[task])[task]
+        with torch.no_grad():
+            for text, label in zip(examples.texts, examples.labels, strict=True):
+                tokens = torch.from_numpy(encode(ByteTokenizer(), text, 128))
+                right = model(tokens[None], torch.tensor([0, len(tokens)], dtype=torch.int32)).argmax() == label
+                accuracies.append(100.0 * right.item())
+    done = run("glue", *runs, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    sst2 = [np.mean(accuracies[:4]), np.mean(accuracies[4:8])]
+    assert found["scores"]["sst2"] == max(sst2) and found["from"]["sst2"] == str(runs[int(np.argmax(sst2))])
+    assert set(found["scores"]) == {"sst2", "cola"}
+    assert found["average"] == pytest.approx(sum(found["scores"].values()) / 9)
+    (record,) = read_evaluations(runs[0])
+    assert [item.score for item in record.results[0].items] == accuracies[:4]
+    shown = run("glue", runs[0], runs[2], "--data", glue)
+    assert shown.exit_code == 0 and "average of nine" in shown.output and shown.output.count("missing") == 7
+
+
+def test_what_cannot_be_scored_is_refused_by_name(masked, glue, tmp_path):
+    path, _ = masked
+    values = SentenceConfig(**config().model_dump())
+    other = save_model(tmp_path / "s", values, build("sentence", values).state_dict(), ByteTokenizer())
+    (tmp_path / "empty.txt").write_text("\n \n")
+    for arguments, words in (
+        (("masked", path), "nothing to score"),
+        (("masked", path, "--cola", glue / "SST-2"), "columns"),
+        (("masked", path, "--cola", tmp_path), "CoLA"),
+        (("masked", path, "--sentences", tmp_path / "empty.txt"), "no line of text"),
+        (("masked", path, "--sentences", tmp_path / "empty.txt", "--row", 8), "--row"),
+        (("masked", other, "--cola", glue), "a model of sentences"),
+        (("glue", path), "a masked language model"),
+        (("glue", other), "objective: sentences"),
+        (("glue", other, "--data", tmp_path / "nowhere"), "is not a folder"),
+        (("text", path, tmp_path / "empty.txt"), "linnet evaluate masked"),
+        (("masked", path, tmp_path / "nothing.txt"), "nothing.txt"),
+    ):
+        done = run(*arguments)
+        assert done.exit_code != 0 and words in f"{done.output} {done.exception}", (arguments, done.output)
