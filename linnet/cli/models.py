@@ -65,12 +65,12 @@ def _print_images(rows: list[dict]) -> None:
         box=SIMPLE,
         pad_edge=False,
         padding=(0, 1, 0, 0),
-        caption="L layers, d width, h heads, g inner width; side and patch in pixels;\n"
+        caption="L layers, d width, h heads, g inner width; image: side / patch in pixels;\n"
         "all parameters in millions; GFLOPs of a forward pass per image, 2 per multiply-add;\n"
         "top-1: published accuracy in percent on ImageNet, not measured here.",
         caption_justify="left",
     )
-    for column in ("model", "L", "d", "h", "g", "side", "patch", "tokens", "params M", "GFLOPs", "top-1"):
+    for column in ("model", "L", "d", "h", "g", "image", "tokens", "params M", "GFLOPs", "top-1"):
         first = column == "model"
         table.add_column(column, justify="left" if first else "right", no_wrap=not first, overflow="fold")
     kind = None
@@ -78,12 +78,12 @@ def _print_images(rows: list[dict]) -> None:
         if kind not in (None, row["kind"]):
             table.add_section()
         kind, published = row["kind"], PUBLISHED.get(row["name"])
-        cells = [
-            row[key] for key in ("num_layers", "d_model", "num_heads", "glu_width", "image_size", "patch", "tokens")
-        ]
+        cells = [row[key] for key in ("num_layers", "d_model", "num_heads", "glu_width")]
         table.add_row(
             row["name"],
             *("-" if cell is None else str(cell) for cell in cells),
+            f"{row['image_size']}/{row['patch']}",
+            str(row["tokens"]),
             f"{row['params_total'] / 1e6:.2f}",
             _number(row["flops_forward"] / 1e9),
             "-" if published is None else f"{published.top1:.1f}",

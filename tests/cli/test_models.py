@@ -6,7 +6,7 @@ import re
 from typer.testing import CliRunner
 
 from linnet.cli import app
-from linnet.models import RECIPES, ModelConfig
+from linnet.models import RECIPES, ModelConfig, get_recipe
 from linnet.models.recipes import table
 
 
@@ -26,8 +26,9 @@ def test_the_table_fits_eighty_columns():
 
 
 def test_the_stored_counts_are_those_of_the_layers():
-    assert set(table.stored()) == set(RECIPES)
+    assert set(table.stored()) == set(table.names_of(table.TEXT + table.IMAGES))
     small = {"mad-hyena-experts-attention-moe", *(name for name in RECIPES if name.endswith("-10m"))}
+    small |= {"bert-4x128", "vit-8px", "lightnet-dit-8px"}
     assert len(small) > 4
     for name in small:
         assert table.counted(name) == table.stored()[name], "run python -m linnet.models.recipes.table"
@@ -35,12 +36,28 @@ def test_the_stored_counts_are_those_of_the_layers():
 
 
 def test_no_stored_count_is_of_another_configuration(monkeypatch):
-    digests = {name: table.digest(RECIPES[name]()) for name in RECIPES}
+    digests = {name: table.digest(get_recipe(name)) for name in table.names_of(table.TEXT + table.IMAGES)}
     fix = "run python -m linnet.models.recipes.table"
     assert {name: row["digest"] for name, row in table.stored().items()} == digests, fix
     changed = ModelConfig(**{**RECIPES["tnl-10m"]().model_dump(), "d_model": 128})
     monkeypatch.setitem(RECIPES, "tnl-10m", lambda: changed)
     assert table.recipe_summary("tnl-10m", 64)["params_total"] < table.stored()["tnl-10m"]["params_total"]
+
+
+def test_models_of_images():
+    result = CliRunner().invoke(app, ["models", "--vision"], env={"COLUMNS": "80"})
+    lines = {line.split()[0]: line.split() for line in result.output.splitlines() if len(line.split()) == 10}
+    assert result.exit_code == 0 and "…" not in result.output and "tnl-70m" not in result.output
+    assert lines["lightnet-vit-s"][5:] == ["224/16", "196", "22.64", "9.1", "80.1"]
+    assert lines["lightnet-dit-xl"][5:8] == ["32/2", "258", "678.52"]
+    result = CliRunner().invoke(app, ["models", "deit", "tnl-70m", "--json"])
+    rows = {row["name"]: row for row in json.loads(result.output)}
+    assert set(rows) == {"tnl-70m", "deit-t", "deit-s", "deit-b"}
+    assert rows["deit-t"]["params_total"] == 5_717_416 and rows["deit-t"]["kind"] == "classifier"
+    result = CliRunner().invoke(app, ["models", "deit", "tnl-70m"], env={"COLUMNS": "80"})
+    assert "PFLOPs" in result.output and "top-1" in result.output
+    for command in (["models", "--vision", "tnl-70m"], ["bench", "generate", "vit-8px"]):
+        assert CliRunner().invoke(app, command).exit_code == 2
 
 
 def test_an_unknown_recipe_gets_the_nearest():

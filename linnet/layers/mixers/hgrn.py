@@ -36,7 +36,9 @@ class HgrnConfig(LayerConfig):
         description="learned bound of the forget gate, which rises with the layers; none leaves it at 0",
     )
     theta_per_direction: bool = Field(
-        False, description="rotations of their own for the scans from the end, without causality (complex: true)"
+        False,
+        exclude_if=lambda given: not given,
+        description="rotations of their own for the scans from the end, without causality (complex: true)",
     )
 
     def check(self, context: LayerContext) -> list[str]:
