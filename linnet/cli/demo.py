@@ -16,7 +16,16 @@ def demo(
             help="Runs at the same time. Default: one per GPU, or one per CPU core.", min=1, show_default=False
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of studies; the demo gets a folder in it.")] = Path("studies"),
+    vision: Annotated[
+        bool,
+        typer.Option("--vision", help="Images instead: three classifiers of digits side by side, in some minutes."),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of studies; the demo gets a folder in it.", show_default="studies; runs with --vision"
+        ),
+    ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Show the report in the browser.")] = False,
 ) -> None:
     """Train five architectures on real text, fit their scaling laws, and write a report.
@@ -29,6 +38,8 @@ def demo(
     [bold]linnet demo[/]
 
     [bold]linnet demo --quick[/]
+
+    [bold]linnet demo --vision[/]
     """
     import webbrowser
 
@@ -36,9 +47,23 @@ def demo(
     from linnet.config import parse
     from linnet.study.config import StudyConfig
 
+    if vision:
+        page = _show_vision(quick, workers, out)
+        if open_:
+            webbrowser.open(page.resolve().as_uri())
+        return
     values = read_shipped("demo-quick" if quick else "demo")
     if workers is not None:
         values["executor"] = {"workers": workers}
-    page = make_study(parse(StudyConfig, values, "demo"), out, where="demo")
+    page = make_study(parse(StudyConfig, values, "demo"), out or Path("studies"), where="demo")
     if open_ and page is not None:
         webbrowser.open(page.resolve().as_uri())
+
+
+def _show_vision(quick: bool, workers: int | None, out: Path | None) -> Path:
+    from linnet.cli.demo_vision import run_demo
+    from linnet.config import ConfigError
+
+    if quick:
+        raise ConfigError(["--quick: has no effect with --vision, which has one size; leave it out"], "demo")
+    return run_demo((out or Path("runs")) / "vision-demo", workers)

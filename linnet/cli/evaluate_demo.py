@@ -103,7 +103,7 @@ def run_demo(folder: Path, plan: dict | None = None) -> None:
     console.print(f"{' and '.join(names)} learn to find needles, then are evaluated (in {folder}):", markup=False)
     # Spawned, because a fork of a process with torch's threads may hang.
     with ProcessPoolExecutor(
-        len(names), mp_context=get_context("spawn"), initializer=_start, initargs=(len(names),)
+        len(names), mp_context=get_context("spawn"), initializer=start_worker, initargs=(len(names),)
     ) as pool:
         runs = [Path(run) for run in pool.map(_make, [str(folder)] * len(names), names, [plan] * len(names))]
     absent = not_installed(FIGURES + FITS)
@@ -160,7 +160,7 @@ def _write(folder: Path, plan: dict) -> None:
     (task / "numbers.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
-def _start(processes: int) -> None:
+def start_worker(processes: int) -> None:
     """Sets up a worker process: limits its threads, and ends it when the parent process ends."""
     import torch
 
@@ -183,20 +183,20 @@ def _make(folder: str, name: str, plan: dict) -> str:
         values = {**plan["train"], **stage["train"], **made["train"], "name": name if last else f"{name}-{number}"}
         values |= {"model": made["model"], "steps": steps, "init_from": previous}
         values["data"] = {"source": [str(root / "lessons" / f"{number}.jsonl")], "tokenizer": tokenizer}
-        with _announced(f"{name}: lessons {number + 1} of {count}, {steps:,} steps") as results:
+        with announced(f"{name}: lessons {number + 1} of {count}, {steps:,} steps") as results:
             run = train(parse(TrainConfig, values, "demo"), root if last else root / "stages", root / "cache")
             results.append(f"held-out loss {run.result()['loss']:.3f}")
         previous, tokenizer = str(run.path), str(run.path / "tokenizer.json")
     evaluators = _evaluators(root, plan)
     session = prepare(run.path, evaluators)
     for evaluator in evaluators:
-        with _announced(f"{name}: {evaluator.kind}"):
+        with announced(f"{name}: {evaluator.kind}"):
             evaluator.run(session).save(session.path)
     return str(run.path)
 
 
 @contextlib.contextmanager
-def _announced(what: str) -> Iterator[list[str]]:
+def announced(what: str) -> Iterator[list[str]]:
     """Prints a line at the start, and one at the end with the seconds and the strings that were added to the list.
 
     Each line is one write, because several workers print at the same time.

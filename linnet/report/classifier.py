@@ -80,12 +80,13 @@ def read_classifier(run: str | Path) -> Classifier:
     records = [one for one in read_evaluations(folder.path, []) if one.kind == "images"]
     # Held-out images of the training first (no `data`), then the latest step.
     records.sort(key=lambda one: (bool(one.asked.get("data")), -(one.model.get("step") or 0)))
-    curve = [row for row in curve_rows(rows) if _number(row.get("loss")) and "step" in row]
-    validations = [row for row in rows if _number(row.get("validation_loss")) and "step" in row]
+    curve = [row for row in curve_rows(rows) if finite(row.get("loss")) and "step" in row]
+    validations = [row for row in rows if finite(row.get("validation_loss")) and "step" in row]
     return Classifier(folder.path, folder.config, result, curve, validations, records[0] if records else None)
 
 
-def _number(value: Any) -> bool:
+def finite(value: Any) -> bool:
+    """Whether a value is a number that is neither NaN nor infinite."""
     return isinstance(value, int | float) and value == value and abs(value) != float("inf")
 
 
@@ -119,7 +120,7 @@ def _lead(found: Classifier) -> str:
         low, high = record.detail["wilson"]["accuracy"]
         text += f" Of {record.detail['images']:,} {_scored(record)}, <b>{value:.2%}</b> are right "
         text += f"(95 % interval {low:.2%} to {high:.2%}; guessing: {1 / len(record.detail['classes']):.2%})."
-    elif _number(result.get("accuracy")):
+    elif finite(result.get("accuracy")):
         text += f" Held-out accuracy: <b>{result['accuracy']:.2%}</b>."
     return text
 
@@ -179,7 +180,7 @@ def _curves(found: Classifier) -> Figure | None:
     shares = [
         {"architecture": name, "step": row["step"], "value": row["validation_accuracy"],
          "accuracy": f"{row['validation_accuracy']:.2%} at step {row['step']:,}"}
-        for row in found.validations if _number(row.get("validation_accuracy"))
+        for row in found.validations if finite(row.get("validation_accuracy"))
     ]  # fmt: skip
     if shares:
         y = alt.Y("value:Q", title="held-out accuracy", scale=alt.Scale(domain=[0, 1])).axis(format=".0%", tickCount=5)

@@ -1,0 +1,136 @@
+"""`linnet demo --vision`: trains small image models on digits, scores them, and writes a page about them.
+
+Processes train the models in parallel, one thread each. demo_vision.yaml in this folder holds models and settings.
+"""
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from linnet.config import FIGURES, Config, ConfigError, check_study, not_installed
+
+PLAN = "demo_vision.yaml"
+CACHE = "cache"
+
+
+class Plan(Config):
+    """Content of the plan.
+
+    Attributes:
+        models: settings of `linnet train` that one classifier has alone, by its name.
+        train: settings that all classifiers share.
+    """
+
+    models: dict[str, dict[str, Any]]
+    train: dict[str, Any]
+
+
+def run_demo(folder: Path, workers: int | None = None) -> Path:
+    """Trains and scores the models in `folder`, prints a table, and returns the page.
+
+    Models that are trained already are reused.
+
+    Args:
+        folder: folder of the models and the page.
+        workers: trainings at the same time; None is one per core, at most one per model.
+
+    Raises:
+        ConfigError: the folder is a run, or scikit-learn, which has the digits, or the extra `study` is not installed.
+    """
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+    from time import perf_counter
+
+    from linnet.cli.evaluate_demo import start_worker
+
+    _check(folder)
+    started, console = perf_counter(), Console(highlight=False, soft_wrap=True)
+    plan = read_plan()
+    names = list(plan.models)
+    workers = min(workers or os.cpu_count() or 1, len(names))
+    console.print(f"{', '.join(names)} learn to read digits (in {folder}):", markup=False)
+    # Spawned, because a fork of a process with torch's threads may hang.
+    with ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=start_worker, initargs=(workers,)
+    ) as pool:
+        made = pool.map(make, [str(folder)] * len(names), names, [plan.model_dump()] * len(names))
+        runs = dict(zip(names, map(Path, made), strict=True))
+    page = _write(folder, runs)
+    _show(runs, console)
+    console.print(str(page), markup=False)
+    console.print(f"{perf_counter() - started:.0f} s. One model: linnet report {shlex.quote(str(runs[names[0]]))}",
+                  style="dim", markup=False)  # fmt: skip
+    return page
+
+
+def read_plan() -> Plan:
+    """Reads the plan of the package."""
+    from importlib.resources import files
+
+    from linnet.config import parse, parse_yaml
+
+    return parse(Plan, parse_yaml(files("linnet.cli").joinpath(PLAN).read_text(encoding="utf-8")), PLAN)
+
+
+def make(folder: str, name: str, plan: dict[str, Any]) -> str:
+    """Trains one model, scores it on the held-out images, and returns its folder."""
+    from linnet.cli.evaluate_demo import announced
+    from linnet.evaluate.evaluators import ImageEvaluator
+    from linnet.evaluate.session import prepare
+    from linnet.train import train
+    from linnet.train.objectives import read_training
+
+    root = Path(folder)
+    config = read_training({**plan["train"], **plan["models"][name], "name": name}, f"{PLAN}: {name}")
+    with announced(f"{name}: {config.epochs:g} epochs") as results:
+        run = train(config, root, root / CACHE)
+        results.append(f"accuracy {run.result()['accuracy']:.2%}")
+    evaluator = ImageEvaluator(cache=root / CACHE)
+    evaluator.run(prepare(run.path, [evaluator])).save(run.path)
+    return str(run.path)
+
+
+def _check(folder: Path) -> None:
+    problems = []
+    if (folder / "config.yaml").exists():
+        problems.append(f"--out: {folder} is a run folder; the demo trains models of its own, name another folder")
+    if not_installed(["sklearn"]):
+        problems.append("sklearn: not installed; it has the digits; install it: pip install scikit-learn")
+    if problems:
+        raise ConfigError(problems, "demo")
+    check_study(FIGURES, "demo")
+
+
+def _write(folder: Path, runs: dict[str, Path]) -> Path:
+    """Writes the page of each model, and the page of all."""
+    from linnet.report.classifier import write_classifier
+    from linnet.report.classifiers import write_classifiers
+    from linnet.report.shell import typed
+
+    pages = {name: write_classifier(run) for name, run in runs.items()}
+    command = typed("linnet", "demo", "--vision", out=None if folder.parent == Path("runs") else folder.parent)
+    return write_classifiers(
+        runs, folder / "report" / "index.html", title="Three image classifiers on digits", command=command, pages=pages
+    )
+
+
+def _show(runs: dict[str, Path], console: Console) -> None:
+    from linnet.report import units
+    from linnet.report.classifier import read_classifier
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("model")
+    for column in ("parameters", "accuracy", "95 % interval", "loss", "images/s in training"):
+        table.add_column(column, justify="right")
+    for name, run in runs.items():
+        one = read_classifier(run)
+        assert one.record is not None
+        values = {result.metric: result.value for result in one.record.results}
+        low, high = one.record.detail["wilson"]["accuracy"]
+        cells = (units.count(one.result["params_total"]), f"{values['accuracy']:.2%}", f"{low:.1%} to {high:.1%}")
+        table.add_row(name, *cells, f"{values['nll']:.4f}", f"{one.result['images_per_second']:,.0f}")
+    console.print(table)
