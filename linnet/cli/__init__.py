@@ -24,6 +24,7 @@ from linnet.cli.mad import mad
 from linnet.cli.models import models
 from linnet.cli.report import report
 from linnet.cli.runs import runs
+from linnet.cli.sample import sample
 from linnet.cli.schema import schema
 from linnet.cli.serve import serve
 from linnet.cli.study import study
@@ -152,7 +153,7 @@ def _linnet(
     pass
 
 
-for verb in (demo, models, train, generate, serve, compare, study, fit, convert, report, schema):
+for verb in (demo, models, train, generate, sample, serve, compare, study, fit, convert, report, schema):
     app.command(name=verb.__name__)(verb)
 app.add_typer(data, name="data")
 app.add_typer(evaluate, name="evaluate")

@@ -1,4 +1,4 @@
-"""`linnet evaluate`: texts, needles in haystacks, recall, images, masked texts, GLUE, tasks and suites of tasks."""
+"""`linnet evaluate`: texts, needles in haystacks, recall, images, samples, masked texts, GLUE, tasks and suites."""
 
 import json
 from collections.abc import Sequence
@@ -309,6 +309,65 @@ def images(
 
     evaluator = ImageEvaluator(tuple(data or ()), split and split.value, batch, cache)
     _run(typed, run, [evaluator], [], device, dtype, as_json, allow_plugins)
+
+
+class SamplerName(StrEnum):
+    ddim = "ddim"
+    ddpm = "ddpm"
+
+
+@evaluate.command()
+def samples(
+    typed: typer.Context,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder of a denoiser.", show_default=False)],
+    extractor: Annotated[
+        str,
+        typer.Option(
+            help="Network whose features are compared: the run of a classifier, [bold]efficientnet-lite0[/], or a file "
+            "of its weights or of Inception's. Its name is part of the distance's name.",
+            show_default=False,
+        ),
+    ],
+    samples: Annotated[int, typer.Option(help="Images to draw; classes take turns.")] = 1000,
+    classifier: Annotated[
+        str | None,
+        typer.Option(
+            help="Run of a classifier that says which class a sample has.",
+            show_default="the extractor, if it has the same classes",
+        ),
+    ] = None,
+    sampler: Annotated[SamplerName, typer.Option(help="As in [bold]linnet sample[/].")] = SamplerName.ddim,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of the sampler.", show_default="50 for ddim, 250 for ddpm")
+    ] = None,
+    guidance: Annotated[float, typer.Option(help="As in [bold]linnet sample[/].")] = 1.0,
+    guidance_channels: Annotated[
+        int | None, typer.Option(help="As in [bold]linnet sample[/].", show_default="all")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Sample i is a function of the seed and i.")] = 0,
+    batch: Annotated[int, typer.Option(help="Images per forward pass.", min=1)] = 64,
+    cache: Annotated[Path, typer.Option(help="Folder of prepared images and their features.")] = Path("runs/cache"),
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.float32,
+    as_json: JsonOption = False,
+    allow_plugins: AllowOption = False,
+) -> None:
+    """Compare samples of a denoiser with real images: Fréchet and kernel distance, asked class, memorised images.
+
+    [bold]linnet evaluate samples RUN --extractor runs/vit-1a2b3c4d5e6f --samples 1000 --guidance 2[/]
+    [bold]linnet evaluate samples RUN --extractor efficientnet-lite0 --samples 10000[/]
+    """
+    from linnet.config import parse
+    from linnet.evaluate.samples import SampleEvaluator
+    from linnet.inference.sampler import SampleConfig
+
+    problems: list[str] = []
+    settings = SampleConfig()
+    with gather(problems):
+        given = {"sampler": sampler.value, "steps": steps, "guidance": guidance, "seed": seed}
+        settings = parse(SampleConfig, given | {"guidance_channels": guidance_channels})
+    evaluator = SampleEvaluator(extractor, samples, settings, classifier, batch, cache, allow_plugins)
+    _run(typed, run, [evaluator], problems, device, dtype, as_json, allow_plugins)
 
 
 @evaluate.command()

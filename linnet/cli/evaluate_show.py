@@ -47,6 +47,8 @@ def show(record: Evaluation, path: Path) -> None:
         _show_images(record, path)
     elif record.kind in ("masked", "sentences", "cola", "glue"):
         _show_numbers(record)
+    elif record.kind == "samples":
+        _show_samples(record, path)
     else:
         _show_tasks(record)
 
@@ -189,6 +191,30 @@ def show_glue(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]
         table.add_row("average of nine", "", f"{mean:.2f}")
         Console().print(table)
     return {"scores": scores, "from": {name: str(path) for name, path in runs.items()}, "average": mean}
+
+
+def _show_samples(record: Evaluation, path: Path) -> None:
+    console, found, asked = Console(soft_wrap=True), record.detail, record.asked
+    speed = f"{found['samples_per_second']:,.1f} per second"
+    drawn = f"{asked['sampler']}, {asked['steps']} steps, guidance {asked['guidance']:g}"
+    console.print(
+        f"{record.model['run']}: {asked['samples']:,} samples ({drawn}; {speed})", highlight=False, markup=False
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    distance, kernel = record.results[:2]
+    real = found["real"]
+    floor = f"to {real['images']:,} training images (held-out images: {real[distance.metric]:.3f})"
+    table.add_row(escape(distance.metric), f"{distance.value:.3f}", floor)
+    table.add_row(escape(kernel.metric), f"{kernel.value:.5f}", f"standard error {found['kernel_error']:.5f}")
+    values = {one.metric: one.value for one in record.results}
+    if "asked_class" in values:
+        low, high = found["wilson"]
+        interval = f"95 % interval {low:.1%} to {high:.1%}"
+        table.add_row("asked class", f"{values['asked_class']:.1%}", interval)
+    near = "nearer to training images than held-out images are (50 %: equally near)"
+    table.add_row("memorised", f"{values['memorised']:.1%}", near)
+    console.print(table)
+    console.print(f"samples as a page: linnet report {escape(str(path))}", soft_wrap=True, style="dim")
 
 
 def _show_tasks(record: Evaluation) -> None:

@@ -1,0 +1,239 @@
+"""`linnet sample`: images from a trained denoiser."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from linnet.cli.allow import ALLOW_PLUGINS
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from linnet.inference.sampler import ImageSampler, SampleConfig
+
+RECORD, GRID, LATENTS = "samples.json", "grid.png", "latents.npz"
+MOST_COLUMNS = 16  # of the grid
+
+
+class Sampler(StrEnum):
+    ddim = "ddim"
+    ddpm = "ddpm"
+
+
+class Weights(StrEnum):
+    average = "average"
+    raw = "raw"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+def sample(
+    run: Annotated[Path, typer.Argument(help="The run folder of a denoiser.", show_default=False)],
+    classes: Annotated[
+        str | None,
+        typer.Option(help="Numbers, ranges or names of classes: 0-9, or 3,5,cat. They take turns.", show_default="all"),
+    ] = None,
+    count: Annotated[int, typer.Option(help="Number of images.")] = 64,
+    sampler: Annotated[
+        Sampler, typer.Option(help="ddim: no randomness after the first noise. ddpm: noise in each step.")
+    ] = Sampler.ddim,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of the sampler, at most 1000.", show_default="50 for ddim, 250 for ddpm")
+    ] = None,
+    guidance: Annotated[
+        float | None,
+        typer.Option(
+            help="Above 1, images are pushed towards their class; 1 asks for the class alone.",
+            show_default="1.5; 1 if the model was trained with class_drop: 0",
+        ),
+    ] = None,
+    guidance_channels: Annotated[
+        int | None,
+        typer.Option(help="Channels that guidance changes; 3 gives DiT's published numbers.", show_default="all"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Sample i is a function of the seed and i.")] = 0,
+    first: Annotated[int, typer.Option(help="Index of the first sample, to add to an earlier call.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="A new or empty folder for the images.", show_default="RUN/samples")
+    ] = None,
+    weights: Annotated[
+        Weights | None,
+        typer.Option(help="The moving average of the weights, or the last ones.", show_default="average, if any"),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Images per forward pass; it does not change them.")] = 64,
+    device: Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu or cuda.")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="Number format of products.")] = Dtype.float32,
+    allow_plugins: Annotated[bool, typer.Option("--allow-plugins", help=ALLOW_PLUGINS)] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the record of the samples as JSON.")] = False,
+) -> None:
+    """Draw images from a denoiser: one PNG file per image, a grid of them, and a record.
+
+    A model of latents writes latents.npz instead.
+
+    [bold]linnet sample RUN --classes 0-9 --count 64 --guidance 2[/]
+    [bold]linnet sample RUN --sampler ddpm --steps 250 --seed 1 --out samples[/]
+    """
+    import json
+    import time
+
+    from linnet import provenance, trust
+    from linnet.config import ConfigError, gather, parse, unwritable
+    from linnet.data.images.decode import check_pillow
+    from linnet.evaluate.image_data import read_classes
+    from linnet.inference.sampler import ImageSampler, SampleConfig, latent_scale, spread
+    from linnet.runs import RunFolder
+    from linnet.runs.files import write_atomic
+    from linnet.runs.model import read_config
+    from linnet.train.device import choose
+
+    problems: list[str] = []
+    found: Any = None
+    with gather(problems):
+        folder = RunFolder.open(run)
+        trust.check_plugins(folder.config, folder.path / "config.yaml", allow_plugins)
+        found = read_config(folder, allow_plugins, ("denoiser",))
+    with gather(problems):
+        device = choose(device)
+    for name, value, least in (("count", count, 1), ("batch", batch, 1), ("first", first, 0)):
+        if value < least:
+            problems.append(f"--{name}: {value} is below {least}; give {least} or more")
+    out = out or run / "samples"
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        problems.append(f"--out {out}: is not an empty folder; name a new one")
+    elif reason := unwritable(out):
+        problems.append(f"--out {out}: {reason}; name another folder")
+    settings = None
+    given = {"sampler": sampler.value, "steps": steps, "seed": seed, "guidance_channels": guidance_channels}
+    if guidance is None:
+        guidance = 1.0 if found is not None and not found.class_drop else 1.5
+    try:
+        settings = parse(SampleConfig, given | {"guidance": guidance})
+    except ConfigError as error:
+        problems += [_option(line) for line in error.problems]
+    chosen: list[int] = []
+    names: list[str] | None = None
+    if found is not None:
+        with gather(problems):
+            names = read_classes(folder.path, found.classes)
+        chosen = read_class_list(classes, found.classes, names, problems)
+        problems += [_option(line) for line in (settings or SampleConfig()).check(found, chosen)]
+        if latent_scale(folder.config) is None:
+            with gather(problems):
+                check_pillow()
+    if problems:
+        raise ConfigError(problems, "sample")
+
+    drawer = ImageSampler.of_run(
+        run, device, dtype.value, weights=weights and weights.value, allow_plugins=allow_plugins
+    )
+    asked = spread(chosen, first + count)[first:]
+    out.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    files, images = _draw(drawer, asked, settings, first, batch, out, json_)
+    seconds = time.perf_counter() - began
+    record = {
+        "run": str(folder.path),
+        "step": drawer.step,
+        "weights": weights.value if weights else "average" if folder.config.get("average") else "raw",
+        "settings": settings.model_dump() | {"steps": settings.number_of_steps},
+        "precision": dtype.value,
+        "classes": names or [str(number) for number in range(found.classes)],
+        "samples": [
+            {"index": first + number, "class": one, **({"file": files[number]} if files else {})}
+            for number, one in enumerate(asked)
+        ],
+        "seconds": seconds,
+        "images_per_second": count / seconds,
+        **provenance.stamp(drawer.device),
+    }
+    if files:
+        from linnet.data.images.png import encode_png, picture_grid
+
+        columns = len(chosen) if len(chosen) <= MOST_COLUMNS else 8
+        if images.shape[1] in (1, 3):
+            write_atomic(out / GRID, encode_png(picture_grid(images, min(columns, count))))
+    write_atomic(out / RECORD, json.dumps(record, indent=1) + "\n")
+    if json_:
+        typer.echo(json.dumps(record, indent=1))
+    else:
+        typer.echo(f"{count} images in {out} ({count / seconds:.1f} per second)", err=True)
+        typer.echo(out / (GRID if files else LATENTS))
+
+
+def _draw(
+    drawer: "ImageSampler",
+    asked: list[int],
+    settings: "SampleConfig",
+    first: int,
+    batch: int,
+    out: Path,
+    quiet: bool,
+) -> "tuple[list[str], np.ndarray]":
+    """Draws and writes the samples; returns the names of PNG files ([] for latents), and the first images."""
+    import numpy as np
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from linnet.data.images.png import encode_png
+
+    files: list[str] = []
+    kept: list[np.ndarray] = []
+    columns = (TextColumn("steps"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as shown:
+        task = shown.add_task("steps", total=None)
+
+        def show(done: int, total: int) -> None:
+            shown.update(task, completed=done, total=total)
+
+        for images in drawer.draw(asked, settings, first=first, batch=batch, show=show):
+            values = images.cpu().numpy()
+            if drawer.latent_scale is not None or values.shape[1] not in (1, 3):
+                kept.append(values.astype(np.float16) if drawer.latent_scale is not None else values)
+                continue
+            for image in values:
+                number = len(files)
+                files.append(f"{first + number:06d}-class{asked[number]}.png")
+                (out / files[-1]).write_bytes(encode_png(image))
+            kept.append(values)
+    whole = np.concatenate(kept)
+    if not files:
+        np.savez(out / LATENTS, images=whole, labels=np.asarray(asked, dtype=np.int64))
+    return files, whole
+
+
+def read_class_list(given: str | None, count: int, names: list[str] | None, problems: list[str]) -> list[int]:
+    """Returns the classes that a user names: numbers, ranges and names with commas; None is all.
+
+    Args:
+        count: number of classes of the model. names: of the classes, if they are known.
+        problems: gets every part that is not a class.
+    """
+    from linnet.config import nearest
+
+    if given is None:
+        return list(range(count))
+    found: list[int] = []
+    for part in given.split(","):
+        word = part.strip()
+        start, dash, end = word.partition("-")
+        if names is not None and word in names and not word.isdigit():
+            found.append(names.index(word))
+        elif word.isdigit():
+            found.append(int(word))
+        elif dash and start.strip().isdigit() and end.strip().isdigit() and int(start) <= int(end) < 10 * count + 10:
+            found += range(int(start), int(end) + 1)
+        else:
+            known = f"; {nearest(word, names)}" if names is not None and word else ""
+            problems.append(f"--classes: {word!r} is neither a number, a range such as 0-9, nor a class{known}")
+    return found or list(range(count))
+
+
+def _option(problem: str) -> str:
+    """Returns a problem of a setting with its key as an option: guidance_channels -> --guidance-channels."""
+    key, colon, rest = problem.partition(":")
+    return f"--{key.replace('_', '-')}{colon}{rest}"
