@@ -1,12 +1,17 @@
-"""Ops without causality: one scan of additive attention against two scans of gated attention.
+"""Ops without causality: one scan of additive attention against two scans of gated attention, and MD-TPE's two forms.
 
     python benchmarks/vision_ops.py --csv                                  on a CPU: 6 heads of 64, float32, one thread
     python benchmarks/vision_ops.py --csv --tokens 196 256 1024 4096 16384 --rows 65536      on a GPU, bfloat16
 
-`one scan` is `additive_attention(causal=False)`, which sees every token in one pass; with a grid it also rotates keys
-by MD-LRPE (positions [T, 2]). `two scans` is `gated_linear_attention` through `both_ways`: directions as extra rows,
-outputs added. Calls take turns, so that a busy machine slows all alike; medians. Before anything is timed, the one scan
-is compared with its definition in float64. `--csv` puts the rows into benchmarks/results/vision_ops[-<gpu>].csv.
+`one scan` is `additive_attention(causal=False)`, which sees every token in one pass. LRPE also rotates keys, by the
+token's index, and MD-LRPE by its row and column (positions [1, T, 2]). `two scans` is `gated_linear_attention` through
+`both_ways`: directions as extra rows, outputs added. `rotation` is the rotation alone, by row and column. `tpe` is the
+position encoding of the whole width on the same grid: `product` with Toeplitz matrices of whole axes, `modal` as a
+recurrence (`linnet.ops.modal.grid`).
+
+Before anything is timed, every op but the two scans is compared with float64, gradients included, in the dtype that is
+timed and for all numbers of tokens, so also for a ragged last chunk (196 = 3 x 64 + 4). Calls take turns, so that a
+busy machine slows all alike; medians. `--csv` puts the rows into benchmarks/results/vision_ops[-<gpu>].csv.
 """
 
 import argparse
@@ -14,7 +19,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import timing
 import torch
@@ -22,8 +27,9 @@ from torch import Tensor
 
 from linnet.layers.positions.grid import Grid
 from linnet.ops.additive import additive_attention
-from linnet.ops.additive.reference import reference
 from linnet.ops.gated import gated_linear_attention
+from linnet.ops.modal.grid import modal_form, product_form
+from linnet.ops.rotation import rotate
 from linnet.ops.scans import both_ways
 
 KEYS = ("op", "tokens", "rows", "dtype", "threads")
@@ -43,10 +49,11 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     constants = timing.constants(f"python benchmarks/vision_ops.py {shlex.join(sys.argv[1:])}")
     name = f"vision_ops-{timing.short_name(constants['gpu'])}.csv" if "gpu" in constants else "vision_ops.csv"
-    check(device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    check(device, dtype, options)
     print(f"{'tokens':>7}{'batch':>6}  {'op':<24}{'forward ms':>11}{'both ms':>9}{'forward x':>11}{'both x':>8}")
     for tokens in options.tokens:
-        rows = measure(tokens, max(1, options.rows // tokens), device, options)
+        rows = measure(tokens, max(1, options.rows // tokens), device, dtype, options)
         slow = next(row for row in rows if row["op"] == "two scans")
         for row in rows:
             times = [slow[key] / row[key] for key in ("forward_ms", "both_ms")]
@@ -59,47 +66,76 @@ def main() -> None:
                 timing.update(timing.RESULTS / name, [row | constants], KEYS)
 
 
-def check(device: torch.device) -> None:
-    """Ends the program if the one scan is not what its definition says, on a ragged number of tokens."""
-    torch.manual_seed(0)
-    tokens = 7 * 28
-    q, k, v = (torch.randn(2, tokens, 2, 32, dtype=torch.float64) for _ in range(3))
-    theta, positions = torch.rand(2, 32, dtype=torch.float64), Grid((7, 28)).positions("cpu")
-    expected = reference(q, k, v, theta, positions, None, 1.0, False, None)[0]
-    given = (x.to(device, torch.float32) for x in (q, k, v))
-    found = additive_attention(
-        *given, theta=theta.to(device, torch.float32), positions=positions.to(device), causal=False
-    )[0]
-    error = ((found.double().cpu() - expected).abs().max() / expected.abs().max()).item()
-    print(f"one scan against its definition in float64: largest relative error {error:.1e}")
-    if not error < 1e-3:
-        sys.exit("the one scan is wrong on this machine; nothing was timed")
-
-
-def measure(tokens: int, batch: int, device: torch.device, options: argparse.Namespace) -> list[dict]:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+def make(tokens: int, batch: int, device: torch.device, dtype: torch.dtype, options: argparse.Namespace):
+    """Returns functions of the arguments, the arguments, and those with gradients, by the name of the op."""
     side = int(tokens**0.5)
-    sides = (side, side) if side * side == tokens else (1, tokens)
-    positions = Grid(sides).positions(device)
-    shape = (batch, tokens, options.heads, options.width)
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    decay = torch.nn.functional.logsigmoid(torch.randn(shape, device=device) + 3).requires_grad_()
-    theta = torch.rand(options.heads, options.width, device=device, requires_grad=True)
+    grid = Grid((side, tokens // side) if tokens % side == 0 else (1, tokens))
+    positions, heads, width = grid.positions(device), options.heads, options.width
+    generator = torch.Generator().manual_seed(tokens)
 
-    def two(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return both_ways(lambda *x, cu_seqlens=None: gated_linear_attention(*x)[0], q, k, v, decay)
+    def normal(*shape: int, to: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, to).requires_grad_()
 
-    ops: dict[str, Callable[..., Tensor]] = {
-        "two scans": two,
-        "one scan": lambda q, k, v: additive_attention(q, k, v, causal=False)[0],
-        "one scan, MD-LRPE": lambda q, k, v: additive_attention(
-            q, k, v, theta=theta, positions=positions, causal=False
-        )[0],
+    q, k, v = (normal(batch, tokens, heads, width) for _ in range(3))
+    gate = torch.nn.functional.logsigmoid(normal(batch, tokens, heads, width, to=torch.float32).detach() + 3)
+    theta = normal(heads, width, to=torch.float32)
+    filters = (len(grid.sides), 2, heads * width, 32)
+    x, weight = normal(batch, *grid.sides, heads * width), normal(*filters, to=torch.float32)
+    decay = (-normal(*filters, to=torch.float32).detach().exp() / 5).requires_grad_()
+
+    def two(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        return both_ways(lambda *x, cu_seqlens=None: gated_linear_attention(*x)[0], q, k, v, gate)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, theta: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        return additive_attention(q, k, v, theta=theta, positions=positions, causal=False)[0]
+
+    def modal(x: Tensor, decay: Tensor, weight: Tensor) -> Tensor:
+        return sum(modal_form(x, decay, weight, axis) for axis in range(len(grid.sides)))
+
+    def product(x: Tensor, decay: Tensor, weight: Tensor) -> Tensor:
+        return product_form(x, decay, weight, list(range(len(grid.sides))))
+
+    ops: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+        "two scans": (two, (q, k, v, gate.requires_grad_())),
+        "one scan": (attend, (q, k, v)),
+        "one scan, LRPE": (attend, (q, k, v, theta)),
+        "one scan, MD-LRPE": (lambda *given: attend(*given, positions), (q, k, v, theta)),
+        "rotation": (lambda x, theta: rotate(x, positions, theta, doubling=True), (q, theta)),
+        "tpe, modal": (modal, (x, decay, weight)),
     }
+    if max(grid.sides) <= 256:
+        ops["tpe, product"] = (product, (x, decay, weight))
+    return ops
+
+
+def check(device: torch.device, dtype: torch.dtype, options: argparse.Namespace) -> None:
+    """Ends the program if an op or its gradients are not those in float64."""
+    for tokens in options.tokens:
+        for name, (op, given) in make(tokens, 1, device, dtype, options).items():
+            if name == "two scans":
+                continue
+            found, wanted = (differentiate(op, given), differentiate(op, [x.double() for x in given]))
+            errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)]
+            print(f"{tokens:>7}  {name:<20} against float64: " + " ".join(f"{error:.1e}" for error in errors))
+            if not max(errors) < {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]:
+                sys.exit(f"{name} is wrong on this machine; nothing was timed")
+
+
+def differentiate(op: Callable[..., Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the result of an op and the gradients of a fixed function of it."""
+    given = [x.detach().requires_grad_() for x in given]
+    y = op(*given)
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device, y.dtype)
+    return [y, *torch.autograd.grad((y * weight).sum(), given)]
+
+
+def measure(tokens: int, batch: int, device: torch.device, dtype: torch.dtype, options: argparse.Namespace):
+    ops = make(tokens, batch, device, dtype, options)
     times: dict[tuple[str, bool], list[float]] = {(name, both): [] for name in ops for both in (False, True)}
     for turn in range(options.repeats + 1):
         for (name, both), found in times.items():
-            seconds = time_once(lambda op=ops[name]: op(q, k, v), both, device)
+            op, given = ops[name]
+            seconds = time_once(lambda op=op, given=given: op(*given), both, device)
             if turn:
                 found.append(seconds)
     return [
@@ -120,17 +156,20 @@ def measure(tokens: int, batch: int, device: torch.device, options: argparse.Nam
 
 
 def time_once(run: Callable[[], Tensor], backward: bool, device: torch.device) -> float:
-    """Seconds of a forward pass, or of a forward and a backward pass."""
+    """Seconds of a forward pass, or of a forward and a backward pass; on a GPU between two events of its stream."""
     with torch.set_grad_enabled(backward):
         if device.type == "cuda":
-            torch.cuda.synchronize()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
         began = time.perf_counter()
         o = run()
         if backward:
-            o.sum().backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
+            o.backward(o.detach())
+        if device.type == "cpu":
+            return time.perf_counter() - began
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
 
 
 if __name__ == "__main__":

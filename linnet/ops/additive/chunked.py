@@ -281,9 +281,13 @@ class Rotation:
         """
         if theta is None:
             return Rotation()
-        positions = (positions[..., None] if positions.ndim == 3 else spread(positions, theta.shape[1]))[:, None]
-        angle = positions.double() * theta.double()[:, None, None]
-        return Rotation(angle.cos().to(dtype), angle.sin().to(dtype), positions.to(dtype))
+        places = (positions[..., None] if positions.ndim == 3 else spread(positions, theta.shape[1]))[:, None]
+        if positions.ndim == 4 and theta.device.type == "cpu":
+            tables = _look_up(theta, positions, dtype)
+            if tables is not None:
+                return Rotation(*tables, places.to(dtype))
+        angle = places.double() * theta.double()[:, None, None]
+        return Rotation(angle.cos().to(dtype), angle.sin().to(dtype), places.to(dtype))
 
     def apply(self, x: Tensor, view=lambda x: x) -> Tensor:
         if self.cos is None:
@@ -312,6 +316,24 @@ class Rotation:
 
     def theta_gradient(self, angle: Tensor) -> Tensor:
         return (angle * self.positions).sum((0, 2, 3))
+
+
+def _look_up(theta: Tensor, positions: Tensor, dtype: torch.dtype) -> list[Tensor] | None:
+    """Cosines and sines [1 or B, H, n, C, K] for positions [1 or B, n, C, A]; None if most coordinates differ.
+
+    A grid has few coordinates per axis. On a CPU a cosine in float64 takes ten times as long as a copy.
+    """
+    first, last = (int(end) for end in positions.aminmax())
+    if 2 * (last - first + 1) > positions[..., 0].numel():
+        return None
+    K, axes = theta.shape[1], positions.shape[-1]
+    angle = torch.arange(first, last + 1, device=theta.device).double()[:, None] * theta.double()[:, None]  # [H, M, K]
+    rows, width = (positions - first).flatten(0, 2).unbind(-1), -(-K // axes)
+    tables = []
+    for table in (angle.cos().to(dtype), angle.sin().to(dtype)):
+        groups = [table[..., a * width : (a + 1) * width].index_select(1, rows[a]) for a in range(axes)]
+        tables.append(torch.cat(groups, -1).unflatten(1, positions.shape[:3]).transpose(0, 1))
+    return tables
 
 
 # Smallest P_t of the linear form.
