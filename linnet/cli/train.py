@@ -320,6 +320,7 @@ def _settings(
     """Returns the training that the command line describes."""
     from linnet import trust
     from linnet.config import ConfigError, gather, override, read_yaml
+    from linnet.data.images.problems import source_problems
     from linnet.data.problems import text_problems
     from linnet.layers.base import load_plugin
     from linnet.layers.check import check_mixers
@@ -376,8 +377,10 @@ def _settings(
             model = settings.model
             check_mixers(settings.plugins, model.options, model.d_model, model.norm, model.causal, model.axes)
     if problems:
-        if values.get("objective", "text") == "text":
+        if (objective := values.get("objective", "text")) == "text":
             problems += text_problems(values.get("data", {}), cache, values.get("seq_len"), told=problems)
+        elif objective in ("images", "diffusion"):
+            problems += source_problems(values.get("data", {}), cache, told=problems)
         raise ConfigError(problems, where)
     return settings
 

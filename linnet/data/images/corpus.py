@@ -203,8 +203,11 @@ def prepare_images(
     return open_images(folder)
 
 
-def check_images(config: ImageDataConfig, cache_dir: str | Path) -> None:
+def check_images(config: ImageDataConfig, cache_dir: str | Path, most_bytes: int | None = None) -> None:
     """Checks images without writing anything; decodes all of them unless the cache has their corpus.
+
+    Args:
+        most_bytes: images of larger sources are not decoded; None decodes all.
 
     Raises:
         ConfigError: lists all problems of the sources.
@@ -212,6 +215,9 @@ def check_images(config: ImageDataConfig, cache_dir: str | Path) -> None:
     cache = Path(cache_dir)
     skipped: list[str] = []
     train, held = _find(config, skipped)
+    size = sum(path.stat().st_size for source in [*train, *held] for path in source.files)
+    if most_bytes is not None and size > most_bytes:
+        return
     if cache.is_dir() and (folder := cache / digest(_identity(config, train, held, cache))).exists():
         open_images(folder)
     else:

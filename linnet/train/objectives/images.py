@@ -26,6 +26,8 @@ from linnet.data.images import (
     image_content,
     prepare_images,
 )
+from linnet.data.images.deit import check_deit
+from linnet.data.images.problems import in_data
 from linnet.models import VisionConfig, flops_exact
 from linnet.train.config import RunConfig, TrainingConfig
 from linnet.train.objective import Batch, Loss, RunObjective, Show
@@ -120,6 +122,8 @@ class ImageObjective(RunObjective):
                 f"model.classes: {model.classes}, but the images have {len(data.classes)} classes; set "
                 f"model.classes={len(data.classes)}"
             )
+        if config.augment.kind == "deit":
+            problems += check_deit(data.channels)
         if not len(data.validation):
             problems.append("data: has no held-out images; give data.validation or data.validation_fraction")
         return problems
@@ -239,9 +243,3 @@ def image_problems(model: Any, data: ImageCorpus) -> list[str]:
             f"model.channels={data.channels}{convert}"
         )
     return problems
-
-
-def in_data(line: str) -> str:
-    """Returns a problem of an `ImageDataConfig` with its key in a training: `data.` before keys of it."""
-    key = line.partition(":")[0].partition(".")[0]
-    return f"data.{line}" if key in ImageDataConfig.model_fields else line

@@ -9,9 +9,11 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
+from linnet.cli import app
 from linnet.config import ConfigError, parse
-from linnet.data.images import ImageDataConfig, prepare_images
+from linnet.data.images import ImageDataConfig, prepare_images, problems
 
 from .conftest import encoded
 
@@ -462,6 +464,28 @@ def test_all_problems_come_at_once(layouts, tmp_path):
     add(path / "cat" / "empty.png")
     found = problems_of(path, tmp_path / "cache")
     assert [line.partition(":")[0].rpartition("/")[2] for line in found] == ["empty.png", "convert", "size"]
+
+
+def test_images_are_checked_with_other_problems_of_a_training(layouts, tmp_path, monkeypatch):
+    path = layouts.folders()
+    add(path / "bee" / "empty.png")
+    values = {"source": str(path), "unknown": 1}
+    [line] = problems.source_problems(values, tmp_path / "cache")
+    assert "empty.png: is empty" in line and problems.source_problems(values, tmp_path / "cache", told=[line]) == []
+    assert problems.source_problems({"source": "absent"}, tmp_path / "cache")[0].startswith("data.source: 'absent'")
+    assert problems.source_problems({"source": "absent", "size": 0}, tmp_path / "cache") == []  # the caller reports it
+    monkeypatch.setattr(problems, "DECODED", 100)
+    assert problems.source_problems(values, tmp_path / "cache") == []  # large sources take too long
+    training = tmp_path / "train.yaml"
+    training.write_text(
+        "objective: images\nmodel: vit-8px\nbatch_size: 15\naugment: {mixup: 1.0}\ndata: {source: absent}"
+    )
+    result = CliRunner().invoke(app, ["train", str(training), "--out", str(tmp_path / "runs")])
+    assert result.exit_code == 2 and "batch_size: 15" in result.stderr and "data.source: 'absent'" in result.stderr
+    training.write_text("objective: images\nmodel: vit-8px\nsteps: 1\naugment: deit\nrun: {device: cpu}")
+    result = CliRunner().invoke(app, ["train", str(training), "--out", str(tmp_path / "runs")])
+    assert result.exit_code == 2 and "augment.kind: deit needs RGB" in result.stderr
+    assert not list((tmp_path / "runs").glob("[!c]*"))  # the cache, and no run
 
 
 def test_held_out_images_that_do_not_fit(layouts, tmp_path):
