@@ -46,15 +46,9 @@ VARIANTS = {
     "ablations": {
         "lightnet, own directions": {"model": "lightnet-vit-8px"},
         "shared directions": {"model": {"recipe": "lightnet-vit-8px", "options": {"tpe": {"directions": "shared"}}}},
-        "no TPE": {"model": {"recipe": "lightnet-vit-8px", "layout": "lightnet+swiglu x3"}},
+        "no TPE": {"model": {"recipe": "lightnet-vit-8px", "tpe": None}},
         "no LRPE": {"model": {"recipe": "lightnet-vit-8px", "options": {"lightnet": {"lrpe": False}}}},
-        "neither": {
-            "model": {
-                "recipe": "lightnet-vit-8px",
-                "layout": "lightnet+swiglu x3",
-                "options": {"lightnet": {"lrpe": False}},
-            }
-        },
+        "neither": {"model": {"recipe": "lightnet-vit-8px", "tpe": None, "options": {"lightnet": {"lrpe": False}}}},
     },
     "fashion": {"lightnet": {"model": "lightnet-vit-28px"}},
 }
