@@ -6,7 +6,6 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from linnet.ops.compat_torch import is_plain
 from linnet.ops.scans import ORDERS, reorder
@@ -38,8 +37,8 @@ class Grid:
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Returns the coordinates of the tokens, int32 [1, T, A], from 0; those of the prefix are 0 on all axes."""
         device = torch.device("cpu" if device is None else device)
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if capturing or not is_plain(()):  # what a compiler, a mode or a CUDA graph makes belongs to it
+        # What a compiler, a mode or a CUDA graph makes belongs to it.
+        if not is_plain(()) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return _positions(self, device)
         return _kept_positions(self, device)
 
@@ -49,7 +48,7 @@ class Grid:
         Args:
             scan: `forward`, row-major from the start; `both`, row-major from both ends; `cross`, also column-major from
                 both ends; `series`, the orders of `cross`, of which the first two and the last two are one after the
-                other (`linnet.layers.scans`).
+                other (`linnet.layers.non_causal`).
         """
         tokens = torch.arange(self.tokens)[None]
         orders = ORDERS["cross" if scan == "series" else scan]
@@ -61,11 +60,13 @@ class Grid:
 
 
 def _positions(grid: Grid, device: torch.device) -> Tensor:
-    axes = []
+    # Filled and not stacked: on the meta device, torch.stack imports torch's compiler, which takes a second.
+    places = torch.zeros(grid.tokens, len(grid.sides), dtype=torch.int32, device=device)
+    body = places[grid.prefix :].view(*grid.sides, len(grid.sides))
     for axis, side in enumerate(grid.sides):
-        own = torch.arange(side, dtype=torch.int32, device=device)
-        axes.append(own.view([-1 if other == axis else 1 for other in range(len(grid.sides))]).expand(grid.sides))
-    return F.pad(torch.stack(axes, -1).flatten(0, -2), (0, 0, grid.prefix, 0))[None]
+        shape = [-1 if other == axis else 1 for other in range(len(grid.sides))]
+        body[..., axis].copy_(torch.arange(side, dtype=torch.int32, device=device).view(shape))
+    return places[None]
 
 
 @lru_cache(64)
