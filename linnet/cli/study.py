@@ -173,7 +173,7 @@ def make_study(
     done = {path.parent.name for path in runs.glob("*/result.json")}
     print_plan(ladder, seconds, worker_slots(settings.executor, settings.devices), done, console)
     if plan:
-        if available := passes.estimate(settings.data):
+        if settings.objective == "text" and (available := passes.estimate(settings.data)):
             show_passes([run.tokens for run in ladder.runs], available, "tokens", console, about=True)
         if as_json:
             typer.echo(json.dumps([run.record() for run in ladder.runs], indent=1))
@@ -259,10 +259,10 @@ def read_shipped(name: str) -> dict:
 
 def _settings(config, mixer, architectures, budgets, workers, assignments, cache):
     """Returns the study that the command line describes."""
-    from linnet.config import ConfigError, gather, override, parse, read_yaml
+    from linnet.config import ConfigError, gather, override, read_yaml
     from linnet.data.problems import text_problems
     from linnet.layers.base import load_plugin
-    from linnet.study.config import StudyConfig
+    from linnet.study.config import read_study
     from linnet.train.config import set_wins
 
     if config is None and mixer is None:
@@ -308,12 +308,14 @@ def _settings(config, mixer, architectures, budgets, workers, assignments, cache
         values["executor"] |= {"workers": workers}
     settings = None
     with gather(problems):
-        settings = parse(StudyConfig, values, "study")
+        settings = read_study(values)
     if settings and settings.plugins:
         with gather(problems):
             _check_mixers(settings)
     if problems:
-        problems += text_problems(values.get("data", {}), cache, values.get("seq_len"), told=problems)
+        train = values.get("train")
+        if not isinstance(train, dict) or train.get("objective", "text") == "text":
+            problems += text_problems(values.get("data", {}), cache, values.get("seq_len"), told=problems)
         raise ConfigError(problems, str(config or "study"))
     return settings
 
@@ -348,7 +350,7 @@ def _check_mixers(settings) -> None:
     rungs = ((a, size) for a in settings.architectures for size in a.sizes or settings.sizes)
     while left and (rung := next(rungs, None)):
         with contextlib.suppress(ValueError):
-            model = make_model(*rung, vocab_size=256)
+            model = make_model(*rung, settings.base(256))
             found = [left.pop(name) for name in model.options if name in left]
             with gather(problems):
                 check_mixers(found, model.options, model.d_model, model.norm, model.causal, model.axes)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from linnet.study.ladder import Plan, PlannedRun
+from linnet.study.ladder import Plan, PlannedRun, find_units
 from linnet.study.progress import count, duration
 from linnet.study.timing import wall_seconds
 
@@ -18,12 +18,12 @@ def print_plan(
     plan: Plan, seconds: dict[str, float] | None, workers: int, done: Container[str], console: Console
 ) -> None:
     """Prints a row per architecture and budget: sizes, steps, tokens (or FLOPs) and time; then the remaining cost."""
-    by_tokens = bool(plan.config.tokens)
+    by_tokens, units = bool(plan.config.tokens), find_units(plan.config)
     console.print(f"study {plan.config.name}", highlight=False, markup=False, style="bold")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("architecture", "tokens" if by_tokens else "FLOPs", "runs", "parameters", "steps"):
+    for heading in ("architecture", units if by_tokens else "FLOPs", "runs", "parameters", "steps"):
         table.add_column(heading, justify="left" if heading == "architecture" else "right", no_wrap=True)
-    table.add_column("FLOPs" if by_tokens else "tokens", justify="right", no_wrap=True)
+    table.add_column("FLOPs" if by_tokens else units, justify="right", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
     groups: dict[tuple, list[PlannedRun]] = {}
     for run in plan.runs:

@@ -133,14 +133,16 @@ def columns_for(panels: int) -> int:
 
 def run_row(row) -> dict:
     """What hovering over a run shows, written out. `row` is a row of the study's table."""
-    per_byte = units.significant(row["bits_per_byte"], 4)
+    score = f"{units.significant(row['bits_per_byte'], 4)} bits per byte"
+    if row.get("accuracy", math.nan) == row.get("accuracy", math.nan):  # not NaN: a run over images
+        score = f"accuracy {row['accuracy']:.1%}"
     return {
         "run": row["run"],
         "architecture": row["architecture"],
         "N": f"{units.count(row['params_non_embedding'])} ({units.count(row['params_total'])} with embeddings)",
         "D": f"{units.count(row['tokens'])} tokens",
         "C": units.flops(row["flops"]),
-        "loss": f"{units.loss(row['loss'])} nats per token, {per_byte} bits per byte",
+        "loss": f"{units.loss(row['loss'])} nats per token, {score}",
         "state": units.size(row["state_bytes"]) + " a sequence",
         "time": units.duration(row["seconds"]),
         "folder": row["path"] if isinstance(row["path"], str) else units.MISSING,

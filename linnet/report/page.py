@@ -1,5 +1,6 @@
 """The report of a study: the content of its page."""
 
+import json
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -56,13 +57,29 @@ def write_report(
     series = downstream.read_series(study, bootstrap)
     for line in downstream.lines(series) if tell is not None else ():
         tell(line)
-    figures = draw(study), downstream_figures.draw(study, series)
+    figures = tuple(_in_units(study, part) for part in (draw(study), downstream_figures.draw(study, series)))
     sections, unsupported = further.read(study, bootstrap) if laws else ([], {})
+    sections = [(law, figure and _in_units(study, [figure])[0]) for law, figure in sections]
     for figure in [*figures[0], *figures[1], *(figure for _, figure in sections if figure is not None)]:
         shell.write_pictures(page.parent, figure)
     section = further.parts(study, sections, unsupported, command)
     write_atomic(page, _page(study, series, figures, section, page.parent, command))
     return page
+
+
+def _in_units(study: Study, figures: list[Figure]) -> list[Figure]:
+    """Returns figures with the words of the study's units."""
+    if study.units == "tokens":
+        return figures
+    return [
+        Figure(
+            figure.name,
+            study.in_units(figure.title),
+            study.in_units(figure.caption),
+            json.loads(study.in_units(json.dumps(figure.spec))),
+        )
+        for figure in figures
+    ]
 
 
 def _page(
@@ -88,6 +105,7 @@ def _page(
         *_runs(study, folder),
         *_making(study, command),
     ]
+    parts = [study.in_units(part) for part in parts]
     return shell.document(f"{'Scaling laws' if study.planned else 'Runs'}: {study.name}", parts)
 
 

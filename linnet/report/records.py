@@ -9,6 +9,7 @@ Or any folder of run folders, whose table is made here.
 
 import contextlib
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +19,13 @@ from linnet import provenance
 from linnet.config import ConfigError, read_yaml
 from linnet.runs import RunFolder
 from linnet.runs.record import curve_rows
-from linnet.study.collect import COLUMNS, read_plan
+from linnet.study.collect import COLUMNS, IMAGE_COLUMNS, read_plan
 from linnet.study.describe import TEXTS, complete, describe
 from linnet.study.fit import ArchitectureFit, Crossing, StudyFit, fit_study, load_study
 
+_TOKEN = re.compile(r"(?<![\w-])token(s?)(?![\w-])")
 CURVE_BINS = 40  # points of a training curve that are drawn
+IMAGES = IMAGE_COLUMNS["tokens"]
 REQUIRED = ("run", "architecture", "params_non_embedding", "tokens", "flops", "loss")
 
 
@@ -33,11 +36,13 @@ class Study:
     Attributes:
         folder: where it is.
         config: study.yaml as a plain mapping, empty when there is none.
-        table: DataFrame of all rows with the columns `COLUMNS`; `usable` marks runs that ended with a finite loss.
+        table: DataFrame of all rows with the columns `COLUMNS`; `usable` marks runs that ended with a finite loss. For
+            images the columns of tokens count images, and there is a column `accuracy`.
         curves: DataFrame (run, architecture, params_non_embedding, tokens, flops, loss), thinned for drawing.
         planned: whether it is a study, not just a folder of runs.
         fit: the laws of all architectures, or None where the table could not be fitted.
         problems: sentences about parts of the report that could not be made.
+        units: what the data are counted in: tokens or images.
     """
 
     folder: Path
@@ -47,6 +52,13 @@ class Study:
     planned: bool = True
     fit: StudyFit | None = None
     problems: list[str] = field(default_factory=list)
+    units: str = "tokens"
+
+    def in_units(self, text: str) -> str:
+        """Returns text that was written for a study of texts in the units of this one: "nats per image"."""
+        if self.units == "tokens":
+            return text
+        return _TOKEN.sub(lambda found: self.units[: len(self.units) - (found[1] == "")], text)
 
     @property
     def name(self) -> str:
@@ -124,11 +136,12 @@ def read_study(
     config = read_yaml(folder / "study.yaml") if (folder / "study.yaml").is_file() else {}
     runs = [] if (folder / "table.csv").is_file() else _rows_of_runs(folder)
     if runs:
-        study = Study(folder, config, check_table(runs), None, planned=False)
+        units = "images" if all(IMAGES in row for row in runs) else "tokens"
+        study = Study(folder, config, check_table(runs), None, planned=False, units=units)
         study.curves = _read_curves(study)
         return study
-    table = _read_table(folder / "table.csv", folder)
-    study = Study(folder, config, table, None)
+    table, units = _read_table(folder / "table.csv", folder)
+    study = Study(folder, config, table, None, units=units)
     planned = _planned(folder)
     if planned > len(table):
         missing = planned - len(table)
@@ -170,7 +183,8 @@ def _read_table(path: Path, folder: Path):
         table = pd.read_csv(path)
     except (ValueError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: not a CSV table ({' '.join(str(error).split())})"], "report") from None
-    missing = [name for name in REQUIRED if name not in table]
+    units = IMAGES if IMAGES in table else "tokens"
+    missing = [name for name in REQUIRED if name not in table and (name, units) != ("tokens", IMAGES)]
     if missing:
         problems = [f"{path}: column {name!r} is not there; linnet study writes it" for name in missing]
         raise ConfigError(problems, "report")
@@ -178,7 +192,7 @@ def _read_table(path: Path, folder: Path):
         raise ConfigError([f"{path}: no rows; wait for the first run of linnet study to end"], "report")
     rows = table.to_dict("records")
     complete(rows, folder)  # a table of an earlier release lacks the columns that follow from the configurations
-    return check_table(rows)
+    return check_table(rows), units
 
 
 def _rows_of_runs(folder: Path) -> list[dict[str, Any]]:
@@ -201,7 +215,7 @@ def _rows_of_runs(folder: Path) -> list[dict[str, Any]]:
 
                 with contextlib.suppress(ConfigError):  # the run is shown even if its model cannot be read
                     row["params_total"], row["params_non_embedding"] = count_parameters(read_config(run))
-            row |= {name: result[name] for name in COLUMNS if name in result}
+            row |= {name: result[name] for name in (*COLUMNS, *IMAGE_COLUMNS.values()) if name in result}
             rows.append(row | describe(run, row.get("flops")))
         except ConfigError as error:
             problems += error.problems
@@ -214,9 +228,11 @@ def check_table(rows):
     """Rows as the table of a study, with `usable`."""
     import pandas as pd
 
-    table = pd.DataFrame(rows).reindex(columns=list(COLUMNS))
+    same = {own: name for name, own in IMAGE_COLUMNS.items() if own != "accuracy"}
+    renamed = [{same.get(name, name): value for name, value in row.items()} for row in rows]
+    table = pd.DataFrame(renamed).reindex(columns=[*COLUMNS, "accuracy"])
     texts = ("run", "architecture", "status", "path", *TEXTS)
-    for name in COLUMNS:
+    for name in table:
         if name not in texts:
             table[name] = pd.to_numeric(table[name], errors="coerce")
     table["status"] = table["status"].astype(object).fillna("done")
@@ -238,7 +254,7 @@ def _read_curves(study: Study):
             study.problems.append(f"the training curve of {run['run']} is left out: {problem}")
         metrics = curve_rows(RunFolder(path).metrics()) if path is not None and not problem else []
         points = [
-            (row["tokens"], row["flops"], row["loss"])
+            (row["tokens"] if "tokens" in row else row[IMAGES], row["flops"], row["loss"])
             for row in metrics
             if isinstance(row.get("loss"), int | float) and math.isfinite(row["loss"]) and row.get("flops", 0) > 0
         ]

@@ -207,12 +207,14 @@ RUN_COLUMNS = (
 
 def run_table(study: Study, page_folder: Path) -> str:
     """Every run with its numbers; each row can be pointed at by `#run-<name>`."""
-    titles = "".join(f'<th class="n">{title}</th>' for _, title, _ in RUN_COLUMNS)
+    accuracy = ("accuracy", "Accuracy", units.percent)
+    columns = [accuracy if one[0] == "bits_per_byte" and study.units == "images" else one for one in RUN_COLUMNS]
+    titles = "".join(f'<th class="n">{title}</th>' for _, title, _ in columns)
     rows = []
     for _, row in study.table.iterrows():
         swatch = shell.swatch(study.architectures, row["architecture"])
         cells = [f"<td>{_link(study, row, page_folder)}</td><td>{swatch}</td>"]
-        for name, _, shown in RUN_COLUMNS:
+        for name, _, shown in columns:
             exact = "" if math.isnan(row[name]) else f"{row[name]:.10g}"
             cells.append(f'<td class="n" data-v="{exact}" title="{exact}">{shown(row[name])}</td>')
         kind = "" if row["usable"] else ' class="bad"'

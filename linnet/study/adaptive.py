@@ -238,7 +238,9 @@ def _shapes(config: StudyConfig, architecture: Architecture) -> list[Rung]:
     shapes: list[Rung] = []
     unusable: list[str] = []
     for size in {size.model_dump_json(): size for size in sizes if size.d_model != 0}.values():
-        shapes += make_rungs([architecture.model_copy(update={"sizes": [size]})], None, config.init_std, 256, unusable)
+        shapes += make_rungs(
+            [architecture.model_copy(update={"sizes": [size]})], None, config.init_std, config.base(256), unusable
+        )
     return shapes
 
 

@@ -1,13 +1,15 @@
 """Architectures and sizes of a study, and the model of each pair."""
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from linnet.config import Config, ConfigError
 from linnet.layers.base import CHANNELS, MIXERS, load_plugin
-from linnet.models import ModelConfig, family
+from linnet.models import KINDS, StackConfig, family
 from linnet.models.layout import parse_stack, written
 from linnet.models.recipes.registry import default_heads
 from linnet.models.stack import AliasField, as_aliases, repeated
@@ -171,24 +173,46 @@ class Architecture(Config):
         return self
 
 
-Rung = tuple[Architecture, Size, ModelConfig]
+Rung = tuple[Architecture, Size, StackConfig]
+
+
+@dataclass(frozen=True)
+class Base:
+    """What all models of a study share.
+
+    Attributes:
+        kind: their kind (`linnet.models.KINDS`).
+        keys: keys of each beside its shape: the vocabulary of language models, size and classes of images.
+    """
+
+    kind: str
+    keys: Mapping[str, Any]
+
+    @classmethod
+    def text(cls, vocab_size: int) -> "Base":
+        return cls("causal_lm", {"vocab_size": vocab_size})
 
 
 def make_rungs(
     architectures: Iterable[Architecture],
     sizes: Sizes | None,
-    init_std: InitStd,
-    vocab_size: int,
+    init_std: InitStd | None,
+    base: Base,
     problems: list[str],
 ) -> list[Rung]:
-    """Returns the models of every architecture at every size. Appends the reasons for invalid ones to `problems`."""
+    """Returns the models of every architecture at every size. Appends the reasons for invalid ones to `problems`.
+
+    Args:
+        init_std: of all models; None keeps that of each family.
+    """
     rungs, wrong = [], []
     for architecture in architectures:
         for size in architecture.sizes or sizes:
             try:
-                model = make_model(architecture, size, vocab_size)
-                std = init_std.at(model.d_model)
-                rungs.append((architecture, size, model.model_copy(update={"init_std": std})))
+                model = make_model(architecture, size, base)
+                if init_std is not None:
+                    model = model.model_copy(update={"init_std": init_std.at(model.d_model)})
+                rungs.append((architecture, size, model))
             except ValueError as error:
                 wrong += [(architecture.name, size.label, line) for line in _lines(error)]
     problems += _by_architecture(wrong)
@@ -203,21 +227,23 @@ def _by_architecture(wrong: list[tuple[str, str, str]]) -> list[str]:
     return [f"architectures.{name} {', '.join(found)}: {line}" for (name, line), found in sizes.items()]
 
 
-def make_model(architecture: Architecture, size: Size, vocab_size: int) -> ModelConfig:
+def make_model(architecture: Architecture, size: Size, base: Base) -> StackConfig:
     """Returns the model of an architecture at a size.
 
     Raises:
         ValueError: unknown family, recipe or layer, or a shape that a layer refuses. Includes `ConfigError`.
     """
+    kind, name = KINDS[base.kind].config, architecture.family or architecture.name
     if architecture.layout is not None:
-        model = _from_layout(architecture, size, vocab_size)
+        model = _from_layout(architecture, size, base)
     elif size.recipe is not None:
-        model = ModelConfig.model_validate(
-            {"recipe": f"{architecture.family or architecture.name}-{size.recipe}", "vocab_size": vocab_size}
-        )
+        model = kind.model_validate({"recipe": f"{name}-{size.recipe}", **base.keys})
     else:
-        build = family(architecture.family or architecture.name)
-        model = build(size.d_model, size.num_layers, size.num_heads or 0, size.inner or 0, vocab_size=vocab_size)
+        build = family(name, base.kind)
+        taken = {key: base.keys[key] for key in inspect.signature(build).parameters if key in base.keys}
+        model = build(size.d_model, size.num_layers, size.num_heads or 0, size.inner or 0, **taken)
+        if others := {key: value for key, value in base.keys.items() if key not in taken}:
+            model = kind.model_validate(model.model_dump() | others)
     if not architecture.options:
         return model
     values = model.model_dump()
@@ -227,10 +253,10 @@ def make_model(architecture: Architecture, size: Size, vocab_size: int) -> Model
         if layer in cut_away:  # the pattern contains this layer, but only beyond this depth
             continue
         values["options"][layer] = values["options"].get(layer, {}) | options
-    return ModelConfig.model_validate(values)
+    return kind.model_validate(values)
 
 
-def _from_layout(architecture: Architecture, size: Size, vocab_size: int) -> ModelConfig:
+def _from_layout(architecture: Architecture, size: Size, base: Base) -> StackConfig:
     """Returns the pattern of an architecture, repeated and cut at `size.num_layers` (paper 004, section 3)."""
     if size.recipe is not None:
         raise ValueError(f"size {size.recipe!r} has no shape, which a layout needs; write [d_model, num_layers]")
@@ -243,7 +269,8 @@ def _from_layout(architecture: Architecture, size: Size, vocab_size: int) -> Mod
             options[name] = {"num_heads": size.num_heads or default_heads(size.d_model)}
         if "inner" in fields and size.inner:
             options.setdefault(name, {})["inner"] = size.inner
-    return ModelConfig(d_model=size.d_model, layout=layout, aliases=aliases, vocab_size=vocab_size, options=options)
+    kind = KINDS[base.kind].config
+    return kind(d_model=size.d_model, layout=layout, aliases=aliases, options=options, **base.keys)
 
 
 def _pattern(architecture: Architecture) -> tuple[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ COLUMNS = (
     "status",
     "path",
 )
+IMAGE_COLUMNS = {"tokens": "images", "bits_per_byte": "accuracy", "unique_tokens": "unique_images"}
+"""Columns of a study of texts -> those that a study of images has in their place."""
 _FROM_RESULT = ("tokens", "flops", "flops_paper", "loss", "bits_per_byte", "state_bytes", "unique_tokens", "seconds")
 
 
@@ -51,7 +54,7 @@ def collect(folder: str | Path) -> list[dict[str, Any]]:
         path = folder / RUNS / planned["run"]
         if not path.is_dir():
             continue
-        row = dict.fromkeys(COLUMNS)
+        row = dict.fromkeys(columns(planned.get("units", "tokens")))
         row |= {key: planned[key] for key in ("run", "architecture", "budget", "params_non_embedding", "params_total")}
         row["path"] = f"{RUNS}/{planned['run']}"
         run = RunFolder(path)
@@ -61,7 +64,7 @@ def collect(folder: str | Path) -> list[dict[str, Any]]:
             except ConfigError as error:
                 problems += error.problems
                 continue
-            row |= {key: result.get(key) for key in _FROM_RESULT}
+            row |= {key: result.get(key) for key in columns(planned.get("units", "tokens"), _FROM_RESULT)}
             row["status"] = result["status"]
         else:
             row["status"] = "failed" if run.error() is not None else "unfinished"
@@ -72,6 +75,11 @@ def collect(folder: str | Path) -> list[dict[str, Any]]:
     rows.sort(key=lambda row: (row["architecture"], row["budget"], row["params_non_embedding"], row["run"]))
     write_atomic(folder / TABLE, as_csv(rows))
     return rows
+
+
+def columns(units: str, names: Sequence[str] = COLUMNS) -> list[str]:
+    """Returns the columns of a study whose data are counted in `units`, in place of those of texts."""
+    return [IMAGE_COLUMNS.get(name, name) for name in names] if units == "images" else list(names)
 
 
 def read_plan(folder: Path) -> list[dict[str, Any]]:
@@ -87,7 +95,7 @@ def read_plan(folder: Path) -> list[dict[str, Any]]:
 def as_csv(rows: list[dict[str, Any]]) -> str:
     """Returns rows as CSV text in full precision. Values that are None or not finite become empty cells."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, list(rows[0]) if rows else COLUMNS, lineterminator="\n")
     writer.writeheader()
     for row in rows:
         finite = {key: "" if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}

@@ -6,7 +6,7 @@ has a minimum. With `tokens` instead of `budgets`, every size trains on the same
 section 3.3, and the optimum is read from the envelope of the training curves.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +14,12 @@ from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, fi
 
 from linnet.config import Config, ConfigError, nearest, parse, read_yaml
 from linnet.data import DataConfig
-from linnet.models import ModelConfig
+from linnet.data.images import ImageDataConfig
+from linnet.models import StackConfig
 from linnet.parallel.config import ParallelConfig
 from linnet.study.architectures import (
     Architecture,
+    Base,
     InitStd,
     LearningRate,
     Rate,
@@ -129,6 +131,23 @@ class StudyConfig(Config):
         """Number of devices that one run takes, from `train.parallel`."""
         return ParallelConfig.model_validate(self.train.get("parallel") or {}).devices
 
+    @property
+    def objective(self) -> str:
+        """The training objective of all runs."""
+        return self.train.get("objective", "text")
+
+    def base(self, vocab_size: int) -> Base:
+        """Returns what all models share.
+
+        Args:
+            vocab_size: of the tokenizer, where there is one.
+        """
+        return Base.text(vocab_size)
+
+    def row_length(self, architecture: Architecture) -> int | None:
+        """Returns the tokens of a row of an architecture's runs; None where data are not counted in tokens."""
+        return architecture.seq_len or self.seq_len
+
     @classmethod
     def extra_problems(cls, values: Any) -> list[str]:
         """Returns the problems of architectures, sizes, plugins and `train`, for a configuration that has others too.
@@ -137,14 +156,14 @@ class StudyConfig(Config):
         """
         if not isinstance(values, dict):
             return []
-        part = {key: values[key] for key in ("architectures", "sizes", "plugins") if key in values}
+        part = {key: values[key] for key in ("architectures", "sizes", "plugins", "model") if key in values}
         try:
             config = cls.model_validate({"name": "study", "budgets": [1.0], **part})
         except ValidationError:
             return []
         problems: list[str] = []
         load_plugins(config.plugins, problems)
-        rungs = make_rungs(config.architectures, config.sizes, config.init_std, 256, problems)
+        rungs = make_rungs(config.architectures, config.sizes, config.init_std, config.base(256), problems)
         return problems + (_train_problems(values.get("train"), rungs[0][2]) if rungs else [])
 
     # Pydantic validates fields in the order above, so a validator can read the fields before its own.
@@ -212,6 +231,61 @@ class StudyConfig(Config):
         return self.budgets or self.tokens
 
 
+class ImageStudyConfig(StudyConfig):
+    """A ladder of image classifiers: `train.objective: images`.
+
+    FLOPs, budgets and laws are those of a study of texts, with images in place of tokens and the cross-entropy in nats
+    per image as the loss.
+
+    Attributes:
+        data: the images, as in a training configuration.
+        model: keys of every model beside its shape: `image_size`, `patch`, `channels`, `classes`, and others.
+        init_std: as in a study of texts; null keeps that of each family.
+    """
+
+    data: ImageDataConfig = ImageDataConfig()
+    model: dict[str, Any] = {}
+    init_std: Std | None = None
+    seq_len: int = Field(1, exclude=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _images_per_run(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        named = [one for one in values.get("architectures") or [] if isinstance(one, Mapping)]
+        if "seq_len" in values or any(one.get("seq_len") is not None for one in named):
+            raise ValueError("seq_len: images have no length in tokens; leave it out")
+        if "images" in values and "tokens" in values:
+            raise ValueError("images and tokens are both given; give `images`, the number of images per run")
+        return {"tokens" if key == "images" else key: value for key, value in values.items()}
+
+    def base(self, vocab_size: int) -> Base:
+        return Base("classifier", self.model)
+
+    def row_length(self, architecture: Architecture) -> int | None:
+        return None
+
+
+def study_class(values: Any) -> type[StudyConfig]:
+    """Returns the class of the study that plain values describe; `train.objective` names it, without it text.
+
+    Raises:
+        ConfigError: there are no studies with this objective.
+    """
+    train = values.get("train") if isinstance(values, Mapping) else None
+    objective = train.get("objective", "text") if isinstance(train, Mapping) else "text"
+    found = {"text": StudyConfig, "images": ImageStudyConfig}
+    if not isinstance(objective, str) or objective not in found:
+        raise ConfigError([f"train.objective: {objective!r} has no studies; {nearest(str(objective), found)}"], "study")
+    return found[objective]
+
+
+def read_study(values: Mapping[str, Any], where: str = "study") -> StudyConfig:
+    """Returns the study that plain values describe. Raises ConfigError that lists all problems."""
+    return parse(study_class(values), values, where)
+
+
 SET_BY_THE_LADDER = {
     "name": "the study names its runs",
     "architecture": "set `architectures`",
@@ -221,6 +295,7 @@ SET_BY_THE_LADDER = {
     "batch_size": "set `batch_size` of the study",
     "steps": "set `budgets`, or `tokens`",
     "tokens": "set `tokens` of the study",
+    "epochs": "set `budgets`, or the data per run, of the study",
     "seed": "set `seeds`",
     "curve_every": "set `curve_points` of the study",
     "plugins": "set `plugins` of the study",
@@ -229,7 +304,7 @@ SET_BY_THE_LADDER = {
 """Keys of a training that a study sets itself, and where."""
 
 
-def _train_problems(train: Any, model: ModelConfig) -> list[str]:
+def _train_problems(train: Any, model: StackConfig) -> list[str]:
     """Returns the problems of the keys under `train`, with their full names."""
     if not isinstance(train, dict):
         return []  # reported as a wrong type

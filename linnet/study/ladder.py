@@ -11,9 +11,10 @@ from typing import Any
 
 from linnet.config import ConfigError, gather
 from linnet.data import DataConfig, given_vocabulary
+from linnet.data.images import image_content
 from linnet.data.problems import text_problems
 from linnet.data.sources import find_files
-from linnet.models import ModelConfig, count_parameters, flops_exact
+from linnet.models import StackConfig, count_parameters, flops_exact
 from linnet.study.architectures import Architecture, load_plugins, make_rungs
 from linnet.study.config import SET_BY_THE_LADDER, StudyConfig, fixed_keys
 from linnet.train import TrainingConfig, read_training, resolve
@@ -21,7 +22,7 @@ from linnet.train.config import moved
 from linnet.train.identity import contents_of, find, name_of
 from linnet.train.loggers import check_loggers
 from linnet.train.objective import Data
-from linnet.train.objectives import find_objective
+from linnet.train.objectives import OBJECTIVES, find_objective
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class PlannedRun:
         run: name of the run folder.
         budget: planned training FLOPs. `flops` are the FLOPs of the whole number of steps.
         size: label of the size, such as `64x3` (`Size.label`).
+        seq_len: tokens per row; None for images.
+        tokens: tokens, or images, that the run reads.
     """
 
     run: str
@@ -39,7 +42,7 @@ class PlannedRun:
     budget: float
     size: str
     seed: int
-    seq_len: int
+    seq_len: int | None
     batch_size: int
     steps: int
     tokens: int
@@ -51,7 +54,13 @@ class PlannedRun:
 
     def record(self) -> dict[str, Any]:
         """Returns everything except the training configuration, for plan.json."""
-        return {key: value for key, value in self.__dict__.items() if key != "train"}
+        found = {key: value for key, value in self.__dict__.items() if key != "train"}
+        return found if self.units == "tokens" else found | {"units": self.units}
+
+    @property
+    def units(self) -> str:
+        """What `tokens` counts: tokens or images."""
+        return find_objective(self.train).units
 
 
 @dataclass(frozen=True)
@@ -120,20 +129,24 @@ def plan(
     """
     problems: list[str] = []
     plugins = load_plugins(config.plugins, problems)
-    vocab_size = _vocab_size(config.data, problems)
-    lengths = sorted({architecture.seq_len or config.seq_len for architecture in config.architectures})
-    if check_data and cache is not None:
+    lengths = sorted({length for one in config.architectures if (length := config.row_length(one))})
+    base = config.base(_vocab_size(config.data, problems) if isinstance(config.data, DataConfig) else 0)
+    if not isinstance(config.data, DataConfig):
+        if check_data:
+            with gather(problems):
+                image_content(config.data, cache)
+    elif check_data and cache is not None:
         problems += text_problems(config.data.model_dump(mode="json"), cache, lengths[-1], told=problems)
     elif check_data:
         for key in ("source", "validation"):
             if names := getattr(config.data, key):
                 find_files(names, f"data.{key}", problems, [])
-    rungs = make_rungs(config.architectures, config.sizes, config.init_std, vocab_size, problems)
+    rungs = make_rungs(config.architectures, config.sizes, config.init_std, base, problems)
     named = {architecture.name: architecture for architecture in config.architectures}
     extra = []
     for point in config.points:
         alone = named[point.architecture].model_copy(update={"sizes": [point.size]})
-        extra += make_rungs([alone], None, config.init_std, vocab_size, problems)
+        extra += make_rungs([alone], None, config.init_std, base, problems)
     problems += fixed_keys(config.train)
     train = moved(config.train, prefix="train.")
     train = {key: value for key, value in train.items() if key not in SET_BY_THE_LADDER}
@@ -200,25 +213,27 @@ def evaluation_problems(train: TrainingConfig, lengths: Iterable[int], data: Dat
         data: the prepared data, or None. Without data, only the problems that do not depend on them are found.
     """
     problems: list[str] = []
-    for seq_len in lengths:
+    runs = [train.model_copy(update={"seq_len": length}) for length in lengths] or [train]
+    for one in runs:
         with gather(problems):
-            find_objective(train).check_evaluations(train.model_copy(update={"seq_len": seq_len}), data)
+            find_objective(one).check_evaluations(one, data)
     return [f"train.{line}" for line in dict.fromkeys(problems)]
 
 
-def numbers(config: StudyConfig, architecture: Architecture, model: ModelConfig, batch_size: int, target: float):
-    """Returns the numbers of a run: steps, tokens, FLOPs, parameters, learning rate."""
-    seq_len = architecture.seq_len or config.seq_len
+def numbers(config: StudyConfig, architecture: Architecture, model: StackConfig, batch_size: int, target: float):
+    """Returns the numbers of a run: steps, tokens (or images), FLOPs, parameters, learning rate."""
+    seq_len = config.row_length(architecture)
+    units = batch_size * (seq_len or 1)
     per_step = flops_exact(model, seq_len, batch_size)
     total, non_embedding = count_parameters(model)
-    steps = round(target / (per_step if config.budgets else batch_size * seq_len))
+    steps = round(target / (per_step if config.budgets else units))
     rate = architecture.learning_rate or config.learning_rate
     return {
         "budget": target if config.budgets else steps * per_step,
         "seq_len": seq_len,
         "batch_size": batch_size,
         "steps": steps,
-        "tokens": steps * batch_size * seq_len,
+        "tokens": steps * units,
         "flops": steps * per_step,
         "params_total": total,
         "params_non_embedding": non_embedding,
@@ -232,7 +247,7 @@ def _reason(config: StudyConfig, values: dict[str, Any]) -> str:
     if values["steps"] < config.minimum_steps:
         return f"fewer than {config.minimum_steps} steps"
     if not bounds.low <= ratio <= bounds.high:
-        return f"tokens per parameter outside [{bounds.low:g}, {bounds.high:g}]"
+        return f"{find_units(config)} per parameter outside [{bounds.low:g}, {bounds.high:g}]"
     return ""
 
 
@@ -259,13 +274,18 @@ def _train_values(config, train, architecture, size, model, batch_size, steps, s
         "architecture": architecture.name,
         "model": model.model_dump(mode="json"),
         "data": config.data.model_dump(mode="json"),
-        "seq_len": architecture.seq_len or config.seq_len,
+        **({} if (length := config.row_length(architecture)) is None else {"seq_len": length}),
         "batch_size": batch_size,
         "steps": steps,
         "seed": seed,
         "plugins": plugins,
         "optimizer": {"learning_rate": rate, **optimizer} if isinstance(optimizer, dict) else optimizer,
     }
+
+
+def find_units(config: StudyConfig) -> str:
+    """Returns the unit in which the data of a study are counted: tokens or images."""
+    return OBJECTIVES[config.objective].units
 
 
 def _vocab_size(data: DataConfig, problems: list[str]) -> int:

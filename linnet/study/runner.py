@@ -217,10 +217,15 @@ def _line(run: PlannedRun, outcome: Outcome, root: Path) -> str:
     result = RunFolder(root / run.run).result()
     if outcome.status == "diverged":
         return f"{head}  [red]diverged[/] at step {result.get('steps', '?')} of {run.steps}"
-    loss, bits = result.get("loss"), result.get("bits_per_byte")  # None if not finite
+    objective = find_objective(run.train)
+    scores = [
+        f"{'?' if (value := result.get(key)) is None else f'{value:.3f}'} {words.replace(' per ', '/')}  "
+        for key, words in objective.SCORES.items()
+    ]
+    loss = result.get("loss")  # None if not finite
     return (
-        f"{head}  {count(run.tokens):>6} tokens  loss {'?' if loss is None else f'{loss:.4f}'}  "
-        f"{'?' if bits is None else f'{bits:.3f}'} bits/byte  {duration(outcome.seconds)}"
+        f"{head}  {count(run.tokens):>6} {objective.units}  loss {'?' if loss is None else f'{loss:.4f}'}  "
+        f"{''.join(scores)}{duration(outcome.seconds)}"
     )
 
 

@@ -7,10 +7,11 @@ costs differ between architectures, so each architecture has its own line.
 import heapq
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from linnet.models import ModelConfig, build_model
+from linnet.models import build, kind_of
 from linnet.study.executors import worker_threads
 from linnet.study.ladder import Plan, PlannedRun
 from linnet.train.device import choose
@@ -86,17 +87,22 @@ def _line(runs: list[PlannedRun]) -> tuple[float, float] | None:
 
 
 def _seconds_per_step(run: PlannedRun) -> float:
-    """Returns the seconds of the fastest of a few steps (forward, backward, AdamW) of a model on random tokens."""
+    """Returns the seconds of the fastest of a few steps (forward, backward, AdamW) of a model on random data."""
     device = choose("auto")
-    config: ModelConfig = run.train.model
-    model = build_model(config, device=device)
+    config: Any = run.train.model
+    model = build(kind_of(config).name, config, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.randint(config.vocab_size, (run.batch_size, run.seq_len), device=device)
+    if run.seq_len is None:
+        shape = (run.batch_size, config.channels, config.image_size, config.image_size)
+        batch = (torch.rand(shape, device=device), torch.randint(config.classes, (run.batch_size,), device=device))
+    else:
+        tokens = torch.randint(config.vocab_size, (run.batch_size, run.seq_len), device=device)
+        batch = (tokens, tokens)
     times = []
     for _ in range(1 + TIMED_STEPS):
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss, count = model.loss(tokens, tokens)
+            loss, count = model.loss(*batch)
         (loss / count).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -20,6 +20,8 @@ BYTES_PER_TOKEN = 4.0
 def line(tokens: Sequence[int], available: float, units: str, about: bool = False) -> tuple[str, bool]:
     """Returns a sentence about the passes of one or several trainings, and whether it is a warning.
 
+    Only text is warned about: trainings on images are meant to read them many times.
+
     Args:
         tokens: units that each training reads.
         available: units of one pass.
@@ -30,7 +32,7 @@ def line(tokens: Sequence[int], available: float, units: str, about: bool = Fals
     shown = f"{passes[0]:.2g}" if f"{passes[0]:.2g}" == f"{passes[-1]:.2g}" else f"{passes[0]:.2g} to {passes[-1]:.2g}"
     size = f"{'about ' if about else ''}{available:,.0f} {units}"
     text = f"passes over the training data ({size}): {shown}" + (" per run" if len(passes) > 1 else "")
-    many = sum(one > MOST for one in passes)
+    many = sum(one > MOST for one in passes) if units == "tokens" else 0  # images are read for hundreds of passes
     if many:
         whose = f"; {many} of {len(passes)} runs read them more than {MOST:g} times" if len(passes) > 1 else ""
         text += f"{whose}; past {MOST:g} passes, repeated data are worth much less than new data: use more text"

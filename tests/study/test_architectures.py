@@ -4,14 +4,14 @@ import pytest
 
 from linnet.config import ConfigError, parse
 from linnet.study import StudyConfig
-from linnet.study.architectures import Architecture, Size, make_model
+from linnet.study.architectures import Architecture, Base, Size, make_model
 
 LOCAL = {"layer": "attention+swiglu", "options": {"attention": {"window": 8}}}
 SIZE = Size(d_model=16, num_layers=5, num_heads=2)
 
 
 def model(**values):
-    return make_model(parse(Architecture, {"name": "one"} | values), SIZE, 32)
+    return make_model(parse(Architecture, {"name": "one"} | values), SIZE, Base.text(32))
 
 
 def windows(config) -> list[int]:
@@ -26,9 +26,9 @@ def test_a_pattern_is_cut_at_the_layers_of_the_size():
 
 
 def test_a_pattern_that_divides_the_layers_is_written_as_in_0_1_0():
-    assert make_model(Architecture(name="one", layout="tnl gla"), Size(d_model=16, num_layers=4), 32).layout == (
-        "(tnl gla) x2"
-    )
+    assert make_model(
+        Architecture(name="one", layout="tnl gla"), Size(d_model=16, num_layers=4), Base.text(32)
+    ).layout == ("(tnl gla) x2")
 
 
 def test_a_longer_pattern_is_cut_with_a_warning():

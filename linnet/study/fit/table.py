@@ -21,7 +21,7 @@ from linnet.study.fit.reading import lines_of, read_cells
 ALIASES = {
     "N": ("params_non_embedding", "N", "params", "parameters", "n_params", "num_params", "model_size"),
     "N_total": ("params_total", "N_total"),
-    "D": ("tokens", "D", "training_tokens", "train_tokens", "num_tokens"),
+    "D": ("tokens", "images", "D", "training_tokens", "train_tokens", "num_tokens"),
     "C": ("flops", "C", "training_flops", "training_flop", "train_flops", "flop", "compute"),
     "loss": ("loss", "validation_loss", "val_loss", "final_loss", "eval_loss", "test_loss"),
     "architecture": ("architecture", "arch", "model"),
@@ -41,7 +41,7 @@ ALIASES = {
     "state_dynamic": ("state_dynamic",),
     "seq_len": ("seq_len", "context_length"),
     "batch_tokens": ("batch_tokens",),
-    "unique_tokens": ("unique_tokens",),
+    "unique_tokens": ("unique_tokens", "unique_images"),
     "seed": ("seed",),
 }
 """Canonical name -> column names that are recognised, in any case and spacing."""
@@ -62,6 +62,8 @@ DONE = ("", "done", "finished", "completed", "complete", "success", "succeeded",
 """Words in the column `status`, in any case, of runs that count."""
 KEEP = ("", "0", "0.0", "false", "no", "n", "nan", "none", "null")
 """Words in the column `exclude`, in any case, of runs that count. Any other text is the reason to leave a run out."""
+IMAGES = "images"
+"""The column of D in a study of image classifiers."""
 LOSS_UNITS = ("nats", "bits", "any")
 ENTROPY = 0.4
 """Smallest plausible loss in nats per token; the best models of text in bytes are near it."""
@@ -154,7 +156,9 @@ def load_table(
     problems = _numbers(table, found)
     if not problems:
         _derive(table, notes)
-        problems = _duplicates(table) + _unit(table, found["loss"], loss_unit, notes)
+        # The cross-entropy of images may be near 0, and is in nats.
+        unit = "any" if loss_unit is None and found.get("D") == IMAGES else loss_unit
+        problems = _duplicates(table) + _unit(table, found["loss"], unit, notes)
     if not problems:
         table, problems = _one_per_point(table, best_of, notes)
     if problems:
@@ -594,7 +598,7 @@ def _records(path: Path) -> tuple[list[dict], int]:
     for row in curve_rows(rows):
         try:
             values = {
-                "D": float(row["tokens"]),
+                "D": float(row["tokens"] if "tokens" in row else row["images"]),
                 "C": float(row["flops"]),
                 "loss": float(row["loss"]),
                 "learning_rate": float(row.get("learning_rate", np.nan)),

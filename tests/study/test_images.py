@@ -1,0 +1,84 @@
+"""A ladder of image classifiers: from a file to laws of the cross-entropy, in images and not in tokens."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from linnet.config import ConfigError
+from linnet.models import flops_exact
+from linnet.report import write_report
+from linnet.study.config import ImageStudyConfig, read_study
+from linnet.study.fit import fit_study, load_study
+from linnet.study.ladder import plan
+from linnet.study.runner import run_study
+
+STUDY = {
+    "name": "digits",
+    "architectures": [
+        {"name": "vit", "sizes": [[8, 1, 2], [16, 1, 2]]},
+        {"name": "light", "family": "lightnet-vit", "options": {"lightnet": {"lrpe": False}}},
+    ],
+    "model": {"image_size": 8, "patch": 4, "channels": 1, "classes": 10, "mean": [0.3]},
+    "sizes": [[8, 1, 2]],
+    "budgets": [3e6, 1e7, 2e7],
+    "batch_size": 32,
+    "minimum_steps": 2,
+    "learning_rate": 1e-2,
+    "data": {"source": ["digits"], "max_images": 400},
+    "train": {"objective": "images", "run": {"device": "cpu"}, "evaluate_images": 100},
+    "executor": {"kind": "inline"},
+}
+
+
+def test_the_plan_counts_images():
+    config = read_study(STUDY)
+    assert isinstance(config, ImageStudyConfig) and read_study(config.model_dump(mode="json")) == config
+    ladder = plan(config)
+    run = ladder.runs[0]
+    assert run.train.model.mean == [0.3] and run.train.model.init_std == pytest.approx(run.train.model.d_model**-0.5)
+    assert run.tokens == run.steps * 32 and run.units == run.record()["units"] == "images" and run.seq_len is None
+    assert run.flops == run.steps * flops_exact(run.train.model, None, 32)
+    fixed = read_study({key: value for key, value in STUDY.items() if key != "budgets"} | {"images": [640]})
+    assert {run.steps for run in plan(fixed).runs} == {20}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"seq_len": 4}, "seq_len: images"),
+        ({"images": [1.0], "tokens": [1.0]}, "images and tokens"),
+        ({"train": {"objective": "diffusion"}}, "train.objective: 'diffusion'"),
+        ({"model": {"image_size": 9, "patch": 4}}, "image_size: 9"),
+        ({"train": STUDY["train"] | {"epochs": 1}}, "train.epochs"),
+        ({"data": {"source": ["missing"]}}, "source"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes, told):
+    with pytest.raises(ConfigError) as caught:
+        plan(read_study(STUDY | changes))
+    assert told in str(caught.value)
+
+
+def test_a_study_of_images_ends_in_laws_of_cross_entropy(tmp_path):
+    shown = io.StringIO()
+    config = read_study(STUDY | {"architectures": STUDY["architectures"][:1]})
+    folder = run_study(config, tmp_path, console=Console(file=shown, width=200)).folder
+    lines = shown.getvalue()
+    assert "images  loss" in lines and " accuracy" in lines and "token" not in lines and "bits" not in lines
+    head, *rows = (folder / "table.csv").read_text().splitlines()
+    columns = head.split(",")
+    assert {"images", "accuracy", "unique_images"} < set(columns) and not {"tokens", "bits_per_byte"} & set(columns)
+    assert len(rows) == 6
+    cells = dict(zip(columns, rows[0].split(","), strict=True))
+    assert int(cells["images"]) > 0 and 0 < float(cells["accuracy"]) <= 1 and cells["unique_images"] == "400"
+    table, curves, _ = load_study(folder)
+    assert (table["D"] == [int(row.split(",")[columns.index("images")]) for row in rows]).all()
+    assert len(curves) > len(rows) and (curves["D"] % 32 == 0).all()
+    laws = fit_study(table, curves, bootstrap=0)
+    assert laws["vit"].L.exponent < 0  # the cross-entropy falls with compute
+    page = write_report(folder, fit=laws, bootstrap=0, laws=False).read_text()
+    text = page[page.index("<body") :]
+    assert not re.findall(r"(?<![\w-])(?:.{20}tokens?|bits per byte)(?![\w-])", text)
+    assert "nats per image" in text and "Accuracy" in text
