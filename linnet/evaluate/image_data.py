@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from linnet.config import ConfigError, parse
 from linnet.runs import RunFolder
+from linnet.runs.folder import CLASSES
 
 if TYPE_CHECKING:
     from linnet.data.images import ImageSplit
     from linnet.evaluate.session import Session
 
-CLASSES = "classes.json"  # names of the classes, in a run folder
 PREFERRED = ("test", "validation", "train")  # parts of a source that are scored, the first that it has
 
 

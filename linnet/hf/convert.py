@@ -15,7 +15,8 @@ from linnet.hf.layouts import HEAD, LAYOUTS, MISSING, TIMM, Part, Plan, Settings
 from linnet.hf.source import Source, open_source
 from linnet.models import ModelConfig, StackConfig, empty_of
 from linnet.runs import save_model
-from linnet.runs.model import CLASSES, TOKENIZER
+from linnet.runs.folder import CLASSES
+from linnet.runs.model import TOKENIZER
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from linnet.hf.model import LinnetForCausalLM
 from linnet.hf.tokenizer import to_transformers
 from linnet.models import CausalLM, VisionConfig
 from linnet.runs import RunFolder, load_model
-from linnet.runs.model import CLASSES
+from linnet.runs.folder import CLASSES
 
 TEMPLATE, PREPROCESSOR = "chat_template.jinja", "preprocessor_config.json"
 

@@ -30,6 +30,7 @@ from linnet.runs.files import write_atomic
 from linnet.runs.record import ROWS_LOST, Record, lost_rows, plain, read_rows
 
 FORMAT = 2
+CLASSES = "classes.json"  # of a model of images: a list of the names of its classes, in the order of its outputs
 PICTURES = "pictures"  # folder of what an objective draws at each validation: step-00001000.png
 STATED = ("format", "digest", "extended")  # keys of config.yaml that are not part of the configuration
 _HEAD = re.compile(r"format: (\d+)\ndigest: \"([0-9a-f]{12})\"\n")

@@ -35,7 +35,6 @@ from linnet.runs.files import write_atomic
 from linnet.runs.folder import RunFolder
 
 TOKENIZER, WEIGHTS, SUMS = "tokenizer.json", "model.safetensors", "SHA256SUMS"
-CLASSES = "classes.json"  # a list of the names of an image classifier's classes, if they are known
 MODEL, AVERAGE = "model", "average"  # groups of a checkpoint: the last weights, and their moving average
 TEXT = ("causal_lm",)
 Weights = Literal["average", "raw"]

@@ -29,6 +29,7 @@ from linnet.data.images import (
 from linnet.data.images.deit import check_deit
 from linnet.data.images.problems import in_data
 from linnet.models import VisionConfig, flops_exact
+from linnet.runs.folder import CLASSES
 from linnet.train.config import RunConfig, TrainingConfig
 from linnet.train.objective import Batch, Loss, RunObjective, Show
 from linnet.train.scoring import sum_over_batches
@@ -36,8 +37,6 @@ from linnet.train.scoring import sum_over_batches
 if TYPE_CHECKING:
     from linnet.parallel.mesh import Mesh
 
-CLASSES = "classes.json"
-"""File of a run folder: the names of the classes, in the order of the model's outputs."""
 SCORED = 256
 """Least number of held-out images per forward pass."""
 
