@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from linnet.config import ConfigError
 from linnet.layers.base import Mixer
 from linnet.layers.block import Block
-from linnet.layers.non_causal import mix_all
+from linnet.layers.non_causal import mix_all, passes
 from linnet.layers.positions.grid import Grid
 from linnet.models.backbone import Backbone
 from linnet.models.config import ModelConfig
@@ -164,7 +164,7 @@ def _sum_over_layers(backbone: Backbone, cost: Callable[[torch.nn.Module], float
 def _count(layer: torch.nn.Module, model: torch.nn.Module, seq_len: int, training: bool) -> float:
     x = torch.empty(1, seq_len, model.config.d_model, device="meta", requires_grad=training)
     grid = getattr(model, "grid", None)
-    counter = FlopCounterMode(display=False)
+    counter, own = FlopCounterMode(display=False), layer.flops(seq_len)
     with counter, torch.set_grad_enabled(training):
         if isinstance(layer, Block):
             more = {"condition": torch.empty_like(x[:, 0])} if layer.takes_condition else {}
@@ -173,10 +173,11 @@ def _count(layer: torch.nn.Module, model: torch.nn.Module, seq_len: int, trainin
             y, _ = layer(x)
         else:
             y = mix_all(layer, x, model.backbone.scan, grid=grid)
+            own *= passes(layer, model.backbone.scan)
         if training:
             y.sum().backward()
     layer.zero_grad(set_to_none=True)
-    return counter.get_total_flops() + (3.0 if training else 1.0) * layer.flops(seq_len)
+    return counter.get_total_flops() + (3.0 if training else 1.0) * own
 
 
 @lru_cache(maxsize=4096)

@@ -97,6 +97,39 @@ def test_two_scans_add_the_outputs_of_the_directions_before_the_norm(name, optio
     torch.testing.assert_close(found[0], found[1] + found[2].flip(1))
 
 
+@pytest.mark.parametrize("name", ["hgrn2", "tnl"])
+@pytest.mark.parametrize("scan", ["forward", "both", "cross"])
+def test_two_scans_on_a_grid_are_one_scan_per_order(name, scan):
+    """The causal layer on explicit permutations, after two tokens that stay in front."""
+    mixer, causal = build(name, axes=2, prefix=2, scan=scan), build(name, causal=True)
+    x, found = inputs(length=GRID.tokens), []
+    for layer in (mixer, causal):
+        norm = layer.output.norm if name == "tnl" else layer.norm
+        norm.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    mixer(x, None, None, GRID)
+    orders = GRID.orders(scan)
+    for order in orders:
+        causal(x[:, order])
+    torch.testing.assert_close(found[0], sum(o[:, p.argsort()] for o, p in zip(found[1:], orders, strict=True)))
+
+
+def test_directions_may_have_rotations_of_their_own():
+    options = {"complex": True, "theta_per_direction": True}
+    mixer, shared, x = build("hgrn", options), build("hgrn", {"complex": True}), inputs()
+    own = {name: p for name, p in mixer.named_parameters() if name != "theta_backwards"}
+    assert shared.load_state_dict(own, strict=False).unexpected_keys == []
+    assert not torch.allclose(mixer(x)[0], shared(x)[0])
+    turned = mixer(x.flip(1))[0].flip(1)
+    with torch.no_grad():
+        exchanged = mixer.theta.clone()
+        mixer.theta.copy_(mixer.theta_backwards)
+        mixer.theta_backwards.copy_(exchanged)
+        torch.testing.assert_close(mixer(x)[0], turned)
+        mixer.theta.copy_(shared.theta)
+        mixer.theta_backwards.copy_(shared.theta)
+    torch.testing.assert_close(mixer(x)[0], shared(x)[0])
+
+
 @pytest.mark.parametrize("scan", ["forward", "both", "cross"])
 def test_both_ways_is_the_generic_form_for_an_identity(scan):
     """Linear attention alone, without projections and norm, on a grid after a prefix."""
@@ -158,10 +191,22 @@ def test_one_scan_commutes_with_the_mirror_of_each_axis(name, options):
     for axis in (1, 2):
         mirrored = x.view(2, 3, 4, D).flip(axis).flatten(1, 2)
         torch.testing.assert_close(mix_all(mixer, mirrored, "both", None, grid), y.flip(axis).flatten(1, 2))
-    if name != "attention":  # but places count, unless there is no encoding at all
-        shuffled = x[:, torch.randperm(12, generator=torch.Generator().manual_seed(0))]
-        changed = mix_all(mixer, shuffled, "both", None, grid).sum(1)
-        assert torch.allclose(changed, y.sum((1, 2))) == (options.get("lrpe") is False)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    changed = mix_all(mixer, x[:, order], "both", None, grid)
+    blind = name == "attention" or options.get("lrpe") is False  # without an encoding, places do not count
+    assert torch.allclose(changed, y.flatten(1, 2)[:, order]) == blind
+
+
+def test_exchanging_the_axes_of_a_grid_and_of_the_channels_transposes_the_output():
+    mixer, x = build("cosformer2", axes=2), inputs(length=12)
+    y = mixer(x, None, None, Grid((3, 4)))[0].view(2, 3, 4, D)
+    with torch.no_grad():  # the first half of a head's channels follows the rows, the other one the columns
+        for weight in (mixer.q_proj.weight, mixer.k_proj.weight):
+            weight.copy_(weight.view(2, 2, 4, D).flip(1).flatten(0, 2))
+        mixer.lrpe.theta.copy_(mixer.lrpe.theta.view(2, 2, 4).flip(1).flatten(1))
+    transposed = x.view(2, 3, 4, D).transpose(1, 2).flatten(1, 2)
+    found = mixer(transposed, None, None, Grid((4, 3)))[0].view(2, 4, 3, D)
+    torch.testing.assert_close(found, y.transpose(1, 2))
 
 
 @pytest.mark.parametrize("name, options", ONE_SCAN)
