@@ -1,12 +1,14 @@
 """`objective: diffusion` from start to end: what a run records, exact resume, and what does not change its result."""
 
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, read_yaml
+from linnet.models import count_parameters, get_recipe
 from linnet.models.diffusion import Diffusion
 from linnet.runs import latest_good
 from linnet.runs.model import load_model
@@ -180,3 +182,22 @@ def test_bad_settings_name_the_key(cache):
         objective(cache, model=MODEL | {"image_size": 16, "channels": 3, "classes": 7})
     for key in ("model.image_size: 16", "model.channels: 3", "model.classes: 7"):
         assert key in str(error.value)
+
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "parameters"),
+    [
+        ("digits-dit", "lightnet-dit-8px", 257_544),
+        ("cifar10-dit", "dit-32px", 14_477_336),
+        ("dit-imagenet", "dit-xl", 674_834_720),
+        ("lightnet-dit-imagenet", "lightnet-dit-s", 33_532_448),
+    ],
+)
+def test_shipped_trainings(name, model, parameters):
+    config = read_training(read_yaml(CONFIGS / f"{name}.yaml"), name)
+    assert config.model == get_recipe(model) and count_parameters(config.model)[0] == parameters
+    assert config.optimizer.weight_decay == 0 and config.average is not None
+    assert config.data.kind == ("latents" if "imagenet" in name else "images")
