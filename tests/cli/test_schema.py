@@ -74,7 +74,8 @@ def test_every_key_of_the_schema_is_described(schemas, kind):
     assert not list(walk(schemas[kind]))
 
 
-FILES = [*ROOT.glob("configs/*.yaml"), *ROOT.glob("linnet/study/*.yaml")]
+SHIPPED = [*ROOT.glob("configs/*.yaml"), *ROOT.glob("linnet/study/*.yaml")]
+FILES = [path for path in SHIPPED if "objective" not in read_yaml(path)]  # those of studies
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.name != "needles.yaml"], ids=lambda path: path.name)
