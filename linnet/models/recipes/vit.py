@@ -8,7 +8,9 @@ percent smaller. Residual ends start divided by sqrt(2 L), as in all models of L
 The small recipes start linear layers at 1 / sqrt(d_model): with 0.02, models of width 64 learn digits only slowly.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from linnet.models.config import VisionConfig
 from linnet.models.recipes.registry import default_heads, register_family, register_recipe
@@ -161,24 +163,31 @@ def _hgrn2_imagenet(d_model: int) -> VisionConfig:
     return _changed(hgrn2_vit(d_model, 12, d_model // 64, 3 * d_model), **_imagenet(14))
 
 
-for size, shape in {"t": (192, 512), "s": (384, 1024), "b": (768, 2048)}.items():
-    register_recipe(f"lightnet-vit-{size}", lambda a=shape: _lightnet_imagenet(*a), kind="classifier")
+for size, (width, inner) in {"t": (192, 512), "s": (384, 1024), "b": (768, 2048)}.items():
+    register_recipe(f"lightnet-vit-{size}", partial(_lightnet_imagenet, width, inner), kind="classifier")
 for size, width in {"t": 192, "s": 384, "b": 768}.items():
-    register_recipe(f"deit-{size}", lambda d=width: _deit(d), kind="classifier")
-for size, width in {"t": 192, "s": 384}.items():
-    register_recipe(f"hgrn-vit-{size}", lambda d=width: hgrn_vit(d), kind="classifier")
-    register_recipe(f"hgrn2-vit-{size}", lambda d=width: _hgrn2_imagenet(d), kind="classifier")
+    register_recipe(f"deit-{size}", partial(_deit, width), kind="classifier")
+for name, build in (("hgrn", hgrn_vit), ("hgrn2", _hgrn2_imagenet)):
+    for size, width in {"t": 192, "s": 384}.items():
+        register_recipe(f"{name}-vit-{size}", partial(build, width), kind="classifier")
 
-# Digits, Fashion-MNIST or MNIST, and CIFAR-10: (image size, patch, channels), (layers, width, heads), mean and std.
-SMALL: dict[str, tuple[tuple[int, int, int], tuple[int, int, int], dict]] = {
-    "8px": ((8, 2, 1), (3, 64, 2), {"mean": [0.305], "std": [0.376]}),
-    "28px": ((28, 4, 1), (4, 96, 3), {"mean": [0.286], "std": [0.353]}),
-    "32px": ((32, 2, 3), (12, 192, 3), {"mean": [0.4914, 0.4822, 0.4465], "std": [0.247, 0.2435, 0.2616]}),
+
+def _small(
+    build: Callable[..., VisionConfig],
+    shape: tuple[int, int, int],
+    images: tuple[int, int, int],
+    mean: list[float],
+    std: list[float],
+) -> VisionConfig:
+    """Returns a small recipe: of a family, (width, layers, heads), (image size, patch, channels), and its pixels."""
+    return _changed(build(*shape, 0, *images, 10), mean=mean, std=std)
+
+
+SMALL = {
+    "8px": ((64, 3, 2), (8, 2, 1), [0.305], [0.376]),  # digits
+    "28px": ((96, 4, 3), (28, 4, 1), [0.286], [0.353]),  # Fashion-MNIST
+    "32px": ((192, 12, 3), (32, 2, 3), [0.4914, 0.4822, 0.4465], [0.247, 0.2435, 0.2616]),  # CIFAR-10
 }
-for size, (images, (layers, width, heads), pixels) in SMALL.items():
-    for name, build in (("lightnet-vit", lightnet_vit), ("vit", vit), ("hgrn2-vit", hgrn2_vit)):
-        register_recipe(
-            f"{name}-{size}",
-            lambda b=build, a=(width, layers, heads, 0, *images, 10), p=pixels: _changed(b(*a), **p),
-            kind="classifier",
-        )
+for size, (shape, images, mean, std) in SMALL.items():
+    for name, family in (("lightnet-vit", lightnet_vit), ("vit", vit), ("hgrn2-vit", hgrn2_vit)):
+        register_recipe(f"{name}-{size}", partial(_small, family, shape, images, mean, std), kind="classifier")
