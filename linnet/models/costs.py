@@ -167,7 +167,7 @@ def _count(layer: torch.nn.Module, model: torch.nn.Module, seq_len: int, trainin
     counter, own = FlopCounterMode(display=False), layer.flops(seq_len)
     with counter, torch.set_grad_enabled(training):
         if isinstance(layer, Block):
-            more = {"condition": torch.empty_like(x[:, 0])} if layer.takes_condition else {}
+            more = {"condition": torch.empty_like(x[:, 0], requires_grad=training)} if layer.takes_condition else {}
             y, _ = layer(x, grid=grid, **more)
         elif model.backbone.causal:
             y, _ = layer(x)

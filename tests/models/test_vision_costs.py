@@ -44,6 +44,45 @@ def test_parameters_of_deit_are_exact():
     assert {name: count_parameters(get_recipe(name))[0] for name in exact} == exact
 
 
+@pytest.mark.parametrize(
+    "name, built, printed",
+    [
+        ("lightnet-dit-s", 33.53, 33),
+        ("lightnet-dit-b", 131.06, 131),
+        ("lightnet-dit-l", 470.05, 470),
+        ("lightnet-dit-xl", 678.52, 680),
+        ("dit-s", 32.87, 33),
+        ("dit-b", 130.32, 130),
+        ("dit-l", 457.84, 458),
+        ("dit-xl", 674.83, 675),
+    ],
+)
+def test_parameters_of_denoisers(name, built, printed):
+    """Paper 003, Table 11, and DiT, arXiv:2212.09748: the S of both and LightNet's XL are rounded there."""
+    found = count_parameters(get_recipe(name))[0]
+    assert round(found / 1e6, 2) == built and abs(found / 1e6 / printed - 1) < 0.017
+
+
+def test_parameters_of_dit_are_exact():
+    table = 256 * 1152  # of fixed positions, which DiT counts
+    assert count_parameters(get_recipe("dit-xl"))[0] + table == 675_129_632
+
+
+@pytest.mark.parametrize("name", ["dit", "lightnet-dit"])
+@pytest.mark.parametrize("training", [False, True])
+def test_flops_of_denoisers_are_those_of_the_whole_model(name, training):
+    config = family(name, "denoiser")(32, 2, 2, 48, image_size=12, patch=4, channels=2, classes=5)
+    model = empty_of(config, "meta")
+    index = torch.zeros(1, dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
+        out = model(torch.empty(1, 2, 12, 12, device="meta"), index, index)
+        if training:
+            out.sum().backward()
+    own = sum(layer.flops(model.grid.tokens) for layer in model.backbone.layers())
+    counted = counter.get_total_flops() + (3 if training else 1) * own
+    assert flops_exact(config, None, training=training) == pytest.approx(counted, rel=1e-12)
+
+
 def test_hgrn2_is_within_a_percent():
     """Its biases and table of positions, which paper 002 does not mention, are inferred and left out."""
     assert millions("hgrn2-vit-s", {}) == pytest.approx(23.619, abs=5e-4)
