@@ -78,7 +78,7 @@ def extended(
     problems = []
     if new.total_steps <= before:
         problems.append(f"steps: {new.total_steps} is not more than the {before} steps of this run; give more")
-    if schedule.name in ("cosine", "linear"):
+    if schedule.name in ("cosine", "linear", "triangle"):
         problems.append(
             f"schedule.name: {schedule.name} lowers the learning rate over all {before} steps, so more steps are "
             "another training; constant, inverse_sqrt and wsd can be extended. "

@@ -13,10 +13,12 @@ class ScheduleConfig(Config):
 
     Schedules: `constant`; `cosine` (half a cosine from the peak to `final`); `linear` (a straight line to `final`);
     `wsd` (warm-up, stable, decay: constant, then a straight line to `final` over the last `decay` of the steps);
-    `inverse_sqrt` (peak / sqrt(step / warm-up), "Attention Is All You Need", section 5.3).
+    `inverse_sqrt` (peak / sqrt(step / warm-up), "Attention Is All You Need", section 5.3); `triangle` (from a quarter of
+    the peak straight up to it at 75 % of the steps, then to 0, whatever the warm-up; "Cramming", arXiv:2212.14034, over
+    steps in place of hours).
     """
 
-    name: Literal["constant", "cosine", "wsd", "inverse_sqrt", "linear"] = Field(
+    name: Literal["constant", "cosine", "wsd", "inverse_sqrt", "linear", "triangle"] = Field(
         "cosine", description="shape of the schedule after the warm-up"
     )
     warmup: float = Field(
@@ -40,6 +42,8 @@ def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
     The first update of a warm-up of w steps has 1/w of the peak, the w-th the whole peak; the last update of a decaying
     schedule has `final`.
     """
+    if schedule.name == "triangle":
+        return min(0.25 + step / steps, 4.0 - 4.0 * step / steps)
     warmup = length(schedule.warmup, steps)
     if step < warmup:
         return (step + 1) / warmup

@@ -55,3 +55,9 @@ def test_any_setting_stays_between_0_and_the_peak(name, steps, warmup, decay, fi
 def test_unknown_schedule_is_named():
     with pytest.raises(ConfigError, match="name: .*'cosin'"):
         parse(ScheduleConfig, {"name": "cosin"})
+
+
+def test_a_triangle_goes_from_a_quarter_to_the_peak_at_three_quarters_and_to_nothing():
+    values = curve(400, name="triangle", warmup=50)
+    assert values[0] == 0.25 and values[300] == max(values) == 1.0 and values[150] == pytest.approx(0.625)
+    assert values[350] == pytest.approx(0.5) and values[399] == pytest.approx(0.01)

@@ -8,6 +8,8 @@ embedding, tied embedding, vocabulary 32,768: 119.6 M parameters, plus one row f
 and one Toeplitz encoding before the layers, with a kernel for each direction, and no sinusoids.
 """
 
+from collections.abc import Callable
+
 from linnet.models.config import MaskedConfig
 from linnet.models.recipes.registry import default_heads, register_family, register_recipe
 
@@ -54,9 +56,13 @@ def _common(d_model: int, vocab_size: int) -> dict:
     }
 
 
-FAMILIES = {"bert": bert, "lightnet-bert": lightnet_bert}
+def _small(build: Callable[..., MaskedConfig], d_model: int, num_layers: int) -> MaskedConfig:
+    """Returns a model for bytes whose weights start at 1 / sqrt(d_model), with which small models learn sooner."""
+    return build(d_model, num_layers).model_copy(update={"init_std": round(d_model**-0.5, 3)})
+
+
 register_recipe("bert-crammed", lambda: bert(768, 16, 12, 1536, CRAMMED_VOCAB), "masked_lm")
 register_recipe("lightnet-bert", lambda: lightnet_bert(768, 16, 12, 1536, CRAMMED_VOCAB), "masked_lm")
-for name, build in FAMILIES.items():
+for name, build in (("bert", bert), ("lightnet-bert", lightnet_bert)):
     for layers, width in ((4, 128), (4, 512)):
-        register_recipe(f"{name}-{layers}x{width}", lambda b=build, a=(width, layers): b(*a), "masked_lm")
+        register_recipe(f"{name}-{layers}x{width}", lambda b=build, a=(width, layers): _small(b, *a), "masked_lm")
