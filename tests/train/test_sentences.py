@@ -2,13 +2,14 @@
 
 import contextlib
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, read_yaml
 from linnet.data.glue import pack_rows
 from linnet.layers import dropout
 from linnet.models import SentenceModel, family
@@ -17,7 +18,7 @@ from linnet.runs.model import load_model
 from linnet.train import train
 from linnet.train.config import RunConfig
 from linnet.train.identity import digest_of
-from linnet.train.objectives import SentenceObjective, read_training
+from linnet.train.objectives import SentenceObjective, in_steps, read_training
 
 pytest.importorskip("sklearn")
 CPU = torch.device("cpu")
@@ -169,3 +170,12 @@ def test_training_from_new_weights_needs_a_tokenizer_alone(tuning, glue, cache, 
     assert digest_of(config, None) != digest_of(tuning(steps=1), None)
     result = train(config, tmp_path, cache).result()
     assert 0 <= result["score"] <= 100
+
+
+def test_the_shipped_file_is_read_with_a_run_to_start_from(start, glue, cache):
+    values = read_yaml(Path(__file__).parents[2] / "configs" / "sst2.yaml")
+    with pytest.raises(ConfigError, match="name a run of `objective: masked`"):
+        read_training(values)
+    config = read_training(values | {"init_from": str(start.path), "data": {"source": str(glue), "task": "sst2"}})
+    assert config.model.layout.startswith("tpe lightnet") and config.model.dropout == 0.1
+    assert in_steps(config, cache).total_steps == 5 * 96 // 16
