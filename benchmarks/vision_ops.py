@@ -10,8 +10,8 @@ position encoding of the whole width on the same grid: `product` with Toeplitz m
 recurrence (`linnet.ops.modal.grid`).
 
 Before anything is timed, every op but the two scans is compared with float64, gradients included, in the dtype that is
-timed and for all numbers of tokens, so also for a ragged last chunk (196 = 3 x 64 + 4). Calls take turns, so that a
-busy machine slows all alike; medians. `--csv` puts the rows into benchmarks/results/vision_ops[-<gpu>].csv.
+timed and for all numbers of tokens, so also for a ragged last chunk (196 = 3 x 64 + 4). Calls take turns; medians, on
+one thread of a CPU those of its own seconds. `--csv` puts the rows into benchmarks/results/vision_ops[-<gpu>].csv.
 """
 
 import argparse
@@ -156,17 +156,21 @@ def measure(tokens: int, batch: int, device: torch.device, dtype: torch.dtype, o
 
 
 def time_once(run: Callable[[], Tensor], backward: bool, device: torch.device) -> float:
-    """Seconds of a forward pass, or of a forward and a backward pass; on a GPU between two events of its stream."""
+    """Seconds of a forward pass, or of a forward and a backward pass.
+
+    On a GPU between two events of its stream; on one thread of a CPU its own seconds, whatever else the machine does.
+    """
     with torch.set_grad_enabled(backward):
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-        began = time.perf_counter()
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        began = clock()
         o = run()
         if backward:
             o.backward(o.detach())
         if device.type == "cpu":
-            return time.perf_counter() - began
+            return clock() - began
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1e3

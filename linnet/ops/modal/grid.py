@@ -82,7 +82,7 @@ def kernel(log_decay: Tensor, weight: Tensor, size: int) -> Tensor:
     """T [R, D, size] for parameters [R, D, E]."""
     exponents = torch.arange(1, max(size, 1), dtype=log_decay.dtype, device=log_decay.device)
     powers = (log_decay[:, :, None] * exponents[:, None]).exp()  # from 1 on: 0 times log 0 is not a number
-    return torch.cat([weight.sum(-1, keepdim=True), torch.matmul(powers, weight[..., None])[..., 0]], -1)
+    return torch.cat([weight.sum(-1, keepdim=True), (powers * weight[:, :, None]).sum(-1)], -1)
 
 
 def product_form(x: Tensor, log_decay: Tensor, weight: Tensor, axes: list[int]) -> Tensor:
