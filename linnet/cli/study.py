@@ -173,7 +173,7 @@ def make_study(
     done = {path.parent.name for path in runs.glob("*/result.json")}
     print_plan(ladder, seconds, worker_slots(settings.executor, settings.devices), done, console)
     if plan:
-        if settings.objective == "text" and (available := passes.estimate(settings.data)):
+        if settings.OBJECTIVE == "text" and (available := passes.estimate(settings.data)):
             show_passes([run.tokens for run in ladder.runs], available, "tokens", console, about=True)
         if as_json:
             typer.echo(json.dumps([run.record() for run in ladder.runs], indent=1))

@@ -101,7 +101,7 @@ def train(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
-    """Train a language model and score it on held-out text.
+    """Train a model and score it on held-out data.
 
     A run is a folder named after its settings. The same command resumes a
     run that was stopped (Ctrl-C, a crash, a power cut), and shows the result
@@ -112,6 +112,7 @@ def train(
     [bold]linnet train --model hgrn2-10m --data "books/*.txt" --set steps=2000[/]
     [bold]linnet train --mixer examples/my_mixer.py:MyMixer[/]
     [bold]linnet train my_run.yaml --set seed=1[/]
+    [bold]linnet train configs/digits.yaml[/]
     [bold]linnet train --extend runs/tnl-10m-0123456789ab --set steps=4000[/]
     [bold]linnet train my_7b.yaml --plan --devices 8[/]
     [bold]linnet train my_7b.yaml --devices 8[/]

@@ -1,6 +1,6 @@
 """Studies: plan a ladder of models, train it with an executor, and fit scaling laws to the results.
 
-    config.py     StudyConfig: architectures x budgets x sizes
+    config.py     StudyConfig: architectures x budgets x sizes; ImageStudyConfig, read_study
     ladder.py     plan(config): the runs, their exact FLOPs, the dropped points and the reasons
     timing.py     estimates how long a plan takes on this machine
     executors.py  inline, a pool of processes, Ray: one interface
@@ -17,6 +17,8 @@ import importlib
 
 _HOME = {
     "StudyConfig": "config",
+    "ImageStudyConfig": "config",
+    "read_study": "config",
     "Plan": "ladder",
     "PlannedRun": "ladder",
     "plan": "ladder",

@@ -8,7 +8,7 @@ section 3.3, and the optimum is read from the envelope of the training curves.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -105,6 +105,8 @@ class StudyConfig(Config):
         executor: where runs are trained, and how many at the same time.
     """
 
+    OBJECTIVE: ClassVar[str] = "text"  # the `train.objective` of this class of studies
+
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     architectures: Annotated[list[_OneArchitecture], Field(min_length=1)]
     budgets: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = []
@@ -130,11 +132,6 @@ class StudyConfig(Config):
     def devices(self) -> int:
         """Number of devices that one run takes, from `train.parallel`."""
         return ParallelConfig.model_validate(self.train.get("parallel") or {}).devices
-
-    @property
-    def objective(self) -> str:
-        """The training objective of all runs."""
-        return self.train.get("objective", "text")
 
     def base(self, vocab_size: int) -> Base:
         """Returns what all models share.
@@ -201,6 +198,13 @@ class StudyConfig(Config):
             raise ValueError(f"{', '.join(without)} has no sizes; add `sizes`, for example [[32, 2], [64, 3]]")
         return sizes
 
+    @field_validator("train")
+    @classmethod
+    def _own_objective(cls, train: dict[str, Any]) -> dict[str, Any]:
+        if (given := train.get("objective", "text")) != cls.OBJECTIVE:
+            raise ValueError(f"objective: {given!r} is not that of a {cls.__name__}; read the study by read_study")
+        return train
+
     @field_validator("points")
     @classmethod
     def _points_of_budgets(cls, points: list[Point], info: ValidationInfo) -> list[Point]:
@@ -227,7 +231,7 @@ class StudyConfig(Config):
 
     @property
     def targets(self) -> list[float]:
-        """The budgets in FLOPs, or the token counts if the study sets `tokens`."""
+        """The budgets in FLOPs, or the tokens (images) per run if the study sets these."""
         return self.budgets or self.tokens
 
 
@@ -243,9 +247,11 @@ class ImageStudyConfig(StudyConfig):
         init_std: as in a study of texts; null keeps that of each family.
     """
 
-    data: ImageDataConfig = ImageDataConfig()
+    OBJECTIVE: ClassVar = "images"
+
+    data: ImageDataConfig = ImageDataConfig()  # type: ignore[assignment]
     model: dict[str, Any] = {}
-    init_std: Std | None = None
+    init_std: Std | None = None  # type: ignore[assignment]
     seq_len: int = Field(1, exclude=True)
 
     @model_validator(mode="before")
@@ -275,7 +281,7 @@ def study_class(values: Any) -> type[StudyConfig]:
     """
     train = values.get("train") if isinstance(values, Mapping) else None
     objective = train.get("objective", "text") if isinstance(train, Mapping) else "text"
-    found = {"text": StudyConfig, "images": ImageStudyConfig}
+    found: dict[str, type[StudyConfig]] = {one.OBJECTIVE: one for one in (StudyConfig, ImageStudyConfig)}
     if not isinstance(objective, str) or objective not in found:
         raise ConfigError([f"train.objective: {objective!r} has no studies; {nearest(str(objective), found)}"], "study")
     return found[objective]

@@ -285,7 +285,7 @@ def _train_values(config, train, architecture, size, model, batch_size, steps, s
 
 def find_units(config: StudyConfig) -> str:
     """Returns the unit in which the data of a study are counted: tokens or images."""
-    return OBJECTIVES[config.objective].units
+    return OBJECTIVES[config.OBJECTIVE].units
 
 
 def _vocab_size(data: DataConfig, problems: list[str]) -> int:

@@ -215,7 +215,7 @@ class RunObjective(Objective):
 
     @classmethod
     @abstractmethod
-    def data_problems(cls, config: Any, data: Data) -> list[str]:
+    def data_problems(cls, config: Any, data: Any) -> list[str]:
         """Returns why data do not fit a configuration: too few of them, another vocabulary."""
 
     @classmethod
