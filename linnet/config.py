@@ -118,6 +118,13 @@ class ConfigError(ValueError):
         return _again, (type(self), self.problems, self.where), self.__dict__
 
 
+class SeveralKeys(ConfigError):
+    """Problems of keys that are valid one by one, raised by a validator of their configuration.
+
+    Each begins with its key; a message shows each on a line of its own, with the place of the configuration before it.
+    """
+
+
 def _again(kind: type, problems: list[str], where: str) -> ConfigError:
     error = ConfigError.__new__(kind)
     ConfigError.__init__(error, problems, where)
@@ -212,7 +219,7 @@ def _too_large(values: typing.Any, key: str = "", seen: set[int] | None = None) 
 
 
 def _problems(cls: type[Config], values: typing.Any, error: ValidationError) -> list[str]:
-    problems = [_explain(cls, problem) for problem in error.errors()]
+    problems = [line for problem in error.errors() for line in _explain(cls, problem)]
     if len(problems) > MOST_PROBLEMS:
         problems = [*problems[:MOST_PROBLEMS], f"and {len(problems) - MOST_PROBLEMS:,} more problems"]
     return problems + cls.extra_problems(values)
@@ -453,9 +460,14 @@ _Loader.add_implicit_resolver(
 _KIND = re.compile(r"(constrained-)?(int|float|str|bool)|(list|dict|tuple)\[.*")
 
 
-def _explain(cls: type[BaseModel], problem: dict) -> str:
-    text = _explained(cls, problem)
-    return text if len(text) <= 10 * MOST_SHOWN else f"{text[: 10 * MOST_SHOWN - 3]}..."
+def _explain(cls: type[BaseModel], problem: dict) -> list[str]:
+    cause = problem.get("ctx", {}).get("error")
+    if isinstance(cause, SeveralKeys):
+        key = ".".join(str(part) for part in problem["loc"] if not _KIND.fullmatch(str(part)))
+        lines = [f"{key}.{line}" if key else line for line in cause.problems]
+    else:
+        lines = [_explained(cls, problem)]
+    return [text if len(text) <= 10 * MOST_SHOWN else f"{text[: 10 * MOST_SHOWN - 3]}..." for text in lines]
 
 
 def _explained(cls: type[BaseModel], problem: dict) -> str:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 import linnet.layers  # noqa: F401  (registers the layers)
 from linnet import deprecation
-from linnet.config import Config, ConfigError, nearest, parse, shown
+from linnet.config import Config, ConfigError, SeveralKeys, nearest, parse, shown
 from linnet.layers.base import CHANNELS, MIXERS, Bias, LayerContext
 from linnet.layers.norm import NormKind
 from linnet.layers.positions.absolute import PositionKind, check_positions
@@ -83,7 +83,7 @@ class StackConfig(Config):
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
         if problems := self.problems():
-            raise ValueError("; ".join(problems))
+            raise SeveralKeys(problems, "model")
         return self
 
     def problems(self) -> list[str]:

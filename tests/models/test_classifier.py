@@ -133,9 +133,8 @@ def test_soft_labels_and_smoothing():
 def test_all_problems_of_a_configuration_are_told_at_once():
     with pytest.raises(ConfigError) as raised:
         small(image_size=9, d_model=18, position="sin_cos", pool="cls", mean=[0.5], std=[1.0, 1.0, 1.0])
-    text = str(raised.value)
-    for key in ("image_size: 9", "patch: 2", "position: sin_cos", "pool: cls", "mean: has 1", "std: has 3"):
-        assert key in text, key
+    keys = [line.partition(":")[0] for line in raised.value.problems]  # a line for each
+    assert keys == ["image_size", "position", "mean", "std", "pool"]
     with pytest.raises(ConfigError, match="std"):
         small(std=[1.0, 0.0])
     with pytest.raises(ConfigError, match="patch: 16"):
