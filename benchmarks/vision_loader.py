@@ -4,8 +4,9 @@
 
 Cases: CIFAR-10's JPEG files, decoded in each epoch and stored as pixels, with `crop_flip`; JPEG files of 500 x 375
 pixels and about 110 kB (as ImageNet's are), resized and cut to 224 with `crop_flip`; and the same with `deit`, if timm
-can be imported. The files of 500 x 375 are made here. One core means the CPU time of this process, the best of eight rounds,
-because other work on the machine slows memory down; `wall` is the elapsed time. `--csv` writes benchmarks/results/vision-loader.csv.
+can be imported. The files of 500 x 375 are made here. One core means the CPU time of this process, the best of eight
+rounds, because other work on the machine slows memory down; `wall` is the elapsed time. `--csv` writes
+benchmarks/results/vision-loader.csv.
 """
 
 import argparse
