@@ -27,10 +27,19 @@ class MaskingConfig(Config):
     """Which tokens of a row are predicted, and what the model sees in their places."""
 
     rate: float = Field(
-        0.25, gt=0, lt=1, description="share of the tokens of a row that are predicted: exactly round(rate x seq_len)"
+        0.25,
+        description="share of the tokens of a row that are predicted, between 0 and 1: exactly round(rate x seq_len)",
     )
     masked: float = Field(0.8, ge=0, le=1, description="share of these that are replaced by the mask token")
     random: float = Field(0.1, ge=0, le=1, description="share that is replaced by a random token; the others are kept")
+
+    @field_validator("rate")
+    @classmethod
+    def _between(cls, rate: float) -> float:
+        if not 0.0 < rate < 1.0:
+            lacking = "nothing to predict" if rate <= 0.0 else "nothing to read"
+            raise ValueError(f"{rate:g} leaves {lacking}; use a share between 0 and 1, such as 0.25")
+        return rate
 
     @field_validator("random")
     @classmethod

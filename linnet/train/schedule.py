@@ -13,9 +13,9 @@ class ScheduleConfig(Config):
 
     Schedules: `constant`; `cosine` (half a cosine from the peak to `final`); `linear` (a straight line to `final`);
     `wsd` (warm-up, stable, decay: constant, then a straight line to `final` over the last `decay` of the steps);
-    `inverse_sqrt` (peak / sqrt(step / warm-up), "Attention Is All You Need", section 5.3); `triangle` (from a quarter of
-    the peak straight up to it at 75 % of the steps, then to 0, whatever the warm-up; "Cramming", arXiv:2212.14034, over
-    steps in place of hours).
+    `inverse_sqrt` (peak / sqrt(step / warm-up), "Attention Is All You Need", section 5.3); `triangle` (from a quarter
+    of the peak straight up to it at 75 % of the steps, then to 0, whatever the warm-up; "Cramming", arXiv:2212.14034,
+    over steps in place of hours).
     """
 
     name: Literal["constant", "cosine", "wsd", "inverse_sqrt", "linear", "triangle"] = Field(

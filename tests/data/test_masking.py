@@ -96,7 +96,7 @@ def test_validation_is_fixed_and_covers_the_split(shards):
 
 @pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, 1.5])
 def test_rates_without_anything_to_predict_or_to_read_are_refused(rate):
-    with pytest.raises(ConfigError, match="rate"):
+    with pytest.raises(ConfigError, match=f"rate: {rate:g} leaves nothing to .*such as 0.25"):
         MaskingConfig(rate=rate)
 
 

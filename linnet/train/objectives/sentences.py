@@ -67,10 +67,17 @@ class SentenceTraining(TrainingConfig):
     @classmethod
     def _model_of_start(cls, values: Any) -> Any:
         """Fills in the model and the plugins of the run from which training starts."""
-        if not isinstance(values, Mapping) or not isinstance(values.get("init_from"), str):
+        if not isinstance(values, Mapping):
             return values
         given = values.get("model", {})
         if not isinstance(given, Mapping) or {"recipe", "layout", "d_model"} & given.keys():
+            return values
+        if values.get("init_from") is None:
+            raise ValueError(
+                "init_from: is not given; name a run of `objective: masked` to start from its model, weights and "
+                "tokenizer, or set model and data.tokenizer to train from new weights"
+            )
+        if not isinstance(values["init_from"], str):
             return values
         file = Path(values["init_from"]) / "config.yaml"
         if not file.is_file():
@@ -164,7 +171,7 @@ class SentenceObjective(RunObjective):
 
     Config = SentenceTraining
     name, units, loss_unit = "sentences", "sentences", "nats per sentence"
-    SCORES: ClassVar = {"score": "score in per cent"}
+    SCORES: ClassVar = {"score": "score of 100"}
     own_parts = ("pooler.", "head.")
     targets_per_row = 1
     config: SentenceTraining
