@@ -18,9 +18,11 @@ SAMPLE = 200  # tokens shown
 class _Data(typer.core.TyperGroup):
     """Takes `linnet data PATH...` as `linnet data text PATH...`."""
 
+    default = "text"
+
     def parse_args(self, ctx, args):
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
-            args = ["text", *args]
+            args = [self.default, *args]
         return super().parse_args(ctx, args)
 
 

@@ -50,6 +50,8 @@ def check(words: list[str], whole: bool) -> None:
     command, names = get_command(app), ["linnet"]
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         name, *words = words
+        if name not in command.commands and (default := getattr(command, "default", None)):
+            name, words = default, [name, *words]
         assert name in command.commands, f"{' '.join(names)} has no command {name!r}"
         command, names = command.commands[name], [*names, name]
     if hasattr(command, "commands"):

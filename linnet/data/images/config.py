@@ -11,7 +11,7 @@ PUBLISHED = {"mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1, "repeats": 3}  # Dei
 
 
 class ImageDataConfig(Config):
-    """The images, or the latents of images, that a model is trained and validated on.
+    """The images, or the latents of images, that a model is trained and validated on. A string is its `source`.
 
     Attributes:
         source: "digits" (scikit-learn's 1,797 images of 8 x 8), or paths of folders and files: class folders
@@ -53,6 +53,11 @@ class ImageDataConfig(Config):
     skip_damaged: bool = False
     max_images: int | None = Field(None, ge=1)
     seed: int = Field(0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, values: Any) -> Any:
+        return {"source": [values]} if isinstance(values, str) else values
 
     @field_validator("source", "validation", mode="before", json_schema_input_type=str | list[str])
     @classmethod

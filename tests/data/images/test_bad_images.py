@@ -434,6 +434,10 @@ def test_bad_sources(layouts, tmp_path, make, values, parts):
     assert any(all(part in line for part in parts) for line in found), found
 
 
+def test_a_name_is_a_source():
+    assert parse(ImageDataConfig, "digits") == parse(ImageDataConfig, {"source": "digits"}) == ImageDataConfig()
+
+
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
