@@ -5,11 +5,12 @@ from pathlib import Path
 
 from linnet.config import ConfigError
 from linnet.report.classifier import write_classifier
+from linnet.report.samples import write_denoiser
 from linnet.runs import RunFolder
 
 Writer = Callable[[Path, Path | None], Path]
 
-WRITERS: dict[str, Writer] = {"classifier": write_classifier}  # by the kind of the model
+WRITERS: dict[str, Writer] = {"classifier": write_classifier, "denoiser": write_denoiser}  # by the kind of the model
 
 
 def writer_of(path: Path) -> Writer | None:
