@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_mixers import FORMS
 from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.config import ConfigError, parse
@@ -14,7 +15,6 @@ from linnet.models.backbone import Backbone
 from linnet.models.config import EncoderConfig
 from linnet.ops import linear_attention, use_backend
 from linnet.ops.scans import BOTH, ORDERS, both_ways, reorder, restore
-from tests.layers.test_mixers import FORMS
 
 D, T = 16, 12
 GRID = Grid((3, 4), prefix=2)
