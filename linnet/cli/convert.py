@@ -63,10 +63,14 @@ def convert(
     if not ours and not (path / "config.json").is_file():
         message = f"{path}: has neither config.yaml (a run) nor config.json (a checkpoint); name a folder with one"
         raise ConfigError([message], "convert")
-    target = to or (Target.linnet if not ours else Target.vit if _classifies(path) else Target.hf)
+    classifies = ours and _classifies(path)
+    target = to or (Target.linnet if not ours else Target.vit if classifies else Target.hf)
     if ours == (target is Target.linnet):
         fix = "it has Linnet's layout already" if ours else f"convert it to linnet first, then the result to {target}"
         raise ConfigError([f"--to {target}: {path} cannot be converted to it; {fix}"], "convert")
+    if classifies and target in (Target.hf, Target.llama):
+        message = f"--to {target}: {path} contains an image classifier; use --to {Target.vit} or --to {Target.timm}"
+        raise ConfigError([message], "convert")
     out = out or Path(f"{path.resolve().name}-{target}")
     try:
         from linnet import hf

@@ -104,6 +104,8 @@ def test_the_command_writes_and_reads_a_vit(target, tmp_path):
     states = before.state_dict(), after.state_dict()
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     assert json.loads((tmp_path / "again" / "classes.json").read_text()) == ["cat", "dog", "owl"]
+    result = CliRunner().invoke(app, ["convert", str(folder), "--to", "hf", "--out", str(tmp_path / "hf")])
+    assert result.exit_code == 2 and "--to vit" in " ".join(result.stderr.split())
     if target == "timm":
         tensors = load_file(tmp_path / "out" / "model.safetensors")
         assert tensors["blocks.1.attn.qkv.weight"].shape == (96, 32) and tensors["pos_embed"].shape == (1, 5, 32)
