@@ -41,12 +41,14 @@ def build_schema(kind: str) -> dict[str, Any]:
 
     from linnet.data.synthetic import TASKS
     from linnet.layers.base import CHANNELS, MIXERS
-    from linnet.models import ModelConfig
-    from linnet.study.config import Architecture, StudyConfig
-    from linnet.train import TrainConfig
+    from linnet.models import KINDS
+    from linnet.study.config import Architecture, ImageStudyConfig, StudyConfig
+    from linnet.train.objectives import OBJECTIVES
 
     layers = {name: layer.Config for registry in (MIXERS, CHANNELS) for name, layer in registry.items()}
-    wanted = [*TASKS.values()] if kind == "mad" else [TrainConfig, StudyConfig, *layers.values()]
+    trainings = {name: objective.Config for name, objective in OBJECTIVES.items()}
+    studies = (StudyConfig, ImageStudyConfig)
+    wanted = [*TASKS.values()] if kind == "mad" else [*trainings.values(), *studies, *layers.values()]
     references, made = models_json_schema([(one, "validation") for one in dict.fromkeys(wanted)])
     definitions = made["$defs"]
 
@@ -63,31 +65,56 @@ def build_schema(kind: str) -> dict[str, Any]:
         for layer in layers.values():  # options of a layer change its defaults
             define(layer).pop("required", None)
         options = {"type": "object", "properties": {name: refer(layer) for name, layer in layers.items()}}
-        train, study = define(TrainConfig), define(StudyConfig)
-        model = definitions[ModelConfig.__name__]
-        model.pop("required", None)  # a recipe gives what is missing
         recipe = {"type": "string", "description": "name of a recipe whose keys the others change"}
         number = {"type": "integer", "minimum": 1, "description": "the layout is repeated and cut at so many blocks"}
         alias = definitions["Alias"]["properties"]
         alias["options"] = alias["options"] | options
         blocks = {"type": "array", "items": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Alias"}]}}
-        layout = {"anyOf": [{"type": "string"}, blocks], "description": model["properties"]["layout"]["description"]}
-        model["properties"] |= {
-            "recipe": recipe,
-            "num_layers": number,
-            "layout": layout,
-            "options": model["properties"]["options"] | options,
-        }
         as_name = {"type": "string", "description": "name of a recipe"}
-        described = {"description": train["properties"]["model"]["description"]}
-        train["properties"]["model"] = described | {"anyOf": [as_name, {"$ref": f"#/$defs/{ModelConfig.__name__}"}]}
+        for model in (definitions[one.config.__name__] for one in KINDS.values() if one.config.__name__ in definitions):
+            model.pop("required", None)  # a recipe gives what is missing
+            described = {"description": model["properties"]["layout"]["description"]}
+            model["properties"] |= {
+                "recipe": recipe,
+                "num_layers": number,
+                "layout": described | {"anyOf": [{"type": "string"}, blocks]},
+                "options": model["properties"]["options"] | options,
+            }
+        for one in trainings.values():
+            own = define(one)["properties"]
+            given = own["model"]
+            own["model"] = {"description": given["description"], "anyOf": [as_name, {"$ref": given["$ref"]}]}
         architecture = definitions[Architecture.__name__]["properties"]
         architecture["options"] = architecture["options"] | options
-        shared = {"type": "object", "properties": train["properties"], "additionalProperties": False}
-        study["properties"]["train"] = study["properties"]["train"] | shared
-        root = define(TrainConfig if kind == "train" else StudyConfig)
+        for study in studies:
+            own, keys = define(study)["properties"], define(trainings[study.OBJECTIVE])["properties"]
+            own["train"] |= {"type": "object", "properties": keys, "additionalProperties": False}
+            if study is ImageStudyConfig:
+                own["images"] = own.pop("tokens") | {"description": "images per run, in place of `budgets`"}
+                del own["seq_len"]
+        if kind == "train":
+            cases = [_where(name, refer(one)) for name, one in trainings.items()]
+        else:
+            cases = [_where(study.OBJECTIVE, refer(study), inside="train") for study in studies]
+        root = {"type": "object", "allOf": cases}
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}
     return _clean(schema)
+
+
+def _where(objective: str, then: dict[str, Any], inside: str | None = None) -> dict[str, Any]:
+    """Returns the schema of what has an objective; that of text is also the one of what has not the key.
+
+    Args:
+        inside: the key whose mapping has the objective; None is the whole.
+    """
+    named: dict[str, Any] = {"properties": {"objective": {"const": objective, "description": "the training objective"}}}
+    if objective != "text":
+        named["required"] = ["objective"]
+    if inside is not None:
+        named = {"properties": {inside: named | {"description": "settings of all runs"}}}
+        if objective != "text":
+            named["required"] = [inside]
+    return {"if": named, "then": then}
 
 
 def _clean(node: Any) -> Any:

@@ -90,10 +90,16 @@ def test_shipped_studies_are_valid(schemas, path):
         "model: {recipe: tnl-10m, vocab_size: 4096}\ndata: {source: a.txt, tokenizer: bpe:4096}",
         "model: {d_model: 64, layout: tnl+sglu x2, options: {tnl: {num_heads: 4}}}\nrun: {device: cpu}\nsteps: 1e3",
         "model: tnl-10m\nevaluations: [{kind: text, paths: [a.txt]}, {kind: recall, tasks: [mqar]}]",
+        *(path.read_text() for path in SHIPPED if path not in FILES),
     ],
 )
 def test_trainings_are_valid(schemas, text):
     jsonschema.validate(parse_yaml(text), schemas["train"])
+
+
+def test_a_study_of_images_is_valid(schemas):
+    text = "name: a\narchitectures: [vit]\nimages: [1e4]\nsizes: [[8, 1]]\ndata: {source: digits}\n"
+    jsonschema.validate(parse_yaml(text + "train: {objective: images, augment: flip}"), schemas["study"])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +107,10 @@ def test_trainings_are_valid(schemas, text):
     [
         ("train", "model: tnl-10m\nstpes: 3", "stpes"),
         ("train", "model: {d_model: 64, layout: tnl, options: {tnl: {heads: 4}}}", "heads"),
+        ("train", "objective: images\nmodel: vit-8px\nseq_len: 4", "seq_len"),
+        ("train", "objective: text\nmodel: tnl-10m\nepoch: 4", "epoch"),
         ("study", "name: a\narchitectures: [tnl]\nbudgets: [1e10]\ntrain: {optimiser: {name: adamw}}", "optimiser"),
+        ("study", "name: a\narchitectures: [vit]\nimages: [100]\nseq_len: 3\ntrain: {objective: images}", "seq_len"),
         ("mad", "mqar: {pairs: 3}", "pairs"),
     ],
 )

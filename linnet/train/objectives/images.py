@@ -9,10 +9,10 @@ import contextlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor, nn
 
 from linnet.config import ConfigError
@@ -49,6 +49,10 @@ class ImageRunConfig(RunConfig):
     )
 
 
+def _kind(augment: Any) -> Any:
+    return {"kind": augment} if isinstance(augment, str) else augment
+
+
 class ImageTraining(TrainingConfig):
     """The training of a model on images. Its subclasses and this class have one objective each."""
 
@@ -59,7 +63,7 @@ class ImageTraining(TrainingConfig):
     run: ImageRunConfig = Field(
         ImageRunConfig(), description="how the training is executed; not part of the run's identity"
     )
-    augment: AugmentConfig = Field(
+    augment: Annotated[AugmentConfig, BeforeValidator(_kind, json_schema_input_type=AugmentConfig | str)] = Field(
         AugmentConfig(), description="random changes of training images; a name is short for {kind: name}"
     )
     evaluate_images: int | None = Field(
