@@ -182,8 +182,8 @@ def _show(corpus, sample: str) -> None:
 
 CLASSES_SHOWN = 20
 _IMAGE_OPTIONS = (
-    "split held_out validation validation_fraction kind image_key label_key size crop convert store skip_damaged "
-    "max_images seed"
+    "split held_out validation validation_fraction kind image_key label_key classes size crop convert store "
+    "skip_damaged max_images seed"
 ).split()
 
 
@@ -216,6 +216,9 @@ def prepare_images(
     label_key: Annotated[
         str | None, typer.Option(help="Column or array of the labels.", show_default="the usual names")
     ] = None,
+    classes: Annotated[
+        str | None, typer.Option(help="Names of labels 0, 1, ..., with commas.", show_default="those of the source")
+    ] = None,
     size: Annotated[
         int | None, typer.Option(help="Side in pixels: resize and cut out the centre.", show_default="as they are")
     ] = None,
@@ -243,7 +246,7 @@ def prepare_images(
     values = {"source": source, "split": split, "held_out": held_out, "validation": validation or []}
     values |= {"validation_fraction": validation_fraction, "kind": kind, "image_key": image_key, "label_key": label_key}
     values |= {"size": size, "crop": crop, "convert": convert, "store": store, "skip_damaged": skip_damaged}
-    values |= {"max_images": max_images, "seed": seed}
+    values |= {"max_images": max_images, "seed": seed, "classes": None if classes is None else classes.split(",")}
     errors = Console(stderr=True, soft_wrap=True)
     try:
         config = parse(library.ImageDataConfig, values, "data")

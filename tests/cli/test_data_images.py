@@ -76,5 +76,6 @@ def test_bad_input_is_listed_with_exit_code_2(call):
     assert "SOURCE: 'missing' does not exist" in result.stderr and "--validation: 'nothing'" in result.stderr
     result = call(call.folder, "--size", "0", "--convert", "RGB", "--store", "disk")
     assert result.exit_code == 2 and result.stderr.count("  - ") == 3
+    assert "--classes: label 'b' is not among them" in call(call.folder, "--classes", "a,c").stderr
     for option in ("--size: ", "--convert: ", "--store: "):
         assert option in result.stderr
