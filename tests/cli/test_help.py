@@ -34,7 +34,7 @@ def test_help_names_every_option(verb):
     ("arguments", "told"),
     [
         (("evaluate", "needle", "run", "--mode", "ezy"), "--mode: 'ezy' is not one of 'easy', "),
-        (("convert", "--to", "onnx", "run"), "--to: 'onnx' is not one of 'hf', 'llama', 'linnet'\n"),
+        (("convert", "--to", "onnx", "run"), "--to: 'onnx' is not one of 'hf', 'llama', 'vit', 'timm', 'linnet'\n"),
         (("mad", "run", "tnl", "--bundle", "0"), "--bundle: "),
         (("train", "--model", "tnl-10m", "--out", ""), "--out '': is empty; name a folder"),
         (("mad", "run", "tnl", "--out="), "--out '': is empty; name a folder"),
