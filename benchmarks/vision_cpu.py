@@ -1,6 +1,7 @@
 """Image classifiers on two CPU cores: digits, ablations of LightNet's positions, Fashion-MNIST.
 
     python benchmarks/vision_cpu.py digits       three mixers, three seeds, 30 epochs
+    python benchmarks/vision_cpu.py smoothed     LightNet and attention again, with label smoothing of 0.1
     python benchmarks/vision_cpu.py ablations    LightNet without TPE, with one kernel for both directions, without LRPE
     python benchmarks/vision_cpu.py fashion      5 epochs of Fashion-MNIST (apt-get install dataset-fashion-mnist)
     python benchmarks/vision_cpu.py table        the rows measured so far, from the CSV file
@@ -43,6 +44,10 @@ VARIANTS = {
         "attention, learned table": {"model": "vit-8px"},
         "hgrn2, two scans": {"model": "hgrn2-vit-8px"},
     },
+    "smoothed": {
+        "lightnet": {"model": "lightnet-vit-8px", "augment": {"smoothing": 0.1}},
+        "attention, learned table": {"model": "vit-8px", "augment": {"smoothing": 0.1}},
+    },
     "ablations": {
         "lightnet, own directions": {"model": "lightnet-vit-8px"},
         "shared directions": {"model": {"recipe": "lightnet-vit-8px", "options": {"tpe": {"directions": "shared"}}}},
@@ -52,8 +57,8 @@ VARIANTS = {
     },
     "fashion": {"lightnet": {"model": "lightnet-vit-28px"}},
 }
-BASES = {"digits": DIGITS, "ablations": DIGITS, "fashion": FASHION_RUN}
-IMAGES = {"digits": 297, "ablations": 297, "fashion": 10_000}
+BASES = {"digits": DIGITS, "smoothed": DIGITS, "ablations": DIGITS, "fashion": FASHION_RUN}
+IMAGES = {"digits": 297, "smoothed": 297, "ablations": 297, "fashion": 10_000}
 
 
 def main() -> None:

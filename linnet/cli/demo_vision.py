@@ -53,12 +53,15 @@ def run_demo(folder: Path, workers: int | None = None) -> Path:
     names = list(plan.models)
     workers = min(workers or os.cpu_count() or 1, len(names))
     console.print(f"{', '.join(names)} learn to read digits (in {folder}):", markup=False)
-    # Spawned, because a fork of a process with torch's threads may hang.
-    with ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=start_worker, initargs=(workers,)
-    ) as pool:
-        made = pool.map(make, [str(folder)] * len(names), names, [plan.model_dump()] * len(names))
-        runs = dict(zip(names, map(Path, made), strict=True))
+    jobs = ([str(folder)] * len(names), names, [plan.model_dump()] * len(names))
+    if workers == 1:
+        made = list(map(make, *jobs))
+    else:  # spawned, because a fork of a process with torch's threads may hang
+        with ProcessPoolExecutor(
+            workers, mp_context=get_context("spawn"), initializer=start_worker, initargs=(workers,)
+        ) as pool:
+            made = list(pool.map(make, *jobs))
+    runs = dict(zip(names, map(Path, made), strict=True))
     page = _write(folder, runs)
     _show(runs, console)
     console.print(str(page), markup=False)
@@ -86,7 +89,8 @@ def make(folder: str, name: str, plan: dict[str, Any]) -> str:
 
     root = Path(folder)
     config = read_training({**plan["train"], **plan["models"][name], "name": name}, f"{PLAN}: {name}")
-    with announced(f"{name}: {config.epochs:g} epochs") as results:
+    length = f"{config.epochs:g} epochs" if config.epochs is not None else f"{config.total_steps:,} steps"
+    with announced(f"{name}: {length}") as results:
         run = train(config, root, root / CACHE)
         results.append(f"accuracy {run.result()['accuracy']:.2%}")
     evaluator = ImageEvaluator(cache=root / CACHE)
