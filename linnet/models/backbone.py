@@ -56,7 +56,7 @@ class Backbone(nn.Module):
         self.scan = config.scan if isinstance(config, EncoderConfig) else "both"
         self.before = tuple(spec.mixer for spec in config.stack.before)
         shared, blocks = nn.ModuleDict(), nn.ModuleList()
-        outside = outer_context(config, causal, axes, prefix, side, self.scan)
+        outside = outer_context(config, causal, axes, prefix, side)
         for name, layer in make_layers(config, shared, outside, block):
             if name in self.before:
                 self.add_module(name, layer)

@@ -159,9 +159,9 @@ def outer_context(
     axes: int | None = None,
     prefix: int = 0,
     side: int | None = None,
-    scan: str = "both",
 ) -> LayerContext:
     """Returns the context of a layer outside the blocks; `causal` and `axes` are by default those of the class."""
+    scan = getattr(config, "scan", "both")  # a key of models without causality
     return LayerContext(
         config.d_model,
         num_layers=config.num_layers,

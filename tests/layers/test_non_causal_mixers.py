@@ -12,7 +12,7 @@ from linnet.layers import MIXERS, LayerContext, load_plugin
 from linnet.layers.non_causal import mix_all
 from linnet.layers.positions.grid import Grid
 from linnet.models.backbone import Backbone
-from linnet.models.config import EncoderConfig
+from linnet.models.config import EncoderConfig, ModelConfig
 from linnet.ops import linear_attention, use_backend
 from linnet.ops.scans import BOTH, ORDERS, both_ways, reorder, restore
 
@@ -291,6 +291,14 @@ def test_a_state_is_refused(name, options):
 def test_options_that_need_causality_are_refused(layout, options, key):
     with pytest.raises(ConfigError, match=key):
         parse(EncoderConfig, {"d_model": D, "layout": layout, "options": options})
+
+
+def test_rotations_of_each_direction_need_two_directions():
+    values = {"d_model": D, "layout": "hgrn", "options": {"hgrn": {"complex": True, "theta_per_direction": True}}}
+    assert parse(EncoderConfig, values).options["hgrn"]["theta_per_direction"]
+    for cls, more in ((EncoderConfig, {"scan": "forward"}), (ModelConfig, {})):
+        with pytest.raises(ConfigError, match="theta_per_direction.*one direction"):
+            parse(cls, values | more)
 
 
 def test_flops_are_those_of_the_passes():

@@ -42,10 +42,13 @@ class HgrnConfig(LayerConfig):
     )
 
     def check(self, context: LayerContext) -> list[str]:
-        if not self.theta_per_direction or (self.complex and not context.causal):
+        if not self.theta_per_direction:
             return []
-        if context.causal:
-            return ["theta_per_direction: true has no effect in a causal model, which has one direction; leave it out"]
+        one = "a causal model" if context.causal else "scan: forward" if context.scan == "forward" else ""
+        if one:
+            return [f"theta_per_direction: true has no effect with {one}, which has one direction; leave it out"]
+        if self.complex:
+            return []
         return ["theta_per_direction: true has no effect with complex: false, which has no rotation; leave it out"]
 
 
