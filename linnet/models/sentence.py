@@ -44,7 +44,9 @@ class SentenceModel(nn.Module):
         pooled = torch.tanh(self.pooler(self.features(tokens, cu_seqlens)))
         if self.dropout is not None and self.training:
             first = cu_seqlens[:-1].long()
-            keys = self.backbone.dropout_position(tokens[..., None], cu_seqlens)[:, first]
+            position = self.backbone.dropout_position
+            assert position is not None
+            keys = position(tokens[..., None], cu_seqlens)[:, first]
             pooled = self.dropout(pooled[None], keys)[0]
         return self.head(pooled)
 

@@ -9,6 +9,7 @@ and one Toeplitz encoding before the layers, with a kernel for each direction, a
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from linnet.models.config import MaskedConfig
 from linnet.models.recipes.registry import default_heads, register_family, register_recipe
@@ -65,4 +66,4 @@ register_recipe("bert-crammed", lambda: bert(768, 16, 12, 1536, CRAMMED_VOCAB), 
 register_recipe("lightnet-bert", lambda: lightnet_bert(768, 16, 12, 1536, CRAMMED_VOCAB), "masked_lm")
 for name, build in (("bert", bert), ("lightnet-bert", lightnet_bert)):
     for layers, width in ((4, 128), (4, 512)):
-        register_recipe(f"{name}-{layers}x{width}", lambda b=build, a=(width, layers): _small(b, *a), "masked_lm")
+        register_recipe(f"{name}-{layers}x{width}", partial(_small, build, width, layers), "masked_lm")

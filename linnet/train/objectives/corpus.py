@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from linnet.data import Corpus, prepare
 from linnet.data.corpus import content
 from linnet.runs.model import TOKENIZER
@@ -92,7 +90,7 @@ class Shown(Sequence):
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __getitem__(self, number: int) -> tuple[Tensor, ...]:
+    def __getitem__(self, number: Any) -> Any:
         batch = self._batches[number]  # first: an iteration ends with IndexError here
         if self._show is not None:
             self._show(self._batches.tokens * number // len(self._batches), self._batches.tokens)

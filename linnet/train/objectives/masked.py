@@ -93,14 +93,15 @@ class MaskedObjective(CorpusObjective):
         return problems
 
     def loss(self, model: "MaskedLM") -> Loss:
-        answers = self.targets_per_row
+        answers = self.config.masking.count(self.config.seq_len)
         if self.config.data.packing == "cross":
             return partial(model.loss, answers=answers)
 
         def loss(tokens: Tensor, targets: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
             if starts.shape[1] == 1:  # one document per row: use the rows as an ordinary batch
                 return model.loss(tokens, targets, answers=answers)
-            return model.loss(*flatten_documents(tokens, targets, starts), answers=answers * len(tokens))
+            flat, wanted, cu_seqlens = flatten_documents(tokens, targets, starts)
+            return model.loss(flat, wanted, cu_seqlens, answers * len(tokens))
 
         return loss
 

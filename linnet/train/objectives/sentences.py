@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from linnet import trust
 from linnet.config import ConfigError, digest, gather
-from linnet.data import Tokenizer, given_tokenizer
+from linnet.data import Tokenizer, given_tokenizer, given_vocabulary
 from linnet.data.glue import (
     TASKS,
     Examples,
@@ -106,7 +106,7 @@ class SentenceTraining(TrainingConfig):
             data: GlueConfig = info.data["data"]
             model = {"outputs": TASKS[data.task].outputs, **model}
             if "recipe" in model and "vocab_size" not in model and data.tokenizer is not None:
-                model["vocab_size"] = given_tokenizer(data.tokenizer).vocab_size
+                model["vocab_size"] = given_vocabulary(data.tokenizer)
         return model
 
     @field_validator("model")
@@ -138,7 +138,7 @@ class SentenceTraining(TrainingConfig):
         found = super().data_settings()
         if "tokenizer" in found:
             found["tokenizer"].pop("path", None)
-            found["tokenizer"]["kind"] = self.data.tokenizer.kind
+            found["tokenizer"]["kind"] = getattr(self.data.tokenizer, "kind", None)
         return found
 
 
@@ -170,7 +170,7 @@ class SentenceObjective(RunObjective):
     """Trains a model of sentences on a task of GLUE."""
 
     Config = SentenceTraining
-    name, units, loss_unit = "sentences", "sentences", "nats per sentence"
+    name, units, loss_unit = "sentences", "sentences", "per sentence"
     SCORES: ClassVar = {"score": "score of 100"}
     own_parts = ("pooler.", "head.")
     targets_per_row = 1
@@ -182,8 +182,6 @@ class SentenceObjective(RunObjective):
         self.task, length = data.corpus.task, config.data.max_length
         self.train = Sentences(data.train, data.tokenizer, length)
         self.dev = {name: Sentences(examples, data.tokenizer, length) for name, examples in data.corpus.dev.items()}
-        if self.task.outputs == 1:
-            self.loss_unit = "squared error"
         # The configuration alone gives a bound; now the lengths are known.
         flops = flops_exact(config.model, max(1, round(self.train.lengths.mean())), config.batch_size)
         self.costs = Costs(self.costs.parameters, self.costs.parameters_backbone, self.costs.units, flops)
@@ -309,7 +307,9 @@ class SentenceObjective(RunObjective):
 def tokenizer_of(config: SentenceTraining) -> Tokenizer:
     """Returns the tokenizer of a training: `data.tokenizer`, or that of the run from which it starts."""
     if config.data.tokenizer is not None:
-        return given_tokenizer(config.data.tokenizer)
+        found = given_tokenizer(config.data.tokenizer)
+        assert found is not None  # none of these is learned from a corpus
+        return found
     assert config.init_from is not None
     folder = RunFolder.open(config.init_from)
     if (found := read_tokenizer(folder)) is None:
