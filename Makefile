@@ -1,4 +1,5 @@
 # Two commands that do all the set-up: `make demo` and `make test`. Each makes .venv, installs with pip, and runs.
+# `make demo-vision` does the same with images.
 # `make wheel-demo` tries the wheel by itself: it is built, installed into an empty environment, and runs in an empty folder.
 #
 #   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"   PyTorch without CUDA from PyTorch's index
@@ -11,11 +12,14 @@ WORKERS ?= 2
 
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test lint bench wheel-demo clean
+.PHONY: demo demo-vision test lint bench wheel-demo clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/linnet demo
+
+demo-vision: $(VENV)/.demo-vision
+	$(VENV)/bin/linnet demo --vision
 
 test: $(VENV)/.test lint
 	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal --durations 10
@@ -52,7 +56,12 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) -e '.[study]'
 	touch $@
 
+$(VENV)/.demo-vision: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing Linnet, PyTorch and Pillow into $(VENV): some minutes and about a gigabyte or more of downloads, without further output"
+	$(PIP) -e '.[study,vision]'
+	touch $(VENV)/.demo $@
+
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing Linnet, PyTorch and the tools of the tests into $(VENV): some minutes, without further output"
 	$(PIP) -e '.[dev]'
-	touch $(VENV)/.demo $@
+	touch $(VENV)/.demo $(VENV)/.demo-vision $@
