@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -24,8 +25,9 @@ from linnet.data.images.config import AugmentConfig
 from linnet.data.images.corpus import ImageSplit
 from linnet.data.order import shuffled
 
-Key = tuple[int, int, int]  # position, rank, world
-AHEAD = 2  # batches that each worker process prepares in advance
+Key = tuple[int, int, int]  # position, first row, end of the rows
+AHEAD = 2  # parts of batches that each worker process prepares in advance
+PART = 64  # rows that a worker process prepares at a time: they pass through shared memory, which is small
 
 
 class ImageBatches:
@@ -83,7 +85,7 @@ class ImageBatches:
             raise ValueError(
                 f"position {position} must not be negative, and rank {rank} must lie in [0, world {world})"
             )
-        key = (position, rank, world)
+        start, end = (self.batch_size * r // world for r in (rank, rank + 1))
         workers = self.workers
         if (
             workers == 0
@@ -92,15 +94,15 @@ class ImageBatches:
         ):
             workers = 1  # timm draws from the process's generators, which the main thread may use at the same time
         if workers == 0:
-            return self._rows[key]
-        if self._loader is None or self._next != key:  # the first batch, or a jump
+            return self._rows[position, start, end]
+        if self._loader is None or self._next != (position, start, end):  # the first batch, or a jump
             self.close()
             with warnings.catch_warnings():  # of more workers than cores, which is the user's choice
                 warnings.filterwarnings("ignore", "This DataLoader will create")
-                self._loader = iter(_loader(self._rows, key, workers))
-        self._next = (position + 1, rank, world)
+                self._loader = iter(_loader(self._rows, (position, start, end), workers))
+        self._next = (position + 1, start, end)
         try:
-            return next(self._loader)
+            parts = [next(self._loader) for _ in _parts(start, end)]
         except RuntimeError as error:
             found = re.search(r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\)", str(error))
             if found is None:
@@ -110,6 +112,7 @@ class ImageBatches:
             raise ConfigError(
                 [f"{problem}, perhaps for lack of memory; use fewer workers and resume the run"], "data"
             ) from None
+        return parts[0] if len(parts) == 1 else (torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts]))
 
     def epoch(self, position: int) -> float:
         """Returns how many times the training images have been read before this position."""
@@ -121,7 +124,7 @@ class ImageBatches:
 
 
 class _Rows(Dataset):
-    """Maps (position, rank, world) to the rows of a batch, for this process or for a worker."""
+    """Maps a position and a range of rows to these rows of the batch, for this process or for a worker."""
 
     def __init__(self, split: ImageSplit, batch_size: int, seed: int, augment: AugmentConfig, repeats: int):
         self.split, self.batch_size, self.seed, self.augment, self.repeats = split, batch_size, seed, augment, repeats
@@ -132,8 +135,7 @@ class _Rows(Dataset):
             self._transform = DeitTransform(split, seed)
 
     def __getitem__(self, key: Key) -> tuple[Tensor, Tensor]:
-        position, rank, world = key
-        start, end = (self.batch_size * r // world for r in (rank, rank + 1))
+        position, start, end = key
         samples = position * self.batch_size + paired(self.batch_size)[start:end]
         epoch, place = np.divmod(samples, len(self.split))
         indices = shuffled(epoch * len(self.split) + place // self.repeats, len(self.split), self.seed)
@@ -147,15 +149,20 @@ def paired(batch_size: int) -> np.ndarray:
     return np.where(rows % 2 == 0, rows // 2, batch_size - 1 - rows // 2)
 
 
+def _parts(start: int, end: int) -> list[tuple[int, int]]:
+    """Cuts rows into parts of `PART`; no rows are one empty part."""
+    return [(first, min(first + PART, end)) for first in range(start, max(end, start + 1), PART)]
+
+
 class _Positions(Sampler):
-    """The keys of all batches from a position on; it has no end and no state."""
+    """The keys of the parts of all batches from a position on; it has no end and no state."""
 
     def __init__(self, first: Key):
         self._first = first
 
     def __iter__(self) -> Iterator[Key]:
-        position, rank, world = self._first
-        return ((number, rank, world) for number in itertools.count(position))
+        position, start, end = self._first
+        return ((number, *part) for number in itertools.count(position) for part in _parts(start, end))
 
 
 def _loader(rows: _Rows, first: Key, workers: int) -> DataLoader:

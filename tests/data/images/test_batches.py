@@ -55,6 +55,21 @@ def test_the_same_batches_with_workers_at_any_position(digits):
         batches.close()
 
 
+def test_workers_decode_parts_of_a_batch(layouts, tmp_path, monkeypatch):
+    """Encoded images, and batches larger than what a worker makes at a time."""
+    monkeypatch.setattr("linnet.data.images.batches.PART", 3)
+    split = prepare_images(parse(ImageDataConfig, {"source": str(layouts.folders()), "size": 8}), tmp_path).train
+    alone, batches = ImageBatches(split, 8, seed=1), ImageBatches(split, 8, seed=1, workers=2)
+    assert split.image(0).size == (6, 6)
+    for position in (2, 3):
+        assert all(torch.equal(a, b) for a, b in zip(batches.batch(position), alone.batch(position), strict=True))
+    for rank in range(3):
+        found, expected = batches.batch(4, rank, 3), alone.batch(4, rank, 3)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    assert len(batches.batch(0, 1, 9)[0]) + len(batches.batch(0, 0, 9)[0]) == 1  # more ranks than rows
+    batches.close()
+
+
 def test_a_killed_worker_is_named(digits):
     batches = ImageBatches(digits.train, 64, seed=1, workers=1)
     batches.batch(0)
