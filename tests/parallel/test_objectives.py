@@ -7,6 +7,7 @@ from linnet.config import ConfigError
 from linnet.parallel.mesh import Mesh
 from linnet.runs import latest_good
 from linnet.train import extend, read_training, train
+from linnet.train.objectives.diffusion import DiffusionObjective
 from linnet.train.objectives.images import ImageObjective
 from linnet.train.preflight import check_devices
 from linnet.train.session import Session
@@ -93,6 +94,55 @@ def test_two_ranks_train_images_like_one_process(pool, cache, changes):
     assert weights.keys() == expected[4].keys() and not ranks[1][4]
     for name, own in expected[4].items():
         torch.testing.assert_close(weights[name], own, rtol=0, atol=1e-12, msg=name)
+
+
+DENOISER = {key: IMAGES["model"][key] for key in ("d_model", "image_size", "channels", "classes", "init_std")} | {
+    "layout": "attention+mlp lightnet+mlp",
+    "options": {"attention": {"num_heads": 2, "rope": False}, "lightnet": {"num_heads": 2}},
+    "conditioning": "adaln_zero",
+    "class_drop": 0.3,
+    "drop_path": 0.3,
+}
+NOISE = IMAGES | {"objective": "diffusion", "model": DENOISER, "augment": "flip"}
+NOISE |= {"run": IMAGES["run"] | {"pictures": 1}}
+
+
+class DoubleDiffusion(DiffusionObjective):
+    """The objective with a model in float64."""
+
+    def build(self, seed, device=None):
+        return super().build(seed, device).double()
+
+
+def denoise(cache: str, mesh: Mesh | None):
+    """Losses, scores, pictures and whole weights after some steps."""
+    config = read_training(NOISE)
+    objective = DoubleDiffusion(config, DoubleDiffusion.read(config, cache), torch.device("cpu"))
+    session = Session(config, objective, torch.device("cpu"), mesh)
+    for _ in range(STEPS):
+        session.gradients()
+        assert session.judge() is None
+        session.apply()
+    with session.averaged():
+        scores = objective.validate(session.model, session.autocast, mesh=mesh)
+        pictures = objective.pictures(session.model, session.autocast, mesh)
+    return session.recent, list(scores.values()), pictures, dict(session.weights())
+
+
+def denoise_on_ranks(cache: str):
+    """Runs in a worker."""
+    return denoise(cache, Mesh(read_training(NOISE).parallel, torch.device("cpu")))
+
+
+def test_two_ranks_train_a_denoiser_like_one_process(pool, cache):
+    losses, scores, pictures, weights = denoise(str(cache), None)
+    ranks = pool.run(2, denoise_on_ranks, str(cache))
+    for found in ranks:
+        assert found[0] == pytest.approx(losses, rel=1e-12) and found[1] == pytest.approx(scores, rel=1e-12)
+        assert found[2] == pictures and list(pictures) == [".png"]
+    assert ranks[0][3].keys() == weights.keys()
+    for name, own in weights.items():
+        torch.testing.assert_close(ranks[0][3][name], own, rtol=0, atol=1e-12, msg=name)
 
 
 def lengthened(path: str, cache: str, steps: int):

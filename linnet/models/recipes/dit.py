@@ -8,6 +8,8 @@ width of the gated units at L is 2816, as in the paper's language models, and th
 The small recipes start linear layers at 1 / sqrt(d_model), as the small classifiers do.
 """
 
+from functools import partial
+
 from linnet.models.config import DenoiserConfig
 from linnet.models.recipes.registry import default_heads, register_family, register_recipe
 
@@ -74,24 +76,28 @@ def lightnet_dit(
     )
 
 
-def _latents(config: DenoiserConfig, options: dict[str, dict] | None = None) -> DenoiserConfig:
-    """Returns a denoiser of latents 4 x 32 x 32 of ImageNet's classes."""
+def _latents(config: DenoiserConfig, options: dict[str, dict]) -> DenoiserConfig:
+    """Returns a denoiser of latents 4 x 32 x 32 of ImageNet's classes, with other options of its layers."""
     values = config.model_dump() | {"image_size": 32, "patch": 2, "channels": 4, "classes": 1000, "init_std": 0.02}
-    for layer, own in (options or {}).items():
+    for layer, own in options.items():
         values["options"][layer] |= own
     return DenoiserConfig(**values)
 
 
+def _dit_latents(d_model: int, num_layers: int, num_heads: int) -> DenoiserConfig:
+    return _latents(dit(d_model, num_layers, num_heads), {})
+
+
+def _lightnet_latents(d_model: int, num_layers: int, num_heads: int, inner: int) -> DenoiserConfig:
+    return _latents(lightnet_dit(d_model, num_layers, num_heads, inner), {"lightnet": {"gate_rank": 64}})
+
+
 DIT = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152, 28, 16)}
 LIGHTNET = {"s": (384, 18, 6, 1024), "b": (768, 18, 12, 2048), "l": (1024, 36, 16, 2816), "xl": (1152, 42, 16, 3072)}
-for size, shape in DIT.items():
-    register_recipe(f"dit-{size}", lambda a=shape: _latents(dit(*a)), kind="denoiser")
-for size, shape in LIGHTNET.items():
-    register_recipe(
-        f"lightnet-dit-{size}",
-        lambda a=shape: _latents(lightnet_dit(*a), {"lightnet": {"gate_rank": 64}}),
-        kind="denoiser",
-    )
+for _size, _dit in DIT.items():
+    register_recipe(f"dit-{_size}", partial(_dit_latents, *_dit), kind="denoiser")
+for _size, _lightnet in LIGHTNET.items():
+    register_recipe(f"lightnet-dit-{_size}", partial(_lightnet_latents, *_lightnet), kind="denoiser")
 
 # Digits and CIFAR-10: width, layers, heads, inner width (0: the layer's), then image size, patch, channels, classes.
 register_recipe("dit-8px", lambda: dit(64, 4, 2, 0, 8, 2, 1, 10), kind="denoiser")

@@ -53,10 +53,13 @@ class DiffusionRunConfig(ImageRunConfig):
 class DiffusionTraining(ImageTraining):
     """The training of a denoiser."""
 
-    objective: Literal["diffusion"] = Field(
+    # Other types than in the base, which is the class of an objective of its own.
+    objective: Literal["diffusion"] = Field(  # type: ignore[assignment]
         "diffusion", description="the training objective: `diffusion`, the noise in an image"
     )
-    model: DenoiserConfig = Field(description="a recipe's name, a recipe with changes, or a layout with its images")
+    model: DenoiserConfig = Field(  # type: ignore[assignment]
+        description="a recipe's name, a recipe with changes, or a layout with its images"
+    )
     run: DiffusionRunConfig = Field(
         DiffusionRunConfig(), description="how the training is executed; not part of the run's identity"
     )
@@ -87,14 +90,14 @@ class DiffusionTraining(ImageTraining):
 class DiffusionObjective(ImageObjective):
     """Trains a denoiser on a corpus of images, or of latents, with classes."""
 
-    Config = DiffusionTraining
+    Config = DiffusionTraining  # type: ignore[assignment]
     name, units, loss_unit = "diffusion", "images", "squared error + bits"
     SCORES: ClassVar = {"mse": "squared error of the noise"}
     targets_per_row = 1
     config: DiffusionTraining
 
     @classmethod
-    def row_tokens(cls, config: DiffusionTraining) -> int:
+    def row_tokens(cls, config: DiffusionTraining) -> int:  # type: ignore[override]
         model = config.model
         return (model.image_size // model.patch) ** 2 + (2 if model.conditioning == "tokens" else 0)
 
