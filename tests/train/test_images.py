@@ -169,6 +169,13 @@ def test_wrong_keys_are_named_with_their_place():
     assert "seq_len: unknown" in lines and "write it as `run.device`" in lines and "augment: batch_size: 15" in lines
 
 
+def test_a_plan_of_devices_is_refused_by_name(tmp_path):
+    file = tmp_path / "digits.yaml"
+    file.write_text(json.dumps(TINY))
+    done = CliRunner().invoke(app, ["train", str(file), "--plan"])
+    assert done.exit_code == 2 and "--plan" in done.output and "objective: images" in done.output
+
+
 def test_a_validation_reads_its_images_evenly(cache):
     split = ImageObjective.read(settings(), cache).validation
     batches = HeldOut(split, 4, 10)
