@@ -59,7 +59,12 @@ def open_split(
         own["convert"] = "grey" if model.channels == 1 else "rgb" if model.channels == 3 else None
         own |= {"classes": values.get("classes") or names}
         config = parse(ImageDataConfig, own | {"split": split or _part(list(data))}, "evaluate")
-        corpus = prepare_images(config, cache, whole=True)
+        try:
+            corpus = prepare_images(config, cache, whole=True)
+        except ConfigError as error:  # the problems of `source` are those of --data here
+            lines = [f"data:{line.removeprefix('source:')}" if line.startswith("source:") else line
+                     for line in error.problems]  # fmt: skip
+            raise ConfigError(lines, "evaluate") from None
     else:
         config = parse(ImageDataConfig, values, f"{folder.path}/config.yaml")
         corpus = prepare_images(config, cache)
