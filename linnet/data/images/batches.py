@@ -8,11 +8,12 @@ a rank that takes an even number of rows has both.
 """
 
 import itertools
-import re
+import multiprocessing
 import signal
 import threading
 import warnings
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ class ImageBatches:
         self._rows = _Rows(split, batch_size, seed, augment, self.repeats)
         self._loader: Iterator[tuple[Tensor, Tensor]] | None = None
         self._next: Key | None = None
+        self._processes: list[BaseProcess] = []
 
     def batch(self, position: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
         """Returns the rows of one rank of the global batch at a position.
@@ -97,21 +99,14 @@ class ImageBatches:
             return self._rows[position, start, end]
         if self._loader is None or self._next != (position, start, end):  # the first batch, or a jump
             self.close()
-            with warnings.catch_warnings():  # of more workers than cores, which is the user's choice
-                warnings.filterwarnings("ignore", "This DataLoader will create")
-                self._loader = iter(_loader(self._rows, (position, start, end), workers))
+            self._loader, self._processes = _start(self._rows, (position, start, end), workers)
         self._next = (position + 1, start, end)
+        self._check_processes()
         try:
             parts = [next(self._loader) for _ in _parts(start, end)]
-        except RuntimeError as error:
-            found = re.search(r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\)", str(error))
-            if found is None:
-                raise
-            self.close()
-            problem = f"workers: {workers} processes decode images, and process {found[1].strip()} was killed"
-            raise ConfigError(
-                [f"{problem}, perhaps for lack of memory; use fewer workers and resume the run"], "data"
-            ) from None
+        except RuntimeError:  # of torch, if a process dies during the wait
+            self._check_processes()
+            raise
         return parts[0] if len(parts) == 1 else (torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts]))
 
     def epoch(self, position: int) -> float:
@@ -121,6 +116,16 @@ class ImageBatches:
     def close(self) -> None:
         """Ends the worker processes."""
         self._loader = self._next = None
+        self._processes = []
+
+    def _check_processes(self) -> None:
+        dead = [str(process.pid) for process in self._processes if not process.is_alive()]
+        if dead:
+            count = len(self._processes)
+            self.close()
+            problem = f"workers: {count} processes decode images, and process {', '.join(dead)} was killed"
+            fix = "perhaps for lack of memory; use fewer workers and resume the run"
+            raise ConfigError([f"{problem}, {fix}"], "data")
 
 
 class _Rows(Dataset):
@@ -165,15 +170,25 @@ class _Positions(Sampler):
         return ((number, *part) for number in itertools.count(position) for part in _parts(start, end))
 
 
-def _loader(rows: _Rows, first: Key, workers: int) -> DataLoader:
-    return DataLoader(
-        rows,
-        batch_size=None,
-        sampler=_Positions(first),
-        num_workers=workers,
-        prefetch_factor=AHEAD,
-        worker_init_fn=_ignore_interrupts,
-    )
+def _start(rows: _Rows, first: Key, workers: int) -> tuple[Iterator[tuple[Tensor, Tensor]], list[BaseProcess]]:
+    """Starts worker processes; returns the parts that they make, in order, and the processes."""
+    others = set(multiprocessing.active_children())
+    handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
+    with warnings.catch_warnings():  # of more workers than cores, which is the user's choice
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        loader: Iterator[tuple[Tensor, Tensor]] = iter(
+            DataLoader(
+                rows,
+                batch_size=None,
+                sampler=_Positions(first),
+                num_workers=workers,
+                prefetch_factor=AHEAD,
+                worker_init_fn=_ignore_interrupts,
+            )
+        )
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, handler)  # torch's raises an error wherever the main thread is when a worker dies
+    return loader, [process for process in multiprocessing.active_children() if process not in others]
 
 
 def _ignore_interrupts(number: int) -> None:

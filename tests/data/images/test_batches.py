@@ -73,7 +73,7 @@ def test_workers_decode_parts_of_a_batch(layouts, tmp_path, monkeypatch):
 def test_a_killed_worker_is_named(digits):
     batches = ImageBatches(digits.train, 64, seed=1, workers=1)
     batches.batch(0)
-    [worker] = batches._loader._workers
+    [worker] = batches._processes
     os.kill(worker.pid, signal.SIGKILL)
     worker.join()
     with pytest.raises(ConfigError, match=f"workers: 1 .*process {worker.pid} was killed"):
