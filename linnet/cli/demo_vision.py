@@ -15,6 +15,8 @@ from linnet.config import FIGURES, Config, ConfigError, check_study, not_install
 
 PLAN = "demo_vision.yaml"
 CACHE = "cache"
+DENOISER = "denoiser"
+COLUMNS, GUIDANCE, ZOOM = 12, 2.0, 5  # samples per digit; strength of the class; screen pixels per pixel
 
 
 class Plan(Config):
@@ -23,10 +25,12 @@ class Plan(Config):
     Attributes:
         models: settings of `linnet train` that one classifier has alone, by its name.
         train: settings that all classifiers share.
+        denoiser: settings of the denoiser whose samples the page shows; None trains none.
     """
 
     models: dict[str, dict[str, Any]]
     train: dict[str, Any]
+    denoiser: dict[str, Any] | None = None
 
 
 def run_demo(folder: Path, workers: int | None = None) -> Path:
@@ -50,9 +54,9 @@ def run_demo(folder: Path, workers: int | None = None) -> Path:
     _check(folder)
     started, console = perf_counter(), Console(highlight=False, soft_wrap=True)
     plan = read_plan()
-    names = list(plan.models)
+    names = [*([DENOISER] if plan.denoiser else []), *plan.models]  # the longest training first
     workers = min(workers or os.cpu_count() or 1, len(names))
-    console.print(f"{', '.join(names)} learn to read digits (in {folder}):", markup=False)
+    console.print(f"{', '.join(plan.models)} learn to read digits (in {folder}):", markup=False)
     jobs = ([str(folder)] * len(names), names, [plan.model_dump()] * len(names))
     if workers == 1:
         made = list(map(make, *jobs))
@@ -62,10 +66,11 @@ def run_demo(folder: Path, workers: int | None = None) -> Path:
         ) as pool:
             made = list(pool.map(make, *jobs))
     runs = dict(zip(names, map(Path, made), strict=True))
-    page = _write(folder, runs)
+    denoiser = runs.pop(DENOISER, None)
+    page = _write(folder, runs, denoiser)
     _show(runs, console)
     console.print(str(page), markup=False)
-    console.print(f"{perf_counter() - started:.0f} s. One model: linnet report {shlex.quote(str(runs[names[0]]))}",
+    console.print(f"{perf_counter() - started:.0f} s. One model: linnet report {shlex.quote(str(runs[names[-1]]))}",
                   style="dim", markup=False)  # fmt: skip
     return page
 
@@ -88,10 +93,14 @@ def make(folder: str, name: str, plan: dict[str, Any]) -> str:
     from linnet.train.objectives import read_training
 
     root = Path(folder)
-    config = read_training({**plan["train"], **plan["models"][name], "name": name}, f"{PLAN}: {name}")
+    own = plan["denoiser"] if name == DENOISER else {**plan["train"], **plan["models"][name]}
+    config = read_training({**own, "name": name}, f"{PLAN}: {name}")
     length = f"{config.epochs:g} epochs" if config.epochs is not None else f"{config.total_steps:,} steps"
     with announced(f"{name}: {length}") as results:
         run = train(config, root, root / CACHE)
+        if name == DENOISER:
+            results.append(f"squared error of the noise {run.result()['mse']:.4f}")
+            return str(run.path)
         results.append(f"accuracy {run.result()['accuracy']:.2%}")
     evaluator = ImageEvaluator(cache=root / CACHE)
     evaluator.run(prepare(run.path, [evaluator])).save(run.path)
@@ -109,7 +118,22 @@ def _check(folder: Path) -> None:
     check_study(FIGURES, "demo")
 
 
-def _write(folder: Path, runs: dict[str, Path]) -> Path:
+def _samples(run: Path) -> tuple[str, str, bytes]:
+    """Returns heading, caption and PNG of samples: one row per class."""
+    import torch
+
+    from linnet.data.images.png import encode_png, picture_grid
+    from linnet.inference.sampler import ImageSampler, SampleConfig
+
+    classes = [number for number in range(10) for _ in range(COLUMNS)]
+    with torch.no_grad():
+        images = torch.cat(list(ImageSampler.of_run(run).draw(classes, SampleConfig(guidance=GUIDANCE))))
+    picture = picture_grid(images.numpy(), COLUMNS).repeat(ZOOM, axis=1).repeat(ZOOM, axis=2)
+    caption = f"Drawn by a small denoiser of the same layers, one row per digit, guidance {GUIDANCE:g}."
+    return "Samples", caption, encode_png(picture)
+
+
+def _write(folder: Path, runs: dict[str, Path], denoiser: Path | None) -> Path:
     """Writes the page of each model, and the page of all."""
     from linnet.report.classifier import write_classifier
     from linnet.report.classifiers import write_classifiers
@@ -118,7 +142,12 @@ def _write(folder: Path, runs: dict[str, Path]) -> Path:
     pages = {name: write_classifier(run) for name, run in runs.items()}
     command = typed("linnet", "demo", "--vision", out=None if folder.parent == Path("runs") else folder.parent)
     return write_classifiers(
-        runs, folder / "report" / "index.html", title="Three image classifiers on digits", command=command, pages=pages
+        runs,
+        folder / "report" / "index.html",
+        title="Three image classifiers on digits",
+        command=command,
+        pages=pages,
+        pictures=[] if denoiser is None else [_samples(denoiser)],
     )
 
 
