@@ -104,7 +104,7 @@ def test_what_the_docs_show_of_it_is_so(monkeypatch, capsys):
     exec(agrees, names)
     exec(costs, names)
     assert capsys.readouterr().out.split()
-    layout, images, file = (text for language, text in blocks if language == "yaml")
+    layout, images, _, file = (text for language, text in blocks if language == "yaml")
     classifier = read_training(yaml.safe_load(images)).model
     assert classifier.layout == "my_mixer+swiglu x3" and not classifier.causal
     stack = parse(TrainConfig, yaml.safe_load(layout)).model
