@@ -201,6 +201,8 @@ def _draw(model: nn.Module, prefix: str, config: StackConfig, seed: int, threads
             module.weight.uniform_(-bound, bound, generator=generator)
         else:
             std = config.init_std * (depth_scale if getattr(module, "ends_residual", False) else 1.0)
+            if getattr(module, "fan_in", False):
+                std = module.in_features**-0.5
             module.weight.normal_(0.0, std, generator=generator)
         if getattr(module, "bias", None) is not None:
             module.bias.zero_()

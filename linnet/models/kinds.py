@@ -64,7 +64,8 @@ def build(kind: str, config: StackConfig, seed: int = 0, device: torch.device | 
 
     They are a function of (seed, parameter name) only. A linear layer or embedding with the attribute `starts_zero`
     starts at zero. With `init: xavier` the other linear layers are uniform in +-sqrt(6 / (inputs + outputs)), as in
-    DiT, except those with the attribute `init = "normal"`; embeddings stay N(0, init_std).
+    DiT, except those with the attribute `init = "normal"`; embeddings stay N(0, init_std). Otherwise a linear layer
+    with the attribute `fan_in` is N(0, 1 / inputs), not N(0, init_std).
     """
     module = KINDS[kind].module
     return draw_weights(lambda: module(config), config, seed, device)

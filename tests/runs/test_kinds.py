@@ -97,3 +97,9 @@ def test_init_of_a_denoiser_is_xavier_with_zeros():
     assert weight.abs().max() <= bound and weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
     zeros = [name for name, module in model.named_modules() if getattr(module, "starts_zero", False)]
     assert zeros and all(not model.get_submodule(name).weight.any() for name in zeros)
+
+
+def test_patches_make_tokens_of_unit_variance_unless_a_table_stands_beside_them():
+    for name, std in (("lightnet-vit-8px", 0.5), ("vit-8px", 0.125)):  # of 4 pixels; of width 64
+        weight = build("classifier", get_recipe(name)).patches.proj.weight
+        assert weight.std().item() == pytest.approx(std, rel=0.15)
