@@ -262,9 +262,9 @@ class SentenceObjective(RunObjective):
 
         def progress(more: int) -> None:
             nonlocal done
-            done += more
             if show is not None:
                 show(done, total)
+            done += more
 
         fields, losses, scores = {}, [], []
         for name, sentences in self.dev.items():
