@@ -72,5 +72,8 @@ class ModulatedBlock(Block):
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Returns x (1 + scale) + shift for x [B, T, D] and one shift and scale per row, [B, D] each."""
-    return x * (1 + scale[:, None]) + shift[:, None]
+    """Returns x (1 + scale) + shift for x [B, T, D] and one shift and scale per row, [B, D] each.
+
+    1 + scale has the dtype of x: scales start at zero, and in bfloat16 1 + 0.003 is 1.
+    """
+    return x * (1 + scale.to(x.dtype)[:, None]) + shift[:, None]

@@ -242,7 +242,8 @@ def guided(network: Network, none: int, guidance: float, channels: int | None = 
 
     def call(noisy: Tensor, t: Tensor, classes: Tensor) -> Tensor:
         both = torch.cat([classes, torch.full_like(classes, none)])
-        output, without = network(torch.cat([noisy, noisy]), torch.cat([t, t]), both).chunk(2)
+        # At least float32 (in the dtype of x_t): guidance magnifies what bfloat16 would round off.
+        output, without = network(torch.cat([noisy, noisy]), torch.cat([t, t]), both).to(noisy.dtype).chunk(2)
         count = noisy.shape[1] if channels is None else channels
         return torch.cat([torch.lerp(without[:, :count], output[:, :count], guidance), output[:, count:]], 1)
 

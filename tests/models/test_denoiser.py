@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from linnet.config import ConfigError, parse
+from linnet.layers.modulated import modulate
 from linnet.models import DenoiserConfig, build
 from linnet.models.denoiser import time_features
 from linnet.models.recipes import get_recipe
@@ -33,6 +34,11 @@ def inputs(batch: int = 3, side: int = 8, channels: int = 1):
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(batch, channels, side, side, generator=generator, dtype=torch.float64)
     return x, torch.tensor([0, 500, 999])[:batch], torch.tensor([0, 3, 2])[:batch]
+
+
+def test_small_scales_in_bfloat16_are_not_rounded_away():
+    x, scale = torch.ones(1, 2, 3), torch.full((1, 3), 0.003, dtype=torch.bfloat16)
+    assert torch.allclose(modulate(x, torch.zeros_like(scale), scale), torch.tensor(1.003), atol=1e-5)
 
 
 def test_time_features_are_cosines_and_sines():

@@ -167,6 +167,8 @@ def test_guidance_moves_the_noise_and_not_the_variance():
     three = guided(network, none=10, guidance=1.5, channels=3)(noisy, t, classes)
     assert torch.equal(three[:, :3], out[:, :3]) and torch.equal(three[:, 3], network(noisy, t, classes)[:, 3])
     assert guided(network, none=10, guidance=1.0) is network
+    low = guided(lambda *args: network(*args).bfloat16(), none=10, guidance=1.3)(noisy, t, classes)
+    assert torch.equal(low, guided(network, none=10, guidance=1.3)(noisy, t, classes))  # rounded before, not after
 
 
 @pytest.mark.parametrize("sampler", ["ddpm", "ddim"])

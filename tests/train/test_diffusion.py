@@ -1,5 +1,6 @@
 """`objective: diffusion` from start to end: what a run records, exact resume, and what does not change its result."""
 
+import contextlib
 import signal
 from pathlib import Path
 
@@ -147,6 +148,13 @@ def test_held_out_noise_is_fixed(cache):
     t = torch.cat([batch[2] for batch in whole])
     counts = torch.bincount(t // 250, minlength=4)
     assert counts.max() - counts.min() <= 4  # even over time steps
+
+
+def test_held_out_losses_keep_their_digits_under_autocast(cache):
+    own = objective(cache)
+    model = own.build(0)  # its head is zero, so that both precisions predict the same
+    exact = own.validate(model, contextlib.nullcontext())
+    assert own.validate(model, torch.autocast("cpu", torch.bfloat16)) == pytest.approx(exact, rel=1e-6)
 
 
 def test_latents_are_scaled_and_not_clipped(cache, tmp_path):

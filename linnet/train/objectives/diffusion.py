@@ -153,7 +153,8 @@ class DiffusionObjective(ImageObjective):
             images = scaled(images, self.latent_scale)
             square, bound = _losses(model, process, images, t, noise, labels)
             inside = torch.nn.functional.one_hot(t // width, BINS).to(square.dtype)
-            return torch.cat([square.sum()[None], (square + bound) @ inside, inside.sum(0)])
+            losses = ((square + bound)[:, None] * inside).sum(0)  # no product of matrices: autocast would round it
+            return torch.cat([square.sum()[None], losses, inside.sum(0)])
 
         ranks, config = 1 if mesh is None else mesh.dp, self.config
         batches = NoisyHeldOut(
