@@ -6,6 +6,7 @@ any device, on any number of ranks, and after a resume. A rank passes the first 
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,9 +82,9 @@ def crop_flip(
     mirrored = draws.uniform(rows) < 0.5
     part = slice(first, first + len(images))
     device, (height, width) = images.device, images.shape[-2:]
-    down, right = torch.from_numpy(shifts[:, part]).to(device)
+    down, right = _placed(shifts[:, part], device)
     columns = torch.arange(width, device=device).expand(len(images), -1)
-    columns = torch.where(torch.from_numpy(mirrored[part]).to(device)[:, None], columns.flip(1), columns)
+    columns = torch.where(_placed(mirrored[part], device)[:, None], columns.flip(1), columns)
     columns = columns + right[:, None]
     lines = torch.arange(height, device=device) + down[:, None]
     padded = torch.nn.functional.pad(images, (padding,) * 4).flatten(2)
@@ -96,7 +97,7 @@ def flip(images: Tensor, *, seed: int, position: int, first: int = 0, rows: int 
     """Mirrors each image left and right with probability 1/2. The arguments are those of `crop_flip`."""
     rows = len(images) if rows is None else rows
     mirrored = Draws(seed, "flip", position).uniform(rows)[first : first + len(images)] < 0.5
-    return torch.where(torch.from_numpy(mirrored).to(images.device)[:, None, None, None], images.flip(3), images)
+    return torch.where(_placed(mirrored, images.device)[:, None, None, None], images.flip(3), images)
 
 
 def mix_images(
@@ -178,6 +179,11 @@ def _beta(draws: Draws, alpha: float) -> float:
             total = largest + math.log(math.exp(x - largest) + math.exp(y - largest))
             if total <= 0:
                 return math.exp(x - total)
+
+
+def _placed(drawn: np.ndarray, device: torch.device) -> Tensor:
+    """Returns draws on the device of the batch, without waiting for the step before to end there."""
+    return torch.from_numpy(drawn).to(device, non_blocking=True)
 
 
 def _swapped(values: Tensor) -> Tensor:
