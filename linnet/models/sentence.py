@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from linnet.layers.dropout import Dropout, DropoutPosition
 from linnet.models.config import SentenceConfig
 from linnet.models.masked_lm import build_encoder, embed
+from linnet.ops.chunks import exact
 
 HEAD_SITE = 1 << 30  # of the head's dropout, beyond those of all layers
 
@@ -57,9 +58,11 @@ class SentenceModel(nn.Module):
             x, _ = self.backbone(x, cu_seqlens=cu_seqlens, keep=(torch.zeros_like(first), first))
             return x
         x, _ = self.backbone(x, cu_seqlens=cu_seqlens)
-        sentence = torch.searchsorted(cu_seqlens[1:].long(), torch.arange(x.shape[1], device=x.device), right=True)
-        total = x.new_zeros(len(first), x.shape[-1]).index_add(0, sentence, x[0])
-        return total / cu_seqlens.diff()[:, None].to(x.dtype)
+        # A product with a matrix of 0 and 1, because a sum by index adds in another order in each call on a GPU.
+        place = torch.arange(x.shape[1], device=x.device)
+        inside = ((place >= cu_seqlens[:-1, None]) & (place < cu_seqlens[1:, None])).to(x.dtype)
+        with exact(x):
+            return inside @ x[0] / cu_seqlens.diff()[:, None].to(x.dtype)
 
     def loss(self, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the summed loss and the number of sentences: cross-entropy in nats, or squared error for one output.
