@@ -228,9 +228,11 @@ def check_table(rows):
     """Rows as the table of a study, with `usable`."""
     import pandas as pd
 
-    same = {own: name for name, own in IMAGE_COLUMNS.items() if own != "accuracy"}
-    renamed = [{same.get(name, name): value for name, value in row.items()} for row in rows]
-    table = pd.DataFrame(renamed).reindex(columns=[*COLUMNS, "accuracy"])
+    table = pd.DataFrame(rows)
+    for name, own in IMAGE_COLUMNS.items():
+        if own in table and own != "accuracy":
+            table[name] = table[name].fillna(table[own]) if name in table else table[own]
+    table = table.reindex(columns=[*COLUMNS, "accuracy"])
     texts = ("run", "architecture", "status", "path", *TEXTS)
     for name in table:
         if name not in texts:
