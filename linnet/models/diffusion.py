@@ -85,8 +85,8 @@ class Diffusion:
         """Returns the process of `count` of these steps with the same noise levels (arXiv:2102.09672, section 4).
 
         Args:
-            spacing: `even` rounds an even division from the first to the last step (DDPM); `leading` takes every
-                (steps // count)-th step from 0 (DDIM).
+            spacing: `even` rounds an even division from the first to the last step (DDPM); `leading` begins at 0 and
+                rounds multiples of steps / count down (DDIM), so that it also ends near the last step.
 
         Raises:
             ValueError: `count` is not between 1 and the number of steps.
@@ -97,7 +97,7 @@ class Diffusion:
             stride = (self.steps - 1) / max(count - 1, 1)
             chosen = torch.tensor([round(i * stride) for i in range(count)])
         else:
-            chosen = torch.arange(count) * (self.steps // count)
+            chosen = torch.arange(count) * self.steps // count
         kept = self._kept[chosen]
         return Diffusion(1 - kept / torch.cat([kept.new_ones(1), kept[:-1]]), self.timesteps[chosen])
 

@@ -113,6 +113,7 @@ def test_respaced_process_keeps_the_noise_levels():
     for count, spacing, chosen in (
         (250, "even", [round(i * 999 / 249) for i in range(250)]),
         (50, "leading", list(range(0, 1000, 20))),
+        (600, "leading", [i * 5 // 3 for i in range(600)]),  # up to 998: a start from pure noise must not be at 599
         (1000, "even", list(range(1000))),
         (1, "even", [0]),
     ):
