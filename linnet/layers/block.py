@@ -86,7 +86,7 @@ class Block(nn.Module):
         if self.mixer is not None:
             y, x = norm_and_keep(self.mixer_norm, x)
             y, state = self.mix(y, state, cu_seqlens, grid)
-            y = masked(y, keys, self.mixer_dropout, self.mixer_path)
+            y = with_dropout(y, keys, self.mixer_dropout, self.mixer_path)
             if keep is not None:
                 x, y, keys = x[keep], y[keep], tuple(None if one is None else one[keep] for one in keys)
             if self.channel is None:
@@ -96,7 +96,7 @@ class Block(nn.Module):
             if keep is not None:
                 x, keys = x[keep], tuple(None if one is None else one[keep] for one in keys)
             y, x = norm_and_keep(self.channel_norm, x)
-        return x + masked(self.channel(y), keys, self.channel_dropout, self.channel_path), state
+        return x + with_dropout(self.channel(y), keys, self.channel_dropout, self.channel_path), state
 
     def mix(
         self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None, grid: Grid | None = None
@@ -156,7 +156,7 @@ class Block(nn.Module):
         return 1 if self.causal else passes(self.mixer, self.scan)
 
 
-def masked(
+def with_dropout(
     y: Tensor, keys: tuple[Tensor | None, Tensor | None], dropout: Dropout | None, path: DropPath | None
 ) -> Tensor:
     """Returns the output of a sublayer after dropout and drop path, with the keys of `Block.mask_keys`."""

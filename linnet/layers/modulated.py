@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from linnet.config import Config
 from linnet.layers.base import LayerContext, State
-from linnet.layers.block import Block, masked
+from linnet.layers.block import Block, with_dropout
 from linnet.layers.non_causal import Scan
 from linnet.layers.positions.grid import Grid
 
@@ -59,11 +59,11 @@ class ModulatedBlock(Block):
         if self.mixer is not None:
             shift, scale, gate = (parts.pop(0) for _ in range(3))
             y, state = self.mix(modulate(self.mixer_norm(x), shift, scale), state, cu_seqlens, grid)
-            x = x + gate[:, None] * masked(y, keys, self.mixer_dropout, self.mixer_path)
+            x = x + gate[:, None] * with_dropout(y, keys, self.mixer_dropout, self.mixer_path)
         if self.channel is not None:
             shift, scale, gate = parts
             y = self.channel(modulate(self.channel_norm(x), shift, scale))
-            x = x + gate[:, None] * masked(y, keys, self.channel_dropout, self.channel_path)
+            x = x + gate[:, None] * with_dropout(y, keys, self.channel_dropout, self.channel_path)
         return (x if keep is None else x[keep]), state
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:

@@ -1,4 +1,4 @@
-"""Mixers whose tokens see each other in both directions, whatever each mixer knows of that.
+"""Runs any mixer in a model without causality, where each token sees those before and after it.
 
 A mixer that is causal by nature runs in each order of the model's scan, all orders as rows of one batch, and its
 outputs are averaged: mean and not sum, so that the residual branch keeps its scale. A mixer with a better form of its
