@@ -134,7 +134,7 @@ class DiffusionObjective(ImageObjective):
         return images, t[own], noise[own], classes
 
     def count(self, images: Tensor, *_: Tensor) -> Tensor:
-        return torch.tensor(len(images), device=images.device)
+        return torch.full((), len(images), device=images.device)
 
     def validate(
         self,

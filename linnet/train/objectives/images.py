@@ -163,7 +163,7 @@ class ImageObjective(RunObjective):
         )
 
     def count(self, images: Tensor, labels: Tensor) -> Tensor:
-        return torch.tensor(len(labels), device=labels.device)
+        return torch.full((), len(labels), device=labels.device)  # a copy from the host would wait for a GPU
 
     def validate(
         self,
@@ -176,7 +176,7 @@ class ImageObjective(RunObjective):
             logits = model(images).float()
             loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
             return torch.stack(
-                [loss, (logits.argmax(-1) == labels).sum(), torch.tensor(len(labels), device=loss.device)]
+                [loss, (logits.argmax(-1) == labels).sum(), torch.full((), len(labels), device=loss.device)]
             )
 
         ranks = 1 if mesh is None else mesh.dp
