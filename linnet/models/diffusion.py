@@ -283,12 +283,12 @@ def sample(
         ValueError: steps above 1000.
     """
     process = sampling_process(sampler, steps)
-    noisy = noise.next()
+    noisy, timesteps = noise.next(), process.timesteps.to(classes.device)
     for done, index in enumerate(reversed(range(process.steps))):
         if show is not None:
             show(done, process.steps)
         t = torch.full_like(classes, index)
-        output = network(noisy, process.timesteps.to(t.device)[t], classes).to(noisy.dtype)
+        output = network(noisy, timesteps[t], classes).to(noisy.dtype)
         if sampler == "ddpm":
             noisy = process.ddpm_step(output, noisy, t, noise.next(), clip)
         else:
