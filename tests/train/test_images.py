@@ -2,6 +2,7 @@
 
 import json
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from linnet.runs.model import load_model
 from linnet.train import TrainConfig, TrainingConfig, extend, read_training, train
 from linnet.train.identity import digest_of, read_config
 from linnet.train.objectives import in_steps
-from linnet.train.objectives.images import HeldOut, ImageObjective, ImageTraining
+from linnet.train.objectives.images import HeldOut, ImageObjective, ImageTraining, image_problems
 
 MODEL = {
     "d_model": 16,
@@ -160,6 +161,16 @@ def test_problems_are_named_before_work(cache, tmp_path, changes, told):
     for text in told:
         assert any(text in line for line in caught.value.problems), caught.value
     assert not list(tmp_path.iterdir())
+
+
+def test_latents_are_not_to_be_resized_or_converted():
+    """`data.size` and `data.convert` are refused for latents, so that no message may advise them."""
+    model = SimpleNamespace(image_size=16, channels=3)
+    for kind, fixes in (("images", ["data.size=16", "data.convert=rgb"]), ("latents", [])):
+        data = SimpleNamespace(side=8, channels=4, metadata={"kind": kind})
+        told = "\n".join(image_problems(model, data))
+        assert "set model.image_size=8" in told and "set model.channels=4" in told
+        assert [fix for fix in ("data.size=16", "data.convert=rgb") if fix in told] == fixes
 
 
 def test_wrong_keys_are_named_with_their_place():

@@ -347,7 +347,8 @@ def _build(
             if config.skip_damaged:
                 skipped += bad
             else:
-                problems += [f"{line}, or set skip_damaged: true" for line in bad[:NAMED]]
+                skip = "" if config.kind == "latents" else ", or set skip_damaged: true"
+                problems += [line + skip for line in bad[:NAMED]]
                 if len(bad) > NAMED:
                     problems.append(f"{source.path}: {len(bad) - NAMED} more damaged images; replace them too")
             if not counts[-1] and not bad and not lines:

@@ -257,9 +257,9 @@ def _is_labels(path: Path) -> bool:
 
 
 def _folder(root: Path, skipped: list[str]) -> list[ImageSource]:
-    files, loops = _walk(root)
-    if loops:
-        raise _Unusable(*(f"has a symbolic link that leads back to itself: {path}; remove it" for path in loops))
+    files, lines = _walk(root)
+    if lines:
+        raise _Unusable(*lines)
     packed = [path for path in files if _kind(path) and not _is_labels(path)]
     if packed:
         found: list[ImageSource] = []
@@ -318,10 +318,11 @@ def _hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
-def _walk(root: Path) -> tuple[list[Path], list[Path]]:
-    """Returns all files that are not hidden, sorted by path, and the links that lead back to a folder above them."""
+def _walk(root: Path) -> tuple[list[Path], list[str]]:
+    """Returns all files that are not hidden, sorted by path, and what is wrong with links, pipes and devices."""
     files: list[Path] = []
-    loops: list[Path] = []
+    problems: list[str] = []
+    loop = "has a symbolic link that leads back to itself: {}; remove it"
 
     def visit(folder: Path, above: frozenset[str]) -> None:
         above = above | {os.path.realpath(folder)}
@@ -335,18 +336,22 @@ def _walk(root: Path) -> tuple[list[Path], list[Path]]:
                 except OSError as error:
                     if error.errno != errno.ELOOP:
                         raise
-                    loops.append(path)
+                    problems.append(loop.format(path))
                     continue
                 if is_folder:
                     if entry.is_symlink() and os.path.realpath(path) in above:
-                        loops.append(path)
+                        problems.append(loop.format(path))
                     else:
                         visit(path, above)
                 elif is_file:
                     files.append(path)
+                elif not path.exists():
+                    problems.append(f"has a symbolic link to nothing: {path}; correct it, or remove it")
+                else:
+                    problems.append(f"has a pipe, a socket or a device: {path}; remove it")
 
     visit(root, frozenset())
-    return files, loops
+    return files, problems
 
 
 def part_of(path: Path) -> str | None:
@@ -566,7 +571,7 @@ def _read_npz(source: ImageSource, config: ImageDataConfig, problems: list[str])
                 raise _Unusable(*lines)
             values, labels = arrays[image_key[0]], arrays[label_key[0]]
     except ValueError as error:
-        raise _Unusable(_pickled(error)) from None
+        raise _Unusable(_pickled(source.path, error)) from None
     yield from _pairs(source.path, values, labels, config, problems)
 
 
@@ -589,11 +594,15 @@ def _read_npy(source: ImageSource, config: ImageDataConfig, problems: list[str])
     try:
         values, labels = (np.load(path, mmap_mode="r", allow_pickle=False) for path in source.files)
     except ValueError as error:
-        raise _Unusable(_pickled(error)) from None
+        raise _Unusable(_pickled(source.path, error)) from None
     yield from _pairs(source.path, values, labels, config, problems)
 
 
-def _pickled(error: ValueError) -> str:
+def _pickled(path: Path, error: ValueError) -> str:
+    with open(path, "rb") as file:
+        start = file.read(6)
+    if start[:1] != b"\x80" and not start.startswith((b"PK", b"\x93NUMPY")):  # NumPy calls every other file a pickle
+        return f"is not an array of NumPy (it starts with {start!r}); write it with numpy.savez or numpy.save"
     if "pickle" in str(error).lower():
         return "holds pickled Python objects, which may run code and are refused; save arrays of numbers"
     return f"is truncated or damaged ({_line(error)}); make it again, or leave it out"

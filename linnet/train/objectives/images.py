@@ -233,14 +233,16 @@ def scored_rows(config: TrainingConfig, ranks: int = 1) -> int:
 def image_problems(model: Any, data: ImageCorpus) -> list[str]:
     """Returns why images cannot be the input of a model with `image_size` and `channels`."""
     problems = []
+    fixed = data.metadata["kind"] == "latents"  # these are neither resized nor converted
     if model.image_size != data.side:
+        resize = "" if fixed else f", or data.size={model.image_size} to resize them"
         problems.append(
             f"model.image_size: {model.image_size}, but the images are {data.side} x {data.side}; set "
-            f"model.image_size={data.side}, or data.size={model.image_size} to resize them"
+            f"model.image_size={data.side}{resize}"
         )
     if model.channels != data.channels:
         fix = {1: "grey", 3: "rgb"}.get(model.channels)
-        convert = f", or data.convert={fix}" if fix else ""
+        convert = f", or data.convert={fix}" if fix and not fixed else ""
         problems.append(
             f"model.channels: {model.channels}, but the images have {data.channels}; set "
             f"model.channels={data.channels}{convert}"

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import os
 import pickle
 import tarfile
 import zlib
@@ -130,6 +131,24 @@ def loop_of_links(made):
     path = made.folders()
     (path / "bee" / "a.png").symlink_to(path / "bee" / "b.png")
     (path / "bee" / "b.png").symlink_to(path / "bee" / "a.png")
+    return path
+
+
+def link_to_nothing(made):
+    path = made.folders()
+    (path / "bee" / "moved.png").symlink_to("/nowhere/moved.png")
+    return path
+
+
+def pipe(made):
+    path = made.folders()
+    os.mkfifo(path / "bee" / "pipe.png")
+    return path
+
+
+def not_numpy(made):
+    path = made.npz()
+    path.write_text("version https://git-lfs")
     return path
 
 
@@ -378,6 +397,8 @@ LATENTS = {"kind": "latents"}
         (empty_class, {}, ["without images", "dog"]),
         (loop, {}, ["symbolic link", "again"]),
         (loop_of_links, {}, ["symbolic link", "a.png"]),
+        (link_to_nothing, {}, ["symbolic link to nothing", "moved.png", "remove it"]),
+        (pipe, {}, ["pipe", "pipe.png", "remove it"]),
         (sizes, {}, ["size: ", "6 x 6", "9 x 9", "large.png", "give size: 6"]),
         (channels, {}, ["convert: ", "grey.png", "convert: grey or rgb"]),
         (wide, {}, ["size: ", "4 x 6", "give size: 4"]),
@@ -395,6 +416,7 @@ LATENTS = {"kind": "latents"}
         (huge_idx, {}, ["train-images-idx", "truncated"]),
         (pickled, {}, ["all.npz", "pickled"]),
         (pickle_file, {}, ["all.npy", "pickled"]),
+        (not_numpy, {}, ["all.npz", "not an array of NumPy", "b'versio'", "numpy.savez"]),
         (cut_npz, {}, ["all.npz", "truncated"]),
         (nan, {}, ["all.npz", "NaN", "uint8"]),
         (other_shape, {}, ["all.npz", "[30, 6, 6, 5]", "1 or 3 channels"]),
@@ -432,6 +454,12 @@ def test_bad_sources(layouts, tmp_path, make, values, parts):
     path = make(layouts)
     found = problems_of(path, tmp_path / "cache", **values)
     assert any(all(part in line for part in parts) for line in found), found
+
+
+def test_damaged_latents_are_not_to_be_skipped(layouts, tmp_path):
+    """`skip_damaged` is refused for latents, so that no message may advise it."""
+    (line,) = problems_of(latents(bad=True)(layouts), tmp_path / "cache", kind="latents")
+    assert line.endswith("encode it again")
 
 
 def test_a_name_is_a_source():
