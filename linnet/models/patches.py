@@ -22,7 +22,8 @@ class Patches(nn.Module):
             ValueError: the number of channels is another, or a side is not a multiple of the patch.
         """
         self.grid(images)
-        return self.proj(unfold(images, self.patch))
+        # Under autocast the product is bfloat16, but the residual stream has the precision of the weights.
+        return self.proj(unfold(images, self.patch)).to(self.proj.weight.dtype)
 
     def grid(self, images: Tensor) -> tuple[int, int]:
         """Returns the rows and columns of patches. Raises ValueError as `forward`."""

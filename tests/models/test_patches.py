@@ -43,3 +43,9 @@ def test_positions_are_those_of_dit():
                 torch.testing.assert_close(got, torch.stack(wanted).float())
     with pytest.raises(ValueError, match="d_model: 18"):
         sin_cos_2d(2, 2, 18)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_have_the_precision_of_the_weights_under_autocast(dtype):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert Patches(3, 4, 10).to(dtype)(torch.zeros(1, 3, 8, 8, dtype=dtype)).dtype == dtype
