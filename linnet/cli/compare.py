@@ -137,11 +137,22 @@ def _read(runs: list[Path]) -> tuple[dict[str, tuple[Path, list]], list[str]]:
         if folders.count(folder) > 1:
             problems.append(f"{run}: is given twice; name another run")
         elif not evaluations:
-            problems.append(f"{run}: has no evaluation yet; make one, for example: linnet evaluate text {run} PATH")
+            form = EVALUATIONS.get(RunFolder.open(run).config.get("objective", "text"), EVALUATIONS["text"])
+            example = "linnet evaluate " + form.replace("RUN", str(run))
+            problems.append(f"{run}: has no evaluation yet; make one, for example: {example}")
         found[name if alone else str(run)] = (run, evaluations)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems + damaged)), "compare")
     return found, damaged
+
+
+EVALUATIONS = {  # an evaluation of the runs of each objective
+    "text": "text RUN PATH",
+    "images": "images RUN",
+    "diffusion": "samples RUN --extractor CLASSIFIER",
+    "masked": "masked RUN PATH",
+    "sentences": "glue RUN --data FOLDER",
+}
 
 
 def _nothing_in_common(found: dict[str, tuple[Path, list]]) -> str:

@@ -62,9 +62,10 @@ def split(groups: Sequence[Shared]) -> list[str]:
 def command(evaluation: Evaluation, run: str) -> str:
     """Returns the command that evaluates `run` with the settings of `evaluation`."""
     asked, kind = common(evaluation.asked), evaluation.kind
-    name = kind if kind in ("text", "needle", "recall", "images", "tasks") else "suite"
+    own = ("text", "needle", "recall", "images", "samples", "masked", "glue", "tasks")
+    name = kind if kind in own else "masked" if kind in ("sentences", "cola") else "suite"
     words = ["linnet", "evaluate", name, run]
-    if kind == "text":
+    if kind in ("text", "masked"):
         words += asked["text"]
         words += ["--text-key", asked["text_key"]] if asked.get("text_key", "text") != "text" else []
     elif kind == "needle":
@@ -78,6 +79,15 @@ def command(evaluation: Evaluation, run: str) -> str:
     elif kind == "images":
         words += [word for source in asked["data"] for word in ("--data", source)]
         words += ["--split", asked["split"]] if asked["split"] else []
+    elif kind == "samples":
+        words += ["--extractor", asked["extractor"], "--samples", str(asked["samples"])]
+        words += ["--sampler", asked["sampler"], "--steps", str(asked["steps"]), "--guidance", str(asked["guidance"])]
+    elif kind == "glue":
+        words += ["--data", asked["data"]]
+    elif kind == "sentences":
+        words += [word for path in asked["sentences"] for word in ("--sentences", path)]
+    elif kind == "cola":
+        words += ["--cola", asked["cola"]]
     else:
         words += asked["tasks"] if kind == "tasks" else [kind]
     for name in ("include", "shots", "limit"):

@@ -55,8 +55,10 @@ def open_split(
         message = f"{session.path}: does not say what it was trained on; give --data SOURCE"
         raise ConfigError([message], "evaluate")
     if data:
-        own = {"source": list(data), "kind": "images", "size": values.get("size") or model.image_size}
-        own["convert"] = "grey" if model.channels == 1 else "rgb" if model.channels == 3 else None
+        own = {"source": list(data), "kind": values.get("kind", "images")}
+        if own["kind"] == "images":
+            own["size"] = values.get("size") or model.image_size
+            own["convert"] = "grey" if model.channels == 1 else "rgb" if model.channels == 3 else None
         own |= {"classes": values.get("classes") or names}
         config = parse(ImageDataConfig, own | {"split": split or _part(list(data))}, "evaluate")
         try:
@@ -64,6 +66,7 @@ def open_split(
         except ConfigError as error:  # the problems of `source` are those of --data here
             lines = [f"data:{line.removeprefix('source:')}" if line.startswith("source:") else line
                      for line in error.problems]  # fmt: skip
+            lines = [line.removesuffix(", or set skip_damaged: true") for line in lines]  # a key of a training
             raise ConfigError(lines, "evaluate") from None
     else:
         config = parse(ImageDataConfig, values, f"{folder.path}/config.yaml")

@@ -3,6 +3,7 @@
 import base64
 import csv
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.data.images import ImageDataConfig, prepare_images
+from linnet.evaluate.compare_words import command
 from linnet.evaluate.images import score_images, smaller
 from linnet.evaluate.results import read_evaluations
 from linnet.models import VisionConfig, build
@@ -115,6 +117,37 @@ def test_images_that_do_not_fit_the_model_are_refused(tmp_path, digits):
     assert done.exit_code == 2 and "--split" in done.output
     done = evaluate(tmp_path / "model", "--data", tmp_path / "nothing", "--cache", cache)
     assert done.exit_code == 2 and "nothing" in done.output
+    (tmp_path / "damaged" / "0").mkdir(parents=True)
+    (tmp_path / "damaged" / "0" / "a.png").write_bytes(b"")
+    done = evaluate(tmp_path / "model", "--data", tmp_path / "damaged", "--cache", cache)
+    assert done.exit_code == 2 and "replace the file" in done.output and "skip_damaged" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "words"),
+    [
+        ("masked", {"text": ["a.txt"], "text_key": "text"}, "masked RUN a.txt"),
+        ("sentences", {"sentences": ["a.txt", "b.txt"]}, "masked RUN --sentences a.txt --sentences b.txt"),
+        ("cola", {"cola": "glue"}, "masked RUN --cola glue"),
+        ("glue", {"data": "glue", "task": "sst2"}, "glue RUN --data glue"),
+        (
+            "samples",
+            {"extractor": "e", "samples": 5, "sampler": "ddim", "steps": 3, "guidance": 2.0},
+            "samples RUN --extractor e --samples 5 --sampler ddim --steps 3 --guidance 2.0",
+        ),
+    ],
+)
+def test_each_evaluation_has_its_command(kind, asked, words):
+    assert command(SimpleNamespace(kind=kind, asked=asked), "RUN") == f"linnet evaluate {words}"
+
+
+def test_a_run_without_evaluation_is_told_how_to_make_one(tmp_path):
+    for objective, words in (("images", "linnet evaluate images"), ("masked", "linnet evaluate masked")):
+        run = tmp_path / objective
+        run.mkdir()
+        (run / "config.yaml").write_text(f"objective: {objective}\nname: x\n")
+        done = CliRunner().invoke(app, ["compare", str(run), "--no-page"])
+        assert done.exit_code == 2 and words in " ".join(done.output.split()), done.output
 
 
 def test_evaluations_of_text_refuse_a_classifier_by_name(tmp_path):
