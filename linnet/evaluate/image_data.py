@@ -81,9 +81,9 @@ def open_split(
             "the same classes"
         )
     elif names is not None and corpus.classes != names and not _numbers(corpus.classes):
-        own, other = ", ".join(corpus.classes[:5]), ", ".join(names[:5])
+        given, other = ", ".join(corpus.classes[:5]), ", ".join(names[:5])
         problems.append(
-            f"data: its classes ({own}) are not those of the model ({other}); give images of the same classes"
+            f"data: its classes ({given}) are not those of the model ({other}); give images of the same classes"
         )
     if problems:
         raise ConfigError(problems, "evaluate")

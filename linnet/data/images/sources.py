@@ -257,9 +257,9 @@ def _is_labels(path: Path) -> bool:
 
 
 def _folder(root: Path, skipped: list[str]) -> list[ImageSource]:
-    files, lines = _walk(root)
-    if lines:
-        raise _Unusable(*lines)
+    files, unread = _walk(root)
+    if unread:
+        raise _Unusable(*unread)
     packed = [path for path in files if _kind(path) and not _is_labels(path)]
     if packed:
         found: list[ImageSource] = []
