@@ -28,7 +28,7 @@ def commit(package: Path = PACKAGE) -> str | None:
     Returns:
         40 hexadecimal digits, with `-dirty` behind them if a tracked file differs from the commit.
     """
-    here = ["git", "-C", str(package)]
+    here = ["git", "--no-optional-locks", "-C", str(package)]  # `status` would write the index of a repository
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         # A package in a virtual environment inside some other repository is not tracked there.
         _run([*here, "ls-files", "--error-unmatch", "__init__.py"])

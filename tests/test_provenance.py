@@ -1,5 +1,6 @@
 """Commit, versions and devices of results: found, kept, and shown in one line."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,16 @@ def test_the_commit_of_a_clone(package):
     provenance.commit.cache_clear()
     (package / "__init__.py").write_text("changed = 1\n")
     assert provenance.commit(package) == f"{head}-dirty"
+
+
+def test_the_index_of_a_clone_is_not_written(package):
+    """A process that is killed while it writes the index leaves a lock, with which git refuses the next commit."""
+    index = package.parent / ".git" / "index"
+    (package / "__init__.py").write_text((package / "__init__.py").read_text())  # a new date alone
+    os.utime(package / "__init__.py", (1, 1))
+    before = index.read_bytes()
+    assert provenance.commit(package) is not None
+    assert index.read_bytes() == before
 
 
 def test_an_installed_package_has_no_commit(package, tmp_path):
