@@ -7,7 +7,7 @@ from pathlib import Path
 
 from linnet import provenance
 from linnet.config import FIGURES, check_study
-from linnet.evaluate.compare import compare, shared
+from linnet.evaluate.compare import Comparison, compare, shared
 from linnet.evaluate.compare_words import REAL, between, shown
 from linnet.report import shell, style, units
 from linnet.report.classifier import Classifier, finite, read_classifier
@@ -77,10 +77,19 @@ def _lead(models: Models) -> str:
     images, classes = records[0].detail["images"], len(records[0].detail["classes"])
     best = max((one for one in models.runs.values() if one.record is not None), key=_accuracy)
     name = next(name for name, one in models.runs.items() if one is best)
-    return (
-        f"{escape(count)}, scored on {images:,} held-out images of {classes} classes. Highest accuracy: "
-        f"<b>{escape(name)}, {_accuracy(best):.2%}</b>."
-    )
+    pairs = [one for comparison in _comparisons(models) for one in comparison.differences]
+    others = {one.second if one.first == name else one.first for one in pairs if name in (one.first, one.second)}
+    same = [
+        other
+        for other in models.runs
+        if any({one.first, one.second} == {name, other} and one.adjusted >= REAL for one in pairs)
+    ]
+    highest = f"{escape(name)}, {_accuracy(best):.2%}"
+    if others and not same:  # only a difference that is not chance is a rank
+        highest = f"<b>{highest}</b>"
+    ending = f"; the images do not tell it from {escape(' and '.join(same))}" if same else ""
+    scored = f"{escape(count)}, scored on {images:,} held-out images of {classes} classes."
+    return f"{scored} Highest accuracy: {highest}{ending}."
 
 
 def _accuracy(one: Classifier) -> float:
@@ -121,9 +130,14 @@ def _cell(value: float | None, form: Callable[[float], str]) -> str:
     return f'<td class="n" data-v="{"" if value is None else value}">{text}</td>'
 
 
-def _tests(models: Models) -> list[str]:
+def _comparisons(models: Models) -> list[Comparison]:
+    """Returns the paired tests of all models that were scored on the same images."""
     found = {name: [one.record] for name, one in models.runs.items() if one.record is not None}
-    comparisons = [one for one in compare(shared(found)) if one.differences]
+    return [one for one in compare(shared(found)) if one.differences]
+
+
+def _tests(models: Models) -> list[str]:
+    comparisons = _comparisons(models)
     if not comparisons:
         return []
     head = '<th>Models</th><th class="n">Difference in accuracy</th><th class="n">Adjusted p</th><th></th>'
