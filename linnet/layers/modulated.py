@@ -66,10 +66,6 @@ class ModulatedBlock(Block):
             x = x + gate[:, None] * with_dropout(y, keys, self.channel_dropout, self.channel_path)
         return (x if keep is None else x[keep]), state
 
-    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """Raises NotImplementedError: a condition belongs to models that see all tokens at once."""
-        raise NotImplementedError("a modulated block has no step, because it belongs to models without causality")
-
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Returns x (1 + scale) + shift for x [B, T, D] and one shift and scale per row, [B, D] each.

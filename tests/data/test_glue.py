@@ -21,7 +21,6 @@ from linnet.data.glue import (
     read_glue,
 )
 
-SST2 = Path("/work/shared/data/sst2")
 HEADERS = {
     "mnli": "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse "
     "sentence1 sentence2 label1 gold_label",
@@ -160,8 +159,9 @@ def test_batches_are_a_pure_function_of_seed_and_step_on_any_ranks(tmp_path):
     assert [len(rank[0]) for rank in (batches.batch(0, number, 5) for number in range(5))] == [0, 1, 0, 1, 1]
 
 
-@pytest.mark.skipif(not SST2.is_dir(), reason="GLUE's SST-2 is not on this machine")
-def test_the_real_sst2():
-    corpus = read_glue(GlueConfig(source=str(SST2), task="sst2"))
+def test_the_real_sst2(real_data):
+    if not (real_data / "sst2").is_dir():
+        pytest.skip(f"no GLUE SST-2 in {real_data}")
+    corpus = read_glue(GlueConfig(source=str(real_data / "sst2"), task="sst2"))
     assert len(corpus.train) == 67_349 and len(corpus.dev["sst2"]) == 872
     assert corpus.dev["sst2"].labels.sum() == 444
