@@ -4,20 +4,17 @@ Everything on it is in the run folder: config.yaml, metrics.jsonl, result.json, 
 `linnet evaluate images` if there is one. Nothing is scored here, and the images need not be there.
 """
 
-import contextlib
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from linnet import provenance
-from linnet.config import FIGURES, ConfigError, check_study
+from linnet.config import FIGURES, check_study
 from linnet.evaluate.results import Evaluation, read_evaluations
 from linnet.report import shell, style, units
 from linnet.report.drawing import Canvas, Figure
-from linnet.runs import RunFolder
+from linnet.report.records import OneRun, finite, read_run
 from linnet.runs.files import write_atomic
-from linnet.runs.record import curve_rows
 
 CELLS = 40  # up to so many classes the confusions are drawn as a matrix
 LISTED = 12  # most confusions that the table lists
@@ -25,28 +22,14 @@ POINTS = 400  # most points of a training curve that are drawn
 
 
 @dataclass(frozen=True)
-class Classifier:
-    """One run in memory; `architectures` is its name, under the name that `Canvas` reads.
+class Classifier(OneRun):
+    """The run of a classifier.
 
     Attributes:
-        curve: training rows of metrics.jsonl. validations: its validation rows.
         record: the newest record of `linnet evaluate images` on the held-out images, or else on others; or None.
     """
 
-    folder: Path
-    config: dict[str, Any]
-    result: dict[str, Any]
-    curve: list[dict]
-    validations: list[dict]
     record: Evaluation | None
-
-    @property
-    def name(self) -> str:
-        return self.folder.resolve().name
-
-    @property
-    def architectures(self) -> list[str]:
-        return [self.name]
 
 
 def write_classifier(run: str | Path, out: str | Path | None = None) -> Path:
@@ -72,22 +55,11 @@ def write_classifier(run: str | Path, out: str | Path | None = None) -> Path:
 
 def read_classifier(run: str | Path) -> Classifier:
     """Reads a run folder. Raises ConfigError if it cannot be read."""
-    folder = RunFolder.open(run)
-    result: dict[str, Any] = {}
-    with contextlib.suppress(ConfigError):  # a run that is not done has no result
-        result = folder.result()
-    rows = folder.metrics()
-    records = [one for one in read_evaluations(folder.path, []) if one.kind == "images"]
+    found = read_run(run)
+    records = [one for one in read_evaluations(found.folder, []) if one.kind == "images"]
     # Held-out images of the training first (no `data`), then the latest step.
     records.sort(key=lambda one: (bool(one.asked.get("data")), -(one.model.get("step") or 0)))
-    curve = [row for row in curve_rows(rows) if finite(row.get("loss")) and "step" in row]
-    validations = [row for row in rows if finite(row.get("validation_loss")) and "step" in row]
-    return Classifier(folder.path, folder.config, result, curve, validations, records[0] if records else None)
-
-
-def finite(value: Any) -> bool:
-    """Whether a value is a number that is neither NaN nor infinite."""
-    return isinstance(value, int | float) and value == value and abs(value) != float("inf")
+    return Classifier(**vars(found), record=records[0] if records else None)
 
 
 def _page(found: Classifier, figures: list[Figure], command: str) -> str:

@@ -29,6 +29,46 @@ IMAGES = IMAGE_COLUMNS["tokens"]
 REQUIRED = ("run", "architecture", "params_non_embedding", "tokens", "flops", "loss")
 
 
+@dataclass(frozen=True)
+class OneRun:
+    """One run in memory, for its page. `architectures` is its name, under the name that `Canvas` reads.
+
+    Attributes:
+        curve: training rows of metrics.jsonl with a finite loss. validations: its validation rows with one.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    result: dict[str, Any]
+    curve: list[dict]
+    validations: list[dict]
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def architectures(self) -> list[str]:
+        return [self.name]
+
+
+def read_run(run: str | Path) -> OneRun:
+    """Reads a run folder; a run that is not done has no result. Raises ConfigError if it cannot be read."""
+    folder = RunFolder.open(run)
+    result: dict[str, Any] = {}
+    with contextlib.suppress(ConfigError):
+        result = folder.result()
+    rows = folder.metrics()
+    curve = [row for row in curve_rows(rows) if finite(row.get("loss")) and "step" in row]
+    validations = [row for row in rows if finite(row.get("validation_loss")) and "step" in row]
+    return OneRun(folder.path, folder.config, result, curve, validations)
+
+
+def finite(value: Any) -> bool:
+    """Whether a value is a number that is neither NaN nor infinite."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 @dataclass
 class Study:
     """A study folder in memory.

@@ -7,21 +7,18 @@ Everything on it is in the run folder: config.yaml, metrics.jsonl, result.json, 
 import base64
 import contextlib
 import json
-import math
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from linnet import provenance
-from linnet.config import FIGURES, ConfigError, check_study
+from linnet.config import FIGURES, check_study
 from linnet.evaluate.results import Evaluation, read_evaluations
 from linnet.report import shell, style, units
 from linnet.report.drawing import Canvas, Figure
-from linnet.runs import RunFolder
+from linnet.report.records import OneRun, finite, read_run
 from linnet.runs.files import write_atomic
 from linnet.runs.folder import CLASSES, PICTURES
-from linnet.runs.record import curve_rows
 
 POINTS = 400  # most points of a training curve that are drawn
 WIDE, NARROW = 480, 160  # pixels of the last picture, and of those over the training
@@ -30,30 +27,16 @@ BIN = "validation_loss_t"
 
 
 @dataclass(frozen=True)
-class Denoiser:
-    """One run in memory; `architectures` is its name, under the name that `Canvas` reads.
+class Denoiser(OneRun):
+    """The run of a denoiser.
 
     Attributes:
-        curve: training rows of metrics.jsonl. validations: its validation rows.
         pictures: grids of samples, PNG, by their step.
         records: of `linnet evaluate samples`, by extractor, settings and step.
     """
 
-    folder: Path
-    config: dict[str, Any]
-    result: dict[str, Any]
-    curve: list[dict]
-    validations: list[dict]
     pictures: dict[int, Path]
     records: list[Evaluation]
-
-    @property
-    def name(self) -> str:
-        return self.folder.resolve().name
-
-    @property
-    def architectures(self) -> list[str]:
-        return [self.name]
 
 
 def write_denoiser(run: str | Path, out: str | Path | None = None) -> Path:
@@ -79,17 +62,11 @@ def write_denoiser(run: str | Path, out: str | Path | None = None) -> Path:
 
 def read_denoiser(run: str | Path) -> Denoiser:
     """Reads a run folder. Raises ConfigError if it cannot be read."""
-    folder = RunFolder.open(run)
-    result: dict[str, Any] = {}
-    with contextlib.suppress(ConfigError):  # a run that is not done has no result
-        result = folder.result()
-    rows = folder.metrics()
-    records = [one for one in read_evaluations(folder.path, []) if one.kind == "samples"]
+    found = read_run(run)
+    records = [one for one in read_evaluations(found.folder, []) if one.kind == "samples"]
     records.sort(key=lambda one: (one.asked["extractor"], one.model.get("step") or 0, one.asked["samples"]))
-    curve = [row for row in curve_rows(rows) if _finite(row.get("loss")) and "step" in row]
-    validations = [row for row in rows if _finite(row.get("validation_loss")) and "step" in row]
-    pictures = {int(path.stem[5:]): path for path in sorted((folder.path / PICTURES).glob("step-????????.png"))}
-    return Denoiser(folder.path, folder.config, result, curve, validations, pictures, records)
+    pictures = {int(path.stem[5:]): path for path in sorted((found.folder / PICTURES).glob("step-????????.png"))}
+    return Denoiser(**vars(found), pictures=pictures, records=records)
 
 
 def _page(found: Denoiser, figure: Figure | None, command: str) -> str:
@@ -110,7 +87,7 @@ def _lead(found: Denoiser) -> str:
     if found.validations:
         row = found.validations[-1]
         text += f" Held-out loss: <b>{row['validation_loss']:.4f}</b>"
-        if _finite(row.get("validation_mse")):
+        if finite(row.get("validation_mse")):
             text += f", of which {row['validation_mse']:.4f} is the squared error of the noise"
         text += "."
     return text
@@ -238,10 +215,6 @@ def _losses(found: Denoiser) -> Figure | None:
     )
     drawn = alt.hconcat(*panels, spacing=28).resolve_scale(color="independent")
     return canvas.figure("training", "Training", caption, drawn)
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _classes(folder: Path) -> list[str]:
