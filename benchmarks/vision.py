@@ -97,7 +97,7 @@ def plan(options: argparse.Namespace) -> Iterator[tuple[str, System, Case]]:
 def gate(name: str, device: torch.device) -> None:
     """Ends the program if a model's logits or gradient on the device are not those of float64 on the CPU.
 
-    The first two layers are checked, at a side whose number of patches is no multiple of a kernel's chunk.
+    The first two layers are checked, at a side whose number of patches a kernel's chunk does not divide.
     """
     config = get_recipe(name)
     layout, _, _ = config.layout.rpartition(" x")

@@ -358,7 +358,7 @@ def train_wordpiece(documents: Iterable[str], vocab_size: int, lowercase: bool =
     if len(vocab) != vocab_size:
         fix = f"the training text gives only {len(vocab)} tokens; use at most {len(vocab)}, or more text"
         raise ConfigError([f"tokenizer.vocab_size: {vocab_size} is too large: {fix}"], "data")
-    # A new tokenizer, because the characters above are no special tokens.
+    # A new tokenizer, because the characters above are not special tokens.
     inner = tokenizers.Tokenizer(models.WordPiece(vocab=vocab, unk_token=UNKNOWN))
     inner.normalizer, inner.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
     inner.decoder = decoders.WordPiece()

@@ -57,8 +57,8 @@ def check_mixer(
 ) -> None:
     """Runs one layer of a plugin on a few random tokens on the CPU and tests that it is causal and its forms agree.
 
-    Without causality there is no state, and the layer may look ahead. What is tested then is that the scans of a
-    generic mixer from both ends turn around with the row, which needs rows that are computed each on its own.
+    Without causality there is no state, and the layer may look ahead. The test is then that reversing a row reverses
+    the output of a generic mixer that scans from both ends. It holds only if each row is computed on its own.
 
     Runs in eval mode and in float64, or in float32 if float64 fails. Restores the state of torch's generators.
 

@@ -169,7 +169,7 @@ def test_bad_positions_name_the_shape():
         rotate(q[:, 0], torch.zeros(2, 2, dtype=torch.int64), theta, doubling=True)
 
 
-# What a non-causal layer commutes with, and what it does not (float64).
+# Symmetries of a non-causal layer, and a symmetry that it does not have (float64).
 
 
 def test_permuting_tokens_without_positions_permutes_the_outputs():

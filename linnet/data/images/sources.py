@@ -93,7 +93,7 @@ def find_sources(names: list[str], key: str, problems: list[str], skipped: list[
         names: "digits", paths of folders and files, globs, and names on the Hub.
         key: the configuration key, for messages.
         problems: problems are appended here.
-        skipped: files in folders that are no images are appended here with the reason.
+        skipped: files in folders that are not images are appended here with the reason.
     """
     found: list[ImageSource] = []
     for name in names:

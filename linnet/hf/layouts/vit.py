@@ -176,7 +176,7 @@ def _shape(config: StackConfig) -> dict[str, Any]:
     kinds = {spec.names for spec in config.blocks}
     if not isinstance(config, VisionConfig) or config.stack.before or kinds != {("attention", "mlp")}:
         problem = (
-            f"layout: {config.layout!r} is not attention+mlp alone, so it is no ViT; only Linnet can run this model"
+            f"layout: {config.layout!r} is not attention+mlp alone, so it is not a ViT; only Linnet can run this model"
         )
         raise ConfigError([problem], EXPORT)
     attention, mlp = config.options["attention"], config.options["mlp"]

@@ -37,7 +37,7 @@ class Grid:
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Returns the coordinates of the tokens, int32 [1, T, A], from 0; those of the prefix are 0 on all axes."""
         device = torch.device("cpu" if device is None else device)
-        # What a compiler, a mode or a CUDA graph makes belongs to it.
+        # Tensors made for a compiler, a mode or a CUDA graph must not be kept.
         if not is_plain(()) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return _positions(self, device)
         return _kept_positions(self, device)
