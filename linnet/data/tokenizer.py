@@ -5,6 +5,7 @@ document that contains its spelling ("<|endoftext|>") is encoded as ordinary tex
 """
 
 import functools
+import itertools
 import json
 import re
 import threading
@@ -44,6 +45,8 @@ MOST_IDS = 1 << 24  # ids of a tokenizer.json
 LEAST_SECONDS, SECONDS_PER_BYTE = 5.0, 20e-6
 _LONG_WORD = re.compile(rf"(?<!\S)\S{{{WORD},}}|(?<!\s)\s{{{WORD},}}")
 _WORD_START = re.compile(r"(?<=\S)[ \t\n]")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_BROKEN = re.compile("([\udc80-\udcff]+)")  # bytes that are not UTF-8, as Python's surrogateescape writes them
 
 
 class ByteTokenizerConfig(Config):
@@ -231,6 +234,7 @@ class FileTokenizer(Tokenizer):
         self.end_of_document = vocab[self._end]
         values = json.loads(inner.to_str())
         self.unknown = values["model"].get("unk_id", vocab.get(values["model"].get("unk_token")))
+        self._falls_back = falls_back(values)
         self.byte_lengths = self._count_bytes(values, vocab)
         self._backtracks = '"Regex":' in inner.to_str()  # a pattern of the file, which may take any time
 
@@ -239,7 +243,44 @@ class FileTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         ids = np.asarray(ids, dtype=np.int64)
+        if self._falls_back:  # the library's decoder loses the whole characters beside a part of one
+            return self.decode_bytes(ids).decode(errors="replace")
         return self._inner.decode(ids[ids != self.end_of_document].tolist(), skip_special_tokens=False)
+
+    @functools.cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of text of each id, of length vocab_size; b"" for ends of documents and other special tokens.
+
+        Raises:
+            ValueError: `byte_lengths` is None, so a token does not determine its bytes.
+        """
+        if self.byte_lengths is None:
+            raise ValueError(f"{self.name}: its tokens are not bytes of text; use a byte-level or fall-back BPE")
+        values = json.loads(self._inner.to_str())
+        found = [b""] * self.vocab_size
+        for token, number in self._inner.get_vocab(with_added_tokens=False).items():
+            found[number] = _fallback_bytes(token) if self._falls_back else bytes(map(_byte_values().get, token))
+        for token in values["added_tokens"]:
+            found[token["id"]] = b"" if token["special"] else token["content"].encode()
+        found[self.end_of_document] = b""
+        return found
+
+    def encode_bytes(self, data: bytes) -> np.ndarray:
+        """Returns the token ids of any bytes, int64 [n]; `decode_bytes` gives exactly these bytes back.
+
+        Valid UTF-8 between bytes that are not is encoded as text; each other byte is one token. So the ids of valid
+        UTF-8 are those of `encode`. Raises ValueError as `token_bytes`.
+        """
+        numbers = {one: number for number, one in reversed(list(enumerate(self.token_bytes))) if len(one) == 1}
+        parts = _BROKEN.split(data.decode(errors="surrogateescape"))  # text, bytes, text, ...
+        broken = [[numbers[one.encode(errors="surrogateescape")] for one in part] for part in parts[1::2]]
+        texts = [[number for piece in pieces for number in piece] for pieces in self._encode(parts[::2])]
+        joined = [part for pair in itertools.zip_longest(texts, broken, fillvalue=[]) for part in pair]
+        return np.array(list(itertools.chain.from_iterable(joined)), dtype=np.int64)
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Returns the bytes of ids. Raises ValueError as `token_bytes`."""
+        return b"".join(map(self.token_bytes.__getitem__, np.asarray(ids, dtype=np.int64).tolist()))
 
     def encode_documents(self, documents: list[bytes]) -> list[np.ndarray]:
         dtype = token_dtype(self.vocab_size)
@@ -286,11 +327,13 @@ class FileTokenizer(Tokenizer):
 
     def _count_bytes(self, values: dict, vocab: dict[str, int]) -> np.ndarray | None:
         whole = set(pre_tokenizers.ByteLevel.alphabet()) <= vocab.keys()
-        if values["model"]["type"] != "BPE" or values["normalizer"] is not None or not _byte_level(values) or not whole:
+        byte_level = values["model"]["type"] == "BPE" and values["normalizer"] is None and _byte_level(values)
+        if not self._falls_back and not (byte_level and whole):
             return None
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
         for token, number in vocab.items():
-            lengths[number] = len(token)  # the byte-level alphabet writes each byte as one character
+            # the byte-level alphabet writes each byte as one character
+            lengths[number] = len(_fallback_bytes(token) if self._falls_back else token)
         for token in values["added_tokens"]:
             lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
         lengths[self.end_of_document] = 0
@@ -313,12 +356,16 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> FileTokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = (part for document in documents for piece in _pieces(document) for part in _short_words(piece))
-    inner.train_from_iterator(texts, trainer=trainer)
+    inner.train_from_iterator(training_parts(documents), trainer=trainer)
     if (found := inner.get_vocab_size()) != vocab_size:
         fix = f"the training text gives only {found} tokens; use at most {found}, or more text"
         raise ConfigError([f"tokenizer.vocab_size: {vocab_size} is too large: {fix}"], "data")
     return FileTokenizer(inner, END_OF_DOCUMENT, name=f"bpe:{vocab_size}")
+
+
+def training_parts(documents: Iterable[str]) -> Iterator[str]:
+    """Yields documents in parts from which merges can be learned in time and memory that grow with their length."""
+    return (part for document in documents for piece in _pieces(document) for part in _short_words(piece))
 
 
 def train_wordpiece(documents: Iterable[str], vocab_size: int, lowercase: bool = True) -> FileTokenizer:
@@ -492,6 +539,39 @@ def _byte_level(values: dict) -> bool:
     before = [part for part in parts(values["pre_tokenizer"]) if part["type"] == "ByteLevel"]
     after = [part["type"] for part in parts(values["decoder"])]
     return after == ["ByteLevel"] and len(before) == 1 and not before[0]["add_prefix_space"]
+
+
+def falls_back(values: dict) -> bool:
+    """Returns whether the values of a tokenizer.json are a BPE over characters that spells all others as bytes.
+
+    Such a tokenizer has ASCII characters and the tokens <0x80> to <0xFF>, or <0x00> to <0xFF>, and changes no text.
+    """
+    model, before, after = values["model"], values["pre_tokenizer"], values["decoder"]
+    if model["type"] != "BPE" or not model.get("byte_fallback") or values["normalizer"] is not None:
+        return False
+    steps = [] if before is None else [before]
+    if any(step["type"] != "Split" or step["behavior"] != "Isolated" for step in steps):
+        return False
+    if [step["type"] for step in (after or {}).get("decoders", [])] != ["ByteFallback", "Fuse"]:
+        return False
+    vocab = model["vocab"]
+    return all(f"<0x{i:02X}>" in vocab for i in range(128, 256)) and all(
+        chr(i) in vocab or f"<0x{i:02X}>" in vocab for i in range(128)
+    )
+
+
+def _fallback_bytes(token: str) -> bytes:
+    """Returns the bytes of a token of a fall-back BPE: <0x80> is one byte, others are their UTF-8."""
+    return bytes([int(match[1], 16)]) if (match := _BYTE_TOKEN.fullmatch(token)) else token.encode()
+
+
+@functools.cache
+def _byte_values() -> dict[str, int]:
+    """The byte that each character of the byte-level alphabet stands for: printable ones of Latin-1 for themselves,
+    the others for the characters from 256 on in their order (Radford et al. 2019)."""
+    own = [i for i in range(256) if chr(i) in pre_tokenizers.ByteLevel.alphabet()]
+    rest = [i for i in range(256) if i not in own]
+    return {chr(i): i for i in own} | {chr(256 + place): i for place, i in enumerate(rest)}
 
 
 def _pieces(text: str) -> list[str]:

@@ -63,6 +63,51 @@ def test_a_folder_skips_what_is_not_text_and_says_so(tmp_path):
     ]
 
 
+def test_a_folder_of_images_gets_the_command_for_images(tmp_path):
+    (tmp_path / "cats").mkdir()
+    (tmp_path / "cats" / "one.png").write_bytes(b"\x89PNG\0\0")
+    assert f"linnet data images {tmp_path}" in read([str(tmp_path)])[1][0]
+
+
+def test_a_folder_of_a_corpus_stage_is_its_documents(tmp_path):
+    import zstandard
+
+    lines = [
+        json.dumps({"text": f"document {n}" * 9, "source": "a", "file": "b", "row": n}) + "\n" for n in range(3000)
+    ]
+    shards = []
+    for number, text in enumerate(["".join(lines), ""]):
+        path = tmp_path / f"shard-0000{number}.jsonl.zst"
+        path.write_bytes(zstandard.compress(text.encode()))
+        size = path.stat().st_size
+        shards.append({"name": path.name, "documents": len(text.splitlines()), "bytes": size})
+    (tmp_path / "stage.json").write_text(json.dumps({"format": 1, "stage": "clean", "shards": shards}))
+    (tmp_path / "provenance.json").write_text("{}")
+    documents, problems, skipped = read([str(tmp_path)])
+    assert documents == [f"document {n}".encode() * 9 for n in range(3000)] and not problems + skipped
+    (tmp_path / "shard-00000.jsonl.zst").write_bytes(b"cut")
+    assert "instead of" in read([str(tmp_path)])[1][0]
+    (tmp_path / "shard-00000.jsonl.zst").unlink()
+    assert "missing" in read([str(tmp_path)])[1][0]
+
+
+def test_a_stage_that_has_not_ended_is_not_text_of_the_folder_around_it(tmp_path):
+    for name, plan in (("stage", {"format": 1, "stage": "clean"}), ("other", {"plan": "of something else"})):
+        (tmp_path / name / "parts").mkdir(parents=True)
+        (tmp_path / name / "parts" / "plan.json").write_text(json.dumps(plan))
+        (tmp_path / name / "shard.jsonl").write_text(json.dumps({"text": name}))
+    documents, problems, skipped = read([str(tmp_path)])
+    assert documents == [b'{"plan": "of something else"}', b"other"] and not problems
+    assert len(skipped) == 1 and skipped[0].startswith(f"{tmp_path}/stage: ") and "not ended" in skipped[0]
+
+
+def test_the_rounds_of_a_loop_are_not_read_as_one_text(tmp_path):
+    (tmp_path / "round-1" / "kept").mkdir(parents=True)
+    (tmp_path / "loop.yaml").write_text("rounds: 1\n")
+    (tmp_path / "round-1" / "page.txt").write_text("text")
+    assert "`kept`" in read([str(tmp_path)])[1][0]
+
+
 def test_all_that_is_wrong_with_named_files_is_said(tmp_path):
     contents = {
         "empty.txt": b"",
@@ -168,6 +213,33 @@ def test_fingerprints_of_large_files_are_remembered_until_they_change(tmp_path, 
     assert fingerprints(files, cache) == ["read again"]
     (cache / "fingerprints.json").write_text("broken")
     assert fingerprints(files, cache) == ["read again"]
+
+
+def test_fingerprints_of_small_files_are_remembered_by_the_process_until_they_change(tmp_path, monkeypatch):
+    path = tmp_path / "text.txt"
+    path.write_text("first")
+    files = find_files([str(path)], "source", [], [])
+    first = fingerprints(files, None)
+    monkeypatch.setattr(sources, "fingerprint", lambda path: "read again")
+    assert fingerprints(files, None) == ["read again"]  # it changed a moment ago, so nothing was remembered
+    monkeypatch.undo()
+    monkeypatch.setattr(sources, "SETTLED", -1.0)
+    assert fingerprints(files, None) == first
+    monkeypatch.setattr(sources, "fingerprint", lambda path: "read again")
+    assert fingerprints(files, None) == first
+    path.write_text("other")
+    assert fingerprints(files, None) == ["read again"]
+
+
+def test_a_file_by_several_names_is_found_once(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    (folder / "b.txt").symlink_to("a.txt")
+    (tmp_path / "link").symlink_to("texts")
+    names = [str(folder), f"{folder}/../texts/a.txt", str(tmp_path / "link"), str(tmp_path / "link" / "b.txt")]
+    found = find_files(names, "source", [], [])
+    assert [file.path for file in found] == [folder / "a.txt"]
 
 
 def read_one(path, key="text"):

@@ -1,0 +1,1 @@
+"""A BPE over whole characters with a byte fall-back, learned from the stages of a corpus."""
