@@ -1,4 +1,7 @@
-"""The command line: one file per verb. Verbs import torch and the rest only when they run, so `--help` is instant."""
+"""The command line: one file or folder per verb.
+
+Verbs import torch and the rest only when they run, so `--help` is instant.
+"""
 
 import os
 import sys
@@ -15,6 +18,7 @@ from rich.markup import escape
 from linnet.cli.bench import bench
 from linnet.cli.compare import compare
 from linnet.cli.convert import convert
+from linnet.cli.corpus import corpus
 from linnet.cli.data import data
 from linnet.cli.demo import demo
 from linnet.cli.evaluate import evaluate
@@ -33,7 +37,7 @@ from linnet.config import ConfigError
 
 ANEW = "the same command starts again from the beginning"
 GOING_ON = "nothing is lost; run the same command again to resume"
-STOPPED = dict.fromkeys(("demo", "train", "study", "mad"), GOING_ON) | {
+STOPPED = dict.fromkeys(("demo", "train", "study", "mad", "corpus"), GOING_ON) | {
     "evaluate": f"printed results are saved, and the demo resumes; otherwise {ANEW}"
 }
 
@@ -110,7 +114,7 @@ def _out_of_memory(error: Exception) -> bool:
 
 def _bad_value(error: typer.BadParameter) -> str:
     """Returns the error of a value that typer refuses in the form of all other errors: option, problem, value."""
-    name = error.param.human_readable_name if error.param.param_type_name == "argument" else error.param.opts[0]
+    name = error.param.name if error.param.param_type_name == "argument" else error.param.opts[0]
     cause = error.__cause__  # newer releases of typer check with pydantic, and their message lacks the value
     found = cause.errors()[0] if hasattr(cause, "errors") else {"type": "value_error"}
     given = "" if found["type"] == "value_error" else f" (given {found['input']!r})"
@@ -156,6 +160,7 @@ def _linnet(
 for verb in (demo, models, train, generate, sample, serve, compare, study, fit, convert, report, schema):
     app.command(name=verb.__name__)(verb)
 app.add_typer(data, name="data")
+app.add_typer(corpus, name="corpus")
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(mad, name="mad")
 app.add_typer(runs, name="runs")

@@ -80,7 +80,7 @@ def prepare_text(
     errors = Console(stderr=True, soft_wrap=True)
     try:
         config = _parse(values, out)
-        with _Bar(errors) as bar:
+        with Bar(errors) as bar:
             try:
                 corpus = prepare(config, out, progress=bar)
             except CorpusDamaged as damage:
@@ -121,7 +121,7 @@ def _by_option(problem: str) -> str:
     return f"--{key.replace('_', '-')}{colon}{rest}" if key in options else problem
 
 
-class _Bar(Progress):
+class Bar(Progress):
     """A progress bar; call it with the name of the current step, its finished bytes and its total bytes."""
 
     def __init__(self, console: Console):
@@ -250,7 +250,7 @@ def prepare_images(
     errors = Console(stderr=True, soft_wrap=True)
     try:
         config = parse(library.ImageDataConfig, values, "data")
-        with _Bar(errors) as bar:
+        with Bar(errors) as bar:
             try:
                 corpus = library.prepare_images(config, out, bar)
             except CorpusDamaged as damage:

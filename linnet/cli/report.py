@@ -47,7 +47,7 @@ def report(
 
     check_study(FIGURES + FITS, "report")
     from linnet.report import write_report
-    from linnet.report.run_page import writer_of
+    from linnet.report.run.page import writer_of
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     write_run = writer_of(study)

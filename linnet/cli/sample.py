@@ -84,7 +84,7 @@ def sample(
     from linnet import provenance, trust
     from linnet.config import ConfigError, gather, parse, unwritable
     from linnet.data.images.decode import check_pillow
-    from linnet.evaluate.image_data import read_classes
+    from linnet.evaluate.vision.data import read_classes
     from linnet.inference.sampler import ImageSampler, SampleConfig, latent_scale, spread
     from linnet.runs import RunFolder
     from linnet.runs.files import write_atomic

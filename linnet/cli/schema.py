@@ -18,7 +18,11 @@ class Kind(StrEnum):
 def schema(
     kind: Annotated[
         Kind,
-        typer.Argument(help="train and study: their YAML files. mad: the variables of each task.", show_default=False),
+        typer.Argument(
+            help="train and study: their YAML files, with every objective (text, images, ...). mad: the variables of "
+            "each task.",
+            show_default=False,
+        ),
     ],
 ) -> None:
     """Print the JSON schema of a configuration: every key with its type, default and description.

@@ -2,7 +2,8 @@
 
 from typer.testing import CliRunner
 
-from linnet.cli import app, demo_vision
+from linnet.cli import app
+from linnet.cli.demo import vision as demo_vision
 from linnet.train.objectives import read_training
 
 

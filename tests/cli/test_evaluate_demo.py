@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from linnet.cli import app
-from linnet.cli.evaluate_demo import read_plan, run_demo
+from linnet.cli.evaluate.demo import read_plan, run_demo
 from linnet.config import parse
 from linnet.evaluate.results import read_evaluations
 from linnet.train import TrainConfig
@@ -62,7 +62,7 @@ def test_it_ends_with_a_table_and_a_page(short, tmp_path, capfd):
 def test_workers_end_with_their_parent(short, tmp_path):
     """SIGTERM ends the parent at once, so it tells its workers nothing."""
     short["models"] = {"tnl": {**short["models"]["tnl"], "steps": [100_000] * 2}}
-    code = "import json, sys; from pathlib import Path; from linnet.cli.evaluate_demo import run_demo; "
+    code = "import json, sys; from pathlib import Path; from linnet.cli.evaluate.demo import run_demo; "
     code += "run_demo(Path(sys.argv[1]), json.loads(sys.argv[2]))"
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), json.dumps(short)], cwd=ROOT)
     workers = []

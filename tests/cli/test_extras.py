@@ -12,10 +12,11 @@ from linnet.install import install_command
 
 ROOT = Path(__file__).parents[2]
 FORKS = """
-import json, os, sys, tempfile
+import gc, json, os, sys, tempfile
 import linnet.models, linnet.train  # once for all cases
 from linnet.cli import main
 
+gc.freeze()
 for line in sys.stdin:
     folder, absent, arguments = json.loads(line)
     files = [tempfile.TemporaryFile("w+") for _ in range(2)]
@@ -26,7 +27,11 @@ for line in sys.stdin:
         os.chdir(folder)
         sys.modules.update(dict.fromkeys(absent.split(",")))
         sys.argv[1:] = arguments.split()
-        main()
+        try:
+            main()
+        except SystemExit as end:  # at once: to take down what was imported takes longer than most commands
+            sys.stdout.flush()
+            os._exit(end.code or 0)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     texts = [file.seek(0) or file.read() for file in files]
     print(json.dumps([code, *texts]), flush=True)
@@ -55,6 +60,7 @@ def run(forks):
 
 
 STUDY = "pandas,scipy,altair,vl_convert"
+ONE_RUN = "name: one\narchitectures: [tnl]\nbudgets: [1.0e+8]\nsizes: [[8, 1]]\ndata: {source: [text.txt]}\n"
 NAMED = f"pandas: not installed; install the extra `study`: {install_command('study')}"
 
 
@@ -63,7 +69,7 @@ NAMED = f"pandas: not installed; install the extra `study`: {install_command('st
     [
         ("pandas,scipy", "fit runs.csv", NAMED),
         (STUDY, "report studies", NAMED),
-        (STUDY, f"study {ROOT / 'configs' / 'demo.yaml'}", NAMED),
+        (STUDY, "study study.yaml", NAMED),
         (STUDY, "compare run", f"{NAMED}, or give --no-page"),
         (STUDY, "mad report run", "vl_convert: not installed; install the extra `study`"),
         (STUDY, "mad correlate run --study studies --out page.html", NAMED),
@@ -75,6 +81,8 @@ NAMED = f"pandas: not installed; install the extra `study`: {install_command('st
 def test_an_extra_that_is_not_installed_is_named(run, tmp_path, absent, arguments, fix):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("model: tnl-10m\n")
+    (tmp_path / "text.txt").write_text("a text " * 9)
+    (tmp_path / "study.yaml").write_text(ONE_RUN)
     code, _, shown = run(tmp_path, absent, arguments)
     assert code == 2 and fix in shown and "Traceback" not in shown, shown
 

@@ -34,6 +34,7 @@ def test_help_names_every_option(verb):
     ("arguments", "told"),
     [
         (("evaluate", "needle", "run", "--mode", "ezy"), "--mode: 'ezy' is not one of 'easy', "),
+        (("schema", "images"), "kind: 'images' is not one of 'train', 'study', 'mad'\n"),
         (("convert", "--to", "onnx", "run"), "--to: 'onnx' is not one of 'hf', 'llama', 'vit', 'timm', 'linnet'\n"),
         (("mad", "run", "tnl", "--bundle", "0"), "--bundle: "),
         (("train", "--model", "tnl-10m", "--out", ""), "--out '': is empty; name a folder"),

@@ -153,7 +153,7 @@ def test_run_scores_layouts_and_a_mixer_file(tmp_path, monkeypatch):
 
 
 def test_a_mixer_from_a_file_keeps_its_state_if_no_option_reaches_the_usual_one():
-    from linnet.cli.mad_run import _another_state, _models
+    from linnet.cli.mad.run import _another_state, _models
 
     mixer, odd = str(Path(__file__).parents[2] / "examples" / "my_mixer.py:MyMixer"), {"d_model": 24}
     problems: list[str] = []

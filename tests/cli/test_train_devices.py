@@ -19,7 +19,7 @@ CONFIG = {
     "model": {"d_model": 32, "layout": "tnl+sglu x2", "options": {"tnl": {"num_heads": 4}}},
     "seq_len": 32,
     "batch_size": 4,
-    "steps": 600,
+    "steps": 240,
     "evaluate_tokens": 512,
     "run": {"device": "cpu", "log_every": 10, "checkpoint_every": 10},
 }

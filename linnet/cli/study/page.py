@@ -56,7 +56,7 @@ def print_plan(
 
 def print_laws(study: "StudyFit", console: Console) -> None:
     """Prints the laws of each architecture with their intervals, in the words of `linnet fit`."""
-    from linnet.cli.fit_page import show_summary
+    from linnet.cli.fit.page import show_summary
 
     console.print("\n[bold]scaling laws[/]")
     show_summary(console, study)

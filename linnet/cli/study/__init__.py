@@ -131,7 +131,7 @@ def make_study(
     from rich.console import Console
     from rich.markup import escape
 
-    from linnet.cli.study_page import print_laws, print_plan
+    from linnet.cli.study.page import print_laws, print_plan
     from linnet.config import FIGURES, FITS, ConfigError, check_study, gather, unwritable
     from linnet.study.collect import RUNS, TABLE
     from linnet.study.config import remembered
@@ -145,7 +145,7 @@ def make_study(
     own, settings = settings.points, remembered(settings, out / settings.name)
     question, limit = further
     if question and not limit:
-        from linnet.cli.study_adaptive import show_proposals
+        from linnet.cli.study.adaptive import show_proposals
 
         check_study(FITS, "study")
         if not (out / settings.name / TABLE).is_file():
@@ -186,7 +186,7 @@ def make_study(
     if len(result.broken) == len(result.rows):
         raise typer.Exit(1)
     if question:
-        from linnet.cli.study_adaptive import narrow
+        from linnet.cli.study.adaptive import narrow
 
         narrow(settings, own, out, question, limit, console)
     laws = _fit(result.folder, console)

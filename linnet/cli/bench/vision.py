@@ -47,8 +47,8 @@ def vision(
     form: Annotated[
         list[str] | None,
         typer.Option(
-            help="[bold]eager[/], [bold]compiled[/] (torch.compile) or [bold]autotuned[/] (its mode max-autotune); may "
-            "be given again.",
+            help="[bold]eager[/], [bold]compiled[/] (torch.compile), [bold]autotuned[/] (its mode max-autotune), "
+            "[bold]eager graph[/] or [bold]compiled graph[/] (one CUDA graph per call); may be given again.",
             show_default="eager and compiled on a GPU, eager on a CPU",
         ),
     ] = None,

@@ -132,7 +132,7 @@ def train(
         return _settings(config, model, mixer, data, device, set_ or [], cache, allow_plugins), None
 
     if plan:
-        from linnet.cli.train_plan import show_plan
+        from linnet.cli.train.plan import show_plan
 
         return show_plan(described()[0], devices or 1, gpu, memory, json_)
     if ray is not None or workers is not None:
@@ -400,10 +400,12 @@ def _show_plan(settings, steps: int, console) -> None:
         f"{costs.parameters:,} parameters ({outside:,} without embeddings){', ' if more else ''}{more}",
         highlight=False,
     )
-    batch = f"{settings.batch_size} x {settings.seq_len}" if hasattr(settings, "seq_len") else settings.batch_size
+    batch = settings.written_batch
+    batch += f" x {settings.seq_len}" if hasattr(settings, "seq_len") else ""
+    batches = settings.batch_sizes.first(steps) / settings.batch_size
     console.print(
-        f"{steps:,} steps of {batch} {objective.units} = {steps * costs.units:,} {objective.units}, "
-        f"{steps * costs.flops:.3g} FLOPs",
+        f"{steps:,} steps of {batch} {objective.units} = {round(batches * costs.units):,} {objective.units}, "
+        f"{batches * costs.flops:.3g} FLOPs",
         highlight=False,
     )
 

@@ -129,7 +129,7 @@ def read_plan(path: Path | None = None) -> dict:
     if path is not None:
         values = read_yaml(path)
     else:
-        values = parse_yaml(files("linnet.cli").joinpath(where).read_text(encoding="utf-8"))
+        values = parse_yaml(files("linnet.cli.evaluate").joinpath(where).read_text(encoding="utf-8"))
     plan = parse(Plan, values, where)
     problems = [
         f"models.{name}.steps: {len(one.steps)} numbers for {len(plan.stages)} stages; give one number per stage"

@@ -180,7 +180,7 @@ def fit(
             problems.append(f"--{name} {limit:g}: give a number from 0 up, or leave it out")
     with gather(problems):
         check_study(FITS, "fit")
-        from linnet.cli.fit_laws import problems_of
+        from linnet.cli.fit.laws import problems_of
 
         problems += problems_of(law or [], of, context, method)
     if chance is not None and not 0 <= chance < 1:
@@ -195,12 +195,12 @@ def fit(
     from linnet.study.fit import parse_columns
 
     if downstream:
-        from linnet.cli.fit_downstream import fit_points
+        from linnet.cli.fit.downstream import fit_points
 
         fit_points(table, parse_columns(columns or []), chance, bootstrap, seed, out, as_json)
         return
 
-    from linnet.cli.fit_laws import fit_and_show
+    from linnet.cli.fit.laws import fit_and_show
     from linnet.study.describe import complete_table
     from linnet.study.fit import filter_table, fit_study, load_study, load_table, parse_columns
 
@@ -252,7 +252,7 @@ def fit(
     if as_json:
         typer.echo(json.dumps(_as_json(study, table, method), allow_nan=False))
         return
-    from linnet.cli.fit_page import show
+    from linnet.cli.fit.page import show
 
     show(study, str(table), len(rows), unit)
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from linnet.cli.mad_report import correlate, report
-from linnet.cli.mad_run import run
+from linnet.cli.mad.report import correlate, report
+from linnet.cli.mad.run import run
 
 mad = typer.Typer(
     no_args_is_help=True,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from linnet.cli.mad_mqar import bar, print_recall
+from linnet.cli.mad.mqar import bar, print_recall
 
 # Short column titles, so that the table fits into 80 characters.
 _SHORT = {

@@ -172,7 +172,7 @@ def show_glue(records: dict[Path, dict], printed: bool = True) -> dict[str, Any]
         {"scores": {name: per cent}, "from": {name: run}, "average": per cent}.
     """
     from linnet.data.glue import SCORES, TASKS
-    from linnet.evaluate.glue import average
+    from linnet.evaluate.bidirectional.glue import average
 
     best: dict[str, tuple[float, Path, dict]] = {}  # of each task, by the mean of its numbers
     for path, record in records.items():

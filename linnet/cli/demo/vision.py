@@ -1,6 +1,6 @@
 """`linnet demo --vision`: trains small image models on digits, scores them, and writes a page about them.
 
-Processes train the models in parallel, one thread each. demo_vision.yaml in this folder holds models and settings.
+Processes train the models in parallel, one thread each. vision.yaml in this folder holds models and settings.
 """
 
 import os
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from linnet.config import FIGURES, Config, ConfigError, check_study, not_installed
 
-PLAN = "demo_vision.yaml"
+PLAN = "vision.yaml"
 CACHE = "cache"
 DENOISER = "denoiser"
 COLUMNS, GUIDANCE, ZOOM = 12, 2.0, 5  # samples per digit; strength of the class; screen pixels per pixel
@@ -49,7 +49,7 @@ def run_demo(folder: Path, workers: int | None = None) -> Path:
     from multiprocessing import get_context
     from time import perf_counter
 
-    from linnet.cli.evaluate_demo import start_worker
+    from linnet.cli.evaluate.demo import start_worker
 
     _check(folder)
     started, console = perf_counter(), Console(highlight=False, soft_wrap=True)
@@ -81,12 +81,12 @@ def read_plan() -> Plan:
 
     from linnet.config import parse, parse_yaml
 
-    return parse(Plan, parse_yaml(files("linnet.cli").joinpath(PLAN).read_text(encoding="utf-8")), PLAN)
+    return parse(Plan, parse_yaml(files("linnet.cli.demo").joinpath(PLAN).read_text(encoding="utf-8")), PLAN)
 
 
 def make(folder: str, name: str, plan: dict[str, Any]) -> str:
     """Trains one model, scores it on the held-out images, and returns its folder."""
-    from linnet.cli.evaluate_demo import announced
+    from linnet.cli.evaluate.demo import announced
     from linnet.evaluate.evaluators import ImageEvaluator
     from linnet.evaluate.session import prepare
     from linnet.train import train
@@ -135,9 +135,9 @@ def _samples(run: Path) -> tuple[str, str, bytes]:
 
 def _write(folder: Path, runs: dict[str, Path], denoiser: Path | None) -> Path:
     """Writes the page of each model, and the page of all."""
-    from linnet.report.classifier import write_classifier
-    from linnet.report.classifiers import write_classifiers
     from linnet.report.shell import typed
+    from linnet.report.vision.classifier import write_classifier
+    from linnet.report.vision.classifiers import write_classifiers
 
     pages = {name: write_classifier(run) for name, run in runs.items()}
     command = typed("linnet", "demo", "--vision", out=None if folder.parent == Path("runs") else folder.parent)
@@ -153,7 +153,7 @@ def _write(folder: Path, runs: dict[str, Path], denoiser: Path | None) -> Path:
 
 def _show(runs: dict[str, Path], console: Console) -> None:
     from linnet.report import units
-    from linnet.report.classifier import read_classifier
+    from linnet.report.vision.classifier import read_classifier
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("model")

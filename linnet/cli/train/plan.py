@@ -51,7 +51,7 @@ def _print(found: "Plan", settings: "TrainConfig") -> None:
         f"{found.devices} x {escape(gpu.name)}, {degrees.written()}"
     )
     console.print(
-        f"batch {settings.batch_size} x {settings.seq_len:,} tokens; each GPU: {found.parts} x {found.rows} rows of "
+        f"batch {settings.written_batch} x {settings.seq_len:,} tokens; each GPU: {found.parts} x {found.rows} rows of "
         f"{settings.seq_len // degrees.sp:,} tokens, recompute {found.recompute}"
     )
     table = Table(title=f"memory per GPU at the peak: {found.moment}", title_justify="left", box=None)
@@ -73,7 +73,7 @@ def _print(found: "Plan", settings: "TrainConfig") -> None:
     console.print(
         f"time: {found.compute_seconds:.3f} s of compute per step at {gpu.speed:.0f} TFLOP/s, {seconds:.3f} s with "
         f"communication (efficiency {found.compute_seconds / seconds:.2f}); {tokens:,.0f} tokens/s, "
-        f"{tokens / found.devices:,.0f} per GPU; {found.steps:,} steps take {_duration(found.steps * seconds)}"
+        f"{tokens / found.devices:,.0f} per GPU; {found.steps:,} steps take {_duration(found.batches * seconds)}"
     )
     if settings.model.d_model < SMALL:
         console.print(f"models narrower than {SMALL} do not reach this speed: their kernels are too short")

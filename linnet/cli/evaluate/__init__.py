@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from linnet.cli.allow import ALLOW_PLUGINS
-from linnet.cli.evaluate_old import translate
+from linnet.cli.evaluate.old import translate
 from linnet.cli.numbers import parse_numbers
 from linnet.config import ConfigError, gather, unwritable
 
@@ -358,7 +358,7 @@ def samples(
     [bold]linnet evaluate samples RUN --extractor efficientnet-lite0 --samples 10000[/]
     """
     from linnet.config import parse
-    from linnet.evaluate.samples import SampleEvaluator
+    from linnet.evaluate.vision.samples import SampleEvaluator
     from linnet.inference.sampler import SampleConfig
 
     problems: list[str] = []
@@ -451,7 +451,7 @@ def glue(
     [bold]linnet evaluate glue RUN --data glue[/]
     [bold]linnet evaluate glue runs/sst2-* runs/cola-* --data glue[/]
     """
-    from linnet.cli.evaluate_show import show_glue
+    from linnet.cli.evaluate.show import show_glue
     from linnet.evaluate.evaluators import GlueEvaluator
 
     found = {}
@@ -537,7 +537,7 @@ def demo(
 
     [bold]linnet evaluate demo[/]
     """
-    from linnet.cli.evaluate_demo import read_plan, run_demo
+    from linnet.cli.evaluate.demo import read_plan, run_demo
 
     if (folder / "config.yaml").exists():
         message = f"FOLDER: {folder} is a run folder; the demo trains models of its own, name another folder"
@@ -591,7 +591,7 @@ def _execute(job: _Job, echo: bool = True) -> dict[str, dict]:
     Returns:
         The records, by their kind.
     """
-    from linnet.cli.evaluate_show import bar, show
+    from linnet.cli.evaluate.show import bar, show
     from linnet.evaluate.session import no_progress, prepare
     from linnet.train.device import choose
 

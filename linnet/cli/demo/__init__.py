@@ -61,7 +61,7 @@ def demo(
 
 
 def _show_vision(quick: bool, workers: int | None, out: Path | None) -> Path:
-    from linnet.cli.demo_vision import run_demo
+    from linnet.cli.demo.vision import run_demo
     from linnet.config import ConfigError
 
     if quick:

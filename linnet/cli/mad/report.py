@@ -135,7 +135,7 @@ def correlate(
     else:
         _print(found)
     if page:
-        from linnet.report.mad_correlate import write_correlate_page
+        from linnet.report.mad.correlate import write_correlate_page
 
         written = write_correlate_page(found, folder, study, out)
         typer.echo(f"page: {written}", err=as_json)
@@ -191,7 +191,7 @@ def _print(found) -> None:
 
 
 def _add(table, one) -> None:
-    from linnet.report.mad_figures import task_name
+    from linnet.report.mad.figures import task_name
 
     name = task_name(one.group)
     if one.refused:
