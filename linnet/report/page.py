@@ -8,7 +8,8 @@ from pathlib import Path
 import yaml
 
 from linnet.config import FIGURES, FITS, check_study
-from linnet.report import downstream, downstream_figures, further, shell, tables, units
+from linnet.report import downstream, further, shell, tables, units
+from linnet.report.downstream import figures as downstream_figures
 from linnet.report.drawing import Figure
 from linnet.report.figures import draw
 from linnet.report.findings import findings, summary

@@ -181,8 +181,8 @@ def table(name: str, head: str, rows: Sequence[str], kind: str = "") -> str:
 
 
 def _json(value) -> str:
-    """Returns JSON that is safe inside a script element."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("</", "<\\/")
+    """Returns JSON that is safe inside a script element: neither `</script>` nor `<!--` of a name is read as HTML."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
 
 
 def _resource(name: str) -> str:

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 from linnet.cli import app
 from linnet.evaluate.evaluators import ImageEvaluator
 from linnet.evaluate.session import prepare
-from linnet.report.classifier import write_classifier
-from linnet.report.classifiers import write_classifiers
+from linnet.report.vision.classifier import write_classifier
+from linnet.report.vision.classifiers import write_classifiers
 from linnet.train import train
 from linnet.train.objectives import read_training
 

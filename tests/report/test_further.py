@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from linnet.report import further_figures, shell, write_report
+from linnet.report import shell, write_report
+from linnet.report.further import figures as further_figures
 from linnet.report.records import Study
 from linnet.study.fit import fit_study
 from linnet.study.laws import LAWS, TOPOLOGIES, Options, fit_laws

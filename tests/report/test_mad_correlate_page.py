@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from linnet.report.mad_correlate import Families, headlines, scatter, write_correlate_page
+from linnet.report.mad.correlate import Families, headlines, scatter, write_correlate_page
 from linnet.study.mad.correlate import Correlation, Correlations, Point
 
 

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from linnet.cli import app
 from linnet.evaluate.results import Evaluation, Result
-from linnet.report.samples import _samples, _scores, read_denoiser
+from linnet.report.vision.samples import _samples, _scores, read_denoiser
 from linnet.train import read_training, train
 
 

@@ -5,8 +5,10 @@ from pathlib import Path
 from statistics import fmean
 
 from linnet.config import FIGURES, ConfigError, check_study, gather
-from linnet.report import mad_experts, mad_mqar, shell, units
-from linnet.report.mad_figures import Records, draw, points, task_name
+from linnet.report import shell, units
+from linnet.report.mad import experts as mad_experts
+from linnet.report.mad import mqar as mad_mqar
+from linnet.report.mad.figures import Records, draw, points, task_name
 from linnet.runs.files import write_atomic
 from linnet.study.collect import RUNS
 from linnet.study.mad.checks import NOT_ENOUGH, Check, checks

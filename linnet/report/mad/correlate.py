@@ -9,7 +9,7 @@ import numpy as np
 from linnet.config import FIGURES, check_study
 from linnet.report import shell, style, units
 from linnet.report.drawing import Canvas, Figure
-from linnet.report.mad_figures import points, task_name
+from linnet.report.mad.figures import points, task_name
 from linnet.runs.files import write_atomic
 from linnet.study.collect import RUNS
 from linnet.study.mad.correlate import Correlation, Correlations, Point

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from linnet.config import ConfigError
-from linnet.report.classifier import write_classifier
-from linnet.report.samples import write_denoiser
+from linnet.report.vision.classifier import write_classifier
+from linnet.report.vision.samples import write_denoiser
 from linnet.runs import RunFolder
 
 Writer = Callable[[Path, Path | None], Path]

@@ -3,7 +3,7 @@
 from html import escape
 
 from linnet.report import shell, units
-from linnet.report.mad_figures import Records, points, task_name
+from linnet.report.mad.figures import Records, points, task_name
 from linnet.study.mad.results import Result, dead
 
 _APART = 'style="padding-left:14px"'

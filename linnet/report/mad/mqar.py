@@ -4,7 +4,7 @@ from html import escape
 
 from linnet.report import shell, style, units
 from linnet.report.drawing import Canvas, Figure
-from linnet.report.mad_figures import Records, points
+from linnet.report.mad.figures import Records, points
 from linnet.study.mad.mqar import HARDER, SOLVED, Comparison, Place, compare, settings_of
 from linnet.study.mad.scores import SettingScore
 

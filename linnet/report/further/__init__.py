@@ -3,8 +3,9 @@
 from html import escape
 
 from linnet.config import ConfigError
-from linnet.report import further_figures, shell, units
+from linnet.report import shell, units
 from linnet.report.drawing import Figure
+from linnet.report.further import figures as further_figures
 from linnet.report.records import Study
 from linnet.study.describe import complete_table
 from linnet.study.fit import load_table

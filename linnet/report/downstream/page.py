@@ -3,7 +3,8 @@
 from html import escape
 from pathlib import Path
 
-from linnet.report import downstream, downstream_figures, shell
+from linnet.report import downstream, shell
+from linnet.report.downstream import figures as downstream_figures
 from linnet.report.records import Study, check_table
 from linnet.runs.files import write_atomic
 

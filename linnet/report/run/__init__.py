@@ -1,0 +1,1 @@
+"""The page of one run, and its figures."""
