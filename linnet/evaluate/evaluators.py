@@ -164,7 +164,7 @@ class RecallEvaluator(Evaluator):
 
 @dataclass
 class ImageEvaluator(Evaluator):
-    """Scores labelled images (`linnet.evaluate.images`).
+    """Scores labelled images (`linnet.evaluate.vision.images`).
 
     Attributes:
         data: sources of images, as `data.source` of a training; empty for the held-out images of the run.
@@ -192,12 +192,12 @@ class ImageEvaluator(Evaluator):
             raise ConfigError(problems, "evaluate")
 
     def check_model(self, session: Session) -> None:
-        from linnet.evaluate.image_data import open_split
+        from linnet.evaluate.vision.data import open_split
 
         self._images = open_split(session, self.data, self.split, self.cache)
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        from linnet.evaluate.images import score_images
+        from linnet.evaluate.vision.images import score_images
 
         split, classes = self._images
         with progress("images", len(split)) as meter:
@@ -208,7 +208,7 @@ class ImageEvaluator(Evaluator):
 
 @dataclass(frozen=True)
 class MaskedEvaluator(Evaluator):
-    """Scores the masked tokens of the documents of files (`linnet.evaluate.masked`).
+    """Scores the masked tokens of the documents of files (`linnet.evaluate.bidirectional.masked`).
 
     Attributes:
         paths: files, folders or globs.
@@ -230,7 +230,7 @@ class MaskedEvaluator(Evaluator):
         self._masking(session)
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        from linnet.evaluate.masked import score_masked
+        from linnet.evaluate.bidirectional.masked import score_masked
         from linnet.evaluate.text import read_texts
 
         documents = read_texts(list(self.paths), session.tokenizer, self.text_key)
@@ -253,7 +253,7 @@ class MaskedEvaluator(Evaluator):
 
 @dataclass(frozen=True)
 class SentencesEvaluator(Evaluator):
-    """Computes pseudo-log-likelihoods of sentences, one per line (`linnet.evaluate.masked`).
+    """Computes pseudo-log-likelihoods of sentences, one per line (`linnet.evaluate.bidirectional.masked`).
 
     Attributes:
         paths: text files, folders or globs.
@@ -270,7 +270,7 @@ class SentencesEvaluator(Evaluator):
         self._sentences()
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
-        from linnet.evaluate.masked import score_sentences
+        from linnet.evaluate.bidirectional.masked import score_sentences
 
         sentences = self._sentences()
         with progress("sentences", len(sentences)) as meter:
@@ -310,7 +310,7 @@ class GlueEvaluator(Evaluator):
     _dev: Any = field(default=None, init=False, repr=False)
 
     def check(self) -> None:
-        from linnet.evaluate.glue import check_installed
+        from linnet.evaluate.bidirectional.glue import check_installed
 
         problems: list[str] = []
         with gather(problems):
@@ -335,7 +335,7 @@ class GlueEvaluator(Evaluator):
 
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         from linnet.data.glue import Sentences
-        from linnet.evaluate.glue import sentence_outputs, task_score
+        from linnet.evaluate.bidirectional.glue import sentence_outputs, task_score
 
         task, config, dev = self._dev
         results, parts = [], []
@@ -375,7 +375,7 @@ class ColaEvaluator(Evaluator):
 
     def check(self) -> None:
         from linnet.data.glue import TASKS, read_dev
-        from linnet.evaluate.glue import check_installed
+        from linnet.evaluate.bidirectional.glue import check_installed
 
         problems: list[str] = []
         with gather(problems):
@@ -390,7 +390,7 @@ class ColaEvaluator(Evaluator):
     def run(self, session: Session, progress: Progress = no_progress) -> Evaluation:
         import numpy as np
 
-        from linnet.evaluate.masked import area_under_curve, score_sentences
+        from linnet.evaluate.bidirectional.masked import area_under_curve, score_sentences
 
         examples = self._dev
         sentences = [(str(number), texts[0]) for number, texts in enumerate(examples.texts)]

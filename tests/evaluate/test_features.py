@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from linnet.config import ConfigError
 from linnet.data.images import ImageDataConfig, prepare_images
-from linnet.evaluate.efficientnet import EfficientNetLite0, SameConv, from_state
-from linnet.evaluate.features import EFFICIENTNET, features_of, open_extractor, resized
-from linnet.evaluate.frechet import frechet_distance, kernel_distance, statistics
+from linnet.evaluate.vision.efficientnet import EfficientNetLite0, SameConv, from_state
+from linnet.evaluate.vision.features import EFFICIENTNET, features_of, open_extractor, resized
+from linnet.evaluate.vision.frechet import frechet_distance, kernel_distance, statistics
 from linnet.train import read_training, train
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.linalg import sqrtm
 
-from linnet.evaluate.frechet import (
+from linnet.evaluate.vision.frechet import (
     Statistics,
     frechet_distance,
     kernel_distance,

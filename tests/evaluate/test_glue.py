@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from linnet.data.glue import SCORES
-from linnet.evaluate.glue import average, task_score
+from linnet.evaluate.bidirectional.glue import average, task_score
 
 pytest.importorskip("sklearn")
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from linnet.cli import app
 from linnet.data.images import ImageDataConfig, prepare_images
 from linnet.evaluate.compare_words import command
-from linnet.evaluate.images import score_images, smaller
 from linnet.evaluate.results import read_evaluations
+from linnet.evaluate.vision.images import score_images, smaller
 from linnet.models import VisionConfig, build
 from linnet.runs.model import save_model
 

@@ -12,7 +12,7 @@ from linnet.cli import app
 from linnet.data import ByteTokenizer
 from linnet.data.glue import TASKS, encode, read_dev
 from linnet.data.masking import MaskingConfig
-from linnet.evaluate.masked import area_under_curve, score_masked, score_sentences
+from linnet.evaluate.bidirectional.masked import area_under_curve, score_masked, score_sentences
 from linnet.evaluate.results import read_evaluations
 from linnet.evaluate.text import Document
 from linnet.models import build, family
@@ -66,7 +66,8 @@ def pseudo(model, text):
 @torch.no_grad()
 def test_pseudo_log_likelihoods_mask_each_token_in_turn(masked, glue, tmp_path, monkeypatch):
     path, model = masked
-    monkeypatch.setattr("linnet.evaluate.masked.TOKENS", 100)  # several passes, whose rows are of several sentences
+    # Several passes, whose rows are of several sentences.
+    monkeypatch.setattr("linnet.evaluate.bidirectional.masked.TOKENS", 100)
     expected = [pseudo(model, text) for text in SENTENCES]
     (tmp_path / "lines.txt").write_text("\n\n".join(SENTENCES) + "\n")
     done = run("masked", path, "--sentences", tmp_path / "lines.txt", "--cola", glue, "--longest", 25)
@@ -142,7 +143,7 @@ def test_what_cannot_be_scored_is_refused_by_name(masked, glue, tmp_path):
     (tmp_path / "empty.txt").write_text("\n \n")
     for arguments, words in (
         (("masked", path), "nothing to score"),
-        (("masked", path, "--cola", glue / "SST-2"), "columns"),
+        (("masked", path, "--cola", glue / "SST-2"), "is the folder of SST-2"),
         (("masked", path, "--cola", tmp_path), "CoLA"),
         (("masked", path, "--sentences", tmp_path / "empty.txt"), "no line of text"),
         (("masked", path, "--sentences", tmp_path / "empty.txt", "--row", 8), "--row"),

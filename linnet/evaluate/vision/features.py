@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from linnet.config import ConfigError
-from linnet.evaluate import efficientnet
-from linnet.evaluate.frechet import Statistics, statistics
+from linnet.evaluate.vision import efficientnet
+from linnet.evaluate.vision.frechet import Statistics, statistics
 from linnet.runs import RunFolder
 from linnet.runs.checkpoint import sha256
 from linnet.runs.model import load_model

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from linnet.data.images.png import encode_png
-from linnet.evaluate.classification import Scores, calibration, confusions, join, score_logits, wilson, worst
 from linnet.evaluate.mode import evaluating
 from linnet.evaluate.results import Item, Result, digest_of
+from linnet.evaluate.vision.classification import Scores, calibration, confusions, join, score_logits, wilson, worst
 
 if TYPE_CHECKING:
     from linnet.data.images import ImageSplit

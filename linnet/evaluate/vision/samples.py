@@ -15,11 +15,11 @@ from torch import Tensor
 from linnet.config import ConfigError, gather, parse
 from linnet.data.images import ImageDataConfig, prepare_images
 from linnet.data.images.png import encode_png, picture_grid
-from linnet.evaluate.classification import wilson
-from linnet.evaluate.features import Extractor, features_of, open_extractor
-from linnet.evaluate.frechet import frechet_distance, kernel_distance, memorised_share, statistics
 from linnet.evaluate.results import Evaluation, Item, Result, digest_of
 from linnet.evaluate.session import Evaluator, Progress, Session, no_progress
+from linnet.evaluate.vision.classification import wilson
+from linnet.evaluate.vision.features import Extractor, features_of, open_extractor
+from linnet.evaluate.vision.frechet import frechet_distance, kernel_distance, memorised_share, statistics
 from linnet.inference.sampler import ImageSampler, SampleConfig, latent_scale, spread
 from linnet.models.denoiser import Denoiser
 from linnet.runs import RunFolder
@@ -33,7 +33,7 @@ class SampleEvaluator(Evaluator):
     """Draws images from a denoiser and compares them with the images that it was trained on.
 
     Attributes:
-        extractor: see `linnet.evaluate.features.open_extractor`.
+        extractor: see `linnet.evaluate.vision.features.open_extractor`.
         count: images to draw; classes take turns.
         settings: how they are drawn.
         classifier: run of a classifier that says which class a sample has; None takes the extractor, if it can.

@@ -1,0 +1,1 @@
+"""Scores of bidirectional language models: masked text and GLUE."""

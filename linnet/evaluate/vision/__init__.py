@@ -1,0 +1,1 @@
+"""Scores of image models: accuracy, and distances between sets of images."""
