@@ -432,3 +432,21 @@ def test_autocast_does_not_reach_inside():
         actual, definition = run(call), run(call, "reference")
     assert_same(actual, expected, 0.0)
     assert_near(definition, expected)
+
+
+@pytest.mark.parametrize("theta", [False, True])
+@pytest.mark.parametrize("own_positions", [False, True])
+def test_rows_without_causality_may_be_taken_a_few_at_a_time(monkeypatch, theta, own_positions):
+    call = make(B=5, T=6, theta=theta) | {"causal": False}
+    if theta:
+        rows = 5 if own_positions else 1
+        call["positions"] = torch.randint(0, 3, (rows, 6, 2), dtype=torch.int32)
+    found = []
+    for budget in (chunked.ROWS_CPU, 2 * 6 * 2 * 8):  # all rows, and two at a time
+        monkeypatch.setattr(chunked, "ROWS_CPU", budget)
+        outputs = run(call)
+        loss = sum((out * torch.linspace(0.1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum() for out in outputs)
+        found.append((*outputs, *torch.autograd.grad(loss, leaves(call))))
+    assert len(chunked._cuts(call["q"], call["v"], call.get("theta"), None)) == (3 if theta else 2)
+    for whole, cut in zip(*found, strict=True):
+        torch.testing.assert_close(cut, whole, rtol=1e-13, atol=1e-13)

@@ -25,6 +25,7 @@ Without causality keys are the softmax over the sequence, and one pass is enough
     k = softmax_t(u),  S = k^T V,  O = Q S      (paper 003, section 4.1; the last token equals that of the causal form)
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,6 +40,9 @@ from linnet.ops.sequence import dot
 CHUNK = 64
 # Elements of a segment's largest temporary.
 SEGMENT_CPU, SEGMENT_GPU = 2**19, 2**26
+# The same for a pass without causality, whose segment is the sequence: a CPU takes a few rows of the batch at a time,
+# so that temporaries stay in its cache and are not fresh pages of the system at every operation.
+ROWS_CPU = 2**20
 
 
 # From (D, delta) of the state before some tokens, D the gradient to S with z held and delta = sum_V D S - (the gradient
@@ -59,6 +63,11 @@ def forward(
     q, k, v, theta, positions, S, z, scale, causal, cu_seqlens, return_final=True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o [B, T, H, V] and S, z after the last token, wanted or not; arguments as in `additive_attention`."""
+    if not causal and S is None and (cuts := _cuts(q, v, theta, cu_seqlens)):
+        parts = [
+            forward(q[own], k[own], v[own], theta, _own(positions, own), None, None, scale, False, None) for own in cuts
+        ]
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
     S, z = _first_state(q, k, v, theta, S, z, cu_seqlens)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     for rows, start, end in documents(cu_seqlens, q.shape[0], q.shape[1]):
@@ -87,6 +96,15 @@ def backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, 
     Those to the final state, dS and dz, may be None, and then S_end, but not without causality, where z is the log-sum
     after the last token.
     """
+    if not causal and S is None and (cuts := _cuts(q, v, theta, cu_seqlens)):
+        parts = []
+        for own in cuts:
+            grads = (_own_rows(x, own) for x in (do, dS, dz))
+            state = (None, _own_rows(z, own), _own_rows(S_end, own))
+            more = (q[own], k[own], v[own], theta, _own(positions, own), *state, scale, False, None)
+            parts.append(backward(*grads, *more))
+        *by_row, dtheta, dS_own, dz_own = ([part[i] for part in parts] for i in range(6))
+        return (*map(torch.cat, by_row), sum(dtheta[1:], dtheta[0]), torch.cat(dS_own), torch.cat(dz_own))
     S, z = _first_state(q, k, v, theta, S, z if causal else None, cu_seqlens)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dtheta = S.new_zeros(theta.shape if theta is not None else 0)
@@ -120,6 +138,25 @@ def backward(do, dS, dz, q, k, v, theta, positions, S, z, S_end, scale, causal, 
             if theta is not None:
                 dtheta += segment[3].theta_gradient(grads[3])
     return dq, dk, dv, dtheta if theta is None else dtheta.to(theta.dtype), D, once((S * D).sum(-1)) - delta
+
+
+def _cuts(q, v, theta, cu_seqlens) -> list[slice]:
+    """The rows of a batch without causality that a CPU takes at a time; none if it takes all."""
+    if cu_seqlens is not None or q.device.type != "cpu":
+        return []
+    batch, length, heads, width = q.shape
+    row = length * heads * max(width * (1 if theta is None else 2), v.shape[3])
+    count = min(batch, -(-batch * row // ROWS_CPU))
+    ends = [batch * number // count for number in range(count + 1)] if count > 1 else []
+    return [slice(start, end) for start, end in itertools.pairwise(ends)]
+
+
+def _own(positions: Tensor | None, rows: slice) -> Tensor | None:
+    return positions if positions is None or len(positions) == 1 else positions[rows]
+
+
+def _own_rows(x: Tensor | None, rows: slice) -> Tensor | None:
+    return None if x is None else x[rows]
 
 
 def _pass(u, v, rotation, S, z) -> tuple[Tensor, Tensor]:

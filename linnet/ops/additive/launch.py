@@ -38,11 +38,15 @@ NOTHING = (None, None)
 def choose_tiles(widest: int, outer: int, dtype: torch.dtype, kind: str) -> Tiles:
     """Tiles for a state whose larger padded size is `widest`, where programs own columns of the size `outer`.
 
-    kind: "o", "dq", "dk" or "dv" (the last three take one chunk size, since they share `boundaries`), and without
-    causality "sum", "use" and "use keys".
+    kind: "o", "summary" (of o), "dq", "dk" or "dv" (the last three take one chunk size, since they share `boundaries`),
+    and without causality "sum", "use" and "use keys".
     """
     if dtype != torch.bfloat16:
         return Tiles(32, min(outer, 32), 4, 1)
+    if kind in ("summary", "sum", "use"):
+        return Tiles(64, min(outer, 64), 4 if widest <= 128 else 8, 3 if widest <= 128 else 2)
+    if kind == "use keys" and widest <= 128:  # 64 tokens x 64 columns of cosines, sines and products spill registers
+        return Tiles(32, min(outer, 64), 4, 2)
     if widest > 128:
         return Tiles(64, 32, 4, 2) if kind in ("dq", "dk") else Tiles(64, min(outer, 64), 8, 2)
     # The gradient of k needs the most tiles: with 64 columns a multiprocessor holds only one program.
@@ -165,7 +169,7 @@ class Call(NamedTuple):
     ) -> None:  # fmt: skip
         """Launches `values_kernel`: o, or dv, or summaries in either order, of all or `count` segments."""
         K, V = self.q.shape[3], self.v.shape[3]
-        chunk, columns, warps, stages = self.tiles(kind)
+        chunk, columns, warps, stages = self.tiles("summary" if summary and kind == "o" else kind)
         if kind == "dq":  # its summaries, cut as its chunks are
             columns = self.tiles("dv").columns
         tensors = (

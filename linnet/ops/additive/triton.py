@@ -125,7 +125,8 @@ def summarise(k: Tensor, v: Tensor, theta: Tensor | None, positions: Tensor | No
 def _summarise(call: Call) -> tuple[Tensor, Tensor]:
     segments = call.count_segments("o", 4, 4)
     boundaries, _ = call.boundaries("o", segments, None)
-    return call.combine(segments, call.summarise(segments, "o", boundaries=boundaries, every=True))
+    sums = call.summarise(segments, "o", boundaries=boundaries, every=True)
+    return tuple(x.squeeze(2) for x in sums) if segments == 1 else call.combine(segments, sums)
 
 
 def _backward_causal(
