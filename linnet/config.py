@@ -7,12 +7,14 @@ A configuration class sits next to what it configures and derives from `Config`.
 import contextlib
 import copy
 import difflib
+import functools
 import hashlib
 import importlib.util
 import inspect
 import itertools
 import json
 import os
+import pickle
 import re
 import reprlib
 import stat
@@ -273,7 +275,11 @@ def read_yaml(path: str | Path) -> dict:
         if problem := _not_yaml(path):
             raise ConfigError([f"{path}: {problem}"])
         with path.open(encoding="utf-8") as file:
-            values = parse_yaml(file)
+            try:
+                values = pickle.loads(_pickled(file.read()))
+            except yaml.YAMLError:
+                file.seek(0)
+                values = parse_yaml(file)  # raises it again, with the file's name
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError([f"{path}: no such file"]) from None
     except DuplicateKeys as error:
@@ -321,6 +327,12 @@ def parse_yaml(text: str | typing.TextIO) -> typing.Any:
     finally:
         loader.dispose()
     return values
+
+
+@functools.lru_cache(maxsize=4096)
+def _pickled(text: str) -> bytes:
+    """What `parse_yaml` makes of a text, to be copied: a study reads the files of its runs again and again."""
+    return pickle.dumps(parse_yaml(text))
 
 
 def _not_yaml(path: Path) -> str | None:

@@ -19,11 +19,13 @@ from linnet.models.diffusion import (
     DEFAULT_STEPS,
     STEPS,
     NoiseStream,
+    Reverse,
     SamplerName,
     guided,
-    sample,
+    sampling_process,
     to_pixels,
 )
+from linnet.ops.capture import Captured
 from linnet.runs import RunFolder
 from linnet.runs.model import Weights, load_checkpoint
 
@@ -74,6 +76,8 @@ class ImageSampler:
 
     Attributes:
         latent_scale: factor between stored latents and the model's; None for a model of pixels.
+        graphs: whether a GPU replays a step as one CUDA graph, with the same samples. A batch of another size has a
+            graph of its own; its first three steps are made without one.
         run, step: the folder of the weights and their training step, None where unknown.
     """
 
@@ -84,10 +88,12 @@ class ImageSampler:
         precision: str = "float32",
         run: Path | None = None,
         step: int | None = None,
+        graphs: bool = True,
     ):
         self.model, self.latent_scale, self.run, self.step = model.eval(), latent_scale, run, step
         self.precision = precision
         self.device = next(model.parameters()).device
+        self.graphs = graphs and self.device.type == "cuda"
 
     @classmethod
     def of_run(
@@ -137,19 +143,19 @@ class ImageSampler:
             raise ConfigError(problems, "sample")
         shape = (model.channels, model.image_size, model.image_size)
         network = guided(self._network, self.model.none, config.guidance, config.guidance_channels)
+        process = sampling_process(config.sampler, config.steps)
+        reverse = Reverse(network, config.sampler, process, clip=self.latent_scale is None)
+        step = Captured(torch.no_grad()(reverse.step), self.device) if self.graphs else reverse.step
         starts = range(0, len(classes), batch)
         total = len(starts) * config.number_of_steps
         for number, start in enumerate(starts):
             chosen = list(classes[start : start + batch])
             indices = range(first + start, first + start + len(chosen))
             done = number * config.number_of_steps
-            images = sample(
-                network,
+            images = reverse.run(
                 torch.tensor(chosen, device=self.device),
                 NoiseStream(config.seed, indices, shape, self.device),
-                sampler=config.sampler,
-                steps=config.steps,
-                clip=self.latent_scale is None,
+                step,
                 show=None if show is None else lambda step, _, done=done: show(done + step, total),
             )
             if not images.isfinite().all():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from linnet.config import Config
 from linnet.layers.base import LayerContext, State, TensorSpec, find_channel, find_mixer
 from linnet.layers.dropout import Dropout, DropPath, row_keys
-from linnet.layers.non_causal import Scan, mix_all, passes, refuse_next_token, refuse_state
+from linnet.layers.non_causal import ScanOption, mix_all, passes, refuse_next_token, refuse_state
 from linnet.layers.norm import add_and_norm, build_norm, norm_and_keep
 from linnet.layers.positions.grid import Grid
 from linnet.layers.ring import mix
@@ -40,7 +40,7 @@ class Block(nn.Module):
         channel: tuple[str, Config] | None,
         context: LayerContext,
         dropout: float = 0.0,
-        scan: Scan = "both",
+        scan: ScanOption = "both",
         drop_path: float = 0.0,
     ):
         super().__init__()

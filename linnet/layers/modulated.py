@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from linnet.config import Config
 from linnet.layers.base import LayerContext, State
 from linnet.layers.block import Block, with_dropout
-from linnet.layers.non_causal import Scan
+from linnet.layers.non_causal import ScanOption
 from linnet.layers.positions.grid import Grid
 
 
@@ -26,7 +26,7 @@ class ModulatedBlock(Block):
         channel: tuple[str, Config] | None,
         context: LayerContext,
         dropout: float = 0.0,
-        scan: Scan = "both",
+        scan: ScanOption = "both",
         drop_path: float = 0.0,
     ):
         super().__init__(mixer, channel, context, dropout, scan, drop_path)

@@ -16,12 +16,14 @@ from linnet.layers.positions.grid import Grid
 from linnet.ops import sequence
 from linnet.ops.scans import ORDERS, Order, both_ways, in_orders, reorder, restore
 
-Scan = Literal["forward", "both", "cross", "series"]
+ScanOption = Literal["forward", "both", "cross", "series"]
 
 _COLUMNS = Order(by_columns=True, backwards=False)
 
 
-def mix_all(mixer: Mixer, x: Tensor, scan: Scan, cu_seqlens: Tensor | None = None, grid: Grid | None = None) -> Tensor:
+def mix_all(
+    mixer: Mixer, x: Tensor, scan: ScanOption, cu_seqlens: Tensor | None = None, grid: Grid | None = None
+) -> Tensor:
     """Returns the output [B, T, D] of a mixer without causality.
 
     Args:
@@ -67,7 +69,7 @@ def scan_both_ways(
     return both_ways(attend, *tensors, cu_seqlens=cu_seqlens, orders=orders, sides=sides, prefix=prefix)
 
 
-def passes(mixer: type[Mixer] | Mixer, scan: Scan) -> int:
+def passes(mixer: type[Mixer] | Mixer, scan: ScanOption) -> int:
     """Returns how often `mix_all` computes each token in a pass of the model."""
     if mixer.non_causal == "one_scan":
         return 1

@@ -24,7 +24,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from linnet.layers.non_causal import Scan
+from linnet.layers.non_causal import ScanOption
 from linnet.models.patches import whole_side
 from linnet.models.stack import StackConfig, class_token_problems
 
@@ -46,7 +46,7 @@ class EncoderConfig(StackConfig):
 
     causal: ClassVar[bool] = False
 
-    scan: Scan = Field(
+    scan: ScanOption = Field(
         "both",
         description="order in which mixers that scan visit the tokens: forward, row-major from the start; both, from "
         "both ends; cross, row-major and column-major, each from both ends; series, both row-major, then both "

@@ -15,6 +15,7 @@ numbers are computed in the dtype of the images, but at least in float32.
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 STEPS = 1000
 SamplerName = Literal["ddpm", "ddim"]
 DEFAULT_STEPS: dict[str, int] = {"ddpm": 250, "ddim": 50}
+FEW = 10  # steps below which DDIM's spacing begins too far from pure noise
 Network = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x_t [B, C, S, S], t int64 [B], classes int64 [B]) -> [B, C or 2C, S, S]: the noise, and v if it is learned."""
 
@@ -85,8 +87,9 @@ class Diffusion:
         """Returns the process of `count` of these steps with the same noise levels (arXiv:2102.09672, section 4).
 
         Args:
-            spacing: `even` rounds an even division from the first to the last step (DDPM); `leading` begins at 0 and
-                rounds multiples of steps / count down (DDIM), so that it also ends near the last step.
+            spacing: `even` rounds an even division from the first to the last step (DDPM), and one step is the last;
+                `leading` begins at 0 and rounds multiples of steps / count down (DDIM), so that with many steps it
+                also ends near the last one.
 
         Raises:
             ValueError: `count` is not between 1 and the number of steps.
@@ -95,7 +98,7 @@ class Diffusion:
             raise ValueError(f"steps: {count} is not between 1 and {self.steps}, the steps of training")
         if spacing == "even":
             stride = (self.steps - 1) / max(count - 1, 1)
-            chosen = torch.tensor([round(i * stride) for i in range(count)])
+            chosen = torch.tensor([round(i * stride) for i in range(count)] if count > 1 else [self.steps - 1])
         else:
             chosen = torch.arange(count) * self.steps // count
         kept = self._kept[chosen]
@@ -253,13 +256,69 @@ def guided(network: Network, none: int, guidance: float, channels: int | None = 
 def sampling_process(sampler: SamplerName, steps: int | None = None) -> Diffusion:
     """Returns the process of a sampler, respaced to `steps` (None: 250 for ddpm, 50 for ddim).
 
+    Samples begin as pure noise, which x_t is near the last step only. With 50 steps, DiT's spacing of DDIM ends at step
+    980 of 999, but with 2 at 500, where x_t is still 0.28 x_0 + noise. So below 10 steps DDIM has the spacing of DDPM.
+
     Raises:
         ValueError: steps above 1000.
     """
-    return Diffusion().respaced(steps or DEFAULT_STEPS[sampler], "even" if sampler == "ddpm" else "leading")
+    count = steps or DEFAULT_STEPS[sampler]
+    return Diffusion().respaced(count, "even" if sampler == "ddpm" or count < FEW else "leading")
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Reverse:
+    """The way back from noise to images: a network, the process of a sampler, and one step of it as tensors alone.
+
+    Attributes:
+        clip: as in `Diffusion.estimate`: True for pixels, False for latents.
+    """
+
+    network: Network
+    sampler: SamplerName
+    process: Diffusion
+    clip: bool = True
+
+    def step(
+        self, noisy: Tensor, index: Tensor, timesteps: Tensor, classes: Tensor, noise: Tensor | None = None
+    ) -> Tensor:
+        """Returns x_{t-1} of x_t `noisy` [B, C, S, S], in its dtype.
+
+        Shapes and kernels are those of every other step, and no number is read on the host, so a GPU can replay the
+        step as a CUDA graph.
+
+        Args:
+            index: int64 [B], the step of the process. timesteps: int64 [B], what the network is given for it.
+            noise: [B, C, S, S]; `ddpm` draws with it, `ddim` has none.
+        """
+        output = self.network(noisy, timesteps, classes).to(noisy.dtype)
+        if noise is not None:
+            return self.process.ddpm_step(output, noisy, index, noise, self.clip)
+        return self.process.ddim_step(output, noisy, index, self.clip)
+
+    @torch.no_grad()
+    def run(
+        self,
+        classes: Tensor,
+        noise: NoiseStream,
+        step: Callable[..., Tensor] | None = None,
+        show: Callable[[int, int], None] | None = None,
+    ) -> Tensor:
+        """Returns images [B, C, S, S] of the classes int64 [B], as `sample` does.
+
+        Args:
+            step: makes the steps in place of `step`, with the same results: a captured one.
+        """
+        noisy, timesteps = noise.next(), self.process.timesteps.to(classes.device)
+        for done, index in enumerate(reversed(range(self.process.steps))):
+            if show is not None:
+                show(done, self.process.steps)
+            t = torch.full_like(classes, index)
+            more = (noise.next(),) if self.sampler == "ddpm" else ()
+            noisy = (step or self.step)(noisy, t, timesteps[t], classes, *more)
+        return noisy
+
+
 def sample(
     network: Network,
     classes: Tensor,
@@ -282,18 +341,7 @@ def sample(
     Raises:
         ValueError: steps above 1000.
     """
-    process = sampling_process(sampler, steps)
-    noisy, timesteps = noise.next(), process.timesteps.to(classes.device)
-    for done, index in enumerate(reversed(range(process.steps))):
-        if show is not None:
-            show(done, process.steps)
-        t = torch.full_like(classes, index)
-        output = network(noisy, timesteps[t], classes).to(noisy.dtype)
-        if sampler == "ddpm":
-            noisy = process.ddpm_step(output, noisy, t, noise.next(), clip)
-        else:
-            noisy = process.ddim_step(output, noisy, t, clip)
-    return noisy
+    return Reverse(network, sampler, sampling_process(sampler, steps), clip).run(classes, noise, show=show)
 
 
 def to_pixels(images: Tensor) -> Tensor:

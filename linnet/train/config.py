@@ -14,6 +14,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from linnet import deprecation, trust
 from linnet.config import Config, ConfigError
 from linnet.data import DataConfig, given_vocabulary
+from linnet.data.sizes import BatchSizes, steps_of
 from linnet.layers.base import load_plugin
 from linnet.models import ModelConfig
 from linnet.models.stack import StackConfig
@@ -49,6 +50,11 @@ class RunConfig(Config):
 
     device: DeviceName = Field("auto", description="`auto` uses the GPU if one is visible, else the CPU")
     compile: bool = Field(False, description="run the model through torch.compile")
+    graph: bool = Field(
+        False,
+        description="on one GPU, launch the forward and backward pass of a step as one CUDA graph; faster where a "
+        "model is so small that the GPU waits for the host. Needs `accumulation: 1`; without a GPU it has no effect",
+    )
     recompute: Recompute = Field(
         "none",
         description="activations that the backward pass computes again to save memory: `none`, `selective` or `block`",
@@ -107,6 +113,14 @@ class TrainingConfig(Config):
         description="parts of the batch that the model computes one after another to save memory; the gradient is "
         "that of the whole batch, with the same weight for each token",
     )
+    batch_ramp: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        exclude_if=_is_none,
+        description="steps over which the batch grows to `batch_size`: linearly, in whole parts of `accumulation`, "
+        "from a single one; below 1 a fraction of the steps, from 1 on a number; null: it is whole from the start",
+    )
     steps: int | None = Field(None, ge=1, description="length of the training in steps; default: 1000")
     epochs: float | None = Field(
         None,
@@ -148,6 +162,51 @@ class TrainingConfig(Config):
         if self.epochs is not None:
             raise ValueError(f"epochs: {self.epochs:g} are not steps yet; call linnet.train.objectives.in_steps")
         return self.steps or DEFAULT_STEPS
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Rows of the batch at each position. Raises ValueError as `total_steps`."""
+        if self.batch_ramp is None:
+            return BatchSizes(self.batch_size)
+        return BatchSizes.over(self.batch_size, self.accumulation, self.batch_ramp, self.total_steps)
+
+    @property
+    def smallest_batch(self) -> int:
+        """Rows of the first batch."""
+        return self.batch_size if self.batch_ramp is None else self.batch_size // self.accumulation
+
+    @property
+    def written_batch(self) -> str:
+        """Rows of a batch as text: "16", or "2 to 16" if it grows."""
+        return str(self.batch_size) if self.batch_ramp is None else f"{self.smallest_batch} to {self.batch_size}"
+
+    def steps_of(self, rows: int) -> int:
+        """Returns a number of steps that reads at least this many rows, and one step less does not."""
+        return steps_of(rows, self.batch_size, self.accumulation, self.batch_ramp)
+
+    def parts_at(self, position: int) -> int:
+        """Returns the number of parts of the batch at a position: no part has more rows than one of a whole batch."""
+        sizes = self.batch_sizes
+        return -(-self.parts * sizes.count(position) // sizes.parts)
+
+    def ramp_problems(self, parallel: ParallelConfig, devices: int) -> list[str]:
+        """Returns why the first batch of `batch_ramp` is too small for its parts on so many devices.
+
+        Args:
+            parallel: a division of the training that `devices` can have.
+        """
+        if self.batch_ramp is None:
+            return []
+        ranks = parallel.degrees(devices).dp
+        parts = -(-(parallel.accumulation or self.accumulation) // self.accumulation)
+        if ranks * parts <= self.smallest_batch:
+            return []
+        each = f"{ranks} ranks" + (f" in {parts} parts (parallel.accumulation)" if parts > 1 else "")
+        return [
+            f"batch_ramp: the first batch has {self.smallest_batch} rows (batch_size {self.batch_size} / accumulation "
+            f"{self.accumulation}), which cannot give {each} at least one row each; use a lower accumulation, or fewer "
+            "devices"
+        ]
 
     @property
     def includes(self) -> list[str]:
@@ -214,12 +273,37 @@ class TrainingConfig(Config):
             raise ValueError(f"{accumulation} parts for a batch of {batch_size} {cls.ROW}; use at most {batch_size}")
         return accumulation
 
+    @field_validator("batch_ramp")
+    @classmethod
+    def _whole_parts(cls, batch_ramp: float | None, info: ValidationInfo) -> float | None:
+        if batch_ramp is None or not {"accumulation", "batch_size"} <= info.data.keys():
+            return batch_ramp
+        batch_size, parts = info.data["batch_size"], info.data["accumulation"]
+        if parts == 1:
+            raise ValueError(
+                f"{batch_ramp:g} lets the batch grow by parts of `accumulation`, and accumulation is 1; set it to the "
+                "number of sizes, such as 8"
+            )
+        if batch_size % parts:
+            raise ValueError(
+                f"{batch_ramp:g} needs equal parts, and accumulation: {parts} does not divide batch_size: "
+                f"{batch_size}; use batch_size {batch_size // parts * parts}"
+            )
+        return batch_ramp
+
     @field_validator("epochs")
     @classmethod
     def _steps_or_epochs(cls, epochs: float | None, info: ValidationInfo) -> float | None:
         if epochs is not None and info.data.get("steps") is not None:
             raise ValueError(f"steps ({info.data['steps']}) and epochs ({epochs:g}) are both given; drop one")
         return epochs
+
+    @field_validator("run")
+    @classmethod
+    def _whole_graph(cls, run: RunConfig, info: ValidationInfo) -> RunConfig:
+        if run.graph and (accumulation := info.data.get("accumulation", 1)) > 1:
+            raise ValueError(f"graph: true needs accumulation: 1 (given {accumulation}); set run.graph=false")
+        return run
 
     @field_validator("parallel", mode="before")
     @classmethod
@@ -262,7 +346,7 @@ class CorpusTraining(TrainingConfig):
     @property
     def total_steps(self) -> int:
         if self.tokens is not None:
-            return -(-self.tokens // (self.batch_size * self.seq_len))
+            return self.steps_of(-(-self.tokens // self.seq_len))
         return super().total_steps
 
     def data_settings(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from linnet.evaluate.mode import evaluating
 from linnet.layers import dropout
 from linnet.models.causal_lm import IGNORE
-from linnet.train.capture import Captured
+from linnet.ops.capture import Captured
 from linnet.train.objective import Loss, training_loss
 from linnet.train.products import multiply
 

@@ -73,6 +73,8 @@ def extended(
     values = old.model_dump(mode="json") | lengths
     warmup = length(schedule.warmup, before)  # a warm-up given as a share would grow with the number of steps
     values["schedule"]["warmup"] = float(warmup)
+    if old.batch_ramp is not None:
+        values["batch_ramp"] = float(old.batch_sizes.growing)  # as the warm-up
     values["run"] |= run or {}
     new = read_training(values, where)
     problems = []

@@ -223,7 +223,7 @@ class Run:
         if mesh is not None and self.peak_flops is not None:
             self.peak_flops *= mesh.world
         self.clock = Clock()
-        self.row_step = 0  # step of the last training row
+        self.row_batches: float = 0  # whole batches before the last training row
         self.saved_step, self.saved_at = -1, time.monotonic()
         self.loggers: list = []
         self.steady = False  # whether a step was made: later ones need no time for compilation
@@ -263,7 +263,7 @@ class Run:
         self.evaluated = set(on_main(lambda: self.open_record(meta.get("rows", 0))))
         if path is not None:
             self.clock.load(meta["clock"])
-            self.row_step = meta["row_step"]
+            self.row_batches = meta["row_step"]
         event = {"event": "start", "step": self.session.step, "steps": self.steps, "path": str(self.folder.path)}
         if self.progress is not None:
             self.progress(event)
@@ -429,7 +429,7 @@ class Run:
         self.saved_step = self.session.step
         if self.main:
             self.record.roll_back(rows_kept(self.folder.metrics(), meta["rows"], self.session.step))
-        self.row_step = meta["row_step"]
+        self.row_batches = meta["row_step"]
         left_out = self.session.guard.leave_out(trouble, self.session.position)
         return {"to_step": self.session.step, "left_out": left_out}
 
@@ -450,7 +450,7 @@ class Run:
 
     def write_result(self, status: str, validation: dict) -> None:
         rows = [row for row in self.folder.metrics() if "loss" in row and "event" not in row]
-        costs, step, units = self.objective.costs, self.session.step, self.objective.units
+        costs, session, units = self.objective.costs, self.session, self.objective.units
         training = self.clock.training()
         self.folder.write_result(
             {
@@ -461,13 +461,13 @@ class Run:
                 **self.place(),
                 "loss": validation.get("validation_loss"),
                 "train_loss": rows[-1]["loss"] if rows else None,
-                **self.objective.result_fields(step, validation),
+                **self.objective.result_fields(session.rows, validation),
                 **{key: value for key, value in validation.items() if key.startswith("raw_")},
                 "evaluations": self.last_evaluations(),
                 "seconds": self.clock.total(),
-                f"{units}_per_second": step * costs.units / training if training else None,
+                f"{units}_per_second": session.batches * costs.units / training if training else None,
                 "batch_size": self.config.batch_size,
-                "steps": step,
+                "steps": session.step,
                 **provenance.stamp(self.device),
                 "run": self.config.run.model_dump(mode="json"),
                 **self.layout(),
@@ -482,8 +482,8 @@ class Run:
 
     def place(self) -> dict:
         """Returns the progress of the training: units of data and FLOPs."""
-        step, costs = self.session.step, self.objective.costs
-        return {self.objective.units: step * costs.units, "flops": step * costs.flops}
+        batches, costs = self.session.batches, self.objective.costs
+        return {self.objective.units: round(batches * costs.units), "flops": batches * costs.flops}
 
     def curve_point(self) -> dict:
         """Returns the mean loss since the last point of the training curve for fits, for every `run.log_every`."""
@@ -502,10 +502,10 @@ class Run:
             return {"step": session.step, **self.place(), "learning_rate": rate}
         loss = sum(losses) / len(losses)
         seconds = self.clock.lap()
-        done = session.step - self.row_step
+        done = session.batches - self.row_batches
         speed = done * costs.flops / seconds
         auxiliary = session.recent_auxiliary
-        session.recent, session.recent_auxiliary, self.row_step = [], [], session.step
+        session.recent, session.recent_auxiliary, self.row_batches = [], [], session.batches
         return {
             "step": session.step,
             **self.place(),
@@ -579,7 +579,7 @@ class Run:
             rows = on_main(self.sync_record)
             tensors, meta = self.session.state()
             meta |= {"digest": self.digest, "execution": self.execution(), **rows}
-            meta |= {"row_step": self.row_step, "clock": self.clock.state()}
+            meta |= {"row_step": self.row_batches, "clock": self.clock.state()}
             together(lambda: self.saver.save(self.session.step, tensors, meta))
         self.saved_step, self.saved_at = self.session.step, time.monotonic()
 

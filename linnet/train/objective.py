@@ -55,8 +55,8 @@ class Costs:
 
     Attributes:
         parameters: number of all parameters. parameters_backbone: number outside embeddings and head.
-        units: tokens (images, ...) per step.
-        flops: training FLOPs per step, as `linnet.models.flops_exact` counts them.
+        units: tokens (images, ...) per step with a whole batch.
+        flops: training FLOPs of such a step, as `linnet.models.flops_exact` counts them.
     """
 
     parameters: int
@@ -209,9 +209,10 @@ class RunObjective(Objective):
             if (degree := getattr(config.parallel, key)) > 1
         ]
         own = config.parallel.model_copy(update={"sp": 1, "tp": 1})
-        return problems or own.problems(
+        problems = problems or own.problems(
             count, config.model, cls.row_tokens(config), config.batch_size, config.accumulation
         )
+        return problems or config.ramp_problems(own, count)
 
     @classmethod
     @abstractmethod
@@ -263,7 +264,8 @@ class RunObjective(Objective):
     def show_passes(cls, config: Any, data: Data, progress: Progress | None) -> None:
         """Reports to `progress` how often a training reads its data."""
         if progress is not None:
-            units = config.total_steps * cls.units_per_step(config)
+            rows = config.batch_sizes.first(config.total_steps)
+            units = rows * cls.units_per_step(config) // config.batch_size
             text, warning = passes.line([units], cls.size(data), cls.units)
             progress({"event": "passes", "text": text, "warning": warning})
 
@@ -330,10 +332,11 @@ class RunObjective(Objective):
         """
         return {}
 
-    def result_fields(self, step: int, validation: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields of result.json that only this objective has, after `step` steps.
+    def result_fields(self, rows: int, validation: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of result.json that only this objective has.
 
         Args:
+            rows: rows of all batches of the training.
             validation: the last validation row, {} if there is none.
         """
         return {key: validation.get(f"validation_{key}") for key in self.SCORES}

@@ -81,7 +81,10 @@ class Plan:
         memory: part -> bytes on one GPU at the moment of the peak.
         moment: what happens then.
         rows: rows of one GPU in one part of the batch.
-        step_seconds: of one optimizer step. hidden_share: share of `step_seconds` that computes.
+        tokens_per_step, transfers, compute_seconds: of a step with a whole batch.
+        step_seconds: of one such optimizer step. batches: whole batches of the training; fewer than its steps if the
+            batch grows.
+        hidden_share: share of `step_seconds` that computes.
     """
 
     gpu: Gpu
@@ -98,6 +101,7 @@ class Plan:
     step_seconds: float
     tokens_per_step: int
     steps: int
+    batches: float
 
     @property
     def tensors(self) -> float:
@@ -133,7 +137,7 @@ class Plan:
             "tokens_per_second": tokens,
             "tokens_per_second_per_gpu": tokens / self.devices,
             "efficiency": self.compute_seconds / self.step_seconds,
-            "seconds": self.step_seconds * self.steps,
+            "seconds": self.step_seconds * self.batches,
         }
 
 
@@ -181,10 +185,14 @@ def plan(config: TrainConfig, devices: int, gpu: Gpu, per_machine: int = 8) -> P
         ConfigError: the configuration does not run on so many devices, with every problem and its fix.
     """
     parallel = config.parallel
-    problems = parallel.problems(devices, config.model, config.seq_len, config.batch_size, config.accumulation)
-    if problems:
+    if problems := _problems(config, parallel, devices):
         raise ConfigError(problems, "plan")
     return _plan(config, parallel, devices, gpu, per_machine)
+
+
+def _problems(config: TrainConfig, parallel: ParallelConfig, devices: int) -> list[str]:
+    problems = parallel.problems(devices, config.model, config.seq_len, config.batch_size, config.accumulation)
+    return problems or config.ramp_problems(parallel, devices)
 
 
 def _plan(config: TrainConfig, parallel: ParallelConfig, devices: int, gpu: Gpu, per_machine: int) -> Plan:
@@ -214,6 +222,7 @@ def _plan(config: TrainConfig, parallel: ParallelConfig, devices: int, gpu: Gpu,
         max(compute, hidden) + exposed,
         tokens,
         config.total_steps,
+        config.batch_sizes.first(config.total_steps) / config.batch_size,
     )
 
 
@@ -406,7 +415,7 @@ def fixes(config: TrainConfig, devices: int, gpu: Gpu, per_machine: int = 8) -> 
     found = []
 
     def fits(changed: TrainConfig, parallel: ParallelConfig, count: int) -> bool:
-        if parallel.problems(count, changed.model, changed.seq_len, changed.batch_size, changed.accumulation):
+        if _problems(changed, parallel, count):
             return False
         return _plan(changed, parallel, count, gpu, per_machine).fits
 

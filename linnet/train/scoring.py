@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def sum_over_batches(
     model: nn.Module,
     batches: Sequence[Batch],
+    rows: int,
     measure: Callable[..., Tensor],
     autocast: contextlib.AbstractContextManager,
     show: Show | None = None,
@@ -31,9 +32,10 @@ def sum_over_batches(
     Args:
         model: is in evaluation mode while `measure` runs.
         batches: the same on all ranks; each is read when it is needed.
+        rows: number of rows of all batches together, for `show`.
         measure: tensors of a batch, on the device of the model -> numbers to sum, [K].
         autocast: precision of the forward pass.
-        show: called with (rows scored, all rows) before each batch, as far as batches have equal numbers of rows.
+        show: called with (rows scored, all rows) before each batch, as if batches had equal numbers of rows.
         mesh: the ranks that score together; all must call this function.
     """
     device = next(model.parameters()).device
@@ -43,7 +45,7 @@ def sum_over_batches(
         for first in range(0, len(batches), world):
             batch = batches[min(first + rank, len(batches) - 1)]
             if show is not None:
-                show(first * len(batch[0]), len(batches) * len(batch[0]))
+                show(rows * first // len(batches), rows)
             with autocast:
                 found = measure(*(tensor.to(device) for tensor in batch)).double()
             found = found if first + rank < len(batches) else torch.zeros_like(found)

@@ -6,6 +6,7 @@ apply()       clips the gradient and updates the weights
 """
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from linnet.layers import dropout
 from linnet.layers.ring import passes_states
 from linnet.layers.routing import balance_over
 from linnet.ops import compat_torch
+from linnet.ops.capture import Captured
 from linnet.ops.sequence import sequence_parallel
 from linnet.runs import RunFolder, checkpoint
 from linnet.runs.checkpoint import Tensors
@@ -49,6 +51,7 @@ class Session:
     Attributes:
         step: number of updates.
         position: number of used batches in the data order; larger than `step` after a skipped batch.
+        rows: number of rows of the batches of all updates.
         recent: losses (nats per target) since the last row of the record.
         since_point: losses since the last point of the training curve, if the configuration has `curve_every`.
         recent_auxiliary: auxiliary losses of these steps, if layers add some; they are not part of the loss.
@@ -78,11 +81,13 @@ class Session:
                 balance_over(self.model, mesh.data_group)
         loss = training_loss(self.model, objective.loss(self.model))
         self._loss = torch.compile(loss) if config.run.compile and mesh is None else loss
+        graph = config.run.graph and self.parts == 1 and mesh is None and device.type == "cuda"
+        self._graph = Captured(self._whole_pass, device) if graph else None
+        self._gradients: dict[tuple, list[Tensor | None]] = {}  # by the shapes of a batch, where its graph leaves them
         split_dims = {name: dim for name, (dim, _) in (self.split or {}).items()}
         self.optimizer = Optimizer(self.model, config.optimizer, mesh, split_dims)
         self._share = first, world = (0, 1) if mesh is None else (mesh.dp_rank, mesh.dp)
         self.prefetch = Prefetch(objective.batches(), device, first, world)
-        self._first_row = config.batch_size * first // world
         self.average = None if config.average is None else Average(config.average, model_tensors(self.model))
         self.guard = Guard(config.guard)
         self.autocast = (
@@ -93,14 +98,14 @@ class Session:
         # Reading a loss makes the host wait for a GPU, so on a GPU losses are read when a row of the record is due,
         # unless the policy needs to know a bad batch before its update.
         self.judges_every_step = device.type == "cpu" or config.guard.policy == "skip"
-        self.step = self.position = 0
+        self.step = self.position = self.rows = 0
         self.recent: list[float] = []
         self.since_point: list[float] = []
         self.recent_auxiliary: list[float] = []
         self.grad_norm = 0.0
         self.flags: Flags = (False, False)
         self._flags: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
-        self._targets: Tensor | None = None
+        self._targets: dict[int, Tensor] = {}  # rows of a batch -> targets of each of its parts
         # (position, loss, gradient norm, auxiliary loss if there is one) of each batch that `judge` has not read yet.
         self._unread: list[tuple[int, list[Tensor]]] = []
 
@@ -115,6 +120,11 @@ class Session:
                 if self.mesh.sp > 1 and passes_states(block.mixer, self.mesh.sequence_method):
                     continue  # torch 2.11 does not compile such a block if it is recomputed
                 block.forward = torch.compile(block.forward, fullgraph=True)
+
+    @property
+    def batches(self) -> float:
+        """Whole batches that the model was trained on: `step`, and fewer if the batch grows."""
+        return self.step if self.config.batch_ramp is None else self.rows / self.config.batch_size
 
     def gradients(self, flags: Flags = (False, False)) -> None:
         """Stores the gradient of the mean loss over all targets of the next batch in the parameters.
@@ -132,11 +142,14 @@ class Session:
             self._gradients_of_ranks(batch, self.mesh, flags)
             return
         self.flags = flags
-        parts = self.parts
+        parts = self.config.parts_at(self.position)
         # Autograd runs a GPU's backward in a separate thread, which helps with several GPUs. Here is only one, and
         # switching to that thread and back costs some hundred microseconds on a busy host.
         with torch.autograd.set_multithreading_enabled(False):
-            if parts == 1:
+            if self._graph is not None:
+                with self._position():
+                    loss, self._norm, *auxiliary = self._replay(self._graph, batch).unbind()
+            elif parts == 1:
                 with self.autocast, self._position():
                     total, count, *auxiliary = self._loss(*batch)
                 loss = total / count
@@ -155,13 +168,34 @@ class Session:
                     loss += share.detach()
                     auxiliary += [term.detach() for term in extra]
                 auxiliary = [torch.stack(auxiliary).sum()] if auxiliary else []
-        self._norm = self.optimizer.gradient_norm()
+        if self._graph is None:
+            self._norm = self.optimizer.gradient_norm()
         self._unread.append((self.position, [loss.detach(), self._norm, *(term.detach() for term in auxiliary)]))
+
+    def _whole_pass(self, *batch: Tensor) -> Tensor:
+        """Stores the gradient of a batch; returns its loss, the gradient's norm and the auxiliary losses, [2 + n]."""
+        self.optimizer.drop_gradients()  # those of a capture that failed
+        with self.autocast:
+            total, count, *auxiliary = self._loss(*batch)
+        loss = total / count
+        sum(auxiliary, loss).backward()
+        self._gradients[_shapes(batch)] = [parameter.grad for parameter in self.model.parameters()]
+        return torch.stack([loss.detach(), self.optimizer.gradient_norm(), *(term.detach() for term in auxiliary)])
+
+    def _replay(self, graph: Captured, batch: Batch) -> Tensor:
+        """`_whole_pass` through a graph: a replay fills the memory of the gradients that its capture has made."""
+        numbers = graph(*batch)
+        for parameter, gradient in zip(self.model.parameters(), self._gradients[_shapes(batch)], strict=True):
+            parameter.grad = gradient
+        if not graph.holds(*batch):
+            del self._gradients[_shapes(batch)]  # of a call without a graph, and freed by the update
+        return numbers
 
     def _gradients_of_ranks(self, batch: Batch, mesh: "Mesh", flags: Flags) -> None:
         """Does the work of `gradients` for this rank's share of the batch; gradients are summed over ranks."""
-        pieces = list(zip(*(tensor.tensor_split(self.parts) for tensor in batch), strict=True))
-        row, losses, auxiliary = self._first_row, [], []
+        parts = self.config.parts_at(self.position)
+        pieces = list(zip(*(tensor.tensor_split(parts) for tensor in batch), strict=True))
+        row, losses, auxiliary = self._bounds(mesh.dp)[mesh.dp_rank], [], []
         with torch.autograd.set_multithreading_enabled(False), sequence_parallel(mesh.sp_group, mesh.sequence_method):
             targets = self._targets_of_parts(pieces, mesh)
             count = targets.sum()
@@ -190,17 +224,22 @@ class Session:
         If every row has the same number, it is known without communication.
         """
         if (per_row := self.objective.targets_per_row) is not None:
-            if self._targets is None:
-                rows = [self.config.batch_size * rank // mesh.dp for rank in range(mesh.dp + 1)]
-                parts = [0] * self.parts
-                for start, end in zip(rows, rows[1:], strict=False):
-                    for number, part in enumerate(torch.arange(end - start).tensor_split(self.parts)):
+            bounds = self._bounds(mesh.dp)
+            if bounds[-1] not in self._targets:
+                parts = [0] * len(pieces)
+                for start, end in itertools.pairwise(bounds):
+                    for number, part in enumerate(torch.arange(end - start).tensor_split(len(pieces))):
                         parts[number] += len(part) * per_row
-                self._targets = torch.tensor(parts, device=self.device)
-            return self._targets
+                self._targets[bounds[-1]] = torch.tensor(parts, device=self.device)
+            return self._targets[bounds[-1]]
         counts = torch.stack([self.objective.count(*part) for part in pieces])
         torch.distributed.all_reduce(counts, group=mesh.data_group)
         return counts // mesh.sp  # the ranks of a row have counted the whole row each
+
+    def _bounds(self, ranks: int) -> list[int]:
+        """Returns the first row of each rank in the batch at `position`, and the number of its rows."""
+        rows = self.config.batch_sizes.rows(self.position)
+        return [rows * rank // ranks for rank in range(ranks + 1)]
 
     def _reduce_after(self, last: bool) -> None:
         """Decides how gradients are reduced after the next micro-batch."""
@@ -269,6 +308,7 @@ class Session:
         self.optimizer.step(factor(self.config.schedule, self.step, self.config.total_steps))
         if self.average is not None:
             self.average.update(self.step)
+        self.rows += self.config.batch_sizes.rows(self.position)
         self.step += 1
         self.position += 1
 
@@ -292,6 +332,7 @@ class Session:
             "recent": self.recent,
             "since_point": self.since_point,
             **({"recent_auxiliary": self.recent_auxiliary} if self.recent_auxiliary else {}),
+            **({} if self.config.batch_ramp is None else {"rows_read": self.rows}),
             **self.objective.meta(),
         }
 
@@ -317,6 +358,7 @@ class Session:
         self.optimizer.drop_gradients()
         self.guard.load(meta["guard"], rollback)
         self.step, self.position, self.recent = meta["step"], meta["position"], list(meta["recent"])
+        self.rows = meta.get("rows_read", self.step * self.config.batch_size)
         self.since_point = list(meta.get("since_point", []))
         self.recent_auxiliary = list(meta.get("recent_auxiliary", []))
         self._unread.clear()
@@ -364,6 +406,10 @@ class Session:
 
             settle(self.model)  # so that the model has no other copy of its weights than the shards
         return self.average.in_place()
+
+
+def _shapes(batch: Batch) -> tuple:
+    return tuple((tensor.shape, tensor.dtype) for tensor in batch)
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -20,14 +20,17 @@ from torch import Tensor, nn
 from linnet.config import ConfigError, parse
 from linnet.inference.precision import lower_precision
 from linnet.models.config import VisionConfig
+from linnet.ops.capture import WARM_UP, Captured
 
 Mode = Literal["training", "inference"]
-Form = Literal["eager", "compiled", "autotuned"]
+Form = Literal["eager", "compiled", "autotuned", "eager graph", "compiled graph"]
 MODES: tuple[Mode, ...] = ("training", "inference")
 FORMS: dict[Form, dict[str, Any] | None] = {  # arguments of torch.compile; None does not compile
     "eager": None,
     "compiled": {"dynamic": False},
     "autotuned": {"dynamic": False, "mode": "max-autotune"},
+    "eager graph": None,  # all kernels of a call are launched as one CUDA graph
+    "compiled graph": {"dynamic": False},
 }
 MODEL_COLUMNS = ("model", "system", "form", "mode", "side", "tokens_per_image", "batch")
 _PACKAGES = ("torch", "triton", "transformers")
@@ -170,14 +173,17 @@ def _time(
             return nn.functional.cross_entropy(logits(images).float(), labels)
 
         compiled = loss if options is None else torch.compile(loss, **options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+        on_gpu = device.type == "cuda"
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_gpu, capturable=on_gpu)
 
-        def run() -> None:
+        def run(images: Tensor, labels: Tensor) -> Tensor:
             with torch.autocast(device.type, dtype) if lower else contextlib.nullcontext():
                 value = compiled(images, labels)
-            value.backward()
+            with torch.autograd.set_multithreading_enabled(False):  # a capture must see the backward in this thread
+                value.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            return value.detach()
     else:
         if lower:
             lower_precision(model, dtype)
@@ -185,18 +191,28 @@ def _time(
         forward = logits if options is None else torch.compile(logits, **options)
 
         @torch.no_grad()
-        def run() -> None:
-            forward(images)
+        def run(images: Tensor, labels: Tensor) -> Tensor:
+            return forward(images)
 
+    call: Callable[[Tensor, Tensor], Tensor] = run
+    if graph := case.form.endswith("graph"):
+        if device.type != "cuda":
+            raise ValueError(f"form {case.form!r} needs a GPU")
+        call = captured = Captured(run, device)
     began = time.perf_counter()
-    run()
+    call(images, labels)
     _wait(device)
     first = time.perf_counter() - began
-    run()
+    call(images, labels)
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    seconds = _median(run, device, least)
+    for _ in range(WARM_UP - 1 if graph else 0):  # the last one is captured
+        call(images, labels)
+    if graph and not captured.graphs:
+        raise RuntimeError("it cannot be captured as a CUDA graph")
+    memory = torch.cuda.max_memory_allocated() if graph else None  # a replay allocates nothing
+    seconds = _median(lambda: call(images, labels), device, least)
     row = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "first_s": round(first, 3),
@@ -205,11 +221,12 @@ def _time(
         "pixels_per_second": round(batch * case.side**2 / seconds),
     }
     if device.type == "cuda":
-        row["memory_per_image_mib"] = round(torch.cuda.max_memory_allocated() / 2**20 / batch, 3)
+        memory = torch.cuda.max_memory_allocated() if memory is None else memory
+        row["memory_per_image_mib"] = round(memory / 2**20 / batch, 3)
     return row
 
 
-def _median(run: Callable[[], None], device: torch.device, least: int) -> float:
+def _median(run: Callable[[], Tensor], device: torch.device, least: int) -> float:
     """Returns the median seconds of calls, each waited for."""
     times: list[float] = []
     while len(times) < least or (sum(times) < _SECONDS and len(times) < 20):

@@ -115,7 +115,7 @@ def test_respaced_process_keeps_the_noise_levels():
         (50, "leading", list(range(0, 1000, 20))),
         (600, "leading", [i * 5 // 3 for i in range(600)]),  # up to 998: a start from pure noise must not be at 599
         (1000, "even", list(range(1000))),
-        (1, "even", [0]),
+        (1, "even", [999]),
     ):
         part = whole.respaced(count, spacing)
         assert part.timesteps.tolist() == chosen

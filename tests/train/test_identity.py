@@ -279,7 +279,11 @@ def test_the_folder_states_format_and_digest_and_every_value(settings, cache, tm
     stored = read_yaml(run.path / "config.yaml")
     assert stored["format"] == 2 and run.path.name.endswith(stored["digest"]) and run.digest == stored["digest"]
     assert stored["run"].keys() == RunConfig.model_fields.keys()
-    unset = {"epochs", "average"}  # not written where it is not given, so that older folders have the same keys
+    unset = {
+        "epochs",
+        "average",
+        "batch_ramp",
+    }  # not written where it is not given, so that older folders have the same keys
     assert run.config.keys() == TrainConfig.model_fields.keys() - unset
     assert train(parse(TrainConfig, stored), tmp_path, cache).path == run.path  # linnet train RUN/config.yaml
     assert read_config(run).data.source == settings().data.source

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from linnet.train import TrainConfig, TrainingConfig, extend, read_training, tra
 from linnet.train.identity import digest_of, read_config
 from linnet.train.objectives import in_steps
 from linnet.train.objectives.images import HeldOut, ImageObjective, ImageTraining, image_problems
+from linnet.train.scoring import sum_over_batches
 
 MODEL = {
     "d_model": 16,
@@ -192,4 +194,17 @@ def test_a_validation_reads_its_images_evenly(cache):
     batches = HeldOut(split, 4, 10)
     assert [len(labels) for _, labels in batches] == [4, 4, 2]
     assert torch.equal(torch.cat([labels for _, labels in batches]), split.labels([n * 297 // 10 for n in range(10)]))
-    assert sum(len(labels) for _, labels in HeldOut(split, 100)) == 297
+    assert sum(len(labels) for _, labels in HeldOut(split, 100)) == HeldOut(split, 100).size == 297
+
+
+def test_scoring_is_told_in_images(cache):
+    split, told = ImageObjective.read(settings(), cache).validation, []
+    batches = HeldOut(split, 4, 10)
+
+    def measure(images, labels):
+        return torch.ones(1)
+
+    total = sum_over_batches(
+        torch.nn.Linear(1, 1), batches, batches.size, measure, nullcontext(), lambda *row: told.append(row)
+    )
+    assert told == [(0, 10), (3, 10), (6, 10)] and total.item() == 3

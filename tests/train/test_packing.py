@@ -144,7 +144,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(packed, cache, tmp_path, parts):
 
 
 def test_a_compiled_loss_is_the_same():
-    model = model_of({"layout": "mamba+swiglu attention+swiglu"}).float()
+    """Attention leaves the graph for the documents; that ops with documents compile is tested with them."""
+    model = model_of({"layout": "attention+swiglu"}).float()
     batch = mark_documents(*rows_of_documents(), END)
     expected = packed_loss(model, *batch)
     compiled = torch.compile(lambda *batch: packed_loss(model, *batch), backend="aot_eager")

@@ -85,7 +85,7 @@ def test_killed_at_random_moments(settings, cache, tmp_path, whole):
     """SIGKILL during set-up, steps, checkpoints and validations: the same losses and weights, bit for bit."""
     seed = random.SystemRandom().randrange(1_000_000)  # others each time, unlike what tests draw else
     places = [whole.path / "config.yaml", tmp_path / "killed", tmp_path / "trial", cache]
-    command = [sys.executable, "-c", KILLER, *map(str, places), str(seed), "8"]
+    command = [sys.executable, "-c", KILLER, *map(str, places), str(seed), "5"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, f"seed {seed}\n{done.stderr}"

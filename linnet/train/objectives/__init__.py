@@ -87,7 +87,11 @@ def in_steps(config: Training, cache: str | Path, progress: Progress | None = No
 
     kind = find_objective(config)
     data = kind.read(config, cache, None if progress is None else show)
-    steps = max(1, math.ceil(config.epochs * kind.size(data) / kind.units_per_step(config)))
+    units = config.epochs * kind.size(data)
+    if config.batch_ramp is None:
+        steps = max(1, math.ceil(units / kind.units_per_step(config)))
+    else:
+        steps = config.steps_of(max(1, math.ceil(units / (kind.units_per_step(config) // config.batch_size))))
     return config.model_copy(update={"steps": steps, "epochs": None})
 
 

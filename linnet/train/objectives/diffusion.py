@@ -124,7 +124,7 @@ class DiffusionObjective(ImageObjective):
         config = self.config
         images, labels = super().augment(batch, position, rank, world)
         images = scaled(images, self.latent_scale)
-        device, rows = images.device, config.batch_size
+        device, rows = images.device, config.batch_sizes.rows(position)
         own = slice(rows * rank // world, rows * rank // world + len(images))
         generator = torch.Generator(device).manual_seed(_seed_of(config.seed, position))
         t = torch.randint(STEPS, (rows,), generator=generator, device=device)
@@ -160,7 +160,7 @@ class DiffusionObjective(ImageObjective):
         batches = NoisyHeldOut(
             self.data.validation, scored_rows(config, ranks), config.evaluate_images, config.evaluate_draws
         )
-        square, *numbers = sum_over_batches(model, batches, measure, autocast, show, mesh).tolist()
+        square, *numbers = sum_over_batches(model, batches, batches.size, measure, autocast, show, mesh).tolist()
         losses, counts = numbers[:BINS], numbers[BINS:]
         return {
             "validation_loss": sum(losses) / sum(counts),
@@ -186,7 +186,7 @@ class DiffusionObjective(ImageObjective):
         settings = SampleConfig(guidance=GUIDANCE if config.class_drop else 1.0)
         try:
             with evaluating(model), autocast:
-                images = torch.cat(list(ImageSampler(model).draw(classes, settings)))
+                images = torch.cat(list(ImageSampler(model, graphs=False).draw(classes, settings)))
         except ConfigError:  # samples that are not finite: the validation's row shows it
             return {}
         finally:
@@ -196,13 +196,13 @@ class DiffusionObjective(ImageObjective):
                 settle(model)
         return {".png": encode_png(picture_grid(images.cpu().numpy(), columns))}
 
-    def result_fields(self, step: int, validation: dict[str, Any]) -> dict[str, Any]:
+    def result_fields(self, rows: int, validation: dict[str, Any]) -> dict[str, Any]:
         bins = {
             key.removeprefix("validation_"): value
             for key, value in validation.items()
             if key.startswith("validation_loss_t")
         }
-        return {**super().result_fields(step, validation), **bins}
+        return {**super().result_fields(rows, validation), **bins}
 
 
 class NoisyHeldOut(Sequence[Batch]):
@@ -211,10 +211,14 @@ class NoisyHeldOut(Sequence[Batch]):
     Args:
         rows: images per batch. most: as in `HeldOut`.
         draws: how often each image is scored, each time at another step with other noise.
+
+    Attributes:
+        size: number of images, counted once for each draw.
     """
 
     def __init__(self, split: ImageSplit, rows: int, most: int | None, draws: int):
         self._images, self._rows, self._draws = HeldOut(split, rows, most), rows, draws
+        self.size = self._images.size * draws
 
     def __len__(self) -> int:
         return len(self._images) * self._draws

@@ -73,8 +73,12 @@ class ImageTraining(TrainingConfig):
     @field_validator("augment")
     @classmethod
     def _in_pairs(cls, augment: AugmentConfig, info: Any) -> AugmentConfig:
-        if "batch_size" in info.data and (problems := augment.problems(info.data["batch_size"])):
-            raise ValueError("; ".join(problems))
+        sizes = [info.data["batch_size"]] if "batch_size" in info.data else []
+        if sizes and info.data.get("batch_ramp") is not None:
+            sizes.append(sizes[0] // info.data["accumulation"])  # the first batch
+        for size in sizes:
+            if problems := augment.problems(size):
+                raise ValueError("; ".join(problems))
         return augment
 
 
@@ -134,7 +138,10 @@ class ImageObjective(RunObjective):
     @classmethod
     def parallel_problems(cls, config: ImageTraining, count: int) -> list[str]:
         problems = super().parallel_problems(config, count)
-        return problems or config.augment.problems(config.batch_size, config.parallel.degrees(count).dp)
+        if problems:
+            return problems
+        ranks, augment = config.parallel.degrees(count).dp, config.augment
+        return augment.problems(config.batch_size, ranks) or augment.problems(config.smallest_batch, ranks)
 
     def loss(self, model: nn.Module) -> Loss:
         smoothing = self.config.augment.smoothing
@@ -147,7 +154,9 @@ class ImageObjective(RunObjective):
 
     def batches(self) -> ImageBatches:
         config = self.config
-        return ImageBatches(self.data.train, config.batch_size, config.seed, config.augment, workers=config.run.workers)
+        return ImageBatches(
+            self.data.train, config.batch_sizes, config.seed, config.augment, workers=config.run.workers
+        )
 
     def augment(self, batch: Batch, position: int, rank: int = 0, world: int = 1) -> Batch:
         config = self.config
@@ -159,7 +168,7 @@ class ImageObjective(RunObjective):
             position=position,
             rank=rank,
             world=world,
-            batch_size=config.batch_size,
+            batch_size=config.batch_sizes.rows(position),
         )
 
     def count(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -181,15 +190,15 @@ class ImageObjective(RunObjective):
 
         ranks = 1 if mesh is None else mesh.dp
         batches = HeldOut(self.data.validation, scored_rows(self.config, ranks), self.config.evaluate_images)
-        loss, right, count = sum_over_batches(model, batches, measure, autocast, show, mesh).tolist()
+        loss, right, count = sum_over_batches(model, batches, batches.size, measure, autocast, show, mesh).tolist()
         return {
             "validation_loss": loss / count,
             "validation_accuracy": right / count,
             "validation_images": round(count),
         }
 
-    def result_fields(self, step: int, validation: dict[str, Any]) -> dict[str, Any]:
-        return {**super().result_fields(step, validation), "unique_images": len(self.data.train)}
+    def result_fields(self, rows: int, validation: dict[str, Any]) -> dict[str, Any]:
+        return {**super().result_fields(rows, validation), "unique_images": len(self.data.train)}
 
     def files(self) -> dict[str, str]:
         return {CLASSES: json.dumps(self.data.classes, ensure_ascii=False) + "\n"}
@@ -204,10 +213,13 @@ class HeldOut(Sequence[Batch]):
     Args:
         rows: images per batch; the last may have fewer.
         most: scores this many images, spread evenly over the split; None scores all.
+
+    Attributes:
+        size: number of images.
     """
 
     def __init__(self, split: ImageSplit, rows: int, most: int | None = None):
-        count = len(split) if most is None else min(most, len(split))
+        self.size = count = len(split) if most is None else min(most, len(split))
         self._split, self._rows = split, rows
         self._indices = [number * len(split) // count for number in range(count)]
 

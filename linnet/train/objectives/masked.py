@@ -19,6 +19,7 @@ from linnet.config import ConfigError, gather
 from linnet.data import Corpus, flatten_documents
 from linnet.data.masking import MaskedBatches, MaskedValidation, MaskingConfig
 from linnet.data.problems import in_data
+from linnet.data.sizes import BatchSizes
 from linnet.evaluate import score
 from linnet.models import MaskedConfig, flops_exact
 from linnet.train.config import CorpusTraining, check_vocabulary
@@ -80,7 +81,7 @@ class MaskedObjective(CorpusObjective):
         problems = config.masking.problems(config.seq_len)
         if not problems:
             with gather(problems):
-                _batches(config, data)
+                _batches(config, data, BatchSizes(config.batch_size))
             with gather(problems):
                 _validation(config, data)
         longest = config.model.num_positions
@@ -106,7 +107,7 @@ class MaskedObjective(CorpusObjective):
         return loss
 
     def batches(self) -> MaskedBatches:
-        return _batches(self.config, self.corpus)
+        return _batches(self.config, self.corpus, self.config.batch_sizes)
 
     def count(self, tokens: Tensor, targets: Tensor, *_: Tensor) -> Tensor:
         return torch.full((), targets.shape[0] * self.targets_per_row, device=targets.device)
@@ -122,16 +123,16 @@ class MaskedObjective(CorpusObjective):
         result = score(model, Shown(batches, show), 1.0, autocast, self.loss(model), mesh)
         return {"validation_loss": result.loss, "validation_masked_perplexity": result.perplexity}
 
-    def result_fields(self, step: int, validation: dict[str, Any]) -> dict[str, Any]:
-        fields = super().result_fields(step, validation)
+    def result_fields(self, rows: int, validation: dict[str, Any]) -> dict[str, Any]:
+        fields = super().result_fields(rows, validation)
         return fields | {"seq_len": self.config.seq_len, "unique_tokens": len(self.corpus.train)}
 
 
-def _batches(config: MaskedTraining, corpus: Corpus) -> MaskedBatches:
+def _batches(config: MaskedTraining, corpus: Corpus, sizes: BatchSizes) -> MaskedBatches:
     return MaskedBatches(
         corpus.train,
         config.seq_len,
-        config.batch_size,
+        sizes,
         config.seed,
         config.masking,
         config.model.vocab_size,

@@ -30,7 +30,7 @@ from linnet.data.glue import (
     pack_rows,
     read_glue,
 )
-from linnet.evaluate.glue import ROWS, check_installed, output_losses, sentence_outputs, task_score
+from linnet.evaluate.bidirectional.glue import ROWS, check_installed, output_losses, sentence_outputs, task_score
 from linnet.models import KINDS, SentenceConfig, flops_exact
 from linnet.runs import RunFolder
 from linnet.runs.model import TOKENIZER, read_kind, read_tokenizer
@@ -245,7 +245,7 @@ class SentenceObjective(RunObjective):
         return loss
 
     def batches(self) -> SentenceBatches:
-        return SentenceBatches(self.train, self.config.batch_size, self.config.seed)
+        return SentenceBatches(self.train, self.config.batch_sizes, self.config.seed)
 
     def count(self, tokens: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
         return torch.full((), len(labels), device=labels.device)
@@ -279,10 +279,10 @@ class SentenceObjective(RunObjective):
         mean = {"validation_loss": float(np.concatenate(losses).mean()), "validation_score": float(np.mean(scores))}
         return mean | (fields if len(fields) > 1 else {})
 
-    def result_fields(self, step: int, validation: dict[str, Any]) -> dict[str, Any]:
+    def result_fields(self, rows: int, validation: dict[str, Any]) -> dict[str, Any]:
         sets = {name: validation.get(f"validation_{name}") for name in self.dev} if len(self.dev) > 1 else {}
         about = {"task": self.task.name, "metric": self.task.metric, "unique_sentences": len(self.train)}
-        return super().result_fields(step, validation) | sets | about
+        return super().result_fields(rows, validation) | sets | about
 
     def files(self) -> dict[str, str]:
         return {TOKENIZER: self.data.tokenizer.to_json()}

@@ -68,7 +68,9 @@ class TextObjective(CorpusObjective):
 
     @classmethod
     def parallel_problems(cls, config: TrainConfig, count: int) -> list[str]:
-        return config.parallel.problems(count, config.model, config.seq_len, config.batch_size, config.accumulation)
+        parallel = config.parallel
+        problems = parallel.problems(count, config.model, config.seq_len, config.batch_size, config.accumulation)
+        return problems or config.ramp_problems(parallel, count)
 
     @classmethod
     def data_problems(cls, config: TrainConfig, data: Corpus) -> list[str]:
@@ -148,7 +150,7 @@ class TextObjective(CorpusObjective):
 
     def batches(self) -> Batches:
         config = self.config
-        return Batches(self.corpus.train, config.seq_len, config.batch_size, config.seed, config.data.packing)
+        return Batches(self.corpus.train, config.seq_len, config.batch_sizes, config.seed, config.data.packing)
 
     def count(self, tokens: Tensor, targets: Tensor, *_: Tensor) -> Tensor:
         return (targets != IGNORE).sum()
@@ -174,11 +176,11 @@ class TextObjective(CorpusObjective):
         result = score(model, shown, lengths, autocast, self.loss(model), mesh)
         return {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte}
 
-    def result_fields(self, step: int, validation: dict[str, Any]) -> dict[str, Any]:
+    def result_fields(self, rows: int, validation: dict[str, Any]) -> dict[str, Any]:
         config = self.config
         return {
             "bits_per_byte": validation.get("validation_bits_per_byte"),
-            "flops_paper": step * config.batch_size * flops_paper(config.model, config.seq_len),
+            "flops_paper": rows * flops_paper(config.model, config.seq_len),
             "state_bytes": state_bytes(config.model, config.seq_len),
             "seq_len": config.seq_len,
             "unique_tokens": len(self.corpus.train),
