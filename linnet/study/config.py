@@ -316,7 +316,10 @@ def _train_problems(train: Any, model: StackConfig) -> list[str]:
         return []  # reported as a wrong type
     problems = fixed_keys(train)
     try:
-        read_training({key: train[key] for key in train if key not in SET_BY_THE_LADDER} | {"model": model})
+        parts = train.get("accumulation", 1)
+        batch = {"batch_size": 16 * parts} if isinstance(parts, int) and parts > 1 else {}  # the ladder sets the size
+        own = {key: train[key] for key in train if key not in SET_BY_THE_LADDER}
+        read_training(own | {"model": model} | batch)
     except ConfigError as error:
         problems += [f"train.{line}" for line in error.problems]
     return problems

@@ -13,6 +13,7 @@ from linnet.config import ConfigError, gather
 from linnet.data import DataConfig, given_vocabulary
 from linnet.data.images import image_content
 from linnet.data.problems import text_problems
+from linnet.data.sizes import BatchSizes, steps_of
 from linnet.data.sources import find_files
 from linnet.models import StackConfig, count_parameters, flops_exact
 from linnet.study.architectures import Architecture, load_plugins, make_rungs
@@ -226,15 +227,20 @@ def numbers(config: StudyConfig, architecture: Architecture, model: StackConfig,
     units = batch_size * (seq_len or 1)
     per_step = flops_exact(model, seq_len, batch_size)
     total, non_embedding = count_parameters(model)
-    steps = round(target / (per_step if config.budgets else units))
+    batches = steps = round(target / (per_step if config.budgets else units))
+    if (ramp := config.train.get("batch_ramp")) is not None:
+        parts = config.train.get("accumulation", 1)
+        if batch_size % parts == 0:  # otherwise the run's own configuration is refused, by name
+            steps = steps_of(batches * batch_size, batch_size, parts, ramp)
+            batches = BatchSizes.over(batch_size, parts, ramp, steps).first(steps) / batch_size
     rate = architecture.learning_rate or config.learning_rate
     return {
-        "budget": target if config.budgets else steps * per_step,
+        "budget": target if config.budgets else batches * per_step,
         "seq_len": seq_len,
         "batch_size": batch_size,
         "steps": steps,
-        "tokens": steps * units,
-        "flops": steps * per_step,
+        "tokens": round(batches * units),
+        "flops": batches * per_step,
         "params_total": total,
         "params_non_embedding": non_embedding,
         "learning_rate": rate.at(model.d_model),

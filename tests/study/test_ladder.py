@@ -143,6 +143,14 @@ def test_everything_wrong_is_listed_at_once(tmp_path):
     assert "missing.py" in problems
 
 
+@pytest.mark.parametrize("parts", [3, 24])
+def test_parts_of_a_batch_are_not_compared_with_another_batch_than_that_of_the_study(parts):
+    wrong = VALUES | {"minimum_stepz": 3, "batch_size": 240, "train": {"accumulation": parts, "batch_ramp": 0.5}}
+    with pytest.raises(ConfigError) as caught:
+        parse(StudyConfig, wrong)
+    assert "minimum_stepz" in str(caught.value) and "accumulation" not in str(caught.value)
+
+
 def test_evaluations_are_checked_before_any_run(tmp_path):
     (text := tmp_path / "book.txt").write_text("some text to train on\n" * 500)
     needles = {"kind": "needle", "lengths": [20]}

@@ -1,7 +1,8 @@
-"""Jobs and `linnet mad run` on a Ray cluster that is started on this machine."""
+"""Jobs, `linnet mad run` and a stage of a corpus on a Ray cluster that is started on this machine."""
 
 import json
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from executor_jobs import jobs_of, tries, work
 from typer.testing import CliRunner
 
 from linnet.cli import app
+from linnet.data.clean import dedup, documents
 from linnet.study.executors import ExecutorConfig, make_executor
 
 ROOT = Path(__file__).parents[2]
@@ -54,3 +56,27 @@ def test_runs_on_a_cluster_that_is_there_and_goes_on_where_it_was(executor, tmp_
     scores = {row["architecture"]: row["score"] for row in both["scores"] if row["task"] == "all"}
     assert set(scores) == {"attention+swiglu", "my_mixer+swiglu x2"}
     assert scores["attention+swiglu"] == next(row["score"] for row in first["scores"] if row["task"] == "all")
+
+
+def test_a_stage_of_a_corpus_writes_the_same_bytes_as_local_workers(executor, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(documents, "SMALLEST", 10_000)  # several parts
+    monkeypatch.setattr(dedup, "MANY", 0)  # every pass is worth its workers
+    rng = random.Random(0)
+    texts = [" ".join(f"w{rng.randrange(999)}" for _ in range(60)) for _ in range(100)]
+    texts += [text.replace("w1 ", "x ", 1) for text in texts[:30]]
+    Path("corpus").mkdir()
+    for number in range(5):
+        rows = [json.dumps({"text": text}) + "\n" for text in texts[number::5]]
+        Path(f"corpus/{number}.jsonl").write_text("".join(rows))
+    Path("items.txt").write_text(texts[40])
+    for engine, workers, out in (("local", "1", "one"), ("ray", "2", "two")):
+        options = ["--engine", engine, "--workers", workers, "--out", out, "--verify", "--against", "items.txt"]
+        result = CliRunner().invoke(app, ["corpus", "dedup", "corpus", *options])
+        assert result.exit_code == 0, result.output
+    stage = json.loads(Path("two/stage.json").read_text())
+    assert len(stage["shards"]) > 2 and stage["results"]["near copies"] > 0
+    names = {path.name for path in Path("one").iterdir()}
+    assert names == {path.name for path in Path("two").iterdir()}
+    for name in names - {"provenance.json"}:
+        assert Path("one", name).read_bytes() == Path("two", name).read_bytes()

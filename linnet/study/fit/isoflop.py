@@ -155,6 +155,7 @@ class _Budget:
         self.rows = np.arange(len(self.loss))
         self.N: Parabola | None = None
         self.D: Parabola | None = None
+        self._residuals: tuple[np.ndarray, np.ndarray, int] | None = None
 
     @property
     def margin(self) -> tuple[float, float]:
@@ -175,6 +176,7 @@ class _Budget:
         group.N_lowest, group.L_lowest, group.run_lowest = group.N[lowest], group.loss[lowest], group.run[lowest]
         self.N = fit_parabola(self.log_N[self.rows], self.loss[self.rows])
         self.D = fit_parabola(self.log_D[self.rows], self.loss[self.rows])
+        self._residuals = None
 
     def judge(self, noise: float | None) -> None:
         """Fills in the optimum of the group, which is refused if the data do not support it."""
@@ -258,6 +260,11 @@ class _Budget:
         Over more than `WIDE` decades a parabola is off by more than the noise, so there the noise is what a polynomial
         of degree 4 leaves.
         """
+        if self._residuals is None:  # the noise of every budget asks for those of all others
+            self._residuals = self._find_residuals()
+        return self._residuals
+
+    def _find_residuals(self) -> tuple[np.ndarray, np.ndarray, int]:
         x, y = self.log_N[self.rows], self.loss[self.rows]
         degree = 4 if np.ptp(x) > WIDE and len(np.unique(x)) >= 7 else 2
         basis = np.linalg.qr(np.vander((x - x.mean()) / np.ptp(x), degree + 1))[0]

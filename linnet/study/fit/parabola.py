@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.interpolate import Akima1DInterpolator
-from scipy.stats import t as student
+from scipy.special import stdtr  # scipy.stats takes a second to import
 
 WINDOWS = ("auto", "all", "sizes", "loss")
 EACH_WAY = 3
@@ -142,7 +142,7 @@ def outliers(parts: Sequence[tuple[np.ndarray, np.ndarray]], rule: str) -> tuple
             return excluded, unclear
         scale = max(min(others, _huber_scale(parts, fits, freedom)), FLOOR)
         runs = sum(len(values) for values in apart.values())
-        if far <= FAR * scale or 2 * runs * student.sf(far / scale, freedom - 1) > CHANCE:
+        if far <= FAR * scale or 2 * runs * stdtr(freedom - 1, -far / scale) > CHANCE:
             return excluded, unclear
         rows = fits[g][0]
         if len(rows) == 4:

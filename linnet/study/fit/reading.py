@@ -8,12 +8,15 @@ import json
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from linnet.config import ConfigError
 
 LONGEST = 16 * 2**20
 """Largest number of characters of one cell."""
+LARGE = 2**20
+"""Number of characters of a text from which the time of reading it counts."""
 SHOWN = 12
 """Largest number of lines that a message names."""
 
@@ -75,6 +78,8 @@ def _text(path: Path) -> str:
 def _read_csv(text: str, path: Path) -> pd.DataFrame:
     header = text.partition("\n")[0]
     separator = max(",;\t", key=header.count)
+    if (plain := _read_plain(text, separator)) is not None:
+        return plain
     before = csv.field_size_limit(LONGEST)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
     try:
@@ -100,6 +105,32 @@ def _read_csv(text: str, path: Path) -> pd.DataFrame:
         raise ConfigError(problems, str(path))
     columns = dict(zip(names, zip(*(row for _, row in body), strict=True), strict=True))
     return pd.DataFrame(columns, index=[number for number, _ in body], dtype=object)
+
+
+def _read_plain(text: str, separator: str) -> pd.DataFrame | None:
+    """Returns the cells of a file of many lines without quotes, spaces around cells or mistakes; else None.
+
+    One split of the whole text takes a fifth of the time of a CSV reader. Everything unusual is left to the reader,
+    which names the lines.
+    """
+    unusual = {'"', "\r", "\t", separator + " ", "\n "} - {separator}
+    if len(text) < LARGE or any(mark in text for mark in unusual):
+        return None
+    text = text.rstrip("\n")
+    names = [name.strip() for name in text.partition("\n")[0].split(separator)]
+    width = len(names)
+    content = np.frombuffer(text.encode(), dtype=np.uint8)
+    ends = np.append(np.flatnonzero(content == ord("\n")), len(content))
+    marks = np.searchsorted(np.flatnonzero(content == ord(separator)), ends)
+    lengths = np.diff(ends) - 1
+    if len(set(names)) < width or len(ends) < 2 or lengths.max() > LONGEST:
+        return None
+    # A row without a cell is as long as its separators.
+    if (np.diff(marks, prepend=0) != width - 1).any() or lengths.min() < width:
+        return None
+    cells = text.replace("\n", separator).split(separator)
+    columns = {name: cells[width + place :: width] for place, name in enumerate(names)}
+    return pd.DataFrame(columns, index=np.arange(2, len(ends) + 1), dtype=object)
 
 
 def _read_json(text: str, path: Path) -> pd.DataFrame:

@@ -64,7 +64,6 @@ KEEP = ("", "0", "0.0", "false", "no", "n", "nan", "none", "null")
 """Words in the column `exclude`, in any case, of runs that count. Any other text is the reason to leave a run out."""
 IMAGES = "images"
 """The column of D in a study of image classifiers."""
-LOSS_UNITS = ("nats", "bits", "any")
 ENTROPY = 0.4
 """Smallest plausible loss in nats per token; the best models of text in bytes are near it."""
 REPEATS = 0.03
@@ -140,8 +139,8 @@ def load_table(
     table = raw.drop(columns=[name for name in raw if name in ALIASES and name not in found.values()])
     table = table.rename(columns={column: name for name, column in found.items()})
     table["line"] = raw.index
-    table["architecture"] = table["architecture"].str.strip() if "architecture" in table else path.stem
-    table["run"] = table["run"].str.strip() if "run" in table else [f"line {line}" for line in table["line"]]
+    table["architecture"] = _stripped(table["architecture"]) if "architecture" in table else path.stem
+    table["run"] = _stripped(table["run"]) if "run" in table else [f"line {line}" for line in table["line"]]
     notes: list[str] = []
     if "status" in table:
         stopped = ~table["status"].str.strip().str.lower().isin(DONE)
@@ -272,7 +271,7 @@ def load_study(
 
 def curves_of(table: pd.DataFrame) -> pd.DataFrame | None:
     """Returns the table itself if it contains training curves (some run has four rows or more), else None."""
-    sizes = table.groupby(["architecture", "run"]).size()
+    sizes = table.groupby(["architecture", "run"], sort=False).size()
     return table if (sizes >= 4).any() else None
 
 
@@ -423,6 +422,10 @@ def _find_columns(names: list[str], given: dict[str, str]) -> tuple[dict[str, st
     return found, problems
 
 
+def _stripped(cells: pd.Series) -> list[str]:
+    return list(map(str.strip, cells))  # a tenth of the time of `Series.str` for a million cells
+
+
 def _plain(name: str) -> str:
     # Tables do not use both N and n, and they write spaces, dashes and underscores alike.
     return re.sub(r"[\s_\-]+", "_", name.strip()).lower()
@@ -435,6 +438,10 @@ def _numbers(table: pd.DataFrame, found: dict[str, str]) -> list[str]:
         if name not in table:
             if name in ("N_total", "budget"):
                 table[name] = np.nan
+            continue
+        values = pd.to_numeric(table[name], errors="coerce").astype(float)
+        if (np.isfinite(values) & (values > 0)).all():
+            table[name] = values
             continue
         cells = table[name].astype(str).str.strip()
         values = pd.to_numeric(cells, errors="coerce")

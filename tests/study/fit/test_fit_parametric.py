@@ -134,3 +134,15 @@ def test_chinchilla_intervals(chinchilla):
     assert eighty == pytest.approx((0.4914, 0.5428), abs=0.008)
     assert found.correlations["log A, alpha"] > 0.99 and found.correlations["log B, beta"] > 0.99
     assert found.intervals["A"][0] < 482.006 < found.intervals["A"][1]
+
+
+def test_many_rows_have_the_optimum_of_the_whole_grid(surface, monkeypatch):
+    table = surface.ladder(np.geomspace(1e18, 1e21, 6))
+    table["loss"] *= np.exp(np.random.default_rng(0).normal(0, 0.003, len(table)))
+    whole = fit_parametric(table)
+    monkeypatch.setattr("linnet.study.fit.parametric.MANY", 10)
+    monkeypatch.setattr("linnet.study.fit.parametric.SAMPLE", 20)
+    sampled = fit_parametric(table)
+    assert sampled.surface == pytest.approx(whole.surface, rel=1e-6)
+    assert sampled.objective == pytest.approx(whole.objective, rel=1e-9) and sampled.starts == 675
+    assert sampled.starts_at_optimum > 100

@@ -144,3 +144,39 @@ def test_long_curves_are_thinned(tmp_path):
     table, notes = load_table(path)
     assert 1900 <= len(table) <= 2100 and "24,000 rows" in notes[-1]
     assert (table.groupby("run")["D"].max() == 1e10).all()
+
+
+PLAIN = "run,model,N,D,loss\n" + "".join(f"r{i},tnl,{1e7 * (1 + i)},{1e9 + i},{3 - 0.01 * i}\n" for i in range(8))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLAIN,
+        PLAIN.rstrip("\n") + "\n\n",
+        PLAIN.replace(",", "\t"),
+        PLAIN.replace(",", ";").replace("tnl", "a, b"),
+        PLAIN.replace(",tnl", ', "tnl" '),
+        PLAIN.replace("r3,", "\n,,,,\n r3,"),
+        PLAIN.replace("\n", "\r\n"),
+        PLAIN.replace("r3,", "r3,,"),
+        PLAIN.replace("r3,", ""),
+        PLAIN.replace("model", "run"),
+        PLAIN.replace("2.97", "x"),
+        PLAIN.splitlines()[0],
+    ],
+)
+def test_large_texts_are_read_as_small_ones(tmp_path, monkeypatch, text):
+    path = tmp_path / "runs.csv"
+    path.write_bytes(text.encode())
+
+    def read():
+        try:
+            table, notes = load_table(path)
+        except ConfigError as error:
+            return error.problems
+        return table.to_csv(), notes
+
+    small = read()
+    monkeypatch.setattr("linnet.study.fit.reading.LARGE", 0)
+    assert read() == small
