@@ -12,7 +12,7 @@ WORKERS ?= 2
 
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo demo-vision test lint bench wheel-demo clean
+.PHONY: demo demo-vision test test-all lint bench wheel-demo clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo
@@ -23,6 +23,10 @@ demo-vision: $(VENV)/.demo-vision
 
 test: $(VENV)/.test lint
 	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal --durations 10
+
+# With the cases that `test` leaves out, marked `thorough`.
+test-all: $(VENV)/.test lint
+	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal --durations 10 -m "thorough or not thorough"
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .

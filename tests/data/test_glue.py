@@ -81,6 +81,10 @@ def test_files_without_a_header_and_with_other_line_ends(tmp_path):
     assert len(examples) == 2 and examples.labels.tolist() == [1, 0]
     write(tmp_path, "cola", edit=lambda lines: ["\ufeff" + line + "\r" for line in lines[:1]] + lines[1:])
     assert read_examples(tmp_path / "CoLA/dev.tsv", TASKS["cola"]).texts[0] == ('sentence\'s "text" 0',)
+    (tmp_path / "own.tsv").write_text("label\tsentence\n1\tA sentence.\n")  # a header where GLUE has none
+    assert read_examples(tmp_path / "own.tsv", TASKS["cola"]).texts == [("A sentence.",)]
+    (tmp_path / "bare.tsv").write_text("good\t1\nbad film\t0\n")  # one word and a label are an example
+    assert len(read_examples(tmp_path / "bare.tsv", TASKS["sst2"])) == 2
     (tmp_path / "odd.tsv").write_text("sentence\tlabel\na\u2028b\x0bc\t1\n")  # other line separators are text
     assert read_examples(tmp_path / "odd.tsv", TASKS["sst2"]).texts == [("a\u2028b\x0bc",)]
 
@@ -99,6 +103,12 @@ def test_files_without_a_header_and_with_other_line_ends(tmp_path):
         ("stsb", lambda lines: [*lines, "\t".join("abcdefghi") + "\tnan"], ["the score 'nan' is not a number"]),
         ("qqp", lambda lines: lines[:1], ["dev.tsv: holds no example of task qqp"]),
         ("qqp", lambda lines: [], ["dev.tsv: its first line [] has no column 'question1'"]),
+        (
+            "sst2",
+            lambda lines: ["text\tpolarity", *lines[1:]],
+            ["its first line ['text', 'polarity'] has no column 'sentence'", "(or no header, and sentence, label in"],
+        ),
+        ("cola", lambda lines: ["id\ttarget\tnote\ttext", *lines], ["has no column 'sentence'", "'sentence', 'label'"]),
         ("sst2", lambda lines: ["a\t7"] * 9, ["line 5", "and 4 more damaged lines", "dev.tsv has 9 damaged lines"]),
     ],
 )

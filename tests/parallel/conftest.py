@@ -20,9 +20,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: here not in item.path.parents)
 
 
+_pools: list[Pool] = []
+
+
 @pytest.fixture(scope="session")
 def pool():
     """Worker processes with gloo groups of 1 to 4 ranks; pool.py says how to use them."""
-    pool = Pool()
-    yield pool
-    pool.close()
+    _pools.append(Pool())
+    return _pools[0]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends the workers after the last of these tests: they have threads that wake often even while nothing is asked."""
+    if _pools and (nextitem is None or Path(__file__).parent not in nextitem.path.parents):
+        _pools[0].close()

@@ -28,6 +28,7 @@ Each call starts with the seeds 0, float32 as the default type and one thread.
 
 import atexit
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import multiprocessing.connection
@@ -44,19 +45,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WORKERS = 4
+THREADS = 32  # of a worker, above which it makes place for a new one
 GRACE = 2.0  # seconds that the other ranks get to finish after one has failed
 SLACK = 5.0  # seconds after its timeout in which a worker must have ended itself
 
-# Imported once, by the server that the workers are forked from. torch._dynamo is what torch.compile needs.
+# Imported once, by the server that the workers are forked from. The second row is what torch.compile needs.
 PRELOAD = [
-    "numpy",
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "linnet.train",
-    "pytest",
+    *("numpy", "pytest", "typer.testing", "sklearn.metrics", "torch"),
+    *("torch._dynamo", "functorch.compile"),
+    *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    *("linnet.train", "linnet.parallel.build", "linnet.cli"),
 ]
 
 
@@ -112,7 +110,7 @@ class Pool:
         else:
             if world > WORKERS:
                 raise ValueError(f"the pool has {WORKERS} workers, not {world}: pass fresh=True")
-            if not all(worker.alive() for worker in self._workers):
+            if not all(worker.fit() for worker in self._workers):
                 self.close()
             self._workers += [_Worker() for _ in range(WORKERS - len(self._workers))]
             workers = self._workers[:world]
@@ -173,8 +171,12 @@ class _Worker:
         self._process.start()
         theirs.close()
 
-    def alive(self) -> bool:
-        return self._process.is_alive()
+    def fit(self) -> bool:
+        """Whether it is alive and not crowded by the threads of groups that are gone.
+
+        PyTorch's caches keep device meshes, these their groups, and each group's thread wakes a hundred times a second.
+        """
+        return self._process.is_alive() and len(list(Path(f"/proc/{self._process.pid}/task").glob("*"))) <= THREADS
 
     def send(self, call: _Call) -> None:
         # As bytes: Connection.send would pass tensors through shared memory, which dies with its process.
@@ -250,6 +252,8 @@ def _free_port() -> int:
 def _serve(pipe: multiprocessing.connection.Connection) -> None:
     import torch
 
+    gc.freeze()  # what the server imported stays: to look at it would copy its pages
+    gc.set_threshold(20_000, 20, 100)  # as in tests/conftest.py
     torch.set_num_threads(1)
     sys.path.insert(0, str(Path(__file__).parent))  # what the files of tests share, by name
     environment = dict(os.environ)

@@ -11,7 +11,7 @@ from linnet.train.objectives import find_objective
 from linnet.train.session import Session, start_from
 
 pytest.importorskip("sklearn")
-STEPS = 3
+STEPS = 2
 MODEL = {
     "d_model": 16,
     "layout": "tpe lightnet+glu attention+glu",

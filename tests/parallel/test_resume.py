@@ -19,7 +19,7 @@ from linnet.train import TrainConfig, train
 from linnet.train.session import Prefetch, Session
 
 STEPS = 2  # before the checkpoint, and after it
-LAYOUTS = {"1": (1, {}), "2": (2, {}), "3": (3, {}), "4": (4, {}), "2x2 tp": (4, {"tp": 2}), "2x2 sp": (4, {"sp": 2})}
+LAYOUTS = {"1": (1, {}), "3": (3, {}), "4": (4, {}), "2x2 tp": (4, {"tp": 2}), "2x2 sp": (4, {"sp": 2})}
 
 
 class Plain(Random):
@@ -87,8 +87,8 @@ def at_once(root, calls, layouts):
 
 def test_any_layout_goes_on_from_any_other(pool, tmp_path):
     begun, resumed = {}, {}
-    plan = [(world, ["begin"]) for world in (1, 2, 3)] + [(4, ["begin", "resume"])]
-    for world, calls in plan + [(world, ["resume"]) for world in (3, 2, 1)]:
+    plan = [(world, ["begin"]) for world in (1, 3)] + [(4, ["begin", "resume"])]
+    for world, calls in plan + [(world, ["resume"]) for world in (3, 1)]:
         given = str(tmp_path), calls, [name for name, (ranks, _) in LAYOUTS.items() if ranks == world]
         ranks = pool.run(world, at_once, *given) if world > 1 else [at_once(*given)]
         for number, call in enumerate(calls):

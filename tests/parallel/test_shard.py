@@ -18,7 +18,7 @@ from linnet.train.config import TrainConfig
 from linnet.train.objectives.text import TextObjective
 from linnet.train.session import Session
 
-STEPS = 3
+STEPS = 2
 PLUGIN = f"{Path(__file__).parents[2] / 'examples' / 'my_mixer.py'}:MyMixer"
 LAYOUTS = {
     "tnl": "tpe tnl+sglu x2",
