@@ -634,6 +634,8 @@ def work(connection: Connection, root: Path, fixtures: Path, options: Any) -> No
     """Runs the cases (kind, number) that the connection asks for; answers (problem, exit status) to each."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     sys.stdout = sys.stderr = open(os.devnull, "w")
+    import linnet.cli  # noqa: F401  its imports do not belong to the first case, whose clock may interrupt them
+
     parent = os.getppid()
     while True:
         while not connection.poll(5.0):

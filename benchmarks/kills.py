@@ -36,6 +36,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from processes import alive, descendants, is_worker, left_after, start, wait
 
 from linnet.config import parse
 from linnet.runs import LockedError, RunFolder
@@ -43,7 +44,6 @@ from linnet.study import StudyConfig, run_study
 from linnet.train import TrainConfig, launch, train
 
 TIMES = {"tokens_per_second", "seconds", "memory_bytes", "flop_utilisation", "date"}
-PATIENCE = 30.0  # seconds in which the processes of a killed study must end
 
 TRAINING = {
     "model": {"recipe": "tnl-10m", "d_model": 16, "layout": "tnl+sglu x2", "options": {"tnl": {"num_heads": 2}}},
@@ -109,59 +109,6 @@ class Trial:
 
     def folders(self) -> list[RunFolder]:
         return [RunFolder(path.parent) for path in sorted(self.root.glob(f"{self.runs}/config.yaml"))]
-
-
-def start(work: Callable[[Path], None], root: Path) -> int:
-    """Forks: the child needs no time to import torch. Returns its process id."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), 1)
-            work(root)
-            status = 0
-        finally:
-            os._exit(status)
-    return pid
-
-
-def wait(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def descendants(pid: int) -> list[int]:
-    """Returns the processes below `pid`, its children first."""
-    children = collections.defaultdict(list)
-    for entry in os.listdir("/proc"):
-        with contextlib.suppress(OSError, ValueError):
-            text = Path(f"/proc/{int(entry)}/stat").read_text()
-            children[int(text.rpartition(")")[2].split()[1])].append(int(entry))
-    found, rest = [], [pid]
-    while rest:
-        found += (below := children[rest.pop(0)])
-        rest += below
-    return found
-
-
-def is_worker(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-def left_after(pids: list[int]) -> list[int]:
-    """Waits until the processes have ended. Returns those that have not after `PATIENCE`."""
-    deadline = time.monotonic() + PATIENCE
-    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left
 
 
 def locked(trial: Trial) -> list[str]:

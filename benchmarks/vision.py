@@ -22,9 +22,10 @@ import timing
 import torch
 
 from linnet.models import get_recipe, kind_of_recipe
-from linnet.train.throughput import MODEL_COLUMNS, Case, Linnet, System, Transformers, at_side, measure, rivals
+from linnet.train.throughput import FORMS, MODEL_COLUMNS, Case, Linnet, System, Transformers, at_side, measure, rivals
 
 KEYS = (*MODEL_COLUMNS, "dtype")
+PEER_FORMS = ("eager graph", "eager")  # those that keep transformers' flash attention
 FLAT = (384, 2048)  # sides between which pixels per second of a linear model should stay within FLAT_SHARE
 FLAT_SHARE = 0.1
 BARS = {224: 1.0, 1024: 2.2, 2048: 5.5}  # side: images per second relative to the rival, in training
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65_536, help="patches per batch")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=18, help="start no measurement after so many minutes")
-    parser.add_argument("--forms", nargs="+", default=["compiled", "eager"], choices=["eager", "compiled", "autotuned"])
+    parser.add_argument("--forms", nargs="+", default=["compiled graph", "compiled", "eager"], choices=FORMS)
     parser.add_argument("--all", action="store_true", help="every form of every model at every side")
     parser.add_argument("--gates", action="store_true", help="check the models, time nothing")
     parser.add_argument("--csv", action="store_true")
@@ -69,7 +70,7 @@ def main() -> None:
             continue
         for row in measure(system, name, [case], device, dtype):
             told = row["error"] or f"{row['images_per_second']:,.1f} images/s, first call {row['first_s']} s"
-            print(f"{name:<20}{system.name:<13}{case.form:<10}{case.mode:<10}{case.side:>5}  {told}", flush=True)
+            print(f"{name:<20}{system.name:<13}{case.form:<16}{case.mode:<10}{case.side:>5}  {told}", flush=True)
             rows.append(row)
             if options.csv:
                 timing.update(path, [row | constants], KEYS)
@@ -80,16 +81,20 @@ def plan(options: argparse.Namespace) -> Iterator[tuple[str, System, Case]]:
     """Yields what to measure, the bars first: training before inference, the sides in the order given.
 
     Compiled transformers loses its flash attention, and is measured at the first side alone unless `--all` is given;
-    likewise the eager forms of Linnet's models.
+    likewise the further forms of Linnet's models. All models get the patches of the peer's recipe.
     """
-    ours: list[tuple[str, System]] = [(name, Linnet(get_recipe(name))) for name in options.models]
+    patch = get_recipe(options.peer).patch
+    ours: list[tuple[str, System]] = [
+        (name, Linnet(get_recipe(name).model_copy(update={"patch": patch}))) for name in options.models
+    ]
     peer: tuple[str, System] = (options.peer, Transformers(get_recipe(options.peer), options.peer))
     for mode in ("training", "inference"):
         for side in options.sides:
             for name, system in (ours[0], peer, *ours[1:]):
-                usual = "eager" if system is peer[1] else options.forms[0]
+                own = options.forms if system is not peer[1] else [*PEER_FORMS, *options.forms]
                 first = side == options.sides[0]
-                forms = options.forms if options.all or first else [usual]
+                usual = PEER_FORMS if system is peer[1] else options.forms[:1]
+                forms = dict.fromkeys(own) if options.all or first else usual
                 for form in forms:
                     yield name, system, Case(side, options.tokens, mode, form)
 
@@ -136,12 +141,12 @@ def typed(row: dict[str, str]) -> dict:
 
 def summary(rows: list[dict]) -> None:
     """Prints the short table: every model against the rival, and the bars."""
-    print(f"\n{'model':<20}{'mode':<11}{'side':>5}{'form':>11}{'images/s':>11}{'Mpixels/s':>11}{'x rival':>9}  rival")
+    print(f"\n{'model':<20}{'mode':<11}{'side':>5}{'form':>16}{'images/s':>11}{'Mpixels/s':>11}{'x rival':>9}  rival")
     found = rivals(rows)
     for row in found:
         times = "" if row["times"] is None else f"{row['times']:.2f}"
         print(
-            f"{row['model']:<20}{row['mode']:<11}{row['side']:>5}{row['form']:>11}{row['images_per_second']:>11,.1f}"
+            f"{row['model']:<20}{row['mode']:<11}{row['side']:>5}{row['form']:>16}{row['images_per_second']:>11,.1f}"
             f"{row['pixels_per_second'] / 1e6:>11,.1f}{times:>9}  {row['rival'] or ''}"
         )
     for row in found:

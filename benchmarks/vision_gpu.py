@@ -4,6 +4,7 @@
     python benchmarks/vision_gpu.py cifar2 --csv          ablations and further mixers, one seed
     python benchmarks/vision_gpu.py denoise --csv --extractor WEIGHTS       denoisers, scored by 10,000 samples
     python benchmarks/vision_gpu.py masked --csv          BERT against LightNet, then SST-2
+    python benchmarks/vision_gpu.py sampling --csv        256 samples of 50 DDIM steps, with and without a CUDA graph
     python benchmarks/vision_gpu.py table                 the rows measured so far, from the CSV file
 
 CIFAR-10 is read from --data (train.parquet, test.parquet), SST-2 from --glue. Every run is a run folder in --out and a
@@ -112,7 +113,7 @@ WORKERS = {"cifar": 3, "cifar2": 3, "denoise": 2, "masked": 2}  # trainings that
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=[*VARIANTS, "table"])
+    parser.add_argument("experiment", choices=[*VARIANTS, "sampling", "table"])
     parser.add_argument("--data", type=Path, default=Path("shared/data/cifar10"))
     parser.add_argument("--glue", type=Path, default=Path("shared/data/sst2"), help="folder of SST-2")
     parser.add_argument("--text", nargs="+", default=["stdlib"], help="text of `masked`: about 100 MB")
@@ -132,7 +133,8 @@ def main() -> None:
         for path in sorted(timing.RESULTS.glob("vision_gpu-*.csv")):
             show(timing.read(path))
         return
-    rows = measure(options, timing.constants(command))
+    constants = timing.constants(command)
+    rows = sampling(options, constants) if options.experiment == "sampling" else measure(options, constants)
     show([{name: str(value) for name, value in row.items()} for row in rows])
 
 
@@ -144,6 +146,8 @@ def measure(options: argparse.Namespace, constants: dict[str, str]) -> list[dict
         for variant, model in VARIANTS[experiment].items()
         if not options.variants or any(word in variant for word in options.variants)
     ]
+    if experiment == "denoise" and options.extractor is not None:
+        check_extractor(options.extractor, torch.device(options.device))
     for variant in dict.fromkeys(plan.variant for plan in plans):
         gate(variant, next(plan.values for plan in plans if plan.variant == variant), torch.device(options.device))
     cache, workers = options.out / "cache", options.workers or WORKERS[experiment]
@@ -169,6 +173,37 @@ def measure(options: argparse.Namespace, constants: dict[str, str]) -> list[dict
     return rows
 
 
+def sampling(options: argparse.Namespace, constants: dict[str, str]) -> list[dict]:
+    """Returns the time of 256 samples (50 DDIM steps, bfloat16, random weights) with and without a graph."""
+    from linnet.inference.sampler import ImageSampler, SampleConfig
+    from linnet.models import build, get_recipe
+
+    few = options.steps is not None
+    count, config = (2, SampleConfig(steps=options.steps)) if few else (256, SampleConfig(steps=50))
+    path = timing.RESULTS / f"vision_gpu-{timing.short_name(constants.get('gpu', 'cpu'))}.csv"
+    rows = []
+    for recipe in ("dit-32px", "lightnet-dit-32px"):
+        model = build("denoiser", get_recipe(recipe), 0, options.device)
+        seconds, images = {}, {}
+        for graphs in (False, True):
+            sampler = ImageSampler(model, precision="bfloat16", graphs=graphs)
+            times = []
+            for _ in range(1 if few else 4):
+                began = time.perf_counter()
+                # Two batches: a graph is captured in the first, and both are in the time.
+                drawn = list(sampler.draw([number % 10 for number in range(2 * count)], config, batch=count))
+                images[graphs] = torch.cat(drawn).cpu()
+                times.append((time.perf_counter() - began) / 2)
+            seconds[graphs] = min(times)
+        row = {"experiment": "sampling", "variant": recipe, "seed": 0, "steps": config.number_of_steps}
+        row |= {"seconds": round(seconds[True], 4), "eager_seconds": round(seconds[False], 4)}
+        row |= {"speedup": round(seconds[False] / seconds[True], 3), "equal": torch.equal(images[False], images[True])}
+        rows.append(row | constants)
+        if options.csv and not few:
+            timing.update(path, rows[-1:], KEYS)
+    return rows
+
+
 def settings(options: argparse.Namespace, model: Any) -> dict[str, Any]:
     """Returns the configuration of a training."""
     values = merged(BASES[options.experiment], {"model": model, "run": {"device": options.device}})
@@ -184,6 +219,8 @@ def settings(options: argparse.Namespace, model: Any) -> dict[str, Any]:
             values |= {"evaluate_tokens": 1024}
         else:
             values |= {"evaluate_images": 16}
+        if options.experiment == "denoise":  # pictures and scores of many samples take minutes on a CPU
+            values = merged(values, {"run": {"pictures": 0}})
     return values
 
 
@@ -219,15 +256,30 @@ def gate(variant: str, values: dict[str, Any], device: torch.device) -> None:
         sys.exit(f"{variant} is wrong on this device; nothing was trained")
 
 
+def check_extractor(extractor: str, device: torch.device) -> None:
+    """Ends the program before any training if samples cannot be scored with an extractor."""
+    from linnet.config import ConfigError
+    from linnet.evaluate.vision.features import open_extractor
+
+    try:
+        problems = open_extractor(extractor, device).problems(3, 32)
+    except ConfigError as error:
+        problems = error.problems
+    if problems:
+        sys.exit("--extractor: " + "; ".join(problems))
+
+
 def score_samples(folder: RunFolder, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the distances of samples to real images, by `linnet evaluate samples`."""
     if options.extractor is None:
         return {}
-    from linnet.evaluate.samples import SampleEvaluator
     from linnet.evaluate.session import prepare
+    from linnet.evaluate.vision.samples import SampleEvaluator
+    from linnet.inference.sampler import SampleConfig
 
     count = options.samples if options.steps is None else 16
-    evaluator = SampleEvaluator(options.extractor, count, batch=256, cache=options.out / "cache")
+    drawn = SampleConfig(steps=options.steps)  # null: the sampler's own number
+    evaluator = SampleEvaluator(options.extractor, count, drawn, batch=256, cache=options.out / "cache")
     session = prepare(folder.path, [evaluator], options.device)
     record = evaluator.run(session)
     record.save(folder.path)
@@ -239,7 +291,8 @@ def fine_tune(folder: RunFolder, plan: Plan, options: argparse.Namespace) -> dic
     if not options.glue.is_dir():
         print(f"{options.glue}: is missing, so nothing is fine-tuned", flush=True)
         return {}
-    values = merged(SENTENCES, {"init_from": str(folder.path), "data": {"source": str(options.glue)}})
+    data = {"source": str(options.glue), "task": "sst2"}
+    values = merged(SENTENCES, {"init_from": str(folder.path), "data": data})
     values = merged(values, {"run": {"device": options.device}})
     if options.steps is not None:
         values.pop("epochs")
