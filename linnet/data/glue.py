@@ -1,8 +1,8 @@
 """The eight tasks of GLUE: sentences and labels from its tab-separated files (Wang et al. 2018, arXiv:1804.07461).
 
 A folder holds the files of one task (`train.tsv`, `dev.tsv`), or the folders of several under GLUE's names (`SST-2`,
-`CoLA`, ...). Columns are found by the header; CoLA has none, and SST-2 may lack it. Test files have no labels and are
-not read. WNLI is left out, as papers do.
+`CoLA`, ...). Columns are found by the header; CoLA has none, and SST-2 may lack it, but a first line of unknown names
+is an error. Test files have no labels and are not read. WNLI is left out, as papers do.
 
 A sentence becomes the tokens `end, sentence, end`, a pair `end, first, end, second, end`, where `end` is the end of a
 document. So every tokenizer works, and the first token, whose features the model reads, stands where a document starts
@@ -10,6 +10,7 @@ in the rows of the masked language model.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from linnet.config import Config, ConfigError, digest, gather, shown
 from linnet.data.order import shuffled
+from linnet.data.sizes import BatchSizes, batch_sizes
 from linnet.data.sources import fingerprint
 from linnet.data.tokenizer import (
     ByteTokenizerConfig,
@@ -142,9 +144,13 @@ def find_folder(source: str | Path, task: GlueTask) -> Path:
     """Returns the folder with the files of a task: `source` itself, or its folder for the task.
 
     Raises:
-        ConfigError: neither has a dev file of the task; the message says which files were looked for.
+        ConfigError: neither has a dev file of the task; the message says which files were looked for. Or `source`
+            is the folder of another task, whose files may have the same columns.
     """
     source = Path(source).expanduser()
+    if source.name != task.folder and source.name in {other.folder for other in TASKS.values()}:
+        message = f"source: {str(source)!r} is the folder of {source.name}; name that of {task.folder}, or rename it"
+        raise ConfigError([message], "data")
     names = [name for _, name in task.dev]
     for folder in (source / task.folder, source / task.name, source):
         if all((folder / name).is_file() for name in names):
@@ -178,13 +184,14 @@ def read_examples(path: str | Path, task: GlueTask, skip_damaged: bool = False) 
         lines.pop()
     header = lines[0] if lines else []
     wanted = (*task.sentences, task.label)
-    if all(name in header for name in task.columns or wanted):
+    if all(name in header for name in wanted):
         columns, first = tuple(header), 1
-    elif task.columns:
+    elif task.columns and not _looks_like_a_header(header, task):
         columns, first = task.columns, 0
     else:
         missing = [name for name in wanted if name not in header]
-        fix = f"{task.name} needs the columns {', '.join(map(repr, wanted))}; give the files of {task.folder}"
+        without = f" (or no header, and {', '.join(task.columns)} in each line)" if task.columns else ""
+        fix = f"{task.name} needs the columns {', '.join(map(repr, wanted))}{without}; give the files of {task.folder}"
         where = f"{path}: its first line {shown(header)} has no column {missing[0]!r}"
         raise ConfigError([f"{where}; {fix}"], "data")
     places = [columns.index(name) for name in task.sentences]
@@ -216,6 +223,12 @@ def read_examples(path: str | Path, task: GlueTask, skip_damaged: bool = False) 
         raise ConfigError([f"{path}: holds no example of task {task.name}; give a file with some"], "data")
     kind = np.int64 if task.labels else np.float32
     return Examples(texts, np.array(labels, dtype=kind), len(bad))
+
+
+def _looks_like_a_header(fields: list[str], task: GlueTask) -> bool:
+    """Whether a first line names columns: several fields of one or two words each, and none is a label."""
+    names = all(re.fullmatch(r"[^\W\d][\w.-]*|#?\w+ [^\W\d]\w*", field.strip()) for field in fields)
+    return len(fields) > 1 and names and not any(field.strip() in task.labels for field in fields)
 
 
 def _label(value: str, task: GlueTask) -> tuple[float | None, str | None]:
@@ -292,14 +305,15 @@ def pack_rows(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 class SentenceBatches:
     """The training batches of a fine-tuning: a pure function of (seed, step); each epoch has its own order."""
 
-    def __init__(self, sentences: Sentences, batch_size: int, seed: int):
-        self.sentences, self.batch_size, self.seed = sentences, batch_size, seed
+    def __init__(self, sentences: Sentences, batch_size: int | BatchSizes, seed: int):
+        self.sentences, self.sizes, self.seed = sentences, batch_sizes(batch_size), seed
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
         """Returns the rows of one rank in one step, as `Sentences.rows` does."""
         if step < 0 or not 0 <= rank < world:
             raise ValueError(f"step {step} must not be negative, and rank {rank} must lie in [0, world {world})")
-        first, end = (step * self.batch_size + self.batch_size * number // world for number in (rank, rank + 1))
+        sizes = self.sizes
+        first, end = (sizes.first(step) + sizes.rows(step) * number // world for number in (rank, rank + 1))
         return self.sentences.rows(shuffled(np.arange(first, end), len(self.sentences), self.seed))
 
 

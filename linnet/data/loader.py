@@ -2,8 +2,8 @@
 
 An epoch cuts the training tokens into windows of seq_len + 1 tokens that start seq_len apart (neighbours share one
 token: the last target of one is the first input of the next) and visits each once, in the order of `linnet.data.order`.
-Sample g = step * batch_size + row. Each rank computes its own rows of the same global batch, so a run resumes exactly
-on any number of ranks.
+Sample g = step * batch_size + row, and in batches that grow (`linnet.data.sizes`) all rows before the step + row. Each
+rank computes its own rows of the same global batch, so a run resumes exactly on any number of ranks.
 
 With packing "cross" a batch is (tokens, targets) and a row reads over the ends of documents. With "reset" a batch also
 has the starts of the documents in each row, and the first token of a document is not a target (`flatten_documents`).
@@ -19,6 +19,7 @@ from torch import Tensor
 from linnet.config import ConfigError
 from linnet.data.order import shuffled
 from linnet.data.shards import TokenShards
+from linnet.data.sizes import BatchSizes, batch_sizes, share
 
 IGNORED = -100  # the target of a position that does not count in the loss
 ORDERED = 4096  # samples whose order is computed at a time
@@ -31,7 +32,7 @@ class Batches:
     Args:
         shards: the tokens, usually `corpus.train`.
         seq_len: tokens per row.
-        batch_size: rows per step, over all ranks.
+        batch_size: rows per step, over all ranks; or those of each step.
         seed: seed of the order.
         packing: `DataConfig.packing`.
 
@@ -43,19 +44,25 @@ class Batches:
         ConfigError: the tokens do not fill one window.
     """
 
-    def __init__(self, shards: TokenShards, seq_len: int, batch_size: int, seed: int, packing: Packing = "cross"):
-        if seq_len < 1 or batch_size < 1:
+    def __init__(
+        self,
+        shards: TokenShards,
+        seq_len: int,
+        batch_size: int | BatchSizes,
+        seed: int,
+        packing: Packing = "cross",
+    ):
+        if seq_len < 1 or (isinstance(batch_size, int) and batch_size < 1):
             raise ValueError(f"seq_len {seq_len} and batch_size {batch_size} must be at least 1")
         if len(shards) < seq_len + 1:
             have = f"the {shards.split} split has {len(shards)} tokens"
             fix = f"use at most {len(shards) - 1}, or more text"
             raise ConfigError([f"seq_len: {seq_len} is too long: {have}; {fix}"], "data")
-        self.shards, self.seq_len, self.batch_size, self.seed = shards, seq_len, batch_size, seed
+        self.shards, self.seq_len, self.sizes, self.seed = shards, seq_len, batch_sizes(batch_size), seed
         self.packing = packing
         self._windows = np.lib.stride_tricks.sliding_window_view(shards.tokens, seq_len + 1)[::seq_len]
         self.windows = self._windows.shape[0]
-        self._span = max(1, ORDERED // batch_size)
-        self._block = (-1, np.empty(0, dtype=np.int64))
+        self._block = (0, np.empty(0, dtype=np.int64))  # number of a sample, and the windows from it on
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, ...]:
         """Returns the rows of one rank in one step.
@@ -63,7 +70,7 @@ class Batches:
         Args:
             step: number of the step, from 0; the global batch depends only on it and on the seed.
             rank, world: number of this rank, and number of ranks. The rows of ranks 0 ... world - 1, in this order,
-                are the global batch. `world` need not divide `batch_size`; with more ranks than rows, some get none.
+                are the global batch. `world` need not divide its rows; with more ranks than rows, some get none.
 
         Returns:
             Tokens and targets, int64 [rows, seq_len] each; targets[:, t] follows tokens[:, t]. With packing "reset"
@@ -71,8 +78,9 @@ class Batches:
         """
         if step < 0 or not 0 <= rank < world:
             raise ValueError(f"step {step} must not be negative, and rank {rank} must lie in [0, world {world})")
-        start, end = (self.batch_size * r // world for r in (rank, rank + 1))
-        windows = self._windows[self._ordered(step)[start:end]]
+        rows = self.sizes.rows(step)
+        start, end = share(rows, rank, world)
+        windows = self._windows[self._ordered(self.sizes.first(step), rows)[start:end]]
         tokens, targets = _tensor(windows[:, :-1]), _tensor(windows[:, 1:])
         if self.packing == "cross":
             return tokens, targets
@@ -80,22 +88,21 @@ class Batches:
 
     def epoch(self, step: int) -> float:
         """Returns how many times the training tokens have been read before this step."""
-        return step * self.batch_size / self.windows
+        return self.sizes.first(step) / self.windows
 
     def documents(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Calls `pack_documents` with this corpus's end of document."""
         return pack_documents(tokens, self.shards.end_of_document)
 
-    def _ordered(self, step: int) -> np.ndarray:
+    def _ordered(self, first: int, rows: int) -> np.ndarray:
+        """Returns the windows of samples first, first + 1, ..."""
         # Computing the order of several steps takes as long as that of one step, so it is computed in blocks. The
         # blocks do not change the order.
-        number, offset = divmod(step, self._span)
-        block = self._block
-        if block[0] != number:
-            size = self._span * self.batch_size
-            samples = np.arange(number * size, (number + 1) * size, dtype=np.int64)
-            block = self._block = (number, shuffled(samples, self.windows, self.seed))
-        return block[1][offset * self.batch_size : (offset + 1) * self.batch_size]
+        begin, windows = self._block
+        if not begin <= first <= begin + len(windows) - rows:
+            samples = np.arange(first, first + max(rows, ORDERED // rows * rows), dtype=np.int64)
+            begin, windows = self._block = (first, shuffled(samples, self.windows, self.seed))
+        return windows[first - begin : first - begin + rows]
 
 
 class ValidationBatches(Sequence):

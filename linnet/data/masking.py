@@ -18,6 +18,7 @@ from linnet.config import Config, ConfigError
 from linnet.data.loader import IGNORED, Batches, Packing, mark_documents
 from linnet.data.order import mix, uniform
 from linnet.data.shards import TokenShards
+from linnet.data.sizes import BatchSizes
 
 SHORTEST = 4  # tokens of a row; a shorter one says too little about a masked token
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
@@ -108,7 +109,7 @@ class MaskedBatches:
     Args:
         shards: the tokens, usually `corpus.train`.
         seq_len: tokens per row.
-        batch_size: rows per step, over all ranks.
+        batch_size: rows per step, over all ranks; or those of each step.
         seed: seed of the order and of the masks.
         masking: which tokens are predicted.
         vocab_size: number of tokens of the tokenizer; the mask token has this id.
@@ -122,7 +123,7 @@ class MaskedBatches:
         self,
         shards: TokenShards,
         seq_len: int,
-        batch_size: int,
+        batch_size: int | BatchSizes,
         seed: int,
         masking: MaskingConfig,
         vocab_size: int,
@@ -142,8 +143,8 @@ class MaskedBatches:
             documents, int32 [rows, N] as `mark_documents` returns them.
         """
         tokens, _, *starts = self._batches.batch(step, rank, world)
-        size = self._batches.batch_size
-        first, end = (step * size + size * number // world for number in (rank, rank + 1))
+        sizes = self._batches.sizes
+        first, end = (sizes.first(step) + sizes.rows(step) * number // world for number in (rank, rank + 1))
         samples = np.arange(first, end, dtype=np.int64)
         key = f"train {self._batches.seed}"
         masked = mask_rows(tokens.numpy(), samples, key, self._masking, self._vocab_size)

@@ -1,7 +1,8 @@
 """Batches of images: a pure function of (seed, position), so there is no loader state to save.
 
-Sample g = position * batch_size + j is at place p = g % N of epoch g // N, and reads the image that `linnet.data.order`
-gives to place p // repeats of this epoch. So an epoch has N samples also if each image is repeated.
+Sample g = position * batch_size + j (in batches that grow, all rows before the position + j) is at place p = g % N of
+epoch g // N, and reads the image that `linnet.data.order` gives to place p // repeats of this epoch. So an epoch has N
+samples also if each image is repeated.
 
 Row 2k of a batch is sample k and row 2k + 1 is sample B - 1 - k: rows that MixUp and CutMix combine are neighbours, and
 a rank that takes an even number of rows has both.
@@ -25,6 +26,7 @@ from linnet.config import ConfigError
 from linnet.data.images.config import AugmentConfig
 from linnet.data.images.corpus import ImageSplit
 from linnet.data.order import shuffled
+from linnet.data.sizes import BatchSizes, batch_sizes, share
 
 Key = tuple[int, int, int]  # position, first row, end of the rows
 AHEAD = 2  # parts of batches that each worker process prepares in advance
@@ -36,7 +38,7 @@ class ImageBatches:
 
     Args:
         split: the images, usually `corpus.train`.
-        batch_size: rows per step, over all ranks.
+        batch_size: rows per step, over all ranks; or those of each step.
         seed: seed of the order, and of augmentation that works on single images (`deit`).
         augment: augmentation. Crops, flips and mixing are applied later, on the device, by `augment_batch`.
         workers: processes that decode; 0 decodes in the calling process (`deit` outside the main thread uses one).
@@ -51,7 +53,7 @@ class ImageBatches:
     def __init__(
         self,
         split: ImageSplit,
-        batch_size: int,
+        batch_size: int | BatchSizes,
         seed: int,
         augment: AugmentConfig | None = None,
         workers: int = 0,
@@ -59,12 +61,12 @@ class ImageBatches:
     ):
         augment = augment or AugmentConfig()
         self.repeats = augment.repeats if repeats is None else repeats
-        if batch_size < 1 or self.repeats < 1 or workers < 0:
+        if (isinstance(batch_size, int) and batch_size < 1) or self.repeats < 1 or workers < 0:
             raise ValueError(
                 f"batch_size {batch_size} and repeats {self.repeats} must be at least 1, workers {workers} at least 0"
             )
-        self.split, self.batch_size, self.seed, self.workers = split, batch_size, seed, workers
-        self._rows = _Rows(split, batch_size, seed, augment, self.repeats)
+        self.split, self.sizes, self.seed, self.workers = split, batch_sizes(batch_size), seed, workers
+        self._rows = _Rows(split, self.sizes, seed, augment, self.repeats)
         self._loader: Iterator[tuple[Tensor, Tensor]] | None = None
         self._next: Key | None = None
         self._processes: list[BaseProcess] = []
@@ -87,7 +89,7 @@ class ImageBatches:
             raise ValueError(
                 f"position {position} must not be negative, and rank {rank} must lie in [0, world {world})"
             )
-        start, end = (self.batch_size * r // world for r in (rank, rank + 1))
+        start, end = self._share(position, rank, world)
         workers = self.workers
         if (
             workers == 0
@@ -99,8 +101,9 @@ class ImageBatches:
             return self._rows[position, start, end]
         if self._loader is None or self._next != (position, start, end):  # the first batch, or a jump
             self.close()
-            self._loader, self._processes = _start(self._rows, (position, start, end), workers)
-        self._next = (position + 1, start, end)
+            positions = _Positions(self.sizes, position, rank, world)
+            self._loader, self._processes = _start(self._rows, positions, workers)
+        self._next = (position + 1, *self._share(position + 1, rank, world))
         self._check_processes()
         try:
             parts = [next(self._loader) for _ in _parts(start, end)]
@@ -111,7 +114,10 @@ class ImageBatches:
 
     def epoch(self, position: int) -> float:
         """Returns how many times the training images have been read before this position."""
-        return position * self.batch_size / len(self.split)
+        return self.sizes.first(position) / len(self.split)
+
+    def _share(self, position: int, rank: int, world: int) -> tuple[int, int]:
+        return share(self.sizes.rows(position), rank, world)
 
     def close(self) -> None:
         """Ends the worker processes."""
@@ -131,8 +137,8 @@ class ImageBatches:
 class _Rows(Dataset):
     """Maps a position and a range of rows to these rows of the batch, for this process or for a worker."""
 
-    def __init__(self, split: ImageSplit, batch_size: int, seed: int, augment: AugmentConfig, repeats: int):
-        self.split, self.batch_size, self.seed, self.augment, self.repeats = split, batch_size, seed, augment, repeats
+    def __init__(self, split: ImageSplit, sizes: BatchSizes, seed: int, augment: AugmentConfig, repeats: int):
+        self.split, self.sizes, self.seed, self.augment, self.repeats = split, sizes, seed, augment, repeats
         self._transform: Any = None
         if augment.kind == "deit":
             from linnet.data.images.deit import DeitTransform
@@ -141,7 +147,7 @@ class _Rows(Dataset):
 
     def __getitem__(self, key: Key) -> tuple[Tensor, Tensor]:
         position, start, end = key
-        samples = position * self.batch_size + paired(self.batch_size)[start:end]
+        samples = self.sizes.first(position) + paired(self.sizes.rows(position))[start:end]
         epoch, place = np.divmod(samples, len(self.split))
         indices = shuffled(epoch * len(self.split) + place // self.repeats, len(self.split), self.seed)
         images = self.split.images(indices) if self._transform is None else self._transform.images(indices, samples)
@@ -162,15 +168,18 @@ def _parts(start: int, end: int) -> list[tuple[int, int]]:
 class _Positions(Sampler):
     """The keys of the parts of all batches from a position on; it has no end and no state."""
 
-    def __init__(self, first: Key):
-        self._first = first
+    def __init__(self, sizes: BatchSizes, first: int, rank: int, world: int):
+        self._sizes, self._first, self._share = sizes, first, (rank, world)
 
     def __iter__(self) -> Iterator[Key]:
-        position, start, end = self._first
-        return ((number, *part) for number in itertools.count(position) for part in _parts(start, end))
+        for position in itertools.count(self._first):
+            for part in _parts(*share(self._sizes.rows(position), *self._share)):
+                yield (position, *part)
 
 
-def _start(rows: _Rows, first: Key, workers: int) -> tuple[Iterator[tuple[Tensor, Tensor]], list[BaseProcess]]:
+def _start(
+    rows: _Rows, positions: _Positions, workers: int
+) -> tuple[Iterator[tuple[Tensor, Tensor]], list[BaseProcess]]:
     """Starts worker processes; returns the parts that they make, in order, and the processes."""
     others = set(multiprocessing.active_children())
     handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
@@ -180,7 +189,7 @@ def _start(rows: _Rows, first: Key, workers: int) -> tuple[Iterator[tuple[Tensor
             DataLoader(
                 rows,
                 batch_size=None,
-                sampler=_Positions(first),
+                sampler=positions,
                 num_workers=workers,
                 prefetch_factor=AHEAD,
                 worker_init_fn=_ignore_interrupts,
