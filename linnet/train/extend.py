@@ -1,7 +1,8 @@
 """Extending a run: continues the training in the same folder to more steps than it was created for.
 
 The result equals that of a longer training from the start only if the learning rate of the steps so far does not depend
-on the number of steps: under constant and inverse_sqrt, and under wsd before its decay begins.
+on the number of steps: under constant and inverse_sqrt, under a cosine with a length of its own, and under wsd before
+its decay begins.
 """
 
 from pathlib import Path
@@ -71,7 +72,8 @@ def extended(
     if tokens is None and not hasattr(old, "tokens"):
         del lengths["tokens"]
     values = old.model_dump(mode="json") | lengths
-    warmup = length(schedule.warmup, before)  # a warm-up given as a share would grow with the number of steps
+    # A warm-up given as a share would grow with the number of steps.
+    warmup = length(schedule.warmup, schedule.length or before)
     values["schedule"]["warmup"] = float(warmup)
     if old.batch_ramp is not None:
         values["batch_ramp"] = float(old.batch_sizes.growing)  # as the warm-up
@@ -80,7 +82,7 @@ def extended(
     problems = []
     if new.total_steps <= before:
         problems.append(f"steps: {new.total_steps} is not more than the {before} steps of this run; give more")
-    if schedule.name in ("cosine", "linear", "triangle"):
+    if schedule.name in ("cosine", "linear", "triangle") and schedule.length is None:
         problems.append(
             f"schedule.name: {schedule.name} lowers the learning rate over all {before} steps, so more steps are "
             "another training; constant, inverse_sqrt and wsd can be extended. "

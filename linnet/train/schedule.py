@@ -1,9 +1,9 @@
 """Learning-rate schedules: pure functions of the step, so that resuming needs no saved state."""
 
 import math
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from linnet.config import Config
 
@@ -34,16 +34,33 @@ class ScheduleConfig(Config):
         gt=0,
         description="length of the last phase of wsd; below 1 a fraction of the steps, else a number",
     )
+    length: int | None = Field(
+        None,
+        ge=1,
+        exclude_if=lambda given: given is None,
+        description="steps of the whole cosine, warm-up included, where the training has another number of them: a "
+        "shorter training ends before the rate is at `final`, and a longer one raises it again; null: the training's",
+    )
+
+    @model_validator(mode="after")
+    def _length_of_cosine(self) -> Self:
+        if self.length is not None and self.name != "cosine":
+            raise ValueError(
+                f"length: {self.length} is of the cosine, and name is {self.name}, which has none; leave it out"
+            )
+        return self
 
 
 def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
     """Returns the learning rate of update `step` (0 is the first) of `steps`, as a fraction of the peak.
 
     The first update of a warm-up of w steps has 1/w of the peak, the w-th the whole peak; the last update of a decaying
-    schedule has `final`.
+    schedule has `final`. With `schedule.length` this is the rate of a training of so many steps, and the cosine goes
+    on past them.
     """
     if schedule.name == "triangle":
         return min(0.25 + step / steps, 4.0 - 4.0 * step / steps)
+    steps = schedule.length or steps
     warmup = length(schedule.warmup, steps)
     if step < warmup:
         return (step + 1) / warmup
@@ -54,9 +71,26 @@ def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
     if schedule.name == "wsd":
         warmup = decay_start(schedule, steps) - 1
     # done is 0 at the last step with the peak and 1 at the last step of all.
-    done = min(1.0, max(0.0, (step - warmup) / max(1, steps - 1 - warmup)))
+    done = max(0.0, (step - warmup) / max(1, steps - 1 - warmup))
+    if schedule.length is None:
+        done = min(1.0, done)
     shape = 0.5 * (1 + math.cos(math.pi * done)) if schedule.name == "cosine" else 1 - done
     return schedule.final + (1 - schedule.final) * shape
+
+
+def warning(schedule: ScheduleConfig, steps: int) -> str | None:
+    """Returns what a training of so many steps does not see of a schedule of another length; None if it sees all."""
+    whole = schedule.length
+    if whole is None or whole == steps:
+        return None
+    warmup, last = length(schedule.warmup, whole), factor(schedule, steps - 1, steps)
+    if steps <= warmup:
+        what = f"training ends at step {steps:,}, inside the warm-up of {warmup:,} steps"
+    elif steps > whole:
+        what = f"training has {steps:,} steps, and the cosine rises again after {whole:,}"
+    else:
+        what = f"training ends at step {steps:,}, before the end of the cosine at {whole:,}"
+    return f"schedule.length: {what}; its last learning rate is {last:.2g} of the peak"
 
 
 def decay_start(schedule: ScheduleConfig, steps: int) -> int:

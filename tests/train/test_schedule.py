@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linnet.config import ConfigError, parse
-from linnet.train.schedule import ScheduleConfig, factor
+from linnet.train.schedule import ScheduleConfig, factor, warning
 
 NAMES = ("constant", "cosine", "wsd", "inverse_sqrt", "linear")
 
@@ -61,3 +61,24 @@ def test_a_triangle_goes_from_a_quarter_to_the_peak_at_three_quarters_and_to_not
     values = curve(400, name="triangle", warmup=50)
     assert values[0] == 0.25 and values[300] == max(values) == 1.0 and values[150] == pytest.approx(0.625)
     assert values[350] == pytest.approx(0.5) and values[399] == pytest.approx(0.01)
+
+
+def test_a_cosine_with_a_length_is_that_of_a_training_of_this_length_and_rises_after_it():
+    settings = {"name": "cosine", "warmup": 0.1, "final": 0.0}
+    whole, longer = curve(100, **settings), curve(190, **settings, length=100)
+    assert longer[:100] == whole == curve(100, **settings, length=100)
+    assert curve(60, **settings, length=100) == whole[:60]
+    assert longer[99] == pytest.approx(0.0) and all(a < b for a, b in zip(longer[99:188], longer[100:189], strict=True))
+    with pytest.raises(ConfigError, match="length: 100 .*linear"):
+        parse(ScheduleConfig, {"name": "linear", "length": 100})
+    assert "length" not in ScheduleConfig().model_dump()  # configurations of earlier releases stay as they are
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [(40, "inside the warm-up of 50"), (80, "before the end"), (100, None), (180, "rises again after 100")],
+)
+def test_a_training_of_another_length_than_its_cosine_is_warned_about(steps, expected):
+    found = warning(ScheduleConfig(warmup=50, length=100), steps)
+    assert found is None if expected is None else expected in found
+    assert warning(ScheduleConfig(warmup=50), steps) is None

@@ -390,6 +390,7 @@ def _show_plan(settings, steps: int, console) -> None:
     from rich.markup import escape
 
     from linnet.train.objectives import find_objective
+    from linnet.train.schedule import warning
 
     objective = find_objective(settings)
     costs, more = objective.count_costs(settings), objective.describe_model(settings)
@@ -408,6 +409,8 @@ def _show_plan(settings, steps: int, console) -> None:
         f"{batches * costs.flops:.3g} FLOPs",
         highlight=False,
     )
+    if text := warning(settings.schedule, steps):
+        console.print(f"[yellow]warning: {escape(text)}[/]", highlight=False)
 
 
 def _show_result(path: Path, result: dict, objective, console) -> None:

@@ -43,6 +43,7 @@ def _print(found: "Plan", settings: "TrainConfig") -> None:
     from rich.table import Table
 
     from linnet.train.plan import GIB
+    from linnet.train.schedule import warning
 
     console = Console(soft_wrap=True, highlight=False)
     gpu, degrees = found.gpu, found.degrees
@@ -75,6 +76,8 @@ def _print(found: "Plan", settings: "TrainConfig") -> None:
         f"communication (efficiency {found.compute_seconds / seconds:.2f}); {tokens:,.0f} tokens/s, "
         f"{tokens / found.devices:,.0f} per GPU; {found.steps:,} steps take {_duration(found.batches * seconds)}"
     )
+    if text := warning(settings.schedule, found.steps):
+        console.print(f"[yellow]warning: {escape(text)}[/]")
     if settings.model.d_model < SMALL:
         console.print(f"models narrower than {SMALL} do not reach this speed: their kernels are too short")
 
