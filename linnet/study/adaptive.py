@@ -14,7 +14,7 @@ from linnet.study.architectures import Architecture, Rung, Size, make_rungs
 from linnet.study.config import Point, StudyConfig
 from linnet.study.design import STAR, Answer, Place, Question, answer
 from linnet.study.fit.results import ArchitectureFit
-from linnet.study.ladder import Plan, batch_size_at, numbers
+from linnet.study.ladder import Plan, numbers
 
 SEVERAL = 8
 """Every round of the greedy choice adds one copy of the best candidate per this many runs that are chosen already."""
@@ -170,8 +170,7 @@ class _Grid:
     def at(self, size: Size, budget: float) -> Candidate | None:
         """Returns the run of a size at a budget with the next free seed; None if it has too few steps."""
         if (size, budget) not in self._made:
-            batch_size = batch_size_at(self.config, self.architecture, budget)
-            found = numbers(self.config, self.architecture, self.models[size], batch_size, budget)
+            found = numbers(self.config, self.architecture, size, self.models[size], budget)
             params, tokens = found["params_non_embedding"], found["tokens"]
             self._made[size, budget] = Candidate(
                 Point(architecture=self.architecture.name, budget=budget, size=size),

@@ -12,6 +12,7 @@ from linnet.layers.base import CHANNELS, MIXERS, load_plugin
 from linnet.models import KINDS, StackConfig, family
 from linnet.models.layout import parse_stack, written
 from linnet.models.recipes.registry import default_heads
+from linnet.models.recipes.sizes_004 import C2_SIZES
 from linnet.models.stack import AliasField, as_aliases, repeated
 
 
@@ -36,7 +37,9 @@ def _sizes(value: Any) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    """Expands a number to a rule that gives this number at every width."""
+    """Expands a number to a rule that gives this number at every width, and `table` to the rates of a table."""
+    if value == "table":
+        return {"table": True}
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return {"value": value, "exponent": 0.0, "maximum": value} if number else value
 
@@ -44,14 +47,16 @@ def _constant(value: Any) -> Any:
 class Size(Config):
     """A size of the ladder: a shape, or a published size `recipe` (`70m` means the recipe `<family>-70m`).
 
-    Short forms in YAML: `[d_model, num_layers]`, `[d_model, num_layers, num_heads]`, `70m`.
+    Short forms in YAML: `[d_model, num_layers]`, `[d_model, num_layers, num_heads]`, `70m`. The sizes of paper 004,
+    `c2-8m` to `c2-7b` (`linnet.models.recipes.sizes_004`), are shapes for any family and any layout.
 
     Attributes:
         d_model: width.
         num_layers: number of blocks. A layout pattern is repeated and cut at this number.
         num_heads: number of heads; default: the family's number at this width.
         inner: inner width of the channel mixers; default: the family's.
-        recipe: a published size of the family, such as `70m`, instead of a shape.
+        recipe: a published size of the family, such as `70m`, or one of paper 004, such as `c2-150m`, instead of a
+            shape.
     """
 
     d_model: int | None = Field(None, gt=0)
@@ -110,7 +115,8 @@ class ByWidth(Config):
 
 
 class LearningRate(ByWidth):
-    """Peak learning rate by width. A plain number in YAML is the rate of all sizes.
+    """Peak learning rate by width. A plain number in YAML is the rate of all sizes, and `table` that of each size of
+    paper 004 (`linnet.models.recipes.sizes_004`).
 
     The default is 3e-3 at width 64 and falls as 1 / width. It keeps small models of every family near their best rate,
     so that the ladder compares sizes and not learning rates.
@@ -120,6 +126,18 @@ class LearningRate(ByWidth):
     width: _Width = 64
     exponent: _Power = -1.0
     maximum: float = Field(1e-2, gt=0)
+    table: bool = Field(False, description="the printed rate of each size of paper 004 instead of the rule")
+
+    def of(self, size: Size, d_model: int) -> float:
+        """Returns the rate of a size. Raises ValueError: there is no printed rate for it."""
+        if not self.table:
+            return self.at(d_model)
+        if size.recipe not in C2_SIZES:
+            raise ValueError(
+                f"learning_rate: table has no rate for size {size.label}; it has those of c2-8m to c2-7b: use these "
+                "sizes, or give a number"
+            )
+        return C2_SIZES[size.recipe].learning_rate
 
 
 class InitStd(ByWidth):
@@ -135,7 +153,9 @@ class InitStd(ByWidth):
     exponent: _Power = -0.5
 
 
-Rate = Annotated[LearningRate, BeforeValidator(_constant, json_schema_input_type=LearningRate | float)]
+Rate = Annotated[
+    LearningRate, BeforeValidator(_constant, json_schema_input_type=LearningRate | float | Literal["table"])
+]
 Std = Annotated[InitStd, BeforeValidator(_constant, json_schema_input_type=InitStd | float)]
 
 
@@ -234,8 +254,11 @@ def make_model(architecture: Architecture, size: Size, base: Base) -> StackConfi
         ValueError: unknown family, recipe or layer, or a shape that a layer refuses. Includes `ConfigError`.
     """
     kind, name = KINDS[base.kind].config, architecture.family or architecture.name
+    widths: dict[str, dict[str, int]] = {}
+    if size.recipe in C2_SIZES:
+        size, widths = _c2_shape(architecture, name, size.recipe)
     if architecture.layout is not None:
-        model = _from_layout(architecture, size, base)
+        model = _from_layout(architecture, size, base, widths)
     elif size.recipe is not None:
         model = kind.model_validate({"recipe": f"{name}-{size.recipe}", **base.keys})
     else:
@@ -256,8 +279,40 @@ def make_model(architecture: Architecture, size: Size, base: Base) -> StackConfi
     return kind.model_validate(values)
 
 
-def _from_layout(architecture: Architecture, size: Size, base: Base) -> StackConfig:
-    """Returns the pattern of an architecture, repeated and cut at `size.num_layers` (paper 004, section 3)."""
+def _c2_shape(architecture: Architecture, family: str, name: str) -> tuple[Size, dict[str, dict[str, int]]]:
+    """Returns a size of paper 004 as a shape, and the widths of its experts by layer name (Tables C.3 and C.4).
+
+    A model of the family `mamba` has two blocks for each layer, since its mixer takes the place of the GLU too.
+    """
+    c2 = C2_SIZES[name]
+    layers = 2 * c2.num_layers if family == "mamba" and architecture.layout is None else c2.num_layers
+    shape = Size(d_model=c2.d_model, num_layers=layers, num_heads=c2.num_heads, inner=c2.inner)
+    if architecture.layout is None:
+        return shape, {}
+    names = parse_stack(*_pattern(architecture)).names
+    widths = {}
+    if "hyena_experts" in names:
+        widths["hyena_experts"] = ("expert_width", c2.expert_width)
+    if "moe" in names:
+        widths["moe"] = ("inner", c2.moe_inner)
+    for layer, (_, width) in widths.items():
+        if width is None:
+            has = [one for one, row in C2_SIZES.items() if row.moe_inner is not None]
+            raise ValueError(
+                f"size {name!r} has no width for {layer}: Tables C.3 and C.4 of paper 004 have {has[0]} to "
+                f"{has[-1]} except c2-1.2b; use one of these, or write [d_model, num_layers]"
+            )
+    return shape, {layer: {key: width} for layer, (key, width) in widths.items() if width is not None}
+
+
+def _from_layout(
+    architecture: Architecture, size: Size, base: Base, widths: Mapping[str, dict[str, int]] = {}
+) -> StackConfig:
+    """Returns the pattern of an architecture, repeated and cut at `size.num_layers` (paper 004, section 3).
+
+    Args:
+        widths: layer name -> widths that take the place of the size's `inner`.
+    """
     if size.recipe is not None:
         raise ValueError(f"size {size.recipe!r} has no shape, which a layout needs; write [d_model, num_layers]")
     pattern, aliases = _pattern(architecture)
@@ -269,6 +324,7 @@ def _from_layout(architecture: Architecture, size: Size, base: Base) -> StackCon
             options[name] = {"num_heads": size.num_heads or default_heads(size.d_model)}
         if "inner" in fields and size.inner:
             options.setdefault(name, {})["inner"] = size.inner
+        options.setdefault(name, {}).update(widths.get(name, {}))
     kind = KINDS[base.kind].config
     return kind(d_model=size.d_model, layout=layout, aliases=aliases, options=options, **base.keys)
 

@@ -6,6 +6,7 @@ has a minimum. With `tokens` instead of `budgets`, every size trains on the same
 section 3.3, and the optimum is read from the envelope of the training curves.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -78,6 +79,35 @@ class Point(Config):
     seed: int = Field(0, ge=0)
 
 
+class BatchTokens(Config):
+    """Tokens per step by budget and by size (paper 004, Table C.1).
+
+    In YAML: `{4e18: 524288, 2e20: 1048576, below: {53e6: 262144}}`.
+
+    Attributes:
+        budgets: budget -> tokens per step. Other budgets have those of the nearest in log FLOPs.
+        below: parameters (all of them) -> tokens per step of the models with fewer, whatever the budget.
+    """
+
+    budgets: dict[Annotated[float, Field(gt=0, allow_inf_nan=False)], Annotated[int, Field(gt=0)]] = Field(min_length=1)
+    below: dict[Annotated[float, Field(gt=0, allow_inf_nan=False)], Annotated[int, Field(gt=0)]] = {}
+
+    def at(self, budget: float, parameters: int) -> int:
+        """Returns the tokens per step of a model at a budget."""
+        small = [bound for bound in self.below if parameters < bound]
+        if small:
+            return self.below[min(small)]
+        return self.budgets[min(self.budgets, key=lambda one: abs(math.log(one / budget)))]
+
+
+def _batch_tokens(value: Any) -> Any:
+    """Sorts the keys of a mapping into budgets and `below`."""
+    if not isinstance(value, dict) or set(value) <= {"budgets", "below"}:
+        return value
+    budgets = {key: tokens for key, tokens in value.items() if key != "below"}
+    return {"budgets": budgets} | ({"below": value["below"]} if "below" in value else {})
+
+
 _OneArchitecture = Annotated[Architecture, BeforeValidator(_named, json_schema_input_type=Architecture | str)]
 
 
@@ -92,7 +122,8 @@ class StudyConfig(Config):
         sizes: shapes (see `Size`), or `{widths: [...], layers: [...]}` for every pair.
         seq_len: tokens per sequence.
         batch_size: sequences per step, one number or one per budget.
-        learning_rate: a number, or a rule by width (see `LearningRate`).
+        batch_tokens: tokens per step by budget and by size (see `BatchTokens`), in place of `batch_size`.
+        learning_rate: a number, a rule by width (see `LearningRate`), or `table`, the rate of a size of paper 004.
         init_std: standard deviation of the initial weights: a number, or a rule by width (see `InitStd`).
         data: the text and its tokenizer, as in a training configuration.
         train: other settings of `linnet.train.TrainConfig`, the same for all runs (optimizer, schedule, ...).
@@ -114,6 +145,7 @@ class StudyConfig(Config):
     sizes: Sizes | None = None
     seq_len: int = Field(256, gt=0)
     batch_size: Annotated[int, Field(gt=0)] | list[Annotated[int, Field(gt=0)]] = 8
+    batch_tokens: Annotated[BatchTokens, BeforeValidator(_batch_tokens)] | None = None
     learning_rate: Rate = LearningRate()
     init_std: Std = InitStd()
     data: DataConfig = DataConfig()
@@ -228,6 +260,24 @@ class StudyConfig(Config):
             count = f"{len(batch_size)} numbers for {len(targets)} budgets"
             raise ValueError(f"{count}; give one number per budget, or one number for all")
         return batch_size
+
+    @field_validator("batch_tokens")
+    @classmethod
+    def _budgets_and_whole_rows(cls, rule: BatchTokens | None, info: ValidationInfo) -> BatchTokens | None:
+        if rule is None:
+            return rule
+        if info.data.get("tokens"):
+            raise ValueError("is a rule by budget, but this study sets `tokens`; use `batch_size`, or `budgets`")
+        if missing := [f"{budget:g}" for budget in info.data.get("budgets", []) if budget not in rule.budgets]:
+            raise ValueError(f"has no budget {', '.join(missing)}; add the tokens per step of each budget of the study")
+        one = info.data.get("architectures", [])
+        lengths = {architecture.seq_len or info.data.get("seq_len", 1) for architecture in one}
+        for tokens in [*rule.budgets.values(), *rule.below.values()]:
+            for length in sorted(lengths):
+                if tokens % length:
+                    whole = -(-tokens // length) * length
+                    raise ValueError(f"{tokens} tokens are no whole number of rows of seq_len {length}; use {whole}")
+        return rule
 
     @property
     def targets(self) -> list[float]:

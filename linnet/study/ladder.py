@@ -16,7 +16,7 @@ from linnet.data.problems import text_problems
 from linnet.data.sizes import BatchSizes, steps_of
 from linnet.data.sources import find_files
 from linnet.models import StackConfig, count_parameters, flops_exact
-from linnet.study.architectures import Architecture, load_plugins, make_rungs
+from linnet.study.architectures import Architecture, Rung, Size, load_plugins, make_rungs
 from linnet.study.config import SET_BY_THE_LADDER, StudyConfig, fixed_keys
 from linnet.train import TrainingConfig, read_training, resolve
 from linnet.train.config import moved
@@ -143,6 +143,7 @@ def plan(
             if names := getattr(config.data, key):
                 find_files(names, f"data.{key}", problems, [])
     rungs = make_rungs(config.architectures, config.sizes, config.init_std, base, problems)
+    problems += _rate_problems(config, rungs)
     named = {architecture.name: architecture for architecture in config.architectures}
     extra = []
     for point in config.points:
@@ -157,7 +158,7 @@ def plan(
         # Problems found so far, so that none is reported twice: the model needs the tokenizer too, for example.
         told = "\n".join(problems)
         try:  # all runs share these settings, so checking one run is enough
-            smallest = min(_batch_size(config, a, i) for a, _, _ in rungs for i in range(len(config.targets)))
+            smallest = min(batch_size_of(config, a, model, t) for a, _, model in rungs for t in config.targets)
             first = read_training(_train_values(config, train, *rungs[0], smallest, steps=1, seed=0, plugins=[]))
             if check_data:
                 found = evaluation_problems(first, lengths)
@@ -171,15 +172,14 @@ def plan(
     runs, dropped, contents = [], [], contents_of(first, cache)
     chosen = []
     for architecture, size, model in rungs:
-        for index, target in enumerate(config.targets):
-            values = numbers(config, architecture, model, _batch_size(config, architecture, index), target)
+        for target in config.targets:
+            values = numbers(config, architecture, size, model, target)
             if reason := _reason(config, values):
                 dropped.append(Dropped(architecture.name, target, size.label, reason))
             else:
                 chosen += [(architecture, size, model, seed, values) for seed in config.seeds]
     for point, (architecture, size, model) in zip(config.points, extra, strict=True):
-        batch_size = batch_size_at(config, architecture, point.budget)
-        values = numbers(config, architecture, model, batch_size, point.budget)
+        values = numbers(config, architecture, size, model, point.budget)
         if not values["steps"]:
             problems.append(f"points: {architecture.name} {size.label}: {point.budget:g} FLOPs are less than one step")
         chosen.append((architecture, size, model, point.seed, values))
@@ -221,9 +221,9 @@ def evaluation_problems(train: TrainingConfig, lengths: Iterable[int], data: Dat
     return [f"train.{line}" for line in dict.fromkeys(problems)]
 
 
-def numbers(config: StudyConfig, architecture: Architecture, model: StackConfig, batch_size: int, target: float):
+def numbers(config: StudyConfig, architecture: Architecture, size: Size, model: StackConfig, target: float):
     """Returns the numbers of a run: steps, tokens (or images), FLOPs, parameters, learning rate."""
-    seq_len = config.row_length(architecture)
+    seq_len, batch_size = config.row_length(architecture), batch_size_of(config, architecture, model, target)
     units = batch_size * (seq_len or 1)
     per_step = flops_exact(model, seq_len, batch_size)
     total, non_embedding = count_parameters(model)
@@ -233,7 +233,6 @@ def numbers(config: StudyConfig, architecture: Architecture, model: StackConfig,
         if batch_size % parts == 0:  # otherwise the run's own configuration is refused, by name
             steps = steps_of(batches * batch_size, batch_size, parts, ramp)
             batches = BatchSizes.over(batch_size, parts, ramp, steps).first(steps) / batch_size
-    rate = architecture.learning_rate or config.learning_rate
     return {
         "budget": target if config.budgets else batches * per_step,
         "seq_len": seq_len,
@@ -243,7 +242,7 @@ def numbers(config: StudyConfig, architecture: Architecture, model: StackConfig,
         "flops": batches * per_step,
         "params_total": total,
         "params_non_embedding": non_embedding,
-        "learning_rate": rate.at(model.d_model),
+        "learning_rate": rate_of(config, architecture, size, model),
     }
 
 
@@ -257,20 +256,36 @@ def _reason(config: StudyConfig, values: dict[str, Any]) -> str:
     return ""
 
 
-def _batch_size(config: StudyConfig, architecture: Architecture, index: int) -> int:
-    shared = config.batch_size[index] if isinstance(config.batch_size, list) else config.batch_size
-    return architecture.batch_size or shared
+def batch_size_of(config: StudyConfig, architecture: Architecture, model: StackConfig, target: float) -> int:
+    """Returns the sequences per step of a model at a budget, for other budgets than the grid's that of the nearest."""
+    if architecture.batch_size is not None:
+        return architecture.batch_size
+    if config.batch_tokens is not None:
+        return config.batch_tokens.at(target, count_parameters(model)[0]) // (config.row_length(architecture) or 1)
+    if isinstance(config.batch_size, list):
+        targets = config.targets
+        return config.batch_size[min(range(len(targets)), key=lambda i: abs(math.log(targets[i] / target)))]
+    return config.batch_size
 
 
-def batch_size_at(config: StudyConfig, architecture: Architecture, budget: float) -> int:
-    """Returns the batch size at a budget, for other budgets than those of the grid the one of the nearest."""
-    near = min(range(len(config.budgets)), key=lambda i: abs(math.log(config.budgets[i] / budget)))
-    return _batch_size(config, architecture, near)
+def _rate_problems(config: StudyConfig, rungs: Iterable[Rung]) -> list[str]:
+    found = []
+    for architecture, size, model in rungs:
+        try:
+            rate_of(config, architecture, size, model)
+        except ValueError as error:
+            found.append(str(error))
+    return list(dict.fromkeys(found))
+
+
+def rate_of(config: StudyConfig, architecture: Architecture, size: Size, model: StackConfig) -> float:
+    """Returns the peak learning rate of a model. Raises ValueError: `table` has none for this size."""
+    return (architecture.learning_rate or config.learning_rate).of(size, model.d_model)
 
 
 def _train_values(config, train, architecture, size, model, batch_size, steps, seed, plugins) -> dict[str, Any]:
     """Returns the settings of one run in the form of `TrainConfig`."""
-    rate = (architecture.learning_rate or config.learning_rate).at(model.d_model)
+    rate = rate_of(config, architecture, size, model)
     optimizer, run = train.get("optimizer", {}), train.get("run", {})
     every = max(1, steps // config.curve_points)
     return {

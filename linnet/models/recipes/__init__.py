@@ -1,6 +1,6 @@
 """Named models. One file per family, with the paper, its sizes and every departure; importing registers all of them."""
 
-from linnet.models.recipes import bert, cosformer2, dit, gla, hgrn, lightnet, llama, mad, mamba, tnl, vit
+from linnet.models.recipes import bert, cosformer2, dit, gla, hgrn, lightnet, llama, mad, mamba, sizes_004, tnl, vit
 from linnet.models.recipes.registry import (
     FAMILIES,
     RECIPES,
@@ -28,6 +28,7 @@ __all__ = [
     "mad",
     "mamba",
     "recipes_of",
+    "sizes_004",
     "tnl",
     "vit",
 ]

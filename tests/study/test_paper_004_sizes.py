@@ -1,0 +1,102 @@
+"""The protocol of paper 004, appendix C: sizes, batches and rates of a study by its tables."""
+
+import pytest
+
+from linnet.config import ConfigError, parse
+from linnet.models import active_parameters, count_parameters, get_recipe
+from linnet.models.recipes.sizes_004 import C2_SIZES
+from linnet.study import StudyConfig, plan
+from linnet.study.architectures import Architecture, Base, Size, make_model
+
+STRIPED = "attention+swiglu hyena+swiglu x11"
+
+
+def named(name: str) -> float:
+    """Returns the parameters that a name says."""
+    return float(name[3:-1]) * (1e9 if name.endswith("b") else 1e6)
+
+
+def model(size: str, **architecture):
+    return make_model(parse(Architecture, {"name": "one"} | architecture), Size(recipe=size), Base.text(50_257))
+
+
+@pytest.mark.parametrize("name", [name for name in C2_SIZES if name != "c2-8m"])
+def test_the_transformer_of_a_size_has_about_the_parameters_of_its_name(name):
+    size, config = C2_SIZES[name], get_recipe(name)
+    assert count_parameters(config)[0] == pytest.approx(named(name), rel=0.04)
+    assert size.d_model == size.num_heads * (64 if size.d_model < 1400 else 128)
+
+
+@pytest.mark.parametrize(
+    "name, millions", [("8m", 7.2), ("150m", 151.9), ("350m", 353.9), ("1.3b", 1310), ("7b", 6968)]
+)
+def test_counts_of_the_transformer(name, millions):
+    assert count_parameters(get_recipe(f"c2-{name}"))[0] / 1e6 == pytest.approx(millions, rel=2e-3)
+
+
+@pytest.mark.filterwarnings("ignore:layout")
+def test_a_size_is_a_shape_for_every_family_and_layout():
+    assert model("c2-150m", family="tnl").options == {
+        "tnl": model("c2-150m", family="tnl").options["tnl"] | {"num_heads": 12},
+        "sglu": {"inner": 2048},
+    }
+    striped = model("c2-150m", layout=STRIPED)
+    assert [spec.mixer for spec in striped.blocks].count("attention") == 2 and striped.num_layers == 16
+    # Mamba's mixer takes the place of the GLU too, so it has twice the blocks.
+    assert model("c2-150m", family="mamba").num_layers == 32
+    assert count_parameters(model("c2-150m", family="mamba"))[0] == pytest.approx(159.2e6, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:layout")
+@pytest.mark.parametrize("name", ["c2-102m", "c2-350m", "c2-1.3b"])
+def test_mixtures_of_experts_have_the_printed_active_parameters(name):
+    experts = model(name, layout=STRIPED.replace("swiglu", "moe"))
+    embedding = 50_257 * experts.d_model
+    assert active_parameters(experts) + embedding == pytest.approx(named(name), rel=0.05)
+    both = model(name, layout="attention+moe hyena_experts+moe x11")
+    assert both.options["hyena_experts"]["expert_width"] * 8 == both.d_model
+
+
+@pytest.mark.filterwarnings("ignore:layout")
+def test_a_size_without_a_width_of_experts_is_refused():
+    with pytest.raises(ValueError, match="'c2-8m' has no width for moe.*c2-102m to c2-1.3b"):
+        model("c2-8m", layout=STRIPED.replace("swiglu", "moe"))
+
+
+VALUES = {
+    "name": "protocol",
+    "architectures": ["llama"],
+    "budgets": [4e15, 2e16],
+    "sizes": ["c2-8m", "c2-22m"],
+    "seq_len": 256,
+    "batch_tokens": {4e15: 8192, 2e16: 16384, "below": {2e6: 4096}},
+    "learning_rate": "table",
+    "minimum_steps": 1,
+}
+
+
+def test_batches_and_rates_of_the_tables():
+    runs = {(run.size, run.budget): run for run in plan(parse(StudyConfig, VALUES)).runs}
+    assert {key: run.batch_size * 256 for key, run in runs.items()} == {
+        ("c2-8m", 4e15): 4096,  # 0.8 million parameters with a vocabulary of bytes
+        ("c2-8m", 2e16): 4096,
+        ("c2-22m", 4e15): 8192,
+        ("c2-22m", 2e16): 16384,
+    }
+    assert {run.learning_rate for run in runs.values()} == {9.77e-4, 9.57e-4}
+    assert runs["c2-8m", 4e15].train.optimizer.learning_rate == 9.77e-4
+
+
+def test_wrong_rules_of_batches_and_rates_are_refused():
+    def problems(**changes) -> str:
+        with pytest.raises(ConfigError) as caught:
+            plan(parse(StudyConfig, VALUES | changes))
+        return str(caught.value)
+
+    assert "batch_tokens: has no budget 2e+16" in problems(batch_tokens={4e15: 8192})
+    assert "1000 tokens are no whole number of rows of seq_len 256; use 1024" in problems(
+        batch_tokens={4e15: 8192, 2e16: 8192, "below": {1e6: 1000}}
+    )
+    assert "this study sets `tokens`" in problems(budgets=[], tokens=[1e6])
+    found = problems(sizes=["c2-8m", [32, 2], "70m"])
+    assert "no rate for size 32x2" in found and "no rate for size 70m" in found
