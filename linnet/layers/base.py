@@ -74,6 +74,7 @@ class LayerContext:
         side: largest side of the grid in tokens, for the start of time constants; None if it is not known.
         scan: the order in which mixers that scan visit the tokens without causality: `forward`, `both` or `cross`
             (`linnet.ops.scans.both_ways`).
+        scan_sum: whether the outputs of a mixer in several orders are added in place of their mean.
     """
 
     d_model: int
@@ -90,6 +91,7 @@ class LayerContext:
     prefix: int = 0
     side: int | None = None
     scan: Scan = "both"
+    scan_sum: bool = False
 
     @property
     def bias_qkv(self) -> bool:

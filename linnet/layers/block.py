@@ -45,7 +45,7 @@ class Block(nn.Module):
     ):
         super().__init__()
         self.layers = (mixer, channel)
-        self.causal, self.scan = context.causal, scan
+        self.causal, self.scan, self.scan_sum = context.causal, scan, context.scan_sum
         self.mixer = self.channel = None
         if mixer is not None:
             # The block itself runs a series: two passes of a mixer that scans from both ends.
@@ -105,7 +105,7 @@ class Block(nn.Module):
         if self.causal:
             return mix(self.mixer, x, state, cu_seqlens)
         refuse_state(state)
-        return mix_all(self.mixer, x, self.scan, cu_seqlens, grid), None
+        return mix_all(self.mixer, x, self.scan, cu_seqlens, grid, self.scan_sum), None
 
     def mask_keys(self, dropout_keys: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Returns the keys of dropout and of drop path for each token, [B, T, 2] each; None where nothing is dropped.

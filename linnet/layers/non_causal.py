@@ -1,9 +1,9 @@
 """Runs any mixer in a model without causality, where each token sees those before and after it.
 
 A mixer that is causal by nature runs in each order of the model's scan, all orders as rows of one batch, and its
-outputs are averaged: mean and not sum, so that the residual branch keeps its scale. A mixer with a better form of its
-own has `non_causal` set and is called once. Tokens before a grid stay in front in every order: they see only each
-other, unless every token sees all (`one_scan`).
+outputs are averaged: mean and not sum, so that the residual branch keeps its scale (`scan_sum` takes the sum). A mixer
+with a better form of its own has `non_causal` set and is called once. Tokens before a grid stay in front in every
+order: they see only each other, unless every token sees all (`one_scan`).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,12 @@ _COLUMNS = Order(by_columns=True, backwards=False)
 
 
 def mix_all(
-    mixer: Mixer, x: Tensor, scan: ScanOption, cu_seqlens: Tensor | None = None, grid: Grid | None = None
+    mixer: Mixer,
+    x: Tensor,
+    scan: ScanOption,
+    cu_seqlens: Tensor | None = None,
+    grid: Grid | None = None,
+    scan_sum: bool = False,
 ) -> Tensor:
     """Returns the output [B, T, D] of a mixer without causality.
 
@@ -32,6 +37,7 @@ def mix_all(
             both ends, then on its output column-major from both ends (HGRN2's module for two axes).
         cu_seqlens: int32 [N+1], documents of one packed row (B = 1).
         grid: of the tokens; None for a sequence.
+        scan_sum: add the outputs of the orders in place of their mean.
 
     Raises:
         ValueError: inside `sequence_parallel`, where a token would not see the other spans of its row.
@@ -42,10 +48,10 @@ def mix_all(
         )
     sides, prefix = (None, 0) if grid is None else (grid.sides, grid.prefix)
     if scan == "series" and mixer.non_causal != "one_scan":
-        y = mix_all(mixer, x, "both", cu_seqlens, grid)
+        y = mix_all(mixer, x, "both", cu_seqlens, grid, scan_sum)
         if grid is not None:
             y, grid = reorder(y, _COLUMNS, sides, prefix), grid.transposed()
-        return restore(mix_all(mixer, y, "both", cu_seqlens, grid), _COLUMNS, sides, prefix)
+        return restore(mix_all(mixer, y, "both", cu_seqlens, grid, scan_sum), _COLUMNS, sides, prefix)
     if mixer.non_causal != "generic":
         more = (grid,) if mixer.takes_grid and grid is not None else ()
         return mixer(x, None, cu_seqlens, *more)[0]
@@ -54,7 +60,8 @@ def mix_all(
         return mixer(rows, None, cu_seqlens)[0]
 
     first, *others = in_orders(run, x, cu_seqlens=cu_seqlens, orders=ORDERS[scan], sides=sides, prefix=prefix)
-    return sum(others, first) / (1 + len(others)) if others else first
+    total = sum(others, first)
+    return total if scan_sum or not others else total / (1 + len(others))
 
 
 def scan_both_ways(

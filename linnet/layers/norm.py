@@ -1,19 +1,26 @@
-"""Norms over the last dimension: SRMSNorm (no gain), RMSNorm, LayerNorm.
+"""Norms over the last dimension: SRMSNorm (no gain), RMSNorm, LayerNorm. BatchNorm is over the tokens of a batch.
 
 SRMSNorm(x) = x / (||x||_2 / sqrt(d)) is paper 001, equation 14. Epsilon sits inside the mean square: 1e-6 for SRMSNorm
-and RMSNorm, 1e-5 for LayerNorm.
+and RMSNorm, 1e-5 for LayerNorm and BatchNorm.
 """
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from linnet.ops.activation import ACTIVATIONS
 from linnet.ops.norm import rms_norm, split_rms_norm
-from linnet.ops.tensor_parallel import Split
+from linnet.ops.tensor_parallel import Split, sum_over
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 NormKind = Literal["srmsnorm", "rmsnorm", "layernorm"]
+StackNorm = Literal["srmsnorm", "rmsnorm", "layernorm", "batchnorm"]
+
+MOMENTUM = 0.1  # share of a batch in the running statistics of BatchNorm
 
 
 class SRMSNorm(nn.Module):
@@ -58,7 +65,63 @@ class RMSNorm(SRMSNorm):
         self.weight = nn.Parameter(torch.ones(dim))
 
 
-def build_norm(kind: NormKind, dim: int, eps: float | None = None, affine: bool = True) -> nn.Module:
+class BatchNorm(nn.Module):
+    """Norm of each channel over all tokens of a batch, with learned gain and bias (arXiv:1502.03167).
+
+    In evaluation mode it uses running statistics, which are buffers and so a part of checkpoints. A token depends on
+    all tokens of its batch in training, so models that predict the next token cannot have it. Rows are packed and not
+    padded, so there is no padding in the statistics.
+
+    Attributes:
+        split: the ranks whose tokens are one batch (`synchronise`); None for those of this process.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    split: Split | None = None
+
+    def __init__(self, dim: int, eps: float = 1e-5, affine: bool = True):
+        super().__init__()
+        self.dim, self.eps = dim, eps
+        self.weight = nn.Parameter(torch.ones(dim)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(dim)) if affine else None
+        self.register_buffer("running_mean", torch.zeros(dim))
+        self.register_buffer("running_var", torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [..., D] to [..., D]. Raises ValueError in training if the batch has a single token."""
+        rows = x.flatten(0, -2)
+        if self.training and self.split is not None:
+            return self._over_ranks(rows, self.split).view(x.shape)
+        statistics = (self.running_mean, self.running_var)
+        y = F.batch_norm(rows, *statistics, self.weight, self.bias, self.training, MOMENTUM, self.eps)
+        return y.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps}"
+
+    def _over_ranks(self, rows: Tensor, split: Split) -> Tensor:
+        """Returns the norm of rows [N, D] by the statistics of the rows of all ranks, two sums over them."""
+        x = rows if rows.dtype == torch.float64 else rows.float()
+        total = sum_over(torch.cat([x.sum(0), x.new_full((1,), len(x))]), split)
+        mean, count = total[:-1] / total[-1], total[-1]
+        x = x - mean
+        squares = sum_over(x.square().sum(0), split)
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, MOMENTUM)
+            self.running_var.lerp_(squares / (count - 1), MOMENTUM)
+        y = x * torch.rsqrt(squares / count + self.eps)
+        return (y if self.weight is None else y * self.weight + self.bias).to(rows.dtype)
+
+
+def synchronise(model: nn.Module, group: "dist.ProcessGroup") -> None:
+    """Makes the statistics of every BatchNorm in a model those of the tokens of all ranks of a group, in training."""
+    for norm in model.modules():
+        if isinstance(norm, BatchNorm):
+            norm.split = Split.over(group)
+
+
+def build_norm(kind: StackNorm, dim: int, eps: float | None = None, affine: bool = True) -> nn.Module:
     """Returns the norm of one kind over `dim` features. Raises ValueError for an unknown kind.
 
     Args:
@@ -71,7 +134,9 @@ def build_norm(kind: NormKind, dim: int, eps: float | None = None, affine: bool 
             return RMSNorm(dim, eps or 1e-6) if affine else SRMSNorm(dim, eps or 1e-6)
         case "layernorm":
             return nn.LayerNorm(dim, eps or 1e-5, elementwise_affine=affine)
-    raise ValueError(f"norm {kind!r} is unknown; use srmsnorm, rmsnorm or layernorm")
+        case "batchnorm":
+            return BatchNorm(dim, eps or 1e-5, affine)
+    raise ValueError(f"norm {kind!r} is unknown; use srmsnorm, rmsnorm, layernorm or batchnorm")
 
 
 def norm_and_gate(norm: nn.Module, x: Tensor, gate: Tensor, activation: str) -> Tensor:

@@ -54,6 +54,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.causal, self.axes, self.prefix = causal, axes, prefix
         self.scan = config.scan if isinstance(config, EncoderConfig) else "both"
+        self.scan_sum = isinstance(config, EncoderConfig) and config.scan_sum
         self.before = tuple(spec.mixer for spec in config.stack.before)
         shared, blocks = nn.ModuleDict(), nn.ModuleList()
         outside = outer_context(config, causal, axes, prefix, side)
@@ -107,7 +108,7 @@ class Backbone(nn.Module):
                 x = self.dropout(x, keys)
         for name, mixer in self.mixers_before():
             if not self.causal:
-                x = mix_all(mixer, x, self.scan, cu_seqlens, grid)
+                x = mix_all(mixer, x, self.scan, cu_seqlens, grid, self.scan_sum)
                 continue
             x, state = mix(mixer, x, None if states is None else states[name], cu_seqlens)
             if after is not None:

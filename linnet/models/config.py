@@ -52,6 +52,12 @@ class EncoderConfig(StackConfig):
         "both ends; cross, row-major and column-major, each from both ends; series, both row-major, then both "
         "column-major. No effect on mixers in which every token sees all in one pass",
     )
+    scan_sum: bool = Field(
+        False,
+        exclude_if=lambda given: not given,
+        description="add the outputs of a mixer in the orders of the scan, in place of their mean; gla, hgrn, hgrn2 "
+        "and tnl always add them, before their own norm",
+    )
     drop_path: float = Field(
         0.0,
         ge=0,

@@ -14,7 +14,7 @@ import linnet.layers  # noqa: F401  (registers the layers)
 from linnet import deprecation
 from linnet.config import Config, ConfigError, SeveralKeys, nearest, parse, shown
 from linnet.layers.base import CHANNELS, MIXERS, Bias, LayerContext
-from linnet.layers.norm import NormKind
+from linnet.layers.norm import StackNorm
 from linnet.layers.positions.absolute import PositionKind, check_positions
 from linnet.models.layout import Alias, LayerSpec, Stack, check_aliases, cut, parse_stack, written
 from linnet.models.registry import get_recipe
@@ -50,9 +50,15 @@ class StackConfig(Config):
     aliases: dict[str, AliasField] = Field(
         {}, description="short names for blocks in the layout, with options of their own: {layer: ..., options: ...}"
     )
-    norm: NormKind = Field("rmsnorm", description="kind of the norms before each layer and after the last one")
+    norm: StackNorm = Field(
+        "rmsnorm",
+        description="kind of the norms before each layer and after the last one; batchnorm, over the tokens of a "
+        "batch, only in models without causality",
+    )
     norm_eps: float | None = Field(
-        None, gt=0, description="epsilon of these norms; null is the default of the kind (1e-6, LayerNorm 1e-5)"
+        None,
+        gt=0,
+        description="epsilon of these norms; null is the default of the kind (1e-6, LayerNorm and BatchNorm 1e-5)",
     )
     positions: PositionKind = Field("none", description="absolute positions, added once to the embedding")
     num_positions: int | None = Field(
@@ -132,6 +138,11 @@ def check(config: StackConfig) -> list[str]:
     Builds no module: each layer's `Config.check` checks its own options.
     """
     problems = check_positions(config.positions, config.d_model, config.num_positions)
+    if config.norm == "batchnorm" and config.causal:
+        problems.append(
+            f"norm: batchnorm takes its statistics over all tokens of a batch, so in {config.TITLE} a token would see "
+            "those after it; use rmsnorm, srmsnorm or layernorm"
+        )
     if wrong := check_aliases(config.aliases):
         return problems + wrong
     try:
@@ -173,6 +184,7 @@ def outer_context(
         prefix=prefix,
         side=side,
         scan="both" if scan == "series" else scan,
+        scan_sum=getattr(config, "scan_sum", False),
     )
 
 

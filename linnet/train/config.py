@@ -7,12 +7,12 @@ theirs beside the objective (`linnet.train.objectives`).
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from linnet import deprecation, trust
-from linnet.config import Config, ConfigError
+from linnet.config import Config, ConfigError, SeveralKeys
 from linnet.data import DataConfig, given_vocabulary
 from linnet.data.sizes import BatchSizes, steps_of
 from linnet.layers.base import load_plugin
@@ -320,6 +320,25 @@ class TrainingConfig(Config):
                 "run.checkpoint_minutes=null, or another guard.policy"
             )
         return guard
+
+    @model_validator(mode="after")
+    def _whole_batches_for_batchnorm(self) -> Self:
+        """Refuses settings with which a batch norm would not see each whole batch exactly once."""
+        if self.model.norm != "batchnorm":
+            return self
+        found = []
+        if self.accumulation > 1:
+            found.append(f"accumulation: {self.accumulation} would give each part statistics of its own; use 1")
+        if (self.parallel.accumulation or 1) > 1:
+            given = self.parallel.accumulation
+            found.append(f"parallel.accumulation: {given} would give each part statistics of its own; use null")
+        if self.run.recompute != "none":
+            found.append(f"run.recompute: {self.run.recompute} would count each batch twice; use none")
+        if self.guard.policy == "skip":
+            found.append("guard.policy: skip would leave the bad batch in the running statistics; use rollback or stop")
+        if found:
+            raise SeveralKeys([f"{line} (with model.norm: batchnorm)" for line in found], "train")
+        return self
 
     @field_validator("init_from")
     @classmethod

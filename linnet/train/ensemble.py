@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from linnet.evaluate.mode import evaluating
 from linnet.layers import dropout
+from linnet.layers.norm import BatchNorm
 from linnet.models.causal_lm import IGNORE
 from linnet.ops.capture import Captured
 from linnet.train.objective import Loss, training_loss
@@ -95,8 +96,8 @@ class Ensemble:
                 `Objective.loss` does; by default the model's own loss.
 
         Raises:
-            ValueError: no models, models of different shapes, or numbers of rates or decays that differ from the
-            models'.
+            ValueError: no models, models of different shapes, numbers of rates or decays that differ from the models',
+            or models with running statistics (`norm: batchnorm`), which members cannot share.
         """
         if not models or not len(models) == len(learning_rates) == len(weight_decays):
             raise ValueError(
@@ -106,6 +107,8 @@ class Ensemble:
         shapes = [{name: p.shape for name, p in model.named_parameters()} for model in models]
         if any(shape != shapes[0] for shape in shapes):
             raise ValueError("ensemble: the models have different parameters; give models of one configuration")
+        if any(isinstance(module, BatchNorm) for module in models[0].modules()):
+            raise ValueError("ensemble: norm: batchnorm keeps running statistics; train these models one by one")
         self.size, self.steps, self.device = len(models), steps, torch.device(device)
         self.betas, self.constant = betas, constant
         self.step_number = 0

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from linnet.config import ConfigError
 from linnet.layers import dropout
+from linnet.layers.norm import synchronise
 from linnet.layers.ring import passes_states
 from linnet.layers.routing import balance_over
 from linnet.ops import compat_torch
@@ -79,6 +80,7 @@ class Session:
             self.model, self.split = objective.build_sharded(config.seed, mesh, self._wrap)
             if mesh.dp * mesh.sp > 1:
                 balance_over(self.model, mesh.data_group)
+                synchronise(self.model, mesh.data_group)
         loss = training_loss(self.model, objective.loss(self.model))
         self._loss = torch.compile(loss) if config.run.compile and mesh is None else loss
         graph = config.run.graph and self.parts == 1 and mesh is None and device.type == "cuda"

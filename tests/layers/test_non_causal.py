@@ -54,17 +54,19 @@ def test_the_coordinates_of_a_grid():
         Grid((0, 3))
 
 
+@pytest.mark.parametrize("scan_sum", [False, True], ids=["mean", "sum"])
 @pytest.mark.parametrize("scan", ["forward", "both", "cross", "series"])
-def test_a_scan_is_one_call_per_order(scan):
+def test_a_scan_is_one_call_per_order(scan, scan_sum):
     """The mixer with explicit permutations, on a grid that is not square."""
-    config = encoder("mamba", Images, scan=scan)
+    config = encoder("mamba", Images, scan=scan, scan_sum=scan_sum)
     model, x = build(config, axes=2, prefix=1), inputs(2, 7)
     block = model.blocks[0]
     orders = GRID.orders(scan)
     stages = [orders[:2], orders[2:]] if scan == "series" else [orders]
     y = block.mixer_norm(x)
     for stage in stages:
-        y = sum(block.mixer(y[:, order])[0][:, order.argsort()] for order in stage) / len(stage)
+        y = sum(block.mixer(y[:, order])[0][:, order.argsort()] for order in stage)
+        y = y if scan_sum else y / len(stage)
     torch.testing.assert_close(block(x, grid=GRID)[0], x + y)
     assert block.passes == {"forward": 1, "both": 2, "cross": 4, "series": 4}[scan]
     assert block.flops(7) == block.passes * block.mixer.flops(7)
