@@ -107,7 +107,7 @@ def open_stage(
     plan = {"format": FORMAT, "stage": name, "settings": values, "settings_digest": digest(values)}
     plan["inputs"] = described
     out.mkdir(parents=True, exist_ok=True)
-    with _locked(out):
+    with locked(out):
         _remove_halves(out)
         if anew and ((out / STAGE).exists() or _plan(out) != plan):
             _clear(out)
@@ -422,7 +422,7 @@ def _remove_halves(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
+def locked(out: Path) -> Iterator[None]:
     """Holds the lock of a stage's folder, which ends with this process."""
     if fcntl is None:
         yield

@@ -1,0 +1,25 @@
+"""The Long Range Arena: six tasks of long labelled sequences, generated or read from published folders.
+
+corpus = prepare_lra(LraDataConfig(task="listops", size="reduced"), "cache")
+inputs, lengths, labels = LraBatches(corpus.train, batch_size=32, seed=0).batch(step=0)
+"""
+
+from linnet.data.lra.corpus import LraBatches, LraCorpus, LraSplit, check_lra, lra_content, prepare_lra
+from linnet.data.lra.task import END, NAMES, PADDING, UNKNOWN, LraDataConfig, LraRows, LraTask, SampleCounts
+
+__all__ = [
+    "END",
+    "LraBatches",
+    "LraCorpus",
+    "LraDataConfig",
+    "LraRows",
+    "LraSplit",
+    "LraTask",
+    "NAMES",
+    "PADDING",
+    "SampleCounts",
+    "UNKNOWN",
+    "check_lra",
+    "lra_content",
+    "prepare_lra",
+]
