@@ -1,0 +1,284 @@
+"""Claims: sentences about a table that can be false, and how they are decided.
+
+    A < B < C on COLUMN             also <=, >, >=; A, B are rows of the item or numbers; COLUMN, COLUMN: on each
+    ROW within 0.25 % on COLUMN     measured against printed; `every row` for ROW; plain numbers: column's unit
+    A within 1 % of B on COLUMN     equal but for a margin
+
+A comparison of two rows is decided by the 95 % interval of the mean difference over seeds, paired by seed (Student's
+t). Records without a seed are exact and compared as they are; those with an interval of their own (fits) are compared
+by the intervals.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+HOLDS, FAILS, UNDECIDED, NOT_RUN = "holds", "does not hold", "cannot be told", "not run"
+EVERY = "every row"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of an item.
+
+    Attributes:
+        text: as the item writes it.
+        check: the sentence that is decided; "" if it is untested.
+        kind: order, printed, equal or untested.
+        rows: rows that it names, numbers and `every row` left out.
+        columns: columns that it names.
+        terms: rows or numbers of a comparison, in the order of the sentence.
+        operators: `<`, `<=`, `>` or `>=` between the terms.
+        margin: of `within`; a share if `relative`.
+        untested: the reason why nothing decides it.
+    """
+
+    text: str
+    check: str = ""
+    kind: str = "untested"
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    terms: tuple[str | float, ...] = ()
+    operators: tuple[str, ...] = ()
+    margin: float = 0.0
+    relative: bool = False
+    untested: str = ""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of one row and column.
+
+    Attributes:
+        values: seed -> value; the seed None is an exact value.
+        interval: 95 % interval of the value, if the verb gives one.
+    """
+
+    values: Mapping[int | None, float] = field(default_factory=dict)
+    interval: tuple[float, float] | None = None
+
+    @property
+    def exact(self) -> bool:
+        return None in self.values and self.interval is None
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(self.values.values()) / len(self.values)
+
+
+Table = Mapping[tuple[str, str], Measured]
+"""(row, column) -> what was measured."""
+
+
+_OPERATOR = re.compile(r"\s(<=|<|>=|>)\s")
+_MARGIN = re.compile(r"(.+?) within (\d+(?:\.\d+)?(?:e-?\d+)?)( ?%)?(?: of (.+))?")
+
+
+def parse_claim(value: str | Mapping) -> Claim:
+    """Returns a claim. Raises ValueError for a sentence that is none of the three forms.
+
+    Args:
+        value: a sentence, or {text, untested}, or {text, check} with the sentence in `check` and plain words in `text`.
+    """
+    if isinstance(value, Mapping):
+        if "text" not in value or set(value) - {"text", "check", "untested"} or len(value) != 2:
+            raise ValueError("a claim is a sentence, {text, check} or {text, untested}")
+        if "untested" in value:
+            return Claim(str(value["text"]), untested=str(value["untested"]))
+        return _parse(str(value["check"]), str(value["text"]))
+    return _parse(str(value), str(value))
+
+
+def _parse(check: str, text: str) -> Claim:
+    body, on, columns = " ".join(check.split()).rpartition(" on ")
+    names = tuple(name.strip() for name in columns.split(","))
+    if not on or not all(names):
+        raise ValueError(f"{check!r}: does not end in `on COLUMN`")
+    parts = _OPERATOR.split(body)
+    if len(parts) > 1:
+        terms = tuple(_term(part.strip()) for part in parts[::2])
+        operators = tuple(parts[1::2])
+        if len({operator[0] for operator in operators}) > 1:
+            raise ValueError(f"{check!r}: mixes < and >; write two claims")
+        rows = tuple(term for term in terms if isinstance(term, str))
+        if not rows:
+            raise ValueError(f"{check!r}: names no row")
+        return Claim(text, check, "order", rows, names, terms, operators)
+    if match := _MARGIN.fullmatch(body):
+        relative = match[3] is not None
+        margin = float(match[2]) / (100 if relative else 1)
+        if match[4]:
+            return Claim(text, check, "equal", (match[1], match[4]), names, margin=margin, relative=relative)
+        rows = () if match[1] == EVERY else (match[1],)
+        return Claim(text, check, "printed", rows, names, margin=margin, relative=relative)
+    raise ValueError(
+        f"{check!r}: neither `A < B on COLUMN`, `ROW within N % on COLUMN` nor `A within N % of B on COLUMN`"
+    )
+
+
+def _term(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on one claim.
+
+    Attributes:
+        claim: its text.
+        verdict: holds, does not hold, cannot be told or not run.
+        reason: numbers that decide, or why nothing does.
+    """
+
+    claim: str
+    verdict: str
+    reason: str = ""
+
+
+def judge(
+    claim: Claim,
+    table: Table,
+    expected: Callable[[str, str], float | None],
+    missing: Callable[[str, str], str],
+    printed_rows: tuple[str, ...] = (),
+) -> Verdict:
+    """Returns the verdict on a claim.
+
+    Args:
+        table: what was measured.
+        expected: (row, column) -> printed number, corrected, or None.
+        missing: (row, column) -> why it was not measured.
+        printed_rows: rows that `every row` stands for.
+    """
+    if claim.kind == "untested":
+        return Verdict(claim.text, NOT_RUN, claim.untested)
+    found: list[tuple[str, str]] = []
+    for column in claim.columns:
+        if claim.kind == "order":
+            pairs = zip(claim.terms, claim.operators, claim.terms[1:], strict=False)
+            found += [_order(a, op, b, column, table, missing) for a, op, b in pairs]
+        elif claim.kind == "equal":
+            found.append(_equal(claim, column, table, missing))
+        else:
+            rows = claim.rows or tuple(row for row in printed_rows if expected(row, column) is not None)
+            found += [_printed(claim, row, column, table, expected, missing) for row in rows]
+    if not found:
+        return Verdict(claim.text, NOT_RUN, "no row of it has a printed number")
+    for verdict in (FAILS, NOT_RUN, UNDECIDED, HOLDS):
+        if reasons := [reason for one, reason in found if one == verdict]:
+            return Verdict(claim.text, verdict, "; ".join(dict.fromkeys(reasons)))
+    raise AssertionError(found)
+
+
+def _order(a, operator: str, b, column: str, table: Table, missing) -> tuple[str, str]:
+    for term in (a, b):
+        if isinstance(term, str) and (term, column) not in table:
+            return NOT_RUN, missing(term, column)
+    first, second = (table[t, column] if isinstance(t, str) else Measured({None: t}) for t in (a, b))
+    low, high = difference(second, first)
+    if operator[0] == ">":
+        low, high = -high, -low
+    said = f"{b} - {a}" if operator[0] == "<" else f"{a} - {b}"
+    reason = f"{said} = {_shown(low, high)} ({column})"
+    if math.isnan(low):
+        return UNDECIDED, f"one seed of {_noisy(a, first, b, second)} ({column}); give --seeds 0,1,2"
+    if low > 0 or (low >= 0 and operator.endswith("=")):
+        return HOLDS, reason
+    if high < 0 or (high <= 0 and not operator.endswith("=")):
+        return FAILS, reason
+    return UNDECIDED, reason
+
+
+def _equal(claim: Claim, column: str, table: Table, missing) -> tuple[str, str]:
+    a, b = claim.rows
+    for row in (a, b):
+        if (row, column) not in table:
+            return NOT_RUN, missing(row, column)
+    low, high = difference(table[a, column], table[b, column])
+    bound = claim.margin * (abs(table[b, column].mean) if claim.relative else 1)
+    if math.isnan(low):
+        return (
+            UNDECIDED,
+            f"one seed of {_noisy(a, table[a, column], b, table[b, column])} ({column}); give --seeds 0,1,2",
+        )
+    reason = f"{a} - {b} = {_shown(low, high)}, margin {bound:.3g} ({column})"
+    if -bound <= low and high <= bound:
+        return HOLDS, reason
+    return (FAILS if high < -bound or low > bound else UNDECIDED), reason
+
+
+def _printed(claim: Claim, row: str, column: str, table: Table, expected, missing) -> tuple[str, str]:
+    if (row, column) not in table:
+        return NOT_RUN, missing(row, column)
+    printed = expected(row, column)
+    if printed is None:
+        return NOT_RUN, f"{row} has no printed {column}"
+    low, high = difference(table[row, column], Measured({None: printed}))
+    bound = claim.margin * (abs(printed) if claim.relative else 1)
+    if math.isnan(low):  # one noisy value: its place is known, its interval is not
+        return UNDECIDED, f"{row}: one seed ({column}); give --seeds 0,1,2"
+    reason = f"{row}: {table[row, column].mean:.6g}, printed {printed:.6g} ({column})"
+    if -bound <= low and high <= bound:
+        return HOLDS, reason
+    return (FAILS if high < -bound or low > bound else UNDECIDED), reason
+
+
+def difference(a: Measured, b: Measured) -> tuple[float, float]:
+    """Returns the 95 % interval of a - b. NaN, NaN if one seed alone cannot give it."""
+    if a.interval is not None or b.interval is not None:
+        (a_low, a_high), (b_low, b_high) = (_own_interval(one) for one in (a, b))
+        return a_low - b_high, a_high - b_low
+    if a.exact and b.exact:
+        return a.mean - b.mean, a.mean - b.mean
+    if a.exact or b.exact:
+        noisy, fixed, sign = (b, a, -1) if a.exact else (a, b, 1)
+        return t_interval([sign * (value - fixed.mean) for value in noisy.values.values()])
+    seeds = [seed for seed in a.values if seed in b.values]
+    return t_interval([a.values[seed] - b.values[seed] for seed in seeds])
+
+
+def _own_interval(one: Measured) -> tuple[float, float]:
+    if one.interval is not None:
+        return one.interval
+    return (one.mean, one.mean) if one.exact else t_interval(list(one.values.values()))
+
+
+def t_interval(values: list[float]) -> tuple[float, float]:
+    """Returns the 95 % interval of the mean of values by Student's t; NaN, NaN for fewer than two."""
+    n = len(values)
+    if n < 2:
+        return math.nan, math.nan
+    mean = math.fsum(values) / n
+    half = t_quantile(n - 1) * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    return mean - half, mean + half
+
+
+# 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom.
+_T = (
+    12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157, 2.228139,
+    2.200985, 2.178813, 2.160369, 2.144787, 2.131450, 2.119905, 2.109816, 2.100922, 2.093024, 2.085963,
+    2.079614, 2.073873, 2.068658, 2.063899, 2.059539, 2.055529, 2.051831, 2.048407, 2.045230, 2.042272,
+)  # fmt: skip
+
+
+def t_quantile(freedom: int) -> float:
+    """Returns the 97.5 % quantile of Student's t; beyond 30 degrees of freedom by an expansion in 1 / freedom."""
+    if freedom <= len(_T):
+        return _T[freedom - 1]
+    z = 1.959963985
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
+def _shown(low: float, high: float) -> str:
+    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+
+
+def _noisy(a, first: Measured, b, second: Measured) -> str:
+    names = [str(name) for name, one in ((a, first), (b, second)) if not one.exact and len(one.values) < 2]
+    return " and ".join(names) or f"{a} and {b} in common"
