@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 
-from linnet.config import Config, ConfigError
+from linnet.config import Config, ConfigError, nearest
+from linnet.layers.base import CHANNELS, MIXERS
 from linnet.ops import compat_torch
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class OptimizerConfig(Config):
         learning_rate: peak value, which the schedule scales.
         betas, eps: settings of AdamW.
         weight_decay: decoupled, multiplied by the learning rate; acts on the weights of linear layers.
+        exempt: names of layers whose weights are not decayed, such as hyena (paper 004, appendix C.2). Models without
+            these layers are trained as if it were empty. Muon refuses it.
         momentum: momentum of Muon (Nesterov).
         clip: largest norm of the whole gradient; null: no clipping.
     """
@@ -43,8 +46,20 @@ class OptimizerConfig(Config):
     betas: tuple[_Beta, _Beta] = Field((0.9, 0.95), strict=False)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
+    exempt: list[str] = []
     momentum: float = Field(0.95, ge=0, lt=1)
     clip: float | None = Field(1.0, gt=0)
+
+    @field_validator("exempt")
+    @classmethod
+    def _layers(cls, exempt: list[str], info: ValidationInfo) -> list[str]:
+        known = {*MIXERS, *CHANNELS}
+        problems = [f"no layer {name!r}; {nearest(name, known)}" for name in exempt if name not in known]
+        if exempt and info.data.get("name") == "muon":
+            problems.append("Muon decays all matrices alike; use name: adamw, or remove exempt")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return exempt
 
 
 class Optimizer:
@@ -70,7 +85,7 @@ class Optimizer:
         """
         self.config, self.mesh = config, mesh
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        hidden, decayed, rest = split(model)
+        hidden, decayed, rest = split(model, config.exempt)
         # Parameter of the model -> parameter that is updated: itself, or its shard.
         self._own: dict[nn.Parameter, nn.Parameter] = {p: p for p in self.parameters.values()}
         if mesh is not None:
@@ -229,14 +244,18 @@ class Optimizer:
             }
 
 
-def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+def split(
+    model: nn.Module, exempt: Sequence[str] = ()
+) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
     """Returns the parameters as (hidden matrices, other decayed matrices, the rest), each once, in the model's order.
 
-    Hidden matrices are the weights of linear layers inside `model.backbone`.
+    Hidden matrices are the weights of linear layers inside `model.backbone`, outside of layers named in `exempt`.
     """
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    hidden_ids = {id(m.weight) for m in model.backbone.modules() if isinstance(m, nn.Linear)} - embedded
-    decayed_ids = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} - embedded - hidden_ids
+    layers = tuple((MIXERS | CHANNELS)[name] for name in exempt)
+    kept = {id(p) for m in model.modules() if isinstance(m, layers) for p in m.parameters()} | embedded
+    hidden_ids = {id(m.weight) for m in model.backbone.modules() if isinstance(m, nn.Linear)} - kept
+    decayed_ids = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} - kept - hidden_ids
     parameters = [p for p in model.parameters() if p.requires_grad]
     hidden = [p for p in parameters if id(p) in hidden_ids]
     decayed = [p for p in parameters if id(p) in decayed_ids]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from linnet.config import ConfigError
+from linnet.config import ConfigError, parse
 from linnet.models import ModelConfig, build_model, family
 from linnet.train.optim import Optimizer, OptimizerConfig, split
 
@@ -33,6 +33,29 @@ def test_only_linear_weights_are_decayed(tied):
     assert len(hidden) == len(linear)
     # LRPE angles and TPE coefficients are matrices too, but zero is no neutral value for them.
     assert any("theta" in name or "tpe" in name for name in rest)
+
+
+def test_layers_can_be_exempt_from_decay():
+    net = model(layout="hyena+swiglu attention+swiglu", options={"attention": {"num_heads": 2}})
+    names = {id(p): name for name, p in net.named_parameters()}
+    hidden, _, rest = ([names[id(p)] for p in part] for part in split(net, ["hyena"]))
+    mine = {name for name in names.values() if name.startswith("backbone.blocks.0.mixer.")}
+    assert "backbone.blocks.0.mixer.out_proj.weight" in mine and mine <= set(rest)
+    assert "backbone.blocks.1.mixer.out_proj.weight" in hidden
+    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, exempt=["hyena", "mamba"])  # a model without one
+    optimizer, before = Optimizer(net, config), {name: p.detach().clone() for name, p in net.named_parameters()}
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step(factor=1.0)
+    for name, p in net.named_parameters():
+        torch.testing.assert_close(p.detach(), before[name] * (0.95 if name in hidden else 1))
+
+
+def test_wrong_exemptions_are_refused():
+    with pytest.raises(ConfigError, match="exempt: no layer 'hyna'; did you mean 'hyena'"):
+        parse(OptimizerConfig, {"exempt": ["hyna"]})
+    with pytest.raises(ConfigError, match="Muon decays all matrices alike"):
+        parse(OptimizerConfig, {"name": "muon", "exempt": ["hyena"]})
 
 
 def test_decay_and_rate_reach_the_update():
