@@ -32,8 +32,43 @@ data = typer.Typer(
     rich_markup_mode="rich",
     help="Prepare text (the default) or images for training, once, and show what they hold.",
     epilog='Example: [bold]linnet data "books/*.txt" --tokenizer bpe:4096[/], in full linnet data text ...; a path '
-    "that is called text or images is written ./text.",
+    "that is called text, images or dna is written ./text.",
 )
+
+
+@data.command(name="dna")
+def write_dna(
+    out: Annotated[Path, typer.Option(help="FASTA file to write, such as dna.fa.")],
+    letters: Annotated[int, typer.Option(help="Number of letters.", min=1, max=1 << 32)] = 5_000_000,
+    order: Annotated[int, typer.Option(help="Letters that the next one depends on.", min=0, max=8)] = 4,
+    sharpness: Annotated[
+        float, typer.Option(help="How uneven the transitions are; 0 gives uniform letters.", min=0, max=10)
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the chain and of its letters.", min=0)] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Write letters of DNA from a Markov chain, whose entropy every model's loss stays above.
+
+    The chain is its own reverse complement, like the two strands of DNA. Train on the file as on other text:
+    FASTA files (.fa, .fasta, .fna) have one document per record.
+
+    Example: [bold]linnet data dna --out dna.fa --order 4[/], then linnet train --data dna.fa
+    """
+    from linnet.data.dna import as_fasta, make_chain
+    from linnet.runs.files import write_atomic
+
+    if not out.name.lower().endswith((".fa", ".fasta", ".fna")):
+        fix = "end it in .fa, so that training reads its records"
+        raise ConfigError([f"--out: {str(out)!r} is no name of a FASTA file; {fix}"], "linnet data dna")
+    chain = make_chain(order, seed, sharpness)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, as_fasta(chain, letters, seed))
+    bits, nats = chain.bits_per_letter, chain.nats_per_letter
+    if as_json:
+        print(json.dumps({"path": str(out), "bits_per_letter": bits, "nats_per_letter": nats}))
+        return
+    print(f"{out}: {letters:,} letters of a chain of order {order}")
+    print(f"entropy: {bits:.4f} bits, {nats:.4f} nats per letter; no model has a lower loss on unseen letters")
 
 
 @data.command(name="text")

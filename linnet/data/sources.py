@@ -1,8 +1,8 @@
-"""Sources of text: the standard library, files, folders, globs, JSONL and Parquet, and data sets of the Hub (`hub.py`).
+"""Sources of text: the standard library, files, folders, globs, JSONL, Parquet, FASTA, and data sets of the Hub.
 
-A text file is one document, a JSONL file has one document per line, and a Parquet file one per row. Text and JSONL may
-be compressed (`.gz`, `.zst`). Reading is bounded by the size of a file, so that a few kilobytes that expand to
-terabytes are an error.
+A text file is one document, a JSONL file has one document per line, a Parquet file one per row, and a FASTA file one
+per record (`dna.py`). All but Parquet may be compressed (`.gz`, `.zst`). Reading is bounded by the size of a file, so
+that a few kilobytes that expand to terabytes are an error.
 
 A folder is read recursively: all of its UTF-8 files are read in the order of their paths, except hidden ones; other
 files are skipped and listed. Of a folder that a stage of `linnet corpus` wrote, only the documents are read. Files that
@@ -28,11 +28,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from linnet.config import nearest
-from linnet.data import hub
+from linnet.data import dna, hub
 from linnet.install import install_command
 
 STDLIB = "stdlib"
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+KINDS |= dict.fromkeys((".fasta", ".fa", ".fna"), "fasta")
 # Folders that are not part of the library, and tests, some of which contain invalid source text on purpose.
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 SNIFF = 8192  # bytes to read from the start of a file; enough to recognize most binary files
@@ -57,7 +58,7 @@ class SourceFile:
     """A file of documents.
 
     Attributes:
-        kind: "text", "jsonl" or "parquet".
+        kind: "text", "jsonl", "parquet" or "fasta".
         named: whether a path or glob names the file directly; False if it was found in a folder.
         trusted: whether Linnet wrote the file, so that it may expand without bound.
     """
@@ -111,7 +112,7 @@ def read_documents(file: SourceFile, text_key: str, problems: list[str]) -> Iter
         text_key: the key (JSONL) or column (Parquet) that holds the text.
         problems: problems are appended here, at most about `REPORTED` lines; invalid documents are not yielded.
     """
-    reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}[file.kind]
+    reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "fasta": _read_fasta}[file.kind]
     held, most = 0, most_bytes(file)
     try:
         for text in reader(file, text_key, problems):
@@ -486,12 +487,9 @@ def _read_text(source: SourceFile, text_key: str, problems: list[str]) -> Iterat
 
 def _read_jsonl(source: SourceFile, text_key: str, problems: list[str]) -> Iterator[bytes]:
     path, most = source.path, most_bytes(source)
-    wrong, total, read = 0, 0, 0
+    wrong, total = 0, 0
     with open_file(path) as lines:
-        for number, line in enumerate(iter(lambda: lines.readline(most + 1), b""), 1):
-            read += len(line)
-            if read > most:
-                raise TooLarge(most)
+        for number, line in enumerate(_bounded(lines, most), 1):
             if not line.strip():
                 continue
             total += 1
@@ -506,6 +504,28 @@ def _read_jsonl(source: SourceFile, text_key: str, problems: list[str]) -> Itera
                 problems.append(f"{path}: line {number}: {reason}")
     if wrong > REPORTED:
         problems.append(f"{path}: and {wrong - REPORTED} more bad lines of {total}")
+
+
+def _read_fasta(source: SourceFile, text_key: str, problems: list[str]) -> Iterator[bytes]:
+    wrong = 0
+    with open_file(source.path) as file:
+        for _, found in dna.read_fasta(_bounded(file, most_bytes(source))):
+            if isinstance(found, bytes):
+                if found:
+                    yield found
+            elif (wrong := wrong + 1) <= REPORTED:
+                problems.append(f"{source.path}: {found}")
+    if wrong > REPORTED:
+        problems.append(f"{source.path}: and {wrong - REPORTED} more bad records")
+
+
+def _bounded(file: BinaryIO, most: int) -> Iterator[bytes]:
+    """Yields the lines of a file. Raises TooLarge once they hold more than `most` bytes."""
+    read = 0
+    for line in iter(lambda: file.readline(most + 1), b""):
+        if (read := read + len(line)) > most:
+            raise TooLarge(most)
+        yield line
 
 
 def json_row(line: bytes) -> dict:

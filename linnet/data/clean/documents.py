@@ -213,6 +213,8 @@ def check_sources(names: list[str], key: str, problems: list[str]) -> list[Resol
             problems.append(f"{key}: {name!r} is a stage, whose documents have labels; name it without {label}=")
         skipped: list[str] = []
         files = sources.find_files([path], key, problems, skipped)
+        if letters := [file.path for file in files if file.kind == "fasta"]:
+            problems.append(f"{key}: {letters[0]} is FASTA, which has no text to clean; leave it out")
         if len(problems) > before:
             continue
         own = [label or _label(path)] if stage is None else stage["labels"]
